@@ -118,8 +118,11 @@ class WorkerWait:
         """Count a waiting request under its model as soon as a worker of it is expected; return the label.
 
         Until then it counts under none: clients may invent names. A planner announces its model after the last worker
-        has gone, perhaps later than a request has come.
+        has gone, perhaps later than a request has come, and takes that back when one serves, perhaps earlier than it
+        is known here.
         """
+        if shown_as == model.lower():
+            return shown_as
         label = model.lower() if self.is_expected(model) else UNKNOWN_MODEL
         if self._gauge is not None and label != shown_as:
             self._gauge.labels(label).inc()

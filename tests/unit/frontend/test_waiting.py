@@ -106,11 +106,14 @@ async def test_waiting_request_counts_under_its_model_as_soon_as_a_worker_is_exp
     asked.wait._expected.start_s = 3.0
     await asked.clock.advance(waiting.PAUSE_S)
     counted.append(gauge.present)
+    asked.wait._expected.start_s = None  # it serves, which is not known here yet
+    await asked.clock.advance(waiting.PAUSE_S)
+    counted.append(gauge.present)
     asked.error = None
     await asked.clock.advance(waiting.PAUSE_S)
 
     assert await waits == "answer"
-    assert counted == [{"unknown": 1}, {"m": 1}]
+    assert counted == [{"unknown": 1}, {"m": 1}, {"m": 1}]
     assert gauge.present == {}
 
 
