@@ -90,7 +90,8 @@ async def _serve(worker: settings.WorkerConfig, make_any_host: MakeAnyHost) -> N
                 await (
                     served.start()
                 )  # until here a signal ends the process at once: nothing runs yet
-            await served.run_until(process_setup.stop_on_signals())
+                stop = process_setup.stop_on_signals()
+            await served.run_until(stop)
         finally:
             await served.stop(worker.graceful_shutdown_timeout_s, worker.grace_period_s)
 
