@@ -7,6 +7,8 @@ import runpy
 import pytest
 import yaml
 
+from dynamo.operator import identity
+
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
@@ -130,6 +132,27 @@ def test_rules_of_the_operator_name_each_verb_and_resource(platform):
         assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"])
         if "pods" in rule["resources"]:
             assert rule["verbs"] == ["get", "list", "watch"]
+
+
+def test_operator_may_grant_what_it_grants(platform):
+    objects = render(platform, CLUSTER_WIDE)
+    rules = of_kind(objects, "ClusterRole")["dynamo-platform-dynamo-operator-manager"]["rules"]
+    held = {
+        (group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    granted = {
+        (group, resource, verb)
+        for rule in identity.PLANNER_RULES
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+    assert granted <= held
 
 
 def test_network_policies_cover_operator_etcd_and_nats(platform):
