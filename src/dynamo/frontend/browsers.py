@@ -18,7 +18,10 @@ from dynamo.runtime.http import exchange
 _METHODS = "GET, POST, DELETE, OPTIONS"
 _PREFLIGHT_AGE_S = 600  # how long a browser may remember the answer
 _MAX_HEADER_NAMES = 1000  # characters of a preflight request's list of headers
-_EXPOSED = "x-request-id, retry-after, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens"
+_EXPOSED = (
+    "x-request-id, retry-after, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
+    "x-dynamo-ignored-parameters"
+)
 # Types that need a preflight request when another origin sends them: JSON, and the tensors of KServe.
 _BODY_TYPES = ("application/json", "application/octet-stream")
 

@@ -217,6 +217,12 @@ class FrontendConfig(AdmissionConfig):
         help="names by which browsers reach this server, beside its host name and addresses; not "
         "looked at where API keys are used",
     )
+    unknown_parameters: Literal["accept", "refuse"] = config.option(
+        "accept",
+        env="DYN_UNKNOWN_PARAMETERS",
+        help="parameters that a request has and this server does not know: named in the header "
+        "x-dynamo-ignored-parameters, or a 400",
+    )
     namespace: str = config.option(
         "",
         env="DYN_NAMESPACE",

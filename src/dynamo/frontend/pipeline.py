@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
-from dynamo.frontend import audit, dispatch, metrics, nvext, waiting
+from dynamo.frontend import audit, dispatch, metrics, nvext, unknown_parameters, waiting
 from dynamo.frontend.admission import controller
 from dynamo.frontend.delivery import delivery, identity, sse
 from dynamo.frontend.model_registry import registry
@@ -68,6 +68,7 @@ class Pipeline:
         dispatcher: dispatch.Dispatcher,
         worker_wait: waiting.WorkerWait,
         admission: controller.AdmissionController,
+        unknown: unknown_parameters.UnknownParameters,
         start_trace: tracing.StartSpan = tracing.forward_trace,
         watch: audit.WatchExchange | None = None,
         semantic: BodyRouter | None = None,
@@ -80,6 +81,7 @@ class Pipeline:
         self._dispatcher = dispatcher
         self.worker_wait = worker_wait
         self._admission = admission
+        self.unknown = unknown
         self._start_trace = start_trace
         self._watch = watch
         self._semantic = semantic
@@ -92,12 +94,12 @@ class Pipeline:
             client = self._watch(client)
         try:
             if self._semantic is None:
-                request = await client.decode_body(api.decode)
+                request = await self.unknown.decode(client, api.decode)
             else:
                 client, body = await self._semantic.route(client, api.endpoint)
                 if client.is_closed:  # the router has answered, or the client is gone
                     return
-                request = await exchange.decode_apart(body, api.decode)
+                request = await self.unknown.decode(client, api.decode, body)
             model = await self.find_model(request.model, client)
         except errors.DynamoError as error:  # for no known model
             unknown = self._metrics.for_model(metrics.UNKNOWN_MODEL)
@@ -173,11 +175,6 @@ class Pipeline:
     ) -> delivery.PreparedRequest[F]:
         """Tokenize the request and gather what its answer needs. Raises RequestError."""
         model.check_can_generate()
-        if request.store and self._watch is None:
-            raise errors.InvalidRequest(
-                "store: answers are not kept here; expected false or nothing, got true",
-                param="store",
-            )
         _check_logprobs(model, request)
         preparer = model.preparer
         extra = nvext.NvextResponse(extra_fields, self._clock) if extra_fields else None

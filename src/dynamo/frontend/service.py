@@ -19,6 +19,7 @@ from dynamo.frontend import (
     migration,
     pipeline,
     request_records,
+    unknown_parameters,
     waiting,
 )
 from dynamo.frontend.admission import authentication, controller
@@ -153,6 +154,9 @@ class Frontend:
                     self._dispatcher,
                     worker_wait,
                     self._admission,
+                    unknown_parameters.UnknownParameters(
+                        metrics_registry, refuses=settings.unknown_parameters == "refuse"
+                    ),
                     self._records.enter_trace,
                     self._records.watch,
                     self._semantic,

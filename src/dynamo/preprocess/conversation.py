@@ -14,9 +14,16 @@ from dynamo.base import errors
 from dynamo.runtime.http import json_body
 
 ROLES = ("developer", "system", "user", "assistant", "tool")
-MAX_TOOL_NAME = 64
+MAX_TOOL_NAME = 128
+CUSTOM_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 MAX_MESSAGES = 100_000  # Anthropic's limit; OpenAI publishes none
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_MESSAGES)]
+_END_MARK = "\u2063CONTINUE HERE\u2063"  # no text of a person has it
 _ROLES = frozenset(ROLES)
 _MEDIA = frozenset(("image_url", "input_audio", "audio_url", "video_url", "file", "image", "audio"))
 
@@ -40,15 +47,49 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
     """Raise InvalidRequest, which names the tool and its key, for a tool of the wrong form."""
     for number, tool in enumerate(tools):
         place = f"tools[{number}]"
-        if tool.get("type") != "function":
-            raise _wrong(f"{place}.type", "'function'", tool, "type")
-        function = tool.get("function")
+        kind = tool.get("type")
+        if kind not in ("function", "custom"):
+            raise _wrong(f"{place}.type", "'function' or 'custom'", tool, "type")
+        function = tool.get(kind)
         if not isinstance(function, dict):
-            raise _wrong(f"{place}.function", "an object", tool, "function")
+            raise _wrong(f"{place}.{kind}", "an object", tool, kind)
         name = function.get("name")
         if type(name) is not str or not 0 < len(name) <= MAX_TOOL_NAME:
             expected = f"a string of 1 to {MAX_TOOL_NAME} characters"
-            raise _wrong(f"{place}.function.name", expected, function, "name")
+            raise _wrong(f"{place}.{kind}.name", expected, function, "name")
+
+
+def name_of(tool: dict[str, Any]) -> Any:
+    """Return the name of a tool, or of a reference to one."""
+    described = tool.get(tool.get("type", "function"))
+    return described.get("name") if isinstance(described, dict) else None
+
+
+def to_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the tool as a function: a custom one has a text as its only argument.
+
+    The grammar of a custom tool is told to the model, and not enforced.
+    """
+    if tool["type"] != "custom":
+        return tool
+    custom = tool["custom"]
+    form = custom.get("format")
+    grammar = form.get("grammar", form) if isinstance(form, dict) else {}
+    definition = grammar.get("definition") if isinstance(grammar, dict) else None
+    texts = (custom.get("description"), definition)
+    description = "\n\n".join(text for text in texts if isinstance(text, str))
+    function = {"name": custom["name"], "parameters": CUSTOM_PARAMETERS}
+    if description:
+        function["description"] = description
+    return {"type": "function", "function": function}
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text that a call of a custom tool carries."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, str]).get("input", "")
+    except msgspec.DecodeError:
+        return arguments
 
 
 def adapt_for_template(
@@ -59,6 +100,28 @@ def adapt_for_template(
         message if _is_plain(message) else _adapt(message, f"messages[{number}]", knows_developer)
         for number, message in enumerate(messages)
     ]
+
+
+def mark_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with a mark at the end of the last one, which a model continues. Raises InvalidRequest."""
+    content = messages[-1].get("content")
+    if not isinstance(content, str) or not content:
+        raise errors.InvalidRequest(
+            "continue_final_message: expected a last message with a text, got one without",
+            param="continue_final_message",
+        )
+    return [*messages[:-1], {**messages[-1], "content": content + _END_MARK}]
+
+
+def cut_at_mark(prompt: str) -> str:
+    """Return the prompt up to the mark of `mark_end`. Raises InvalidRequest if the template has left it out."""
+    text, mark, _ = prompt.rpartition(_END_MARK)
+    if not mark:
+        raise errors.InvalidRequest(
+            "continue_final_message: this model's chat template leaves the last message out",
+            param="continue_final_message",
+        )
+    return text
 
 
 def extract_raw_prompt(messages: list[dict[str, Any]]) -> str:
@@ -123,6 +186,8 @@ def _check_tool_calls(message: dict[str, Any], place: str) -> None:
         raise _wrong(f"{place}.tool_calls", "a list", message, "tool_calls")
     for number, call in enumerate(calls):
         call_place = f"{place}.tool_calls[{number}]"
+        if isinstance(call, dict) and isinstance(call.get("custom"), dict):
+            continue
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
             raise errors.InvalidRequest(
                 f"{call_place}: expected an object with `function`", param=f"{call_place}.function"
@@ -167,6 +232,9 @@ def _adapt(message: dict[str, Any], place: str, knows_developer: bool) -> dict[s
 
 
 def _adapt_call(call: dict[str, Any], param: str) -> dict[str, Any]:
+    if custom := call.get("custom"):
+        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+        return {"id": call.get("id"), "type": "function", "function": function}
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

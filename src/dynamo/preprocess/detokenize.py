@@ -240,10 +240,18 @@ class ChoiceText:
     Once `stop_reason` is set the text is complete, whatever the engine still sends.
     """
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "_tokens", "stop_reason")
+    __slots__ = ("_detokenizer", "_keeps_stop", "_min_tokens", "_stops", "_tokens", "stop_reason")
 
-    def __init__(self, detokenizer: Detokenizer, conditions: generate.StopConditions) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        conditions: generate.StopConditions,
+        *,
+        keeps_stop: bool = False,
+    ) -> None:
+        """With `keeps_stop` the text ends with the stop string, or the visible token, that ended it."""
         self._detokenizer = detokenizer
+        self._keeps_stop = keeps_stop
         self._stops = stop_strings.StopStrings(conditions.stop) if conditions.stop else None
         self._min_tokens = conditions.min_tokens
         self._tokens = array.array("I")
@@ -258,11 +266,13 @@ class ChoiceText:
             self._tokens.extend(token_ids)
         if output.finish_reason is None and self._stops is None:
             return self._detokenizer.push(token_ids)
-        text = self._detokenizer.push(visible_ids(output))
+        text = self._detokenizer.push(token_ids if self._keeps_stop else visible_ids(output))
         if output.finish_reason is not None:
             text += self._detokenizer.finish()
         if self._stops is not None and len(self._tokens) > self._min_tokens:
             text, self.stop_reason = self._stops.push(text)
+            if self._keeps_stop and self.stop_reason is not None:
+                text += self.stop_reason
             if output.finish_reason is not None and self.stop_reason is None:
                 text += self._stops.flush()
         return text

@@ -24,8 +24,14 @@ _ANY_OBJECT = '{"type":"object"}'
 
 def from_fields(request: inputs.GenerationInput) -> generate.GuidedDecoding | None:
     """Return what the guided fields ask for. Raises InvalidRequest if several are set."""
-    if request.nvext is None and _get_guides(request) == _NO_GUIDES:  # nearly always so
+    if (
+        request.nvext is None
+        and request.structured_outputs is None
+        and _get_guides(request) == _NO_GUIDES
+    ):  # nearly always so
         return None
+    if request.structured_outputs is not None:
+        return _from_structured_outputs(request.structured_outputs)
     names = [name for name in _GUIDES if _read_field(request, name) is not None]
     if not names:
         return None
@@ -44,6 +50,30 @@ def from_fields(request: inputs.GenerationInput) -> generate.GuidedDecoding | No
     elif kind == "json" and not isinstance(value, str):
         value = msgspec.json.encode(value).decode()
     return generate.GuidedDecoding(**{kind: value}, backend=_backend(request), param=name)
+
+
+def _from_structured_outputs(outputs: inputs.StructuredOutputs) -> generate.GuidedDecoding | None:
+    """Return what vLLM's `structured_outputs` ask for. Raises InvalidRequest unless exactly one form is set."""
+    forms = {
+        kind: value
+        for kind in ("json", "regex", "choice", "grammar")
+        if (value := getattr(outputs, kind)) is not None
+    }
+    if outputs.json_object:
+        forms["json_object"] = _ANY_OBJECT
+    param = "structured_outputs"
+    if len(forms) != 1 or outputs.choice == []:
+        got = ", ".join(forms) or "none"
+        raise errors.InvalidRequest(
+            f"{param}: expected one of json, regex, choice, grammar, json_object, got {got}",
+            param=param,
+        )
+    ((kind, value),) = forms.items()
+    if kind == "json" and not isinstance(value, str):
+        value = msgspec.json.encode(value).decode()
+    if kind == "choice":
+        value = tuple(value)
+    return generate.GuidedDecoding(**{kind.removesuffix("_object"): value}, param=param)
 
 
 def from_conversation(
@@ -108,7 +138,7 @@ def _from_response_format(request: inputs.Conversation) -> generate.GuidedDecodi
 def _guide_calls(
     request: inputs.Conversation, frame: tool_calls.CallFrame
 ) -> generate.GuidedToolCalls:
-    functions = [tool["function"] for tool in request.tools or ()]
+    functions = [tool["function"] for tool in request.allowed_tools]
     name = request.forced_tool
     callable_functions = [function for function in functions if name in (None, function["name"])]
     if not callable_functions:

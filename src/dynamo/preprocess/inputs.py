@@ -4,9 +4,10 @@ The types know no API. Field names and limits are those of OpenAI and vLLM, so t
 JSON straight into subclasses of them (`frontend.apis.chat`, `completions`), or construct one from their own request
 (`messages`, `responses`); nothing is copied in between.
 
-Every documented parameter of an API is either honoured or refused by name, never ignored. Limits are part of the
-types, so the JSON decoder checks them in C. A parameter that this version cannot honour has a type whose values ask
-for nothing: `None`, or a `Literal`. `runtime.http.json_body` turns a violation into a sentence that names the field.
+A parameter is honoured; or it is a hint (`Hint`), which cannot change what the answer means; or it is refused by name.
+Limits are part of the types, so the JSON decoder checks them in C. A parameter that is refused has a type whose values
+ask for nothing: `None`, or the documented default. `runtime.http.json_body` turns a violation into a sentence that
+names the field, and takes what no type has as a hint.
 """
 
 from typing import Annotated, Any, Literal
@@ -17,7 +18,11 @@ from dynamo.base import errors
 from dynamo.preprocess import conversation
 from dynamo.protocols import limits
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
+MAX_TEMPLATE_CHARS = 2**16  # of one that a request brings
+MAX_ALLOWED_IDS = 1024
+MAX_BAD_WORDS = 256
+Hint = Any  # of a parameter without effect here
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Prompt = str | list[int]  # text, or token ids
 
@@ -30,13 +35,16 @@ Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=2)]
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 Stop = Annotated[str, msgspec.Meta(max_length=1024)]
-StopList = Annotated[list[Stop], msgspec.Meta(max_length=4)]
+StopList = Annotated[list[Stop], msgspec.Meta(max_length=64)]
 Metadata = Annotated[
     dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
     msgspec.Meta(max_length=16),
 ]
 GuideText = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_CHARS)]
 FormatName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-zA-Z0-9_-]+$")]
+TokenIds = Annotated[list[UInt32], msgspec.Meta(min_length=1, max_length=MAX_ALLOWED_IDS)]
+BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "standard_only"]
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -59,6 +67,23 @@ class GuidedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ) = None
     guided_grammar: GuideText | None = None
     guided_decoding_backend: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's later form of the guided decoding fields; at most one of the first five is set."""
+
+    json: dict[str, Any] | GuideText | None = None
+    regex: GuideText | None = None
+    choice: Annotated[list[GuideText], msgspec.Meta(max_length=limits.MAX_CHOICES)] | None = None
+    grammar: GuideText | None = None
+    json_object: bool | None = None
+    # how the library works
+    disable_fallback: Hint = None
+    disable_any_whitespace: Hint = None
+    disable_additional_properties: Hint = None
+    # refused, unless they ask for nothing
+    structural_tag: None = None
+    whitespace_pattern: None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,21 +119,36 @@ class NamedFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `tool_choice` that forces one tool."""
+class AllowedTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tools that may be called, or one of which must be."""
 
-    type: Literal["function"]
-    function: NamedFunction
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class ChosenTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A `tool_choice` that is an object: it forces one tool, or limits the tools."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest unless the object has the key that its type names."""
+        if getattr(self, self.type) is None:
+            param = f"tool_choice.{self.type}"
+            raise errors.InvalidRequest(f"{param}: required, but missing", param=param)
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChosenTools
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Hint = None
     continuous_usage_stats: bool | None = None  # beyond OpenAI
 
 
@@ -167,7 +207,45 @@ class NvExt(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True)
 _NO_EXTENSIONS = NvExt()
 
 
-class GenerationInput(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What vLLM takes beyond OpenAI in each request for generated text, and OpenAI's own options of sampling."""
+
+    seed: Int64 | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[int, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    ignore_eos: bool | None = None
+    min_tokens: UInt32 | None = None
+    stop_token_ids: Annotated[list[UInt32], msgspec.Meta(max_length=128)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
+    priority: Priority | None = None  # as in vLLM: a lower value is served first
+    cache_salt: CacheSalt | None = None  # only requests with the same salt share cached prefixes
+    structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    # without effect
+    request_id: Hint = None
+    spaces_between_special_tokens: Hint = None
+    mm_processor_kwargs: Hint = None
+    service_tier: ServiceTier | None = None
+    user: str | None = None
+    # refused, unless they ask for nothing
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, msgspec.Meta(ge=1, le=1)] | None = None
+    logits_processors: None = None
+    prompt_logprobs: None = None
+    kv_transfer_params: None = None
+    regex: None = None
+    ebnf: None = None
+    lora_path: None = None
+
+
+class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that every request for generated text has."""
 
     model: str
@@ -176,26 +254,13 @@ class GenerationInput(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fi
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     max_tokens: Length | None = None
     stop: Stop | StopList | None = None
-    seed: Int64 | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[int, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    user: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
     # beyond OpenAI
-    top_k: TopK | None = None
-    min_p: Probability | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    ignore_eos: bool | None = None
-    min_tokens: UInt32 | None = None
-    stop_token_ids: Annotated[list[UInt32], msgspec.Meta(max_length=128)] | None = None
-    priority: Priority | None = None  # as in vLLM: a lower value is served first
     return_tokens_as_token_ids: bool | None = None
-    cache_salt: CacheSalt | None = None  # only requests with the same salt share cached prefixes
+    add_special_tokens: bool | None = None
     nvext: NvExt | None = None
 
     @property
@@ -281,17 +346,10 @@ class GenerationInput(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fi
             raise errors.InvalidRequest(
                 "stop: expected strings of at least one character, got an empty one", param="stop"
             )
-        for param, top_k in (("top_k", self.top_k), ("nvext.top_k", self.extensions.top_k)):
-            if top_k == 0:
-                raise errors.InvalidRequest(
-                    f"{param}: expected -1 (all tokens) or at least 1, got 0", param=param
-                )
-        if self.stream_options is not None:
-            self._check_stream_options(self.stream_options)
-        if self.return_tokens_as_token_ids and self.num_logprobs is None:
+        if self.use_beam_search:
             raise errors.InvalidRequest(
-                "return_tokens_as_token_ids: only allowed with logprobs",
-                param="return_tokens_as_token_ids",
+                "use_beam_search: not supported; expected false or nothing, got true",
+                param="use_beam_search",
             )
         if self.nvext is not None:
             self._check_extensions(self.nvext)
@@ -309,29 +367,6 @@ class GenerationInput(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fi
                 f"{backend_id}, got {decode_id}",
                 param="nvext.decode_worker_id",
             )
-
-    def _check_stream_options(self, options: StreamOptions) -> None:
-        check_stream_options(
-            is_stream=bool(self.stream), has_obfuscation=bool(options.include_obfuscation)
-        )
-        if options.continuous_usage_stats and not options.include_usage:
-            raise errors.InvalidRequest(
-                "stream_options.continuous_usage_stats: only allowed when include_usage is true",
-                param="stream_options.continuous_usage_stats",
-            )
-
-
-def check_stream_options(*, is_stream: bool, has_obfuscation: bool) -> None:
-    """Raise InvalidRequest unless the request is a stream and asks for no obfuscation."""
-    if not is_stream:
-        raise errors.InvalidRequest(
-            "stream_options: only allowed when stream is true", param="stream_options"
-        )
-    if has_obfuscation:
-        raise errors.InvalidRequest(
-            "stream_options.include_obfuscation: not supported; expected false or nothing, got true",
-            param="stream_options.include_obfuscation",
-        )
 
 
 class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -352,6 +387,13 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template_args: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: (
+        Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEMPLATE_CHARS)] | None
+    ) = None
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: UInt32 | None = None
 
     @property
     def effort_param(self) -> str:
@@ -364,30 +406,65 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         return "response_format"
 
     @property
+    def max_thinking_tokens(self) -> int | None:
+        """The most tokens of a thought, by either name."""
+        budget = self.thinking_token_budget
+        return self.extensions.max_thinking_tokens if budget is None else budget
+
+    @property
     def must_limit_thinking(self) -> bool:
         """True if a limit to thinking that the model cannot keep is an error."""
         return True
 
     @property
+    def allowed_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call, as functions; `tool_choice` may exclude some, or all."""
+        choice, tools = self.tool_choice, self.tools or []
+        if choice == "none":
+            return []
+        if isinstance(choice, ChosenTools) and choice.allowed_tools is not None:
+            names = {conversation.name_of(tool) for tool in choice.allowed_tools.tools}
+            tools = [tool for tool in tools if conversation.name_of(tool) in names]
+        return [conversation.to_function(tool) for tool in tools]
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of the tools whose input is a text."""
+        return frozenset(
+            conversation.name_of(tool) for tool in self.tools or () if tool["type"] == "custom"
+        )
+
+    @property
     def allows_calls(self) -> bool:
         """True if the answer may call tools."""
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.tools) and bool(self.allowed_tools)
 
     @property
     def must_call(self) -> bool:
         """True if the answer must call a tool."""
-        return self.tool_choice == "required" or self.forced_tool is not None
+        choice = self.tool_choice
+        if isinstance(choice, ChosenTools) and choice.allowed_tools is not None:
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or self.forced_tool is not None
 
     @property
     def forced_tool(self) -> str | None:
         """The name of the tool that must be called, if one is named."""
         choice = self.tool_choice
-        return choice.function.name if isinstance(choice, NamedTool) else None
+        if not isinstance(choice, ChosenTools):
+            return None
+        named = choice.function or choice.custom
+        return named.name if named is not None else None
 
     @property
     def template_args(self) -> dict[str, Any]:
         """Variables for the chat template, from either field; `chat_template_args` wins."""
-        return {**(self.chat_template_kwargs or {}), **(self.chat_template_args or {})}
+        documents = {} if self.documents is None else {"documents": self.documents}
+        return {
+            **documents,
+            **(self.chat_template_kwargs or {}),
+            **(self.chat_template_args or {}),
+        }
 
     def check(self) -> None:
         """Raise InvalidRequest for messages, tools or combinations of fields that the API does not allow."""
@@ -397,3 +474,10 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
             conversation.check_tools(self.tools)
         if self.response_format is not None:
             self.response_format.check()
+        if isinstance(self.tool_choice, ChosenTools):
+            self.tool_choice.check()
+        if self.continue_final_message and self.add_generation_prompt:
+            raise errors.InvalidRequest(
+                "continue_final_message: expected add_generation_prompt to be false or left out",
+                param="continue_final_message",
+            )

@@ -19,6 +19,7 @@ from dynamo.preprocess.parsers import formats
 from dynamo.protocols import generate, model_errors
 
 T = TypeVar("T")
+EXCLUSIVE_BIAS = 100.0  # of a token: no other comes, or, below zero, it does not
 MIN_TEXT_CHARS = 2**18  # that any text may have, however short the context
 CHARS_PER_TOKEN = 16  # more than any language has on average; three to five are usual
 MAX_EMBEDDING_TOKENS = 300_000  # of all inputs of a request together, OpenAI's limit
@@ -60,12 +61,18 @@ def make_sampling(
     defaults: GenerationDefaults,
     vocab_size: int,
     guided: generate.GuidedDecoding | None = None,
+    banned_ids: Sequence[int] = (),
 ) -> generate.SamplingOptions:
-    """Return how the engine samples tokens. Raises InvalidRequest."""
+    """Return how the engine samples tokens, of which `banned_ids` do not come. Raises InvalidRequest."""
     extensions = request.extensions
     top_k = _first(request.top_k, extensions.top_k, defaults.top_k, default=0)
     if request.logit_bias:
         check_ids(request.logit_bias, vocab_size, "logit_bias")
+    logit_bias = dict(request.logit_bias or {})
+    if request.allowed_token_ids is not None:
+        check_ids(request.allowed_token_ids, vocab_size, "allowed_token_ids")
+        logit_bias |= dict.fromkeys(request.allowed_token_ids, EXCLUSIVE_BIAS)
+    logit_bias |= dict.fromkeys(banned_ids, -EXCLUSIVE_BIAS)
     return generate.SamplingOptions(
         n=request.num_drawn,
         temperature=0.0
@@ -83,7 +90,7 @@ def make_sampling(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=request.seed,
-        logit_bias=request.logit_bias or {},
+        logit_bias=logit_bias,
         guided_decoding=guided,
     )
 
@@ -222,18 +229,16 @@ LIMIT_PARAM = "nvext.max_thinking_tokens"
 def make_effort_args(
     effort: str, variables: Set[str], *, can_think: bool, param: str
 ) -> dict[str, Any]:
-    """Return the values for a template that reads `variables`.
+    """Return the values for a template that reads `variables`; none where it cannot be told how hard to think.
 
-    Raises InvalidRequest, which names `param`, if the template has no variable for the effort.
+    Raises InvalidRequest, which names `param`, if the model thinks and its template cannot be told not to.
     """
     args: dict[str, Any] = {name: effort != NO_EFFORT for name in SWITCHES if name in variables}
     if EFFORT in variables and effort != NO_EFFORT:
         args[EFFORT] = effort
-    if not args and (effort != NO_EFFORT or can_think):
+    if not args and effort == NO_EFFORT and can_think:
         raise errors.InvalidRequest(
-            f"{param}: the chat template of this model cannot be told "
-            + ("not to think" if effort == NO_EFFORT else "how hard to think")
-            + f"; leave it out, got {effort!r}",
+            f"{param}: the chat template of this model cannot be told not to think; leave it out, got {effort!r}",
             param=param,
         )
     return args
@@ -244,7 +249,7 @@ def asks_to_think(request: inputs.Conversation) -> bool:
     return (
         any(request.template_args.get(name) is True for name in SWITCHES)
         or request.reasoning_effort not in (None, NO_EFFORT)
-        or bool(request.extensions.max_thinking_tokens)
+        or bool(request.max_thinking_tokens)
     )
 
 
@@ -258,7 +263,7 @@ def make_thinking_limit(
 
     `id_of` maps a mark's text to its token id. Raises InvalidRequest if the limit must be kept and cannot be.
     """
-    max_tokens = request.extensions.max_thinking_tokens
+    max_tokens = request.max_thinking_tokens
     if max_tokens is None:
         return None
     marks = answer_format.thought_marks

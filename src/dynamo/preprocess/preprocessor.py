@@ -77,6 +77,7 @@ class Preprocessor:
         Raises RequestError, which names the field.
         """
         token_ids, prompt = await self.tokenize_conversation(request, param=param)
+        token_ids = self._truncate(request, token_ids)
         max_tokens = options.limit_answer_len(
             requested=request.max_completion_tokens or request.max_tokens,
             default=self._defaults.max_new_tokens,
@@ -111,6 +112,8 @@ class Preprocessor:
             return await self.tokenize_text(prompt, add_special_tokens=True, param=param), prompt
         options.check_num_messages(len(request.messages), self.context_length, param)
         prompt = await self._render(request)
+        if request.add_special_tokens:
+            return await self.tokenize_text(prompt, add_special_tokens=True, param=param), prompt
         options.check_text(len(prompt), self.context_length, param)
         return await self._tokenizer.encode_prompt(prompt), prompt
 
@@ -146,7 +149,10 @@ class Preprocessor:
         Raises RequestError, which names `param`.
         """
         joined = infill.join_prompts(prompts, suffix, self._infill_format, request.model)
-        packed = await self._tokenize_all(joined, param)
+        packed = await self._tokenize_all(
+            joined, param, add_special_tokens=request.add_special_tokens is not False
+        )
+        packed = [self._truncate(request, token_ids) for token_ids in packed]
         guided = guiding.from_fields(request)
         return [
             self._prepare_prompt(
@@ -166,11 +172,34 @@ class Preprocessor:
         return packed
 
     def make_answer_text(
-        self, request: generate.Request, *, shows_marks: bool = False
+        self,
+        request: generate.Request,
+        shown: inputs.EngineFields | None = None,
+        *,
+        shows_marks: bool = False,
     ) -> detokenize.ChoiceText:
-        """Return the decoder for one answer to this request; a parser needs one that shows the format's marks."""
+        """Return the decoder for one answer to this request; a parser needs one that shows the format's marks.
+
+        `shown` says whether special tokens and stop strings are part of the text; by default they are not.
+        """
         decoder = self._marked_text if shows_marks else self.text
-        return detokenize.ChoiceText(decoder.new(request.token_ids), request.stop_conditions)
+        shows_special = shown is not None and shown.skip_special_tokens is False
+        return detokenize.ChoiceText(
+            decoder.new(request.token_ids, skip_special_tokens=not shows_special),
+            request.stop_conditions,
+            keeps_stop=shown is not None and bool(shown.include_stop_str_in_output),
+        )
+
+    def _truncate(self, request: inputs.GenerationInput, token_ids: bytes) -> bytes:
+        """Return the last tokens of a prompt: as many as `truncate_prompt_tokens` says; -1: as many as fit."""
+        most = request.truncate_prompt_tokens
+        if most == -1:
+            most = max(self.context_length - (request.max_tokens or 1), 1)
+        return (
+            token_ids
+            if most is None
+            else token_ids[max(0, len(token_ids) - most * blocks.TOKEN_BYTES) :]
+        )
 
     def _guide(self, request: inputs.Conversation, prompt: str) -> generate.GuidedDecoding | None:
         """Return the grammar of the answer and the thoughts that may precede it. Raises InvalidRequest."""
@@ -199,7 +228,7 @@ class Preprocessor:
                 "or start its worker with --dyn-tool-call-parser",
                 param="tools",
             )
-        functions = [tool["function"] for tool in request.tools or ()]
+        functions = [tool["function"] for tool in request.allowed_tools]
         schemas = {
             function["name"]: schema
             if isinstance(schema := function.get("parameters"), dict)
@@ -214,33 +243,65 @@ class Preprocessor:
                 f"messages: the model {request.model!r} has no chat template; use /v1/completions",
                 param="messages",
             )
+        chat_template = self._template
+        if request.chat_template is not None:
+            chat_template = await chat_template.replaced_by(request.chat_template)
         args = request.template_args
         if request.reasoning_effort is not None:
             effort_args = options.make_effort_args(
                 request.reasoning_effort,
-                self._template.variables,
+                chat_template.variables,
                 can_think=self._answer_format.reasoning is not None,
                 param=request.effort_param,
             )
             args = {**effort_args, **args}  # the caller's own variables win
-        return await self._template.render(
-            conversation.adapt_for_template(
-                request.messages, knows_developer=self._template.knows_developer
-            ),
-            tools=request.tools if request.allows_calls else None,
+        messages = conversation.adapt_for_template(
+            request.messages, knows_developer=chat_template.knows_developer
+        )
+        tools = (request.allowed_tools or None) if request.tools else None
+        if request.continue_final_message:
+            marked = conversation.mark_end(messages)
+            rendered = await chat_template.render(
+                marked, tools=tools, add_generation_prompt=False, args=args
+            )
+            return conversation.cut_at_mark(rendered)
+        return await chat_template.render(
+            messages,
+            tools=tools,
             add_generation_prompt=request.add_generation_prompt is not False,
             args=args,
         )
 
-    async def _tokenize_all(self, prompts: Sequence[inputs.Prompt], param: str) -> list[bytes]:
+    async def _tokenize_all(
+        self, prompts: Sequence[inputs.Prompt], param: str, *, add_special_tokens: bool = True
+    ) -> list[bytes]:
         """Return the packed token ids of all prompts, which are either all texts or all ids."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             options.check_text(len(text), self.context_length, param)
         if texts:
-            return await self._tokenizer.encode(texts, add_special_tokens=True)
+            return await self._tokenizer.encode(texts, add_special_tokens=add_special_tokens)
         id_lists = [prompt for prompt in prompts if not isinstance(prompt, str)]
         return [self._check_and_pack(token_ids, param) for token_ids in id_lists]
+
+    def _ban_words(self, request: inputs.GenerationInput) -> Sequence[int]:
+        """Return the tokens of words that must not come. Raises InvalidRequest for a word of several tokens.
+
+        A word has a token at the beginning of a line, and another after a space.
+        """
+        banned: list[int] = []
+        for number, word in enumerate(request.bad_words or ()):
+            forms = dict.fromkeys((word, " " + word.lstrip()))
+            packed = self._tokenizer.encode_now([*forms], add_special_tokens=False)
+            single = [blocks.unpack(ids)[0] for ids in packed if blocks.count(ids) == 1]
+            if not single:
+                param = f"bad_words[{number}]"
+                raise errors.InvalidRequest(
+                    f"{param}: expected a word that is one token of this model, got {word!r:.60}",
+                    param=param,
+                )
+            banned += single
+        return banned
 
     def _check_and_pack(self, token_ids: Sequence[int], param: str) -> bytes:
         options.check_text(len(token_ids), self.context_length, param)
@@ -284,7 +345,7 @@ class Preprocessor:
             token_ids=token_ids,
             stop_conditions=options.make_stop_conditions(request, max_tokens, self._vocab_size),
             sampling_options=options.make_sampling(
-                request, self._defaults, self._vocab_size, guided
+                request, self._defaults, self._vocab_size, guided, self._ban_words(request)
             ),
             output_options=options.make_output(request),
             eos_token_ids=self._eos_token_ids,

@@ -18,7 +18,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -30,7 +30,9 @@ import jinja2.runtime
 from dynamo.base import clock, errors
 from dynamo.preprocess import sandbox
 
+T = TypeVar("T")
 MAX_TEMPLATE_CHARS = 2**20
+MAX_OTHERS = 8  # templates of requests that are kept
 MAX_PROMPT_CHARS = 32 * 2**20
 MAX_STEPS = 1_000_000
 MAX_RENDER_S = 5.0
@@ -65,6 +67,9 @@ class ChatTemplate:
     ) -> None:
         """`source_with_tools` is used when a request brings tools. Raises ConfigError."""
         environment = _environment(clock)
+        self._clock = clock
+        self._special_tokens = special_tokens
+        self._others: dict[str, ChatTemplate] = {}  # by their source
         self._now = clock.now
         self._slow_turn = asyncio.Lock()
         self._was_quick = True
@@ -77,6 +82,23 @@ class ChatTemplate:
         self.variables = _variables(environment, source) | _variables(
             environment, source_with_tools or ""
         )
+
+    async def replaced_by(self, source: str) -> "ChatTemplate":
+        """Return the template that a request brings, with this model's special tokens. Raises InvalidRequest."""
+        if source not in self._others:
+            async with self._slow_turn:
+                try:
+                    other = await _run_in_thread(
+                        lambda: ChatTemplate(
+                            source, special_tokens=self._special_tokens, clock=self._clock
+                        )
+                    )
+                except errors.ConfigError as error:
+                    raise errors.InvalidRequest(str(error), param="chat_template") from error
+            if len(self._others) >= MAX_OTHERS:
+                self._others.clear()
+            self._others[source] = other
+        return self._others[source]
 
     async def render(
         self,
@@ -114,12 +136,12 @@ class ChatTemplate:
             ) from error
 
 
-async def _run_in_thread(work: Callable[[], str]) -> str:
+async def _run_in_thread(work: Callable[[], T]) -> T:
     """Return the result of work in a thread that does not keep the process from ending."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[str] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
 
-    def finish(result: str | None, error: Exception | None) -> None:
+    def finish(result: T | None, error: Exception | None) -> None:
         if future.done():
             return  # its request was cancelled
         if error is not None:

@@ -63,6 +63,9 @@ def test_each_parameter_is_listed_and_null_only_ones_are_refused(title):
     listed = told(title)
     if title != SHARED and issubclass(request, inputs.GenerationInput):
         listed |= told(SHARED)
+    elif title != SHARED and issubclass(request, inputs.EngineFields):
+        of_engines = fields(msgspec.inspect.type_info(inputs.EngineFields))
+        listed |= {name: told(SHARED)[name] for name in of_engines}
 
     assert listed.keys() == expected.keys()
     assert set(listed.values()) <= {"honoured", "no effect", "refused"}
@@ -83,7 +86,7 @@ CLIENT_PARAMS = {
 @pytest.mark.parametrize("title", CLIENT_PARAMS)
 def test_each_parameter_of_the_official_client_has_a_row(title):
     sent = set(typing.get_type_hints(CLIENT_PARAMS[title]))
-    shared = told(SHARED) if issubclass(REQUEST_BY_TITLE[title], inputs.GenerationInput) else {}
+    shared = told(SHARED) if issubclass(REQUEST_BY_TITLE[title], inputs.EngineFields) else {}
 
     assert len(sent) > 10
     assert sent <= told(title).keys() | shared.keys()

@@ -26,27 +26,23 @@ TAKEN_BY_CHATS = {
     "seed": 1,
     "service_tier": "auto",
     "stop": ["x"],
-    "store": False,
+    "store": True,
     "temperature": 0.5,
     "tool_choice": "auto",
     "tools": [],
     "top_p": 0.5,
     "user": "u",
-    "verbosity": "medium",
+    "verbosity": "low",
+    "function_call": "auto",
+    "prompt_cache_options": {"mode": "explicit"},
+    "prompt_cache_retention": "24h",
 }
 REFUSED_BY_CHATS = {
     "audio": {"format": "wav", "voice": "ash"},
-    "function_call": "auto",
     "functions": [{"name": "f"}],
     "moderation": {"model": "x"},
     "modalities": ["text", "audio"],
-    "prompt_cache_options": {"mode": "explicit"},
-    "prompt_cache_retention": "24h",
-    "reasoning_effort": "high",
-    "service_tier": "flex",
-    "store": True,
     "top_logprobs": 1,
-    "verbosity": "low",
     "web_search_options": {},
 }
 TAKEN_BY_COMPLETIONS = {
@@ -73,14 +69,11 @@ TAKEN_BY_MESSAGES = {
     "thinking": {"type": "disabled"},
     "tools": [],
     "tool_choice": {"type": "auto"},
+    "inference_geo": "eu",
 }
 REFUSED_BY_MESSAGES = {
     "container": "c",
-    "diagnostics": {"previous_message_id": "m"},
-    "inference_geo": "eu",
-    "speed": "fast",
-    "user_profile_id": "p",
-    "workspace_id": "w",
+    "mcp_servers": [{"type": "url", "url": "x", "name": "n"}],
 }
 
 
@@ -191,10 +184,66 @@ async def test_message_with_an_image_or_document_is_refused(claude, block):
         await claude.messages.create(model="m", max_tokens=9, messages=refused)
 
 
-@pytest.mark.parametrize("fields", [{"mcp_servers": [{"type": "url", "url": "x", "name": "n"}]}])
-async def test_servers_of_tools_are_refused(claude, fields):
-    with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
-        await claude.messages.create(model="m", max_tokens=9, messages=SAY, extra_body=fields)
+async def test_unknown_parameter_is_named_in_a_header_and_counted(rig):
+    answer = await rig.chat(foo=1, nvext={"a\r\nb": 2})
+    metrics = await rig.metrics()
+
+    assert answer.json()["choices"][0]["message"]["content"] == "hello"
+    assert answer.headers["x-dynamo-ignored-parameters"] == "foo, nvext.a??b"
+    assert metrics["dynamo_frontend_ignored_parameters_total"] == 2
+
+
+async def test_known_parameters_have_no_header(rig):
+    assert "x-dynamo-ignored-parameters" not in (await rig.chat(max_tokens=6.0)).headers
+
+
+async def test_strict_frontend_refuses_unknown_parameters(bare):
+    await bare.start(unknown_parameters="refuse")
+    await bare.worker()
+    answer = await bare.chat(foo=1)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "Unsupported parameter(s): `foo`"
+
+
+async def test_last_message_is_continued(rig):
+    messages = [*SAY, {"role": "assistant", "content": "The capital"}]
+    await rig.client.post(
+        "/v1/chat/completions",
+        json={"model": "m", "messages": messages, "continue_final_message": True},
+    )
+    await rig.client.post(
+        "/v1/messages", json={"model": "m", "messages": messages, "max_tokens": 5}
+    )
+
+    assert [prompt.endswith("The capital") for prompt in rig.one.prompts] == [True, True]
+
+
+async def test_template_of_a_request_replaces_the_models(rig):
+    await rig.chat(chat_template="{{ messages[0].content }} and {{ documents[0].text }}",
+                   documents=[{"text": "more"}])  # fmt: skip
+    broken = await rig.chat(chat_template="{% for %}")
+
+    assert rig.one.prompts == ["hi and more"]
+    assert broken.json()["error"]["param"] == "chat_template"
+
+
+async def test_options_of_vllm_reach_the_engine(rig):
+    answer = await rig.complete(
+        "hello there", truncate_prompt_tokens=5, allowed_token_ids=[104], bad_words=["x"],
+        stop=["l"], include_stop_str_in_output=True,
+    )  # fmt: skip
+    sampling = rig.one.requests[0].sampling_options
+
+    assert rig.one.prompts == ["there"]
+    assert sampling.logit_bias == {104: 100.0, 120: -100.0}
+    assert answer.json()["choices"][0]["text"] == "hel"
+
+
+async def test_bad_word_of_several_tokens_is_refused(rig):
+    answer = await rig.complete(bad_words=["several"])
+
+    assert answer.json()["error"]["param"] == "bad_words[0]"
 
 
 async def test_completion_stream_keeps_the_request_id_of_the_caller(rig):

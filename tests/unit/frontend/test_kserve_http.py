@@ -119,10 +119,8 @@ async def test_kserve_model_name_may_contain_slashes(bare):
         ({"inputs": [tensor(), flag(True)]}, "ModelStreamInfer (gRPC), infer_stream"),
         ({"inputs": [tensor()], "outputs": [{"name": "logits"}]}, "got 'logits'"),
         ({"inputs": [tensor()], "parameters": {"temperature": 9}}, "parameters.temperature"),
-        ({"inputs": [tensor()], "parameters": {"warmth": 1}}, "warmth"),
         ({"inputs": [tensor()], "parameters": {"logprobs": 1}}, "parameters.logprobs: not"),
         ({"inputs": [tensor()], "parameters": {"model": "x"}}, "parameters.model: not supported"),
-        ({"inputs": [tensor()], "more": 1}, "more"),
         ({"inputs": [tensor("x" * 300)]}, "maximum context length is 200"),
     ],
 )

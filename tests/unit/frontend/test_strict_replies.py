@@ -12,8 +12,9 @@ from frontend_rig import events, outputs
 
 from dynamo.protocols import generate
 
-# OpenAI says `store` of a response, which its own types do not know; `context_window` of a model is the original's.
-OURS = {"store", "context_window"}
+# OpenAI says `store` of a response, which its own types do not know; `context_window` of a model is the original's, and
+# `reasoning_content` of a message is vLLM's.
+OURS = {"store", "context_window", "reasoning_content"}
 _CHUNK = openai.types.chat.ChatCompletionChunk
 _EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 _MESSAGE_EVENT = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)

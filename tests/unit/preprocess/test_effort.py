@@ -32,8 +32,6 @@ def test_effort_sets_the_variables_that_the_template_reads(asked, variables, tol
 @pytest.mark.parametrize(
     ("asked", "variables", "can_think", "words"),
     [
-        ("low", PLAIN, False, "how hard to think"),
-        ("low", PLAIN, True, "how hard to think"),
         ("none", PLAIN, True, "not to think"),
         ("none", GPT_OSS, True, "not to think"),
     ],
@@ -45,6 +43,10 @@ def test_effort_is_refused_if_the_template_reads_no_variable_for_it(
         options.make_effort_args(asked, variables, can_think=can_think, param="reasoning.effort")
 
     assert caught.value.param == "reasoning.effort"
+
+
+def test_effort_is_a_hint_to_a_template_that_cannot_be_told():
+    assert options.make_effort_args("low", PLAIN, can_think=True, param="x") == {}
 
 
 def test_effort_none_is_accepted_by_a_model_that_never_thinks():

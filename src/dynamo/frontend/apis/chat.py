@@ -33,17 +33,18 @@ class ChatRequest(inputs.Conversation, frozen=True, kw_only=True, forbid_unknown
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     modalities: list[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
+    # without effect
+    verbosity: Literal["low", "medium", "high"] | None = None
     prediction: Prediction | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    safety_identifier: inputs.Hint = None
+    prompt_cache_key: inputs.Hint = None
+    prompt_cache_retention: inputs.Hint = None
+    prompt_cache_options: inputs.Hint = None
     # refused, unless they ask for nothing
     audio: None = None
     web_search_options: None = None
-    functions: None = None
-    function_call: None = None
-    prompt_cache_retention: None = None
-    prompt_cache_options: None = None
+    functions: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
     moderation: None = None
 
     @property
@@ -52,7 +53,7 @@ class ChatRequest(inputs.Conversation, frozen=True, kw_only=True, forbid_unknown
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise errors.InvalidRequest(
                 "top_logprobs: only allowed when logprobs is true", param="top_logprobs"
             )
@@ -92,24 +93,32 @@ class CalledFunction(msgspec.Struct, kw_only=True):
     arguments: str  # JSON
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
-    """A tool call of the model."""
+class CalledCustomTool(msgspec.Struct, kw_only=True):
+    """The custom tool of a tool call."""
+
+    name: str
+    input: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A tool call of the model, with the key that its type names."""
 
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: CalledFunction | None = None
+    custom: CalledCustomTool | None = None
 
 
-class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ChatMessage(msgspec.Struct, kw_only=True):
     """The message of the model."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    function_call: None = None
-    audio: None = None
+    reasoning_content: str | None
+    tool_calls: list[ToolCall] | None
+    function_call: None
+    audio: None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -178,13 +187,15 @@ class ChatFormatter:
         # the tier that served the request, for clients that chose one
         self._tier = {} if request.service_tier is None else {"service_tier": "default"}
         self._token_names = answer_identity.token_names(by_id=request.return_tokens_as_token_ids)
+        self._custom_tools = request.custom_tools
+        self._hides_reasoning = request.include_reasoning is False
 
     def chunk(self, part: sse.ChoicePart) -> dict[str, Any]:
         """Return the chunk for a part of one choice."""
         delta = {"role": "assistant"} if part.is_first else {}
         choice = {
             "index": part.index,
-            "delta": delta | _delta(part.piece),
+            "delta": delta | self._delta(part.piece),
             "logprobs": self._logprobs(part.reports),
             "finish_reason": part.finish_reason,
         }
@@ -199,14 +210,13 @@ class ChatFormatter:
         rows = [
             {
                 "index": answer.index,
-                "message": _message(answer.pieces),
+                "message": self._message(answer.pieces),
                 "logprobs": self._logprobs(answer.reports),
                 "finish_reason": answer.finish_reason,
             }
             for answer in answers
         ]
-        answer = self._object("chat.completion", rows)
-        return {"service_tier": None, **answer, "usage": usage}
+        return {"service_tier": None, **self._object("chat.completion", rows), "usage": usage}
 
     def _object(self, kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._identity.head("chatcmpl-", kind), **self._tier, "choices": rows}
@@ -234,45 +244,45 @@ class ChatFormatter:
             "bytes": list(data),
         }
 
-
-def _delta(piece: choices.Piece | None) -> dict[str, Any]:
-    match piece:
-        case None:
-            return {}
-        case str():
-            return {"content": piece}
-        case parser.Reasoning(text):
-            return {"reasoning_content": text}
-        case choices.Call():
-            return {"tool_calls": [{"index": piece.number, **_call(piece)}]}
-
-
-def _message(pieces: Sequence[choices.Piece]) -> dict[str, Any]:
-    """Return the message; every key of OpenAI's message is there, null where it has no value."""
-    content = reasoning = ""
-    calls = []
-    for piece in pieces:
+    def _delta(self, piece: choices.Piece | None) -> dict[str, Any]:
         match piece:
             case str():
-                content += piece
-            case parser.Reasoning(text):
-                reasoning += text
+                return {"content": piece}
+            case parser.Reasoning(text) if not self._hides_reasoning:
+                return {"reasoning_content": text}
             case choices.Call():
-                calls.append(_call(piece))
-    return {
-        "role": "assistant",
-        "content": content or (None if calls else ""),
-        "reasoning_content": reasoning or None,
-        "refusal": None,
-        "tool_calls": calls or None,
-        "function_call": None,
-        "audio": None,
-    }
+                return {"tool_calls": [{"index": piece.number, **self._call(piece)}]}
+            case _:
+                return {}
 
+    def _message(self, pieces: Sequence[choices.Piece]) -> dict[str, Any]:
+        """Return the message with all keys that clients of OpenAI and vLLM read, null where there is nothing."""
+        content = reasoning = ""
+        calls = []
+        for piece in pieces:
+            match piece:
+                case str():
+                    content += piece
+                case parser.Reasoning(text) if not self._hides_reasoning:
+                    reasoning += text
+                case choices.Call():
+                    calls.append(self._call(piece))
+        return {
+            "role": "assistant",
+            "content": content or (None if calls else ""),
+            "refusal": None,
+            "reasoning_content": reasoning or None,
+            "tool_calls": calls or None,
+            "function_call": None,
+            "audio": None,
+        }
 
-def _call(call: choices.Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
+    def _call(self, call: choices.Call) -> dict[str, Any]:
+        if call.name in self._custom_tools:
+            custom = {"name": call.name, "input": conversation.custom_input(call.arguments)}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id, "type": "function", "function": function}
 
 
 Schema = dict[str, Any]
@@ -348,11 +358,14 @@ _TOOL_NAME = {"type": "string", "minLength": 1, "maxLength": conversation.MAX_TO
 _TOOLS = {
     "type": "array",
     "maxItems": inputs.MAX_TOOLS,
-    "items": _object(
-        ("type", "function"),
-        type={"const": "function"},
-        function=_object(("name",), name=_TOOL_NAME),
-    ),
+    "items": {
+        "anyOf": [
+            _object(
+                ("type", kind), type={"const": kind}, **{kind: _object(("name",), name=_TOOL_NAME)}
+            )
+            for kind in ("function", "custom")
+        ]
+    },
 }
 
 

@@ -229,7 +229,7 @@ class EmbeddingPipeline:
         arrival = pipeline.record_arrival(client, self._metrics, self._start_trace)
         headers = tuple((name, arrival.reported_id) for name in pipeline.REQUEST_ID_HEADERS)
         try:
-            request = await client.decode_body(decode)
+            request = await self._pipeline.unknown.decode(client, decode)
             model = await self._pipeline.find_model(request.model, client)
         except errors.DynamoError as error:
             self._meter(metrics.UNKNOWN_MODEL, arrival).record_failure(error)

@@ -80,6 +80,8 @@ def _make_schemas(operations: Iterable[Operation]) -> tuple[Refs, dict[str, Any]
             continue
         schema = schemas[refs[operation.request]["$ref"].removeprefix(_SCHEMAS)]
         schema["properties"].update(operation.request_details)
+    for schema in schemas.values():
+        schema.pop("additionalProperties", None)  # what is unknown is accepted, and has no effect
     return refs, schemas
 
 

@@ -107,7 +107,8 @@ class ApiContext:
             if not self.accept(client, dialect):
                 return
             try:
-                body = sse.encode(await answer(await client.decode_body(decode)))
+                decoded = await self.pipeline.unknown.decode(client, decode)
+                body = sse.encode(await answer(decoded))
             except errors.DynamoError as error:
                 delivery.respond_error(client, error, dialect)
             else:

@@ -94,7 +94,7 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
             echoed = choices.EchoedPrompt(prompt, self.preparer)
             return lambda number: choices.EchoedChoice(
                 number,
-                self.preparer.make_answer_text(prompt.request),
+                self.preparer.make_answer_text(prompt.request, self.request),
                 echoed,
                 has_logprobs=has_logprobs,
                 is_scored=self.request.is_scored,
@@ -102,11 +102,13 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
         parsers = prompt.parsers
         if parsers is None:
             return lambda number: choices.Choice(
-                number, self.preparer.make_answer_text(prompt.request), has_logprobs=has_logprobs
+                number,
+                self.preparer.make_answer_text(prompt.request, self.request),
+                has_logprobs=has_logprobs,
             )
         return lambda number: choices.ParsedChoice(
             number,
-            self.preparer.make_answer_text(prompt.request, shows_marks=True),
+            self.preparer.make_answer_text(prompt.request, self.request, shows_marks=True),
             parsers,
             has_logprobs=has_logprobs,
             is_single_call=prompt.is_single_call,

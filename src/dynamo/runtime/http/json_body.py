@@ -1,11 +1,13 @@
 """JSON bodies as typed requests, or as errors that name the field, what was expected there and what came.
 
-A valid body is decoded once, in C. An invalid one is decoded a second time without types, and the place in the
-decoder's message is looked up both in the types (what was expected) and in the value (what came).
+A valid body is decoded once, in C. Another one is decoded a second time without types. If it differs only in what does
+no harm, it is taken: names that no type has are noted (`ignored_names`) and left out, and 6.0 stands for 6. Else the
+place in the decoder's message is looked up both in the types (what was expected) and in the value (what came).
 """
 
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -19,6 +21,8 @@ _SEGMENT = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 _MAX_SHOWN = 40
 MAX_CONTAINERS = 300_000  # lists and objects of one body; each costs up to 0.3 kB and a microsecond
 _COUNT_STEP = 2**20
+# Where a list is set, unknown parameters are accepted, and their names are added to it; elsewhere they are refused.
+ignored_names: ContextVar[list[str] | None] = ContextVar("ignored_names", default=None)
 _STRING_OR_CONTAINER = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
 
 
@@ -38,7 +42,7 @@ class RequestDecoder(Generic[T]):
         try:
             request = self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _explain(self._type, body, error) from error
+            request = self._convert_adapted(_decode_untyped(body), "", error)
         return self._checked(request)
 
     def convert(self, value: Any, place: str) -> T:
@@ -46,8 +50,23 @@ class RequestDecoder(Generic[T]):
         try:
             request = msgspec.convert(value, self._cls)
         except msgspec.ValidationError as error:
-            raise _locate(self._type, value, error, place) from error
+            request = self._convert_adapted(value, place, error)
         return self._checked(request)
+
+    def _convert_adapted(self, value: Any, place: str, error: Exception) -> T:
+        """Return the request in a value that is not exactly of the type. Raises InvalidRequest."""
+        names: list[str] = []
+        adapted = _adapt(self._type, value, place, names)
+        accepted = ignored_names.get()
+        if names and accepted is None:
+            raise _locate(self._type, value, error, place) from error
+        try:
+            request = msgspec.convert(adapted, self._cls, str_keys=True)
+        except msgspec.ValidationError as invalid:
+            raise _locate(self._type, adapted, invalid, place) from invalid
+        if accepted is not None:
+            accepted += names
+        return request
 
     def _checked(self, request: T) -> T:
         if self._check is not None:
@@ -90,18 +109,38 @@ def describe(value: Any) -> str:
             return "an object"
 
 
-def _explain(
-    expected: msgspec.inspect.Type, body: bytes, error: Exception
-) -> errors.InvalidRequest:
+def _decode_untyped(body: bytes) -> Any:
+    """Return the JSON value in the body. Raises InvalidRequest."""
     try:
-        value = msgspec.json.decode(body)
-    except RecursionError:
-        return errors.InvalidRequest("the body is nested too deeply")
+        return msgspec.json.decode(body)
+    except RecursionError as error:
+        raise errors.InvalidRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as malformed:
         if not body.strip():
-            return errors.InvalidRequest("the body is empty; expected a JSON object")
-        return errors.InvalidRequest(f"the body is no valid JSON: {malformed}")
-    return _locate(expected, value, error, "")
+            raise errors.InvalidRequest("the body is empty; expected a JSON object") from malformed
+        raise errors.InvalidRequest(f"the body is no valid JSON: {malformed}") from malformed
+
+
+def _adapt(expected: msgspec.inspect.Type, value: Any, place: str, names: list[str]) -> Any:
+    """Return the value without keys that its type does not have, which are added to `names`, and with 6.0 as 6."""
+    if isinstance(value, dict) and (struct := _alternative(expected, msgspec.inspect.StructType)):
+        known = {field.encode_name: field.type for field in struct.fields}
+        prefix = f"{place}." if place else ""
+        names += [prefix + name for name in value if name not in known]
+        return {
+            name: _adapt(known[name], inner, prefix + name, names)
+            for name, inner in value.items()
+            if name in known
+        }
+    if isinstance(value, list) and (items := _alternative(expected, msgspec.inspect.ListType)):
+        return [
+            _adapt(items.item_type, inner, f"{place}[{number}]", names)
+            for number, inner in enumerate(value)
+        ]
+    if isinstance(value, float) and value.is_integer():
+        is_whole = _alternative(expected, msgspec.inspect.IntType)
+        return int(value) if is_whole else value
+    return value
 
 
 def _locate(

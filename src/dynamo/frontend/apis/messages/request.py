@@ -44,8 +44,7 @@ class ThinkingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, msgspec.Meta(ge=1024, le=2**31 - 1)] | None = None
-    # refused, unless it asks for nothing
-    display: None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,13 +80,14 @@ class MessageCountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     tool_choice: ToolSelection | None = None
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
+    # without effect
+    context_management: inputs.Hint = None
     # refused, unless they ask for nothing
-    context_management: None = None
-    mcp_servers: None = None
+    mcp_servers: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
 
     @property
     def is_thinking(self) -> bool:
-        """True if the model thinks and the answer shows it; as with Anthropic, only on request."""
+        """True if the model thinks; as with Anthropic, only on request."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def check(self) -> None:
@@ -101,12 +101,6 @@ class MessageCountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if not self.messages:
             raise errors.InvalidRequest(
                 "messages: expected at least one, got an empty list", param="messages"
-            )
-        if self.messages[-1].role == "assistant":
-            raise errors.InvalidRequest(
-                "messages: the last one is the assistant's; to continue its beginning (prefill) is not "
-                "supported: end with the user's",
-                param="messages",
             )
 
 
@@ -122,14 +116,15 @@ class MessageRequest(MessageCountRequest, frozen=True, kw_only=True, forbid_unkn
     top_p: inputs.Probability | None = None
     top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     metadata: CallerMetadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    # refused, unless they ask for nothing
+    # without effect
+    service_tier: inputs.ServiceTier | None = None
+    inference_geo: inputs.Hint = None
+    speed: inputs.Hint = None
+    diagnostics: inputs.Hint = None
+    user_profile_id: inputs.Hint = None
+    workspace_id: inputs.Hint = None
+    # refused, unless it asks for nothing
     container: None = None
-    inference_geo: None = None
-    speed: None = None
-    diagnostics: None = None
-    user_profile_id: None = None
-    workspace_id: None = None
 
     def check(self) -> None:
         super().check()
@@ -163,7 +158,7 @@ class TextBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     type: Literal["text"]
     text: str
-    citations: None = None
+    citations: inputs.Hint = None
 
 
 class ToolUseBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,6 +168,7 @@ class ToolUseBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True)
     id: str
     name: str
     input: dict[str, Any]
+    caller: inputs.Hint = None
 
 
 class ToolResultBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,12 +203,18 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     description: str | None = None
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = None
-    strict: bool | None = None
+    # without effect
+    eager_input_streaming: inputs.Hint = None
+    strict: inputs.Hint = None
+    defer_loading: inputs.Hint = None
+    input_examples: inputs.Hint = None
+    allowed_callers: inputs.Hint = None
 
 
 class MessageConversation(inputs.Conversation, frozen=True, kw_only=True):
     """The conversation of a messages request. As with Anthropic, its thinking budget need not be kept."""
+
+    omits_thinking: bool = False  # thoughts are counted, and not told
 
     @property
     def effort_param(self) -> str:
@@ -229,7 +231,7 @@ class MessageConversation(inputs.Conversation, frozen=True, kw_only=True):
     @property
     def shows_thinking(self) -> bool:
         """True if the answer includes the model's thoughts."""
-        return bool(self.template_args[options.SWITCH])
+        return bool(self.template_args[options.SWITCH]) and not self.omits_thinking
 
 
 _DECODERS: dict[str, json_body.RequestDecoder[Any]] = {
@@ -286,6 +288,8 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
         tool_choice=convert_tool_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         chat_template_kwargs={options.SWITCH: request.is_thinking},
+        omits_thinking=request.thinking is not None and request.thinking.display == "omitted",
+        continue_final_message=builder.messages[-1]["role"] == "assistant",
         reasoning_effort=config.effort if config else None,
         **fields,
     )
@@ -308,7 +312,7 @@ def convert_tool_choice(choice: ToolSelection | None) -> inputs.ToolChoice | Non
         case ToolSelection(type="any"):
             return "required"
         case ToolSelection(type="tool", name=str(name)):
-            return inputs.NamedTool(type="function", function=inputs.NamedFunction(name=name))
+            return inputs.ChosenTools(type="function", function=inputs.NamedFunction(name=name))
         case ToolSelection(type="none"):
             return "none"
         case _:
@@ -324,11 +328,6 @@ def _convert_tool(value: dict[str, Any], place: str) -> dict[str, Any]:
             param=f"{place}.type",
         )
     tool = _tool_decoder.convert(value, place)
-    if tool.strict:
-        raise errors.InvalidRequest(
-            f"{place}.strict: not supported; expected false or nothing, got true",
-            param=f"{place}.strict",
-        )
     function = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description

@@ -92,6 +92,7 @@ class Responses:
             stored_messages=messages,
             model=decoded.model,
             messages=[*_instructions(decoded), *messages],
+            **{name: getattr(decoded, name) for name in inputs.EngineFields.__struct_fields__},
             max_completion_tokens=decoded.max_output_tokens,
             temperature=decoded.temperature,
             top_p=decoded.top_p,

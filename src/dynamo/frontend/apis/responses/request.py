@@ -37,38 +37,56 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return inputs.ResponseFormat(type=self.type, json_schema=schema)
 
 
-class FunctionChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `tool_choice` that forces one tool."""
+class ResponseToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A `tool_choice` that is an object: it forces one tool, or limits the tools."""
 
-    type: Literal["function"]
-    name: str
+    type: Literal["function", "custom", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def convert(self) -> inputs.ChosenTools:
+        """Return it in the form of chat completions. Raises InvalidRequest."""
+        if self.type != "allowed_tools" and self.name is not None:
+            named = inputs.NamedFunction(name=self.name)
+            return inputs.ChosenTools(type="function", function=named)
+        if self.mode is None or self.tools is None:
+            param = "tool_choice." + ("mode" if self.type == "allowed_tools" else "name")
+            raise errors.InvalidRequest(f"{param}: required, but missing", param=param)
+        tools = [
+            {"type": "function", "function": {"name": tool.get("name")}} for tool in self.tools
+        ]
+        allowed = inputs.AllowedTools(mode=self.mode, tools=tools)
+        return inputs.ChosenTools(type="allowed_tools", allowed_tools=allowed)
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the answer's text."""
 
     format: TextFormat | None = None
-    verbosity: None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the model's reasoning."""
 
     effort: inputs.ReasoningEffort | None = None
-    # refused, unless they ask for nothing
-    summary: None = None
-    generate_summary: None = None
-    context: None = None
-    mode: None = None
+    # without effect
+    summary: inputs.Hint = None
+    generate_summary: inputs.Hint = None
+    context: inputs.Hint = None
+    mode: inputs.Hint = None
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a streamed answer."""
 
-    include_obfuscation: bool | None = None
+    include_obfuscation: inputs.Hint = None
 
 
-class ResponseCountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResponseCountRequest(
+    inputs.EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """The fields that make the prompt: the whole of a request to count tokens.
 
     Items of `input` are decoded later, one by one (`convert_items`).
@@ -80,9 +98,9 @@ class ResponseCountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     previous_response_id: str | None = None
     text: TextOptions | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=inputs.MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     reasoning: ReasoningOptions | None = None
     # refused, unless they ask for nothing
     conversation: None = None
@@ -101,10 +119,9 @@ class ResponseCountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     @property
     def chat_tool_choice(self) -> inputs.ToolChoice | None:
         """`tool_choice` in the form of chat completions."""
-        if not isinstance(self.tool_choice, FunctionChoice):
-            return self.tool_choice
-        function = inputs.NamedFunction(name=self.tool_choice.name)
-        return inputs.NamedTool(type="function", function=function)
+        if isinstance(self.tool_choice, ResponseToolChoice):
+            return self.tool_choice.convert()
+        return self.tool_choice
 
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and the API does not."""
@@ -124,22 +141,22 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
     metadata: inputs.Metadata | None = None
-    user: str | None = None
+    background: bool | None = None
+    # without effect
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    background: bool | None = None
-    include: list[Any] | None = None
-    top_logprobs: Literal[0] | None = None
+    include: list[str] | None = None
+    client_metadata: inputs.Hint = None
+    context_management: inputs.Hint = None
+    max_tool_calls: inputs.Length | None = None
+    prompt_cache_options: inputs.Hint = None
+    prompt_cache_retention: inputs.Hint = None
     # refused, unless they ask for nothing
+    top_logprobs: Literal[0] | None = None
     access_programs: None = None
-    context_management: None = None
     image: None = None
-    max_tool_calls: None = None
     moderation: None = None
     prompt: None = None
-    prompt_cache_options: None = None
-    prompt_cache_retention: None = None
 
     @property
     def is_stored(self) -> bool:
@@ -148,13 +165,9 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
 
     def check(self) -> None:
         super().check()
-        for name in ("background", "include"):
-            if getattr(self, name):
-                raise errors.InvalidRequest(f"{name}: not supported; leave it out", param=name)
-        if self.stream_options is not None:
-            inputs.check_stream_options(
-                is_stream=bool(self.stream),
-                has_obfuscation=bool(self.stream_options.include_obfuscation),
+        if self.background:
+            raise errors.InvalidRequest(
+                "background: not supported; expected false or nothing, got true", param="background"
             )
 
 
@@ -201,7 +214,7 @@ class ReasoningItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True)
     type: Literal["reasoning"]
     summary: list[dict[str, Any]]
     content: list[dict[str, Any]] | None = None
-    encrypted_content: None = None
+    encrypted_content: inputs.Hint = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
