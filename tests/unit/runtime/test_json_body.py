@@ -50,3 +50,45 @@ def test_check_of_the_type_is_part_of_decoding():
         decoder.decode(b"{}")
     with pytest.raises(errors.InvalidRequest, match="never"):
         decoder.convert({}, "")
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """An object within a request."""
+
+    size: int
+    share: float | None = None
+
+
+class Whole(msgspec.Struct, forbid_unknown_fields=True):
+    """A request with objects in it."""
+
+    parts: list[Part]
+    first: Part | None = None
+    sizes: dict[int, float] = {}
+
+
+def test_unknown_names_are_noted_where_they_are_accepted():
+    body = (
+        b'{"parts":[{"size":6.0,"share":2.0,"a":1}],"first":{"size":1,"b":2},"c":3,"sizes":{"5":1}}'
+    )
+    noted = []
+    token = json_body.ignored_names.set(noted)
+    try:
+        whole = json_body.RequestDecoder(Whole).decode(body)
+    finally:
+        json_body.ignored_names.reset(token)
+
+    assert sorted(noted) == ["c", "first.b", "parts[0].a"]
+    assert whole == Whole([Part(6, 2.0)], Part(1), {5: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"parts":[{"size":6.5}]}', r"parts\[0\].size: expected a whole number, got 6.5"),
+        (b'{"parts":[{"size":6.0,"a":1}]}', r"`parts\[0\].a`"),
+    ],
+)
+def test_unknown_names_are_refused_elsewhere(body, message):
+    with pytest.raises(errors.InvalidRequest, match=message):
+        json_body.RequestDecoder(Whole).decode(body)
