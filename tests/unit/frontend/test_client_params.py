@@ -260,3 +260,27 @@ async def test_completion_stream_keeps_the_request_id_of_the_caller(rig):
 
     assert answer.text.startswith('event: request_id\n: "mine"\n\n')
     assert answer.headers["x-request-id"] == "mine"
+
+
+async def test_models_are_listed_in_anthropics_form(claude):
+    page = await claude.models.list()
+    one = await claude.models.retrieve("m")
+
+    assert [model.id for model in page.data] == ["m"]
+    assert (one.type, one.created_at.year) == ("model", 2023)
+
+
+async def test_compressed_body_is_a_415_that_names_the_encoding(rig):
+    answer = await rig.client.post(
+        "/v1/completions",
+        content=b"x",
+        headers={"content-encoding": "gzip", "content-type": "application/json"},
+    )
+
+    assert answer.status_code == 415
+    assert "'gzip'" in answer.json()["error"]["message"]
+
+
+async def test_version_and_ping_answer(rig):
+    assert (await rig.client.get("/version")).json()["version"]
+    assert (await rig.client.get("/ping")).status_code == 200

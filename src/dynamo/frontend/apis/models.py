@@ -1,6 +1,7 @@
-"""`GET /v1/models`: the models that are served, in OpenAI's form."""
+"""`GET /v1/models`: the models that are served, in OpenAI's form, or Anthropic's for who sends `anthropic-version`."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
@@ -46,13 +47,18 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             model for model in context.models.ready if context.admission.may_see(client, model.name)
         ]
         rows = [_model_object(model) for model in visible]
-        client.respond(200, sse.encode({"object": "list", "data": rows}))
+        if "anthropic-version" in client.request.headers:
+            client.respond(200, sse.encode(_anthropic_page(rows)))
+        else:
+            client.respond(200, sse.encode({"object": "list", "data": rows}))
 
     def show_model(client: exchange.Exchange) -> None:
         try:
             model = context.models.find(client.request.path.removeprefix(PATH + "/"))
             context.admission.check_may_see(client, model.name)
-            client.respond(200, sse.encode(_model_object(model)))
+            row = _model_object(model)
+            is_anthropic = "anthropic-version" in client.request.headers
+            client.respond(200, sse.encode(_anthropic_model(row) if is_anthropic else row))
         except errors.DynamoError as error:
             delivery.respond_error(client, error, error_dialects.OPENAI)
 
@@ -76,6 +82,27 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             errors=(*ACCESS_ERRORS, 404),
         ),
     )
+
+
+def _anthropic_page(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the models in Anthropic's form, all on one page."""
+    models = [_anthropic_model(row) for row in rows]
+    return {
+        "data": models,
+        "has_more": False,
+        "first_id": models[0]["id"] if models else None,
+        "last_id": models[-1]["id"] if models else None,
+    }
+
+
+def _anthropic_model(row: dict[str, Any]) -> dict[str, Any]:
+    created = datetime.fromtimestamp(row["created"], tz=UTC)
+    return {
+        "type": "model",
+        "id": row["id"],
+        "display_name": row["id"],
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
 
 
 def _model_object(model: RegisteredModel) -> dict[str, Any]:

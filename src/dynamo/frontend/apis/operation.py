@@ -128,6 +128,11 @@ class ApiContext:
             error = errors.Unavailable("this frontend is shutting down: try again")
             delivery.respond_error(client, error, dialect)
             return False
+        encoding = client.request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            message = f"expected a body without Content-Encoding, got {encoding[:100]!r}"
+            client.respond(415, dialect.refusal(415, message))
+            return False
         content_type = client.request.headers.get("content-type", _JSON)
         if content_type != _JSON and content_type.partition(";")[0].strip().lower() not in _TYPES:
             message = (

@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo.frontend.apis.operation import ApiContext, Operation
+from dynamo.base import distribution
+from dynamo.frontend.apis.operation import ACCESS_ERRORS, ApiContext, Operation
 from dynamo.frontend.delivery import sse
 from dynamo.frontend.processes import peers
 from dynamo.observability import metrics
@@ -17,6 +18,12 @@ class Live(msgspec.Struct, kw_only=True):
 
     status: Literal["live"]
     message: str
+
+
+class Version(msgspec.Struct, kw_only=True):
+    """The release of this frontend."""
+
+    version: str
 
 
 class Healthy(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -69,6 +76,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         merged = peers.merge_metrics({name: pages[name].decode() for name in sorted(pages)})
         client.respond(200, merged.encode(), content_type=metrics.CONTENT_TYPE)
 
+    version = Version(version=distribution.version())
     has_siblings = bool(context.peers.name)
     return (
         Operation(
@@ -89,6 +97,23 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="200 as long as the process runs",
             tag="Operation",
             answer=Live,
+        ),
+        Operation(
+            method="GET",
+            path="/ping",
+            handler=lambda client: client.respond(200, b"{}"),
+            summary="200 as long as the process runs, as with SageMaker",
+            tag="Operation",
+            answer=dict[str, Any],
+        ),
+        Operation(
+            method="GET",
+            path="/version",
+            handler=lambda client: client.respond(200, sse.encode(version)),
+            summary="The release",
+            tag="Operation",
+            answer=Version,
+            errors=ACCESS_ERRORS,
         ),
         Operation(
             method="GET",

@@ -14,6 +14,7 @@ from dynamo.base import errors
 from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.responses import request as responses_request
 from dynamo.frontend.delivery import choices, identity, sse
+from dynamo.preprocess import conversation
 
 _MARKS = ("\u0000", "\u0001")  # in the place of a text and of a number
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -22,6 +23,7 @@ _TEXT_EVENTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "message": ("output_text", "text", {"logprobs": []}),
     "reasoning": ("reasoning_text", "text", {}),
     "function_call": ("function_call_arguments", "arguments", {}),
+    "custom_tool_call": ("custom_tool_call_input", "input", {}),
 }
 Store = Callable[[dict[str, Any]], None]  # takes a complete response
 
@@ -40,7 +42,7 @@ class ResponseItem(msgspec.Struct, kw_only=True):
     """A message, reasoning or a tool call."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call"]
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
 
 
 class Response(msgspec.Struct, kw_only=True):
@@ -102,6 +104,9 @@ class ResponseFormatter:
     ) -> None:
         self._digits = answer_identity.request_id.replace("-", "")
         self._store = store
+        self._custom_tools = frozenset(
+            tool["name"] for tool in request.tools or () if tool["type"] == "custom"
+        )
         self._fixed = _fixed_fields(request, answer_identity)
         self._items: list[dict[str, Any]] = []
         self._open: _OpenItem | None = None
@@ -115,7 +120,7 @@ class ResponseFormatter:
         for number, piece in enumerate(pieces):
             status = _status(answer.finish_reason) if number == last else "completed"
             item = self._new_item(piece, number)
-            self._items.append(_complete_item(item, _text_of(piece), status))
+            self._items.append(_complete_item(item, self._text_of(piece), status))
         return self._complete(answer.finish_reason, usage)
 
     def begin(self, usage: sse.Usage) -> bytes:
@@ -131,7 +136,7 @@ class ResponseFormatter:
         events = b""
         if self._open is None or self._open.key != _key_of(piece):
             events, self._open = self._open_item(piece)
-        text = _text_of(piece)
+        text = self._text_of(piece)
         self._open.texts.append(text)
         number, self._num_events = self._num_events, self._num_events + 1
         head, middle, tail = self._open.delta
@@ -189,6 +194,15 @@ class ResponseFormatter:
 
     def _new_item(self, piece: choices.Piece, number: int) -> dict[str, Any]:
         """Return the item that a piece of this kind begins, before it has any text."""
+        if isinstance(piece, choices.Call) and piece.name in self._custom_tools:
+            return {
+                "type": "custom_tool_call",
+                "id": f"ctc_{self._digits}{number:02x}",
+                "call_id": piece.id,
+                "name": piece.name,
+                "input": "",
+                "status": "in_progress",
+            }
         if isinstance(piece, choices.Call):
             return {
                 "type": "function_call",
@@ -203,6 +217,14 @@ class ResponseFormatter:
             item_id = f"msg_{self._digits}{number:02x}"
             return {"type": "message", "id": item_id, "role": "assistant", **empty}
         return {"type": "reasoning", "id": f"rs_{self._digits}{number:02x}", "summary": [], **empty}
+
+    def _text_of(self, piece: choices.Piece) -> str:
+        if isinstance(piece, str):
+            return piece
+        if not isinstance(piece, choices.Call):
+            return piece.text
+        is_custom = piece.name in self._custom_tools
+        return conversation.custom_input(piece.arguments) if is_custom else piece.arguments
 
     def _complete(self, finish_reason: str, usage: sse.Usage) -> dict[str, Any]:
         response = self._response(_status(finish_reason), self._items, _usage(usage))
@@ -231,8 +253,8 @@ class ResponseFormatter:
 
 def _complete_item(item: dict[str, Any], text: str, status: str) -> dict[str, Any]:
     """Return the item with its text."""
-    if item["type"] == "function_call":
-        return {**item, "arguments": text, "status": status}
+    if item["type"] in ("function_call", "custom_tool_call"):
+        return {**item, _TEXT_EVENTS[item["type"]][1]: text, "status": status}
     return {**item, "status": status, "content": [_part(item, text)]}
 
 
@@ -240,12 +262,6 @@ def _part(item: dict[str, Any], text: str) -> dict[str, Any]:
     if item["type"] == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _text_of(piece: choices.Piece) -> str:
-    if isinstance(piece, str):
-        return piece
-    return piece.arguments if isinstance(piece, choices.Call) else piece.text
 
 
 def _key_of(piece: choices.Piece) -> object:

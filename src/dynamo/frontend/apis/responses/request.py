@@ -200,10 +200,19 @@ class FunctionCallItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     arguments: str
 
 
+class CustomCallItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call of a custom tool by the assistant."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+
 class FunctionOutputItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The result of a tool call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | list[dict[str, Any]]
 
@@ -253,6 +262,8 @@ _ITEM_DECODERS: _Decoders = {
     "message": json_body.RequestDecoder(MessageItem),
     "function_call": json_body.RequestDecoder(FunctionCallItem),
     "function_call_output": json_body.RequestDecoder(FunctionOutputItem),
+    "custom_tool_call": json_body.RequestDecoder(CustomCallItem),
+    "custom_tool_call_output": json_body.RequestDecoder(FunctionOutputItem),
     "reasoning": json_body.RequestDecoder(ReasoningItem),
 }
 _tool_decoder = json_body.RequestDecoder(FunctionTool)
@@ -283,9 +294,12 @@ def convert_items(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _convert_tool(value: dict[str, Any], place: str) -> dict[str, Any]:
+    if value.get("type") == "custom":
+        custom = {key: inner for key, inner in value.items() if key != "type"}
+        return {"type": "custom", "custom": custom}
     if value.get("type") != "function":
         raise errors.InvalidRequest(
-            f"{place}.type: tools that the server runs are not supported; expected 'function', got "
+            f"{place}.type: tools that the server runs are not supported; expected 'function' or 'custom', got "
             + json_body.describe(value.get("type")),
             param=f"{place}.type",
         )
@@ -311,6 +325,10 @@ class _MessageBuilder:
                 conversation.parse_arguments(item.arguments or "{}", f"{place}.arguments")
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
+                self._open_assistant().setdefault("tool_calls", []).append(call)
+            case CustomCallItem():
+                custom = {"name": item.name, "input": item.input}
+                call = {"id": item.call_id, "type": "custom", "custom": custom}
                 self._open_assistant().setdefault("tool_calls", []).append(call)
             case FunctionOutputItem():
                 text = _join_parts(item.output, f"{place}.output")
