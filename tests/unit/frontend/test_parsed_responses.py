@@ -130,3 +130,29 @@ async def test_parallel_tool_calls_false_limits_a_response_to_one_call(client):
 
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
     assert response.parallel_tool_calls is False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_call_of_a_custom_tool_has_its_input_as_text(rig, client, stream):
+    called = {"name": "patch", "arguments": {"input": "*** Begin Patch"}}
+    call = f"<tool_call>\n{json.dumps(called)}\n</tool_call>"
+    rig.two.script = outputs(call, "eos")
+    body = {
+        "model": "p",
+        "input": "hi",
+        "tools": [{"type": "custom", "name": "patch", "format": {"type": "text"}}],
+        "stream": stream,
+    }
+    answer = await rig.client.post("/v1/responses", json=body)
+    last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
+    response = json.loads(last)["response"] if stream else answer.json()
+    (item,) = response["output"]
+    body["input"] = [
+        {"role": "user", "content": "hi"},
+        item,
+        {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"},
+    ]
+    again = await rig.client.post("/v1/responses", json=body)
+
+    assert (item["type"], item["input"]) == ("custom_tool_call", "*** Begin Patch")
+    assert again.status_code == 200
