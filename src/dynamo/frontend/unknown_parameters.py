@@ -1,7 +1,7 @@
 """Parameters that no request of ours has: accepted and named in a header of the answer, or refused.
 
 Clients send parameters of other servers, and of later versions of an API. What a server does not know cannot be judged,
-so it is left out, and whoever looks finds it: in the header, in a counter, and once per name in the log.
+so it is left out, and named in a header of the answer, counted, and logged once per name.
 """
 
 import logging

@@ -5,8 +5,8 @@ JSON straight into subclasses of them (`frontend.apis.chat`, `completions`), or 
 (`messages`, `responses`); nothing is copied in between.
 
 A parameter is honoured; or it is a hint (`Hint`), which cannot change what the answer means; or it is refused by name.
-Limits are part of the types, so the JSON decoder checks them in C. A parameter that is refused has a type whose values
-ask for nothing: `None`, or the documented default. `runtime.http.json_body` turns a violation into a sentence that
+Limits are part of the types, so the JSON decoder checks them in C. A parameter that is refused has a type with values
+that ask for nothing: `None`, or the documented default. `runtime.http.json_body` turns a violation into a sentence that
 names the field, and takes what no type has as a hint.
 """
 
@@ -370,7 +370,7 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A conversation whose next message is to be generated.
+    """A conversation of which the next message is to be generated.
 
     Messages and tools stay dictionaries, because a chat template walks through them. An API that names a field
     differently overrides the `*_param` properties, which error messages use.
@@ -429,7 +429,7 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """The names of the tools whose input is a text."""
+        """The names of the tools that take a text as their input."""
         return frozenset(
             conversation.name_of(tool) for tool in self.tools or () if tool["type"] == "custom"
         )

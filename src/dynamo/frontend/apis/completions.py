@@ -113,7 +113,7 @@ class CompletionRequest(
 
 
 def split_prompts(prompt: str | list[str | int | list[int]]) -> list[inputs.Prompt]:
-    """Return the prompts in this field, whose kinds `check_one_kind` has checked."""
+    """Return the prompts in this field, after `check_one_kind` has checked it."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):

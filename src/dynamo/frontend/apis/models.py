@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the models that are served, in OpenAI's form, or Anthropic's for who sends `anthropic-version`."""
+"""`GET /v1/models`: the models that are served, in OpenAI's form, or in Anthropic's for its clients."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
