@@ -75,14 +75,14 @@ def end_now(exit_code: int) -> NoReturn:
 _PR_SET_PDEATHSIG = 1
 
 
-def dies_with(parent: int, number: int = signal.SIGKILL) -> Callable[[], None] | None:
-    """Return what a new child calls to get a signal at its parent's death; None where the kernel does not offer it."""
+def dies_with(parent: int) -> Callable[[], None] | None:
+    """Return what a new child calls to be killed with its parent; None where the kernel does not offer it."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
 
     def bind() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, number)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died in between
             os.kill(os.getpid(), signal.SIGKILL)
 

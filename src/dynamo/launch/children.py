@@ -3,7 +3,8 @@
 Each child leads its own process group, so that Ctrl-C in the terminal reaches only the parent, which stops the children
 in order. When a child has ended, what remains of its group (processes of its engine, for example) is killed, before the
 child may be started again. If the parent itself dies, the kernel kills the children on Linux, and the `guard` all that
-is below them everywhere; children with a time of grace get SIGTERM instead, and are killed after it.
+is below them everywhere; children with a time of grace get SIGTERM
+from the guard instead, once (the kernel may send its signal for each thread of the parent), and are killed after it.
 """
 
 import asyncio
@@ -161,8 +162,7 @@ async def start(
 def _before_exec(guardian: guard.Guard, spec: ChildSpec) -> Callable[[], None]:
     """Return what a child does between fork and exec: tell the guard, so that no moment is left without one."""
     cores = spec.resources.cores
-    number = signal.SIGTERM if spec.grace_s else signal.SIGKILL
-    die_with_parent = process_setup.dies_with(os.getpid(), number)
+    die_with_parent = None if spec.grace_s else process_setup.dies_with(os.getpid())
 
     def prepare() -> None:
         if die_with_parent is not None:

@@ -177,9 +177,9 @@ def _obey(line: str, groups: set[int], folders: list[str], foreign_files: set[st
 
 
 def _let_end(groups: set[int], token: str, grace_s: float) -> None:
-    """Wait for `grace_s` seconds until all processes have ended; on Linux the kernel has sent them SIGTERM."""
+    """Send SIGTERM to the children, and wait for `grace_s` seconds until all processes have ended."""
     until = time.monotonic() + grace_s
-    if grace_s and sys.platform != "linux":
+    if grace_s:
         for leader in groups:
             with contextlib.suppress(OSError):
                 os.kill(leader, signal.SIGTERM)
