@@ -68,7 +68,7 @@ def find_kubectl() -> str:
 
 @contextlib.contextmanager
 def running_cluster(folder: pathlib.Path, *flags: str) -> Iterator[RunningCluster]:
-    """Run `dynamo kube up` with these flags."""
+    """Run `dynamo kube up` with these flags; by default without a node, so that pods stay pending."""
     kubeconfig = folder / "kubeconfig"
     command = [
         sys.executable,
@@ -81,7 +81,9 @@ def running_cluster(folder: pathlib.Path, *flags: str) -> Iterator[RunningCluste
         "--port",
         "0",
     ]
-    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, *(flags or ("--no-node",))], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -98,3 +100,13 @@ def running_cluster(folder: pathlib.Path, *flags: str) -> Iterator[RunningCluste
             raise
         finally:
             process.stdout.close()
+
+
+def pod_processes(cluster: RunningCluster) -> list[str]:
+    """Return the ids of the processes below the cluster's own, which are those of its pods."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
+    parents = dict(line.split() for line in listed.stdout.splitlines())
+    found = [str(cluster.process.pid)]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]

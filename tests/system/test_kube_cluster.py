@@ -1,6 +1,9 @@
 """A laptop's cluster under the real kubectl."""
 
 import json
+import os
+import pathlib
+import re
 
 import pytest
 
@@ -132,3 +135,115 @@ def test_a_namespace_goes_with_its_content(cluster):
 
     assert "not found" in cluster.kubectl("get", "namespace", "short").stderr
     assert cluster.kubectl("get", "configmaps", "-n", "short", "-o", "name").stdout == ""
+
+
+WEB = """
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: web}
+spec:
+  replicas: 2
+  selector: {matchLabels: {app: web}}
+  template:
+    metadata: {labels: {app: web}}
+    spec:
+      terminationGracePeriodSeconds: 1
+      containers:
+      - name: main
+        image: python:3.11
+        command: [sh, -c, 'echo "I am $NAME, $GREETING"; exec python3 -u -m http.server 8000']
+        env:
+        - {name: NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+        - {name: GREETING, valueFrom: {configMapKeyRef: {name: words, key: greeting}}}
+        readinessProbe:
+          exec: {command: [python3, -c, 'import urllib.request as u; u.urlopen("http://127.0.0.1:8000")']}
+          periodSeconds: 1
+          timeoutSeconds: 20
+---
+apiVersion: v1
+kind: Service
+metadata: {name: web}
+spec: {selector: {app: web}, ports: [{port: 80, targetPort: 8000}]}
+---
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: words}
+data: {greeting: hello}
+"""
+CRASHING = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "crashing"},
+    "spec": {
+        "containers": [
+            {"name": "main", "image": "python:3.11", "command": ["sh", "-c", "echo bye; exit 3"]}
+        ]
+    },
+}
+TOO_LARGE = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "large"},
+    "spec": {
+        "containers": [
+            {
+                "name": "main",
+                "image": "python:3.11",
+                "resources": {"limits": {"nvidia.com/gpu": "999"}},
+            }
+        ]
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory):
+    """A cluster that runs pods; when it has ended, no process of them may be left."""
+    kube_cluster.find_kubectl()
+    if os.geteuid() != 0:
+        pytest.skip("two pods on the same port need network namespaces, and those root")
+    with kube_cluster.running_cluster(
+        tmp_path_factory.mktemp("node"), "--backoff-s", "1"
+    ) as running:
+        yield running
+        with_kubeconfig = kube_cluster.pod_processes(running)
+    assert not [pid for pid in with_kubeconfig if pathlib.Path(f"/proc/{pid}/exe").exists()]
+
+
+def test_a_deployment_runs_as_processes_and_leaves_nothing(node):
+    node.kubectl("apply", "-f", "-", stdin=WEB)
+    rollout = node.kubectl("rollout", "status", "deployment/web", "--timeout=100s", timeout_s=120)
+    pods = node.kubectl(
+        "get", "pods", "-l", "app=web", "-o", "jsonpath={.items[*].status.podIP}"
+    ).stdout.split()
+    slices = node.kubectl(
+        "get", "endpointslices", "-o", "jsonpath={.items[*].endpoints[*].addresses[0]}"
+    ).stdout.split()
+    log = node.kubectl("logs", "deployment/web").stdout
+    node.kubectl("delete", "deployment/web", "service/web")
+    gone = node.kubectl(
+        "wait", "--for=delete", "pod", "-l", "app=web", "--timeout=60s", timeout_s=90
+    )
+
+    assert "successfully rolled out" in rollout.stdout
+    assert len(set(pods)) == 2
+    assert sorted(pods) == sorted(slices)
+    assert re.match(r"I am web-\w+-\w+, hello\n", log)
+    assert gone.returncode == 0, gone.stderr
+
+
+def test_the_status_of_a_pod_tells_why_it_does_not_run(node):
+    node.kubectl("apply", "-f", "-", stdin=json.dumps(CRASHING))
+    node.kubectl("apply", "-f", "-", stdin=json.dumps(TOO_LARGE))
+    reason = "jsonpath={.status.containerStatuses[0].state.waiting.reason}"
+    crashed = node.kubectl(
+        "wait", f"--for={reason}=CrashLoopBackOff", "pod/crashing", "--timeout=60s", timeout_s=90
+    )
+    condition = "jsonpath={.status.conditions[0].message}"
+    unschedulable = node.kubectl("get", "pod", "large", "-o", condition).stdout
+    log = node.kubectl("logs", "crashing").stdout
+    node.kubectl("delete", "pod", "crashing", "large", "--grace-period=1")
+
+    assert crashed.returncode == 0, crashed.stderr
+    assert unschedulable == "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+    assert log == "bye\n"

@@ -1,6 +1,7 @@
 """`dynamo kube`: a Kubernetes cluster on a laptop, whose pods are local processes, and manifests for any cluster."""
 
 import asyncio
+import contextlib
 import pathlib
 import typing
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ class KubeCommandConfig:
     port: int = config.option(
         0, help="port of the API server; 0: the system chooses", least=0, most=65535
     )
+    node: bool = config.option(True, help="run pods as processes; without, pods stay pending")
+    backoff_s: float = config.option(
+        10.0,
+        help="seconds before a container that failed twice starts again; doubled each time",
+        least=0,
+    )
     kubeconfig: str = config.option(
         "dynamo-kubeconfig", help="file that is written for kubectl and other clients"
     )
@@ -42,8 +49,10 @@ def run(options: KubeCommandConfig) -> int:
     )
     path = pathlib.Path(options.kubeconfig).absolute()
     try:
-        work = _serve(path, options.port, typing.cast("cluster.RunCluster", module.run_cluster))
-        asyncio.run(work)
+        opened = typing.cast("cluster.RunCluster", module.run_cluster)(
+            port=options.port, has_node=options.node, backoff_s=options.backoff_s
+        )
+        asyncio.run(_serve(path, opened))
     finally:
         path.unlink(missing_ok=True)
     return 0
@@ -59,9 +68,11 @@ def _handle_manifests(action: str, file: str) -> int:
     return int(handle(file))
 
 
-async def _serve(path: pathlib.Path, port: int, run_cluster: "cluster.RunCluster") -> None:
+async def _serve(
+    path: pathlib.Path, opened: "contextlib.AbstractAsyncContextManager[cluster.Cluster]"
+) -> None:
     stop = process_setup.stop_on_signals()
-    async with run_cluster(port=port) as running:
+    async with opened as running:
         running.write_kubeconfig(path)
         print(f"export KUBECONFIG={path}", flush=True)
         print(f"The API server listens at {running.url}; Ctrl-C ends the cluster.", flush=True)

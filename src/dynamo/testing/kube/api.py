@@ -74,9 +74,9 @@ class Api(writes.ObjectWrites):
                     "metadata.uid", json.dumps(given["uid"]), "field is immutable"
                 )
                 raise failures.invalid(resource.qualified_kind, name, [error])
-            self._check_version(resource, old, given.get("resourceVersion"), None)
+            self.check_version(resource, old, given.get("resourceVersion"), None)
             try:
-                return await self._replace(resource, old, body, options), False
+                return await self.replace_stored(resource, old, body, options), False
             except failures.ApiError as error:
                 if error.body.get("reason") != "Conflict" or attempt + 1 == _MAX_ATTEMPTS:
                     raise
@@ -127,7 +127,7 @@ class Api(writes.ObjectWrites):
             live = {"metadata": {}}
         else:
             live = self.present(resource, live)
-            self._check_version(resource, live, given.get("resourceVersion"), given.get("uid"))
+            self.check_version(resource, live, given.get("resourceVersion"), given.get("uid"))
         config = self._restrict_config(resource, config, options)
         shape = managed_fields.Shape(resource.schema, resource.is_custom)
         for text in managed_fields.check_duplicates(managed_fields.own_fields(config), shape):
@@ -136,20 +136,20 @@ class Api(writes.ObjectWrites):
                 f"Kind={resource.kind}): {text}"
             )
             raise failures.ApiError(500, "", message)
-        writer = self._writer(resource, options, "Apply")
+        writer = self.make_writer(resource, options, "Apply")
         applied = managed_fields.apply(live, config, shape, writer, is_forced=options.is_forced)
         body = {**applied.item, "apiVersion": resource.api_version, "kind": resource.kind}
         body["metadata"] = {**body.get("metadata", {}), "managedFields": applied.entries}
         options = replace(options, is_apply=True)
         if "uid" in live["metadata"]:
-            return await self._replace(resource, live, body, options), False
+            return await self.replace_stored(resource, live, body, options), False
         return await self._create_applied(resource, namespace, body, applied.entries, options), True
 
     def _restrict_config(
         self, resource: "resources.ApiResource", config: Object, options: WriteOptions
     ) -> Object:
         """Drop what an apply through this path may not set, so that it is not owned either."""
-        config = self._prune(resource, config, options)
+        config = self.prune(resource, config, options)
         if options.subresource == "status":
             kept = ("apiVersion", "kind", "metadata", "status")
             return {
@@ -169,7 +169,7 @@ class Api(writes.ObjectWrites):
         entries: Sequence[Object],
         options: WriteOptions,
     ) -> Object:
-        self._check_create(resource, namespace, body, is_dry_run=True)
+        self.check_create(resource, namespace, body, is_dry_run=True)
         meta = metadata.for_create(body, resource, namespace)
         item = self._shape(resource, None, {**body, "metadata": meta}, options)
         item = await self._admit(resource, "CREATE", item, None, options)

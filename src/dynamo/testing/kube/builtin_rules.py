@@ -118,10 +118,11 @@ def _fill_pod(item: Object, old: Object | None, objects: "store.Store") -> None:
                 **(container["resources"].get("requests") or {}),
             }
     if old is None:
-        item["status"] = {"phase": "Pending", "qosClass": _quality(spec)}
+        item["status"] = {"phase": "Pending", "qosClass": quality_of_service(spec)}
 
 
-def _quality(spec: Object) -> str:
+def quality_of_service(spec: Object) -> str:
+    """Return the class of a pod by its requests and limits."""
     found = [container.get("resources") or {} for container in spec.get("containers") or ()]
     if not any(part.get("limits") or part.get("requests") for part in found):
         return "BestEffort"
@@ -309,8 +310,10 @@ def check(
         yield from _check_service(spec, (old or {}).get("spec"))
     if resource.plural in ("configmaps", "secrets"):
         yield from _check_data(item, old)
-    if resource.plural == "leases":
-        yield from _check_lease(spec)
+    duration = spec.get("leaseDurationSeconds")
+    if resource.plural == "leases" and duration is not None and duration <= 0:
+        text = "must be greater than 0"
+        yield failures.invalid_value("spec.leaseDurationSeconds", str(duration), text)
 
 
 def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
@@ -375,13 +378,6 @@ def _check_data(item: Object, old: Object | None) -> Iterator[failures.FieldErro
             yield failures.forbidden_value("immutable", text)
         if item.get("data") != old.get("data"):
             yield failures.forbidden_value("data", text)
-
-
-def _check_lease(spec: Object) -> Iterator[failures.FieldError]:
-    duration = spec.get("leaseDurationSeconds")
-    if duration is not None and duration <= 0:
-        text = "must be greater than 0"
-        yield failures.invalid_value("spec.leaseDurationSeconds", str(duration), text)
 
 
 _NEWER_NAMES = {"note": "message", "regarding": "involvedObject", "deprecatedCount": "count",

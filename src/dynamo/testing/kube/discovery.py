@@ -78,7 +78,7 @@ class DiscoveryDocuments:
         for resource in self._registry:
             groups.setdefault(resource.group, {}).setdefault(resource.version, []).append(resource)
         return {
-            group: dict(sorted(versions.items(), key=lambda entry: _priority(entry[0])))
+            group: dict(sorted(versions.items(), key=lambda entry: version_priority(entry[0])))
             for group, versions in groups.items()
         }
 
@@ -156,7 +156,7 @@ class DiscoveryDocuments:
         return True
 
 
-def _priority(version: str) -> tuple[int, int, int]:
+def version_priority(version: str) -> tuple[int, int, int]:
     """Order versions as Kubernetes does: v2, v1, v1beta1, v1alpha1."""
     name = version.lstrip("v")
     stage = 1 if "beta" in name else 2 if "alpha" in name else 0

@@ -74,18 +74,14 @@ class HttpFront:
         )
         call = calls.ApiCall(exchange)
         try:
-            self._authenticate(call)
+            is_open = exchange.request.path in ("/healthz", "/livez", "/readyz", "/version")
+            presented = exchange.request.headers.get("authorization", "")
+            if self.token and not is_open and presented != f"Bearer {self.token}":
+                raise failures.ApiError(401, "Unauthorized", "Unauthorized")  # noqa: TRY301 - answered below
             await self._route(call)
         except failures.ApiError as error:
             exchange.headers = (*exchange.headers, *error.headers)
             call.respond(error.code, error.body)
-
-    def _authenticate(self, call: calls.ApiCall) -> None:
-        path = call.request.path
-        if not self.token or path in ("/healthz", "/livez", "/readyz", "/version"):
-            return
-        if call.request.headers.get("authorization", "") != f"Bearer {self.token}":
-            raise failures.ApiError(401, "Unauthorized", "Unauthorized")
 
     async def _route(self, call: calls.ApiCall) -> None:
         path = call.request.path
@@ -266,7 +262,7 @@ class HttpFront:
         items, at, start = self.api.store, self.api.store.revision, ""
         is_exact = query.get("resourceVersionMatch") == "Exact" or (revision and limit)
         if token:
-            at, start = _decode_token(token, at)
+            at, start = decode_token(token, at)
         elif is_exact and revision:
             at = revision
         if query.get("resourceVersion") == "0":
@@ -280,7 +276,7 @@ class HttpFront:
         page, rest = (found[:limit], len(found) - limit) if limit else (found, 0)
         meta: Object = {"resourceVersion": str(at)}
         if rest > 0:
-            meta["continue"] = _encode_token(at, _position(page[-1]))
+            meta["continue"] = encode_token(at, _position(page[-1]))
             if not query.get("labelSelector") and not query.get("fieldSelector"):
                 meta["remainingItemCount"] = rest
         shown = [self.api.present(resource, item) for item in page]
@@ -407,13 +403,15 @@ def _position(item: Object) -> str:
     return f"/{namespace}/{meta['name']}" if namespace else f"/{meta['name']}"
 
 
-def _encode_token(revision: int, last: str) -> str:
+def encode_token(revision: int, last: str) -> str:
+    """Return the token that continues a list of a revision behind an object."""
     token = {"v": "meta.k8s.io/v1", "rv": revision, "start": f"{last}\0"}
     text = json.dumps(token, separators=(",", ":"))
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
-def _decode_token(token: str, revision: int) -> tuple[int, str]:
+def decode_token(token: str, revision: int) -> tuple[int, str]:
+    """Return revision and position of a token. Raises ApiError (400)."""
     try:
         content = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
         at = int(content["rv"])

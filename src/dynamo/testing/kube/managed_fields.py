@@ -294,12 +294,9 @@ def apply(
     _check_conflicts(entries, writer, changed & fields, is_forced=is_forced)
     entries = _without(entries, writer, changed & fields if is_forced else set())
     others = {path for entry in entries for path in decode(entry["fieldsV1"])}
-    owned = fields | others
-    abandoned = {
-        path
-        for path in before - fields
-        if path not in owned and all(other[: len(path)] != path for other in owned)
-    }
+    kept = fields | others
+    prefixes = {path[:length] for path in kept for length in range(len(path) + 1)}
+    abandoned = before - fields - prefixes
     merged = remove(merged, abandoned, shape)
     if fields:
         is_same = before == fields and not changed

@@ -71,7 +71,7 @@ def present(
             "metadata": meta,
             "items": shown,
         }
-    columns, rows = _columns(resource), []
+    columns, rows = columns_of(resource), []
     for item in items:
         row: Object = {"cells": _cells(resource, item)}
         if include == "Object":
@@ -92,7 +92,8 @@ def _partial(item: Object) -> Object:
     return {"kind": "PartialObjectMetadata", "apiVersion": _GROUP, "metadata": item["metadata"]}
 
 
-def _columns(resource: "resources.ApiResource") -> list[Object]:
+def columns_of(resource: "resources.ApiResource") -> list[Object]:
+    """Return the definitions of the columns of a kind."""
     if resource.is_custom:
         given = resource.columns or (
             {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},

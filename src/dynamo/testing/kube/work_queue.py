@@ -45,6 +45,10 @@ class ReconcileQueue:
         self._wake = asyncio.Event()
         self._unsubscribe = objects.subscribe(self._on_change)
 
+    def register(self, controller: Controller) -> None:
+        """Run one more controller from now on."""
+        self._controllers = (*self._controllers, controller)
+
     def _on_change(self, change: "store.Change") -> None:
         for controller in self._controllers:
             for key in controller.keys_of(change):

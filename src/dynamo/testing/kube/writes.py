@@ -109,7 +109,7 @@ class ObjectWrites:
     ) -> Object:
         """Store a new object. Raises ApiError."""
         body = self._decode(resource, body)
-        self._check_create(resource, namespace, body, is_dry_run=options.is_dry_run)
+        self.check_create(resource, namespace, body, is_dry_run=options.is_dry_run)
         meta = metadata.for_create(body, resource, namespace)
         item = {**body, "metadata": meta}
         if resource.has_status:
@@ -144,10 +144,10 @@ class ObjectWrites:
             text = "must be specified for an update"
             error = failures.invalid_value("metadata.resourceVersion", "0", text)
             raise failures.invalid(resource.qualified_kind, name, [error])
-        self._check_version(resource, old, version, given.get("uid"))
-        return await self._replace(resource, old, body, options)
+        self.check_version(resource, old, version, given.get("uid"))
+        return await self.replace_stored(resource, old, body, options)
 
-    async def _replace(
+    async def replace_stored(
         self, resource: "resources.ApiResource", old: Object, body: Object, options: WriteOptions
     ) -> Object:
         """Store the new state of an object: the part that the subresource may change."""
@@ -213,9 +213,10 @@ class ObjectWrites:
             return builtin_rules.older_event(body)
         return {**body, "kind": kind, "apiVersion": version}
 
-    def _check_create(
+    def check_create(
         self, resource: "resources.ApiResource", namespace: str, body: Object, *, is_dry_run: bool
     ) -> None:
+        """Refuse an object that may not be created here. Raises ApiError."""
         given = body.get("metadata") or {}
         self._check_namespace(resource, namespace, given)
         if given.get("resourceVersion") and not is_dry_run:
@@ -246,9 +247,10 @@ class ObjectWrites:
             text = "the namespace of the provided object does not match the namespace sent on the request"
             raise failures.bad_request(text)
 
-    def _check_version(
+    def check_version(
         self, resource: "resources.ApiResource", old: Object, version: str | None, uid: str | None
     ) -> None:
+        """Refuse a write that is based on another version or object. Raises ApiError."""
         if version and not str(version).isdigit():
             text = f'strconv.ParseUint: parsing "{version}": invalid syntax'
             error = failures.invalid_value("metadata.resourceVersion", json.dumps(version), text)
@@ -259,9 +261,10 @@ class ObjectWrites:
             text = f"Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
             raise failures.conflict(resource, old["metadata"]["name"], text)
 
-    def _prune(
+    def prune(
         self, resource: "resources.ApiResource", item: Object, options: WriteOptions
     ) -> Object:
+        """Return an object without unknown fields, and warn of them or refuse them. Raises ApiError."""
         unknown = metadata.unknown_fields(item)
         if resource.is_custom:
             item, found = schema.prune(item, resource.schema, is_root=True)
@@ -285,7 +288,7 @@ class ObjectWrites:
         options: WriteOptions,
     ) -> Object:
         """Return the object without unknown fields and with defaults, in the storage version."""
-        item = self._prune(resource, item, options)
+        item = self.prune(resource, item, options)
         if resource.is_custom:
             item = schema.fill_defaults(item, resource.schema)
         else:
@@ -324,9 +327,10 @@ class ObjectWrites:
         if len(json.dumps(item)) > _MAX_OBJECT_BYTES:
             raise failures.ApiError(500, "", "etcdserver: request is too large")
 
-    def _writer(
+    def make_writer(
         self, resource: "resources.ApiResource", options: WriteOptions, operation: str
     ) -> "managed_fields.Writer":
+        """Return the manager that writes with these options."""
         return managed_fields.Writer(
             options.manager,
             operation,
@@ -349,7 +353,7 @@ class ObjectWrites:
             meta.pop("managedFields")
             return {**item, "metadata": meta}
         shape = managed_fields.Shape(resource.schema, resource.is_custom)
-        writer = self._writer(resource, options, "Update")
+        writer = self.make_writer(resource, options, "Update")
         entries = managed_fields.record_update(old, item, shape, writer)
         if entries:
             meta["managedFields"] = entries

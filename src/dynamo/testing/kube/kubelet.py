@@ -1,0 +1,261 @@
+"""The node: it takes pods that fit, runs them as local processes, and answers for their logs."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Hashable, Iterable
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, cast
+
+from dynamo.testing.kube import (
+    api,
+    builtin_rules,
+    calls,
+    failures,
+    metadata,
+    pod_runner,
+    quantities,
+    resources,
+    store,
+)
+
+Object = dict[str, Any]
+_PODS = ("", "pods")
+_NAME = "laptop"
+_FOLLOW_S = 0.2
+_CONDITIONS = (
+    ("Ready", "True", "KubeletReady"),
+    ("MemoryPressure", "False", "KubeletHasSufficientMemory"),
+    ("DiskPressure", "False", "KubeletHasNoDiskPressure"),
+    ("PIDPressure", "False", "KubeletHasSufficientPID"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCapacity:
+    """What pods may request together."""
+
+    amounts: dict[str, str] = field(
+        default_factory=lambda: {
+            "cpu": "64",
+            "memory": "256Gi",
+            "pods": "500",
+            "nvidia.com/gpu": "8",
+            "ephemeral-storage": "256Gi",
+        }
+    )
+
+
+class Kubelet:
+    """A controller of pods: schedules them to the one node, and keeps a runner for each."""
+
+    def __init__(
+        self, served: "api.Api", node: pod_runner.NodeContext, capacity: NodeCapacity
+    ) -> None:
+        self._api = served
+        self._node = node
+        self._capacity = capacity
+        self._runners: dict[str, pod_runner.PodRunner] = {}
+        self._endings: set[str] = set()
+
+    def _resource(self, plural: str) -> "resources.ApiResource":
+        found = self._api.registry.find("", "v1", plural)
+        assert found is not None
+        return found
+
+    async def register(self) -> None:
+        """Create the Node object."""
+        now = metadata.timestamp()
+        nodes = self._resource("nodes")
+        labels = {
+            "kubernetes.io/hostname": _NAME,
+            "kubernetes.io/os": "linux",
+            "kubernetes.io/arch": "amd64",
+        }
+        await self._api.create(nodes, "", {"metadata": {"name": _NAME, "labels": labels}})
+        times = {"message": "", "lastHeartbeatTime": now, "lastTransitionTime": now}
+        address = {"type": "InternalIP", "address": self._node.network.host}
+        version = {"kubeletVersion": "v1.33.0", "containerRuntimeVersion": "process://1"}
+        status = {
+            "addresses": [address, {"type": "Hostname", "address": _NAME}],
+            "capacity": self._capacity.amounts,
+            "allocatable": self._capacity.amounts,
+            "conditions": [
+                {"type": kind, "status": value, "reason": reason, **times}
+                for kind, value, reason in _CONDITIONS
+            ],
+            "nodeInfo": {**version, "operatingSystem": "linux", "osImage": "processes"},
+        }
+        options = api.WriteOptions(manager="kubelet", subresource="status")
+        await self._api.patch(nodes, "", _NAME, api.MERGE_PATCH, {"status": status}, options)
+
+    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+        """Return the pod that changed; all unscheduled ones if a pod has gone."""
+        if change.table != _PODS:
+            return
+        meta = change.item["metadata"]
+        yield meta["namespace"], meta["name"], meta["uid"]
+        if change.type == "DELETED":
+            for pod in self._api.store.list_items(_PODS):
+                if not pod["spec"].get("nodeName"):
+                    yield (
+                        pod["metadata"]["namespace"],
+                        pod["metadata"]["name"],
+                        pod["metadata"]["uid"],
+                    )
+
+    async def reconcile(self, key: Hashable) -> float | None:
+        """Schedule, start or end one pod."""
+        namespace, name, uid = cast("tuple[str, str, str]", key)
+        pod = self._api.store.get(_PODS, (namespace, name))
+        runner = self._runners.get(uid)
+        if pod is None or pod["metadata"]["uid"] != uid:
+            if runner is not None:
+                self._end(runner, 0)
+        elif not pod["spec"].get("nodeName"):
+            await self._schedule(pod)
+        elif pod["metadata"].get("deletionTimestamp"):
+            if runner is not None:
+                runner.pod = pod
+                self._end(runner, pod["metadata"].get("deletionGracePeriodSeconds", 30))
+            elif uid not in self._endings:
+                await self._remove(pod)
+        elif runner is None and (pod.get("status") or {}).get("phase") not in (
+            "Succeeded",
+            "Failed",
+        ):
+            self._runners[uid] = pod_runner.PodRunner(
+                pod,
+                self._node,
+                lambda kind, name: self._api.find("v1", kind, namespace, name),
+                self._write_status,
+            )
+        elif runner is not None:
+            runner.pod = pod
+        return None
+
+    async def _schedule(self, pod: Object) -> None:
+        meta = pod["metadata"]
+        if meta.get("deletionTimestamp") or pod["spec"].get("schedulingGates"):
+            return
+        lacking = self._lacking(pod)
+        if not lacking:
+            await self._api.bind(meta["namespace"], meta["name"], _NAME)
+            await self.tell(
+                pod,
+                "Scheduled",
+                f"Successfully assigned {meta['namespace']}/{meta['name']} to {_NAME}",
+            )
+            return
+        text = f"0/1 nodes are available: 1 Insufficient {', 1 Insufficient '.join(lacking)}."
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text,
+                     "lastTransitionTime": metadata.timestamp()}  # fmt: skip
+        before = (pod.get("status") or {}).get("conditions") or [{}]
+        if before[0].get("message") != text:
+            await self._write_status(pod, {**pod["status"], "conditions": [condition]})
+            await self.tell(pod, "FailedScheduling", text, kind="Warning")
+
+    def _lacking(self, pod: Object) -> list[str]:
+        """Return the resources of which too little is free for a pod."""
+        used: dict[str, Decimal] = {}
+        for other in self._api.store.list_items(_PODS):
+            is_over = (other.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+            if other["spec"].get("nodeName") and not is_over:
+                _add_requests(used, other)
+        wanted: dict[str, Decimal] = {}
+        _add_requests(wanted, pod)
+        return [
+            name
+            for name, amount in sorted(wanted.items())
+            if amount
+            and amount + used.get(name, 0) > quantities.parse(self._capacity.amounts.get(name, "0"))
+        ]
+
+    async def tell(self, pod: Object, reason: str, message: str, kind: str = "Normal") -> None:
+        """Write an event about a pod."""
+        body = builtin_rules.new_event(pod, reason, message, "kubelet", kind)
+        await self._api.create(self._resource("events"), pod["metadata"]["namespace"], body)
+
+    async def _write_status(self, pod: Object, status: Object) -> None:
+        meta = pod["metadata"]
+        options = api.WriteOptions(manager="kubelet", subresource="status")
+        with contextlib.suppress(failures.ApiError):  # the pod may be gone
+            current = self._api.get(self._resource("pods"), meta["namespace"], meta["name"])
+            if current["metadata"]["uid"] == meta["uid"] and current.get("status") != status:
+                body = {**current, "status": status}
+                await self._api.update(
+                    self._resource("pods"), meta["namespace"], meta["name"], body, options
+                )
+
+    def _end(self, runner: pod_runner.PodRunner, grace_s: float) -> None:
+        uid = runner.pod["metadata"]["uid"]
+        if uid not in self._endings:
+            self._endings.add(uid)
+            self._node.running.start(
+                f"end of {runner.pod['metadata']['name']}", self._finish(runner, grace_s)
+            )
+
+    async def _finish(self, runner: pod_runner.PodRunner, grace_s: float) -> None:
+        uid = runner.pod["metadata"]["uid"]
+        await runner.stop(grace_s)
+        await self._remove(runner.pod)
+        self._runners.pop(uid, None)
+        self._endings.discard(uid)
+
+    async def _remove(self, pod: Object) -> None:
+        meta = pod["metadata"]
+        with contextlib.suppress(failures.ApiError):
+            options = api.DeleteOptions(grace_s=0, uid=meta["uid"])
+            await self._api.delete(self._resource("pods"), meta["namespace"], meta["name"], options)
+
+    async def close(self) -> None:
+        """End all pods."""
+        runners = [runner for uid, runner in self._runners.items() if uid not in self._endings]
+        await asyncio.gather(*(runner.stop(1) for runner in runners))
+
+    # What the API server asks of it.
+
+    async def serve_pod(self, call: "calls.ApiCall", pod: Object, subresource: str) -> bool:
+        """Answer a request for a pod's subresource; return False for one that is not served."""
+        if subresource != "log":
+            return False
+        name = call.query.get("container") or pod["spec"]["containers"][0]["name"]
+        runner = self._runners.get(pod["metadata"]["uid"])
+        path = runner.log_path(name, is_previous=call.query.flag("previous")) if runner else None
+        if path is None or not path.exists():
+            text = f'container "{name}" in pod "{pod["metadata"]["name"]}" is waiting to start: ContainerCreating'
+            raise failures.bad_request(text)
+        call.exchange.start_stream(200, content_type="text/plain")
+        call.exchange.send_head()
+        async for piece in _read_log(path, call, runner):
+            call.exchange.write(piece)
+        call.exchange.end()
+        return True
+
+
+async def _read_log(
+    path: Any, call: "calls.ApiCall", runner: pod_runner.PodRunner | None
+) -> AsyncIterator[bytes]:
+    content = await asyncio.to_thread(path.read_bytes)
+    position, tail = len(content), call.query.number("tailLines")
+    if tail is not None:
+        content = b"".join(content.splitlines(keepends=True)[-tail:] if tail else ())
+    yield content[: call.query.number("limitBytes")]
+    while call.query.flag("follow") and not call.exchange.is_closed:
+        await asyncio.sleep(_FOLLOW_S)
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(position)
+            piece = file.read()
+        position += len(piece)
+        yield piece
+        if not piece and runner is not None and runner.is_stopping:
+            return
+
+
+def _add_requests(amounts: dict[str, Decimal], pod: Object) -> None:
+    amounts["pods"] = amounts.get("pods", Decimal(0)) + 1
+    for container in pod["spec"]["containers"]:
+        for name, value in ((container.get("resources") or {}).get("requests") or {}).items():
+            amounts[name] = amounts.get(name, Decimal(0)) + quantities.parse(value)

@@ -1,0 +1,122 @@
+"""A network for pods: as root each has a network namespace on a bridge, and else an address of its own in 127.0.0.0/8.
+
+A namespace lives as long as the pod's first process, so nothing of it is left when that is killed. The bridge is
+removed at the end; one that a killed cluster left is removed by the next.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import secrets
+import shutil
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from dynamo.base import errors
+
+_BRIDGE = "dynkube"
+_COMMANDS = ("ip", "nsenter", "unshare", "mount")
+
+
+class PodNetwork(Protocol):
+    """Gives pods their addresses."""
+
+    host: str  # the address by which pods reach this host
+    is_isolated: bool  # pods have namespaces, which their first process makes
+
+    async def attach(self, pid: int) -> str:
+        """Connect the namespace of a process; return the pod's address."""
+        ...
+
+
+class LoopbackNetwork:
+    """Addresses of 127.0.0.0/8: a pod that listens on 0.0.0.0 takes the port of all others."""
+
+    host = "127.0.0.1"
+    is_isolated = False
+
+    def __init__(self) -> None:
+        self._prefix = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"
+        self._numbers = itertools.count(2)
+
+    async def attach(self, pid: int) -> str:
+        """Return the next address."""
+        return f"{self._prefix}.{next(self._numbers)}"
+
+
+class BridgedNetwork:
+    """Network namespaces whose virtual cables end in one bridge of the host."""
+
+    is_isolated = True
+
+    def __init__(self) -> None:
+        self._bridge = f"{_BRIDGE}{os.getpid()}"
+        self._numbers = itertools.count(2)
+        self._prefix = f"10.{secrets.randbelow(50) + 200}"
+        self.host = f"{self._prefix}.0.1"
+
+    async def start(self) -> None:
+        """Make the bridge. Raises ConfigError if the kernel refuses."""
+        await _remove_stale_bridges()
+        await _run("ip", "link", "add", self._bridge, "type", "bridge")
+        await _run("ip", "addr", "add", f"{self.host}/16", "dev", self._bridge)
+        await _run("ip", "link", "set", self._bridge, "up")
+
+    async def attach(self, pid: int) -> str:
+        """Lay a cable from the bridge to the namespace of a process."""
+        number = next(self._numbers)
+        cable, address = (
+            f"dk{os.getpid() % 10**6}.{number}",
+            f"{self._prefix}.{number // 250}.{number % 250 + 2}",
+        )
+        inside = ("nsenter", "-t", str(pid), "-n", "ip")
+        await _run(
+            "ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(pid)
+        )
+        await _run("ip", "link", "set", cable, "master", self._bridge, "up")
+        await _run(*inside, "link", "set", "lo", "up")
+        await _run(*inside, "addr", "add", f"{address}/16", "dev", "eth0")
+        await _run(*inside, "link", "set", "eth0", "up")
+        return address
+
+    async def close(self) -> None:
+        """Remove the bridge."""
+        with contextlib.suppress(errors.ConfigError):
+            await _run("ip", "link", "del", self._bridge)
+
+
+@contextlib.asynccontextmanager
+async def open_network() -> AsyncIterator[PodNetwork]:
+    """Open the best network that this user may make."""
+    network = BridgedNetwork()
+    if os.geteuid() != 0 or not all(map(shutil.which, _COMMANDS)):
+        yield LoopbackNetwork()
+        return
+    try:
+        await network.start()
+    except errors.ConfigError:
+        await network.close()
+        yield LoopbackNetwork()
+        return
+    try:
+        yield network
+    finally:
+        await network.close()
+
+
+async def _remove_stale_bridges() -> None:
+    for device in await asyncio.to_thread(os.listdir, "/sys/class/net"):
+        match = re.fullmatch(_BRIDGE + r"(\d+)", device)
+        if match is not None and not os.path.isdir(f"/proc/{match[1]}"):  # noqa: ASYNC240 - in memory
+            await _run("ip", "link", "del", device)
+
+
+async def _run(*command: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    _, message = await process.communicate()
+    if process.returncode:
+        raise errors.ConfigError(f"{' '.join(command)}: {message.decode().strip()}")

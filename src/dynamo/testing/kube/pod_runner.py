@@ -1,0 +1,358 @@
+"""One pod: its folder, volumes and namespace, and its containers as child processes with probes and restarts."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamo.base import clock as clocks
+from dynamo.base import tasks
+from dynamo.launch import children, guard
+from dynamo.testing.kube import metadata, pod_network, pods, probes
+
+Object = dict[str, Any]
+_logger = logging.getLogger(__name__)
+_LAST_BACKOFF_S = 300.0
+_STABLE_S = 600.0
+_POLL_S = 0.02
+_RETRY_S = 2.0
+_RUN = 'exec "$@" >>"$LOG" 2>&1'  # with LOG and the working directory set by its caller
+_KEPT = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "PYTHONPATH",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "TMPDIR",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeContext:
+    """What all pods of a node share."""
+
+    folder: Path
+    network: pod_network.PodNetwork
+    guardian: guard.Guard
+    running: tasks.Tasks
+    clock: clocks.Clock
+    backoff_s: float
+    environ: Callable[[Object], dict[str, str]]  # further variables of a pod's containers
+
+
+class PodRunner:
+    """Runs a pod until it is stopped. `write_status` is awaited with each new status."""
+
+    def __init__(
+        self,
+        pod: Object,
+        node: NodeContext,
+        lookup: pods.Lookup,
+        write_status: Callable[[Object, Object], Awaitable[None]],
+    ) -> None:
+        self.pod = pod
+        self.address = ""
+        self.is_stopping = False
+        self.folder = node.folder / pod["metadata"]["uid"]
+        self.states = [pods.ContainerState(spec) for spec in pod["spec"]["containers"]]
+        self.inits = [pods.ContainerState(spec) for spec in pod["spec"].get("initContainers") or ()]
+        self._node = node
+        self._lookup = lookup
+        self._write_status = write_status
+        self._children: dict[str, children.Child] = {}
+        self._sandbox: children.Child | None = None
+        self._made_folders: list[Path] = []
+        self._task = node.running.start(f"pod {pod['metadata']['name']}", self._run())
+
+    def log_path(self, container: str, *, is_previous: bool = False) -> Path:
+        """Return the file with a container's output."""
+        path: Path = self.folder / f"{container}.log{'.previous' if is_previous else ''}"
+        return path
+
+    async def _run(self) -> None:
+        (self.folder / "volumes").mkdir(parents=True, exist_ok=True)
+        await self._open_sandbox()
+        for state in self.inits:
+            await self._run_container(state, is_init=True)
+            if state.state.get("terminated", {}).get("exitCode") != 0:
+                await self._report()
+                return
+        async with asyncio.TaskGroup() as group:
+            for state in self.states:
+                group.create_task(self._run_container(state), name=state.spec["name"])
+
+    async def _open_sandbox(self) -> None:
+        """Prepare volumes, and start the process that holds the pod's namespaces."""
+        mounts = self._mounts()
+        if not self._node.network.is_isolated:
+            self.address = await self._node.network.attach(0)
+            return
+        ready = self.folder / "ready"
+        lines = [f"hostname {self.pod['metadata']['name'][:63]}", "mount -t tmpfs none /dev/shm"]
+        for source, target in mounts:
+            self._make_mount_point(Path(target), is_folder=source.is_dir())
+            lines.append(f"mount --bind '{source}' '{target}'")
+        script = " && ".join([*lines, f"touch '{ready}'"]) + "; exec sleep infinity"
+        argv = ["unshare", "-n", "-m", "-u", "sh", "-c", script]
+        self._sandbox = await self._start("sandbox", argv, dict(os.environ))
+        async with asyncio.timeout(_LAST_BACKOFF_S):
+            while not os.access(ready, os.F_OK):
+                await self._node.clock.sleep(_POLL_S)
+        self.address = await self._node.network.attach(self._sandbox.pid)
+
+    def _make_mount_point(self, target: Path, *, is_folder: bool) -> None:
+        missing = [target, *target.parents]
+        for level in reversed(missing):
+            if not level.exists():
+                if level == target and not is_folder:
+                    level.touch()
+                else:
+                    level.mkdir()
+                self._made_folders.append(level)
+
+    def _mounts(self) -> list[tuple[Path, str]]:
+        """Write the content of volumes; return what is to be mounted where."""
+        sources = {
+            volume["name"]: self._make_volume(volume)
+            for volume in self.pod["spec"].get("volumes") or ()
+        }
+        mounts = {}
+        for state in (*self.inits, *self.states):
+            for mount in state.spec.get("volumeMounts") or ():
+                source = sources.get(mount["name"])
+                if source is not None:
+                    sub_path = source / mount.get("subPath", "")
+                    if not sub_path.exists():
+                        sub_path.mkdir(parents=True)
+                    mounts[mount["mountPath"].rstrip("/")] = sub_path
+        return [
+            (source, target) for target, source in sorted(mounts.items()) if target != "/dev/shm"
+        ]
+
+    def _make_volume(self, volume: Object) -> Path | None:
+        folder: Path = self.folder / "volumes" / volume["name"]
+        if "hostPath" in volume:
+            return Path(volume["hostPath"]["path"])
+        if "persistentVolumeClaim" in volume:
+            claim = volume["persistentVolumeClaim"]["claimName"]
+            folder = self._node.folder / "claims" / self.pod["metadata"]["namespace"] / claim
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind, part, name in (
+            ("ConfigMap", "configMap", "name"),
+            ("Secret", "secret", "secretName"),
+        ):
+            if part in volume:
+                self._write_files(folder, kind, volume[part], volume[part].get(name, ""))
+        return folder
+
+    def _write_files(self, folder: Path, kind: str, source: Object, name: str) -> None:
+        item = self._lookup(kind, name)
+        if item is None and not source.get("optional"):
+            raise pods.MissingReference(f'{kind.lower()} "{name}" not found')
+        content = pods.file_contents(item) if item is not None else {}
+        paths = {entry["key"]: entry["path"] for entry in source.get("items") or ()}
+        for key, value in content.items():
+            if not paths or key in paths:
+                path = folder / paths.get(key, key)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(value)
+
+    def _inside(self, command: list[str]) -> list[str]:
+        """Return a command that runs in the pod's namespaces."""
+        if self._sandbox is None:
+            return command
+        return ["nsenter", "-t", str(self._sandbox.pid), "-n", "-m", "-u", "--", *command]
+
+    async def _start(self, name: str, argv: list[str], environ: dict[str, str]) -> children.Child:
+        spec = children.ChildSpec(
+            name=f"{self.pod['metadata']['name']}/{name}",
+            argv=argv,
+            environ=environ,
+            is_relayed=False,
+        )
+        return await children.start(spec, self._node.guardian, self._node.running, self._node.clock)
+
+    def environ(self, container: Object) -> dict[str, str]:
+        """Return the environment of a container. Raises MissingReference."""
+        inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        path = f"{Path(sys.executable).parent}:{inherited.get('PATH', os.defpath)}"
+        own = pods.environment(self.pod, container, self.address, self._lookup)
+        home = {"HOME": str(self.folder), "HOSTNAME": self.pod["metadata"]["name"]}
+        return {**inherited, **home, "PATH": path, **self._node.environ(self.pod), **own}
+
+    def _command(self, container: Object) -> tuple[list[str], dict[str, str]]:
+        """Return the command line and environment of a container, and rotate its log. Raises MissingReference."""
+        command = probes.command_of(container)
+        assert command is not None
+        environ = self.environ(container)
+        folder = Path(container.get("workingDir") or self.folder)
+        folder = folder if folder.is_dir() else self.folder
+        log = self.log_path(container["name"])
+        if log.exists():
+            log.replace(self.log_path(container["name"], is_previous=True))
+        log.touch()
+        argv = [pods.expand(argument, environ) for argument in command]
+        if self._sandbox is None:
+            argv = [self._relocate(argument, container) for argument in argv]
+        shell = ["sh", "-c", f'cd "$DIR" && {_RUN}', "sh", *argv]
+        return shell, {**environ, "LOG": str(log), "DIR": str(folder)}
+
+    def _relocate(self, argument: str, container: Object) -> str:
+        """Replace the paths of volumes by their folders, where nothing can be mounted."""
+        for mount in container.get("volumeMounts") or ():
+            if argument.startswith(mount["mountPath"]):
+                folder = self.folder / "volumes" / mount["name"]
+                return str(folder) + argument.removeprefix(mount["mountPath"])
+        return argument
+
+    async def _run_container(self, state: pods.ContainerState, *, is_init: bool = False) -> None:
+        policy, delay_s = self.pod["spec"]["restartPolicy"], self._node.backoff_s
+        clock = self._node.clock
+        while not self.is_stopping:
+            if probes.command_of(state.spec) is None:
+                image = state.spec["image"]
+                text = f'Back-off pulling image "{image}": no local program stands for it'
+                state.state = {"waiting": {"reason": "ImagePullBackOff", "message": text}}
+                await self._report()
+                return
+            began_at, began = clock.now(), metadata.timestamp()
+            exit_code = await self._run_once(state, began, is_init=is_init)
+            if exit_code is None:
+                await clock.sleep(_RETRY_S)
+                continue
+            reason = "Completed" if exit_code == 0 else "Error"
+            state.is_ready = state.is_started = False
+            state.state = {
+                "terminated": {
+                    "exitCode": exit_code,
+                    "reason": reason,
+                    "startedAt": began,
+                    "finishedAt": metadata.timestamp(),
+                }
+            }
+            is_final = policy == "Never" or (exit_code == 0 and (is_init or policy == "OnFailure"))
+            if is_init and exit_code == 0:
+                state.is_ready = True
+            if is_final or self.is_stopping:
+                await self._report()
+                return
+            if clock.now() - began_at > _STABLE_S:
+                delay_s = self._node.backoff_s
+            state.last_state, state.restarts = state.state, state.restarts + 1
+            if state.restarts > 1:
+                name = self.pod["metadata"]["name"]
+                text = f"back-off {delay_s:g}s restarting failed container={state.spec['name']} pod={name}"
+                state.state = {"waiting": {"reason": "CrashLoopBackOff", "message": text}}
+                await self._report()
+                await clock.sleep(delay_s)
+                delay_s = min(delay_s * 2, _LAST_BACKOFF_S)
+
+    async def _run_once(
+        self, state: pods.ContainerState, began: str, *, is_init: bool
+    ) -> int | None:
+        """Run a container until it ends; return its exit code, or None if it could not be started yet."""
+        try:
+            argv, environ = self._command(state.spec)
+            child = await self._start(state.spec["name"], self._inside(argv), environ)
+        except pods.MissingReference as error:
+            state.state = {
+                "waiting": {"reason": "CreateContainerConfigError", "message": str(error)}
+            }
+            await self._report()
+            return None
+        self._children[state.spec["name"]] = child
+        state.state = {"running": {"startedAt": began}}
+        state.is_started = "startupProbe" not in state.spec
+        state.is_ready = not is_init and state.is_started and "readinessProbe" not in state.spec
+        await self._report()
+        kinds = [
+            kind
+            for kind in ("startupProbe", "livenessProbe", "readinessProbe")
+            if kind in state.spec
+        ]
+        probing = [
+            self._node.running.start(
+                f"{kind} of {child.spec.name}", self._probe(state, kind, child)
+            )
+            for kind in (() if is_init else kinds)
+        ]
+        try:
+            code = await child.wait()
+        finally:
+            for task in probing:
+                task.cancel()
+        self._children.pop(state.spec["name"], None)
+        return code if code >= 0 else 128 - code
+
+    async def _probe(self, state: pods.ContainerState, kind: str, child: children.Child) -> None:
+        probe, count, clock = state.spec[kind], probes.ProbeCount(), self._node.clock
+        await clock.sleep(probe.get("initialDelaySeconds", 0))
+        while not self.is_stopping or kind == "readinessProbe":
+            if kind == "startupProbe" or state.is_started:
+                count.add(
+                    await probes.check(
+                        probe,
+                        state.spec,
+                        self.address,
+                        lambda command: self.execute(state.spec, command),
+                    )
+                )
+                is_failed = count.failures >= probe.get("failureThreshold", 3)
+                if kind == "startupProbe" and count.successes:
+                    state.is_started, state.is_ready = True, "readinessProbe" not in state.spec
+                    await self._report()
+                    return
+                if kind != "readinessProbe" and is_failed:
+                    _logger.info(
+                        "%s: its %s failed %d times", child.spec.name, kind, count.failures
+                    )
+                    await child.stop(self.pod["spec"]["terminationGracePeriodSeconds"])
+                    return
+                is_ready = count.successes >= probe.get("successThreshold", 1)
+                if (
+                    kind == "readinessProbe"
+                    and is_ready != state.is_ready
+                    and (is_ready or is_failed)
+                ):
+                    state.is_ready = is_ready
+                    await self._report()
+            await clock.sleep(probe.get("periodSeconds", 10))
+
+    async def execute(self, container: Object, command: list[str]) -> int:
+        """Run a command in a container; return its exit code."""
+        child = await self._start("exec", self._inside(command), self.environ(container))
+        return await child.wait()
+
+    async def _report(self) -> None:
+        await self._write_status(
+            self.pod,
+            pods.status_of(self.pod, self.states, self.inits, self.address, metadata.timestamp()),
+        )
+
+    async def stop(self, grace_s: float) -> None:
+        """End all containers, with SIGKILL after the grace period, and remove what the pod had."""
+        self.is_stopping = True
+        running = [child for child in self._children.values() if child.exit_code is None]
+        await asyncio.gather(*(child.stop(grace_s) for child in running))
+        if not running:
+            self._task.cancel()
+        await asyncio.wait((self._task,), timeout=_RETRY_S)
+        self._task.cancel()
+        if self._sandbox is not None:
+            self._sandbox.signal(signal.SIGKILL)
+            await self._sandbox.wait()
+        for path in reversed(self._made_folders):
+            try:
+                path.rmdir() if path.is_dir() else path.unlink()
+            except OSError:
+                break
+        shutil.rmtree(self.folder, ignore_errors=True)

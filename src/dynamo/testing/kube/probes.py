@@ -1,0 +1,78 @@
+"""Probes of containers, and the programs that stand for images."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo.testing.kube import pods
+
+Object = dict[str, Any]
+Execute = Callable[
+    [list[str]], Awaitable[int]
+]  # runs a command in the container, returns its exit code
+
+_PROGRAMS = {
+    "etcd": ["etcd"],
+    "nats": ["nats-server"],
+    "python": ["python3"],
+}  # by the last part of the image's name
+
+
+def command_of(container: Object) -> list[str] | None:
+    """Return the command line of a container: its own, or that of the program that its image stands for."""
+    command, arguments = container.get("command") or [], container.get("args") or []
+    if command:
+        return [*command, *arguments]
+    name = container["image"].partition("@")[0].rpartition("/")[2].partition(":")[0]
+    if name in _PROGRAMS:
+        return [*_PROGRAMS[name], *arguments]
+    return None
+
+
+@dataclass(slots=True)
+class ProbeCount:
+    """How often in a row a probe has succeeded or failed."""
+
+    successes: int = 0
+    failures: int = 0
+
+    def add(self, is_success: bool) -> None:
+        """Count one result."""
+        self.successes = self.successes + 1 if is_success else 0
+        self.failures = 0 if is_success else self.failures + 1
+
+
+async def check(probe: Object, container: Object, address: str, execute: Execute) -> bool:
+    """Run a probe once; a failure of any kind, or too long a wait, is False."""
+    with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+        async with asyncio.timeout(probe.get("timeoutSeconds", 1)):
+            if "exec" in probe:
+                return await execute(probe["exec"]["command"]) == 0
+            target = probe.get("httpGet") or probe.get("tcpSocket") or {}
+            port = pods.container_port(container, target.get("port"))
+            host = target.get("host") or address
+            if "httpGet" in probe:
+                return 200 <= await _get_status(host, port, target) < 400
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            return True
+    return False
+
+
+async def _get_status(host: str, port: int | None, target: Object) -> int:
+    tls = None
+    if target.get("scheme", "HTTP").upper() == "HTTPS":
+        tls = ssl.create_default_context()
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE  # as a kubelet does
+    reader, writer = await asyncio.open_connection(host, port, ssl=tls)
+    try:
+        extra = "".join(f"{h['name']}: {h['value']}\r\n" for h in target.get("httpHeaders") or ())
+        head = f"GET {target.get('path', '/')} HTTP/1.1\r\nHost: {host}:{port}\r\nUser-Agent: kube-probe/1.33\r\n"
+        writer.write(f"{head}{extra}Connection: close\r\n\r\n".encode())
+        line = await reader.readuntil(b"\r\n")
+        return int(line.split()[1])
+    finally:
+        writer.close()
