@@ -64,17 +64,17 @@ class Api(writes.ObjectWrites):
         for attempt in range(_MAX_ATTEMPTS):
             old = self.get(resource, namespace, name)
             body = self._patched(resource, old, media_type, patch)
-            given = body.get("metadata") or {}
-            if given.get("name", name) != name:
+            given_metadata = body.get("metadata") or {}
+            if given_metadata.get("name", name) != name:
                 raise failures.bad_request(
-                    f"the name of the object ({given['name']}) does not match the name on the URL ({name})"
+                    f"the name of the object ({given_metadata['name']}) does not match the name on the URL ({name})"
                 )
-            if given.get("uid") != old["metadata"]["uid"] and given.get("uid"):
+            if given_metadata.get("uid") != old["metadata"]["uid"] and given_metadata.get("uid"):
                 error = failures.invalid_value(
-                    "metadata.uid", json.dumps(given["uid"]), "field is immutable"
+                    "metadata.uid", json.dumps(given_metadata["uid"]), "field is immutable"
                 )
                 raise failures.invalid(resource.qualified_kind, name, [error])
-            self.check_version(resource, old, given.get("resourceVersion"), None)
+            self.check_version(resource, old, given_metadata.get("resourceVersion"), None)
             try:
                 return await self.replace_stored(resource, old, body, options), False
             except failures.ApiError as error:
@@ -113,21 +113,23 @@ class Api(writes.ObjectWrites):
         kind, version = config.get("kind") or "", config.get("apiVersion") or ""
         if not kind or not version:
             raise failures.bad_request(f"invalid object type: {version or '/'}, Kind={kind}")
-        given = dict(config.get("metadata") or {})
-        if given.get("managedFields"):
+        given_metadata = dict(config.get("metadata") or {})
+        if given_metadata.get("managedFields"):
             raise failures.bad_request("metadata.managedFields must be nil")
-        config = {**config, "metadata": {**given, "name": name}}
+        config = {**config, "metadata": {**given_metadata, "name": name}}
         live = self.store.get(resource.key, (namespace, name))
         if live is None:
             if options.subresource:
                 raise failures.not_found(resource, name)
-            if given.get("uid"):
-                why = f"Precondition failed: UID in precondition: {given['uid']}, UID in object meta: "
+            if given_metadata.get("uid"):
+                why = f"Precondition failed: UID in precondition: {given_metadata['uid']}, UID in object meta: "
                 raise failures.conflict(resource, name, why)
             live = {"metadata": {}}
         else:
             live = self.present(resource, live)
-            self.check_version(resource, live, given.get("resourceVersion"), given.get("uid"))
+            self.check_version(
+                resource, live, given_metadata.get("resourceVersion"), given_metadata.get("uid")
+            )
         config = self._restrict_config(resource, config, options)
         shape = managed_fields.Shape(resource.schema, resource.is_custom)
         for text in managed_fields.check_duplicates(managed_fields.own_fields(config), shape):
@@ -151,11 +153,11 @@ class Api(writes.ObjectWrites):
         """Drop what an apply through this path may not set, so that it is not owned either."""
         config = self.prune(resource, config, options)
         if options.subresource == "status":
-            kept = ("apiVersion", "kind", "metadata", "status")
+            remaining = ("apiVersion", "kind", "metadata", "status")
             return {
                 key: value if key != "metadata" else {"name": value["name"]}
                 for key, value in config.items()
-                if key in kept
+                if key in remaining
             }
         if resource.has_status:
             config = {key: value for key, value in config.items() if key != "status"}

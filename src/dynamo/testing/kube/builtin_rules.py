@@ -123,13 +123,13 @@ def _fill_pod(item: Object, old: Object | None, objects: "store.Store") -> None:
 
 def quality_of_service(spec: Object) -> str:
     """Return the class of a pod by its requests and limits."""
-    found = [container.get("resources") or {} for container in spec.get("containers") or ()]
-    if not any(part.get("limits") or part.get("requests") for part in found):
+    findings = [container.get("resources") or {} for container in spec.get("containers") or ()]
+    if not any(part.get("limits") or part.get("requests") for part in findings):
         return "BestEffort"
     is_guaranteed = all(
         {"cpu", "memory"} <= set(part.get("limits") or {})
         and part.get("limits") == part.get("requests")
-        for part in found
+        for part in findings
     )
     return "Guaranteed" if is_guaranteed else "Burstable"
 

@@ -54,9 +54,9 @@ class Definitions:
 
     def __init__(self, served: "api.Api") -> None:
         self._api = served
-        found = served.registry.find(TABLE[0], "v1", TABLE[1])
-        assert found is not None
-        self._resource: resources.ApiResource = found
+        findings = served.registry.find(TABLE[0], "v1", TABLE[1])
+        assert findings is not None
+        self._resource: resources.ApiResource = findings
 
     def on_change(self, change: "store.Change") -> None:
         """Serve what a change defines; for the store."""
@@ -89,9 +89,9 @@ class Definitions:
 
     async def _establish(self, item: Object) -> None:
         spec, now = item["spec"], metadata.timestamp()
-        taken = self._taken_name(spec)
-        if taken:
-            text = f'"{taken}" is already in use'
+        conflicting_name = self._taken_name(spec)
+        if conflicting_name:
+            text = f'"{conflicting_name}" is already in use'
             conditions = [
                 _condition("NamesAccepted", "False", "ShortNamesConflict", text, now),
                 _condition("Established", "False", "NotAccepted", "not all names are accepted", now),
@@ -103,7 +103,7 @@ class Definitions:
                 _condition("Established", "True", "InitialNamesAccepted", text, now),
             ]
         status = {**item["status"], "conditions": conditions}
-        if not taken:
+        if not conflicting_name:
             status["acceptedNames"] = spec["names"]
         before = [_without_time(condition) for condition in item["status"].get("conditions") or ()]
         if before != [_without_time(condition) for condition in conditions]:
@@ -115,19 +115,19 @@ class Definitions:
         names = set(spec["names"].get("shortNames") or ()) | {spec["names"]["plural"]}
         for resource in self._api.registry:
             if resource.group == spec["group"] and resource.plural != spec["names"]["plural"]:
-                taken = names & {resource.plural, *resource.short_names}
-                if taken:
-                    return str(min(taken))
+                conflicting_name = names & {resource.plural, *resource.short_names}
+                if conflicting_name:
+                    return str(min(conflicting_name))
         return ""
 
     async def _terminate(self, item: Object) -> None:
         spec = item["spec"]
         table = (spec["group"], spec["names"]["plural"])
-        found = self._api.registry.resources_of(table)
+        findings = self._api.registry.resources_of(table)
         for child in self._api.store.list_items(table):
-            if found and not child["metadata"].get("deletionTimestamp"):
+            if findings and not child["metadata"].get("deletionTimestamp"):
                 meta = child["metadata"]
-                await self._api.delete(found[0], meta.get("namespace", ""), meta["name"])
+                await self._api.delete(findings[0], meta.get("namespace", ""), meta["name"])
         if not self._api.store.list_items(table):
             remaining = [f for f in item["metadata"].get("finalizers") or () if f != _CLEANUP]
             patch = {"metadata": {"finalizers": remaining}}

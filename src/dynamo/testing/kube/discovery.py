@@ -107,10 +107,10 @@ class DiscoveryDocuments:
                 "versions": [
                     {
                         "version": version,
-                        "resources": [_aggregated(resource) for resource in found],
+                        "resources": [_aggregated(resource) for resource in findings],
                         "freshness": "Current",
                     }
-                    for version, found in versions.items()
+                    for version, findings in versions.items()
                 ],
             }
             for group, versions in self._groups().items()
@@ -132,14 +132,14 @@ class DiscoveryDocuments:
 
     def _answer_openapi(self, call: "calls.ApiCall", path: str) -> bool:
         documents = {
-            f"apis/{group}/{version}" if group else f"api/{version}": found
+            f"apis/{group}/{version}" if group else f"api/{version}": findings
             for group, versions in self._groups().items()
-            for version, found in versions.items()
+            for version, findings in versions.items()
         }
         if not path:
             paths = {}
-            for name, found in documents.items():
-                mark = hashlib.sha512(json.dumps(_openapi(found)).encode()).hexdigest().upper()
+            for name, findings in documents.items():
+                mark = hashlib.sha512(json.dumps(_openapi(findings)).encode()).hexdigest().upper()
                 paths[name] = {"serverRelativeURL": f"/openapi/v3/{name}?hash={mark}"}
             call.respond(200, {"paths": paths})
             return True
@@ -171,17 +171,17 @@ def _group(name: str, versions: list[str]) -> Object:
 
 def _subresources(resource: "resources.ApiResource") -> list[tuple[str, list[str], Object]]:
     own = {"group": resource.group, "version": resource.version, "kind": resource.kind}
-    found = [("status", _SUBRESOURCE_VERBS, own)] if resource.has_status else []
+    findings = [("status", _SUBRESOURCE_VERBS, own)] if resource.has_status else []
     if resource.scale is not None:
-        found.append(("scale", _SUBRESOURCE_VERBS, _SCALE))
+        findings.append(("scale", _SUBRESOURCE_VERBS, _SCALE))
     if resource.key == ("", "pods"):
-        found += [(name, verbs, own) for name, verbs in _POD_SUBRESOURCES.items()]
-    return found
+        findings += [(name, verbs, own) for name, verbs in _POD_SUBRESOURCES.items()]
+    return findings
 
 
-def _resource_list(group_version: str, found: list["resources.ApiResource"]) -> Object:
+def _resource_list(group_version: str, findings: list["resources.ApiResource"]) -> Object:
     listed: list[Object] = []
-    for resource in found:
+    for resource in findings:
         entry: Object = {"name": resource.plural, "singularName": resource.singular}
         entry |= {"namespaced": resource.is_namespaced, "kind": resource.kind, "verbs": _VERBS}
         if resource.short_names:
@@ -226,10 +226,10 @@ def _aggregated(resource: "resources.ApiResource") -> Object:
     return {**entry, "subresources": subresources} if subresources else entry
 
 
-def _openapi(found: list["resources.ApiResource"]) -> Object:
+def _openapi(findings: list["resources.ApiResource"]) -> Object:
     paths: Object = {}
     schemas: Object = {}
-    for resource in found:
+    for resource in findings:
         group = ".".join(reversed(resource.group.split("."))) or "core"
         name = f"{group}.{resource.version}.{resource.kind}"
         kind = {"group": resource.group, "version": resource.version, "kind": resource.kind}

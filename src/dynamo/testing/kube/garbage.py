@@ -48,14 +48,14 @@ class GarbageCollector:
         """Look at one object: at its owners, and at its own deletion."""
         table, name = cast("Place", key)
         item = self._api.store.get(table, name)
-        found = self._api.registry.resources_of(table)
-        if item is None or not found:
+        findings = self._api.registry.resources_of(table)
+        if item is None or not findings:
             return None
         if item["metadata"].get("deletionTimestamp"):
-            await self._finish(found[0], item)
+            await self._finish(findings[0], item)
         owners = item["metadata"].get("ownerReferences") or ()
         if owners:
-            await self._check_owners(found[0], item, owners)
+            await self._check_owners(findings[0], item, owners)
         return None
 
     async def _check_owners(
@@ -115,12 +115,12 @@ class GarbageCollector:
 
     async def _orphan(self, table: "store.Table", name: "store.Name", uid: str) -> None:
         child = self._api.store.get(table, name)
-        found = self._api.registry.resources_of(table)
-        if child is None or not found:
+        findings = self._api.registry.resources_of(table)
+        if child is None or not findings:
             return
         owners = child["metadata"].get("ownerReferences") or ()
-        kept = [owner for owner in owners if owner["uid"] != uid]
-        await self._patch(found[0], child["metadata"], {"ownerReferences": kept})
+        remaining = [owner for owner in owners if owner["uid"] != uid]
+        await self._patch(findings[0], child["metadata"], {"ownerReferences": remaining})
 
     async def _patch(self, resource: "resources.ApiResource", meta: Object, change: Object) -> None:
         options = api.WriteOptions(manager="kube-controller-manager")
@@ -161,13 +161,13 @@ class Namespaces:
             await self._write(item, {"status": {"phase": "Terminating"}}, "status")
         for table in self._api.store.tables():
             for child in self._api.store.list_items(table, name):
-                found = self._api.registry.resources_of(table)
-                if found and not child["metadata"].get("deletionTimestamp"):
+                findings = self._api.registry.resources_of(table)
+                if findings and not child["metadata"].get("deletionTimestamp"):
                     options = api.DeleteOptions(policy="Background")
-                    await self._api.delete(found[0], name, child["metadata"]["name"], options)
+                    await self._api.delete(findings[0], name, child["metadata"]["name"], options)
         if not any(self._api.store.list_items(table, name) for table in self._api.store.tables()):
-            kept = [f for f in item["metadata"].get("finalizers") or () if f != "kubernetes"]
-            await self._write(item, {"metadata": {"finalizers": kept}}, "")
+            remaining = [f for f in item["metadata"].get("finalizers") or () if f != "kubernetes"]
+            await self._write(item, {"metadata": {"finalizers": remaining}}, "")
         return None
 
     async def _write(self, item: Object, patch: Object, subresource: str) -> None:

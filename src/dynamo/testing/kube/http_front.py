@@ -97,18 +97,22 @@ class HttpFront:
     async def _route_resource(self, call: calls.ApiCall) -> bool:
         parts = [part for part in call.request.path.split("/") if part]
         if parts[:1] == ["api"]:
-            group, version, rest = "", *(parts[1:2] or [""]), parts[2:]
+            group, version, additional = "", *(parts[1:2] or [""]), parts[2:]
         elif parts[:1] == ["apis"] and len(parts) > 3:
-            group, version, rest = parts[1], parts[2], parts[3:]
+            group, version, additional = parts[1], parts[2], parts[3:]
         else:
             return False
-        if not rest:
+        if not additional:
             return False
-        is_old_watch = rest[0] == "watch"
-        rest = rest[1:] if is_old_watch else rest
-        if rest[0] == "namespaces" and len(rest) > 2 and rest[2] not in ("status", "finalize"):
-            call.namespace, rest = rest[1], rest[2:]
-        if review := discovery.REVIEWS.get((group, rest[0])):
+        is_old_watch = additional[0] == "watch"
+        additional = additional[1:] if is_old_watch else additional
+        if (
+            additional[0] == "namespaces"
+            and len(additional) > 2
+            and additional[2] not in ("status", "finalize")
+        ):
+            call.namespace, additional = additional[1], additional[2:]
+        if review := discovery.REVIEWS.get((group, additional[0])):
             call.respond(
                 201,
                 review(
@@ -116,12 +120,12 @@ class HttpFront:
                 ),
             )
             return True
-        resource = self.api.registry.find(group, version, rest[0])
-        if resource is None or len(rest) > 3:
+        resource = self.api.registry.find(group, version, additional[0])
+        if resource is None or len(additional) > 3:
             return False
-        if resource.is_namespaced and not call.namespace and len(rest) > 1:
+        if resource.is_namespaced and not call.namespace and len(additional) > 1:
             return False
-        call.name, call.subresource = (*rest[1:], "", "")[:2]
+        call.name, call.subresource = (*additional[1:], "", "")[:2]
         if resource.warning:
             call.warnings.append(resource.warning)
         await self._dispatch(call, resource, is_old_watch=is_old_watch)
@@ -267,18 +271,18 @@ class HttpFront:
             at = revision
         if query.get("resourceVersion") == "0":
             limit = 0
-        found = (
+        findings = (
             items.list_items(resource.key, call.namespace)
             if at == items.revision
             else items.list_at(resource.key, call.namespace, at)
         )
-        found = [item for item in found if test(item) and _position(item) > start]
-        page, rest = (found[:limit], len(found) - limit) if limit else (found, 0)
+        findings = [item for item in findings if test(item) and _position(item) > start]
+        page, additional = (findings[:limit], len(findings) - limit) if limit else (findings, 0)
         meta: Object = {"resourceVersion": str(at)}
-        if rest > 0:
+        if additional > 0:
             meta["continue"] = encode_token(at, _position(page[-1]))
             if not query.get("labelSelector") and not query.get("fieldSelector"):
-                meta["remainingItemCount"] = rest
+                meta["remainingItemCount"] = additional
         shown = [self.api.present(resource, item) for item in page]
         table = tables.present(resource, shown, call.accept, query.get("includeObject"), None, meta)
         call.respond(200, table or _make_list(resource, shown, meta))

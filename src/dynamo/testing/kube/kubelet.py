@@ -59,9 +59,9 @@ class Kubelet:
         self._endings: set[str] = set()
 
     def _resource(self, plural: str) -> "resources.ApiResource":
-        found = self._api.registry.find("", "v1", plural)
-        assert found is not None
-        return found
+        findings = self._api.registry.find("", "v1", plural)
+        assert findings is not None
+        return findings
 
     async def register(self) -> None:
         """Create the Node object."""
@@ -158,15 +158,15 @@ class Kubelet:
     def _lacking(self, pod: Object) -> list[str]:
         """Return the resources of which too little is free for a pod."""
         used: dict[str, Decimal] = {}
-        for other in self._api.store.list_items(_PODS):
-            is_over = (other.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-            if other["spec"].get("nodeName") and not is_over:
-                _add_requests(used, other)
-        wanted: dict[str, Decimal] = {}
-        _add_requests(wanted, pod)
+        for candidate in self._api.store.list_items(_PODS):
+            is_over = (candidate.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+            if candidate["spec"].get("nodeName") and not is_over:
+                _add_requests(used, candidate)
+        desired: dict[str, Decimal] = {}
+        _add_requests(desired, pod)
         return [
             name
-            for name, amount in sorted(wanted.items())
+            for name, amount in sorted(desired.items())
             if amount
             and amount + used.get(name, 0) > quantities.parse(self._capacity.amounts.get(name, "0"))
         ]

@@ -231,11 +231,11 @@ def _without(entries: list[Object], writer: Writer, lost: set[Path]) -> list[Obj
         if writer.is_of(entry):
             continue
         fields = decode(entry["fieldsV1"])
-        kept = fields - lost
-        if kept == fields:
+        remaining = fields - lost
+        if remaining == fields:
             result.append(entry)
-        elif kept:
-            result.append({**entry, "fieldsV1": encode(kept)})
+        elif remaining:
+            result.append({**entry, "fieldsV1": encode(remaining)})
     return result
 
 
@@ -252,12 +252,16 @@ def record_update(old: Object | None, new: Object, shape: Shape, writer: Writer)
     removed = difference.removed
     if not changed and not removed:
         return _sorted(entries)
-    mine = _find(entries, writer)
-    fields = (decode(mine["fieldsV1"]) if mine else set()) | changed
+    own_entry = _find(entries, writer)
+    fields = (decode(own_entry["fieldsV1"]) if own_entry else set()) | changed
     entries = _without(entries, writer, changed | removed)
     fields -= removed
     if fields:
-        time = mine.get("time", "") if mine and decode(mine["fieldsV1"]) == fields else writer.time
+        time = (
+            own_entry.get("time", "")
+            if own_entry and decode(own_entry["fieldsV1"]) == fields
+            else writer.time
+        )
         entries.append(_entry(writer, fields, time if not changed else writer.time))
     return _sorted(entries)
 
@@ -285,22 +289,22 @@ def apply(
 ) -> Applied:
     """Merge a configuration into the live object. Raises ApiError (409) if other managers own what it changes."""
     entries = _with_initial_owner(live, shape, writer)
-    mine = _find(entries, writer)
-    before = decode(mine["fieldsV1"]) if mine else set()
+    own_entry = _find(entries, writer)
+    before = decode(own_entry["fieldsV1"]) if own_entry else set()
     own_config = own_fields(config)
     fields = {path for path in applied_fields(own_config, shape) if path}
     merged = _merge(live, config, shape)
     changed = compare(own_fields(live), own_fields(merged), shape).changed
     _check_conflicts(entries, writer, changed & fields, is_forced=is_forced)
     entries = _without(entries, writer, changed & fields if is_forced else set())
-    others = {path for entry in entries for path in decode(entry["fieldsV1"])}
-    kept = fields | others
-    prefixes = {path[:length] for path in kept for length in range(len(path) + 1)}
+    foreign_fields = {path for entry in entries for path in decode(entry["fieldsV1"])}
+    remaining = fields | foreign_fields
+    prefixes = {path[:length] for path in remaining for length in range(len(path) + 1)}
     abandoned = before - fields - prefixes
     merged = remove(merged, abandoned, shape)
     if fields:
         is_same = before == fields and not changed
-        time = mine.get("time", "") if mine and is_same else writer.time
+        time = own_entry.get("time", "") if own_entry and is_same else writer.time
         entries.append(_entry(writer, fields, time))
     return Applied(merged, _sorted(entries))
 
@@ -322,7 +326,7 @@ def _with_initial_owner(live: Object, shape: Shape, writer: Writer) -> list[Obje
 def _check_conflicts(
     entries: list[Object], writer: Writer, changed: set[Path], *, is_forced: bool
 ) -> None:
-    found = []
+    findings = []
     for entry in entries:
         if writer.is_of(entry) or is_forced:
             continue
@@ -331,20 +335,21 @@ def _check_conflicts(
             owner += f' with subresource "{entry["subresource"]}"'
         if entry["operation"] == "Update":
             owner += f" using {entry['apiVersion']}"
-        found += [(owner, _show(path)) for path in sorted(decode(entry["fieldsV1"]) & changed)]
-    if not found:
+        findings += [(owner, _show(path)) for path in sorted(decode(entry["fieldsV1"]) & changed)]
+    if not findings:
         return
-    if len(found) == 1:
-        text = f"1 conflict: {found[0][0]}: {found[0][1]}"
+    if len(findings) == 1:
+        text = f"1 conflict: {findings[0][0]}: {findings[0][1]}"
     else:
         by_owner: dict[str, list[str]] = {}
-        for owner, path in found:
+        for owner, path in findings:
             by_owner.setdefault(owner, []).append(path)
         shown = (f"{owner.replace('conflict', 'conflicts', 1)}:\n" + "\n".join(f"- {p}" for p in paths)
                  for owner, paths in by_owner.items())  # fmt: skip
-        text = f"{len(found)} conflicts: " + "\n".join(shown)
+        text = f"{len(findings)} conflicts: " + "\n".join(shown)
     causes = [
-        {"reason": "FieldManagerConflict", "message": owner, "field": path} for owner, path in found
+        {"reason": "FieldManagerConflict", "message": owner, "field": path}
+        for owner, path in findings
     ]
     raise failures.ApiError(409, "Conflict", f"Apply failed with {text}", {"causes": causes})
 
@@ -352,14 +357,14 @@ def _check_conflicts(
 def _show(path: Path) -> str:
     text = ""
     for element in path:
-        kind, _, rest = element.partition(":")
+        kind, _, additional = element.partition(":")
         if kind == "f":
-            text += f".{rest}"
+            text += f".{additional}"
         elif kind == "k":
-            keys = json.loads(rest).items()
+            keys = json.loads(additional).items()
             text += "[" + ",".join(f"{key}={_dump(value)}" for key, value in keys) + "]"
         else:
-            text += f"[={rest}]"
+            text += f"[={additional}]"
     return text
 
 
@@ -384,8 +389,8 @@ def _merge_list(live: list[Any], config: list[Any], shape: Shape) -> list[Any]:
     result = []
     for item in config:
         element = shape.element(item)
-        known = by_element.pop(element, None)
-        result.append(item if known is None else _merge(known, item, shape.item()))
+        live_item = by_element.pop(element, None)
+        result.append(item if live_item is None else _merge(live_item, item, shape.item()))
     return result + list(by_element.values())
 
 
@@ -397,27 +402,27 @@ def remove(item: Any, paths: set[Path], shape: Shape) -> Any:
     for path in paths:
         if path:
             below.setdefault(path[0], set()).add(path[1:])
-    kept: list[Any] = []
+    remaining: list[Any] = []
     result: Object = {}
     for element, child, child_shape, _ in _children(item, shape):
-        rest = below.get(element, set())
-        if () in rest:
+        additional = below.get(element, set())
+        if () in additional:
             continue
-        child = remove(child, rest, child_shape)
-        kept.append(child)
+        child = remove(child, additional, child_shape)
+        remaining.append(child)
         result[element.removeprefix("f:")] = child
-    return result if isinstance(item, dict) else kept
+    return result if isinstance(item, dict) else remaining
 
 
 def check_duplicates(value: Any, shape: Shape, path: Path = ()) -> Iterator[str]:
     """Yield the lists with keys in which an item comes twice, as an apply refuses them."""
     if shape.is_leaf(value):
         return
-    seen: set[str] = set()
+    identities: set[str] = set()
     for element, child, child_shape, _ in _children(value, shape):
         if isinstance(value, list):
-            if element in seen:
+            if element in identities:
                 words = "duplicate entries for key " + _show((element,))
                 yield f"{_show(path)}: {words}"
-            seen.add(element)
+            identities.add(element)
         yield from check_duplicates(child, child_shape, (*path, element))

@@ -102,9 +102,13 @@ def unknown_fields(body: Object) -> list[str]:
 
 def for_create(body: Object, resource: "resources.ApiResource", namespace: str) -> Object:
     """Return the metadata of a new object."""
-    given = body.get("metadata") or {}
-    kept = ("name", "generateName", "labels", "annotations", "ownerReferences", "finalizers")
-    metadata = {name: given[name] for name in kept if given.get(name) not in (None, {}, [], "")}
+    given_metadata = body.get("metadata") or {}
+    remaining = ("name", "generateName", "labels", "annotations", "ownerReferences", "finalizers")
+    metadata = {
+        name: given_metadata[name]
+        for name in remaining
+        if given_metadata.get(name) not in (None, {}, [], "")
+    }
     if "name" not in metadata and "generateName" in metadata:
         metadata["name"] = metadata["generateName"][:_MAX_GENERATED] + random_suffix()
     if resource.is_namespaced:
@@ -117,13 +121,13 @@ def for_create(body: Object, resource: "resources.ApiResource", namespace: str) 
 
 def for_update(body: Object, old: Object) -> Object:
     """Return the metadata of a changed object: what the server keeps, with labels and the like of the new body."""
-    given, before = body.get("metadata") or {}, old["metadata"]
+    given_metadata, before = body.get("metadata") or {}, old["metadata"]
     changeable = ("labels", "annotations", "ownerReferences", "finalizers", "managedFields")
     metadata = {name: value for name, value in before.items() if name not in changeable}
     for name in changeable:
-        if given.get(name):
-            metadata[name] = given[name]
-    if "managedFields" not in given and "managedFields" in before:
+        if given_metadata.get(name):
+            metadata[name] = given_metadata[name]
+    if "managedFields" not in given_metadata and "managedFields" in before:
         metadata["managedFields"] = before["managedFields"]
     return metadata
 

@@ -155,8 +155,8 @@ def _merge_field(target: Any, value: Any, schema: Schema, order: list[Any] | Non
         return value
     key = merge_key(schema)
     if schema.get("x-kubernetes-list-type") == "set":
-        kept = [item for item in target or [] if item not in value]
-        return _sort_items(kept + value, order, None)
+        remaining = [item for item in target or [] if item not in value]
+        return _sort_items(remaining + value, order, None)
     if key is None:
         return [item for item in value if item != {"$patch": "replace"}]
     return _sort_items(_merge_items(list(target or []), value, key, schema), order, key)
@@ -188,8 +188,8 @@ def _merge_items(
 def _sort_items(items: list[Any], order: list[Any] | None, key: str | None) -> list[Any]:
     if not order:
         return items
-    wanted = [entry.get(key) if isinstance(entry, dict) else entry for entry in order]
-    positions = {str(entry): n for n, entry in enumerate(wanted)}
+    desired = [entry.get(key) if isinstance(entry, dict) else entry for entry in order]
+    positions = {str(entry): n for n, entry in enumerate(desired)}
 
     def position(item: Any) -> int:
         identity = item.get(key) if isinstance(item, dict) else item

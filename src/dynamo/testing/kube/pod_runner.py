@@ -23,7 +23,7 @@ _STABLE_S = 600.0
 _POLL_S = 0.02
 _RETRY_S = 2.0
 _RUN = 'exec "$@" >>"$LOG" 2>&1'  # with LOG and the working directory set by its caller
-_KEPT = (
+_INHERITED = (
     "PATH",
     "LANG",
     "LC_ALL",
@@ -183,7 +183,7 @@ class PodRunner:
 
     def environ(self, container: Object) -> dict[str, str]:
         """Return the environment of a container. Raises MissingReference."""
-        inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         path = f"{Path(sys.executable).parent}:{inherited.get('PATH', os.defpath)}"
         own = pods.environment(self.pod, container, self.address, self._lookup)
         home = {"HOME": str(self.folder), "HOSTNAME": self.pod["metadata"]["name"]}

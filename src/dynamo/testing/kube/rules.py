@@ -71,9 +71,9 @@ def check(value: Any, old: Any, schema: Schema, path: str = "") -> Iterator[fail
         if error is not None:
             yield error
     if isinstance(value, dict):
-        properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
+        properties, additional = schema.get("properties") or {}, schema.get("additionalProperties")
         for name in sorted(value):
-            below = properties.get(name, rest)
+            below = properties.get(name, additional)
             if isinstance(below, dict):
                 before = old.get(name) if isinstance(old, dict) else None
                 place = f"{path}.{name}" if path else name
@@ -88,9 +88,9 @@ def check(value: Any, old: Any, schema: Schema, path: str = "") -> Iterator[fail
 
 
 def _find_same(item: Any, items: list[Any], keys: list[str]) -> Any:
-    for other in items:
-        if all(item.get(key) == other.get(key) for key in keys):
-            return other
+    for candidate in items:
+        if all(item.get(key) == candidate.get(key) for key in keys):
+            return candidate
     return None
 
 

@@ -39,26 +39,30 @@ def prune(
     if isinstance(value, list):
         items = []
         for n, item in enumerate(value):
-            pruned, found = prune(
+            pruned, findings = prune(
                 item,
                 schema.get("items") or {"x-kubernetes-preserve-unknown-fields": True},
                 f"{path}[{n}]",
             )
             items.append(pruned)
-            unknown += found
+            unknown += findings
         return items, unknown
     if not isinstance(value, dict):
         return value, unknown
-    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
+    properties, additional = schema.get("properties") or {}, schema.get("additionalProperties")
     result = {}
     for name, child in value.items():
         below = f"{path}.{name}" if path else name
         if is_root and name in ("apiVersion", "kind", "metadata"):
             result[name] = child
-        elif name in properties or isinstance(rest, dict):
-            result[name], found = prune(child, properties.get(name, rest) or {}, below)
-            unknown += found
-        elif keeps_unknown(schema) or schema.get("x-kubernetes-embedded-resource") or rest is True:
+        elif name in properties or isinstance(additional, dict):
+            result[name], findings = prune(child, properties.get(name, additional) or {}, below)
+            unknown += findings
+        elif (
+            keeps_unknown(schema)
+            or schema.get("x-kubernetes-embedded-resource")
+            or additional is True
+        ):
             result[name] = child
         else:
             unknown.append(below)
@@ -71,12 +75,12 @@ def fill_defaults(value: Any, schema: Schema) -> Any:
         return [fill_defaults(item, schema.get("items") or {}) for item in value]
     if not isinstance(value, dict):
         return value
-    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
+    properties, additional = schema.get("properties") or {}, schema.get("additionalProperties")
     result = {}
     for name, child in value.items():
-        below = properties.get(name, rest if isinstance(rest, dict) else None)
+        below = properties.get(name, additional if isinstance(additional, dict) else None)
         if child is None and below is not None and not below.get("nullable"):
-            if isinstance(rest, dict) and name not in properties:
+            if isinstance(additional, dict) and name not in properties:
                 result[name] = fill_defaults({} if below.get("type") == "object" else None, below)
             continue
         result[name] = fill_defaults(child, below) if below else child
@@ -89,12 +93,12 @@ def fill_defaults(value: Any, schema: Schema) -> Any:
 def validate(item: Object, old: Object | None, schema: Schema) -> list[FieldError]:
     """Return the mistakes of an object, with those of rules if the schema itself is fulfilled."""
     checked = {name: value for name, value in item.items() if name != "metadata"}
-    found = list(_check(checked, schema, ""))
-    if any(error.reason in _BLOCKING for error in found):
+    findings = list(_check(checked, schema, ""))
+    if any(error.reason in _BLOCKING for error in findings):
         if rules.has_rules(schema):
-            found.append(failures.invalid_value("<nil>", "null", _NOT_CHECKED))
-        return found
-    return found + list(rules.check(item, old, schema))
+            findings.append(failures.invalid_value("<nil>", "null", _NOT_CHECKED))
+        return findings
+    return findings + list(rules.check(item, old, schema))
 
 
 def _type_of(value: Any) -> str:
@@ -146,12 +150,12 @@ def _check_object(value: Object, schema: Schema, path: str) -> Iterator[FieldErr
     if len(value) < schema.get("minProperties", 0):
         text = f"{path} in body should have at least {schema['minProperties']} properties"
         yield failures.invalid_value(path, str(len(value)), text)
-    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
+    properties, additional = schema.get("properties") or {}, schema.get("additionalProperties")
     for name in schema.get("required") or ():
         if name not in value:
             yield failures.required(f"{path}.{name}" if path else name)
     for name in sorted(value):
-        below = properties.get(name, rest if isinstance(rest, dict) else None)
+        below = properties.get(name, additional if isinstance(additional, dict) else None)
         if below is not None:
             yield from _check(value[name], below, f"{path}.{name}" if path else name)
 
@@ -166,7 +170,7 @@ def _check_list(value: list[Any], schema: Schema, path: str) -> Iterator[FieldEr
         yield failures.invalid_value(path, str(len(value)), text)
     for n, item in enumerate(value):
         yield from _check(item, schema.get("items") or {}, f"{path}[{n}]")
-    kind, seen = schema.get("x-kubernetes-list-type"), []
+    kind, identities = schema.get("x-kubernetes-list-type"), []
     for n, item in enumerate(value):
         keys = schema.get("x-kubernetes-list-map-keys") or ()
         if kind == "map" and isinstance(item, dict):
@@ -175,10 +179,10 @@ def _check_list(value: list[Any], schema: Schema, path: str) -> Iterator[FieldEr
             identity = item
         else:
             continue
-        if identity in seen:
+        if identity in identities:
             message = f"Duplicate value: {json.dumps(identity, separators=(',', ':'))}"
             yield FieldError("FieldValueDuplicate", f"{path}[{n}]", message)
-        seen.append(identity)
+        identities.append(identity)
 
 
 def _check_string(value: str, schema: Schema, path: str) -> Iterator[FieldError]:
@@ -218,8 +222,8 @@ def _check_number(value: float, schema: Schema, path: str) -> Iterator[FieldErro
         yield failures.invalid_value(path, shown, text)
 
 
-def blocked_rules(found: list[FieldError], schema: Schema) -> list[FieldError]:
+def blocked_rules(findings: list[FieldError], schema: Schema) -> list[FieldError]:
     """Return the note that rules were not checked, if these errors keep them from being evaluated."""
-    if rules.has_rules(schema) and any(error.reason in _BLOCKING for error in found):
+    if rules.has_rules(schema) and any(error.reason in _BLOCKING for error in findings):
         return [failures.invalid_value("<nil>", "null", _NOT_CHECKED)]
     return []

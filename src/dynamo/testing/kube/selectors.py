@@ -122,8 +122,8 @@ def _check_field(name: str, resource: "resources.ApiResource") -> None:
     if name in allowed:
         return
     if resource.group in _STRICT_GROUPS:
-        known = ", ".join(f'"{field}"' for field in sorted(allowed))
-        message = f'"{name}" is not a known field selector: only {known}'
+        live_item = ", ".join(f'"{field}"' for field in sorted(allowed))
+        message = f'"{name}" is not a known field selector: only {live_item}'
     else:
         message = f"field label not supported: {name}"
     raise failures.bad_request(message)

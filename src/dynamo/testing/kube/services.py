@@ -122,9 +122,9 @@ class Claims:
 
     def __init__(self, served: "api.Api") -> None:
         self._api = served
-        found = served.registry.find("", "v1", "persistentvolumeclaims")
-        assert found is not None
-        self._resource: resources.ApiResource = found
+        findings = served.registry.find("", "v1", "persistentvolumeclaims")
+        assert findings is not None
+        self._resource: resources.ApiResource = findings
 
     def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
         """Return the claim itself, or the claims of a pod that is gone."""
@@ -147,8 +147,10 @@ class Claims:
             if _PROTECTION in (meta.get("finalizers") or ()) and not any(
                 name in pods.claim_names(pod) for pod in present
             ):
-                kept = [finalizer for finalizer in meta["finalizers"] if finalizer != _PROTECTION]
-                await self._patch(item, {"metadata": {"finalizers": kept}}, "")
+                remaining = [
+                    finalizer for finalizer in meta["finalizers"] if finalizer != _PROTECTION
+                ]
+                await self._patch(item, {"metadata": {"finalizers": remaining}}, "")
         elif item["status"].get("phase") != "Bound":
             await self._patch(item, {"spec": {"volumeName": f"pvc-{meta['uid']}"}}, "")
             requests = (item["spec"].get("resources") or {}).get("requests") or {}

@@ -95,7 +95,7 @@ def _partial(item: Object) -> Object:
 def columns_of(resource: "resources.ApiResource") -> list[Object]:
     """Return the definitions of the columns of a kind."""
     if resource.is_custom:
-        given = resource.columns or (
+        given_metadata = resource.columns or (
             {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
         )
         described = "Custom resource definition column (in JSONPath format): "
@@ -107,7 +107,7 @@ def columns_of(resource: "resources.ApiResource") -> list[Object]:
                 "description": column.get("description") or described + column["jsonPath"],
                 "priority": column.get("priority", 0),
             }
-            for column in given
+            for column in given_metadata
         ]
     names = _COLUMNS.get(resource.plural, "Name Age").split()
     return [

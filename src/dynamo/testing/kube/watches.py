@@ -40,27 +40,27 @@ def parse_revision(text: str, current: int) -> int:
 def check_list_options(query: "calls.Query", *, is_watch: bool = False) -> None:
     """Refuse combinations of parameters that mean nothing. Raises ApiError (400, 422)."""
     version, match = query.get("resourceVersion"), query.get("resourceVersionMatch")
-    found = []
+    findings = []
     if version and query.get("continue") and version != "0":
         text = "specifying resource version is not allowed when using continue"
         raise failures.bad_request(text)
     if query.flag("sendInitialEvents") and not is_watch:
         text = "sendInitialEvents is forbidden for list"
-        found.append(failures.forbidden_value("sendInitialEvents", text))
+        findings.append(failures.forbidden_value("sendInitialEvents", text))
     elif query.flag("sendInitialEvents") and match != "NotOlderThan":
         text = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan"
-        found.append(failures.forbidden_value("resourceVersionMatch", text))
+        findings.append(failures.forbidden_value("resourceVersionMatch", text))
     elif match and is_watch and not query.flag("sendInitialEvents"):
         text = "resourceVersionMatch is forbidden for watch unless sendInitialEvents is provided"
-        found.append(failures.forbidden_value("resourceVersionMatch", text))
+        findings.append(failures.forbidden_value("resourceVersionMatch", text))
     elif match and not version and not is_watch:
         text = "resourceVersionMatch is forbidden unless resourceVersion is provided"
-        found.append(failures.forbidden_value("resourceVersionMatch", text))
+        findings.append(failures.forbidden_value("resourceVersionMatch", text))
     elif match not in ("", "Exact", "NotOlderThan"):
         text = f'Unsupported value: "{match}": supported values: "Exact", "NotOlderThan", ""'
-        found.append(failures.FieldError("FieldValueNotSupported", "resourceVersionMatch", text))
-    if found:
-        raise failures.invalid("ListOptions.meta.k8s.io", "", found)
+        findings.append(failures.FieldError("FieldValueNotSupported", "resourceVersionMatch", text))
+    if findings:
+        raise failures.invalid("ListOptions.meta.k8s.io", "", findings)
 
 
 class Watch:

@@ -32,9 +32,9 @@ class Workload:
         self.pods = self._find("", "pods")
 
     def _find(self, group: str, plural: str) -> "resources.ApiResource":
-        found = self.api.registry.find(group, "v1", plural)
-        assert found is not None
-        return found
+        findings = self.api.registry.find(group, "v1", plural)
+        assert findings is not None
+        return findings
 
     def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
         """Return the object itself, or the owner of a dependent."""
@@ -60,18 +60,21 @@ class Workload:
     def owned(self, item: Object, table: "store.Table" = ("", "pods")) -> list[Object]:
         """Return the dependents that an object controls, the oldest first."""
         meta = item["metadata"]
-        found = api.find_owned(self.api.store.list_items(table, meta["namespace"]), meta["uid"])
-        return sorted(found, key=lambda child: int(child["metadata"]["resourceVersion"]))
+        findings = api.find_owned(self.api.store.list_items(table, meta["namespace"]), meta["uid"])
+        return sorted(findings, key=lambda child: int(child["metadata"]["resourceVersion"]))
 
     async def create_pod(self, item: Object, meta: Object, spec: Object | None = None) -> None:
         """Create a pod from an object's template."""
         template = item["spec"]["template"]
-        given = template.get("metadata") or {}
+        given_metadata = template.get("metadata") or {}
         body = {
-            "metadata": {**given, **meta, "ownerReferences": [owner_reference(item)]},
+            "metadata": {**given_metadata, **meta, "ownerReferences": [owner_reference(item)]},
             "spec": spec or template["spec"],
         }
-        body["metadata"]["labels"] = {**(given.get("labels") or {}), **(meta.get("labels") or {})}
+        body["metadata"]["labels"] = {
+            **(given_metadata.get("labels") or {}),
+            **(meta.get("labels") or {}),
+        }
         options = api.WriteOptions(manager=_MANAGER)
         pod = await self.api.create(self.pods, item["metadata"]["namespace"], body, options)
         name = pod["metadata"]["name"]
@@ -120,10 +123,10 @@ def owner_reference(item: Object) -> Object:
             "controller": True, "blockOwnerDeletion": True}  # fmt: skip
 
 
-def _live(found: list[Object]) -> list[Object]:
+def _live(findings: list[Object]) -> list[Object]:
     return [
         pod
-        for pod in found
+        for pod in findings
         if not pod["metadata"].get("deletionTimestamp")
         and (pod.get("status") or {}).get("phase") not in ("Failed", "Succeeded")
     ]
@@ -213,14 +216,14 @@ class Deployments(Workload):
             await self.patch(item, self.resource, change)
 
     async def _roll(self, item: Object, current: Object | None, older: list[Object]) -> None:
-        wanted = item["spec"]["replicas"]
+        desired = item["spec"]["replicas"]
         surge, unavailable = _limits(item["spec"])
         active = [old for old in older if old["spec"]["replicas"]]
         if current is None or item["spec"]["strategy"]["type"] == "Recreate":
             for old in active:
                 await self._scale(item, old, 0)
             if current is not None:
-                await self._scale(item, current, wanted)
+                await self._scale(item, current, desired)
             return
         last = max((int(_revision(old)) for old in older), default=0)
         if int(_revision(current)) < last:  # an earlier template has come back
@@ -228,11 +231,11 @@ class Deployments(Workload):
             await self.patch(current, self.sets, change)
             await self._note_revision(item, str(last + 1))
         total = sum(s["spec"]["replicas"] for s in (current, *active))
-        room = max(wanted + surge - total, 0) if active else wanted
-        new = min(wanted, current["spec"]["replicas"] + room) if active else wanted
+        room = max(desired + surge - total, 0) if active else desired
+        new = min(desired, current["spec"]["replicas"] + room) if active else desired
         await self._scale(item, current, new)
         available = sum((s.get("status") or {}).get("availableReplicas", 0) for s in (current, *active))  # fmt: skip
-        removable = available - (wanted - unavailable)
+        removable = available - (desired - unavailable)
         for old in active:
             idle = old["spec"]["replicas"] - (old.get("status") or {}).get("availableReplicas", 0)
             count = min(old["spec"]["replicas"], max(idle, 0) + max(removable, 0))
@@ -259,11 +262,11 @@ class Deployments(Workload):
         def total(field: str, among: list[Object]) -> int:
             return sum((s.get("status") or {}).get(field, 0) for s in among)
 
-        wanted, (_, unavailable) = item["spec"]["replicas"], _limits(item["spec"])
+        desired, (_, unavailable) = item["spec"]["replicas"], _limits(item["spec"])
         updated = total("replicas", [current] if current else [])
         available, replicas = total("availableReplicas", owned), total("replicas", owned)
-        is_available = available >= wanted - unavailable
-        is_done = updated == wanted == available and replicas == wanted
+        is_available = available >= desired - unavailable
+        is_done = updated == desired == available and replicas == desired
         name = current["metadata"]["name"] if current else ""
         reason = "MinimumReplicasAvailable" if is_available else "MinimumReplicasUnavailable"
         text = f"Deployment {'has' if is_available else 'does not have'} minimum availability."
@@ -279,7 +282,7 @@ class Deployments(Workload):
             "updatedReplicas": updated,
             "readyReplicas": total("readyReplicas", owned),
             "availableReplicas": available,
-            "unavailableReplicas": max(wanted - available, 0),
+            "unavailableReplicas": max(desired - available, 0),
             "conditions": conditions,
         }
         await self.write_status(item, status)

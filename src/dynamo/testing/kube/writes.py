@@ -133,18 +133,18 @@ class ObjectWrites:
     ) -> Object:
         """Replace an object. Raises ApiError."""
         body = self._decode(resource, body)
-        given = body.get("metadata") or {}
-        if given.get("name", name) != name:
-            message = f"the name of the object ({given['name']}) does not match the name on the URL ({name})"
+        given_metadata = body.get("metadata") or {}
+        if given_metadata.get("name", name) != name:
+            message = f"the name of the object ({given_metadata['name']}) does not match the name on the URL ({name})"
             raise failures.bad_request(message)
-        self._check_namespace(resource, namespace, given)
+        self._check_namespace(resource, namespace, given_metadata)
         old = self.get(resource, namespace, name)
-        version = given.get("resourceVersion")
+        version = given_metadata.get("resourceVersion")
         if resource.is_custom and not version:
             text = "must be specified for an update"
             error = failures.invalid_value("metadata.resourceVersion", "0", text)
             raise failures.invalid(resource.qualified_kind, name, [error])
-        self.check_version(resource, old, version, given.get("uid"))
+        self.check_version(resource, old, version, given_metadata.get("uid"))
         return await self.replace_stored(resource, old, body, options)
 
     async def replace_stored(
@@ -217,9 +217,9 @@ class ObjectWrites:
         self, resource: "resources.ApiResource", namespace: str, body: Object, *, is_dry_run: bool
     ) -> None:
         """Refuse an object that may not be created here. Raises ApiError."""
-        given = body.get("metadata") or {}
-        self._check_namespace(resource, namespace, given)
-        if given.get("resourceVersion") and not is_dry_run:
+        given_metadata = body.get("metadata") or {}
+        self._check_namespace(resource, namespace, given_metadata)
+        if given_metadata.get("resourceVersion") and not is_dry_run:
             text = "resourceVersion should not be set on objects to be created"
             raise failures.ApiError(500, "", text)
         if not resource.is_namespaced:
@@ -230,7 +230,7 @@ class ObjectWrites:
             raise failures.ApiError(404, "NotFound", f'namespaces "{namespace}" not found', details)
         if home["metadata"].get("deletionTimestamp"):
             text = f"unable to create new content in namespace {namespace} because it is being terminated"
-            refusal = failures.forbidden(resource, given.get("name", ""), text)
+            refusal = failures.forbidden(resource, given_metadata.get("name", ""), text)
             refusal.body["details"]["causes"] = [
                 {
                     "reason": "NamespaceTerminating",
@@ -241,9 +241,9 @@ class ObjectWrites:
             raise refusal
 
     def _check_namespace(
-        self, resource: "resources.ApiResource", namespace: str, given: Object
+        self, resource: "resources.ApiResource", namespace: str, given_metadata: Object
     ) -> None:
-        if resource.is_namespaced and given.get("namespace") not in (None, "", namespace):
+        if resource.is_namespaced and given_metadata.get("namespace") not in (None, "", namespace):
             text = "the namespace of the provided object does not match the namespace sent on the request"
             raise failures.bad_request(text)
 
@@ -267,8 +267,8 @@ class ObjectWrites:
         """Return an object without unknown fields, and warn of them or refuse them. Raises ApiError."""
         unknown = metadata.unknown_fields(item)
         if resource.is_custom:
-            item, found = schema.prune(item, resource.schema, is_root=True)
-            unknown += found
+            item, findings = schema.prune(item, resource.schema, is_root=True)
+            unknown += findings
         if unknown and options.field_validation == "Strict":
             listed = ", ".join(f'unknown field "{path}"' for path in unknown)
             text = (
@@ -311,19 +311,19 @@ class ObjectWrites:
     def _validate(
         self, resource: "resources.ApiResource", old: Object | None, item: Object
     ) -> None:
-        found = list(metadata.check(item, resource))
+        findings = list(metadata.check(item, resource))
         if old is not None and old["metadata"].get("deletionTimestamp"):
-            found += _check_new_finalizers(old, item)
+            findings += _check_new_finalizers(old, item)
         if resource.is_custom:
             checked = schema.validate(item, old, resource.schema)
-            found += _check_scale(resource, item, checked)
-            if found and found[0].field.startswith("metadata") and not checked:
-                found += schema.blocked_rules(found, resource.schema)
+            findings += _check_scale(resource, item, checked)
+            if findings and findings[0].field.startswith("metadata") and not checked:
+                findings += schema.blocked_rules(findings, resource.schema)
         else:
-            found += builtin_rules.check(resource, item, old)
-        if found:
+            findings += builtin_rules.check(resource, item, old)
+        if findings:
             name = item["metadata"].get("name", "")
-            raise failures.invalid(resource.qualified_kind, name, found)
+            raise failures.invalid(resource.qualified_kind, name, findings)
         if len(json.dumps(item)) > _MAX_OBJECT_BYTES:
             raise failures.ApiError(500, "", "etcdserver: request is too large")
 
