@@ -15,6 +15,7 @@ from dynamo.testing.kube import (
     metadata,
     patches,
     resources,
+    schema,
     writes,
 )
 
@@ -65,10 +66,7 @@ class Api(writes.ObjectWrites):
             old = self.get(resource, namespace, name)
             body = self._patched(resource, old, media_type, patch)
             given_metadata = body.get("metadata") or {}
-            if given_metadata.get("name", name) != name:
-                raise failures.bad_request(
-                    f"the name of the object ({given_metadata['name']}) does not match the name on the URL ({name})"
-                )
+            writes.check_name(given_metadata, name)
             if given_metadata.get("uid") != old["metadata"]["uid"] and given_metadata.get("uid"):
                 error = failures.invalid_value(
                     "metadata.uid", json.dumps(given_metadata["uid"]), "field is immutable"
@@ -111,7 +109,7 @@ class Api(writes.ObjectWrites):
         options: WriteOptions,
     ) -> tuple[Object, bool]:
         kind, version = config.get("kind") or "", config.get("apiVersion") or ""
-        if not kind or not version:
+        if (version, kind) != (resource.api_version, resource.kind):
             raise failures.bad_request(f"invalid object type: {version or '/'}, Kind={kind}")
         given_metadata = dict(config.get("metadata") or {})
         if given_metadata.get("managedFields"):
@@ -130,16 +128,25 @@ class Api(writes.ObjectWrites):
             self.check_version(
                 resource, live, given_metadata.get("resourceVersion"), given_metadata.get("uid")
             )
+        home = given_metadata.get("namespace", "")
+        if resource.is_custom and (
+            unknown := schema.prune(config, resource.schema, is_root=True)[1]
+        ):
+            kind = f"{home}/{name}; {resource.api_version}, Kind={resource.kind}"
+            text = f"({kind}): .{unknown[0]}: field not declared in schema"
+            raise failures.ApiError(500, "", f"failed to create typed patch object {text}")
         config = self._restrict_config(resource, config, options)
         shape = managed_fields.Shape(resource.schema, resource.is_custom)
         for text in managed_fields.check_duplicates(managed_fields.own_fields(config), shape):
             message = (
-                f"failed to create typed patch object ({namespace}/{name}; {resource.api_version}, "
+                f"failed to create typed patch object ({home}/{name}; {resource.api_version}, "
                 f"Kind={resource.kind}): {text}"
             )
             raise failures.ApiError(500, "", message)
         writer = self.make_writer(resource, options, "Apply")
         applied = managed_fields.apply(live, config, shape, writer, is_forced=options.is_forced)
+        writes.check_name(given_metadata, name)
+        self.check_namespace(resource, namespace, given_metadata)
         body = {**applied.item, "apiVersion": resource.api_version, "kind": resource.kind}
         body["metadata"] = {**body.get("metadata", {}), "managedFields": applied.entries}
         options = replace(options, is_apply=True)
@@ -293,7 +300,7 @@ def unsupported_media_type(resource: "resources.ApiResource") -> failures.ApiErr
 
 
 def find_owned(items: Iterable[Object], uid: str) -> list[Object]:
-    """Return the objects whose controller has this uid."""
+    """Return the objects with a controller of this uid."""
     return [
         item
         for item in items

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from dynamo.testing.kube import failures, metadata, quantities, resources, selectors, store
+from dynamo.testing.kube import failures, metadata, quantities, resources, rules, selectors, store
 
 Object = dict[str, Any]
 
@@ -306,6 +306,8 @@ def check(
         yield from _check_workload(spec, (old or {}).get("spec"))
     if resource.plural in ("pods",):
         yield from _check_containers(spec, "spec")
+    if resource.plural == "customresourcedefinitions":
+        yield from rules.check_definition(item)
     if resource.plural == "services":
         yield from _check_service(spec, (old or {}).get("spec"))
     if resource.plural in ("configmaps", "secrets"):

@@ -1,52 +1,13 @@
 """Custom resource definitions: which are accepted, when they are established, and how they end."""
 
-import json
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from typing import Any
 
-from dynamo.testing.kube import api, failures, metadata, resources, rules, store
+from dynamo.testing.kube import api, metadata, resources, store
 
 Object = dict[str, Any]
 TABLE = ("apiextensions.k8s.io", "customresourcedefinitions")
 _CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
-
-
-def check(item: Object) -> Iterator[failures.FieldError]:
-    """Yield the mistakes of a definition."""
-    spec = item.get("spec") or {}
-    names = spec.get("names") or {}
-    expected = f"{names.get('plural')}.{spec.get('group')}"
-    if item["metadata"].get("name") != expected:
-        shown = json.dumps(item["metadata"].get("name"))
-        text = 'must be spec.names.plural+"."+spec.group'
-        yield failures.invalid_value("metadata.name", shown, text)
-    versions = spec.get("versions") or []
-    if sum(bool(version.get("storage")) for version in versions) != 1:
-        shown = json.dumps(versions)[:100]
-        text = "must have exactly one version marked as storage version"
-        yield failures.invalid_value("spec.versions", shown, text)
-    for n, version in enumerate(versions):
-        path = f"spec.versions[{n}].schema.openAPIV3Schema"
-        schema = (version.get("schema") or {}).get("openAPIV3Schema")
-        if schema is None:
-            text = "schemas are required"
-            yield failures.required(path, text)
-        else:
-            yield from _check_types(schema, path)
-            yield from rules.find_mistakes(schema, path)
-
-
-def _check_types(schema: Object, path: str) -> Iterator[failures.FieldError]:
-    is_free = schema.get("x-kubernetes-int-or-string") or schema.get(
-        "x-kubernetes-preserve-unknown-fields"
-    )
-    if not schema.get("type") and not is_free:
-        yield failures.required(f"{path}.type", "must not be empty for specified object fields")
-    for name, child in (schema.get("properties") or {}).items():
-        yield from _check_types(child, f"{path}.properties[{name}]")
-    for name in ("items", "additionalProperties"):
-        if isinstance(schema.get(name), dict):
-            yield from _check_types(schema[name], f"{path}.{name}")
 
 
 class Definitions:
@@ -69,7 +30,7 @@ class Definitions:
             self._api.registry.define(change.item)
 
     def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
-        """Return the definition that changed, or the one whose object is gone."""
+        """Return the definition that changed, or that of an object that is gone."""
         if change.table == TABLE:
             return (change.item["metadata"]["name"],)
         if change.type == "DELETED" and change.table[0]:

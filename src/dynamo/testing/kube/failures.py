@@ -59,7 +59,7 @@ def required(field: str, message: str = "") -> FieldError:
 
 
 def invalid_value(field: str, shown: str, message: str) -> FieldError:
-    """Return the error of a field whose value is wrong; `shown` is the value as JSON."""
+    """Return the error of a field with a wrong value; `shown` is the value as JSON."""
     return FieldError("FieldValueInvalid", field, f"Invalid value: {shown}: {message}")
 
 

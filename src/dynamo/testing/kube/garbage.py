@@ -14,7 +14,7 @@ Place = tuple[store.Table, store.Name]
 
 
 class GarbageCollector:
-    """Deletes dependents whose owners are gone, and finishes foreground and orphaning deletions.
+    """Deletes dependents of owners that are gone, and finishes foreground and orphaning deletions.
 
     A key is the table and name of an object.
     """
@@ -25,7 +25,7 @@ class GarbageCollector:
         self._owners: dict[str, Place] = {}
 
     def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
-        """Index the change; return its object and the uids whose dependents may have to go."""
+        """Index the change; return its object and the owners and dependents that may have to go."""
         meta = change.item["metadata"]
         place = (change.table, (meta.get("namespace", ""), meta["name"]))
         before = (change.previous or {"metadata": {}})["metadata"].get("ownerReferences") or ()
@@ -141,7 +141,7 @@ class Namespaces:
         self._api = served
 
     def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
-        """Return the namespace itself, and the ending one whose content shrinks."""
+        """Return the namespace itself, and the ending one that has lost an object."""
         if change.table == _NAMESPACES:
             return (change.item["metadata"]["name"],)
         if change.type == "DELETED":

@@ -25,6 +25,18 @@ _IDENTITY = frozenset(
 )
 
 
+_METADATA: Object = {
+    "properties": {
+        "finalizers": {"x-kubernetes-list-type": "set"},
+        "ownerReferences": {
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["uid"],
+            "items": {"x-kubernetes-map-type": "atomic"},
+        },
+    }
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A schema, and whether it is complete: that of a built-in kind names only what is merged in a special way."""
@@ -34,6 +46,12 @@ class Shape:
 
     def child(self, name: str) -> "Shape":
         """Return the shape of a field or map entry."""
+        if (
+            name == "metadata"
+            and self.is_custom
+            and not self.schema.get("properties", {}).get(name, {}).get("properties")
+        ):
+            return Shape(_METADATA, is_custom=False)
         return Shape(
             patches.map_schema(self.schema, name, is_custom=self.is_custom), self.is_custom
         )
@@ -64,6 +82,8 @@ class Shape:
         keys = {}
         for key in self.schema.get("x-kubernetes-list-map-keys") or ():
             default = (defaults.get(key) or {}).get("default")
+            if key == "protocol" and not self.is_custom:
+                default = "TCP"
             value = item.get(key, default) if isinstance(item, dict) else None
             if value is not None:
                 keys[key] = value
@@ -181,7 +201,7 @@ def decode(tree: Object, path: Path = ()) -> set[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who writes, and through which version and subresource."""
+    """The author of a write, and through which version and subresource."""
 
     manager: str
     operation: str
@@ -244,11 +264,12 @@ def _find(entries: list[Object], writer: Writer) -> Object | None:
 
 
 def record_update(old: Object | None, new: Object, shape: Shape, writer: Writer) -> list[Object]:
-    """Return managedFields after a write that is no apply: what it changed is the writer's, and nobody else's."""
+    """Return managedFields after a write that is no apply: the writer alone owns what it changed."""
     entries = list(new["metadata"].get("managedFields") or ())
     difference = compare(own_fields(old or {}), own_fields(new), shape)
     structures = frozenset() if shape.is_custom else _STRUCTURES
     changed = {path for path in difference.changed if path and path not in structures}
+    changed.discard(("f:metadata",))
     removed = difference.removed
     if not changed and not removed:
         return _sorted(entries)
@@ -304,7 +325,8 @@ def apply(
     merged = remove(merged, abandoned, shape)
     if fields:
         is_same = before == fields and not changed
-        time = own_entry.get("time", "") if own_entry and is_same else writer.time
+        time = writer.time if changed or abandoned or own_entry else ""
+        time = own_entry.get("time", "") if own_entry and is_same else time
         entries.append(_entry(writer, fields, time))
     return Applied(merged, _sorted(entries))
 
@@ -335,7 +357,10 @@ def _check_conflicts(
             owner += f' with subresource "{entry["subresource"]}"'
         if entry["operation"] == "Update":
             owner += f" using {entry['apiVersion']}"
-        findings += [(owner, _show(path)) for path in sorted(decode(entry["fieldsV1"]) & changed)]
+        findings += [
+            (owner, _show(path))
+            for path in sorted(decode(entry["fieldsV1"]) & changed, key=_reading_order)
+        ]
     if not findings:
         return
     if len(findings) == 1:
@@ -352,6 +377,11 @@ def _check_conflicts(
         for owner, path in findings
     ]
     raise failures.ApiError(409, "Conflict", f"Apply failed with {text}", {"causes": causes})
+
+
+def _reading_order(path: Path) -> list[tuple[bool, str]]:
+    """Sort the fields of a structure before what lies deeper in it."""
+    return [(n < len(path) - 1, element) for n, element in enumerate(path)]
 
 
 def _show(path: Path) -> str:
@@ -384,14 +414,19 @@ def _merge(live: Any, config: Any, shape: Shape) -> Any:
 
 
 def _merge_list(live: list[Any], config: list[Any], shape: Shape) -> list[Any]:
-    """Merge by key; applied items keep their order and come before the items that only the live object has."""
-    by_element = {shape.element(item): item for item in live}
-    result = []
-    for item in config:
-        element = shape.element(item)
-        live_item = by_element.pop(element, None)
-        result.append(item if live_item is None else _merge(live_item, item, shape.item()))
-    return result + list(by_element.values())
+    """Merge by key; applied items keep their order, and items of the live object stand before what followed them."""
+    live_by_element = {shape.element(item): item for item in live}
+    applied = {shape.element(item): item for item in config}
+    result: list[Any] = []
+    waiting = list(live_by_element)
+    for element, item in applied.items():
+        while waiting and waiting[0] not in applied:
+            result.append(live_by_element[waiting.pop(0)])
+        if element in live_by_element:
+            waiting.remove(element)
+            item = _merge(live_by_element[element], item, shape.item())
+        result.append(item)
+    return result + [live_by_element[element] for element in waiting]
 
 
 def remove(item: Any, paths: set[Path], shape: Shape) -> Any:
@@ -408,7 +443,10 @@ def remove(item: Any, paths: set[Path], shape: Shape) -> Any:
         additional = below.get(element, set())
         if () in additional:
             continue
+        is_emptied = child
         child = remove(child, additional, child_shape)
+        if is_emptied and isinstance(child, dict | list) and not child:
+            continue
         remaining.append(child)
         result[element.removeprefix("f:")] = child
     return result if isinstance(item, dict) else remaining

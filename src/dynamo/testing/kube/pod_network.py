@@ -47,7 +47,7 @@ class LoopbackNetwork:
 
 
 class BridgedNetwork:
-    """Network namespaces whose virtual cables end in one bridge of the host."""
+    """Network namespaces with virtual cables that end in one bridge of the host."""
 
     is_isolated = True
 

@@ -53,6 +53,44 @@ def find_mistakes(schema: Schema, path: str) -> Iterator[failures.FieldError]:
             yield from find_mistakes(schema[name], f"{path}.{name}")
 
 
+def check_definition(item: Object) -> Iterator[failures.FieldError]:
+    """Yield the mistakes of a definition."""
+    spec = item.get("spec") or {}
+    names = spec.get("names") or {}
+    expected = f"{names.get('plural')}.{spec.get('group')}"
+    if item["metadata"].get("name") != expected:
+        shown = json.dumps(item["metadata"].get("name"))
+        text = 'must be spec.names.plural+"."+spec.group'
+        yield failures.invalid_value("metadata.name", shown, text)
+    versions = spec.get("versions") or []
+    if sum(bool(version.get("storage")) for version in versions) != 1:
+        shown = json.dumps(versions)[:100]
+        text = "must have exactly one version marked as storage version"
+        yield failures.invalid_value("spec.versions", shown, text)
+    for n, version in enumerate(versions):
+        path = f"spec.versions[{n}].schema.openAPIV3Schema"
+        schema = (version.get("schema") or {}).get("openAPIV3Schema")
+        if schema is None:
+            text = "schemas are required"
+            yield failures.required(path, text)
+        else:
+            yield from _check_types(schema, path)
+            yield from find_mistakes(schema, path)
+
+
+def _check_types(schema: Object, path: str) -> Iterator[failures.FieldError]:
+    is_free = schema.get("x-kubernetes-int-or-string") or schema.get(
+        "x-kubernetes-preserve-unknown-fields"
+    )
+    if not schema.get("type") and not is_free:
+        yield failures.required(f"{path}.type", "must not be empty for specified object fields")
+    for name, child in (schema.get("properties") or {}).items():
+        yield from _check_types(child, f"{path}.properties[{name}]")
+    for name in ("items", "additionalProperties"):
+        if isinstance(schema.get(name), dict):
+            yield from _check_types(schema[name], f"{path}.{name}")
+
+
 def has_rules(schema: Schema) -> bool:
     """Return whether a schema or one below it has rules."""
     below = [*(schema.get("properties") or {}).values()]

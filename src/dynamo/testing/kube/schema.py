@@ -12,6 +12,7 @@ Schema = Mapping[str, Any]
 FieldError = failures.FieldError
 
 _INT32 = 2**31
+_FREE = "\0"  # marks a map key in a path
 _BLOCKING = frozenset(  # such an error keeps rules from being evaluated
     (
         *("FieldValueNotSupported", "FieldValueTypeInvalid", "FieldValueRequired"),
@@ -93,12 +94,22 @@ def fill_defaults(value: Any, schema: Schema) -> Any:
 def validate(item: Object, old: Object | None, schema: Schema) -> list[FieldError]:
     """Return the mistakes of an object, with those of rules if the schema itself is fulfilled."""
     checked = {name: value for name, value in item.items() if name != "metadata"}
-    findings = list(_check(checked, schema, ""))
+    findings = [_shown(error) for error in _check(checked, schema, "")]
     if any(error.reason in _BLOCKING for error in findings):
         if rules.has_rules(schema):
             findings.append(failures.invalid_value("<nil>", "null", _NOT_CHECKED))
         return findings
     return findings + list(rules.check(item, old, schema))
+
+
+def _shown(error: FieldError) -> FieldError:
+    """Write map keys as a field, or in brackets where an item comes twice, as a real server does."""
+    if error.reason == "FieldValueDuplicate":
+        field = re.sub(rf"\.{_FREE}([^.\[]+)", r"[\1]", error.field)
+        return FieldError(error.reason, field, error.message)
+    return FieldError(
+        error.reason, error.field.replace(_FREE, ""), error.message.replace(_FREE, "")
+    )
 
 
 def _type_of(value: Any) -> str:
@@ -157,7 +168,8 @@ def _check_object(value: Object, schema: Schema, path: str) -> Iterator[FieldErr
     for name in sorted(value):
         below = properties.get(name, additional if isinstance(additional, dict) else None)
         if below is not None:
-            yield from _check(value[name], below, f"{path}.{name}" if path else name)
+            place = name if name in properties else f"{_FREE}{name}"
+            yield from _check(value[name], below, f"{path}.{place}" if path else place)
 
 
 def _check_list(value: list[Any], schema: Schema, path: str) -> Iterator[FieldError]:

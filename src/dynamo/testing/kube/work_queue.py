@@ -93,6 +93,9 @@ class ReconcileQueue:
             self._delays[item] = again_s
             if error.code not in (404, 409):
                 _logger.warning("%s %s: %s", type(controller).__name__, key, error)
+        except Exception:  # a mistake here must not end all controllers
+            _logger.exception("%s %s", type(controller).__name__, key)
+            again_s = _LAST_RETRY_S
         else:
             self._delays.pop(item, None)
         if again_s is not None:

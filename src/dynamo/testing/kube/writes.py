@@ -110,6 +110,7 @@ class ObjectWrites:
         """Store a new object. Raises ApiError."""
         body = self._decode(resource, body)
         self.check_create(resource, namespace, body, is_dry_run=options.is_dry_run)
+        body = self.prune(resource, body, options)
         meta = metadata.for_create(body, resource, namespace)
         item = {**body, "metadata": meta}
         if resource.has_status:
@@ -134,10 +135,8 @@ class ObjectWrites:
         """Replace an object. Raises ApiError."""
         body = self._decode(resource, body)
         given_metadata = body.get("metadata") or {}
-        if given_metadata.get("name", name) != name:
-            message = f"the name of the object ({given_metadata['name']}) does not match the name on the URL ({name})"
-            raise failures.bad_request(message)
-        self._check_namespace(resource, namespace, given_metadata)
+        check_name(given_metadata, name)
+        self.check_namespace(resource, namespace, given_metadata)
         old = self.get(resource, namespace, name)
         version = given_metadata.get("resourceVersion")
         if resource.is_custom and not version:
@@ -218,7 +217,7 @@ class ObjectWrites:
     ) -> None:
         """Refuse an object that may not be created here. Raises ApiError."""
         given_metadata = body.get("metadata") or {}
-        self._check_namespace(resource, namespace, given_metadata)
+        self.check_namespace(resource, namespace, given_metadata)
         if given_metadata.get("resourceVersion") and not is_dry_run:
             text = "resourceVersion should not be set on objects to be created"
             raise failures.ApiError(500, "", text)
@@ -240,9 +239,10 @@ class ObjectWrites:
             ]
             raise refusal
 
-    def _check_namespace(
+    def check_namespace(
         self, resource: "resources.ApiResource", namespace: str, given_metadata: Object
     ) -> None:
+        """Refuse a body whose namespace is not that of the path. Raises ApiError (400)."""
         if resource.is_namespaced and given_metadata.get("namespace") not in (None, "", namespace):
             text = "the namespace of the provided object does not match the namespace sent on the request"
             raise failures.bad_request(text)
@@ -354,7 +354,10 @@ class ObjectWrites:
             return {**item, "metadata": meta}
         shape = managed_fields.Shape(resource.schema, resource.is_custom)
         writer = self.make_writer(resource, options, "Update")
-        entries = managed_fields.record_update(old, item, shape, writer)
+        own_item = item
+        if old is None and resource.has_status:  # the server has filled in the status
+            own_item = {name: value for name, value in item.items() if name != "status"}
+        entries = managed_fields.record_update(old, own_item, shape, writer)
         if entries:
             meta["managedFields"] = entries
         else:
@@ -461,3 +464,11 @@ def read_path(item: Any, path: str) -> Any:
 
 def _name(item: Object) -> "store.Name":
     return item["metadata"].get("namespace", ""), item["metadata"]["name"]
+
+
+def check_name(given_metadata: Object, name: str) -> None:
+    """Refuse a body whose name is not that of the path. Raises ApiError (400)."""
+    shown = given_metadata.get("name", name)
+    if shown != name:
+        text = f"the name of the object ({shown}) does not match the name on the URL ({name})"
+        raise failures.bad_request(text)
