@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from waiting import PATIENT_S
+
 _MINIMUM = (1, 28)
-_STOP_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RunningCluster:
         }
 
     def kubectl(
-        self, *arguments: str, stdin: str | None = None, timeout_s: float = 60
+        self, *arguments: str, stdin: str | None = None, timeout_s: float = PATIENT_S
     ) -> subprocess.CompletedProcess[str]:
         """Run the real kubectl against the cluster."""
         return subprocess.run(
@@ -93,7 +94,7 @@ def running_cluster(folder: pathlib.Path, *flags: str) -> Iterator[RunningCluste
     finally:
         process.terminate()
         try:
-            process.wait(_STOP_S)
+            process.wait(PATIENT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

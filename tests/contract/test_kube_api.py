@@ -19,6 +19,7 @@ import pytest
 
 import ports
 from dynamo.testing.kube import cluster as clusters
+from waiting import PATIENT_S
 
 RECORDINGS = pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "kube"
 LEAST = {  # of the exchanges that are replayed
@@ -65,7 +66,7 @@ async def real_binaries(folder: pathlib.Path, tmp_path: pathlib.Path):
     )  # fmt: skip
     url = f"https://127.0.0.1:{secure}"
     try:
-        async with httpx.AsyncClient(verify=False) as http:
+        async with httpx.AsyncClient(verify=False, timeout=PATIENT_S) as http:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
                     if (await http.get(f"{url}/readyz")).status_code == 200:
@@ -238,7 +239,7 @@ async def test_recorded_answers_are_given_again(name, tmp_path):
     different = []
     async with (
         any_cluster(tmp_path) as url,
-        httpx.AsyncClient(base_url=url, verify=False, timeout=30) as http,
+        httpx.AsyncClient(base_url=url, verify=False, timeout=PATIENT_S) as http,
     ):
         await define(http, name, exchanges)
         await asyncio.sleep(0.1)

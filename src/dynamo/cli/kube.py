@@ -75,5 +75,9 @@ async def _serve(
     async with opened as running:
         running.write_kubeconfig(path)
         print(f"export KUBECONFIG={path}", flush=True)
-        print(f"The API server listens at {running.url}; Ctrl-C ends the cluster.", flush=True)
+        print(f"The API server listens at {running.url}; Ctrl-C ends the cluster.")
+        print(
+            "It asks for no password: every user of this machine can run programs through it.",
+            flush=True,
+        )
         await stop.wait()
