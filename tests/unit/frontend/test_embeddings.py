@@ -102,7 +102,6 @@ async def test_model_with_shortenable_vectors_shortens_its_vectors(bare, model_d
         ({"input": "a", "dimensions": 2}, "dimensions", "expected 4 or nothing"),
         ({"input": "a", "dimensions": 0}, "dimensions", "expected"),
         ({"input": "a", "nvext": {}}, "nvext", "not supported"),
-        ({"input": "a", "truncate": True}, "truncate", "truncate"),
     ],
 )
 async def test_invalid_embedding_field_is_a_400_with_its_name(rig, body, param, message):
