@@ -53,7 +53,7 @@ def reference() -> str:
         ),
     ]
     sections += _settings(
-        "python -m dynamo.router", router_main.ServiceConfig, router_config.RoutingConfig
+        "python -m dynamo.router", router_main.RouterServiceConfig, router_config.RoutingConfig
     )
     sections += _settings(
         "python -m dynamo.planner", planner_config.PlannerConfig, planner_config.ScalingConfig

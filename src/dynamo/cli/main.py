@@ -1,7 +1,7 @@
 """The `dynamo` command: the table of its subcommands. What they do, and their options, is in the modules beside this.
 
 `dynamo --help` and shell completion read the same table; the options of a subcommand are a dataclass like those of
-`python -m dynamo.x` (`base.config`).
+`python -m dynamo.x` (`base.config`). The commands down to `cloud` are those of NVIDIA Dynamo 0.3.
 """
 
 import argparse
@@ -15,7 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import config, distribution, errors, membership
-from dynamo.cli import completion, kube, kvbm, run, semantic, serve
+from dynamo.cli import (
+    bench,
+    completion,
+    deployment,
+    graph,
+    kube,
+    kvbm,
+    models,
+    overview,
+    package,
+    processes,
+    run,
+    semantic,
+    serve,
+    top,
+)
+from dynamo.runtime import component
+from dynamo.sdk import graph as graphs
 from dynamo.worker import engines
 
 _INTERRUPTED = 130
@@ -23,7 +40,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig:
-    """Show what belongs into a bug report."""
+    """Display information about the current environment, for a bug report."""
 
 
 def show_environment(_: EnvironmentConfig) -> int:
@@ -41,13 +58,40 @@ class Command:
 
 
 COMMANDS = {
+    "env": Command(EnvironmentConfig, show_environment),
     "serve": Command(serve.ServeConfig, lambda options: serve.serve(options)),
     "run": Command(run.RunConfig, lambda options: run.run(options)),
+    "deploy": Command(deployment.DeployConfig, deployment.deploy),
+    "build": Command(package.BuildConfig, package.build),
+    "get": Command(package.GetConfig, package.get),
+    "deployment": Command(deployment.DeploymentConfig, deployment.manage),
+    "containerize": Command(package.ContainerizeConfig, package.containerize),
+    "cloud": Command(deployment.CloudConfig, deployment.cloud),
+    "ps": Command(processes.ProcessListConfig, processes.list_processes),
+    "stop": Command(processes.StopConfig, processes.stop),
+    "logs": Command(processes.LogsConfig, processes.show_logs),
+    "list": Command(models.ModelListConfig, models.list_models),
+    "pull": Command(models.PullConfig, models.pull),
+    "rm": Command(models.RemoveConfig, models.remove),
+    "top": Command(top.TopConfig, top.run),
+    "bench": Command(bench.BenchConfig, bench.run),
     "kvbm": Command(kvbm.KvbmCommandConfig, kvbm.run),
     "semantic": Command(semantic.SemanticCommandConfig, semantic.run),
     "kube": Command(kube.KubeCommandConfig, kube.run),
-    "env": Command(EnvironmentConfig, show_environment),
 }
+_GRAPH = Command(graph.GraphConfig, lambda options: graph.run(options))  # `serve`, of a graph
+_OPTIONS = {
+    "--version -v": "Show the application version and exit.",
+    "--install-completion": "Install completion for the current shell.",
+    "--show-completion": "Show completion for the current shell, to copy it or customize the installation.",
+    "--help -h": "Show this message and exit.",
+}
+
+
+def run_main() -> None:
+    """Run `dynamo-run`, which is `dynamo run`."""
+    sys.argv.insert(1, "run")
+    main()
 
 
 def main() -> None:
@@ -70,8 +114,12 @@ def _run(argv: Sequence[str]) -> int:
     parser = make_parser()
     config.complete(parser)
     name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print(overview.render(_OPTIONS, {key: _summary(COMMANDS[key]) for key in COMMANDS}))
+        return 0
     if name in COMMANDS:
-        command = COMMANDS[name]
+        is_graph = name == "serve" and any(map(graphs.is_target, argv[1:]))
+        command = _GRAPH if is_graph else COMMANDS[name]
         options: Any = config.load(command.options, prog=f"dynamo {name}", argv=argv[1:])
         return command.run(options)
     if not name.startswith("-"):
@@ -106,7 +154,7 @@ def make_parser() -> config.Parser:
         epilog="dynamo COMMAND --help shows the flags of a command.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="store_true", help="show the version")
+    parser.add_argument("--version", "-v", action="store_true", help="show the version")
     for flag, text in (
         ("--install-completion", "install completion for this shell, or for the one named"),
         ("--show-completion", "show the completion script, to copy it or to adapt it"),
@@ -118,10 +166,13 @@ def make_parser() -> config.Parser:
         title="commands", metavar="", parser_class=argparse.ArgumentParser
     )
     for name, command in COMMANDS.items():
-        summary = (command.options.__doc__ or "").partition("\n")[0]
-        subparser = commands.add_parser(name, help=summary, allow_abbrev=False)
+        subparser = commands.add_parser(name, help=_summary(command), allow_abbrev=False)
         config.add_options(subparser, (command.options,))
     return parser
+
+
+def _summary(command: Command) -> str:
+    return (command.options.__doc__ or "").partition("\n")[0]
 
 
 _PACKAGES = (
@@ -133,12 +184,16 @@ _PACKAGES = (
     "pyzmq",
     "huggingface-hub",
 )
-_PREFIXES = ("DYN_", "ETCD_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_PREFIXES = ("DYN_", "DYNAMO_", "ETCD_", "NATS_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _SECRETS = ("TOKEN", "KEY", "PASSWORD", "SECRET")
 
 
 def report() -> str:
     """Return versions, machine, engines, planes and the variables that matter, one per line; secrets are hidden."""
+    planes = config.load(component.RuntimeConfig, prog="dynamo env", argv=())
+    discovery: str = planes.discovery_backend
+    if discovery == "file":
+        discovery += f", {membership.discovery_directory(None, os.environ)}"
     variables = {
         name: "(set)" if any(word in name for word in _SECRETS) else value
         for name, value in sorted(os.environ.items())
@@ -152,8 +207,8 @@ def report() -> str:
             name if engines.is_installed(name) else f"{name} (not installed)"
             for name in engines.KIND_BY_NAME
         ),
-        "discovery": f"file, {membership.discovery_directory(None, os.environ)}",
-        "planes": "requests tcp, events zmq",
+        "discovery": discovery,
+        "planes": f"requests {planes.request_plane}, events {planes.event_plane}",
         **variables,
     }
     width = max(map(len, rows))

@@ -31,6 +31,7 @@ from dynamo.worker import engines, model_source
 
 PROBE_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 35.0  # a worker drains for at most 30 s
+ANY_MODEL = "*"
 PROMPT = "Tell me a story about a brave cat"
 _DISCOVERY = "DYN_FILE_KV"
 _FRONTEND, _PLANNER = "frontend", "planner"
@@ -53,7 +54,7 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(HttpConfig):
-    """Start a frontend and workers, and supervise them."""
+    """Locally serve a model, or a graph of services (module:Class)."""
 
     model: str | None = config.option(
         None,
@@ -111,7 +112,7 @@ class ServeConfig(HttpConfig):
 
 def serve(options: ServeConfig) -> int:
     """Serve until a signal comes, and return the exit code. Raises ConfigError."""
-    _check_port(options.http_host, options.http_port)
+    check_port(options.http_host, options.http_port)
     kind = engines.kind_of(options.engine)
     directory = model_source.resolve(options.model, with_weights=kind.needs_weights)
     with guard.Guard() as guardian:
@@ -126,7 +127,7 @@ def serve(options: ServeConfig) -> int:
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by what stands for all addresses of a host
 
 
-def _check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int) -> None:
     """Check before anything starts: a server at this port would be mistaken for our frontend."""
     try:
         family, number = addresses.resolve(host)
@@ -326,9 +327,22 @@ async def lists_model(host: str, port: int, model: str | None, clock: clocks.Clo
             answer = await reader.read()
             writer.close()
         models = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])
-        return model is None or any(entry["id"] == model for entry in models["data"])
+        return model is None or any(model in (ANY_MODEL, entry["id"]) for entry in models["data"])
     except (OSError, TimeoutError, msgspec.DecodeError, KeyError, TypeError):
         return False
+
+
+async def is_healthy(host: str, port: int, clock: clocks.Clock) -> bool:
+    """Return whether the service at this address says that it is healthy."""
+    try:
+        async with clock.timeout(PROBE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(f"GET /health HTTP/1.0\r\nhost: {host}\r\n\r\n".encode())
+            first_line = await reader.readline()
+            writer.close()
+    except (OSError, TimeoutError):
+        return False
+    return b" 200" in first_line
 
 
 class Progress:

@@ -41,6 +41,7 @@ class ChildSpec:
     name: str
     argv: Sequence[str]
     environ: Mapping[str, str]
+    directory: str | None = None  # to start in; None: the parent's
     is_relayed: bool = True  # its output comes through the parent, marked with its name
     resources: allocation.Allocation = field(default_factory=allocation.Allocation)
     grace_s: float = 0.0  # for which it may finish what it runs after its parent's death
@@ -148,6 +149,7 @@ async def start(
         guardian.grant(spec.grace_s)
     process = await asyncio.create_subprocess_exec(
         *spec.argv,
+        cwd=spec.directory,
         env=guardian.mark({**spec.environ, **spec.resources.environ}),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=output,

@@ -18,7 +18,7 @@ from dynamo.runtime import component
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceConfig(component.RuntimeConfig):
+class RouterServiceConfig(component.RuntimeConfig):
     """Select workers for other processes: serves dyn://NAMESPACE.router.{generate,best_worker_id,free,...}."""
 
     endpoint: str | None = config.option(
@@ -32,7 +32,7 @@ def main() -> int:
     try:
         logs.configure()
         settings, routing = config.load_parts(
-            (ServiceConfig, router_config.RoutingConfig), prog=prog
+            (RouterServiceConfig, router_config.RoutingConfig), prog=prog
         )
         target = settings.endpoint or f"dyn://{settings.namespace}.backend.generate"
         asyncio.run(serve(settings, routing, instances.EndpointName.parse(target)))
@@ -45,7 +45,9 @@ def main() -> int:
 
 
 async def serve(
-    settings: ServiceConfig, routing: router_config.RoutingConfig, target: instances.EndpointName
+    settings: RouterServiceConfig,
+    routing: router_config.RoutingConfig,
+    target: instances.EndpointName,
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once. Raises ConfigError."""
     settings = component.with_reachable_host(settings, os.environ)

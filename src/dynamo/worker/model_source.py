@@ -129,3 +129,29 @@ def _snapshot(name: str, patterns: tuple[str, ...], *, cached: bool) -> str:
         etag_timeout=HUB_TIMEOUT_S,
         local_files_only=cached,
     )
+
+
+def cached_models() -> dict[str, int]:
+    """Return the size in bytes of each model in the hub's local cache, by name."""
+    try:
+        found = huggingface_hub.scan_cache_dir()
+    except hub_errors.CacheNotFound:
+        return {}
+    sizes = {repo.repo_id: repo.size_on_disk for repo in found.repos if repo.repo_type == "model"}
+    return dict(sorted(sizes.items()))
+
+
+def remove_cached(name: str) -> int:
+    """Remove a model from the hub's local cache; return the bytes that are free then. Raises ConfigError."""
+    if name not in cached_models():
+        raise errors.ConfigError(f"{name!r} is not in the local cache; `dynamo list` shows what is")
+    found = huggingface_hub.scan_cache_dir()
+    revisions = [
+        revision.commit_hash
+        for repo in found.repos
+        if repo.repo_id == name and repo.repo_type == "model"
+        for revision in repo.revisions
+    ]
+    removal = found.delete_revisions(*revisions)
+    removal.execute()
+    return int(removal.expected_freed_size)

@@ -17,8 +17,9 @@ def run(monkeypatch, capsys, *arguments):
     return exit_.value.code or 0, captured.out, captured.err
 
 
-def test_the_version_is_printed(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "--version")
+@pytest.mark.parametrize("flag", ["--version", "-v"])
+def test_the_version_is_printed(monkeypatch, capsys, flag):
+    code, out, _ = run(monkeypatch, capsys, flag)
 
     assert (code, out.strip()) == (0, importlib.metadata.version("dynamo-serving"))
 
@@ -54,6 +55,14 @@ def test_dynamo_errors_are_printed_as_one_sentence(monkeypatch, capsys, error, e
 
     assert code == expected
     assert err == f"dynamo: {error}\n"
+
+
+def test_dynamo_run_is_a_command_of_its_own(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dynamo-run", "in=telepathy"])
+    with pytest.raises(SystemExit):
+        main.run_main()
+
+    assert "text, stdin, batch:FILE, http" in capsys.readouterr().err
 
 
 def test_env_command_hides_secrets(monkeypatch, capsys):

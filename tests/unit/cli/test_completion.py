@@ -34,7 +34,7 @@ def complete(line, argv, skip):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("dynamo s", ["serve", "semantic"]),
+        ("dynamo se", ["serve", "semantic"]),
         ("dynamo serve --pre", ["--prefill"]),
         ("dynamo run --max", ["--max-tokens"]),
         ("dynamo --show", ["--show-completion"]),

@@ -1,0 +1,1 @@
+"""Graphs: which services are started together."""

@@ -1,0 +1,202 @@
+"""`dynamo bench`: streams chats to a frontend, and reports times and rates for people.
+
+Requests keep a number in flight (`--concurrency`) or arrive at a rate (`--rate`, exponential gaps); the seed makes a
+run repeatable. Prompts are different random words, so that no prefix cache answers for the engine; `--prompt` sends one
+text.
+"""
+
+import asyncio
+import random
+import statistics
+import urllib.parse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import config, errors
+
+_WORDS = (
+    "brave",
+    "cat",
+    "river",
+    "stone",
+    "light",
+    "garden",
+    "winter",
+    "letter",
+    "window",
+    "quiet",
+)
+_REQUEST_S = 600.0
+_LINE_BYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """Load a frontend and report its times."""
+
+    url: str = config.option("http://127.0.0.1:8000", help="address of the frontend")
+    model: str | None = config.option(
+        None, help="model (default: the first that the frontend lists)"
+    )
+    requests: int = config.option(64, help="requests in all", least=1)
+    concurrency: int = config.option(8, help="requests in flight", least=1)
+    rate: float = config.option(
+        0.0, help="requests per second instead of --concurrency; 0: off", least=0
+    )
+    input_words: int = config.option(100, help="words of each prompt", least=1)
+    max_tokens: int = config.option(64, help="tokens of each answer", least=1)
+    prompt: str | None = config.option(None, help="send this text instead of random words")
+    seed: int = config.option(0, help="of prompts and arrivals")
+    json: bool = config.option(False, help="print the report as JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The times of one answer, in seconds, and its tokens; `error` says why there is none."""
+
+    sent_at: float
+    token_times: tuple[float, ...] = ()
+    error: str = ""
+
+
+def run(options: BenchConfig) -> int:
+    """Run the load, print the report and return 1 if a request failed. Raises DynamoError."""
+    clock = clocks.SystemClock()
+    began_at = clock.now()
+    answers = asyncio.run(_run(options, clock))
+    report = summarize(answers, clock.now() - began_at)
+    print(msgspec.json.encode(report).decode() if options.json else render(report))
+    return 1 if report["failed"] else 0
+
+
+async def _run(options: BenchConfig, clock: clocks.Clock) -> list[Answered]:
+    draw = random.Random(options.seed)
+    client = _Client(options.url, clock)
+    model = options.model or await client.first_model()
+    slots = asyncio.Semaphore(options.requests if options.rate else options.concurrency)
+    tasks = []
+
+    async def ask(prompt: str) -> Answered:
+        async with slots:
+            return await client.stream(model, prompt, options.max_tokens)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(options.requests):
+            words = " ".join(draw.choices(_WORDS, k=options.input_words))
+            prompt = options.prompt if options.prompt is not None else words
+            tasks.append(group.create_task(ask(prompt)))
+            if options.rate:
+                await clock.sleep(draw.expovariate(options.rate))
+    return [task.result() for task in tasks]
+
+
+class _Client:
+    def __init__(self, url: str, clock: clocks.Clock) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme != "http" or parts.hostname is None:
+            raise errors.ConfigError(f"--url {url}: expected http://host:port")
+        self._address = (parts.hostname, parts.port or 80)
+        self._clock = clock
+
+    async def first_model(self) -> str:
+        """Return the first model that the frontend lists. Raises Unavailable."""
+        try:
+            reader, writer = await asyncio.open_connection(*self._address)
+        except OSError as error:
+            raise errors.Unavailable(f"no frontend answers at --url: {error}") from error
+        writer.write(b"GET /v1/models HTTP/1.0\r\nhost: localhost\r\n\r\n")
+        body = (await reader.read()).partition(b"\r\n\r\n")[2]
+        writer.close()
+        models = msgspec.json.decode(body)["data"]
+        if not models:
+            raise errors.Unavailable("the frontend lists no model yet")
+        return str(models[0]["id"])
+
+    async def stream(self, model: str, prompt: str, max_tokens: int) -> Answered:
+        """Return the times of one answer."""
+        body = msgspec.json.encode(
+            {
+                "model": model,
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": max_tokens,
+                "stream": True,
+            }
+        )
+        sent_at, times = self._clock.now(), []
+        head = "POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        try:
+            async with self._clock.timeout(_REQUEST_S):
+                reader, writer = await asyncio.open_connection(*self._address, limit=_LINE_BYTES)
+                try:
+                    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+                    status = await reader.readline()
+                    async for line in reader:
+                        if line.startswith(b"data: {"):
+                            if b'"error"' in line[:20]:
+                                raise errors.Unavailable(line[6:200].decode("utf-8", "replace"))
+                            times.append(self._clock.now())
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError, errors.DynamoError) as error:
+            return Answered(sent_at, error=str(error) or type(error).__name__)
+        if b" 200" not in status:
+            return Answered(sent_at, error=status.decode("utf-8", "replace").strip())
+        return Answered(sent_at, tuple(times), "" if times else "an answer without tokens")
+
+
+Report = dict[str, float | int | str]
+
+
+def summarize(answers: Sequence[Answered], elapsed_s: float) -> Report:
+    """Return the figures of a run: milliseconds, and events per second."""
+    good = [answer for answer in answers if not answer.error]
+    firsts = [1e3 * (answer.token_times[0] - answer.sent_at) for answer in good]
+    gaps = [
+        1e3 * (after - before)
+        for answer in good
+        for before, after in zip(answer.token_times, answer.token_times[1:], strict=False)
+    ]
+    wholes = [1e3 * (answer.token_times[-1] - answer.sent_at) for answer in good]
+    num_events = sum(len(answer.token_times) for answer in good)
+    report: Report = {
+        "requests": len(answers),
+        "failed": len(answers) - len(good),
+        "first_error": next((answer.error for answer in answers if answer.error), ""),
+        "elapsed_s": round(elapsed_s, 3),
+        "requests_per_s": round(len(good) / elapsed_s, 2),
+        "chunks_per_s": round(num_events / elapsed_s, 1),
+    }
+    for name, values in (("ttft_ms", firsts), ("itl_ms", gaps), ("whole_ms", wholes)):
+        for label, value in _percentiles(values).items():
+            report[f"{name}_{label}"] = round(value, 2)
+    return report
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    if len(values) < 2:
+        return dict.fromkeys(("mean", "p50", "p90", "p99"), values[0] if values else 0.0)
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {"mean": statistics.fmean(values), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
+
+
+def render(report: Report) -> str:
+    """Return the report for people."""
+    lines = [
+        f"{report['requests']} requests, {report['failed']} failed, in {report['elapsed_s']} s",
+        f"{report['requests_per_s']} requests/s, {report['chunks_per_s']} chunks/s",
+        "",
+        f"{'milliseconds':<24} {'mean':>10} {'p50':>10} {'p90':>10} {'p99':>10}",
+    ]
+    for name, text in (
+        ("ttft_ms", "to the first token"),
+        ("itl_ms", "between two chunks"),
+        ("whole_ms", "to the end"),
+    ):
+        figures = [f"{report[f'{name}_{label}']:>10}" for label in ("mean", "p50", "p90", "p99")]
+        lines.append(f"{text:<24} {' '.join(figures)}")
+    if report["first_error"]:
+        lines += ["", f"first error: {report['first_error']}"]
+    return "\n".join(lines)

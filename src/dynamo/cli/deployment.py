@@ -1,0 +1,251 @@
+"""`dynamo deploy` and `dynamo deployment`: a graph as a DynamoGraphDeployment, on a cluster or in a file.
+
+A graph is a tag that `dynamo build` printed, or `module:Class` with its sources in the working directory. The
+cluster is that of the kubeconfig, or of the pod; a laptop's (`dynamo kube up`) is one like any other.
+"""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import tarfile
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dynamo.base import config, distribution, errors
+from dynamo.cli import graph as graph_command
+from dynamo.cli import package
+from dynamo.launch import allocation
+from dynamo.sdk import commands, graph
+
+API_VERSION, KIND = "nvidia.com/v1alpha1", "DynamoGraphDeployment"
+_MANAGER = "dynamo-deployment"
+_COMPONENT_TYPES = {"dynamo.frontend": "frontend", "dynamo.planner": "planner"}
+Connection = Any  # runtime.backends.kubernetes.connection, which is loaded when it is used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployConfig:
+    """Deploy a graph (same as deployment create)."""
+
+    pipeline: str = config.option(
+        "", flag="", help="tag that `dynamo build` printed, or module:Class"
+    )
+    name: str | None = config.option(
+        None, aliases=("-n",), help="name of the deployment (default: that of the first service)"
+    )
+    file: str | None = config.option(
+        None, aliases=("-f",), help="YAML file with a section for each service"
+    )
+    namespace: str | None = config.option(
+        None, help="namespace of the cluster (default: the kubeconfig's)"
+    )
+    image: str | None = config.option(None, help="image of all services (default: the tag's)")
+    working_dir: str = config.option(".", help="directory of the sources of module:Class")
+    endpoint: str | None = config.option(
+        None,
+        aliases=("-e",),
+        env="DYNAMO_CLOUD",
+        help="accepted from 0.3; the kubeconfig names the cluster",
+    )
+    wait: bool = config.option(True, help="wait until the deployment is ready")
+    timeout: float = config.option(3600.0, help="seconds to wait", least=0)
+    dry_run: bool = config.option(False, help="print the DynamoGraphDeployment, and apply nothing")
+    overrides: tuple[str, ...] = config.rest(help="--Service.key=value sets a value of a service.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentConfig(DeployConfig):
+    """Create, list, show, update and delete deployments of graphs on a Kubernetes cluster."""
+
+    action: Literal["create", "list", "get", "update", "delete"] = config.option(
+        "list", flag="", help="what to do; create and update take a tag, get and delete a name"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudConfig:
+    """Say what replaced the Dynamo Cloud of 0.3."""
+
+    words: tuple[str, ...] = config.rest(help="Whatever 0.3 took.")
+
+
+def deploy(options: DeployConfig) -> int:
+    """Apply a graph's deployment, or print it; return the exit code. Raises DynamoError."""
+    manifest = make_manifest(options)
+    if options.dry_run:
+        print(_yaml(manifest), end="")
+        return 0
+    return _on_cluster(lambda cluster: _apply(cluster, manifest, options))
+
+
+def manage(options: DeploymentConfig) -> int:
+    """Do what the action says; return the exit code. Raises DynamoError."""
+    if options.action in ("create", "update"):
+        return deploy(options)
+    if options.action == "list":
+        return _on_cluster(lambda cluster: _list(cluster, options.namespace))
+    name = options.name or options.pipeline
+    if not name:
+        raise errors.ConfigError(f"dynamo deployment {options.action}: expected a name")
+    work = _show if options.action == "get" else _delete
+    return _on_cluster(lambda cluster: work(cluster, name, options.namespace))
+
+
+def cloud(_: CloudConfig) -> int:
+    """Say what to use instead of a command that 0.3 had, and return 2."""
+    raise errors.ConfigError(
+        "`dynamo cloud` installed the platform of 0.3; today charts do: helm install dynamo-crds and dynamo-platform,"
+        " then `dynamo deploy TAG`; on a laptop `dynamo kube up` is a cluster"
+    )
+
+
+def make_manifest(options: DeployConfig) -> dict[str, Any]:
+    """Return the DynamoGraphDeployment of a graph. Raises ConfigError."""
+    if not options.pipeline:
+        raise errors.ConfigError("expected a tag that `dynamo build` printed, or module:Class")
+    with _sources(options.pipeline, options.working_dir) as (target, directory):
+        graph_options = graph_command.GraphConfig(
+            target=target,
+            file=options.file,
+            working_dir=str(directory),
+            overrides=options.overrides,
+        )
+        loaded = graph_command.load(graph_options)
+    plan = commands.make(
+        loaded.specs,
+        loaded.values,
+        allocation.Allocation(),
+        target=target,
+        directory="/graph/src",
+        namespace=loaded.namespace,
+        environ={},
+    )
+    name = options.name or loaded.specs[0].name.lower()
+    services: dict[str, Any] = {}
+    for command in plan.commands:
+        service = services.setdefault(command.service, _service(command, options, name))
+        service["replicas"] += 1
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": name}
+        | ({"namespace": options.namespace} if options.namespace else {}),
+        "spec": {"services": services},
+    }
+
+
+def _service(command: commands.ServiceCommand, options: DeployConfig, name: str) -> dict[str, Any]:
+    """Return a service of the deployment; its replicas are counted by the caller."""
+    module = command.argv[2]
+    service: dict[str, Any] = {
+        "dynamoNamespace": name,
+        "componentType": _COMPONENT_TYPES.get(module, "worker"),
+        "replicas": 0,
+        "envs": [
+            {"name": key, "value": value}
+            for key, value in command.environ.items()
+            if key != "DYN_NAMESPACE"
+        ],
+        "extraPodSpec": {
+            "mainContainer": {
+                "image": options.image or options.pipeline,
+                "workingDir": command.directory,
+                "command": ["/bin/sh", "-c"],
+                "args": [shlex.join(("python3", *command.argv[1:]))],
+            }
+        },
+    }
+    if command.num_devices:
+        service["resources"] = {"limits": {"gpu": str(command.num_devices)}}
+    return service
+
+
+@contextlib.contextmanager
+def _sources(pipeline: str, working_dir: str) -> Iterator[tuple[str, Path]]:
+    """Yield a graph's target and the directory of its sources, those of an archive unpacked."""
+    path = package.archive_path(pipeline, None)
+    if not path.exists():
+        if not graph.is_target(pipeline):
+            raise errors.ConfigError(f"{pipeline}: no such archive; `dynamo get` lists them")
+        yield pipeline, Path(working_dir).resolve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
+        yield package.read(pipeline, None).target, Path(folder, "src")
+
+
+def _on_cluster(work: Callable[[Connection], Awaitable[int]]) -> int:
+    """Call `work` with a connection to the cluster. Raises ConfigError if there is none."""
+    module = distribution.load_extra(
+        "dynamo.runtime.backends.kubernetes.connection", feature="a deployment", extra="kubernetes"
+    )
+
+    async def run() -> int:
+        async with module.KubernetesConnection.open(os.environ) as cluster:
+            return await work(cluster)
+
+    return asyncio.run(run())
+
+
+async def _apply(cluster: Connection, manifest: Mapping[str, Any], options: DeployConfig) -> int:
+    name = manifest["metadata"]["name"]
+    namespace = options.namespace or cluster.namespace
+    applied = {**manifest, "metadata": {"name": name, "namespace": namespace}}
+    await cluster.apply(applied, _MANAGER, force=True)
+    print(f"applied {name} in the namespace {namespace}", flush=True)
+    if not options.wait:
+        return 0
+    try:
+        async with asyncio.timeout(options.timeout):
+            async for _, stored in cluster.watch(API_VERSION, KIND, namespace):
+                if stored.get("metadata", {}).get("name") == name and is_ready(stored):
+                    break
+    except TimeoutError:
+        raise errors.DeadlineExceeded(
+            f"{name} is not ready after {options.timeout:g} s; `dynamo deployment get {name}` shows why"
+        ) from None
+    print(f"{name} is ready; reach it: kubectl port-forward svc/{name}-frontend 8000:8000")
+    return 0
+
+
+async def _list(cluster: Connection, namespace: str | None) -> int:
+    stored = await cluster.list(API_VERSION, KIND, namespace or cluster.namespace)
+    print(f"{'NAME':<32} {'SERVICES':>8}  STATE")
+    for each in stored:
+        services = each["spec"].get("services") or {}
+        state = (each.get("status") or {}).get("state") or "pending"
+        print(f"{each['metadata']['name']:<32} {len(services):>8}  {state}")
+    return 0
+
+
+async def _show(cluster: Connection, name: str, namespace: str | None) -> int:
+    stored = await cluster.get(API_VERSION, KIND, name, namespace or cluster.namespace)
+    if stored is None:
+        raise errors.ConfigError(f"no deployment is called {name}; `dynamo deployment list`")
+    stored["metadata"].pop("managedFields", None)
+    print(_yaml(stored), end="")
+    return 0
+
+
+async def _delete(cluster: Connection, name: str, namespace: str | None) -> int:
+    if not await cluster.delete(API_VERSION, KIND, name, namespace or cluster.namespace):
+        raise errors.ConfigError(f"no deployment is called {name}; `dynamo deployment list`")
+    print(f"deleted {name}")
+    return 0
+
+
+def is_ready(stored: Mapping[str, Any]) -> bool:
+    """Return whether a deployment says that it is ready, in its present generation."""
+    status = stored.get("status") or {}
+    conditions = status.get("conditions") or ()
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+def _yaml(document: Mapping[str, Any]) -> str:
+    module = distribution.load_extra("dynamo.sdk.yaml_file", feature="a deployment", extra="sdk")
+    return str(module.write(dict(document)))

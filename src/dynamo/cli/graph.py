@@ -1,0 +1,251 @@
+"""`dynamo serve graphs.agg:Frontend -f configs/agg.yaml`: the processes of a graph of services, supervised.
+
+The services only say which commands there are (`sdk.commands`); this module prints them (`--dry-run`), starts them
+through `launch`, and restarts one that dies. Nothing reaches a process that is not printed, but for DYN_LAUNCH_TOKENS,
+by which its guard finds it.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.base import clock as clocks
+from dynamo.base import config, distribution
+from dynamo.cli import serve
+from dynamo.launch import children, guard, state, supervisor
+from dynamo.sdk import commands, declaration, graph, settings
+
+DISCOVERY = "DYN_FILE_KV"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphConfig:
+    """Start the services of a graph, and supervise them."""
+
+    target: str = config.option("", flag="", help="the graph: module:Class, or file.py:Class")
+    file: str | None = config.option(
+        None, aliases=("-f",), help="YAML file with a section for each service"
+    )
+    service_name: str | None = config.option(
+        None, help="start this one of the graph's services only"
+    )
+    working_dir: str = config.option(
+        ".", help="directory from which the graph's module is imported"
+    )
+    dry_run: bool = config.option(False, help="print the commands, and start nothing")
+    namespace: str | None = config.option(
+        None,
+        env="DYN_NAMESPACE",
+        help="namespace of the endpoints (default: the decorator's, or dynamo)",
+    )
+    join: str | None = config.option(
+        None, help="take part in the `dynamo serve` of this name (`dynamo ps` lists them)"
+    )
+    ready_timeout: float = config.option(
+        600.0, help="seconds to wait until the graph answers; more for a large model", least=0
+    )
+    overrides: tuple[str, ...] = config.rest(
+        help="--Service.key=value sets a value of a service, --Service.ServiceArgs.workers=2 the number of processes."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedGraph:
+    """A graph with its configuration."""
+
+    specs: Sequence[declaration.DeclaredService]
+    values: settings.ServiceConfig
+    directory: Path
+
+    @property
+    def namespace(self) -> str:
+        """The namespace that the decorators or the file name."""
+        for spec in self.specs:
+            args = self.values.process_settings(spec.name).get("dynamo") or {}
+            if name := args.get("namespace") or spec.namespace:
+                return str(name)
+        return "dynamo"
+
+    @property
+    def port(self) -> int | None:
+        """The HTTP port of the first service, if it has one."""
+        root = self.specs[0]
+        merged = settings.with_defaults(self.values, [root])
+        if root.module == "dynamo.frontend" or root.methods("api"):
+            return int(merged.section(root.name).get("port", 8000))
+        return None
+
+
+def load(options: GraphConfig) -> LoadedGraph:
+    """Import the graph and read its configuration. Raises ConfigError."""
+    directory = Path(options.working_dir).resolve()
+    values = settings.ServiceConfig()
+    if options.file is not None:
+        reader = distribution.load_extra(
+            "dynamo.sdk.yaml_file", feature="a configuration in YAML", extra="sdk"
+        )
+        values = settings.ServiceConfig(reader.read(Path(options.file)))
+    elif settings.VARIABLE in os.environ:
+        values = settings.ServiceConfig.get_instance()
+    values = values.with_overrides(options.overrides)
+    specs = graph.load(options.target, directory)
+    names = [spec.name for spec in specs]
+    names_in_file = [
+        *names,
+        *(name for name in values if name != "Common" and options.file is not None),
+    ]
+    values.check_names(names_in_file, options.file or "the command line")
+    return LoadedGraph(specs=specs, values=values, directory=directory)
+
+
+def run(options: GraphConfig) -> int:
+    """Serve until a signal comes, or print the commands; return the exit code. Raises ConfigError."""
+    loaded = load(options)
+    chosen = loaded.specs
+    if options.service_name is not None:
+        chosen = [graph.find(loaded.specs, options.service_name)]
+    joined = state.find(options.join) if options.join is not None else None
+    name = state.free_name(options.namespace or loaded.namespace)
+    namespace = joined.namespace if joined else name  # no other `dynamo serve` has it
+    with guard.Guard() as guardian:
+        environ = dict(joined.variables) if joined else {}
+        if not joined and DISCOVERY not in os.environ:
+            environ[DISCOVERY] = str(
+                state.directory() / f"{name}.discovery"
+                if options.dry_run
+                else guardian.make_folder("dynamo-serve-") / "discovery"
+            )
+        plan = commands.make(
+            chosen,
+            loaded.values,
+            children.machine_resources(os.environ),
+            target=options.target,
+            directory=str(loaded.directory),
+            namespace=namespace,
+            environ=environ,
+        )
+        if options.dry_run:
+            for note in plan.notes:
+                print(f"# {note}")
+            for command in plan.commands:
+                print(f"# {command.name}\n{command.shell()}\n")
+            return 0
+        for note in plan.notes:
+            serve.say(note)
+        port = loaded.port if loaded.specs[0] in chosen else None
+        if port is not None:
+            serve.check_port("127.0.0.1", port)
+        serving = _Serving(options, plan, namespace, name, port, environ, guardian)
+        with state.logged(name):
+            try:
+                return asyncio.run(serving.run(loaded.specs[0]))
+            finally:
+                state.remove(name)
+
+
+class _Serving:
+    """One run of the command."""
+
+    def __init__(
+        self,
+        options: GraphConfig,
+        plan: commands.GraphPlan,
+        namespace: str,
+        name: str,
+        port: int | None,
+        environ: dict[str, str],
+        guardian: guard.Guard,
+    ) -> None:
+        self._options, self._plan, self._namespace = options, plan, namespace
+        self._name, self._port, self._environ = name, port, environ
+        self._clock = clocks.SystemClock()
+        self._supervisor = supervisor.Supervisor(
+            guardian, self._clock, serve.say, stop_timeout_s=serve.STOP_TIMEOUT_S
+        )
+
+    async def run(self, root: declaration.DeclaredService) -> int:
+        """Start all, wait until the graph answers, supervise; return the exit code."""
+        end, exit_code = "stopped", 0
+        async with self._supervisor:
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            notice = "stopping; running requests finish first (once more: at once)"
+            self._supervisor.stop_on(numbers, lambda: serve.say(notice))
+            try:
+                for command in self._plan.commands:
+                    child = children.ChildSpec(
+                        name=command.name,
+                        argv=command.argv,
+                        environ={**os.environ, **command.environ},
+                        directory=command.directory,
+                        resources=command.resources,
+                    )
+                    await self._supervisor.start(child)
+                if await self._wait_until_ready(root):
+                    self._announce()
+                    for command in self._plan.commands:
+                        self._supervisor.watch(command.name)
+                    await self._supervisor.run()
+            except children.ChildDied as death:
+                end, exit_code = str(death), death.exit_code
+        serve.say(end)
+        return exit_code
+
+    async def _wait_until_ready(self, root: declaration.DeclaredService) -> bool:
+        """Wait until the first service answers; False if a signal came first. Raises ChildDied."""
+        limit_s = self._options.ready_timeout
+        progress = serve.Progress(f"waiting for {root.name}", limit_s=limit_s, clock=self._clock)
+
+        async def probe() -> bool:
+            if self._port is None:
+                return True
+            if root.module is None:
+                return await serve.is_healthy("127.0.0.1", self._port, self._clock)
+            return await serve.lists_model("127.0.0.1", self._port, serve.ANY_MODEL, self._clock)
+
+        try:
+            return await self._supervisor.wait_until(
+                probe, timeout_s=limit_s, on_wait=progress.show
+            )
+        except TimeoutError:
+            last = {name: child.last_line for name, child in self._supervisor.child_by_name.items()}
+            last_words = "; ".join(f"{name}: {line}" for name, line in last.items())
+            raise children.ChildDied(
+                f"{root.name} did not answer within {limit_s:g} s; last words: {last_words}"
+            ) from None
+
+    def _announce(self) -> None:
+        """Save the state and print where the graph answers."""
+        started = self._supervisor.child_by_name
+        shells = {command.name: command.shell() for command in self._plan.commands}
+        url = f"http://127.0.0.1:{self._port}" if self._port is not None else ""
+        state.save(
+            state.ServeState(
+                name=self._name,
+                namespace=self._namespace,
+                pid=os.getpid(),
+                started_at=time.time(),
+                url=url,
+                model=self._options.target,
+                variables=self._environ | {"DYN_NAMESPACE": self._namespace},
+                processes=[
+                    state.ProcessState(name=name, pid=child.pid, shell=shells[name])
+                    for name, child in started.items()
+                ],
+            )
+        )
+        pids = ", ".join(f"{name} {child.pid}" for name, child in started.items())
+        file = f" -f {self._options.file}" if self._options.file else ""
+        more = f"dynamo serve {self._options.target}{file} --service-name NAME --join {self._name}"
+        print(
+            f"\n{self._options.target} {'answers at ' + url if url else 'runs'}\n\n"
+            f"  namespace {self._namespace}\n"
+            f"  pids      dynamo {os.getpid()}, {pids}\n"
+            f"  commands  dynamo ps -v {self._name}\n"
+            f"  one more  {more}\n"
+            f"  stop      Ctrl-C, or dynamo stop {self._name}\n",
+            flush=True,
+        )

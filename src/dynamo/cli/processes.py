@@ -1,0 +1,95 @@
+"""`dynamo ps`, `dynamo stop`, `dynamo logs`: what runs on this machine, by the states that `dynamo serve` writes."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from dynamo.base import config, errors
+from dynamo.launch import state
+
+_STOP_S = 60.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessListConfig:
+    """List what `dynamo serve` runs here."""
+
+    name: str | None = config.option(None, flag="", help="this one only")
+    verbose: bool = config.option(
+        False, aliases=("-v",), help="print each process's command, to paste into a shell"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopConfig:
+    """Stop a `dynamo serve`; running requests finish first."""
+
+    name: str | None = config.option(None, flag="", help="its name (default: the only one)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogsConfig:
+    """Show what a `dynamo serve` and its processes said."""
+
+    name: str | None = config.option(None, flag="", help="its name (default: the only one)")
+    follow: bool = config.option(False, aliases=("-f",), help="go on as more is said")
+    tail: int = config.option(0, help="only so many lines from the end; 0: all", least=0)
+
+
+def list_processes(options: ProcessListConfig) -> int:
+    """Print a line for each `dynamo serve`, and with -v its processes."""
+    states = state.running() if options.name is None else [state.find(options.name)]
+    print(f"{'NAME':<16} {'PID':>8} {'AGE':>8}  {'ADDRESS':<24} SERVES")
+    for served in states:
+        age = _age(time.time() - served.started_at)
+        print(f"{served.name:<16} {served.pid:>8} {age:>8}  {served.url:<24} {served.model}")
+        for process in served.processes:
+            print(f"  {process.name:<14} {process.pid:>8}")
+            if options.verbose:
+                print(f"    {process.shell}")
+    return 0
+
+
+def stop(options: StopConfig) -> int:
+    """Send SIGTERM and wait until it has ended. Raises EngineFailed if it does not."""
+    served = state.find(options.name)
+    os.kill(served.pid, signal.SIGTERM)
+    print(f"stopping {served.name}: running requests finish first", flush=True)
+    deadline = time.monotonic() + _STOP_S
+    while any(served_now.pid == served.pid for served_now in state.running()):
+        if time.monotonic() > deadline:
+            raise errors.EngineFailed(
+                f"{served.name} has not ended within {_STOP_S:.0f} s; kill -9 {served.pid} ends it at once"
+            )
+        time.sleep(_POLL_S)
+    return 0
+
+
+def show_logs(options: LogsConfig) -> int:
+    """Print the log, and with --follow what comes until it ends or Ctrl-C. Raises ConfigError."""
+    name = options.name if options.name is not None else state.find(None).name
+    try:
+        file = state.log_path(name).open(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        raise errors.ConfigError(
+            f"no log of {name}: expected a name that `dynamo ps` shows"
+        ) from None
+    with file, contextlib.suppress(BrokenPipeError):
+        sys.stdout.writelines(deque(file, options.tail or None))
+        while options.follow and any(served.name == name for served in state.running()):
+            sys.stdout.flush()
+            time.sleep(_POLL_S)
+            sys.stdout.writelines(file)
+    return 0
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3_600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,102 @@
+"""`dynamo top`: a live table of the models of one frontend, from its metrics. The only module of `cli` with rich.
+
+Rates are those between two readings. Columns: workers that serve the model, requests in flight, tokens per second, time
+to the first token in the interval, and the share of prompt tokens that were cached.
+"""
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich import live, table
+
+from dynamo.base import config, errors
+
+_READ_S = 5.0
+_COLUMNS = ("model", "in flight", "requests/s", "tokens/s", "TTFT ms", "ITL ms", "cached", "queued")
+Samples = Mapping[tuple[str, str], float]  # by metric and model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopConfig:
+    """Show the load of a frontend's models, live."""
+
+    url: str = config.option("http://127.0.0.1:8000", help="address of the frontend")
+    interval: float = config.option(1.0, help="seconds between two readings", least=0.1)
+    once: bool = config.option(False, help="print one table of one interval, and end")
+
+
+def run(options: TopConfig) -> int:
+    """Show the table until Ctrl-C. Raises Unavailable if the frontend does not answer."""
+    before = read(options.url)
+    with live.Live(auto_refresh=False, transient=False) as display:
+        while True:
+            began_at = time.monotonic()
+            time.sleep(options.interval)
+            after = read(options.url)
+            rows = compare(before, after, time.monotonic() - began_at)
+            display.update(_table(options.url, rows), refresh=True)
+            before = after
+            if options.once:
+                return 0
+
+
+def read(url: str) -> Samples:
+    """Return the frontend's samples. Raises Unavailable."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=_READ_S) as answer:
+            return parse(answer.read().decode())
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise errors.Unavailable(f"no frontend answers at {url}: {error}") from error
+
+
+def parse(text: str) -> Samples:
+    """Return the samples of an exposition, summed over all labels but the model."""
+    samples: dict[tuple[str, str], float] = {}
+    for line in text.splitlines():
+        name, _, remainder = line.partition("{")
+        labels, _, value = remainder.rpartition("} ")
+        model = labels.partition('model="')[2].partition('"')[0]
+        if model and not name.startswith("#") and not name.endswith("_bucket"):
+            samples[name, model] = samples.get((name, model), 0.0) + float(value.split()[0])
+    return samples
+
+
+def compare(before: Samples, after: Samples, elapsed_s: float) -> list[tuple[str, ...]]:
+    """Return a row of `_COLUMNS` for each model."""
+    rows: list[tuple[str, ...]] = []
+    for model in sorted({model for _, model in after}):
+
+        def grown(name: str, model: str = model) -> float:
+            key = (f"dynamo_frontend_{name}", model)
+            return after.get(key, 0.0) - before.get(key, 0.0)
+
+        def mean_ms(name: str, model: str = model) -> str:
+            count = grown(f"{name}_count", model)
+            return f"{1e3 * grown(f'{name}_sum', model) / count:.1f}" if count else "–"
+
+        hit_ratio = after.get(("dynamo_router_kv_cache_hit_ratio", model))
+        rows.append(
+            (
+                model,
+                f"{after.get(('dynamo_frontend_inflight_requests', model), 0):.0f}",
+                f"{grown('requests_total') / elapsed_s:.1f}",
+                f"{grown('output_tokens_total') / elapsed_s:.1f}",
+                mean_ms("time_to_first_token_seconds"),
+                mean_ms("inter_token_latency_seconds"),
+                f"{hit_ratio:.0%}" if hit_ratio is not None else "–",
+                f"{after.get(('dynamo_frontend_queued_requests', model), 0):.0f}",
+            )
+        )
+    return rows
+
+
+def _table(url: str, rows: list[tuple[str, ...]]) -> table.Table:
+    shown = table.Table(title=f"{url}  {time.strftime('%H:%M:%S')}")
+    for number, name in enumerate(_COLUMNS):
+        shown.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        shown.add_row(*row)
+    return shown

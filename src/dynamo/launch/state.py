@@ -1,0 +1,168 @@
+"""The files by which commands find each other: one for each `dynamo serve` that runs, in ~/.dynamo/state.
+
+`NAME.json` holds the namespace, discovery and processes of the `dynamo serve` called NAME, `NAME.log` what they said.
+The file of a process that has ended is removed by the next command that reads it.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from dynamo.base import errors
+
+HOME_VARIABLE = "DYNAMO_HOME"
+LOG_BYTES = 16 * 2**20  # then the log begins anew, and the former part is NAME.log.1
+
+
+class ProcessState(msgspec.Struct, kw_only=True):
+    """One process: all that is needed to start it again by hand."""
+
+    name: str
+    pid: int
+    shell: str  # the line to paste
+
+
+class ServeState(msgspec.Struct, kw_only=True):
+    """One `dynamo serve`."""
+
+    name: str
+    namespace: str
+    pid: int
+    started_at: float  # seconds since 1970
+    url: str
+    model: str
+    variables: dict[str, str]  # by which another process joins: discovery and namespace
+    processes: list[ProcessState]
+
+
+def home() -> Path:
+    """Return the directory of the command's own files: DYNAMO_HOME, or ~/.dynamo."""
+    return Path(os.environ.get(HOME_VARIABLE) or "~/.dynamo").expanduser()
+
+
+def directory() -> Path:
+    """Return the directory of the states, which is made if it is missing."""
+    path = home() / "state"
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def running() -> list[ServeState]:
+    """Return what runs now, the oldest first."""
+    states = []
+    for path in directory().glob("*.json"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            state = msgspec.json.decode(path.read_bytes(), type=ServeState)
+            if _is_alive(state.pid):
+                states.append(state)
+            else:
+                path.unlink()
+    return sorted(states, key=lambda state: state.started_at)
+
+
+def find(name: str | None) -> ServeState:
+    """Return the named `dynamo serve`, or the only one that runs. Raises ConfigError."""
+    states = running()
+    if name is None and len(states) == 1:
+        return states[0]
+    for state in states:
+        if state.name == name:
+            return state
+    names = ", ".join(state.name for state in states)
+    if not states:
+        raise errors.ConfigError("no `dynamo serve` runs here; start one: dynamo serve")
+    if name is None:
+        raise errors.ConfigError(f"expected a name, because several run: {names}")
+    raise errors.ConfigError(f"no `dynamo serve` is called {name}; there are {names}")
+
+
+def free_name(preferred_name: str) -> str:
+    """Return a name that no running `dynamo serve` has: the preferred one, or one with a number."""
+    names = {state.name for state in running()}
+    return next(
+        name
+        for n in range(1, len(names) + 2)
+        if (name := preferred_name if n == 1 else f"{preferred_name}-{n}") not in names
+    )
+
+
+def save(state: ServeState) -> None:
+    """Write the state, for this user alone."""
+    path = directory() / f"{state.name}.json"
+    temporary = path.with_suffix(".new")
+    temporary.touch(mode=0o600)
+    temporary.write_bytes(msgspec.json.encode(state))
+    temporary.replace(path)
+
+
+def remove(name: str) -> None:
+    """Remove a state; its log stays."""
+    (directory() / f"{name}.json").unlink(missing_ok=True)
+
+
+def log_path(name: str) -> Path:
+    """Return the log of a `dynamo serve`."""
+    return directory() / f"{name}.log"
+
+
+class _Tee:
+    """Writes what goes to standard error to the log as well."""
+
+    def __init__(self, terminal: TextIO, path: Path) -> None:
+        self._terminal, self._path = terminal, path
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, text: str) -> int:
+        """Write to both; a full disk must not end what is served."""
+        with contextlib.suppress(OSError, ValueError):
+            self._file.write(text)
+            self._file.flush()
+            if self._file.tell() > LOG_BYTES:
+                self._file.close()
+                self._path.replace(f"{self._path}.1")
+                self._file = self._path.open("w", encoding="utf-8")
+        return self._terminal.write(text)
+
+    def close(self) -> None:
+        """Close the log, not the terminal."""
+        self._file.close()
+
+    def flush(self) -> None:
+        """Flush the terminal."""
+        self._terminal.flush()
+
+    def isatty(self) -> bool:
+        """Return whether the terminal is one."""
+        return self._terminal.isatty()
+
+    def fileno(self) -> int:
+        """Return the terminal's descriptor."""
+        return self._terminal.fileno()
+
+
+@contextlib.contextmanager
+def logged(name: str) -> Iterator[None]:
+    """Copy what is written to standard error inside to the log."""
+    terminal = sys.stderr
+    tee = _Tee(terminal, log_path(name))
+    sys.stderr = tee
+    try:
+        yield
+    finally:
+        sys.stderr = terminal
+        tee.close()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,212 @@
+"""What a class of a service says of itself: decorators that only take notes, and start nothing.
+
+    @service(dynamo={"namespace": "demo"}, workers=2)
+    class Backend:
+        @endpoint()
+        async def generate(self, request: Prompt): yield ...
+
+    @service(resources={"gpu": 1}, module="dynamo.vllm")     # the process is an existing command
+    class Worker: ...
+
+A class with endpoints becomes `python -m dynamo.sdk TARGET --service-name NAME`; one with `module` becomes `python -m
+MODULE`, with its configuration as flags; one with `inside` has no process, because another service does its work.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar, cast
+
+from dynamo.base import errors
+from dynamo.protocols import instances
+
+C = TypeVar("C")
+F = TypeVar("F", bound=Callable[..., Any])
+_SPEC, _ROLE = "__dynamo_service__", "__dynamo_role__"
+_RESOURCES = ("cpu", "gpu", "memory")
+dynamo_context: dict[str, Any] = {}
+"""In a running service: `runtime`, `component`, `endpoints` (their names) and `namespace`."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class DeclaredService:
+    """The notes of one service class; `links` grows while the graph's module is imported."""
+
+    cls: type
+    name: str
+    namespace: str | None
+    workers: int
+    resources: Mapping[str, str]
+    defaults: Mapping[str, Any]  # configuration that the decorator gives
+    module: str | None
+    inside: str | None
+    links: list[type] = dataclasses.field(default_factory=list)
+
+    @property
+    def file(self) -> str:
+        """The file of the class, for messages."""
+        return inspect.getsourcefile(self.cls) or self.cls.__module__
+
+    @property
+    def dependencies(self) -> dict[str, type]:
+        """The services that the class names by `depends`, by attribute."""
+        members = inspect.getmembers_static(self.cls, lambda value: isinstance(value, Dependency))
+        return {name: dependency.on for name, dependency in members}
+
+    def methods(self, role: str) -> dict[str, str]:
+        """Return the attributes with a role (`endpoint`, `api`, `start`, `shutdown`), by their public name."""
+        members = inspect.getmembers_static(
+            self.cls, lambda value: role in getattr(value, _ROLE, {})
+        )
+        return {getattr(value, _ROLE)[role] or name: name for name, value in members}
+
+
+def service(
+    inner: type | None = None,
+    *,
+    dynamo: Mapping[str, Any] | None = None,
+    resources: Mapping[str, Any] | None = None,
+    workers: int = 1,
+    module: str | None = None,
+    inside: str | None = None,
+    **defaults: Any,
+) -> Any:
+    """Declare a class as a service; it gets `link`, `dynamo_address` and nothing else.
+
+    `dynamo` has `namespace` and `component` (the name); `resources` has `cpu`, `gpu` and `memory` of each process;
+    other arguments are configuration. Raises ConfigError that names file, class and field.
+    """
+
+    def decorate(cls: type) -> type:
+        where = f"{inspect.getsourcefile(cls)}, class {cls.__name__}"
+        if unknown := {*(resources or {})} - {*_RESOURCES}:
+            raise errors.ConfigError(
+                f"{where}, resources: expected {', '.join(_RESOURCES)}, got {min(unknown)!r}"
+            )
+        if workers < 1:
+            raise errors.ConfigError(f"{where}, workers: expected at least 1, got {workers}")
+        spec = DeclaredService(
+            cls=cls,
+            name=(dynamo or {}).get("component", cls.__name__),
+            namespace=(dynamo or {}).get("namespace"),
+            workers=workers,
+            resources={name: str(value) for name, value in (resources or {}).items()},
+            defaults=defaults,
+            module=module,
+            inside=inside,
+        )
+        for name, value in (
+            (_SPEC, spec),
+            ("link", classmethod(_link)),
+            ("dynamo_address", classmethod(_address)),
+        ):
+            setattr(cls, name, value)
+        return cls
+
+    return decorate if inner is None else decorate(inner)
+
+
+def _link(cls: type, linked: type) -> type:
+    """Make `linked` part of the graph, and return it for the next link."""
+    spec_of(linked)
+    spec_of(cls).links.append(linked)
+    return linked
+
+
+def _address(cls: type) -> tuple[str, str]:
+    """Return the service's namespace and component."""
+    return dynamo_context.get("namespace") or spec_of(cls).namespace or "dynamo", spec_of(cls).name
+
+
+def spec_of(cls: Any) -> DeclaredService:
+    """Return the notes of a service class. Raises ConfigError for another object."""
+    spec = getattr(cls, _SPEC, None)
+    if not isinstance(spec, DeclaredService):
+        raise errors.ConfigError(f"{cls!r}: expected a class with the decorator @service")
+    return spec
+
+
+def _mark(role: str, name: str | None) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        roles: dict[str, str | None] = {**getattr(function, _ROLE, {}), role: name}
+        setattr(function, _ROLE, roles)
+        return function
+
+    return decorate
+
+
+def endpoint(name: str | None = None, **_: Any) -> Callable[[F], F]:
+    """Declare an async generator `(self, request)` as an endpoint; `request` gets the type of its annotation."""
+    return _mark("endpoint", name)
+
+
+dynamo_endpoint = endpoint
+
+
+def api(function: F | None = None, *, name: str | None = None) -> Any:
+    """Declare a method as `POST /name`: its arguments are the fields of the JSON body, what it yields is streamed."""
+    return _mark("api", name) if function is None else _mark("api", name)(function)
+
+
+def async_on_start(function: F) -> F:
+    """Declare an async method that runs before the endpoints are served."""
+    return _mark("start", None)(function)
+
+
+def on_shutdown(function: F) -> F:
+    """Declare a method, async or not, that runs when the process ends."""
+    return _mark("shutdown", None)(function)
+
+
+class Dependency:
+    """The descriptor that `depends` makes: the client of another service, once the process runs."""
+
+    def __init__(self, on: type) -> None:
+        self.on = on
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        clients: dict[str, ServiceClient] = getattr(instance, "__dynamo_clients__", {})
+        if self._name not in clients:
+            raise errors.ConfigError(
+                f"{owner.__name__}.{self._name}: {self.on.__name__} is not part of this graph; link it, or start it"
+            )
+        return clients[self._name]
+
+
+def depends(on: type[C]) -> C:
+    """Return a client of another service; its methods have the names of the endpoints and stream their answers."""
+    spec_of(on)
+    return cast(C, Dependency(on))
+
+
+class ServiceClient:
+    """The client of one service in a process that depends on it."""
+
+    def __init__(
+        self, spec: DeclaredService, call: Callable[[str, Any, int | None], AsyncIterator[Any]]
+    ) -> None:
+        self._endpoints = {attribute: name for name, attribute in spec.methods("endpoint").items()}
+        self._call = call
+        self._name = spec.name
+
+    def __getattr__(self, name: str) -> Callable[..., AsyncIterator[Any]]:
+        """Return the function that asks this endpoint: `(request, instance_id=None)`, an async iterator."""
+        if name.startswith("_") or name not in self._endpoints:
+            raise AttributeError(f"{self._name} has no endpoint {name!r}")
+        endpoint_name = self._endpoints[name]
+
+        def ask(request: Any, instance_id: int | None = None) -> AsyncIterator[Any]:
+            return self._call(endpoint_name, request, instance_id)
+
+        return ask
+
+
+def endpoint_url(namespace: str, component: str, name: str) -> instances.EndpointName:
+    """Return the endpoint of a service; its component is the class's name in lower case."""
+    return instances.EndpointName.parse(f"dyn://{namespace}.{component.lower()}.{name}")

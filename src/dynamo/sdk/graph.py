@@ -1,0 +1,65 @@
+"""A graph of services: found from `module:Class` or `file.py:Class`, by links or else by what depends on what."""
+
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynamo.base import errors
+from dynamo.sdk import declaration
+
+_TARGET = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Za-z_]\w*)")
+
+
+def is_target(text: str) -> bool:
+    """Return whether a word names a graph, not a model."""
+    return _TARGET.fullmatch(text) is not None
+
+
+def load(target: str, directory: Path) -> list[declaration.DeclaredService]:
+    """Import a graph and return its services, the one that was named first. Raises ConfigError."""
+    match = _TARGET.fullmatch(target)
+    if match is None:
+        raise errors.ConfigError(f"{target!r}: expected module:Class, such as graphs.agg:Frontend")
+    sys.path.insert(0, str(directory))
+    module_name = match["module"].removesuffix(".py").replace("/", ".").lstrip(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and not f"{module_name}.".startswith(f"{error.name}."):
+            raise errors.ConfigError(
+                f"{target}: importing {module_name} in {directory} failed: {error}"
+            ) from error
+        raise errors.ConfigError(
+            f"{target}: there is no module {module_name} in {directory} (--working-dir names another directory)"
+        ) from error
+    except (SyntaxError, ImportError, NameError, TypeError, AttributeError) as error:
+        raise errors.ConfigError(f"{target}: importing {module_name} failed: {error}") from error
+    root = getattr(module, match["name"], None)
+    if root is None:
+        raise errors.ConfigError(f"{module.__file__}: has no class {match['name']}")
+    return services(declaration.spec_of(root))
+
+
+def services(root: declaration.DeclaredService) -> list[declaration.DeclaredService]:
+    """Return the services of a graph: those that links reach, and without any link what they depend on."""
+    specs, waiting = [root], [root]
+    has_links = bool(root.links)
+    while waiting:
+        spec = waiting.pop(0)
+        for cls in spec.links if has_links else spec.dependencies.values():
+            neighbour = declaration.spec_of(cls)
+            if neighbour not in specs:
+                specs.append(neighbour)
+                waiting.append(neighbour)
+    return specs
+
+
+def find(specs: Sequence[declaration.DeclaredService], name: str) -> declaration.DeclaredService:
+    """Return the service of this name. Raises ConfigError."""
+    for spec in specs:
+        if spec.name == name:
+            return spec
+    names = ", ".join(spec.name for spec in specs)
+    raise errors.ConfigError(f"--service-name {name}: expected one of {names}")

@@ -1,0 +1,160 @@
+"""The process of one service: it makes the object, gives it its clients, and serves its endpoints and HTTP paths."""
+
+import asyncio
+import inspect
+import os
+import typing
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo.base import config, errors, process_setup, tasks
+from dynamo.runtime import client as clients
+from dynamo.runtime import component
+from dynamo.sdk import declaration, graph, http_api, settings
+
+DRAIN_S = 30.0
+FIND_S = 60.0  # for another service of the graph to be there
+DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceProcessConfig(component.RuntimeConfig):
+    """Run one service of a graph in this process; `dynamo serve` prints such commands and starts them."""
+
+    target: str = config.option("", flag="", help="the graph: module:Class, or file.py:Class")
+    service_name: str | None = config.option(
+        None, help="the service to run (default: the class itself)"
+    )
+    working_dir: str = config.option(".", help="directory from which the module is imported")
+
+
+async def run(options: ServiceProcessConfig, specs: Sequence[declaration.DeclaredService]) -> None:
+    """Serve until a signal comes. Raises DynamoError."""
+    spec = graph.find(specs, options.service_name or specs[0].name)
+    values = settings.with_defaults(settings.ServiceConfig.get_instance(), specs)
+    os.environ[settings.VARIABLE] = msgspec.json.encode(values).decode()  # for `get_instance()`
+    section = values.section(spec.name)
+    async with (
+        await component.DistributedRuntime.open(options) as runtime,
+        tasks.Tasks() as running,
+    ):
+        stop = process_setup.stop_on_signals()
+        endpoints = spec.methods("endpoint")
+        declaration.dynamo_context.update(
+            runtime=runtime,
+            component=runtime.namespace().component(spec.name.lower()),
+            endpoints=list(endpoints),
+            namespace=options.namespace,
+        )
+        try:
+            service: Any = spec.cls(**settings.constructor_values(spec.cls, section))
+        except TypeError as error:
+            raise errors.ConfigError(f"{spec.file}, class {spec.name}: {error}") from error
+        service.__dynamo_clients__ = {
+            name: declaration.ServiceClient(
+                declaration.spec_of(cls), _caller(runtime, options.namespace, cls)
+            )
+            for name, cls in spec.dependencies.items()
+            if declaration.spec_of(cls) in specs
+        }
+        for attribute in spec.methods("start").values():
+            await getattr(service, attribute)()
+        for name, attribute in endpoints.items():
+            name_in_graph = runtime.namespace().component(spec.name.lower()).endpoint(name)
+            handler = _handler(spec, getattr(service, attribute))
+            running.start(f"serve {name}", name_in_graph.serve_endpoint(handler))
+        methods = {name: _api(getattr(service, a)) for name, a in spec.methods("api").items()}
+        served = http_api.make_server(methods) if methods else None
+        try:
+            if served is not None:
+                host = str(section.get("host", "127.0.0.1"))
+                await served.start(host, int(section.get("port", DEFAULT_PORT)))
+            await running.run_until(stop)
+            await runtime.drain(DRAIN_S)
+        finally:
+            if served is not None:
+                await served.close()
+            for attribute in spec.methods("shutdown").values():
+                result = getattr(service, attribute)()
+                if inspect.isawaitable(result):
+                    await result
+
+
+def _caller(
+    runtime: component.DistributedRuntime, namespace: str, cls: type
+) -> Callable[[str, Any, int | None], AsyncIterator[Any]]:
+    """Return the function that asks an endpoint of another service."""
+    spec, client_by_endpoint = declaration.spec_of(cls), dict[str, clients.EndpointClient]()
+
+    async def call(name: str, request: Any, instance_id: int | None) -> AsyncIterator[Any]:
+        if name not in client_by_endpoint:
+            client_by_endpoint[name] = runtime.client(
+                declaration.endpoint_url(namespace, spec.name, name)
+            )
+        await client_by_endpoint[name].wait_for_instances(FIND_S)
+        stream = client_by_endpoint[name].stream(
+            to_plain(request), item_type=object, instance_id=instance_id
+        )
+        async for item in stream:
+            yield item
+
+    return call
+
+
+def _handler(
+    spec: declaration.DeclaredService, method: Callable[[Any], Any]
+) -> Callable[[Any], AsyncIterator[Any]]:
+    """Return the handler of an endpoint: the request in the annotated type, items as JSON-like values."""
+    parameters = list(inspect.signature(method).parameters)
+    if len(parameters) != 1:
+        raise errors.ConfigError(
+            f"{spec.file}, {spec.cls.__name__}.{method.__name__}: expected the parameters self and request, got"
+            f" {', '.join(['self', *parameters])}"
+        )
+    kind = typing.get_type_hints(method).get(parameters[0], Any)
+
+    async def handle(request: Any) -> AsyncIterator[Any]:
+        try:
+            validate = getattr(kind, "model_validate", None)  # a model of pydantic's
+            value = validate(request) if validate else msgspec.convert(request, kind)
+        except (msgspec.ValidationError, ValueError) as error:
+            raise errors.InvalidRequest(f"the request does not fit: {error}") from error
+        async for item in _items(method(value)):
+            yield to_plain(item)
+
+    return handle
+
+
+def _api(method: Callable[..., Any]) -> http_api.Method:
+    def ask(**fields: Any) -> AsyncIterator[Any]:
+        inspect.signature(method).bind(**fields)
+        return _items(method(**fields))
+
+    return ask
+
+
+async def _items(result: Any) -> AsyncIterator[Any]:
+    """Yield what an async generator yields, or the one value of a coroutine."""
+    if inspect.isasyncgen(result):
+        async for item in result:
+            yield to_plain(item)
+    else:
+        yield to_plain(await result)
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as JSON-like objects: of dataclasses, msgspec's structs and pydantic's models."""
+    dump = getattr(value, "model_dump", None)
+    return dump(mode="json") if dump else msgspec.to_builtins(value)
+
+
+def main() -> int:
+    """Run the command `python -m dynamo.sdk` and return its exit code."""
+    options = config.load(ServiceProcessConfig, prog="python -m dynamo.sdk")
+    specs = graph.load(options.target, Path(options.working_dir).resolve())
+    asyncio.run(run(options, specs))
+    return 0

@@ -1,0 +1,158 @@
+"""The configuration of a graph: sections by service, from the command line, a YAML file, decorators and constructors.
+
+    Common:                      # values that several services share
+      model: Qwen/Qwen3-0.6B
+    VllmWorker:
+      enforce-eager: true
+      common-configs: [model]    # which of them this one gets
+      ServiceArgs:               # of the process: workers, resources, dynamo.namespace
+        workers: 2
+
+A process gets all of it as JSON in DYNAMO_SERVICE_CONFIG. Keys may be written with - or _.
+"""
+
+import contextlib
+import inspect
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamo.base import errors
+from dynamo.sdk import declaration
+
+VARIABLE = "DYNAMO_SERVICE_CONFIG"
+_COMMON, _SHARED, _ARGS = "Common", "common-configs", "ServiceArgs"
+Section = dict[str, Any]
+
+
+class ServiceConfig(dict[str, Section]):
+    """The sections by service; `get_instance()` reads them from the environment of a service's process."""
+
+    @classmethod
+    def get_instance(cls) -> "ServiceConfig":
+        """Return the configuration of this process. Raises ConfigError if the variable is not JSON."""
+        try:
+            return cls(json.loads(os.environ.get(VARIABLE, "{}")))
+        except (ValueError, TypeError) as error:
+            raise errors.ConfigError(f"{VARIABLE}: expected a JSON object: {error}") from error
+
+    def section(self, service: str) -> Section:
+        """Return a service's own values and those that it takes from `Common`, without ServiceArgs."""
+        own = self.get(service) or {}
+        common = self.get(_COMMON) or {}
+        shared = {plain(key): value for key, value in common.items()}
+        chosen = [plain(key) for key in own.get(_SHARED) or own.get("common_configs") or ()]
+        if absent := [key for key in chosen if key not in shared]:
+            raise errors.ConfigError(f"{service}, {_SHARED}: {absent[0]!r} is not in {_COMMON}")
+        values = {key: shared[key] for key in chosen}
+        skipped = (_SHARED, "common_configs", _ARGS)
+        return values | {plain(key): value for key, value in own.items() if key not in skipped}
+
+    def require(self, service: str, key: str) -> Any:
+        """Return a value. Raises ConfigError that names service and key if it is missing."""
+        section = self.section(service)
+        if plain(key) not in section:
+            raise errors.ConfigError(f"{service}.{key}: expected a value, got none")
+        return section[plain(key)]
+
+    def as_args(self, service: str, prefix: str = "") -> list[str]:
+        """Return the values as flags; with `prefix`, the keys that begin with it, which is cut off."""
+        start = plain(prefix)
+        chosen = {
+            key.removeprefix(start): value
+            for key, value in self.section(service).items()
+            if key.startswith(start)
+        }
+        return render_flags(chosen)
+
+    def process_settings(self, service: str) -> Section:
+        """Return the section's ServiceArgs. Raises ConfigError for an unknown key."""
+        args: Section = (self.get(service) or {}).get(_ARGS) or {}
+        if unknown := args.keys() - {"workers", "resources", "dynamo", "environment", "module"}:
+            raise errors.ConfigError(
+                f"{service}.{_ARGS}: expected workers, resources, dynamo, environment or module, got {min(unknown)!r}"
+            )
+        return args
+
+    def with_overrides(self, words: Sequence[str]) -> "ServiceConfig":
+        """Return the configuration with `--Service.key=value` or `--Service.key value` laid over it.
+
+        `--Service.ServiceArgs.workers=2` reaches into sections; values are JSON where they can be. Raises ConfigError.
+        """
+        merged = ServiceConfig(json.loads(json.dumps(self)))
+        remaining_words = list(words)
+        while remaining_words:
+            word = remaining_words.pop(0)
+            name, has_value, value = word.partition("=")
+            path = name.removeprefix("--").split(".")
+            if not word.startswith("--") or len(path) < 2 or not all(path):
+                raise errors.ConfigError(
+                    f"unrecognized argument: {word} (expected --Service.key=value)"
+                )
+            if not has_value:
+                value = (
+                    remaining_words.pop(0)
+                    if remaining_words and not remaining_words[0].startswith("--")
+                    else "true"
+                )
+            section: Section = merged
+            for part in path[:-1]:
+                section = section.setdefault(part, {})
+            for spelling in (path[-1].replace("_", "-"), path[-1].replace("-", "_")):
+                section.pop(spelling, None)
+            section[path[-1]] = value
+            with contextlib.suppress(ValueError):
+                section[path[-1]] = json.loads(value)
+        return merged
+
+    def check_names(self, names: Sequence[str], source: str) -> None:
+        """Raise ConfigError for a section that no service of the graph's module has."""
+        for name, section in self.items():
+            if name not in (*names, _COMMON):
+                raise errors.ConfigError(
+                    f"{source}: no service is called {name}; there are {', '.join(names)}"
+                )
+            if not isinstance(section, Mapping | None):
+                raise errors.ConfigError(f"{source}, {name}: expected keys with values")
+
+
+def plain(key: str) -> str:
+    """Return a key with dashes, as flags have it."""
+    return key.replace("_", "-")
+
+
+def with_defaults(
+    config: ServiceConfig, specs: Sequence[declaration.DeclaredService]
+) -> ServiceConfig:
+    """Return the configuration over the values of decorators."""
+    merged = ServiceConfig(config)
+    for spec in specs:
+        own = merged.get(spec.name) or {}
+        present_keys = {plain(key) for key in own} | {*config.section(spec.name)}
+        defaults = {
+            key: value for key, value in spec.defaults.items() if plain(key) not in present_keys
+        }
+        if defaults:
+            merged[spec.name] = {**defaults, **own}
+    return merged
+
+
+def constructor_values(cls: type, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a section that the constructor has parameters for."""
+    parameters = inspect.signature(cls).parameters
+    return {key: value for key in parameters if (value := section.get(plain(key))) is not None}
+
+
+def render_flags(values: Mapping[str, Any]) -> list[str]:
+    """Return flags: true is `--flag`, false nothing (`--no-flag` for what begins with enable), lists are JSON."""
+    words: list[str] = []
+    for key, value in values.items():
+        flag = f"--{plain(key)}"
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            words += [f"--no-{plain(key)}"] if key.startswith("enable") else []
+        elif value is not None:
+            words += [flag, value if isinstance(value, str) else json.dumps(value)]
+    return words

@@ -1,0 +1,26 @@
+"""The YAML file of a graph's configuration. The only module of the SDK that imports yaml."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dynamo.base import errors
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the sections of a file. Raises ConfigError that names the file, and the line of a mistake."""
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise errors.ConfigError(f"-f {path}: expected a readable YAML file: {reason}") from error
+    if content is not None and not isinstance(content, dict):
+        raise errors.ConfigError(f"-f {path}: expected sections by service, got {content!r:.60}")
+    return content or {}
+
+
+def write(content: Any) -> str:
+    """Return a document as YAML, with keys in their order."""
+    text: str = yaml.safe_dump(content, sort_keys=False, width=120)
+    return text

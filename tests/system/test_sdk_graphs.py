@@ -1,0 +1,141 @@
+"""Graphs of services, as `dynamo serve` starts them: each process is what was printed, and runs alone as well."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+from deployment import eventually
+
+import ports
+import processes
+from dynamo.cli import bench, top
+from dynamo.cli import processes as processes_command
+from dynamo.cli.processes import LogsConfig, ProcessListConfig, StopConfig
+from waiting import PATIENT_S
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+TOKENS = "DYN_LAUNCH_TOKENS"
+MOCKER = "--VllmWorker.ServiceArgs.module=dynamo.mocker"
+
+
+@pytest.fixture
+def home(deployment, tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path / "home"))
+    deployment.environ["DYNAMO_HOME"] = str(tmp_path / "home")
+    return tmp_path / "home"
+
+
+def dynamo(deployment, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamo.cli", *arguments],
+        env=deployment.environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def serve(deployment, folder, *arguments):
+    served = deployment.run_in(EXAMPLES / folder, "dynamo.cli", "serve", *arguments)
+    eventually(
+        lambda: "answers at" in served.log.read_text() or not served.is_running,
+        within_s=PATIENT_S,
+        what="the graph answers",
+    )
+    assert served.is_running, served.log.read_text()
+    return served
+
+
+def states(home):
+    return [json.loads(path.read_text()) for path in (home / "state").glob("*.json")]
+
+
+def environment(pid):
+    rows = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(os.fsdecode(row).split("=", 1) for row in rows if row)
+
+
+def ask(port, **fields):
+    try:
+        return httpx.post(f"http://127.0.0.1:{port}/generate", json=fields, timeout=PATIENT_S)
+    except httpx.TransportError as error:
+        return httpx.Response(503, text=str(error))
+
+
+def test_processes_of_a_graph_are_what_is_printed_and_restart(deployment, home, capsys):
+    port = ports.reserve()
+    before = dict(deployment.environ)
+    served = serve(
+        deployment, "hello_world", "hello_world:Frontend", "-f", "config.yaml",
+        f"--Frontend.port={port}", "--Backend.message=end",
+    )  # fmt: skip
+    (state,) = states(home)
+    pid_by_name = {process["name"]: process["pid"] for process in state["processes"]}
+    shell = next(each["shell"] for each in state["processes"] if each["name"] == "Middle")
+    processes_command.list_processes(ProcessListConfig(verbose=True))
+    printed = capsys.readouterr().out
+    script = f"{shell.partition(sys.executable)[0]} env -0"
+    pasted = subprocess.run(
+        ["bash", "-c", script], env=before, capture_output=True, timeout=PATIENT_S
+    )
+    alone = dict(os.fsdecode(row).split("=", 1) for row in pasted.stdout.split(b"\0") if row)
+    process = environment(pid_by_name["Middle"])
+    command = pathlib.Path(f"/proc/{pid_by_name['Middle']}/cmdline").read_bytes()
+    lines = [f"Frontend: Middle: Backend: {word}" for word in ("test", "again-mid-end")]
+
+    assert pid_by_name.keys() == {"Frontend", "Middle", "Backend 1", "Backend 2"}
+    assert ask(port, text="test,again").text.splitlines() == lines
+    assert ask(port, tex="test").status_code == 400
+    assert shell in printed
+    shells_own = ("PWD", "OLDPWD", "SHLVL", "_", TOKENS)
+    assert {k: v for k, v in process.items() if k not in shells_own} == {
+        k: v for k, v in alone.items() if k not in shells_own
+    }
+    assert shell.endswith(" ".join(os.fsdecode(word) for word in command.split(b"\0")[:-1]))
+    assert os.readlink(f"/proc/{pid_by_name['Middle']}/cwd") == str(EXAMPLES / "hello_world")
+    os.kill(pid_by_name["Middle"], signal.SIGKILL)
+    eventually(
+        lambda: ask(port, text="test,again").text.splitlines() == lines,
+        within_s=PATIENT_S,
+        what="Middle runs again",
+    )
+    below = processes.descendants(served.pid)
+    served.may_end = True
+    processes_command.stop(StopConfig(name=state["name"]))
+    assert served.exit_code() == 0
+    assert not states(home)
+    processes_command.show_logs(LogsConfig(name=state["name"]))
+    assert "Backend serves ['generate']" in capsys.readouterr().out
+    assert not [pid for pid in below if pathlib.Path(f"/proc/{pid}/environ").exists()]
+
+
+def test_graph_of_a_language_model_answers_at_its_port(deployment, home, tmp_path, capsys):
+    port = ports.reserve()
+    config = tmp_path / "agg.yaml"
+    config.write_text(f"Frontend: {{port: {port}, served_model_name: mock}}\nVllmWorker: {{}}\n")
+    printed = dynamo(
+        deployment, "serve", "graphs.agg:Frontend", "-f", str(config), "--dry-run", MOCKER,
+        "--working-dir", str(EXAMPLES / "llm"),
+    )  # fmt: skip
+    serve(deployment, "llm", "graphs.agg:Frontend", "-f", str(config), MOCKER)
+    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    body = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    address = f"http://127.0.0.1:{port}"
+    options = bench.BenchConfig(url=address, requests=3, max_tokens=3, json=True)
+    exit_code = bench.run(options)
+    report = json.loads(capsys.readouterr().out)
+    top.run(top.TopConfig(url=address, interval=0.1, once=True))
+
+    assert "# Processor runs inside Frontend" in printed
+    assert "-m dynamo.mocker --model-name mock" in printed
+    assert httpx.post(url, json=body, timeout=PATIENT_S).json()["usage"]["completion_tokens"] == 3
+    assert (exit_code, report["requests"], report["failed"]) == (0, 3, 0)
+    assert report["ttft_ms_p50"] > 0
+    assert "mock" in capsys.readouterr().out

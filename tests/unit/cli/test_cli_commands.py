@@ -1,0 +1,249 @@
+"""The commands of `dynamo` that start nothing: packages, deployments, states, reports."""
+
+import json
+import pathlib
+import tarfile
+import time
+
+import msgspec
+import pytest
+import yaml
+
+from dynamo.base import errors
+from dynamo.cli import bench, deployment, main, models, package, processes, top
+from dynamo.launch import state
+from dynamo.worker import model_source
+
+EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
+HELLO = {"target": "hello_world:Frontend", "working_dir": str(EXAMPLES / "hello_world")}
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    return tmp_path
+
+
+def build(capsys):
+    package.build(package.BuildConfig(**HELLO))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Successfully built ")
+    return last.split()[-1].removesuffix(".")
+
+
+def test_build_prints_a_tag_and_writes_sources_manifest_and_lock(home, capsys):
+    tag = build(capsys)
+    assert build(capsys) == tag  # the same sources
+    with tarfile.open(package.archive_path(tag, None)) as archive:
+        names = archive.getnames()
+        lock = archive.extractfile("requirements.lock").read().decode()
+    package.get(package.GetConfig(tag=tag))
+    manifest = json.loads(capsys.readouterr().out)
+    package.get(package.GetConfig())
+
+    assert {"manifest.json", "src/hello_world.py", "src/config.yaml"} <= {*names}
+    assert "dynamo-serving==" in lock
+    assert [each["name"] for each in manifest["services"]] == ["Frontend", "Middle", "Backend"]
+    assert tag in capsys.readouterr().out
+
+
+def test_unknown_tag_and_missing_docker_are_named(home, capsys, monkeypatch):
+    tag = build(capsys)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(errors.ConfigError, match="docker or podman"):
+        package.containerize(package.ContainerizeConfig(tag=tag))
+    with pytest.raises(errors.ConfigError, match="`dynamo get` lists them"):
+        package.get(package.GetConfig(tag="a:b"))
+
+
+def test_large_directory_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "one.bin").write_bytes(b"123")
+    (tmp_path / "m.py").write_text(
+        "from dynamo.sdk import service\n@service\nclass Big:\n    pass\n"
+    )
+    monkeypatch.setattr(package, "_MOST_BYTES", 2)
+    with pytest.raises(errors.ConfigError, match="expected sources, not models"):
+        package.build(package.BuildConfig(target="m:Big", working_dir=str(tmp_path)))
+
+
+def test_deployment_of_a_tag_is_written_with_its_services(home, capsys):
+    tag = build(capsys)
+    options = deployment.DeployConfig(pipeline=tag, name="hello", dry_run=True)
+    assert deployment.deploy(options) == 0
+    written = yaml.safe_load(capsys.readouterr().out)
+    services = written["spec"]["services"]
+    container = services["Backend"]["extraPodSpec"]["mainContainer"]
+
+    assert (written["apiVersion"], written["kind"]) == (deployment.API_VERSION, deployment.KIND)
+    assert written["metadata"] == {"name": "hello"}
+    assert {name: each["replicas"] for name, each in services.items()} == {
+        "Frontend": 1, "Middle": 1, "Backend": 2
+    }  # fmt: skip
+    assert container["image"] == tag
+    assert container["args"] == [
+        "python3 -m dynamo.sdk hello_world:Frontend --service-name Backend"
+    ]
+
+
+def test_deployment_of_a_language_model_asks_for_gpus(home, capsys, monkeypatch):
+    folder = EXAMPLES / "llm"
+    options = deployment.DeployConfig(
+        pipeline="graphs.disagg:Frontend",
+        working_dir=str(folder),
+        file=str(folder / "configs" / "disagg.yaml"),
+        image="i:1",
+        namespace="there",
+    )
+    manifest = deployment.make_manifest(options)
+    services = manifest["spec"]["services"]
+
+    assert manifest["metadata"]["namespace"] == "there"
+    assert services["Frontend"]["componentType"] == "frontend"
+    assert services["PrefillWorker"]["resources"] == {"limits": {"gpu": "1"}}
+    assert services["VllmWorker"]["componentType"] == "worker"
+
+
+class Cluster:
+    """The calls of a cluster's connection that `deployment` uses, over a dictionary."""
+
+    namespace = "default"
+
+    def __init__(self):
+        self.objects = {}
+
+    async def apply(self, found, manager, *, force):
+        ready = {"conditions": [{"type": "Ready", "status": "True"}], "state": "successful"}
+        self.objects[found["metadata"]["name"]] = {**found, "status": ready}
+
+    async def watch(self, api_version, kind, namespace):
+        yield "SYNCED", {}
+        for each in list(self.objects.values()):
+            yield "ADDED", each
+
+    async def list(self, api_version, kind, namespace):
+        return list(self.objects.values())
+
+    async def get(self, api_version, kind, name, namespace):
+        return self.objects.get(name)
+
+    async def delete(self, api_version, kind, name, namespace):
+        return self.objects.pop(name, None) is not None
+
+
+async def test_deployments_are_applied_listed_shown_and_deleted(home, capsys):
+    cluster = Cluster()
+    options = deployment.DeployConfig(
+        pipeline="hello_world:Frontend", working_dir=HELLO["working_dir"]
+    )
+    await deployment._apply(cluster, deployment.make_manifest(options), options)
+    await deployment._list(cluster, None)
+    await deployment._show(cluster, "frontend", None)
+    await deployment._delete(cluster, "frontend", None)
+    printed = capsys.readouterr().out
+
+    assert "frontend is ready" in printed
+    assert "successful" in printed
+    assert "kind: DynamoGraphDeployment" in printed
+    with pytest.raises(errors.ConfigError, match="no deployment is called frontend"):
+        await deployment._delete(cluster, "frontend", None)
+    with pytest.raises(errors.ConfigError, match="no deployment is called frontend"):
+        await deployment._show(cluster, "frontend", None)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: deployment.cloud(deployment.CloudConfig()), "dynamo-platform"),
+        (lambda: deployment.deploy(deployment.DeployConfig()), "expected a tag"),
+        (lambda: deployment.deploy(deployment.DeployConfig(pipeline="a:1")), "no such archive"),
+        (lambda: deployment.manage(deployment.DeploymentConfig(action="get")), "expected a name"),
+        (lambda: processes.stop(processes.StopConfig()), "no `dynamo serve` runs here"),
+        (lambda: processes.show_logs(processes.LogsConfig(name="x")), "no log of x"),
+        (lambda: models.remove(models.RemoveConfig(model="no/such")), "`dynamo list`"),
+        (lambda: models.pull(models.PullConfig()), "expected a model's name"),
+        (lambda: bench.run(bench.BenchConfig(url="ftp://x")), "expected http://"),
+    ],
+)
+def test_mistake_says_what_to_do(home, call, says):
+    with pytest.raises(errors.DynamoError, match=says):
+        call()
+
+
+def test_states_of_dead_processes_are_removed(home):
+    served = state.ServeState(
+        name="a", namespace="a", pid=2**22 + 1, started_at=time.time(), url="", model="m",
+        variables={}, processes=[],
+    )  # fmt: skip
+    state.save(served)
+    state.save(msgspec.structs.replace(served, name="b", pid=1))
+
+    assert [each.name for each in state.running()] == ["b"]
+    assert state.free_name("b") == "b-2"
+    assert state.free_name("c") == "c"
+    assert state.find(None).name == "b"
+    with pytest.raises(errors.ConfigError, match="there are b"):
+        state.find("c")
+
+
+def test_log_is_bounded(home, monkeypatch, capsys):
+    monkeypatch.setattr(state, "LOG_BYTES", 10)
+    with state.logged("x"):
+        for number in range(5):
+            print(f"line {number}", file=main.sys.stderr)
+    processes.show_logs(processes.LogsConfig(name="x", tail=1))
+
+    assert sum(len(path.read_text()) for path in (home / "state").iterdir()) < 40
+    assert "line 4" in capsys.readouterr().err
+
+
+def test_models_of_the_cache_are_listed(monkeypatch, capsys):
+    monkeypatch.setattr(model_source, "cached_models", lambda: {"Qwen/Qwen3-0.6B": 1_500_000_000})
+    models.list_models(models.ModelListConfig())
+    printed = capsys.readouterr().out
+
+    assert "storyteller" in printed
+    assert "1.50 GB" in printed
+
+
+def test_report_of_a_load_counts_failures_and_percentiles():
+    answers = [
+        bench.Answered(0.0, (0.1, 0.2)),
+        bench.Answered(0.0, (0.3,)),
+        bench.Answered(0, error="no"),
+    ]
+    report = bench.summarize(answers, 2.0)
+
+    assert (report["requests"], report["failed"], report["requests_per_s"]) == (3, 1, 1.0)
+    assert (report["ttft_ms_mean"], report["itl_ms_mean"]) == (200.0, 100.0)
+    assert "first error: no" in bench.render(report)
+    assert bench.summarize([], 1.0)["ttft_ms_p50"] == 0.0
+
+
+def test_top_compares_two_readings():
+    text = """# HELP x
+dynamo_frontend_requests_total{endpoint="a",model="m",status="success"} 4
+dynamo_frontend_requests_total{endpoint="b",model="m",status="success"} 2
+dynamo_frontend_output_tokens_total{model="m"} 50
+dynamo_frontend_time_to_first_token_seconds_sum{model="m"} 0.5
+dynamo_frontend_time_to_first_token_seconds_count{model="m"} 5
+dynamo_frontend_inflight_requests{model="m"} 3
+dynamo_router_kv_cache_hit_ratio{model="m"} 0.25
+"""
+    rows = top.compare({}, top.parse(text), 2.0)
+
+    assert rows == [("m", "3", "3.0", "25.0", "100.0", "–", "25%", "0")]
+
+
+@pytest.mark.parametrize("flags", [["-h"], ["--help"], []])
+def test_help_has_the_boxes_of_the_article(flags, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    main._run(flags)
+    lines = capsys.readouterr().out.splitlines()
+    commands = [line.split()[1] for line in lines if line.startswith("│ ") and line[2] != " "]
+
+    assert " Usage: dynamo [OPTIONS] COMMAND [ARGS]..." in lines
+    assert commands[:4] == ["--version", "--install-completion", "--show-completion", "--help"]
+    assert commands[4:13] == [
+        "env", "serve", "run", "deploy", "build", "get", "deployment", "containerize", "cloud"
+    ]  # fmt: skip
+    assert {len(line) for line in lines if line.startswith(("│", "╭", "╰"))} == {100}

@@ -1,0 +1,165 @@
+"""The commands that a graph becomes, and the graphs of examples/llm."""
+
+import pathlib
+import shlex
+import sys
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.launch.allocation import Allocation
+from dynamo.sdk import commands, declaration, graph, yaml_file
+from dynamo.sdk.settings import ServiceConfig
+
+LLM = pathlib.Path(__file__).parents[3] / "examples" / "llm"
+MACHINE = Allocation(cores=(0, 1, 2, 3), devices=("0", "1"))
+
+
+@declaration.service(resources={"gpu": 1, "cpu": "1500m"}, workers=2, seed=7)
+class Leaf:
+    @declaration.endpoint()
+    async def generate(self, request):
+        yield request
+
+
+@declaration.service(inside="Root")
+class Part:
+    """Something that Root does."""
+
+
+@declaration.service(module="dynamo.frontend", dynamo={"namespace": "n"})
+class Root:
+    leaf = declaration.depends(Leaf)
+    part = declaration.depends(Part)
+
+
+def make(*specs, machine=MACHINE, config=None, environ=None):
+    chosen = specs or graph.services(declaration.spec_of(Root))
+    return commands.make(
+        chosen,
+        ServiceConfig(config or {}),
+        machine,
+        target="m:Root",
+        directory="/a b",
+        namespace="n",
+        environ=environ or {},
+    )
+
+
+def test_each_worker_gets_a_gpu_and_cores_of_its_own():
+    plan = make()
+    one, two = plan.commands[1:]
+
+    assert [command.name for command in plan.commands] == ["Root", "Leaf 1", "Leaf 2"]
+    assert (one.resources, two.resources) == (
+        Allocation((0,), ("0",)),
+        Allocation((1,), ("1",)),
+    )
+    assert plan.notes == ("Part runs inside Root: it has no process of its own",)
+
+
+def test_machine_without_gpus_or_cores_shares_what_it_has():
+    plan = make(machine=Allocation(cores=(0,)))
+
+    assert {command.resources for command in plan.commands} == {Allocation()}
+    assert len(plan.notes) == 3
+
+
+def test_too_few_gpus_are_an_error():
+    with pytest.raises(errors.ConfigError, match="free devices"):
+        make(machine=Allocation(devices=("0",)))
+
+
+def test_shell_line_holds_all_that_the_process_gets():
+    command = make(environ={"DYN_FILE_KV": "/d"}).commands[1]
+    words = shlex.split(command.shell())
+
+    assert words[:3] == ["cd", "/a b", "&&"]
+    assert words[-6:] == [*command.argv][-6:]
+    assert {"DYN_FILE_KV=/d", "DYN_NAMESPACE=n", "CUDA_VISIBLE_DEVICES=0"} <= {*words}
+    assert 'DYNAMO_SERVICE_CONFIG={"Leaf": {"seed": 7}}' in words
+    assert words[words.index("taskset") + 2] == "0"
+
+
+def test_file_changes_workers_resources_environment_and_module():
+    args = {
+        "workers": 1, "resources": {"gpu": 2}, "environment": {"A": 1}, "module": "dynamo.mocker"
+    }  # fmt: skip
+    plan = make(
+        config={"Leaf": {"ServiceArgs": args}, "Root": {"ServiceArgs": {"module": "dynamo.mocker"}}}
+    )
+
+    assert len(plan.commands) == 2
+    assert plan.commands[1].resources.devices == ("0", "1")
+    assert plan.commands[1].environ["A"] == "1"
+    assert plan.commands[0].argv[2] == "dynamo.mocker"
+
+
+@pytest.mark.parametrize("value", ["many", -1, 0])
+def test_wrong_number_names_file_service_and_field(value):
+    with pytest.raises(errors.ConfigError, match=r"test_sdk_commands\.py, Leaf, workers"):
+        make(config={"Leaf": {"ServiceArgs": {"workers": value}}})
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "roles"),
+    [
+        ("agg", "--router-mode round-robin", [False]),
+        ("agg_router", "--router-mode kv --kv-overlap-score-weight 1.0", [False, False]),
+        ("disagg", "--router-mode round-robin", [False, True]),
+        ("disagg_router", "--router-mode kv --kv-overlap-score-weight 1.0", [False, True]),
+    ],
+)
+def test_graph_of_the_example_becomes_our_own_commands(name, flags, roles, monkeypatch):
+    for module in ("graphs", "components", f"graphs.{name}", "components.services"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(str(LLM))
+    specs = graph.load(f"graphs.{name}:Frontend", LLM)
+    values = yaml_file.read(LLM / "configs" / f"{name}.yaml")
+    plan = make(*specs, machine=Allocation(), config=values)
+    door, *workers = (shlex.join(command.argv) for command in plan.commands)
+
+    assert f"-m dynamo.frontend --http-port 8000 {flags}" in door
+    assert [line.endswith("--is-prefill-worker") for line in workers] == roles
+    assert all("-m dynamo.vllm --model deepseek-ai/" in line for line in workers)
+    assert all("--max-model-len 16384 --enforce-eager" in line for line in workers)
+    assert ("--disaggregation-mode decode" in workers[0]) == (True in roles)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("no_such_module:A", "there is no module no_such_module"),
+        ("graphs.agg:Nobody", "has no class Nobody"),
+        ("graphs.agg:links", "has no class links"),
+        ("nonsense", "expected module:Class"),
+    ],
+)
+def test_target_that_cannot_be_loaded_is_named(target, says, monkeypatch):
+    monkeypatch.syspath_prepend(str(LLM))
+    with pytest.raises(errors.ConfigError, match=says):
+        graph.load(target, LLM)
+
+
+def test_service_that_does_not_exist_is_named():
+    with pytest.raises(errors.ConfigError, match="expected one of Root, Leaf, Part"):
+        graph.find(graph.services(declaration.spec_of(Root)), "Twig")
+
+
+def test_wrong_decorators_name_file_and_class():
+    with pytest.raises(errors.ConfigError, match=r"test_sdk_commands\.py, class Bad, resources"):
+        declaration.service(resources={"gpus": 1})(type("Bad", (), {"__module__": __name__}))
+    with pytest.raises(errors.ConfigError, match="workers: expected at least 1"):
+        declaration.service(workers=0)(type("Bad", (), {"__module__": __name__}))
+    with pytest.raises(errors.ConfigError, match="decorator @service"):
+        declaration.depends(str)
+
+
+def test_dependency_outside_the_graph_is_named():
+    with pytest.raises(errors.ConfigError, match=r"Root\.leaf: Leaf is not part of this graph"):
+        _ = Root().leaf
+
+
+def test_address_is_namespace_and_name():
+    assert Root.dynamo_address() == ("n", "Root")
+    assert Leaf.dynamo_address() == ("dynamo", "Leaf")
