@@ -33,7 +33,18 @@ class ThresholdChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     active_prefill_tokens_threshold_frac: _Batches = msgspec.UNSET
 
 
-decode_change = json_body.RequestDecoder(ThresholdChange).decode
+_decode = json_body.RequestDecoder(ThresholdChange).decode
+
+
+def decode_change(body: bytes) -> ThresholdChange:
+    """Return the change in this body; unknown fields are refused. Raises InvalidRequest."""
+    token = json_body.ignored_names.set(None)
+    try:
+        return _decode(body)
+    finally:
+        json_body.ignored_names.reset(token)
+
+
 _decode_event = msgspec.msgpack.Decoder(load.LoadEvent).decode
 
 
