@@ -69,7 +69,7 @@ def find_kubectl() -> str:
 
 @contextlib.contextmanager
 def running_cluster(folder: pathlib.Path, *flags: str) -> Iterator[RunningCluster]:
-    """Run `dynamo kube up` with these flags; by default without a node, so that pods stay pending."""
+    """Run `dynamo kube up` with these flags; by default without operator and node, so that pods stay pending."""
     kubeconfig = folder / "kubeconfig"
     command = [
         sys.executable,
@@ -83,7 +83,7 @@ def running_cluster(folder: pathlib.Path, *flags: str) -> Iterator[RunningCluste
         "0",
     ]
     process = subprocess.Popen(
-        [*command, *(flags or ("--no-node",))], stdout=subprocess.PIPE, text=True
+        [*command, *(flags or ("--no-node", "--no-operator"))], stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None

@@ -259,6 +259,15 @@ DEFINITIONS = (
 )
 
 
+PACKAGED = Path(api_types.__file__).with_name("definitions.json")  # for `dynamo kube up`
+
+
+def render_package() -> str:
+    """Return all definitions as one list, one a line."""
+    lines = [msgspec.json.encode(definition.render()).decode() for definition in DEFINITIONS]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
 def render_files() -> dict[str, str]:
     """Return the text of each file of deploy/crds by its name."""
     return {
@@ -273,3 +282,4 @@ def render_files() -> dict[str, str]:
 if __name__ == "__main__":
     for file_name, text in render_files().items():
         (Path(__file__).parent / file_name).write_text(text)
+    PACKAGED.write_text(render_package())

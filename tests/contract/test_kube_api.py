@@ -87,7 +87,7 @@ async def any_cluster(tmp_path):
         async with real_binaries(pathlib.Path(assets), tmp_path) as url:
             yield url
     else:
-        async with clusters.run_cluster() as running:
+        async with clusters.run_cluster(token="replay") as running:
             yield running.url
 
 

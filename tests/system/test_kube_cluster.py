@@ -4,10 +4,14 @@ import json
 import os
 import pathlib
 import re
+import stat
 
+import httpx
 import pytest
+import yaml
 
 import kube_cluster
+from waiting import PATIENT_S, eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -94,6 +98,22 @@ def test_kubectl_applies_scales_and_deletes_a_custom_resource(cluster):
         "3 2",
         'widget.example.com "w1" deleted\n',
     ]
+
+
+def test_only_who_has_the_token_is_answered(cluster):
+    assert stat.S_IMODE(cluster.kubeconfig.stat().st_mode) == 0o600
+    with httpx.Client(base_url=cluster.url, verify=False, timeout=PATIENT_S) as http:
+        of_strangers = [
+            http.get("/api/v1/pods", headers=headers)
+            for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Basic eDp4"})
+        ]
+        opened = [
+            http.get(path).status_code for path in ("/healthz", "/livez", "/readyz", "/version")
+        ]
+
+    assert [answer.status_code for answer in of_strangers] == [401, 401, 401]
+    assert of_strangers[0].json()["reason"] == "Unauthorized"
+    assert opened == [200, 200, 200, 200]
 
 
 def test_kubectl_shows_why_a_custom_resource_is_refused(cluster):
@@ -203,7 +223,7 @@ def node(tmp_path_factory):
     if os.geteuid() != 0:
         pytest.skip("two pods on the same port need network namespaces, and those root")
     with kube_cluster.running_cluster(
-        tmp_path_factory.mktemp("node"), "--backoff-s", "1"
+        tmp_path_factory.mktemp("node"), "--backoff-s", "1", "--no-operator"
     ) as running:
         yield running
         with_kubeconfig = kube_cluster.pod_processes(running)
@@ -247,3 +267,51 @@ def test_the_status_of_a_pod_tells_why_it_does_not_run(node):
     assert crashed.returncode == 0, crashed.stderr
     assert unschedulable == "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
     assert log == "bye\n"
+
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "deploy" / "examples" / "mocker.yaml"
+OUR_KINDS = "dgd,dcd,dwm,deployments,replicasets,pods,services,roles,rolebindings,serviceaccounts"
+
+
+@pytest.mark.timeout(400)
+def test_a_deployment_becomes_ready_answers_and_leaves_nothing(tmp_path):
+    kube_cluster.find_kubectl()
+    if os.geteuid() != 0:
+        pytest.skip("two pods on the same port need network namespaces, and those root")
+    manifest = yaml.safe_load(EXAMPLE.read_text())
+    services = manifest["spec"]["services"]
+    for service in services.values():
+        often = {"readinessProbe": {"periodSeconds": 1}}
+        service["extraPodSpec"]["mainContainer"] |= often
+    services["Worker"]["extraPodSpec"]["mainContainer"]["startupProbe"] = {"periodSeconds": 1}
+    with kube_cluster.running_cluster(tmp_path, "--backoff-s", "1") as up:
+        before = up.kubectl("get", OUR_KINDS, "-o", "name").stdout
+        applied = up.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+        ready = up.kubectl(
+            "wait", "--for=condition=Ready", "dgd/mocker", "--timeout=140s", timeout_s=150
+        )
+        assert ready.returncode == 0, (
+            applied.stderr,
+            ready.stderr,
+            up.kubectl("get", "dgd,pods").stdout,
+        )
+        column = "jsonpath={.items[0].status.podIP}"
+        label = "nvidia.com/dynamo-component=Frontend"
+        address = up.kubectl("get", "pods", "-l", label, "-o", column).stdout
+        body = {
+            "model": "storyteller",
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 4,
+        }
+        url = f"http://{address}:8000/v1/chat/completions"
+        answer = httpx.post(url, json=body, timeout=PATIENT_S)
+        up.kubectl("delete", "dgd/mocker", timeout_s=90)
+        eventually(
+            lambda: up.kubectl("get", OUR_KINDS, "-o", "name").stdout == before,
+            what="all objects of the deployment gone",
+            every_s=0.3,
+        )
+        of_pods = kube_cluster.pod_processes(up)
+
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert not [pid for pid in of_pods if pathlib.Path(f"/proc/{pid}/exe").exists()]

@@ -2,12 +2,19 @@
 
 import asyncio
 import contextlib
+import importlib.resources
+import json
+import os
 import pathlib
+import signal
+import sys
 import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from dynamo.base import config, distribution, errors, process_setup
+from dynamo.base import clock, config, distribution, errors, process_setup
+from dynamo.cli import serve
+from dynamo.launch import children, guard, supervisor
 
 if typing.TYPE_CHECKING:
     from dynamo.testing.kube import cluster
@@ -30,6 +37,9 @@ class KubeCommandConfig:
         0, help="port of the API server; 0: the system chooses", least=0, most=65535
     )
     node: bool = config.option(True, help="run pods as processes; without, pods stay pending")
+    operator: bool = config.option(
+        True, help="run the operator, which makes pods of DynamoGraphDeployments"
+    )
     backoff_s: float = config.option(
         10.0,
         help="seconds before a container that failed twice starts again; doubled each time",
@@ -48,14 +58,17 @@ def run(options: KubeCommandConfig) -> int:
         "dynamo.testing.kube.cluster", feature="dynamo kube", extra="kube"
     )
     path = pathlib.Path(options.kubeconfig).absolute()
+    definitions = importlib.resources.files("dynamo.operator").joinpath("definitions.json")
     try:
         opened = typing.cast("cluster.RunCluster", module.run_cluster)(
-            port=options.port, has_node=options.node, backoff_s=options.backoff_s
+            port=options.port,
+            has_node=options.node,
+            backoff_s=options.backoff_s,
+            custom_resources=json.loads(definitions.read_text()) if options.operator else (),
         )
-        asyncio.run(_serve(path, opened))
+        return asyncio.run(_serve(path, opened, has_operator=options.operator))
     finally:
         path.unlink(missing_ok=True)
-    return 0
 
 
 def _handle_manifests(action: str, file: str) -> int:
@@ -69,15 +82,42 @@ def _handle_manifests(action: str, file: str) -> int:
 
 
 async def _serve(
-    path: pathlib.Path, opened: "contextlib.AbstractAsyncContextManager[cluster.Cluster]"
-) -> None:
+    path: pathlib.Path,
+    opened: "contextlib.AbstractAsyncContextManager[cluster.Cluster]",
+    *,
+    has_operator: bool,
+) -> int:
     stop = process_setup.stop_on_signals()
     async with opened as running:
         running.write_kubeconfig(path)
         print(f"export KUBECONFIG={path}", flush=True)
-        print(f"The API server listens at {running.url}; Ctrl-C ends the cluster.")
-        print(
-            "It asks for no password: every user of this machine can run programs through it.",
-            flush=True,
-        )
-        await stop.wait()
+        print(f"The API server listens at {running.url}; Ctrl-C ends the cluster.", flush=True)
+        if not has_operator:
+            await stop.wait()
+            return 0
+        print("kubectl apply -f deploy/examples/agg.yaml")
+        print("kubectl get dgd", flush=True)
+        return await _run_operator(path, stop)
+
+
+async def _run_operator(path: pathlib.Path, stop: asyncio.Event) -> int:
+    """Run the operator until a signal comes, and start it again when it dies; return the exit code."""
+    argv = [sys.executable, "-m", "dynamo.operator"]
+    argv += ["--metrics-bind-address", "127.0.0.1:0", "--health-probe-bind-address", "127.0.0.1:0"]
+    environ = {**os.environ, "KUBECONFIG": str(path)}
+    with guard.Guard() as guardian:
+        async with supervisor.Supervisor(
+            guardian, clock.SystemClock(), serve.say, stop_timeout_s=serve.STOP_TIMEOUT_S
+        ) as pool:
+            pool.stop_on((signal.SIGTERM, signal.SIGINT))
+            try:
+                if not stop.is_set():  # a signal came before
+                    await pool.start(
+                        children.ChildSpec(name="operator", argv=argv, environ=environ)
+                    )
+                    pool.watch("operator", fatal_codes=frozenset({2}))
+                    await pool.run()
+            except children.ChildDied as death:
+                serve.say(str(death))
+                return death.exit_code
+    return 0

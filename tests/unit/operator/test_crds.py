@@ -65,6 +65,10 @@ def test_every_field_of_the_original_has_its_type_and_limits():
             assert "|".join(found) if key == "enum" else str(found) == value, path
 
 
+def test_packaged_definitions_are_those_of_the_types():
+    assert crds.PACKAGED.read_text() == crds.render_package(), "run `make crds`"
+
+
 @pytest.mark.parametrize("name", crds.render_files())
 def test_written_definition_is_current_and_small(name):
     text = crds.render_files()[name]

@@ -1,8 +1,11 @@
 """A whole cluster in one process: the API server, its controllers, and what ends them."""
 
+import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import tasks
 from dynamo.launch import guard
 from dynamo.testing.kube import (
+    access,
     api,
     definitions,
     garbage,
@@ -31,27 +35,42 @@ _NAMESPACES = ("default", "kube-system", "kube-public", "kube-node-lease")
 class Cluster:
     """A running API server. `served` reads and writes objects without HTTP; `url` is where clients find it."""
 
-    def __init__(self, served: "api.Api", front: "http_front.HttpFront", url: str) -> None:
+    def __init__(
+        self, served: "api.Api", front: "http_front.HttpFront", url: str, certificate: bytes
+    ) -> None:
         self.served = served
         self.front = front
         self.url = url
+        self.certificate = certificate  # in PEM
 
-    def write_kubeconfig(self, path: Path, url: str = "") -> None:
-        """Write a file that kubectl and client libraries take as KUBECONFIG; `url` replaces the usual address."""
-        path.write_text(json.dumps(self.kubeconfig(url or self.url), indent=2) + "\n")
-        path.chmod(0o600)
+    def write_kubeconfig(self, path: Path) -> None:
+        """Write a file that kubectl and client libraries take as KUBECONFIG; only this user may read its token."""
+        path.unlink(missing_ok=True)  # the mode of a file that is there would stay
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(self.kubeconfig(), file, indent=2)
 
-    def kubeconfig(self, url: str) -> dict[str, Any]:
+    def kubeconfig(self) -> dict[str, Any]:
         """Return the content of a kubeconfig file."""
         name = "dynamo"
+        authority = base64.b64encode(self.certificate).decode()
+        server = {"server": self.url, "certificate-authority-data": authority}
         return {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [{"name": name, "cluster": {"server": url}}],
-            "users": [{"name": name, "user": {}}],
+            "clusters": [{"name": name, "cluster": server}],
+            "users": [{"name": name, "user": {"token": self.front.token}}],
             "contexts": [{"name": name, "context": {"cluster": name, "user": name, "namespace": "default"}}],
             "current-context": name,
         }  # fmt: skip
+
+
+async def _listen(served: "api.Api", token: str, host: str, port: int) -> Cluster:
+    """Serve the API at an address, by TLS to those who have the token. Raises ConfigError."""
+    certificate = await access.make_certificate(host)
+    front = http_front.HttpFront(served, tls=certificate.context, token=token)
+    bound = await front.start(host, port)
+    return Cluster(served, front, f"https://{host}:{bound}", certificate.pem)
 
 
 @contextlib.asynccontextmanager
@@ -61,11 +80,15 @@ async def run_cluster(
     has_node: bool = False,
     max_history: int = 20_000,
     backoff_s: float = 10.0,
+    token: str = "",
+    custom_resources: Iterable[dict[str, Any]] = (),
 ) -> AsyncIterator[Cluster]:
-    """Run an API server with its controllers and, with a node, pods as local processes."""
+    """Run an API server with its controllers and, with a node, pods as local processes.
+
+    Clients present the token, a random one by default. The custom resource definitions are there from the start.
+    """
     registry, objects = resources.ResourceRegistry(), store.Store(max_history=max_history)
     served = api.Api(registry, objects)
-    front = http_front.HttpFront(served)
     definer = definitions.Definitions(served)
     unsubscribe = objects.subscribe(definer.on_change)
     controllers = (
@@ -74,8 +97,9 @@ async def run_cluster(
         *(workloads.StatefulSets(served), services.EndpointSlices(served), services.Claims(served)),
     )
     queue = work_queue.ReconcileQueue(objects, controllers, clocks.SystemClock())
-    bound = await front.start(_HOST, port)
-    running_cluster = Cluster(served, front, f"http://{_HOST}:{bound}")
+    running_cluster = await _listen(served, token or secrets.token_urlsafe(32), _HOST, port)
+    front = running_cluster.front
+    await definer.define(custom_resources)
     async with tasks.Tasks() as running, contextlib.AsyncExitStack() as stack:
         running.start("controllers", queue.run())
         try:
@@ -103,13 +127,12 @@ async def _open_node(
     guardian = stack.enter_context(guard.Guard())
     folder = guardian.make_folder("dynamo-kube-")
     network = await stack.enter_async_context(pod_network.open_network())
-    url = cluster.url
+    inner = cluster
     if network.is_isolated:
-        inner = http_front.HttpFront(cluster.served)
-        url = f"http://{network.host}:{await inner.start(network.host, 0)}"
-        stack.push_async_callback(inner.close)
+        inner = await _listen(cluster.served, cluster.front.token, network.host, 0)
+        stack.push_async_callback(inner.front.close)
     config = folder / "kubeconfig"
-    cluster.write_kubeconfig(config, url)
+    inner.write_kubeconfig(config)
     context = pod_runner.NodeContext(
         folder=folder,
         network=network,

@@ -19,6 +19,12 @@ class Definitions:
         assert findings is not None
         self._resource: resources.ApiResource = findings
 
+    async def define(self, definitions: Iterable[Object]) -> None:
+        """Create and establish definitions, before anything else does."""
+        for body in definitions:
+            await self._api.create(self._resource, "", body)
+            await self.reconcile(body["metadata"]["name"])
+
     def on_change(self, change: "store.Change") -> None:
         """Serve what a change defines; for the store."""
         if change.table != TABLE:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import secrets
 import ssl
 import uuid
 from collections.abc import Awaitable, Callable
@@ -43,11 +44,9 @@ PodHandler = Callable[["calls.ApiCall", Object, str], Awaitable[bool]]
 class HttpFront:
     """The HTTP server of a cluster."""
 
-    def __init__(
-        self, served: "api.Api", *, tls: ssl.SSLContext | None = None, token: str = ""
-    ) -> None:
+    def __init__(self, served: "api.Api", *, tls: ssl.SSLContext | None = None, token: str) -> None:
         self.api = served
-        self.token = token  # that clients must present; empty: none
+        self.token = token  # that clients must present
         self.pod_handler: PodHandler | None = None
         self.host = ""
         limits = parser.HttpLimits(body_bytes=MAX_BODY_BYTES, write_buffer_bytes=64 * 2**20)
@@ -75,13 +74,19 @@ class HttpFront:
         call = calls.ApiCall(exchange)
         try:
             is_open = exchange.request.path in ("/healthz", "/livez", "/readyz", "/version")
-            presented = exchange.request.headers.get("authorization", "")
-            if self.token and not is_open and presented != f"Bearer {self.token}":
+            if not is_open and not self._is_known(
+                exchange.request.headers.get("authorization", "")
+            ):
                 raise failures.ApiError(401, "Unauthorized", "Unauthorized")  # noqa: TRY301 - answered below
             await self._route(call)
         except failures.ApiError as error:
             exchange.headers = (*exchange.headers, *error.headers)
             call.respond(error.code, error.body)
+
+    def _is_known(self, presented: str) -> bool:
+        scheme, _, token = presented.partition(" ")
+        is_same = secrets.compare_digest(token.strip().encode(), self.token.encode())
+        return scheme.lower() == "bearer" and is_same
 
     async def _route(self, call: calls.ApiCall) -> None:
         path = call.request.path
