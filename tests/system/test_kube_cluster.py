@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 import kube_cluster
+from dynamo.base import errors
+from dynamo.cli import kube
 from waiting import PATIENT_S, eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -114,6 +116,16 @@ def test_only_who_has_the_token_is_answered(cluster):
     assert [answer.status_code for answer in of_strangers] == [401, 401, 401]
     assert of_strangers[0].json()["reason"] == "Unauthorized"
     assert opened == [200, 200, 200, 200]
+
+
+def test_kubeconfig_of_another_cluster_is_kept(tmp_path):
+    file = tmp_path / "config"
+    file.write_text("current-context: production\n")
+    options = kube.KubeCommandConfig(kubeconfig=str(file), node=False, operator=False)
+
+    with pytest.raises(errors.ConfigError, match="name a new file"):
+        kube.run(options)
+    assert file.read_text() == "current-context: production\n"
 
 
 def test_kubectl_shows_why_a_custom_resource_is_refused(cluster):

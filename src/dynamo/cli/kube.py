@@ -59,16 +59,13 @@ def run(options: KubeCommandConfig) -> int:
     )
     path = pathlib.Path(options.kubeconfig).absolute()
     definitions = importlib.resources.files("dynamo.operator").joinpath("definitions.json")
-    try:
-        opened = typing.cast("cluster.RunCluster", module.run_cluster)(
-            port=options.port,
-            has_node=options.node,
-            backoff_s=options.backoff_s,
-            custom_resources=json.loads(definitions.read_text()) if options.operator else (),
-        )
-        return asyncio.run(_serve(path, opened, has_operator=options.operator))
-    finally:
-        path.unlink(missing_ok=True)
+    opened = typing.cast("cluster.RunCluster", module.run_cluster)(
+        port=options.port,
+        has_node=options.node,
+        backoff_s=options.backoff_s,
+        custom_resources=json.loads(definitions.read_text()) if options.operator else (),
+    )
+    return asyncio.run(_serve(path, opened, has_operator=options.operator))
 
 
 def _handle_manifests(action: str, file: str) -> int:
@@ -88,8 +85,9 @@ async def _serve(
     has_operator: bool,
 ) -> int:
     stop = process_setup.stop_on_signals()
-    async with opened as running:
+    async with opened as running, contextlib.AsyncExitStack() as stack:
         running.write_kubeconfig(path)
+        stack.callback(path.unlink, missing_ok=True)
         print(f"export KUBECONFIG={path}", flush=True)
         print(f"The API server listens at {running.url}; Ctrl-C ends the cluster.", flush=True)
         if not has_operator:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
-from dynamo.base import tasks
+from dynamo.base import errors, tasks
 from dynamo.launch import guard
 from dynamo.testing.kube import (
     access,
@@ -29,6 +29,7 @@ from dynamo.testing.kube import (
 )
 
 _HOST = "127.0.0.1"
+_CONTEXT = '"current-context": "dynamo"'  # by which a file of ours is known
 _NAMESPACES = ("default", "kube-system", "kube-public", "kube-node-lease")
 
 
@@ -44,7 +45,15 @@ class Cluster:
         self.certificate = certificate  # in PEM
 
     def write_kubeconfig(self, path: Path) -> None:
-        """Write a file that kubectl and client libraries take as KUBECONFIG; only this user may read its token."""
+        """Write a file that kubectl and client libraries take as KUBECONFIG; only this user may read its token.
+
+        Raises ConfigError for a file of another cluster, which would be lost.
+        """
+        if path.exists() and _CONTEXT not in path.read_text("utf-8", "replace"):
+            raise errors.ConfigError(
+                f"--kubeconfig {path}: expected no file, or one of an earlier dynamo kube up, got another"
+                " cluster's; name a new file"
+            )
         path.unlink(missing_ok=True)  # the mode of a file that is there would stay
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
