@@ -28,7 +28,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,7 +101,7 @@ def load_parts(
     hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
     rest_of = next((name for name, field in fields.items() if _takes_rest(field)), None)
     parser = _make_parser(parts, prog)
-    complete(parser)
+    complete(lambda: parser)
     texts = {_flag_of(f) for f in fields.values() if f.metadata.get("takes") == "text"}
     flags, further_arguments = parser.parse(
         _join_texts(argv, texts), takes_rest=rest_of is not None
@@ -167,10 +167,10 @@ def _flag_of(field: dataclasses.Field[Any]) -> str:
     return flag if flag is not None else "--" + field.name.replace("_", "-")
 
 
-def complete(parser: argparse.ArgumentParser) -> None:
+def complete(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
     """Answer a shell that asks for completions, and exit; does nothing otherwise."""
     if "_ARGCOMPLETE" in os.environ:  # loaded late: commands start without it
-        importlib.import_module("argcomplete").autocomplete(parser)
+        importlib.import_module("argcomplete").autocomplete(make_parser())
 
 
 def suggest(name: str, known_names: Iterable[str]) -> str:

