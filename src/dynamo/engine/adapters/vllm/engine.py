@@ -210,6 +210,8 @@ class VllmLibrary:
 
     async def stop(self) -> None:
         if self._llm is not None:
+            if (handler := getattr(self._llm, "output_handler", None)) is not None:
+                handler.cancel()  # else it may log the end of the engine's process as a death
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
         if self._kv_subscriber is not None:
