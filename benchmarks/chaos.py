@@ -126,6 +126,7 @@ def _told(tally: clients.Tally, chaos: chaos_faults.Chaos) -> dict[str, object]:
         **{f"  {name}": number for name, number in sorted(chaos.faults.items())},
         "requests": tally.outcomes.total(),
         **{f"  {name}": tally.outcomes[name] for name in clients.OUTCOMES},
+        "needless 503s": num_refused(tally),
         "errors": dict(tally.errors),
         "longest pause, median / p99 / max s": _spread(tally.pauses_s),
         "exits after SIGTERM that were not 0": dict(chaos.bad_exits),
@@ -139,11 +140,17 @@ def _grew(before: dict[str, tuple[int, float]], after: dict[str, tuple[int, floa
     )
 
 
+def num_refused(tally: clients.Tally) -> int:
+    """Count the 503s: all are needless, because two workers and a frontend were well all the time."""
+    return sum(number for error, number in tally.errors.items() if error.startswith("503"))
+
+
 def is_well(tally: clients.Tally) -> bool:
-    """Nothing hung or was corrupt; of what its own frontend did not cut off, 99.9 % were answered."""
+    """Nothing hung, was corrupt or refused; of what its own frontend did not cut off, 99.9 % were answered."""
     found = tally.outcomes
     asked = found.total() - found["cut"]
-    return not found["hung"] and not found["corrupt"] and found["right"] >= 0.999 * asked
+    is_right = found["right"] >= 0.999 * asked and not num_refused(tally)
+    return is_right and not found["hung"] and not found["corrupt"]
 
 
 async def one_cut(fault: str, num_streams: int) -> str:

@@ -2,19 +2,23 @@
 
     PYTHONPATH=tests:tests/system python -m benchmarks.hostile --minutes 15      (make hostile MINUTES=15)
 
-A frontend with API keys, and two native workers. The honest ask sixteen questions over and over; each answer has to be
-whole and the same as before the attack. The hostile (`benchmarks.hostile_clients`) have a key of their own tenant, or
-none. Printed are the gaps between two pieces of honest streams, the peak of memory of every process, and what the
-hostile met. The exit code is 0 if every honest answer was right, the p99 of gaps is at most a second, no process died
-and none took more memory than its bound.
+A frontend with API keys, two native decode workers, a native prefill worker, and a simulated worker whose model has a
+hostile chat template. The honest ask sixteen questions over and over; each answer has to be whole and the same as
+before the attack. The hostile (`benchmarks.hostile_clients`) have a key of their own tenant, or none; or they have
+broken into a member; or they are another user of this host. Printed are the gaps between two pieces of honest streams,
+the peak of memory of every process and of its children, the load of the machine, and what the hostile met. The exit
+code is 0 if every honest answer was right, the p99 of gaps is at most a second, no process died, none took more memory
+than its bound, and the other user achieved nothing.
 """
 
 import argparse
 import asyncio
+import base64
 import collections
-import itertools
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,10 +28,17 @@ from pathlib import Path
 
 import deployment as systems
 import httpx
+import test_other_users
+
+import processes
+from benchmarks import hostile_clients
+from dynamo.transfer import descriptors
+from dynamo.worker import model_source
 
 NUM_STREAMS = 16
 NUM_TOKENS = 100
 NUM_WORKERS = 2
+HOSTILE_MODEL = "hostile"
 HONEST_KEY, HOSTILE_KEY = "sk-honest-0001", "sk-hostile-0001"
 KEYS = f"""
 [tenants.good]
@@ -130,49 +141,89 @@ def peak_mb(pid: int) -> float:
     return next(int(row.split()[1]) / 1024 for row in rows if row.startswith("VmHWM:"))
 
 
-def memory(processes: dict[str, systems.Process]) -> dict[str, tuple[float, float]]:
-    """Return MB of each process that lives: now, and at its peak."""
-    return {
-        name: (systems.rss_bytes(process.pid) / 2**20, peak_mb(process.pid))
-        for name, process in processes.items()
-        if process.is_running
-    }
+class Memory:
+    """The memory of processes and of their children, which come and go, in MB."""
+
+    def __init__(self, systems_by_name: dict[str, systems.Process]) -> None:
+        self._systems = systems_by_name
+        self.child_peak_mb: dict[str, float] = {}
+
+    def now(self) -> dict[str, tuple[float, float]]:
+        """Return MB of each process that lives: now, and at its peak."""
+        return {
+            name: (systems.rss_bytes(process.pid) / 2**20, peak_mb(process.pid))
+            for name, process in self._systems.items()
+            if process.is_running
+        }
+
+    async def watch(self) -> None:
+        """Note the peaks of children, twice a second."""
+        while True:
+            for name, process in self._systems.items():
+                for child in processes.descendants(process.pid):
+                    with contextlib.suppress(OSError, StopIteration):  # it has ended meanwhile
+                        most_mb = max(self.child_peak_mb.get(name, 0.0), peak_mb(child))
+                        self.child_peak_mb[name] = most_mb
+            await asyncio.sleep(0.5)
 
 
-def start_attack(url: str, worker_port: int, seconds: float, seed: int) -> subprocess.Popen[bytes]:
+def start_attack(target: dict[str, object], seconds: float, seed: int) -> subprocess.Popen[bytes]:
     """Start the hostile clients in a process of their own."""
-    port = url.rpartition(":")[2]
-    flags = ["--port", port, "--worker-port", str(worker_port), "--key", HOSTILE_KEY]
-    flags += ["--model", systems.MODEL, "--seconds", str(seconds), "--seed", str(seed)]
+    flags = ["--seconds", str(seconds), "--seed", str(seed)]
     command = [sys.executable, "-m", "benchmarks.hostile_clients", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(target).encode())
+    process.stdin.close()
+    process.stdin = None  # `communicate` would close it again
+    return process
 
 
-def await_workers(url: str) -> int:
-    """Wait for the workers, and return the port of the request plane of one."""
+def port_of(address: str) -> int:
+    """Return the port of an address."""
+    return int(address.rpartition(":")[2])
+
+
+async def await_target(url: str, directory: str) -> dict[str, object]:
+    """Wait for the workers, and return what the hostile know of them (`hostile_clients.Target`)."""
     headers = {"authorization": f"Bearer {HONEST_KEY}"}
-    found: list[dict[str, object]] = []
 
-    def is_so() -> bool:
+    def has_all() -> bool:
         try:
             health = httpx.get(f"{url}/health", headers=headers, timeout=2).json()
         except httpx.TransportError:
             return False
-        found[:] = [i for i in health.get("instances", ()) if i["endpoint"] == "generate"]
-        return len({i["instance_id"] for i in found}) == NUM_WORKERS
+        workers = [i for i in health.get("instances", ()) if i["endpoint"] == "generate"]
+        return len({i["instance_id"] for i in workers}) == NUM_WORKERS + 1
 
-    systems.eventually(is_so, within_s=60, what="the workers at the frontend", every_s=0.1)
-    addresses = [text for text in map(str, iterate_texts(found[0])) if ":" in text]
-    return next(int(port) for text in addresses if (port := text.rpartition(":")[2]).isdigit())
+    await asyncio.to_thread(
+        systems.eventually, has_all, within_s=120, what="the workers at the frontend", every_s=0.1
+    )
+    async with asyncio.timeout(120):
+        # Discovery has no event for it here: the prefill worker still starts.
+        while (cluster := await test_other_users.addresses(directory))["metadata"] is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    metadata = descriptors.decode(base64.b64decode(cluster["metadata"]))
+    return {
+        "host": "127.0.0.1",
+        "port": port_of(url),
+        "worker_port": port_of(cluster["instances"]["dynamo/backend/generate"]),
+        "transfer_port": port_of(metadata.addresses["tcp"]),
+        "key": HOSTILE_KEY,
+        "model": systems.MODEL,
+        "hostile_model": HOSTILE_MODEL,
+        "cluster": cluster,
+    }
 
 
-def iterate_texts(value: object) -> itertools.chain[object] | list[object]:
-    """Return all scalars within a JSON value."""
-    if isinstance(value, dict):
-        return itertools.chain.from_iterable(map(iterate_texts, value.values()))
-    if isinstance(value, list):
-        return itertools.chain.from_iterable(map(iterate_texts, value))
-    return [value]
+def make_hostile_model(directory: Path) -> Path:
+    """Write the built-in model's files with a hostile chat template, and return the directory."""
+    made = directory / HOSTILE_MODEL
+    shutil.copytree(model_source.built_in(), made)
+    config = json.loads((made / "tokenizer_config.json").read_text())
+    config["chat_template"] = hostile_clients.hostile_template()
+    (made / "tokenizer_config.json").write_text(json.dumps(config))
+    return made
 
 
 async def run(options: argparse.Namespace, directory: Path) -> bool:
@@ -182,24 +233,40 @@ async def run(options: argparse.Namespace, directory: Path) -> bool:
     deployment = systems.Deployment(directory)
     try:
         frontend = deployment.frontend("--api-keys-file", str(keys))
-        workers = [deployment.native() for _ in range(NUM_WORKERS)]
-        worker_port = await asyncio.to_thread(await_workers, frontend.url)
-        processes: dict[str, systems.Process] = {"frontend": frontend}
-        processes |= {f"worker {number}": worker for number, worker in enumerate(workers)}
+        role = "--disaggregation-mode"
+        workers = [deployment.native(role, "decode") for _ in range(NUM_WORKERS)]
+        started: dict[str, systems.Process] = {"frontend": frontend}
+        started |= {f"decode worker {number}": worker for number, worker in enumerate(workers)}
+        started["prefill worker"] = deployment.native(role, "prefill")
+        model = make_hostile_model(directory)
+        started["simulated worker"] = deployment.mocker("--model", str(model))
+        target = await await_target(frontend.url, deployment.environ["DYN_FILE_KV"])
         calm, attacked = Tally(), Tally()
         await during(frontend.url, calm, SETTLE_S)
         attacked.expected = calm.expected
-        before = memory(processes)
-        attack = start_attack(frontend.url, worker_port, options.minutes * 60, options.seed)
+        memory = Memory(started)
+        before = memory.now()
+        attack = start_attack(target, options.minutes * 60, options.seed)
+        watching = asyncio.ensure_future(memory.watch())
         await during(frontend.url, attacked, options.minutes * 60)
-        told, _ = await asyncio.to_thread(attack.communicate)
+        found, _ = await asyncio.to_thread(attack.communicate)
+        watching.cancel()
+        print(f"{'load average at the end':40} {os.getloadavg()[0]:.1f}")
         after_attack = Tally(expected=calm.expected)
         await during(frontend.url, after_attack, SETTLE_S)
-        after = memory(processes)
-        is_well = report(calm, attacked, after_attack, before, after, json.loads(told or b"{}"))
-        dead = [name for name in processes if name not in after]
+        after = memory.now()
+        hostile = json.loads(found or b"{}")
+        is_well = report(calm, attacked, after_attack, before, after, hostile)
+        for name, most_mb in memory.child_peak_mb.items():
+            print(f"{f'children of {name}: MB, peak of any':40} {most_mb:.0f}")
+        dead = [name for name in started if name not in after]
         print(f"{'dead':40} {', '.join(dead) or 'none'}")
-        return is_well and not dead
+        harmless = all(
+            outcome.startswith(("refused", "skipped"))
+            for outcome in hostile.get("another_user", ())
+        )
+        children_fit = all(most_mb <= MAX_MB for most_mb in memory.child_peak_mb.values())
+        return is_well and harmless and children_fit and not dead
     finally:
         deployment.end()
 

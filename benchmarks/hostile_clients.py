@@ -9,10 +9,19 @@ import asyncio
 import collections
 import contextlib
 import json
+import os
 import random
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import other_user
+
+from dynamo.base import clock, errors, membership
+from dynamo.protocols import blocks, generate, wire
+from dynamo.runtime.backends import tcp
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize")
 ATTACK_S = 30.0  # of one attack at most
@@ -30,15 +39,42 @@ SCHEMAS: list[dict[str, object]] = [
 ]  # fmt: skip
 
 
+HOSTILE_TEMPLATES = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{{ 'a' * 5000000000 }}",
+    "{{ 10 ** (10 ** 9) }}",
+    "{{ '%5000000000d' % 1 }}",
+)
+OTHER_USER_S = 1.0  # for an answer to a process of another user
+
+
+def hostile_template() -> str:
+    """Return a chat template that does what the number says which is its last message."""
+    cases = (
+        "{% elif messages[-1].content == '" + str(number) + "' %}" + source
+        for number, source in enumerate(HOSTILE_TEMPLATES)
+    )
+    return "{% if false %}" + "".join(cases) + "{% endif %}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is attacked, and with which key."""
+    """What is attacked, and with which key.
+
+    `cluster` has the addresses that discovery knows (`test_other_users.addresses`), `transfer_port` is that of a pool
+    of KV blocks, `hostile_model` has the template of `hostile_template`.
+    """
 
     host: str
     port: int
     worker_port: int
+    transfer_port: int
     key: str
     model: str
+    hostile_model: str
+    cluster: dict[str, object]
     draw: random.Random = field(default_factory=random.Random)
 
     def head(self, path: str, length: int | str, *, has_key: bool = True, more: str = "") -> bytes:
@@ -133,6 +169,14 @@ async def templates(target: Target) -> str:
     return await send(target, target.head(PATHS[0], len(body)), body)
 
 
+async def templates_of_a_model(target: Target) -> str:
+    """Ask the model whose own template computes or grows without end."""
+    content = str(target.draw.randrange(len(HOSTILE_TEMPLATES)))
+    messages = [{"role": "user", "content": content}]
+    body = target.chat(model=target.hostile_model, messages=messages, max_tokens=2)
+    return await send(target, target.head(PATHS[0], len(body)), body)
+
+
 async def slow_readers(target: Target) -> str:
     """Ask for a long stream and read nothing."""
     body = target.chat(stream=True, n=8, max_tokens=1500, ignore_eos=True)
@@ -161,26 +205,102 @@ async def floods(target: Target) -> str:
 
 
 async def mutated_requests(target: Target) -> str:
-    """Send an ordinary request with some bytes changed, to the frontend or to the worker's request plane."""
+    """Send an ordinary request with some bytes changed, to the frontend or to a port of a worker."""
     body = target.chat(stream=True, max_tokens=5)
     data = bytearray(target.head(PATHS[0], len(body)) + body)
     for _ in range(target.draw.randrange(1, 20)):
         data[target.draw.randrange(len(data))] = target.draw.randrange(256)
-    port = target.draw.choice((target.port, target.worker_port))
+    port = target.draw.choice((target.port, target.worker_port, target.transfer_port))
     return await send(target, bytes(data), port=port)
 
 
-async def mutated_frames(target: Target) -> str:
-    """Send random frames to the worker's request plane."""
+async def random_frames(target: Target) -> str:
+    """Send random frames to the worker's request plane, or to its pool of KV blocks."""
     frames = [target.draw.randbytes(target.draw.randrange(1, 4096)) for _ in range(20)]
     lengths = [len(frame).to_bytes(4, target.draw.choice(("big", "little"))) for frame in frames]
     pieces = (length + frame for length, frame in zip(lengths, frames, strict=True))
-    return await send(target, *pieces, port=target.worker_port)
+    return await send(
+        target, *pieces, port=target.draw.choice((target.worker_port, target.transfer_port))
+    )
+
+
+class _Speaker(asyncio.Protocol):
+    """Sends its bytes as soon as it is admitted, and says when the other side has closed the connection."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.is_closed = asyncio.Event()
+        self.transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        transport.write(self._data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_closed.set()
+
+
+async def mutated_frames(target: Target) -> str:
+    """Send requests with some bytes changed to the worker's request plane, as a member that has the local token."""
+    request = generate.Request(
+        id=f"mutated-{target.draw.random()}",
+        model=target.model,
+        token_ids=blocks.pack([1, 2, 3]),
+        stop_conditions=generate.StopConditions(max_tokens=5),
+    )
+    endpoint = next(iter(target.cluster["instances"]))
+    frames = [wire.encode(wire.Hello(wire.VERSION, "mutated"))]
+    for stream in range(10):
+        opening = wire.Open(stream, endpoint, msgspec.Raw(msgspec.msgpack.encode(request)))
+        data = bytearray(wire.encode(opening))
+        for _ in range(target.draw.randrange(1, 4)):
+            data[target.draw.randrange(len(data))] = target.draw.randrange(256)
+        frames.append(bytes(data))
+    speaker = _Speaker(b"".join(frames))
+    settings = membership.ClusterConfig(file_kv=str(target.cluster["directory"]))
+    network = tcp.TcpNetwork(
+        credentials=membership.read(settings, os.environ), time=clock.SystemClock()
+    )
+    try:
+        await network.connect(f"{target.host}:{target.worker_port}", lambda: speaker)
+        async with asyncio.timeout(1):
+            await speaker.is_closed.wait()
+    except TimeoutError:
+        return "open"
+    except errors.DynamoError as error:
+        return type(error).__name__
+    finally:
+        if speaker.transport is not None:
+            speaker.transport.abort()
+    return "closed"
+
+
+async def another_user(target: Target) -> str:
+    """Generate, clear caches, hear events, copy blocks and read the token as another user of the host."""
+    if os.getuid() != 0:
+        await asyncio.sleep(ATTACK_S)
+        return "skipped: only root can act as another user"
+    attempts = json.dumps(target.cluster | {"wait_s": OTHER_USER_S})
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(other_user.__file__)),
+        attempts,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:  # the time of the attack is over
+            process.kill()
+    results = json.loads(output.splitlines()[-1]) if output else {"start": "failed"}
+    await asyncio.sleep(10)  # it takes seconds of a core to start
+    return ", ".join(sorted(name for name in results if results[name] != "refused")) or "refused"
 
 
 ATTACKS: tuple[Callable[[Target], Awaitable[str]], ...] = (
-    large_bodies, bodies_without_a_key, endless_chunks, slow_bodies, schemas, templates, slow_readers, floods,
-    mutated_requests, mutated_frames,
+    large_bodies, bodies_without_a_key, endless_chunks, slow_bodies, schemas, templates, templates_of_a_model,
+    slow_readers, floods, mutated_requests, random_frames, mutated_frames, another_user,
 )  # fmt: skip
 
 
@@ -206,23 +326,12 @@ async def attack(target: Target, seconds: float) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    """Attack for some seconds and print the outcomes as JSON."""
+    """Attack what standard input describes for some seconds, and print the outcomes, both as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--host", default="127.0.0.1")
-    for name in ("--port", "--worker-port", "--seed"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--key", required=True)
-    parser.add_argument("--model", required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--seed", type=int, required=True)
     options = parser.parse_args()
-    target = Target(
-        host=options.host,
-        port=options.port,
-        worker_port=options.worker_port,
-        key=options.key,
-        model=options.model,
-        draw=random.Random(options.seed),
-    )
+    target = Target(draw=random.Random(options.seed), **json.load(sys.stdin))
     json.dump(asyncio.run(attack(target, options.seconds)), sys.stdout)
 
 

@@ -1,4 +1,4 @@
-"""What KV cache tiers bring the native engine, and what they cost where nothing comes again.
+"""What KV cache tiers bring the native engine or vLLM, and what they cost where nothing comes again.
 
 Users resend their conversation turn by turn, in lock step: 256 new tokens, 32 answered. Two engines of one random model
 (0.08B parameters, float32), without and with tiers, each in a process of its own, take turns round by round, so that a
@@ -8,7 +8,13 @@ conversations come to.
 conversation   host memory holds the rest: the case that tiers are for
 disk           host memory holds an eighth, the disk all
 overload       engine and host memory together hold half: blocks leave before they are needed
+overload4      they hold a quarter
 unique         every prompt is new, so nothing can be loaded
+short          turns of 16 + 8 tokens, which are computed sooner than loaded
+visits         each user's last prompt comes a second time, from each place in turn: the disk, an object store (a
+               directory), and the tier that another worker of the host has filled; beside computing it
+
+`--engine vllm` runs the same over vLLM on a CPU, in its environment.
 
 Times to first token are means over the users of a round, in seconds; inter-token latency is the mean and the 99th
 percentile over a whole run.
@@ -17,6 +23,7 @@ percentile over a whole run.
 import argparse
 import asyncio
 import multiprocessing
+import os
 import random
 import statistics
 import tempfile
@@ -35,6 +42,8 @@ from dynamo.protocols import blocks, generate, kv_events
 
 BLOCK = 16  # tokens
 VOCABULARY = 8192
+VLLM_BLOCK = 32  # tokens; vLLM's kernels for CPUs want multiples of it
+SHORT = (16, 8)  # tokens of a turn and of its answer
 SHAPE = {
     "hidden_size": 768,
     "intermediate_size": 2048,
@@ -45,7 +54,8 @@ SHAPE = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 8192,
 }
-CASES = ("conversation", "disk", "overload", "unique")
+CASES = ("conversation", "disk", "overload", "overload4", "unique", "short", "visits")
+SOURCES = ("disk", "object store", "other worker")
 
 
 @dataclass(frozen=True)
@@ -92,9 +102,34 @@ class Watch:
         raise error
 
 
+def make_engine(model: Path, options: dict[str, Any]) -> Any:
+    """Return the native engine, or vLLM if the options have its name."""
+    if options.pop("engine", "native") == "native":
+        return NativeEngine(model, NativeConfig(**options))
+    from dynamo.engine.adapters.settings import VllmConfig
+    from dynamo.engine.adapters.vllm import adapter
+
+    flags = {
+        "block-size": VLLM_BLOCK,
+        "num-gpu-blocks-override": options.pop("num_gpu_blocks_override") * BLOCK // VLLM_BLOCK,
+        "max-num-seqs": options.pop("max_num_seqs"),
+        "dtype": "float32",
+        "max-model-len": SHAPE["max_position_embeddings"],
+    }
+    del options["block_size"], options["threads"]
+    connector = (options.pop("connector"),) if "connector" in options else ("none",)
+    for name in ("kvbm_cpu_cache_override_num_blocks", "kvbm_disk_cache_override_num_blocks"):
+        if name in options:
+            options[name] = max(2, options[name] * BLOCK // VLLM_BLOCK)
+    engine_args = ["--enforce-eager", "--skip-tokenizer-init"]
+    engine_args += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    settings = VllmConfig(engine_args=tuple(engine_args), connector=connector, **options)
+    return adapter.build(model, settings, "m")
+
+
 async def serve(pipe: Connection, model: Path, options: dict[str, Any]) -> None:
     """Answer rounds of prompts until None comes, then report the tiers."""
-    engine, watch = NativeEngine(model, NativeConfig(**options)), Watch()
+    engine, watch = make_engine(model, options), Watch()
     await engine.start(watch)
     pipe.send("ready")
     num_requests = 0
@@ -118,7 +153,8 @@ async def serve(pipe: Connection, model: Path, options: dict[str, Any]) -> None:
         await asyncio.gather(*ends)
         seconds = time.perf_counter() - began_at
         pipe.send(([watch.answers.pop(request_id) for request_id in ids], seconds))
-    pipe.send(engine.report_tiers())
+    reporter = engine.capabilities.kv_tiers
+    pipe.send(reporter.report_tiers() if reporter is not None else None)
     await engine.stop()
 
 
@@ -174,7 +210,9 @@ def make_model(directory: Path) -> None:
 
 def tier_options(case: str, num_blocks: int, directory: str) -> dict[str, Any]:
     """Return the options of the engine with tiers; `num_blocks` is what the conversations come to."""
-    shares = {"conversation": 0.8, "disk": 0.125, "overload": 0.25, "unique": 0.8}
+    shares = {
+        "conversation": 0.8, "disk": 0.125, "overload": 0.25, "overload4": 0.125, "unique": 0.8, "short": 0.8,
+    }  # fmt: skip
     options: dict[str, Any] = {
         "connector": "kvbm",
         "kvbm_cpu_cache_override_num_blocks": int(shares[case] * num_blocks),
@@ -187,16 +225,65 @@ def tier_options(case: str, num_blocks: int, directory: str) -> dict[str, Any]:
     return options
 
 
-def bench(case: str, model: Path, args: argparse.Namespace) -> None:
-    """Run one case and print its table."""
-    per_turn = args.prompt + args.answer
-    num_blocks = args.users * -(-per_turn * args.turns // BLOCK)
-    options = {
+def device_options(args: argparse.Namespace, num_blocks: int) -> dict[str, Any]:
+    """Return the options of an engine whose own memory has so many blocks, or as many as two users need."""
+    least = 2 * (args.prompt + args.answer) * args.turns // BLOCK
+    return {
+        "engine": args.engine,
         "block_size": BLOCK,
-        "num_gpu_blocks_override": max(num_blocks // 4, 2 * per_turn * args.turns // BLOCK),
+        "num_gpu_blocks_override": max(num_blocks, least),
         "max_num_seqs": args.users,
         "threads": args.threads,
     }
+
+
+def bench_visits(model: Path, args: argparse.Namespace) -> None:
+    """Ask for long prompts a second time, when only a slow tier has them, and print what came from where."""
+    length = (args.prompt + args.answer) * (args.turns - 1) + args.prompt
+    per_user = -(-(length + args.answer) // BLOCK)
+    options = device_options(args, 2 * per_user)
+    draw = random.Random(8)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(args.users)]
+    print(f"\nvisits: {args.users} prompts of {length} tokens, one after the other")
+    print("  source             first visit    second   change   loaded tokens by tier")
+    for source in SOURCES:
+        with tempfile.TemporaryDirectory(dir=args.disk) as directory:
+            tiers: dict[str, Any] = {
+                "connector": "kvbm",
+                "kvbm_cpu_cache_override_num_blocks": 2 * per_user,
+            }
+            if source == "disk":
+                tiers["kvbm_nvme_path"] = directory
+                tiers["kvbm_disk_cache_override_num_blocks"] = 2 * args.users * per_user
+            elif source == "object store":
+                tiers["kvbm_object_store"] = Path(directory).as_uri()
+            else:
+                tiers["kvbm_cpu_cache_override_num_blocks"] = 3 * args.users * per_user
+                tiers |= {"kvbm_sharing_workers": 2, "kvbm_shared_memory_dir": directory}
+            first = Engine(model, options | tiers)
+            second = Engine(model, options | tiers) if source == "other worker" else first
+            said = [first.answer([prompt], args.answer) for prompt in prompts]
+            num_first = len(second.ttfts)
+            again = [second.answer([prompt], args.answer) for prompt in prompts]
+            assert said == again, "the answers differ"
+            visits = first.ttfts[: len(prompts)], second.ttfts[num_first:]
+            means = [statistics.fmean(times) for times in visits]
+            reports = [
+                engine.stop() for engine in {id(each): each for each in (second, first)}.values()
+            ]
+            print(
+                f"  {source:<16} {means[0]:13.3f} {means[1]:9.3f} {100 * (means[1] / means[0] - 1):+7.1f} %"
+                f"   {reports[0].counts['matched_tokens']} of {length * args.users}, {reports[0].copied}"
+            )
+
+
+def bench(case: str, model: Path, args: argparse.Namespace) -> None:
+    """Run one case and print its table."""
+    if case == "short":
+        args = argparse.Namespace(**{**vars(args), "prompt": SHORT[0], "answer": SHORT[1]})
+    per_turn = args.prompt + args.answer
+    num_blocks = args.users * -(-per_turn * args.turns // BLOCK)
+    options = device_options(args, num_blocks // (8 if case == "overload4" else 4))
     draw = random.Random(7)
     with tempfile.TemporaryDirectory(dir=args.disk) as directory:
         engines = (
@@ -248,13 +335,18 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="new tokens of each turn")
     parser.add_argument("--answer", type=int, default=32)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--engine", choices=("native", "vllm"), default="native")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--disk", help="directory for the disk tier (default: the system's)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory))
+        print(f"load average {os.getloadavg()[0]:.1f}, {args.engine}")
         for case in args.cases.split(","):
-            bench(case, Path(directory), args)
+            if case == "visits":
+                bench_visits(Path(directory), args)
+            else:
+                bench(case, Path(directory), args)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,22 @@ Figures are medians over rounds, and the best round: on a busy machine only the 
 take, as everything else adds to it. --noise runs `vllm serve` beside `vllm serve`: what that shows is noise.
 
 CPU is what serves beside the engine: vLLM's API server there; our frontend and the worker's own process here.
+
+Then nobody asks: the CPU that a worker and its engine take of a core, with NIXL and without, side by side. NIXL's
+progress thread by itself polls without a pause, a whole core. --idle measures only that.
 """
 
 import argparse
 import os
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import frontend, prompts, vllm_systems
+from benchmarks import frontend, load, prompts, vllm_systems
 
 BURSTS = {
     1: 3,
@@ -26,6 +30,8 @@ BURSTS = {
 }  # clients, requests: short, so that the machine's moods hit both systems
 PROMPT_TOKENS = 128
 ANSWER_TOKENS = 64
+IDLE_TURNS, IDLE_S = 6, 10.0
+IDLE_GOAL = 0.03  # of a core, a worker with NIXL
 _Row = vllm_systems.Figures
 _Rows = dict[tuple[int, int], list[_Row]]  # by concurrency and system
 
@@ -105,23 +111,53 @@ def report(rows: _Rows, names: list[str]) -> None:
             print(f"| {conc} | {name} | {' | '.join(cells)} | {' | '.join(verdicts)} |")
 
 
+def measure_idle(model: Path, logs: Path) -> None:
+    """Print the share of a core that idle workers take, with NIXL and without: median and least of some turns."""
+    with (
+        vllm_systems.ours(model, logs / "nixl.log", connector="nixl") as nixl,
+        vllm_systems.ours(model, logs / "none.log") as none,
+    ):
+        shares: dict[str, list[float]] = defaultdict(list)
+        trees = {
+            name: [pid for engine in served.engines for pid in load.tree(engine)]
+            for name, served in (("nixl", nixl), ("none", none))
+        }
+        for _ in range(IDLE_TURNS):
+            before, began_at = {n: load.cpu_seconds(p) for n, p in trees.items()}, time.monotonic()
+            time.sleep(IDLE_S)
+            elapsed_s = time.monotonic() - began_at
+            for name, pids in trees.items():
+                shares[name].append((load.cpu_seconds(pids) - before[name]) / elapsed_s)
+    print(f"\nidle worker, share of a core, load average {os.getloadavg()[0]:.1f}")
+    for name, values in shares.items():
+        is_met = "met" if statistics.median(values) <= IDLE_GOAL else "missed"
+        goal = f"; goal {IDLE_GOAL:.0%}: {is_met}" if name == "nixl" else ""
+        print(
+            f"--connector {name}: median {statistics.median(values):.1%}, least {min(values):.1%}{goal}"
+        )
+
+
 def main() -> None:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--rounds", type=int, default=12)
     p.add_argument("--noise", action="store_true")
+    p.add_argument("--idle", action="store_true")
     args = p.parse_args()
     files = frontend.Files()
     model = vllm_systems.model_at(frontend.WORK / "qwen3-0.25b", files.model)
     second = vllm_systems.alone if args.noise else vllm_systems.ours
-    with (
-        tempfile.TemporaryDirectory() as logs,
-        vllm_systems.alone(model, Path(logs) / "alone.log") as alone,
-        second(model, Path(logs) / "second.log") as other,
-    ):
-        rows = measure([alone, other], files, args.rounds)
-    report(rows, [alone.name, other.name])
+    with tempfile.TemporaryDirectory() as directory:
+        logs = Path(directory)
+        if not args.idle:
+            with (
+                vllm_systems.alone(model, logs / "alone.log") as alone,
+                second(model, logs / "second.log") as other,
+            ):
+                rows = measure([alone, other], files, args.rounds)
+            report(rows, [alone.name, other.name])
+        measure_idle(model, logs)
 
 
 if __name__ == "__main__":

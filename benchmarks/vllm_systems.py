@@ -104,12 +104,13 @@ def ours(
     *,
     frontends: Sequence[Sequence[str]] = ((),),
     num_workers: int = 1,
+    connector: str = "none",
     worker_flags: Sequence[str] = (),
 ) -> Iterator[Served]:
     """A frontend for each list of flags, and workers for all of them."""
     ports = [systems.free_port() for _ in frontends]
     worker = ["-m", "dynamo.vllm", "--model", str(model), "--served-model-name", "m"]
-    worker += ["--connector", "none", *FLAGS, *worker_flags]
+    worker += ["--connector", connector, *FLAGS, *worker_flags]
     with contextlib.ExitStack() as stack:
         environ = systems.environment(sys.executable, str(log.with_suffix(".d"))) | ENVIRONMENT
         asked = [

@@ -10,6 +10,8 @@ import hypothesis
 import pytest
 from httpx._transports import default
 
+collect_ignore = ["clients"]  # have an environment and settings of their own (`make test-clients`)
+
 pytest.register_assert_rewrite("engine_suite", "sleeper_suite")
 
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -1,10 +1,11 @@
 #!/bin/sh
-# What some tests start: etcd, nats-server, ip for networks of several hosts, systemd-analyze for its units, Chromium for pages, promtool for rules of Prometheus, and libfaketime for clocks that jump. Installs what is missing, on Debian and as root;
+# What some tests start: etcd, etcdctl, nats-server, ip for networks of several hosts, systemd-analyze for its units, Chromium for pages, promtool for rules of Prometheus, and libfaketime for clocks that jump. Installs what is missing, on Debian and as root;
 # elsewhere says so, and those tests are skipped.
 set -eu
 
 missing=""
 command -v etcd > /dev/null || missing="$missing etcd-server"
+command -v etcdctl > /dev/null || missing="$missing etcd-client"
 command -v nats-server > /dev/null || missing="$missing nats-server"
 command -v ip > /dev/null || missing="$missing iproute2"
 command -v systemd-analyze > /dev/null || missing="$missing systemd"

@@ -51,12 +51,33 @@ class RunningCluster:
             timeout=timeout_s,
         )
 
+    @contextlib.contextmanager
+    def port_forward(self, target: str, port: int, *flags: str) -> Iterator[str]:
+        """Run `kubectl port-forward` to a port of a pod or service; yield the URL at which this machine reaches it."""
+        process = subprocess.Popen(
+            [find_kubectl(), "port-forward", target, f":{port}", *flags],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.environ,
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.fullmatch(rf"Forwarding from (127.0.0.1:\d+) -> {port}\n", line)
+            assert found, f"kubectl port-forward said {line!r}"
+            yield f"http://{found[1]}"
+        finally:
+            process.terminate()
+            process.communicate(timeout=PATIENT_S)
+
 
 def find_kubectl() -> str:
     """Return the path of a kubectl that is new enough, or skip the test by name."""
     path = shutil.which("kubectl")
     if path is None:
-        pytest.skip("kubectl 1.28 or newer is not installed")
+        pytest.skip(
+            "kubectl 1.28 or newer is not installed (kubernetes.io/docs/tasks/tools; Debian 12 has an older one)"
+        )
     version = subprocess.run(
         [path, "version", "--client", "-o", "json"], capture_output=True, text=True
     )

@@ -16,7 +16,10 @@ def with_token(token: str = TOKEN) -> membership.Credentials:
 
 
 def make_certificates(folder: pathlib.Path) -> None:
-    """Make certificates as docs/security.md does: an authority, a member, and a peer of another authority."""
+    """Make certificates as docs/security.md does: an authority, a member, and a peer of another authority.
+
+    And `expired`, a member whose certificate has expired.
+    """
 
     def make(name: str, *flags: str) -> None:
         paths = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]
@@ -26,6 +29,22 @@ def make_certificates(folder: pathlib.Path) -> None:
     for authority, name in (("authority", "member"), ("other", "stranger")):
         make(authority)
         make(name, "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key")
+    request = [
+        "-new",
+        *KEY,
+        "-keyout",
+        "expired.key",
+        "-out",
+        "expired.csr",
+        "-subj",
+        "/CN=expired",
+    ]
+    signing = ["-CA", "authority.pem", "-CAkey", "authority.key", "-CAcreateserial", "-days", "-1"]
+    for command in (
+        ["openssl", "req", *(part for part in request if part not in ("-days", "2"))],
+        ["openssl", "x509", "-req", "-in", "expired.csr", "-out", "expired.pem", *signing],
+    ):
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
 
 
 def flags(folder: pathlib.Path, name: str = "member", authority: str = "authority") -> dict:

@@ -8,6 +8,7 @@ class TcpProxy:
 
     def __init__(self, port: int) -> None:
         self._target = port
+        self.num_accepted = 0  # connections
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task] = set()
@@ -47,6 +48,7 @@ class TcpProxy:
         except OSError:  # the server is away: the road ends
             writer.transport.abort()
             return
+        self.num_accepted += 1
         self._writers |= {writer, there[1]}
         for source, sink in ((reader, there[1]), (there[0], writer)):
             task = asyncio.create_task(self._carry(source, sink))

@@ -132,6 +132,8 @@ def test_rules_of_the_operator_name_each_verb_and_resource(platform):
         assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"])
         if "pods" in rule["resources"]:
             assert rule["verbs"] == ["get", "list", "watch"]
+        if "secrets" in rule["resources"]:
+            assert not {"list", "watch", "update", "delete"} & set(rule["verbs"])
 
 
 def test_operator_may_grant_what_it_grants(platform):

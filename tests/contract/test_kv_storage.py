@@ -64,7 +64,7 @@ def read(storage, slot):
 
 def test_written_block_is_read_again(reopen):
     storage = reopen()
-    storage.write(2, block(7), content(7))
+    storage.write(2, block(7), content(7), 0)
 
     assert read(storage, 2) == 7
     assert read(storage, 1) is None
@@ -74,7 +74,7 @@ def test_written_block_is_read_again(reopen):
 def test_slot_holds_what_was_written_last(reopen):
     storage = reopen()
     for name in (7, 8, 8, 9):
-        storage.write(0, block(name), content(name))
+        storage.write(0, block(name), content(name), 0)
 
     assert read(storage, 0) == 9
     assert list(reopen().blocks.values()) == [block(9)]
@@ -83,7 +83,7 @@ def test_slot_holds_what_was_written_last(reopen):
 def test_restart_finds_the_blocks_with_their_names(reopen):
     storage = reopen()
     for slot, name in enumerate((1, 2, 3)):
-        storage.write(slot, block(name), content(name))
+        storage.write(slot, block(name), content(name), 0)
     storage = reopen()
 
     assert sorted(storage.blocks.values()) == sorted(map(block, (1, 2, 3)), key=lambda b: b[0])
@@ -94,15 +94,37 @@ def test_restart_finds_the_blocks_with_their_names(reopen):
 
 def test_forgotten_blocks_are_found_neither_now_nor_after_a_restart(reopen):
     storage = reopen()
-    storage.write(0, block(1), content(1))
+    storage.write(0, block(1), content(1), 0)
     storage.forget()
 
     assert read(storage, 0) is None
     assert not reopen().blocks
 
 
+def test_write_that_was_asked_for_before_all_was_forgotten_is_not_found_after_a_restart(reopen):
+    storage = reopen()
+    generation = storage.generation
+    storage.forget()
+    with contextlib.suppress(OSError):
+        storage.write(0, block(1), content(1), generation)
+    storage.write(1, block(2), content(2), storage.generation)
+
+    assert list(reopen().blocks.values()) == [block(2)]
+
+
+def test_generation_goes_on_after_a_restart(reopen):
+    storage = reopen()
+    storage.forget()
+    storage = reopen()
+    storage.write(0, block(1), content(1), storage.generation)
+    storage = reopen()
+    storage.forget()
+
+    assert not reopen().blocks
+
+
 def test_blocks_of_another_model_are_never_found(reopen):
-    reopen().write(0, block(1), content(1))
+    reopen().write(0, block(1), content(1), 0)
     found = {}
     with contextlib.suppress(errors.ConfigError):  # a file is refused by name
         found = reopen({**OURS, "model": "other"}).blocks
@@ -113,14 +135,29 @@ def test_blocks_of_another_model_are_never_found(reopen):
 @needs_obstore
 def test_two_workers_share_a_prefix(tmp_path):
     first = open_objects(tmp_path / "shared", OURS)
-    first.write(0, block(1), content(1))
+    first.write(0, block(1), content(1), 0)
     second = open_objects(tmp_path / "shared", OURS)
     assert read(second, 0) == 1
-    first.write(0, block(2), content(2))  # evicts block 1
+    first.write(0, block(2), content(2), 0)  # evicts block 1
 
     assert read(second, 0) is None
-    second.write(0, block(3), content(3))
+    second.write(0, block(3), content(3), 0)
     assert read(first, 0) == 2
+
+
+@needs_obstore
+def test_object_whose_write_ends_after_all_was_forgotten_is_removed(tmp_path, monkeypatch):
+    storage, put = open_objects(tmp_path / "cache", OURS), obstore.put
+
+    def forget_meanwhile(*args, **options):
+        storage.forget()
+        return put(*args, **options)
+
+    monkeypatch.setattr(obstore, "put", forget_meanwhile)
+    with pytest.raises(OSError, match="all blocks were forgotten"):
+        storage.write(0, block(1), content(1), 0)
+
+    assert not open_objects(tmp_path / "cache", OURS).blocks
 
 
 @needs_obstore
@@ -130,7 +167,7 @@ def test_more_objects_than_slots_are_removed_at_the_start(tmp_path):
             tmp_path.as_uri(), OURS, num_slots=2 * NUM_SLOTS, part="x"
         )
         for slot in range(2):
-            other.write(len(other.blocks) + slot, block(10 * name + slot), content(1))
+            other.write(len(other.blocks) + slot, block(10 * name + slot), content(1), 0)
     storage = object_storage.ObjectStorage(tmp_path.as_uri(), OURS, num_slots=NUM_SLOTS, part="x")
 
     assert len(storage.blocks) == NUM_SLOTS
@@ -140,7 +177,7 @@ def test_more_objects_than_slots_are_removed_at_the_start(tmp_path):
 @needs_obstore
 def test_damaged_or_foreign_object_is_not_believed(tmp_path):
     storage = open_objects(tmp_path / "cache", OURS)
-    storage.write(0, block(1), content(1))
+    storage.write(0, block(1), content(1), 0)
     (path,) = (tmp_path / "cache").rglob("*-*-*")
     whole = path.read_bytes()
     for damaged in (
@@ -168,7 +205,7 @@ def test_absent_store_is_refused_at_start_and_named(monkeypatch):
 @needs_obstore
 def test_failing_store_is_an_error_of_the_system(tmp_path, monkeypatch):
     storage = open_objects(tmp_path / "cache", OURS)
-    storage.write(0, block(1), content(1))
+    storage.write(0, block(1), content(1), 0)
 
     def fail(*args, **options):
         raise obstore.exceptions.GenericError("no answer\ndump of a value")
@@ -176,7 +213,7 @@ def test_failing_store_is_an_error_of_the_system(tmp_path, monkeypatch):
     for name in ("put", "get", "list"):
         monkeypatch.setattr(obstore, name, fail)
     for call in (
-        lambda: storage.write(1, block(2), content(2)),
+        lambda: storage.write(1, block(2), content(2), 0),
         lambda: read(storage, 0),
         storage.forget,
     ):

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 import nats_server
-from dynamo.base import errors, membership
+from dynamo.base import addresses, errors, membership
 from dynamo.protocols import generate, model_errors, wire
-from dynamo.runtime import requests
+from dynamo.runtime import listening, requests
 from dynamo.runtime.backends import (
     client_connection,
     frame_connection,
@@ -122,9 +122,8 @@ class World:
             plane = nats_requests.NatsRequestPlane(network, limits, **options)
         else:
             port = int(address.rpartition(":")[2]) if address is not None else 0
-            plane = tcp.TcpRequestPlane(
-                port=port, limits=limits, credentials=self.credentials, **options
-            )
+            at = listening.ListenAddress(ports=addresses.PortRange(port, port))
+            plane = tcp.TcpRequestPlane(at, limits=limits, credentials=self.credentials, **options)
         self.planes.append(plane)
         return plane
 
@@ -491,7 +490,10 @@ async def test_port_in_use_is_a_config_error_that_names_the_setting():
     first = tcp.TcpRequestPlane(item_type=generate.Output)
     port = int((await first.serve(ECHO, Holder())).rpartition(":")[2])
     with pytest.raises(errors.ConfigError, match="DYN_TCP_RPC_PORT"):
-        await tcp.TcpRequestPlane(port=port, item_type=generate.Output).serve(ECHO, Holder())
+        await tcp.TcpRequestPlane(
+            listening.ListenAddress(ports=addresses.PortRange(port, port)),
+            item_type=generate.Output,
+        ).serve(ECHO, Holder())
     await first.close()
 
 

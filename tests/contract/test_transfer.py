@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 import members
 import processes
 import transfer_peer
-from dynamo.base import errors
+from dynamo.base import addresses, errors
+from dynamo.runtime import listening
 from dynamo.transfer import api, descriptors
 from dynamo.transfer.backends import local
 from transfer_peer import LAYOUT, NIXL, blocks_of, content, needs_nixl
@@ -375,9 +376,10 @@ async def test_connecting_to_a_missing_peer_fails(backend):
 async def test_restarted_worker_is_another_peer():
     async with connected("tcp") as (ours, process, peer):
         port = int(process.metadata.rpartition(b"127.0.0.1:")[2])
+        address = listening.ListenAddress(ports=addresses.PortRange(port, port))
         process.kill()
         again = await asyncio.to_thread(
-            transfer_peer.ProcessPeer, "tcp", seed=3, options={"port": port}
+            transfer_peer.ProcessPeer, "tcp", seed=3, options={"listen_address": address}
         )
 
         try:

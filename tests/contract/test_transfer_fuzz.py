@@ -204,7 +204,7 @@ async def test_server_without_the_token_is_refused(said):
 
 
 async def test_replayed_handshake_is_refused():
-    key = members.with_token().derive_key(authentication.TRANSFER)
+    key = members.with_token().derive_keys(authentication.TRANSFER)[0]
     async with worker(members.with_token()) as served:
 
         def knock(recorded):

@@ -7,10 +7,12 @@ network is touched.
 import contextlib
 import ctypes
 import ipaddress
+import json
 import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -18,21 +20,27 @@ import pytest
 
 _CLONE_NEWNET = 0x40000000
 _OWN = pathlib.Path("/proc/thread-self/ns/net")
+_WIRE = pathlib.Path(__file__).parents[1] / "host_faults/faulty_wire.py"
+_NOBODY = "02:00:00:00:de:ad"
 
 
 class Host:
     """One host. `argv` before a command lets it run there."""
 
-    def __init__(self, network: "Network", number: int) -> None:
+    def __init__(self, network: "Network", number: int, *, has_wire: bool = False) -> None:
+        """`has_wire`: frames pass through a process, which can lose, delay and damage them (`set_wire`)."""
         self.address = network.address(number)
         self.name = f"{network.name}-{number}"
         self.argv = ["ip", "netns", "exec", self.name]
         self._network = network
+        self._number = number
         self._port = f"to{number}"
         _ip("netns", "add", self.name)
         _ip("-n", self.name, "link", "set", "lo", "up")
         hub = network.name
-        _ip("-n", hub, "link", "add", self._port, "type", "veth", "peer", "eth0", "netns", self.name)  # fmt: skip
+        self._wire = Wire(hub, self._port, self.name) if has_wire else None
+        if self._wire is None:
+            _ip("-n", hub, "link", "add", self._port, "type", "veth", "peer", "eth0", "netns", self.name)  # fmt: skip
         _ip("-n", hub, "link", "set", self._port, "master", "bridge", "up")
         network.give_address(self.name, "eth0", number)
         _ip("-n", self.name, "link", "set", "eth0", "up")
@@ -45,8 +53,61 @@ class Host:
         """Undo `cut_off`."""
         _ip("-n", self._network.name, "link", "set", self._port, "up")
 
+    def link_down(self) -> None:
+        """Switch the host's own device off: its processes notice, but connections stay open."""
+        _ip("-n", self.name, "link", "set", "eth0", "down")
+
+    def link_up(self) -> None:
+        """Undo `link_down`. IPv6 addresses are lost with the device, and given anew."""
+        _ip("-n", self.name, "link", "set", "eth0", "up")
+        self._network.give_address(self.name, "eth0", self._number, is_again=True)
+
+    def lose_to(self, other: "Host") -> None:
+        """Lose all that this host sends to the other; what the other sends arrives."""
+        where = ("dev", "eth0", "nud", "permanent")
+        _ip("-n", self.name, "neigh", "replace", other.address, "lladdr", _NOBODY, *where)
+
+    def reach(self, other: "Host") -> None:
+        """Undo `lose_to`."""
+        _ip("-n", self.name, "neigh", "del", other.address, "dev", "eth0")
+
+    def set_wire(self, **faults: object) -> None:
+        """Set the wire's faults, by the names of `faulty_wire.WireFaults`; without any it is whole again."""
+        assert self._wire is not None, "this host was added without a wire"
+        self._wire.set(faults)
+
+    def sysctl(self, name: str, value: int) -> None:
+        """Set a variable of the kernel for this host."""
+        path = f"/proc/sys/{name.replace('.', '/')}"
+        text = str(value).encode()
+        subprocess.run([*self.argv, "tee", path], input=text, check=True, capture_output=True)
+
     def remove(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
         _ip("netns", "del", self.name)
+
+
+class Wire:
+    """The process that carries a host's frames."""
+
+    def __init__(self, hub: str, port: str, host: str) -> None:
+        argv = [sys.executable, _WIRE, hub, port, host, "eth0"]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        assert self._output.readline() == b"ready\n", "no TAP devices on this machine"
+
+    def set(self, faults: dict[str, object]) -> None:
+        self._input.write(json.dumps(faults).encode() + b"\n")
+        self._input.flush()
+        assert self._output.readline() == b"set\n"
+
+    def close(self) -> None:
+        self._input.close()
+        self._process.wait()
+        self._output.close()
 
 
 class Network:
@@ -63,22 +124,24 @@ class Network:
     def address(self, number: int) -> str:
         return f"fd77::{number}" if self._is_ipv6 else f"10.77.0.{number}"
 
-    def give_address(self, namespace: str, device: str, number: int) -> None:
+    def give_address(
+        self, namespace: str, device: str, number: int, *, is_again: bool = False
+    ) -> None:
         # an address that is checked for duplicates first cannot be used for a second
         options = ("/64", "nodad") if self._is_ipv6 else ("/24",)
         _ip(
             "-n",
             namespace,
             "addr",
-            "add",
+            "replace" if is_again else "add",
             self.address(number) + options[0],
             "dev",
             device,
             *options[1:],
         )
 
-    def add(self) -> Host:
-        self.hosts.append(Host(self, len(self.hosts) + 2))
+    def add(self, *, has_wire: bool = False) -> Host:
+        self.hosts.append(Host(self, len(self.hosts) + 2, has_wire=has_wire))
         return self.hosts[-1]
 
     @contextlib.contextmanager

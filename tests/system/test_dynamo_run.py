@@ -121,17 +121,53 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(terminal):
     assert person.exit_code() == 0
 
 
+def test_commands_and_questions_of_several_lines_work_in_the_terminal(terminal, tmp_path):
+    saved = tmp_path / "talk.json"
+    person = terminal("out=mocker", "--max-tokens", "8")
+    person.await_text("> ")
+    for line, expected in (
+        ("/set max_tokens 5", "max_tokens 5"),
+        ("/set nonsense 5", "nonsense"),
+        ("/system be brief", "be brief"),
+        ('"""\nhello\n"""', "tokens/s, first after"),
+        (f"/save {saved}", "3 messages in"),
+        ("/model /no/such/model", "no such directory"),
+    ):
+        person.type(line + "\n")
+        person.await_text(expected)
+        person.await_text("\r\n> ")
+    person.type("\x04")
+
+    assert person.exit_code() == 0
+    conversation = json.loads(saved.read_text())
+    assert [message["content"] for message in conversation["messages"][:2]] == ["be brief", "hello"]
+    assert conversation["options"] == {"max_tokens": 5}
+
+
+def test_batch_does_not_destroy_its_own_file(deployment, tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"text": "a"}\n')
+    refused = run(deployment, f"in=batch:{questions}", "out=mocker", "--output", questions)
+
+    assert refused.returncode == 2
+    assert "another file" in refused.stderr
+    assert questions.read_text() == '{"text": "a"}\n'
+
+
 def test_batch_is_answered_line_by_line(deployment, tmp_path):
     questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
-    questions.write_text('{"text": "a", "max_tokens": 3}\n{"messages": []}\n{"text": "b"}\n')
+    questions.write_text(
+        '{"text": "a", "max_tokens": 3}\n{"messages": [], "custom_id": 7}\n{"text": "b"}\n'
+    )
     done = run(
         deployment, f"in=batch:{questions}", "out=mocker", "--max-tokens", "5", "--output", answers
     )
     rows = [json.loads(row) for row in answers.read_text().splitlines()]
 
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr  # a line has failed
     assert [row.get("tokens_out") for row in rows] == [3, None, 5]
     assert "messages" in rows[1]["error"]
+    assert rows[1]["custom_id"] == 7
     assert "tokens/s" in done.stdout
 
 

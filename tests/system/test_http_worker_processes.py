@@ -15,8 +15,9 @@ from waiting import PATIENT_S, eventually
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """The same as `two`, for tests that end none of them."""
-    deployment = Deployment(tmp_path_factory.mktemp("shared"))
-    yield start(deployment)
+    folder = tmp_path_factory.mktemp("shared")
+    deployment = Deployment(folder)
+    yield start(deployment, "--usage-file", str(folder / "usage.json"))
     deployment.end()
 
 
@@ -26,8 +27,8 @@ def two(deployment):
     return start(deployment)
 
 
-def start(deployment):
-    frontend = deployment.frontend("--http-workers", "2")
+def start(deployment, *flags):
+    frontend = deployment.frontend("--http-workers", "2", *flags)
     frontend.others.append(deployment.mocker("--speedup-ratio", "1"))
     eventually(lambda: serving(frontend) == {"1", "2"}, what="both serve")
     return frontend
@@ -72,6 +73,18 @@ def test_both_processes_answer_and_metrics_show_both(shared):
     assert all(number > before.get(name, 0) for name, number in counted.items())
     assert sum(counted.values()) == sum(before.values()) + 24
     assert metrics(two).count("# TYPE dynamo_frontend_requests_total counter") == 1
+
+
+def test_usage_adds_up_what_all_processes_count(shared):
+    def num_asked():
+        rows = httpx.get(f"{shared.url}/usage", timeout=PATIENT_S).json()["rows"]
+        return sum(row["num_requests"] for row in rows)
+
+    before = num_asked()
+    for _ in range(12):
+        assert shared.chat(max_tokens=2).status_code == 200
+
+    assert {num_asked() for _ in range(8)} == {before + 12}
 
 
 def test_killed_process_restarts_while_the_other_answers(two):

@@ -58,6 +58,30 @@ def test_restarted_worker_loads_its_first_long_prompt_from_disk(deployment, tmp_
     assert f"kvbm_matched_tokens {loaded_again['disk']}.0" in metrics
 
 
+def test_killed_worker_leaves_shared_host_memory_to_its_successor(deployment, tmp_path):
+    flags = (
+        "--connector", "kvbm", "--kvbm-cpu-cache-gb", "100MB", "--kvbm-sharing-workers", "2",
+        "--kvbm-shared-memory-dir", str(tmp_path / "memory"),
+    )  # fmt: skip
+    worker, frontend = deployment.native(*flags), deployment.frontend("--router-mode", "kv")
+    frontend.others = [worker]
+    frontend.await_models([MODEL])
+    said, _ = ask(frontend)
+    eventually(
+        lambda: report(worker)["copied"]["offload_blocks_d2h"] > 20, what="blocks in host memory"
+    )
+    worker.signal(signal.SIGKILL)
+    worker.popen.wait(PATIENT_S)
+    frontend.end()
+    worker, frontend = deployment.native(*flags), deployment.frontend("--router-mode", "kv")
+    frontend.others = [worker]
+    frontend.await_models([MODEL])
+    again, loaded = ask(frontend)
+
+    assert again == said
+    assert loaded["host"] > 300
+
+
 def test_clearing_blocks_empties_every_tier(deployment, tmp_path):
     frontend, worker = start(deployment, tmp_path / "cache")
     ask(frontend)

@@ -41,7 +41,7 @@ def answers(frontend):
 
 @pytest.mark.parametrize("harm", ["kill", "stop"])
 def test_streams_end_and_service_resumes_after_an_outage(deployment, server, harm):
-    frontend = deployment.frontend("--router-mode", "kv")
+    frontend = deployment.frontend("--router-mode", "kv", "--request-plane-outage-secs", "5")
     worker = deployment.mocker("--speedup-ratio", "1")
     frontend.await_models([MODEL])
     with frontend.stream(max_tokens=2000, ignore_eos=True) as lines:

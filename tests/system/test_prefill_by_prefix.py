@@ -150,14 +150,16 @@ def test_killed_prefill_worker_loses_no_request(pools):
     assert last["usage"]["completion_tokens"] == 8
 
 
-def test_prefill_worker_is_enough_to_disaggregate(deployment):
-    """The command lines of the fourth article: a flag on the prefill worker, and none on the other."""
+@pytest.mark.parametrize("engine", ["native", "mocker"])
+def test_prefill_worker_is_enough_to_disaggregate(deployment, engine):
+    """The command lines of the fourth article: a flag on the prefill worker, none on the other, no connector named."""
     frontend = deployment.frontend("--router-mode", "kv")
-    decode, prefill = deployment.native("--max-local-prefill-length", "0"), None
+    start = getattr(deployment, engine)
+    decode = start("--connector", "null", "--max-local-prefill-length", "0")
     frontend.others.append(decode)
     frontend.await_models([MODEL])
     before = _count(frontend)
-    prefill = deployment.native("--is-prefill-worker")
+    prefill = start("--connector", "null", "--is-prefill-worker")
     frontend.others.append(prefill)
     eventually(
         lambda: (

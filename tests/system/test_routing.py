@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import random
+import statistics
 import threading
 
 import httpx
@@ -65,15 +66,22 @@ def test_repeated_prompt_hits_the_cache(deployment):
 
 
 def test_two_synced_frontends_hit_as_often_as_one(deployment):
+    def mean_share(frontends, rounds=6):
+        """From empty caches each time: the order of requests moves a single share by 0.02."""
+        shares = []
+        for _ in range(rounds):
+            httpx.post(f"{alone[0].url}/clear_kv_blocks", timeout=PATIENT_S)
+            shares.append(load(frontends))
+        return statistics.fmean(shares)
+
     _, alone = start(deployment, 1)
-    found_alone = load(alone)
-    httpx.post(f"{alone[0].url}/clear_kv_blocks", timeout=PATIENT_S)
+    found_alone = mean_share(alone)
     pair = [deployment.frontend(*KV, "--router-replica-sync") for _ in range(2)]
     for frontend in pair:
         frontend.await_models([MODEL])
+        eventually(lambda f=frontend: is_listing(f, 3), what="three workers")
 
-    # the order of concurrent requests alone moves the share by 0.05 from one run to the next
-    assert load(pair) > found_alone - 0.1
+    assert mean_share(pair) > found_alone - 0.03
 
 
 def test_killed_worker_gets_no_request_after_it_is_noticed(deployment):

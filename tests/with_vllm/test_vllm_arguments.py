@@ -62,6 +62,20 @@ def test_sleep_mode_excludes_kv_export():
         adapter.build(MODEL, both, "some")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs NIXL")
+def test_nixl_is_used_unless_the_connector_is_none():
+    chosen = [made(connector=words).kv_transfer_config for words in (None, ("null",), ("none",))]
+
+    assert [each and each.kv_connector for each in chosen] == ["NixlConnector"] * 2 + [None]
+
+
+def test_every_flag_of_this_vllm_is_passed_on():
+    parser = versions.AsyncEngineArgs.add_cli_args(versions.FlexibleArgumentParser(add_help=False))
+    flags = {word for action in parser._actions for word in action.option_strings}
+
+    assert VllmConfig(engine_args=tuple(flags)).engine_args
+
+
 def test_lora_modules_are_read_by_name_and_directory():
     read = adapter.lora_requests(VllmConfig(lora_modules=("poet=/a", "cook=/b")), is_enabled=True)
 

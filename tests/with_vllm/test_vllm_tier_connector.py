@@ -88,7 +88,12 @@ class MambaSpec: ...
     ],
 )
 def test_models_without_tiers_are_refused_by_name(kinds, changes, says):
-    fields = {"enable_prefix_caching": True, "decode_context_parallel_size": 1, "model": "m"}
+    fields = {
+        "enable_prefix_caching": True,
+        "decode_context_parallel_size": 1,
+        "world_size": 1,
+        "model": "m",
+    }
     part = types.SimpleNamespace(**(fields | changes))
     vllm_config = types.SimpleNamespace(parallel_config=part, cache_config=part, model_config=part)
     groups = [types.SimpleNamespace(kv_cache_spec=kind()) for kind in kinds]

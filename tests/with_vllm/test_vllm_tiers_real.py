@@ -1,6 +1,6 @@
 """Tiers under real vLLM: answers are those of computing, whatever was evicted, lost, aborted or restarted.
 
-One engine of 24 blocks serves all tests but the last, which starts another one on its disk.
+One engine of 24 blocks serves all tests; two of them start another one that shares its host and disk tier.
 """
 
 import importlib.util
@@ -13,6 +13,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
 
+import prometheus_client
 import pytest_asyncio
 
 import vllm_engine
@@ -30,7 +31,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 BLOCK = 32
-OPTIONS = {"kvbm_cpu_cache_override_num_blocks": 64, "kvbm_disk_cache_override_num_blocks": 200}
+OPTIONS = {"kvbm_cpu_cache_override_num_blocks": 128, "kvbm_disk_cache_override_num_blocks": 400}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,11 @@ def directory(tmp_path_factory):
 def make_engine(directory):
     """With our connector by its published name, or by a module with faults."""
     model = vllm_models.make(directory / "model")
-    options = OPTIONS | {"kvbm_nvme_path": str(directory / "disk")}
+    options = OPTIONS | {
+        "kvbm_nvme_path": str(directory / "disk"),
+        "kvbm_sharing_workers": 2,
+        "kvbm_shared_memory_dir": str(directory / "memory"),
+    }
     transfer = {
         "kv_connector": "DynamoConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_module_path": "vllm_tier_faults", "kv_connector_extra_config": options,
@@ -81,6 +86,12 @@ async def evict(host, name):  # noqa: F811
     """Fill vLLM's 24 blocks with other prompts."""
     for i in range(2):
         await host.answer(f"{name} {i}", prompt(hash((name, i)) % 500 + 500, 380), max_tokens=2)
+
+
+def num_preemptions():
+    return prometheus_client.REGISTRY.get_sample_value(
+        "vllm:num_preemptions_total", {"model_name": "m", "engine": "0"}
+    )
 
 
 def counts(host):  # noqa: F811
@@ -149,6 +160,37 @@ async def test_request_that_is_aborted_while_it_loads_frees_everything(worker, d
     assert worker.sink.tokens("g2") == []
     assert await worker.answer("g4", prompt(81, 300), max_tokens=12) == first
     assert loaded(worker, "g4") == {}
+
+
+async def test_preempted_requests_answer_as_if_each_were_alone(worker):
+    prompts = {f"p{i}": prompt(40 + i, 160) for i in range(4)}  # 24 blocks; with answers 36
+    alone = {}
+    for name, tokens in prompts.items():
+        alone[name] = await worker.answer(f"{name} alone", tokens, max_tokens=120)
+    before = num_preemptions()
+    for name, tokens in prompts.items():
+        worker.submit(name, tokens, max_tokens=120)
+    for name in prompts:
+        await worker.sink.until_ended(name)
+
+    assert num_preemptions() > before
+    assert {name: worker.sink.tokens(name) for name in prompts} == alone
+    await worker.engine.clear_kv_blocks()  # raises if blocks are held for longer
+
+
+async def test_engine_loads_what_another_one_of_the_host_has_computed(worker, make_engine):
+    first = await worker.answer("s1", prompt(95, 300), max_tokens=12)
+    sink = Sink()
+    engine = make_engine(is_faulty=False)
+    other = Host(engine, sink, await engine.start(sink))
+    try:
+        again = await other.answer("s2", prompt(95, 300), max_tokens=12)
+
+        assert again == first
+        assert loaded(other, "s2") == {"host": 288}
+        assert counts(other)["shared_blocks"] == 9
+    finally:
+        await engine.stop()
 
 
 async def test_restarted_engine_loads_its_first_prompt_from_disk(worker, shared, make_engine):  # noqa: F811

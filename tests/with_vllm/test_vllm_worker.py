@@ -21,6 +21,7 @@ from deployment import Frontend, Process, Worker
 import ports
 import processes
 import vllm_models
+import worker_families
 from vllm_engine import ENVIRONMENT, FLAGS
 from waiting import PATIENT_S, eventually
 
@@ -71,6 +72,7 @@ def test_a_worker_exports_vllms_metrics_and_ends_with_its_engine(worker):
     worker.may_end = True
     os.kill(core_of(worker), signal.SIGKILL)
 
+    worker_families.check(shown)
     assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in shown
     assert "dynamo_component_kvstats_total_blocks 24.0" in shown
     assert "python_info" not in shown

@@ -1,9 +1,52 @@
 """Addresses of hosts and ports as text: `host:port`, where an IPv6 address stands in brackets (RFC 3986, 3.2.2)."""
 
+import errno
 import ipaddress
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from dynamo.base import errors
+
+_MAX_PORT = 65535
+Listener = TypeVar("Listener")
+
+
+@dataclass(frozen=True, slots=True)
+class PortRange:
+    """The ports out of which a listener takes the first free one; 0 lets the system choose any."""
+
+    first: int = 0
+    last: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "PortRange":
+        """Parse `7000` or `7000-7099`. Raises ValueError."""
+        first, dash, last = text.partition("-")
+        ports = cls(int(first), int(last if dash else first))
+        if not (0 <= ports.first <= ports.last <= _MAX_PORT) or (dash and not ports.first):
+            raise ValueError(f"expected a port or a range of ports like 7000-7099, got {text!r}")
+        return ports
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        return str(self.first) if len(self) == 1 else f"{self.first}-{self.last}"
+
+    def bind(self, bind: Callable[[int], Listener]) -> Listener:
+        """Return what `bind` returns for the first port that is not in use. Raises its OSError if all are."""
+        for port in range(self.first, self.last):
+            try:
+                return bind(port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        return bind(self.last)
+
+
+ANY_PORT = PortRange()
 
 
 def plain_host(text: str, setting: str) -> str:

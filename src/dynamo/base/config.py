@@ -10,7 +10,7 @@ An option is declared once, with its name, variable, type, default and help:
 and `load(FrontendConfig, prog="python -m dynamo.frontend")` reads `--config FILE` (TOML), then `DYN_HTTP_PORT`, then
 `--http-port`; the later wins. Unknown keys, values of the wrong type and numbers out of range are refused in one
 sentence (ConfigError). Types: str, int, float, bool (`--flag`, `--no-flag`), Literal choices, tuple[str, ...]
-(comma-separated, a JSON list, or the flag several times), each also `| None`.
+(comma-separated, a JSON list, or the flag several times), PortRange (`7000` or `7000-7099`), each also `| None`.
 
 `python -m dynamo.x` and the subcommands of `dynamo` declare their options in this way. A shell asks each of them for
 completions by argcomplete's protocol, which `load` answers before it does anything else.
@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 
 C = TypeVar("C")
 _TRUE = frozenset(("1", "true", "yes", "on"))
@@ -93,14 +93,15 @@ def load_parts(
     prog: str,
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
+    note: str = "",
 ) -> tuple[Any, ...]:
-    """Return several configurations, read as `load` does; the docstring of the first heads the help."""
+    """Return several configurations, read as `load` does; the docstring of the first and `note` head the help."""
     argv = sys.argv[1:] if argv is None else argv
     _check_blanks(argv)
     fields = {field.name: field for part in parts for field in dataclasses.fields(part)}
     hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
     rest_of = next((name for name, field in fields.items() if _takes_rest(field)), None)
-    parser = _make_parser(parts, prog)
+    parser = _make_parser(parts, prog, note)
     complete(lambda: parser)
     texts = {_flag_of(f) for f in fields.values() if f.metadata.get("takes") == "text"}
     flags, further_arguments = parser.parse(
@@ -194,14 +195,14 @@ class Parser(argparse.ArgumentParser):
         return vars(flags), unknown
 
 
-def _make_parser(parts: Sequence[type], prog: str) -> Parser:
+def _make_parser(parts: Sequence[type], prog: str, note: str) -> Parser:
     fields = [field for part in parts for field in dataclasses.fields(part)]
     bare = [f"[{field.name}]" for field in fields if not _flag_of(field)]
     usage = " ".join((prog, *bare, "[flags]"))
     parser = Parser(
         prog=prog,
         usage=usage,
-        description=parts[0].__doc__,
+        description=f"{parts[0].__doc__} {note}",
         epilog=" ".join(field.metadata["help"] for field in fields if _takes_rest(field)),
         allow_abbrev=False,
     )
@@ -281,7 +282,7 @@ def _add_flag(
 def _metavar(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(typing.get_args(kind))
-    return {int: "N", float: "X"}.get(kind, "TEXT")
+    return {int: "N", float: "X", addresses.PortRange: "PORTS"}.get(kind, "TEXT")
 
 
 def _plain(hint: Any) -> Any:
@@ -350,11 +351,18 @@ def _parse(hint: Any, value: Any, source: str) -> Any:
 
 def _parse_plain(kind: type, value: Any, source: str) -> Any:
     try:
+        if kind is addresses.PortRange:
+            return addresses.PortRange.parse(str(value))
         if isinstance(value, str) or (kind is float and type(value) is int):
             return kind(value)
     except ValueError:
         pass
     if type(value) is kind:  # from TOML: true is no number, and 1.5 no whole number
         return value
-    expected = {int: "a whole number", float: "a number", str: "a text"}.get(kind, kind.__name__)
+    expected = {
+        int: "a whole number",
+        float: "a number",
+        str: "a text",
+        addresses.PortRange: "a whole number up to 65535, or a range of ports like 7000-7099",
+    }.get(kind, kind.__name__)
     raise errors.ConfigError(f"{source}: expected {expected}, got {value!r}")

@@ -8,22 +8,30 @@ The token comes from a file or from the environment, because every user of a mac
 With discovery by files a process without either takes the *local token*: a secret in the discovery directory, which
 the first process makes and only this user can read. So other users of the host are kept out without any setting. It
 does not open an address off loopback: no process of another host could have it.
+
+Files are read again when they change (`Credentials.current`), for connections that begin then; those that exist stay.
+A token file may have two lines: the first token is shown, both are accepted, so tokens can be changed one process
+after the other.
 """
 
+import contextlib
 import ipaddress
 import os
 import ssl
 import tempfile
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dynamo.base import config, errors, local_users, proof
+from dynamo.base import alerts, config, errors, local_users, proof
 
 TOKEN_VARIABLE = "DYN_CLUSTER_TOKEN"
 MIN_TOKEN_BYTES = 16
 MAX_TOKEN_BYTES = 4096
+CHECK_S = 1.0  # between two looks at the files
 _LOCAL_TOKEN = "token"  # the name of its file
 
 
@@ -42,13 +50,21 @@ class ClusterConfig:
         None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"
     )
     tcp_rpc_host: str = config.option(
-        "127.0.0.1", env="DYN_TCP_RPC_HOST", help="address by which others reach this process"
+        "127.0.0.1",
+        env="DYN_TCP_RPC_HOST",
+        help="address on which this process listens for others, and by which they reach it",
+    )
+    tcp_rpc_advertise: str | None = config.option(
+        None,
+        env="DYN_TCP_RPC_ADVERTISE",
+        help="address or address:port by which others reach this process, if it is another than it listens on, as"
+        " behind a NAT; --tcp-rpc-host may then be 0.0.0.0",
     )
     cluster_token_file: str | None = config.option(
         None,
         env="DYN_CLUSTER_TOKEN_FILE",
-        help="file with the secret that all processes of the cluster share, at least 16 bytes;"
-        f" or the secret itself in {TOKEN_VARIABLE}",
+        help="file with the secret that all processes of the cluster share, at least 16 bytes, and in a second line"
+        f" another that is accepted too, while it is changed; or the secret itself in {TOKEN_VARIABLE}",
     )
     cluster_tls_cert_path: str | None = config.option(
         None,
@@ -77,6 +93,8 @@ class Tls:
 
     client: ssl.SSLContext
     server: ssl.SSLContext
+    certificate: str = ""  # path of the certificate that is shown, and of its key
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,34 +102,102 @@ class Credentials:
     """The credentials that this process shows and expects."""
 
     token: bytes | None = field(default=None, repr=False)
+    second_token: bytes | None = field(default=None, repr=False)  # accepted, but not shown
     tls: Tls | None = None
     is_insecure: bool = False
     is_local: bool = False  # the token is that of the discovery directory
+    files: "CredentialFiles | None" = field(default=None, repr=False, compare=False)
 
     @property
     def has_cluster_token(self) -> bool:
         """True if the processes of other hosts can have the token."""
         return self.token is not None and not self.is_local
 
-    def derive_key(self, purpose: str) -> bytes | None:
-        """Return the token's key for one purpose; None without a token."""
-        return None if self.token is None else proof.derive_key(self.token, purpose)
+    def current(self) -> "Credentials":
+        """Return the credentials as their files have them now; those that came from no file do not change."""
+        return self if self.files is None else self.files.current()
+
+    def derive_keys(self, purpose: str) -> tuple[bytes, ...]:
+        """Return the keys of the accepted tokens for one purpose, that of the shown one first."""
+        tokens = (self.token, self.second_token)
+        return tuple(proof.derive_key(token, purpose) for token in tokens if token is not None)
 
 
 NO_CREDENTIALS = Credentials()
 
 
+class CredentialFiles:
+    """The files of a process's credentials, read again when they change. For any thread."""
+
+    def __init__(
+        self,
+        read_files: Callable[["CredentialFiles"], Credentials],
+        paths: Sequence[str | None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigError if the files cannot be used."""
+        self._read_files, self._paths, self._now = read_files, paths, now
+        self._lock = threading.Lock()
+        self._stamp = stamp_files(paths)
+        self._latest = read_files(self)
+        self._next_check_at = now() + CHECK_S
+        self.problem: str | None = (
+            None  # why the files as they are now cannot be used, and the former ones are
+        )
+
+    def current(self) -> Credentials:
+        """Return the credentials; looks at the files at most every `CHECK_S` seconds."""
+        with self._lock:
+            if self._now() >= self._next_check_at:
+                self._next_check_at = self._now() + CHECK_S
+                stamp = stamp_files(self._paths)
+                if stamp != self._stamp:
+                    try:
+                        self._latest = self._read_files(self)
+                    except errors.ConfigError as error:  # also between the writing of two files
+                        self.problem = str(error)
+                    else:
+                        self.problem, self._stamp = None, stamp
+        return self._latest
+
+
+def stamp_files(paths: Iterable[str | None]) -> list[tuple[str, int, int, int]]:
+    """Return what is other when one of these files has changed; a missing file counts, too."""
+    stamp = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = Path(path or "").stat()
+            stamp.append((path or "", status.st_ino, status.st_mtime_ns, status.st_size))
+    return stamp
+
+
 def read(settings: ClusterConfig, environ: Mapping[str, str]) -> Credentials:
     """Read the credentials that the settings and the environment name, or the local token. Raises ConfigError."""
-    token = _token(settings.cluster_token_file, environ.get(TOKEN_VARIABLE))
-    has_local_token = (
-        token is None and settings.discovery_backend == "file" and not settings.insecure
-    )
-    if has_local_token:
-        token = share_local_token(discovery_directory(settings.file_kv, environ))
-    return Credentials(
-        token=token, tls=_tls(settings), is_insecure=settings.insecure, is_local=has_local_token
-    )
+
+    def read_files(files: CredentialFiles) -> Credentials:
+        tokens = _tokens(settings.cluster_token_file, environ.get(TOKEN_VARIABLE))
+        has_local_token = (
+            not tokens and settings.discovery_backend == "file" and not settings.insecure
+        )
+        if has_local_token:
+            tokens = [share_local_token(discovery_directory(settings.file_kv, environ))]
+        return Credentials(
+            token=tokens[0] if tokens else None,
+            second_token=tokens[1] if len(tokens) > 1 else None,
+            tls=_tls(settings),
+            is_insecure=settings.insecure,
+            is_local=has_local_token,
+            files=files if paths else None,
+        )
+
+    paths = [
+        settings.cluster_token_file,
+        settings.cluster_tls_cert_path,
+        settings.cluster_tls_key_path,
+        settings.cluster_tls_ca_cert_path,
+    ]
+    paths = [path for path in paths if path]
+    return CredentialFiles(read_files, paths).current()
 
 
 def discovery_directory(file_kv: str | None, environ: Mapping[str, str]) -> Path:
@@ -166,30 +252,33 @@ def check_token_address(host: str, service: str, credentials: Credentials) -> No
         )
 
 
-def _token(path: str | None, value: str | None) -> bytes | None:
+def _tokens(path: str | None, value: str | None) -> list[bytes]:
     if path and value:
         raise errors.ConfigError(
             f"--cluster-token-file and {TOKEN_VARIABLE}: expected one of them, got both"
         )
     if not path and not value:
-        return None
-    token = _content(path).strip() if path else (value or "").strip().encode()
-    if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:  # and its value is not repeated
-        raise errors.ConfigError(
-            f"{path or TOKEN_VARIABLE}: expected a cluster token of {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes,"
-            f" got {len(token)}; `openssl rand -hex 32` makes one"
-        )
-    return token
-
-
-def _content(path: str) -> bytes:
+        return []
     try:
-        with Path(path).open("rb") as file:
-            return file.read(MAX_TOKEN_BYTES + 2)  # one byte too many, and the end of the line
+        with Path(path or os.devnull).open("rb") as file:
+            text = file.read(2 * MAX_TOKEN_BYTES + 4) or (value or "").encode()
     except OSError as error:
         raise errors.ConfigError(
             f"--cluster-token-file {path}: expected a file that this process may read: {error.strerror}"
         ) from error
+    tokens = text.strip().splitlines() if path else [text.strip()]
+    if len(tokens) > 2:
+        raise errors.ConfigError(
+            f"{path}: expected a cluster token, or two in two lines, got {len(tokens)}"
+        )
+    tokens = [token.strip() for token in tokens] or [b""]
+    for token in tokens:
+        if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:  # and its value is not repeated
+            raise errors.ConfigError(
+                f"{path or TOKEN_VARIABLE}: expected a cluster token of {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes,"
+                f" got {len(token)}; `openssl rand -hex 32` makes one"
+            )
+    return tokens
 
 
 def _tls(settings: ClusterConfig) -> Tls | None:
@@ -209,12 +298,14 @@ def _tls(settings: ClusterConfig) -> Tls | None:
     return Tls(
         client=_context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, authority),
         server=_context(ssl.PROTOCOL_TLS_SERVER, certificate, key, authority),
+        certificate=certificate,
+        key=key,
     )
 
 
 def _context(side: int, certificate: str, key: str, authority: str) -> ssl.SSLContext:
     """Accept any certificate of the cluster's authority, whatever its address, since workers come and go."""
-    context = ssl.SSLContext(side)
+    context = alerts.AlertingContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED

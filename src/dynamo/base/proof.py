@@ -17,7 +17,7 @@ they yield what to send and how many bytes they expect next, and expect none whe
 """
 
 import hmac
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import NamedTuple
 
 from dynamo.base import errors
@@ -53,16 +53,16 @@ def client_steps(key: bytes, nonce: bytes) -> Steps:
     _check_greeting((yield Step(GREETING + nonce, len(GREETING))))
     server_nonce = yield Step(b"", NONCE_BYTES)
     proof = yield Step(compute_proof(key, b"asker", nonce, server_nonce), PROOF_BYTES)
-    _check_proof(proof, compute_proof(key, b"answerer", nonce, server_nonce))
+    _find_key(proof, (key,), b"answerer", nonce, server_nonce)
     yield Step(b"", 0)
 
 
-def server_steps(key: bytes, nonce: bytes) -> Steps:
-    """Run the side that listens; `nonce` as for `client_steps`. Raises RemoteProtocolError."""
+def server_steps(key: bytes, nonce: bytes, *further_keys: bytes) -> Steps:
+    """Run the side that listens; it answers with the key that the client has proven. Raises RemoteProtocolError."""
     _check_greeting((yield Step(b"", len(GREETING))))
     client_nonce = yield Step(b"", NONCE_BYTES)
     proof = yield Step(GREETING + nonce, PROOF_BYTES)
-    _check_proof(proof, compute_proof(key, b"asker", client_nonce, nonce))
+    key = _find_key(proof, (key, *further_keys), b"asker", client_nonce, nonce)
     yield Step(compute_proof(key, b"answerer", client_nonce, nonce), 0)
 
 
@@ -108,8 +108,13 @@ def _check_greeting(greeting: bytes) -> None:
         )
 
 
-def _check_proof(proof: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(proof, expected):
-        raise errors.RemoteProtocolError(
-            "has another cluster token; give every process the same (--cluster-token-file)"
-        )
+def _find_key(
+    proof: bytes, keys: Iterable[bytes], role: bytes, client_nonce: bytes, server_nonce: bytes
+) -> bytes:
+    """Return the key that this proves. Raises RemoteProtocolError if it is none of them."""
+    for key in keys:
+        if hmac.compare_digest(proof, compute_proof(key, role, client_nonce, server_nonce)):
+            return key
+    raise errors.RemoteProtocolError(
+        "has another cluster token; give every process the same (--cluster-token-file)"
+    )

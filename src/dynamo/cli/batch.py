@@ -1,10 +1,11 @@
 """`dynamo run in=batch:FILE`: a JSON object per line in, an answer per line out, in the same order.
 
 A line is {"text": "..."} or {"messages": [...]}; its other fields are those of OpenAI's request. A line that fails gets
-an `error` instead of a `response`, and the others go on.
+an `error` instead of a `response`, and the others go on. A `custom_id` of a line is one of its answer, too.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: list[dict[str, Any]]
     fields: dict[str, Any]
+    head: dict[str, Any] = {}  # of its answer: the custom_id, if it has one
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -62,7 +64,8 @@ def parse(row: str, source: str) -> Line:
         messages = [{"role": "user", "content": text}]
     if not isinstance(messages, list):
         raise errors.ConfigError(expected)
-    return Line(messages=messages, fields=fields)
+    head = {"custom_id": fields.pop("custom_id")} if "custom_id" in fields else {}
+    return Line(messages=messages, fields=fields, head=head)
 
 
 async def run(
@@ -91,17 +94,28 @@ async def run(
     return [answer.result() for answer in answers], summary
 
 
-def check_output(path: Path) -> None:
-    """Check, before hours of work, that answers can be written there. Raises ConfigError."""
+def check_output(path: Path, batch_path: Path) -> None:
+    """Check, before hours of work, that answers can be written there, beside the batch. Raises ConfigError."""
     try:
         path.open("ab").close()
+        is_batch = path.samefile(batch_path)
     except OSError as error:
         raise errors.ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+    if is_batch:
+        raise errors.ConfigError(
+            f"--output {path}: expected another file than that of the batch, which the answers would overwrite"
+        )
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write one line of JSON for each answer."""
-    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    """Write one line of JSON for each answer, all of them or none."""
+    partial = path.resolve().with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    if path.is_file():
+        partial.replace(path.resolve())
+    else:  # a pipe or a device
+        path.write_bytes(partial.read_bytes())
+        partial.unlink()
 
 
 async def _answer(
@@ -111,9 +125,10 @@ async def _answer(
         answer = await talk.chat(line.messages, **{**defaults, **line.fields})
     except errors.DynamoError as error:
         summary.num_failed += 1
-        return {"messages": line.messages, "error": str(error)}
+        return {**line.head, "messages": line.messages, "error": str(error)}
     summary.completion_tokens += answer.completion_tokens
     return {
+        **line.head,
         "messages": line.messages,
         "response": answer.text,
         "tokens_in": answer.prompt_tokens,

@@ -45,6 +45,11 @@ class KubeCommandConfig:
         help="seconds before a container that failed twice starts again; doubled each time",
         least=0,
     )
+    pod_path: str = config.option(
+        "",
+        help="folders in which pods look for programs first, separated by colons: the bin folder of an environment"
+        " with vLLM, for example",
+    )
     kubeconfig: str = config.option(
         "dynamo-kubeconfig", help="file that is written for kubectl and other clients"
     )
@@ -63,6 +68,7 @@ def run(options: KubeCommandConfig) -> int:
         port=options.port,
         has_node=options.node,
         backoff_s=options.backoff_s,
+        pod_path=options.pod_path,
         custom_resources=json.loads(definitions.read_text()) if options.operator else (),
     )
     return asyncio.run(_serve(path, opened, has_operator=options.operator))

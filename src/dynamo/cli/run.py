@@ -6,6 +6,7 @@ in=batch:FILE    a JSON object per line
 in=http          the OpenAI API
 out=native       the built-in engine, in this process (the default)
 out=mocker       the simulated engine, in this process
+out=llamacpp     llama.cpp, in this process, for a GGUF file (its default)
 out=dyn://...    workers that run elsewhere, found through discovery
 
 With `--prefill N` and `--decode M`, several engines of this process divide the work as processes would.
@@ -13,6 +14,7 @@ With `--prefill N` and `--decode M`, several engines of this process divide the 
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +23,11 @@ from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
-from dynamo.cli import batch, serve, session, workers
+from dynamo.cli import batch, serve, session, terminal, workers
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import service
 from dynamo.observability import logs
+from dynamo.worker import engines
 
 SOURCES = ("text", "stdin", "batch:FILE", "http")
 _BATCH = "batch:"
@@ -37,8 +40,9 @@ class RunConfig(serve.HttpConfig):
     words: tuple[str, ...] = config.option(
         (),
         flag="",
-        help="in=text|stdin|batch:FILE|http (how to ask), out=native|mocker|dyn://... (which workers answer), and the"
-        " model: a directory, or a name on the Hugging Face hub; without it, the built-in model",
+        help="in=text|stdin|batch:FILE|http (how to ask), out=native|mocker|llamacpp|dyn://... (which workers"
+        " answer), and the model: a directory, a GGUF file, or a name on the Hugging Face hub; without it, the built-in"
+        " model",
     )
     max_tokens: int | None = config.option(
         None, help="tokens of each answer at most (default: until the model ends it)", least=1
@@ -60,7 +64,7 @@ class RunPlan:
     """What the options of a run mean."""
 
     source: str = "text"
-    target: str = "native"
+    target: str
     model: str | None = None
     fields: dict[str, Any]  # of OpenAI's request: max_tokens ...
     output: Path | None = None
@@ -84,8 +88,9 @@ class RunPlan:
 def plan(options: RunConfig) -> RunPlan:
     """Interpret the options. Raises ConfigError."""
     fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    words = read_words(options.words)
     return RunPlan(
-        **read_words(options.words),
+        **{"target": engines.default_for(words.get("model")), **words},
         fields={name: value for name, value in fields.items() if value is not None},
         output=Path(options.output) if options.output is not None else None,
         topology=workers.Topology(num_answering=options.decode, num_prefill=options.prefill),
@@ -118,25 +123,39 @@ def run(options: RunConfig) -> int:
         asyncio.run(_serve_http(planned))
         return 0
     lines = batch.read(planned.batch_path) if planned.batch_path else []
-    if planned.answers_path:
-        batch.check_output(planned.answers_path)
+    if planned.batch_path and planned.answers_path:
+        batch.check_output(planned.answers_path, planned.batch_path)
     clock = clocks.SystemClock()
+    num_failed = 0
     with session.BackgroundLoop() as loop:
-        context = _open_session(planned, clock)
-        talk = loop.call(context.__aenter__())
+        contexts = [_open_session(planned, clock)]
+        talk = loop.call(contexts[0].__aenter__())
+
+        def open_model(name: str) -> session.Session:
+            """Return a session with another model, and end the one before."""
+            context = _open_session(dataclasses.replace(planned, model=name), clock)
+            replacement = loop.call(context.__aenter__())
+            loop.call(contexts.pop().__aexit__(None, None, None))
+            contexts.append(context)
+            return replacement
+
         try:
             if planned.answers_path:
                 work = batch.run(talk, lines, defaults=planned.fields, now=clock.now)
                 rows, summary = loop.call(work)
                 batch.write(planned.answers_path, rows)
+                num_failed = summary.num_failed
                 print(f"{summary}; answers in {planned.answers_path}")
             elif planned.source == "stdin":
                 session.answer_standard_input(loop, talk, planned.fields)
             else:
-                session.converse(loop, talk, planned.fields)
+                is_remote = workers.is_remote(planned.target)
+                terminal.TerminalConversation(
+                    loop, talk, planned.fields, None if is_remote else open_model
+                ).run()
         finally:
-            loop.call(context.__aexit__(None, None, None))
-    return 0
+            loop.call(contexts.pop().__aexit__(None, None, None))
+    return 1 if num_failed else 0
 
 
 @contextlib.asynccontextmanager

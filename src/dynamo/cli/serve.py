@@ -10,6 +10,7 @@ However the command ends, nothing of it is left (`launch.guard`).
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import functools
 import json
@@ -59,13 +60,16 @@ class ServeConfig(HttpConfig):
     model: str | None = config.option(
         None,
         flag="",
-        help="model directory, or name on the Hugging Face hub; without it, the built-in model",
+        help="model directory, GGUF file, or name on the Hugging Face hub; without it, the built-in model",
     )
     model_name: str | None = config.option(
         None,
         help="name under which clients ask for the model (default: the directory's or hub name)",
     )
-    engine: str = config.option("native", help="engine of the workers: native, mocker, vllm …")
+    engine: str | None = config.option(
+        None,
+        help="engine of the workers: native, mocker, vllm, llamacpp … (default: native; llamacpp for a GGUF file)",
+    )
     workers: int = config.option(
         1,
         aliases=("--decode",),
@@ -113,8 +117,11 @@ class ServeConfig(HttpConfig):
 def serve(options: ServeConfig) -> int:
     """Serve until a signal comes, and return the exit code. Raises ConfigError."""
     check_port(options.http_host, options.http_port)
-    kind = engines.kind_of(options.engine)
-    directory = model_source.resolve(options.model, with_weights=kind.needs_weights)
+    engine = options.engine or engines.default_for(options.model)
+    options = dataclasses.replace(options, engine=engine)
+    directory = engines.find_model(engine, options.model)
+    if engines.kind_of(engine).reads_gguf and options.model:
+        directory = Path(options.model).expanduser().resolve()  # commands name the file itself
     with guard.Guard() as guardian:
         environ = dict(os.environ)
         folder = guardian.make_folder("dynamo-serve-")

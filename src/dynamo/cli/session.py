@@ -1,4 +1,4 @@
-"""A session with one model, as `dynamo run` has it without HTTP: from the terminal, or for one prompt.
+"""A session with one model, as `dynamo run` has it without HTTP: for conversations, batches, or one prompt.
 
 The main thread talks to the person; the worker, its heartbeats and the streams run on an event loop in a thread of
 their own. Line editing, Ctrl-C and Ctrl-D then work as in every terminal program.
@@ -50,6 +50,12 @@ class Session:
         self._processor = processor
         self._clock = clock
         self.model = model
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise InvalidRequest for options that no request may have."""
+        question = {"role": "user", "content": "-"}
+        body = {"model": self.model, "messages": [question], **options}
+        openai_chat.decode(msgspec.json.encode(body))
 
     async def chat(
         self,
@@ -127,12 +133,8 @@ def _write(piece: str, on_text: Callable[[str], None]) -> None:
         raise errors.ConfigError(f"cannot write the answer: {error.strerror}") from error
 
 
-with contextlib.suppress(ImportError):  # line editing, where the platform has it
-    import readline  # noqa: F401
-
 T = TypeVar("T")
 _CANCEL_S = 2.0
-_HELP = "Ctrl-C stops an answer, /clear begins anew, /exit or Ctrl-D leaves."
 
 
 class BackgroundLoop:
@@ -166,47 +168,6 @@ class BackgroundLoop:
             future.cancel()
             ended.wait(_CANCEL_S)
             raise KeyboardInterrupt from None
-
-
-def converse(loop: BackgroundLoop, talk: Session, fields: dict[str, Any]) -> None:
-    """Answer what the person types, as one conversation, until they leave."""
-    print(f"{talk.model}. {_HELP}")
-    messages: list[Message] = []
-    while True:
-        try:
-            text = input("> ").strip()
-        except (EOFError, RuntimeError):  # the latter: there is no standard input at all
-            print()
-            return
-        except KeyboardInterrupt:
-            print(f"\n{_HELP}")
-            continue
-        if text == "/exit":
-            return
-        if text == "/clear":
-            messages.clear()
-        elif text:
-            _take_turn(loop, talk, messages, text, fields)
-
-
-def _take_turn(
-    loop: BackgroundLoop,
-    talk: Session,
-    messages: list[Message],
-    text: str,
-    fields: dict[str, Any],
-) -> None:
-    """Answer one question; add both to the conversation unless the answer was interrupted or failed."""
-    conversation = [*messages, {"role": "user", "content": text}]
-    try:
-        answer = loop.call(talk.chat(conversation, _print_piece, **fields))
-    except KeyboardInterrupt:
-        print("\n(stopped)")
-    except errors.DynamoError as error:
-        print(f"(no answer: {error})")
-    else:
-        print()
-        messages[:] = [*conversation, {"role": "assistant", "content": answer.text}]
 
 
 def answer_standard_input(loop: BackgroundLoop, talk: Session, fields: dict[str, Any]) -> None:

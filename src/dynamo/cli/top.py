@@ -1,4 +1,4 @@
-"""`dynamo top`: a live table of the models of one frontend, from its metrics. The only module of `cli` with rich.
+"""`dynamo top`: a live table of the models of one frontend, from its metrics.
 
 Rates are those between two readings. Columns: workers that serve the model, requests in flight, tokens per second, time
 to the first token in the interval, and the share of prompt tokens that were cached.

@@ -101,7 +101,7 @@ async def join(
         await component.DistributedRuntime.in_memory(memory, item_type=generate.Output) as runtime,
         contextlib.AsyncExitStack() as stack,
     ):
-        directory = model_source.resolve(model, with_weights=engines.kind_of(target).needs_weights)
+        directory = engines.find_model(target, model)
         room = local.Room() if topology.num_prefill else None
         for mode in topology.modes.values():
             worker = settings.WorkerConfig(model=model, disaggregation_mode=mode)

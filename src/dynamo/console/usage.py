@@ -48,6 +48,7 @@ class UsageTable:
     def __init__(self) -> None:
         self.num_changes = 0  # since the start
         self._counts: dict[tuple[int, str, str, str, str], UsageCounts] = {}
+        self._num_rows_by_day: dict[int, int] = {}
 
     def count(self, wall: float, *, key: str, tenant: str, model: str, api: str) -> UsageCounts:
         """Return the sums to which a request of this time is added."""
@@ -57,6 +58,7 @@ class UsageTable:
         if counts is None:
             self._drop_old(place[0])
             counts = self._counts[place] = UsageCounts()
+            self._num_rows_by_day[place[0]] = self._num_rows_by_day.get(place[0], 0) + 1
         return counts
 
     def rows(self, matches: Callable[[UsageRow], bool] = lambda row: True) -> Sequence[UsageRow]:
@@ -81,12 +83,14 @@ class UsageTable:
                 setattr(counts, name, getattr(counts, name) + getattr(row, name))
 
     def _drop_old(self, today: int) -> None:
-        oldest = min((place[0] for place in self._counts), default=today)
-        while self._counts and (len(self._counts) >= MAX_ROWS or today - oldest >= MAX_DAYS):
+        while self._counts:
+            oldest = min(self._num_rows_by_day)
+            if len(self._counts) < MAX_ROWS and today - oldest < MAX_DAYS:
+                return
+            del self._num_rows_by_day[oldest]
             self._counts = {
                 place: counts for place, counts in self._counts.items() if place[0] != oldest
             }
-            oldest = min((place[0] for place in self._counts), default=today)
 
 
 _EPOCH = datetime.date(1970, 1, 1).toordinal()

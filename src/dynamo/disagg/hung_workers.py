@@ -1,8 +1,8 @@
 """Prefill workers that took a prompt and did not answer in time: they get no prompt until they have answered a probe.
 
 Their process may be well and only their engine hang, so no connection breaks, and each prompt that they get waits for
-its whole time limit. A probe is a prompt of one token; it is repeated until it is answered, by whatever but silence,
-or the worker is gone.
+its whole time limit. Or their host is silent, which costs each prompt the limit of silence. A probe is a prompt of one
+token; it is repeated until it is answered, by whatever but silence, or the worker is gone.
 """
 
 import logging
@@ -43,10 +43,17 @@ class HungWorkers:
         if instance_id not in self._hung:
             self._hung.add(instance_id)
             _logger.warning(
-                "prefill worker %x did not answer in time: it gets no prompts until it answers a probe",
+                "prefill worker %x was silent, or did not answer in time: it gets no prompts until it answers a probe",
                 instance_id,
             )
             self._tasks.start("probe a hung prefill worker", self._probe(instance_id, request))
+
+    def report_loss(
+        self, instance_id: int, request: generate.Request, error: errors.DynamoError
+    ) -> None:
+        """Record that a worker was lost with this request, if it is silent: one that died is not probed."""
+        if isinstance(error, errors.WorkerLost) and not isinstance(error, errors.WorkerDied):
+            self.report(instance_id, request)
 
     async def close(self) -> None:
         """Stop probing. Idempotent."""

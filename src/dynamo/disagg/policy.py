@@ -2,8 +2,8 @@
 
 `LengthPolicy`: remote, if the prompt without its cached prefix is longer than `max_local_prefill_length`, because a
 long local prefill would delay every answer that is being written; but only while the remote queue is short, because a
-prompt that waits there saves nothing. Both numbers may change at run time. Less than a block is local in any case: it
-could not be copied.
+prompt that waits there saves nothing. Both numbers may change at run time. What a cached prefix leaves below one block
+is local in any case: the step that writes the first token computes it as well.
 
 `ConditionalPolicy`, the original's: local, if little is new to the answering worker, or the prefill workers are busy.
 
@@ -108,12 +108,11 @@ class LengthPolicy:
     def is_remote(
         self, prompt_len: int, queue_size: int, local: EstimateLoad, remote: EstimateLoad
     ) -> bool:
-        """Return whether what is new to the local cache is longer than the limit, and a block at least."""
-        del prompt_len, remote
+        """Return whether what is new to the local cache is longer than the limit, and a block at least or all."""
+        del remote
         here = local()
-        return here.num_new >= here.block_size and self.limits.allow_remote(
-            here.num_new, queue_size
-        )
+        is_enough = here.num_new >= here.block_size or here.num_new == prompt_len
+        return is_enough and self.limits.allow_remote(here.num_new, queue_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

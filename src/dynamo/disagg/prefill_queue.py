@@ -146,6 +146,7 @@ class DirectQueue:
                     try:
                         return await self._send(worker_id, request, timeout_s)
                     except RETRIABLE as error:
+                        self._hung.report_loss(worker_id, request, error)
                         deaths.record(error)
                         tried.append(worker_id)
                         if not self._usable(tried):

@@ -220,8 +220,13 @@ class PrefillRoute:
         try:
             params = await _request_prefill(prefill, prompt, to_prefill)
         except prefill_queue.RETRIABLE as error:
-            deaths.record(error)
             all_workers = prefill.instance_ids if candidates is None else candidates
+            if tried:
+                self._hung.report_loss(tried[-1], request, error)
+            elif isinstance(error, errors.NoWorkers):  # none of them could be reached
+                for instance_id in all_workers:
+                    self._hung.report(instance_id, request)
+            deaths.record(error)
             untried = all_workers - set(tried)
             if not tried or not untried:
                 raise
@@ -230,7 +235,8 @@ class PrefillRoute:
             to_untried = msgspec.structs.replace(to_prefill, allowed_instances=untried)
             try:
                 params = await _request_prefill(prefill, prompt, to_untried)
-            except errors.WorkerDied as second:
+            except errors.WorkerLost as second:
+                self._hung.report_loss(tried[-1], request, second)
                 deaths.record(second)
                 raise
         duration_s = self._clock.now() - began_at

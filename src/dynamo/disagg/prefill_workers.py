@@ -19,7 +19,8 @@ from dynamo.protocols import instances, kv_transfer, model_card
 from dynamo.runtime import discovery
 
 CONNECT_S = 5.0
-RETRY_S = 2.0
+RETRY_S = 1.0
+CHECK_S = 5.0  # between two lines of the log that say how many prefill workers there are
 _logger = logging.getLogger(__name__)
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 
@@ -65,6 +66,7 @@ class PrefillWorkers:
     def start(self) -> None:
         """Begin to follow discovery."""
         self._tasks.start("watch prefill workers", self._watch())
+        self._tasks.start("log the number of prefill workers", self._log_number())
 
     def reconnect(self, engine_id: str) -> None:
         """Connect to an engine anew after a copy from it has failed; its worker is not used until that succeeds."""
@@ -77,6 +79,13 @@ class PrefillWorkers:
         """Stop following discovery, and connecting."""
         await self._tasks.close()
 
+    async def _log_number(self) -> None:
+        """Log the number of prefill workers as long as there are some, in the words of Dynamo's worker."""
+        while True:
+            await self._clock.sleep(CHECK_S)
+            if self._metadata:
+                _logger.debug("Current Prefill Workers: %d", len(self._metadata))
+
     async def _watch(self) -> None:
         async for change in self._registry.watch(self._prefix):
             try:
@@ -85,7 +94,6 @@ class PrefillWorkers:
                     await self._forget_worker(instance_id)
                 else:
                     await self._read_card(instance_id, _decode_record(change.value).card_json)
-                _logger.debug("Current Prefill Workers: %d", len(self._metadata))
             except (ValueError, errors.TransferError) as error:  # msgspec's and base64's among them
                 _logger.warning("ignored the prefill worker %s: %s", change.key, error)
 

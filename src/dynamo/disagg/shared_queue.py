@@ -231,6 +231,7 @@ class SharedQueue:
                     self._client, lease.instance_id, request, timeout_s=timeout_s
                 )
             except prefill_queue.RETRIABLE as error:
+                self._hung.report_loss(lease.instance_id, request, error)
                 deaths.record(error)
                 if not self._has_worker(prompt.tried):
                     raise

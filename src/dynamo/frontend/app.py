@@ -3,6 +3,8 @@
 A new API is one module or folder in `apis` and one line in `_APIS`.
 """
 
+import functools
+
 from dynamo.frontend.admission import load_thresholds
 from dynamo.frontend.apis import (
     administration,
@@ -13,12 +15,14 @@ from dynamo.frontend.apis import (
     error_dialects,
     models,
     operation,
+    scores,
     status,
     tokenize,
 )
 from dynamo.frontend.apis.console import api as console
 from dynamo.frontend.apis.kserve import api as kserve
 from dynamo.frontend.apis.messages import api as messages
+from dynamo.frontend.apis.ollama import api as ollama
 from dynamo.frontend.apis.responses import api as responses
 from dynamo.frontend.delivery import delivery
 from dynamo.frontend.processes import peers
@@ -31,7 +35,9 @@ _APIS = (
     models.operations,
     messages.operations,
     embeddings.operations,
+    scores.operations,
     kserve.operations,
+    ollama.operations,
     tokenize.operations,
     administration.operations,
     status.operations,
@@ -49,7 +55,7 @@ class App:
         self.operations = (*apis, *description.operations(context, apis))
         # the paths of an API with errors of its own, for requests that no handler takes
         self._dialect_by_prefix = {
-            entry.path.removesuffix(operation.ANY_ID): entry.dialect
+            entry.path.partition(operation.ANY_ID)[0]: entry.dialect
             for entry in self.operations
             if entry.dialect is not error_dialects.OPENAI
         }
@@ -63,6 +69,7 @@ class App:
             ("POST", "/busy_threshold"): context.compute(
                 load_thresholds.decode_change, context.admission.thresholds.change
             ),
+            ("GET", console.USAGE): functools.partial(console.answer_usage, context),
             **context.shared_responses.routes,
         }
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dynamo.base import errors
 from dynamo.frontend.delivery import sse
 from dynamo.frontend.model_registry import registry
-from dynamo.protocols import instances, model_card
+from dynamo.protocols import instances, model_card, model_errors
 from dynamo.runtime import client
 from dynamo.runtime.http import exchange
 
@@ -76,7 +76,11 @@ class CacheClearer:
         try:
             response = await self._ask(worker.endpoint, worker.instance_id)
         except errors.DynamoError as error:
-            return {**result, "status": f"failed: {error}", "response": None}
+            return {
+                **result,
+                "status": f"failed: {model_errors.client_message(error)}",
+                "response": None,
+            }
         return {**result, "status": "cleared", "response": response}
 
     async def _ask(self, name: instances.EndpointName, instance_id: int) -> dict[str, Any]:

@@ -332,6 +332,12 @@ class FrontendConfig(AdmissionConfig):
         help="new requests that may wait so; more are refused at once",
         least=0,
     )
+    request_plane_outage_secs: float = config.option(
+        90.0,
+        env="DYN_REQUEST_PLANE_OUTAGE_SECS",
+        help="seconds that an answer which has begun waits while the NATS server of the request plane is away",
+        least=0,
+    )
     http_graceful_shutdown_timeout_secs: float = config.option(
         5.0,
         env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
@@ -342,7 +348,8 @@ class FrontendConfig(AdmissionConfig):
     usage_file: str | None = config.option(
         None,
         env="DYN_USAGE_FILE",
-        help="file in which the sums of /usage survive a restart; one for each frontend, by default none",
+        help="file in which the sums of /usage survive a restart, by default none; one for each frontend, and with"
+        " --http-workers FILE.2 and so on beside it",
     )
     semantic_router: str | None = config.option(
         None,

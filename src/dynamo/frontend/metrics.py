@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
-from dynamo.frontend import migration
+from dynamo.frontend import migration, stage_metrics
 from dynamo.observability import metrics
 from dynamo.protocols import embed, generate, model_card, model_errors, trace_context
 from dynamo.router import explanation, route
+from dynamo.runtime import credentials
 
 _TOKENS_IN = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 _TOKENS_OUT = (0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
@@ -26,7 +27,7 @@ _ITL = (
     *(0, 0.0018, 0.0033, 0.0059, 0.011, 0.02, 0.035, 0.064, 0.12, 0.21, 0.38, 0.69),
     *(1.2, 2.3, 4.1, 7.4, 13, 24, 44, 80),
 )
-_STAGE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5)
+MAX_WORKERS = 1000  # of which the last request is shown
 _CARD_GAUGES: dict[str, Callable[[model_card.ModelCard], int]] = {
     "model_context_length": lambda card: card.context_length,
     "model_kv_cache_block_size": lambda card: card.kv_cache_block_size,
@@ -63,6 +64,7 @@ class FrontendMetrics:
         migration_rules: migration.MigrationPolicy = migration.MigrationPolicy(),  # noqa: B008 (a frozen value)
     ) -> None:
         self.now = now
+        self.certificates = credentials.ExpiryMetric(registry)
         self.observers = tuple(observers)
         self.open_requests: dict[RequestMeter, None] = {}  # the oldest first
         by_model = ("model",)
@@ -101,7 +103,7 @@ class FrontendMetrics:
             "model_migration_duration_seconds",
             "From the loss of a worker until another has the request",
             by_model,
-            buckets=_STAGE,
+            buckets=stage_metrics.STAGE_S,
         )
         self.inflight = registry.fast_gauge(
             "inflight_requests", "Requests between arrival and end", by_model
@@ -151,12 +153,13 @@ class FrontendMetrics:
         self.uncached_tokens = registry.fast_counter(
             "tokenizer_cache_uncached_tokens_total", "Prompt tokens of new segments", by_model
         )
-        stages = registry.fast_histogram(
-            "stage_duration_seconds", "Of the stages of a request", ("stage",), buckets=_STAGE
+        self.stages = stage_metrics.StageMetrics(registry)
+        self.rejections = registry.counter(
+            "model_rejection_total",
+            "Requests that were refused because there was no worker, or all were busy",
+            ("endpoint", "model"),
         )
-        self.preprocess = stages.labels("preprocess")
-        self.route = stages.labels("route")
-        self.roundtrip = stages.labels("transport_roundtrip")
+        self.last_requests = LastRequests(registry)
         self._card_gauges = {
             name: registry.gauge(name, "From the model's card", by_model) for name in _CARD_GAUGES
         }
@@ -184,6 +187,42 @@ class FrontendMetrics:
         self.migration_limit.labels(label).set(self._limit_of(card.migration_limit))
         for name, fact in _CARD_GAUGES.items():
             self._card_gauges[name].labels(label).set(fact(card))
+
+
+class LastRequests:
+    """The latest request of each worker, for `MAX_WORKERS` of them: those heard last."""
+
+    def __init__(self, registry: metrics.Registry) -> None:
+        labels = ("dp_rank", "worker_id", "worker_type")
+        self._gauges = [
+            registry.gauge(f"worker_last_{name}", f"{text} of a worker's latest request", labels)
+            for name, text in (
+                ("input_sequence_tokens", "Prompt tokens"),
+                ("time_to_first_token_seconds", "Time from arrival to first token"),
+                ("inter_token_latency_seconds", "Mean time between two tokens"),
+            )
+        ]
+        self._workers: dict[tuple[str, str, str], None] = {}
+
+    def show(self, request: "RequestMeter", ended_at: float) -> None:
+        """Show a request that a worker has answered."""
+        if request.worker_id is None or request.first_token_at is None:
+            return
+        rank = (request.request and request.request.data_parallel_rank) or 0
+        worker = (str(rank), f"{request.worker_id:x}", "decode")
+        self._workers.pop(worker, None)
+        self._workers[worker] = None
+        if len(self._workers) > MAX_WORKERS:
+            oldest = next(iter(self._workers))
+            del self._workers[oldest]
+            for gauge in self._gauges:
+                gauge.remove(*oldest)
+        mean_itl_s = (ended_at - request.first_token_at) / max(1, request.num_tokens - 1)
+        ttft_s = request.first_token_at - request.arrived_at
+        for gauge, value in zip(
+            self._gauges, (request.num_prompt_tokens, ttft_s, mean_itl_s), strict=True
+        ):
+            gauge.labels(*worker).set(value)
 
 
 class ModelMetrics:
@@ -215,6 +254,12 @@ class ModelMetrics:
         self.families.segment_misses.inc(misses)
         self.cached_tokens.inc(cached_tokens)
         self.uncached_tokens.inc(uncached_tokens)
+
+    def record_times(self, *, template_s: float, tokenize_s: float) -> None:
+        """Record how long a prompt took to be made (`preprocess.tokenize.CacheObserver`)."""
+        self.families.stages.template.observe(template_s)
+        self.families.stages.tokenize.observe(tokenize_s)
+        self.families.stages.tokenizer_ms.observe(tokenize_s * 1e3)
 
 
 class Arrival(NamedTuple):
@@ -309,8 +354,9 @@ class RequestMeter:
         if self.prepared_at is None:
             self.request = request if isinstance(request, generate.Request) else None
             self.prepared_at = now = self._now()
-            self.model.families.preprocess.observe(now - self.arrived_at)
+            self.model.families.stages.preprocess.observe(now - self.arrived_at)
             self.model.active.inc()
+            self.model.families.stages.plane_inflight.inc()
 
     def record_worker(self, instance_id: int) -> None:
         """Record the instance that took the request, or its latest prompt."""
@@ -324,7 +370,8 @@ class RequestMeter:
         """Record that the workers have all prompts."""
         if self.prepared_at is not None:
             self.opened_at = now = self._now()
-            self.model.families.route.observe(now - self.prepared_at)
+            self.model.families.stages.route.observe(now - self.prepared_at)
+            self.model.families.stages.plane_queue.observe(now - self.prepared_at)
 
     def record_cached(
         self, num_tokens: int, tier_tokens: Iterable[tuple[str, int]] | None = None
@@ -364,7 +411,10 @@ class RequestMeter:
     def record_failure(self, error: errors.DynamoError) -> None:
         """Record that the request ended by an error. Does nothing if it has ended before."""
         if not self._is_over:
-            self.model.families.failures.labels(type(error).__name__, error.code).inc()
+            families = self.model.families
+            families.failures.labels(type(error).__name__, error.code).inc()
+            if isinstance(error, errors.Unavailable):
+                families.rejections.labels(self.endpoint, self.model.label).inc()
         self._end("error", _error_type(error))
 
     def record_disconnect(self) -> None:
@@ -379,7 +429,8 @@ class RequestMeter:
         self.first_token_at = now
         self.model.ttft.observe(now - self.arrived_at)
         if self.prepared_at is not None:
-            self.model.families.roundtrip.observe(now - self.prepared_at)
+            self.model.families.stages.roundtrip.observe(now - self.prepared_at)
+            self.model.families.stages.plane_ttft.observe(now - self.prepared_at)
 
     def _leave_queue(self) -> None:
         if self._is_queued:
@@ -397,6 +448,8 @@ class RequestMeter:
         self._leave_queue()
         if self.prepared_at is not None:
             model.active.dec()
+            model.families.stages.plane_inflight.dec()
+            model.families.last_requests.show(self, self.ended_at)
             model.output_len.observe(self.num_tokens)
             model.output_tokens.inc(self.num_tokens)
         model.inflight.dec()

@@ -120,7 +120,8 @@ class Pipeline:
             self._admission.check_rights(
                 client,
                 chooses_worker=is_explained or routing.chooses_worker(request),
-                sets_priority=request.scheduling_priority != 0,
+                sets_priority=request.scheduling_priority != 0
+                or getattr(request.extensions.cache_control, "pin", False),
             )
             salt = self._admission.cache_salt(client, model, request.cache_salt)
             if is_explained or self._wants_explanation():
@@ -191,6 +192,9 @@ class Pipeline:
             model=model.name,
             fingerprint=model.fingerprint,
             text=preparer.text,
+            sampling=prompts[0].request.sampling_options,
+            context_length=preparer.context_length,
+            clock=self._clock,
         )
         return delivery.PreparedRequest(
             formatter=api.make_formatter(request, answer_identity),
@@ -260,6 +264,16 @@ def _check_logprobs(model: RegisteredModel, request: inputs.GenerationInput) -> 
         raise errors.InvalidRequest(
             f"best_of: the engine of {model.name!r} does not report log probabilities to choose by; leave it out",
             param="best_of",
+        )
+    num_of_prompt = request.prompt_logprobs
+    if num_of_prompt is not None and not (
+        facts.supports_prompt_logprobs and num_of_prompt <= facts.max_top_logprobs
+    ):
+        most = facts.max_top_logprobs if facts.supports_prompt_logprobs else "none"
+        raise errors.InvalidRequest(
+            f"prompt_logprobs: the engine of {model.name!r} reports at most {most}, got {num_of_prompt}: "
+            "ask for less, or leave it out",
+            param="prompt_logprobs",
         )
     if num_logprobs is None:
         return

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import ssl
 from types import TracebackType
 
 from dynamo.base import clock as clocks
@@ -15,6 +14,7 @@ from dynamo.frontend import (
     cache_clearing,
     config,
     dispatch,
+    http_certificate,
     metrics,
     migration,
     pipeline,
@@ -33,7 +33,7 @@ from dynamo.preprocess import tokenize
 from dynamo.router import config as router_config
 from dynamo.router import route_factory, wait_policy
 from dynamo.runtime import component
-from dynamo.runtime.http import exchange, parser, server
+from dynamo.runtime.http import encodings, exchange, parser, server
 
 _logger = logging.getLogger(__name__)
 
@@ -111,11 +111,14 @@ class Frontend:
         )
         worker_wait = waiting.WorkerWait(
             wait_policy.WaitPolicy(
-                wait_s=settings.worker_wait_secs, max_waiting=settings.worker_wait_limit
+                wait_s=settings.worker_wait_secs,
+                max_waiting=settings.worker_wait_limit,
+                outage_s=settings.request_plane_outage_secs,
             ),
             self._clock,
             self._expected_workers,
             frontend_metrics.waiting_for_worker,
+            lambda: runtime.requests.is_away,
         )
         self._dispatcher = dispatch.Dispatcher(
             self.models.find,
@@ -177,13 +180,16 @@ class Frontend:
             )
         )
 
-        authenticator = self._admission.make_authenticator(self._app.routes, self._app.dialect_of)
-        handler = authenticator or authentication.LocalAdministration(
-            self._app.routes, self._app.dialect_of
+        routes = encodings.BodyInflater(
+            self._app.routes, self._max_body_bytes, self._app.error_body
         )
-        hosts = frozenset(settings.allowed_hosts) | browsers.own_names()
+        authenticator = self._admission.make_authenticator(routes, self._app.dialect_of)
+        handler = authenticator or authentication.LocalAdministration(routes, self._app.dialect_of)
         policy = browsers.BrowserPolicy(
-            frozenset(settings.cors_allow_origin), None if settings.api_keys_file else hosts
+            frozenset(settings.cors_allow_origin),
+            None
+            if settings.api_keys_file
+            else frozenset(settings.allowed_hosts) | browsers.own_names(),
         )
 
         def check_head(request: exchange.Request) -> int:
@@ -192,8 +198,12 @@ class Frontend:
                 return 0  # it has no key, and needs no body
             if authenticator is not None:
                 authenticator.check_head(request)
-            return self._app.body_factor_of(request.path) * settings.http_body_limit_mb * 2**20
+            return self._max_body_bytes(request)
 
+        self._certificate = http_certificate.HttpCertificate(
+            settings, frontend_metrics.certificates
+        )
+        frontend_metrics.certificates.follow("cluster", runtime.credential_watch.expiry)
         self._server = server.HttpServer(
             browsers.BrowserGuard(handler, policy, self._app.dialect_of),
             limits=parser.HttpLimits(
@@ -201,13 +211,17 @@ class Frontend:
                 request_s=settings.http_read_timeout_secs,
                 num_connections=process_setup.reserve_open_files(parser.NUM_CONNECTIONS),
             ),
-            tls=_make_tls_context(settings),
+            tls=self._certificate.tls,
             error_body=self._app.error_body,
             check_head=check_head,
         )
         self._grpc = grpc_loading.make_server(settings, handler, check_head)
-        self.port = 0  # the real ones once it listens
-        self.grpc_port = 0
+        self.port = self.grpc_port = 0  # the real ones once it listens
+
+    def _max_body_bytes(self, request: exchange.Request) -> int:
+        """Return how many bytes the body of a request may have, compressed or inflated."""
+        factor = self._app.body_factor_of(request.path)
+        return factor * self._settings.http_body_limit_mb * 2**20
 
     def _make_prefill_route(
         self,
@@ -230,6 +244,7 @@ class Frontend:
         )
 
     async def __aenter__(self) -> "Frontend":
+        await self._routes.start()
         self._admission.load_keys()
         host, port = self._settings.http_host, self._settings.http_port
         self.port = await self._server.start(host, port, shares_port=self._peers.name is not None)
@@ -240,6 +255,7 @@ class Frontend:
             raise
         await self._peers.start(self._app.sibling_routes)
         self._admission.start()
+        self._tasks.start("watch the certificate", self._certificate.follow(self._clock))
         self._tasks.start("watch models", self.models.watch())
         self._tasks.start("watch starting workers", self._expected_workers.watch())
         if self._semantic is not None:
@@ -294,27 +310,3 @@ class Frontend:
         )
         if not has_finished:
             _logger.warning("answers still running after %g s are cut off", limit_s)
-
-
-def _make_tls_context(settings: config.FrontendConfig) -> ssl.SSLContext | None:
-    """Return the TLS settings of the HTTP server; None: it serves plain HTTP. Raises ConfigError."""
-    if settings.tls_cert_path is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(settings.tls_cert_path, settings.tls_key_path)
-    except (OSError, ssl.SSLError) as error:
-        raise errors.ConfigError(
-            "--tls-cert-path, --tls-key-path: expected a PEM certificate and its key in "
-            f"{settings.tls_cert_path} and {settings.tls_key_path}: {error}"
-        ) from error
-    authority = settings.tls_client_ca_cert_path
-    if authority is not None:  # only clients with a certificate of this authority may connect
-        try:
-            context.load_verify_locations(authority)
-        except (OSError, ssl.SSLError) as error:
-            raise errors.ConfigError(
-                f"--tls-client-ca-cert-path: expected PEM certificates in {authority}: {error}"
-            ) from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context

@@ -65,8 +65,10 @@ class WorkerWait:
         clock: clocks.Clock,
         expected: ExpectedWorkers,
         gauge: metrics.Gauge | None = None,
+        is_plane_away: Callable[[], bool] = lambda: False,
     ) -> None:
         """Show in `gauge` how many requests wait for a worker of each expected model."""
+        self._is_plane_away = is_plane_away
         self._gauge = gauge
         self._policy = policy
         self._clock = clock
@@ -87,10 +89,12 @@ class WorkerWait:
     ) -> T:
         """Return what `ask` returns, which is called until a worker of the model can be asked.
 
-        A request that is under way (its worker was lost) waits for busy workers too, and however many others wait.
+        A request that is under way (its worker was lost) waits for busy workers too, and however many others wait; and
+        for the request plane's server, if that is away.
         Raises the last error of `ask` when the wait is over, or as soon as `is_over` returns True.
         """
-        began_at, label = self._clock.now(), ""
+        asked_at, label = self._clock.now(), ""
+        began_at = asked_at
         try:
             while True:
                 try:
@@ -106,6 +110,9 @@ class WorkerWait:
                     if not is_under_way:
                         label = self._show(model, label)
                     limit_s = self._policy.limit_s(self._expected.estimate_start(model))
+                    has_patience = self._clock.now() - asked_at < self._policy.outage_s
+                    if is_under_way and has_patience and self._is_plane_away():
+                        began_at = self._clock.now()  # workers can return once the server is back
                     if self._clock.now() - began_at >= limit_s:
                         raise
                 await self._clock.sleep(PAUSE_S)

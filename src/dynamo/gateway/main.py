@@ -89,7 +89,10 @@ async def serve(settings: GatewayConfig) -> None:
     process_setup.collect_garbage_rarely()
     stop = process_setup.stop_on_signals()
     limits = parser.HttpLimits(body_bytes=settings.body_limit_mb * 2**20)
-    ext_proc = grpc_server.ExtProcServer(routing, settings.body_limit_mb * 2**20)
+    max_bytes = settings.body_limit_mb * 2**20
+    ext_proc = grpc_server.ExtProcServer(
+        lambda: grpc_server.processor.StreamProcessor(routing, max_bytes), max_bytes
+    )
     classification = http.HttpServer(api.make_routes(routing, clock), limits=limits)
     exposition = http.HttpServer(_metrics_routes(registry))
     running = tasks.Tasks()

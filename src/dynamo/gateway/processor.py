@@ -9,6 +9,7 @@ from typing import Any
 
 from dynamo.base import errors
 from dynamo.gateway import ext_proc_pb2 as messages
+from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange
 from dynamo.semantic import cache, immediate, router, service
 
@@ -60,9 +61,9 @@ class StreamProcessor:
 
     def _take_request_headers(self, headers: Any) -> list[Any]:
         self._headers = _read_headers(headers.headers)
-        path = self._path
+        path = self.path
         if self._headers.get(":method") == "GET" and path == "/v1/models":
-            return [_respond(self._routing.router.list_models())]
+            return [respond_at_once(self._routing.router.list_models())]
         if self._is_duplex_request and not headers.end_of_stream:
             return []  # answered with the body
         return [messages.ProcessingResponse(request_headers=messages.HeadersResponse())]
@@ -71,7 +72,7 @@ class StreamProcessor:
         self._body += body.body
         if len(self._body) > self._max_body_bytes:
             text = f"expected a body of at most {self._max_body_bytes} bytes, got more"
-            return [_respond(immediate.refuse(413, text, "invalid_request_error"))]
+            return [respond_at_once(immediate.refuse(413, text, "invalid_request_error"))]
         if self._is_duplex_request and not body.end_of_stream:
             return []
         return await self._finish_request()
@@ -88,16 +89,14 @@ class StreamProcessor:
         """Route the whole request, and return the answers that change it or end it."""
         body = bytes(self._body)
         common = messages.CommonResponse()
-        if self._path in ROUTED_PATHS and self._headers.get(":method") == "POST":
-            answer = await self._route(body)
-            if answer is not None:
-                return [_respond(answer)]
-            assert self._outcome is not None  # it was routed
-            common = self._request_changes(self._outcome, len(body))
-            body = self._outcome.body
+        if self.path in ROUTED_PATHS and self._headers.get(":method") == "POST":
+            changed = await self._change_request(body)
+            if isinstance(changed, immediate.ImmediateAnswer):
+                return [respond_at_once(changed)]
+            common, body = changed
         self._body.clear()
         if not self._is_duplex_request:
-            if self._outcome is not None and len(common.header_mutation.set_headers):
+            if len(common.header_mutation.set_headers):
                 common.body_mutation.body = body
             return [
                 messages.ProcessingResponse(request_body=messages.BodyResponse(response=common))
@@ -109,10 +108,18 @@ class StreamProcessor:
             *(messages.ProcessingResponse(request_body=piece) for piece in pieces),
         ]
 
+    async def _change_request(self, body: bytes) -> "tuple[Any, bytes] | immediate.ImmediateAnswer":
+        """Return the changes of the request's head and its new body, or the answer that it gets at once."""
+        answer = await self._route(body)
+        if answer is not None:
+            return answer
+        assert self._outcome is not None  # it was routed
+        return self._request_changes(self._outcome, len(body)), self._outcome.body
+
     async def _route(self, body: bytes) -> immediate.ImmediateAnswer | None:
         """Route the request; return the answer that it gets at once."""
         headers = self._headers
-        if self._path != _CHAT:
+        if self.path != _CHAT:
             headers = {**headers, "x-vsr-skip-cache": "true"}
         tenant = service.tenant_of(headers)
         try:
@@ -122,9 +129,9 @@ class StreamProcessor:
         except errors.DynamoError as error:
             status = _STATUS_BY_ERROR.get(type(error), 503)
             kind = "invalid_request_error" if status < 500 else "service_unavailable"
-            return immediate.refuse(status, str(error), kind)
+            return immediate.refuse(status, model_errors.client_message(error), kind)
         self._outcome = outcome
-        if outcome.answer is not None and self._path != _CHAT:
+        if outcome.answer is not None and self.path != _CHAT:
             guard = outcome.explanation.verdicts[-1].guard
             text = f"the request was refused by the {guard} guard; rephrase it and ask again"
             return immediate.refuse(403, text, "permission_error")
@@ -134,7 +141,7 @@ class StreamProcessor:
         headers = list(outcome.upstream_headers)
         if len(outcome.body) != num_bytes:
             headers.append(("content-length", str(len(outcome.body))))
-        mutation = _mutation(headers)
+        mutation = make_mutation(headers)
         mutation.remove_headers.extend(outcome.removed_headers)
         if self._is_duplex_request:  # a streamed body has no length that is known before
             mutation.remove_headers.append("content-length")
@@ -153,7 +160,7 @@ class StreamProcessor:
         if self._outcome is None:
             return response
         if self._is_success:
-            common.header_mutation.CopyFrom(_mutation(self._outcome.explanation.headers()))
+            common.header_mutation.CopyFrom(make_mutation(self._outcome.explanation.headers()))
             response.response_headers.response.CopyFrom(common)
         if received.get("content-type", "").startswith(immediate.EVENT_STREAM):
             self._recorder = cache.StreamRecorder()
@@ -180,7 +187,8 @@ class StreamProcessor:
             self._routing.record_answer(outcome, streamed or bytes(self._answer_body) or None)
 
     @property
-    def _path(self) -> str:
+    def path(self) -> str:
+        """The path of the request, without its query."""
         return self._headers.get(":path", "").partition("?")[0]
 
 
@@ -192,7 +200,7 @@ def _read_headers(headers: Any) -> dict[str, str]:
     }
 
 
-def _mutation(headers: list[tuple[str, str]]) -> Any:
+def make_mutation(headers: list[tuple[str, str]]) -> Any:
     """Return the message that sets these headers."""
     return messages.HeaderMutation(
         set_headers=[
@@ -205,13 +213,13 @@ def _mutation(headers: list[tuple[str, str]]) -> Any:
     )
 
 
-def _respond(answer: immediate.ImmediateAnswer) -> Any:
+def respond_at_once(answer: immediate.ImmediateAnswer) -> Any:
     """Return the message that ends the request with this answer."""
     headers = [("content-type", answer.content_type), *answer.headers]
     return messages.ProcessingResponse(
         immediate_response=messages.ImmediateResponse(
             status=messages.HttpStatus(code=answer.status),
-            headers=_mutation(headers),
+            headers=make_mutation(headers),
             body=answer.body,
         )
     )

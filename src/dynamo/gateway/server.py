@@ -1,7 +1,7 @@
 """The gRPC server that Envoy calls: one stream of messages for each HTTP request."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import grpc.aio
 
 from dynamo.base import addresses, errors
 from dynamo.gateway import ext_proc_pb2, processor
-from dynamo.semantic import service
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"  # the published name
 MAX_CALLS = 10_000
@@ -21,8 +20,10 @@ _logger = logging.getLogger(__name__)
 class ExtProcServer:
     """Serves Envoy's external processing until stopped."""
 
-    def __init__(self, routing: service.RoutingService, max_body_bytes: int) -> None:
-        self._routing = routing
+    def __init__(
+        self, make_processor: Callable[[], processor.StreamProcessor], max_body_bytes: int
+    ) -> None:
+        self._make_processor = make_processor
         self._max_body_bytes = max_body_bytes
         self._server: grpc.aio.Server | None = None
 
@@ -68,7 +69,7 @@ class ExtProcServer:
             await self._server.stop(grace_s)
 
     async def _process(self, requests: AsyncIterator[Any], context: Any) -> None:
-        stream = processor.StreamProcessor(self._routing, self._max_body_bytes)
+        stream = self._make_processor()
         async for message in requests:
             for answer in await stream.process(message):
                 await context.write(answer)

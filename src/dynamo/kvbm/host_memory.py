@@ -9,15 +9,16 @@ import ctypes
 import logging
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dynamo.base import errors
+from dynamo.kvbm.tiers import CachedBlock, SharedChanges, TierSlots
 from dynamo.transfer import memory
 
 PIECE_BYTES = 64 * 2**20
 AUTO_SHARE = 0.25  # of the memory that is left
-_KEPT_SHARE, _KEPT_BYTES = 0.05, 256 * 2**20  # left for the rest of the machine
+_KEPT_SHARE, KEPT_BYTES = 0.05, 256 * 2**20  # left for the rest of the machine
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -58,7 +59,7 @@ def count_host_blocks(size: str, num_blocks: int | None, block_bytes: int, reser
     `reserved` bytes are promised to others. Raises ConfigError with both numbers if there is less memory.
     """
     left = available_bytes() - reserved
-    fitting = max(0, left - max(_KEPT_BYTES, int(_KEPT_SHARE * left))) // block_bytes
+    fitting = max(0, left - max(KEPT_BYTES, int(_KEPT_SHARE * left))) // block_bytes
     option = "--kvbm-cpu-cache-gb"
     if num_blocks is None and size == "auto":
         return min(fitting, int(AUTO_SHARE * left) // block_bytes)
@@ -94,6 +95,36 @@ class HostMemory:
             ) from error
         self.window = memory.Window(region)
 
+    @property
+    def slots(self) -> TierSlots:
+        """The slots that this process writes."""
+        return TierSlots(num=self.num_blocks)
+
+    @property
+    def generation(self) -> int:
+        """How often all blocks were forgotten."""
+        return 0
+
+    def retract(self, slots: Sequence[int]) -> None:
+        """Let no other process find these slots, whose memory changes now."""
+
+    def publish(self, slot: int, block: CachedBlock, generation: int) -> None:
+        """Let other processes find a block; see `storage.Storage.write` for the generation."""
+
+    def is_current(self, slot: int, block: CachedBlock) -> bool:
+        """Return whether a slot that was read has not changed meanwhile."""
+        return True
+
+    def look(self) -> SharedChanges | None:
+        """Return what other processes have changed; None if nothing."""
+        return None
+
+    def forget(self) -> None:
+        """Let no process find a block any more."""
+
+    def close(self) -> None:
+        """Release what is held besides memory. Idempotent."""
+
     def block(self, slot: int) -> memoryview:
         """Return the memory of a slot."""
         size = self.block_bytes
@@ -104,7 +135,7 @@ class HostMemory:
         num_provided, num_slots = 0, 0
         while num_provided < self.num_bytes:
             length = min(PIECE_BYTES, self.num_bytes - num_provided)
-            if available_bytes() < length + _KEPT_BYTES:
+            if available_bytes() < length + KEPT_BYTES:
                 _logger.warning(
                     "the host tier stays at %d blocks of %d: other processes have taken the memory",
                     num_slots,

@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dynamo.base import config, distribution, errors, membership
+from dynamo.base import addresses, config, distribution, errors, membership
+from dynamo.runtime import listening
 from dynamo.transfer import agent as agents
 from dynamo.transfer import api, descriptors
 from dynamo.transfer.backends import local, shm, tcp
@@ -28,14 +29,20 @@ class TransferConfig(membership.ClusterConfig):
     )
     kv_transfer_host: str | None = config.option(
         None,
-        help="address at which workers on other hosts reach this worker's KV blocks (default: --tcp-rpc-host)",
+        env="DYN_KV_TRANSFER_HOST",
+        help="address on which this worker listens for workers that copy its KV blocks (default: --tcp-rpc-host)",
     )
-    kv_transfer_port: int = config.option(
-        0,
+    kv_transfer_port: addresses.PortRange = config.option(  # noqa: RUF009 (a declaration)
+        addresses.ANY_PORT,
         env="DYN_KV_TRANSFER_PORT",
-        help="port at which workers on other hosts reach this worker's KV blocks; 0: a free one",
-        least=0,
-        most=65535,
+        help="port at which workers on other hosts reach this worker's KV blocks, or a range of which the first free"
+        " one is used; 0: any free one",
+    )
+    kv_transfer_advertise: str | None = config.option(
+        None,
+        env="DYN_KV_TRANSFER_ADVERTISE",
+        help="address or address:port at which others reach the KV blocks, if they reach it at another than it listens"
+        " on, as behind a NAT (default: the host of --tcp-rpc-advertise, unless there is a --kv-transfer-host)",
     )
     kv_transfer_timeout_s: float = config.option(
         5.0,
@@ -60,14 +67,18 @@ def make_agent(
 
     Raises ConfigError for an unknown backend or an unusable address.
     """
-    host = settings.kv_transfer_host or settings.tcp_rpc_host
+    listen_address = listening.choose_address(
+        settings,
+        settings.kv_transfer_host,
+        settings.kv_transfer_port,
+        settings.kv_transfer_advertise,
+        setting="DYN_KV_TRANSFER_",
+    )
     credentials = membership.read(settings, os.environ)
     backend_makers: dict[str, Callable[[], api.Backend]] = {
         "shm": lambda: shm.ShmBackend(credentials=credentials),
-        "tcp": lambda: tcp.TcpBackend(
-            host=host, port=settings.kv_transfer_port, credentials=credentials
-        ),
-        "nixl": lambda: _make_nixl(host, is_insecure=credentials.is_insecure),
+        "tcp": lambda: tcp.TcpBackend(listen_address=listen_address, credentials=credentials),
+        "nixl": lambda: _make_nixl(listen_address.host, is_insecure=credentials.is_insecure),
     }
     names = settings.kv_transfer_backends
     if unknown := [each for each in names if each not in backend_makers]:

@@ -21,7 +21,7 @@ from obstore import exceptions
 from obstore import store as stores
 
 from dynamo.base import errors
-from dynamo.kvbm.tiers import CachedBlock
+from dynamo.kvbm.tiers import CachedBlock, TierSlots
 from dynamo.protocols import kv_events
 
 TIMEOUT_S = 10  # of one request
@@ -45,6 +45,7 @@ class ObjectStorage:
         text = "\n".join(f"{name}={value}" for name, value in sorted(fingerprint.items()))
         self._prefix = f"{xxhash.xxh3_64_hexdigest(text.encode())}/{part}".rstrip("/")
         self._lock = threading.Lock()
+        self.generation = 0
         self._paths: dict[int, str] = {}  # by slot
         self.blocks: dict[int, CachedBlock] = {}
         try:
@@ -61,8 +62,8 @@ class ObjectStorage:
                 f"--kvbm-object-store {url}: expected a store that can be listed, got: {_describe(error)}"
             ) from error
 
-    def write(self, slot: int, block: CachedBlock, content: memoryview) -> None:
-        """Write a block, and remove the one that the slot held. Raises OSError."""
+    def write(self, slot: int, block: CachedBlock, content: memoryview, generation: int) -> None:
+        """Write a block, and remove the one that the slot held. Raises OSError, also if all was forgotten meanwhile."""
         parent = _ROOT if block.parent_hash is None else f"{block.parent_hash:016x}"
         path = f"{self._prefix}/{block.sequence_hash:016x}-{block.local_hash:016x}-{parent}"
         with self._lock:
@@ -71,13 +72,25 @@ class ObjectStorage:
         try:
             if former is not None and former != path:
                 self._remove([former])
-            obstore.put(self._store, path, b"".join((header, content)), use_multipart=False)
+            if generation == self.generation:
+                obstore.put(self._store, path, b"".join((header, content)), use_multipart=False)
+            if generation != self.generation:  # perhaps after `forget` has listed the objects
+                self._remove([path])
+                raise OSError("all blocks were forgotten while this one was to be written")
         except exceptions.BaseError as error:
             raise OSError(_describe(error)) from error
         with self._lock:
             self._paths[slot] = path
 
-    def read(self, slot: int, content: memoryview) -> bool:
+    @property
+    def slots(self) -> TierSlots:
+        """All slots: each worker has a list of its own."""
+        return TierSlots(num=self.num_slots, stored=self.blocks)
+
+    def look(self) -> None:
+        """Find nothing: what other workers store is found at the next start."""
+
+    def read(self, slot: int, content: memoryview, expected: CachedBlock | None = None) -> bool:
         """Read the block of a slot; return False if it is gone or wrong. Raises OSError."""
         path = self._paths.get(slot)
         if path is None:
@@ -98,6 +111,7 @@ class ObjectStorage:
         """Remove all blocks of this fingerprint, those of other workers too. Raises OSError."""
         with self._lock:
             self._paths.clear()
+            self.generation += 1
         try:
             for page in obstore.list(self._store, prefix=self._prefix):
                 self._remove([entry["path"] for entry in page])

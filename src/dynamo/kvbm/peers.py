@@ -1,6 +1,8 @@
 """The engines from which KV blocks are imported, and the connections to them.
 
-After a failed copy the connection is made anew for the next one, so that one failure costs one prompt only.
+After a failed copy the connection is made anew for the next one, so that one failure costs one prompt only. Where that
+fails as well, the host is silent or gone, and all further copies fail at once until `connect` has succeeded, or for
+`REST_S`.
 
 An engine that leaves may still be computing prompts for us, and keeps their blocks until they are read. Its connection
 is closed when it is idle, but its address is remembered for as long as the engine may hold a lease.
@@ -17,6 +19,7 @@ from dynamo.kvbm.local_agent import LocalAgent
 from dynamo.transfer import agent as agents
 
 CONNECT_S = 5.0
+REST_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
@@ -26,6 +29,7 @@ class _PeerEngine:
 
     metadata: bytes
     connection: agents.ConnectedPeer | None
+    unreachable_until: float = 0.0
     num_users: int = 0  # copies and notifications that run
     forget_timer: clocks.Timer | None = None  # the engine has left
 
@@ -45,7 +49,7 @@ class PeerEngines:
         agent = await self._agent.get_started()
         connection = await agent.connect(metadata, deadline_s=deadline_s)
         engine = self._engines.setdefault(connection.epoch, _PeerEngine(metadata, connection))
-        engine.connection = connection
+        engine.connection, engine.unreachable_until = connection, 0.0
         if engine.forget_timer is not None:
             engine.forget_timer.cancel()
             engine.forget_timer = None
@@ -73,12 +77,21 @@ class PeerEngines:
         engine.num_users += 1
         try:
             if engine.connection is None:
-                agent = await self._agent.get_started()
-                engine.connection = await agent.connect(engine.metadata, deadline_s=CONNECT_S)
+                engine.connection = await self._connect_again(engine)
             yield engine.connection
         finally:
             engine.num_users -= 1
             await self._close_if_idle(engine)
+
+    async def _connect_again(self, engine: _PeerEngine) -> agents.ConnectedPeer:
+        if self._clock.now() < engine.unreachable_until:
+            raise errors.TransferError("its engine could not be reached a moment ago")
+        agent = await self._agent.get_started()
+        try:
+            return await agent.connect(engine.metadata, deadline_s=CONNECT_S)
+        except errors.TransferError:
+            engine.unreachable_until = self._clock.now() + REST_S
+            raise
 
     async def discard_connection(self, connection: agents.ConnectedPeer) -> None:
         """Close a connection after a failed copy, with all that runs on it; the next user connects anew."""

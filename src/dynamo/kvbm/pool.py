@@ -21,6 +21,7 @@ KV events are collected in order (`take_events`).
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from dynamo.protocols import kv_events
 
@@ -82,6 +83,38 @@ class EventLog:
                 kv_events.Removed(block_hashes=tuple(self._removed), tier=self._tier)
             )
         self._stored, self._removed = [], []
+
+
+class DevicePool(Protocol):
+    """The engine's own blocks, as far as the tiers need them: `BlockPool`, or those of another engine."""
+
+    num_blocks: int
+    on_evicted: Callable[[int], None] | None
+
+    @property
+    def events(self) -> "EventLog":
+        """The log of the tiers' events."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can return."""
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that are not empty."""
+
+    @property
+    def num_registered(self) -> int:
+        """Blocks that can be found."""
+
+    def __contains__(self, sequence_hash: int) -> bool:
+        """Return whether a block can be found."""
+
+    def match_prefix(self, sequence_hashes: Iterable[int]) -> list[int]:
+        """Return the blocks of the longest registered prefix of this chain, acquired for the caller."""
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Release blocks that the caller acquired, in the order of its sequence."""
 
 
 class BlockPool:

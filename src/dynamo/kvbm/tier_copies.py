@@ -22,9 +22,12 @@ from dynamo.kvbm import tier_policy
 from dynamo.kvbm.host_memory import HostMemory
 from dynamo.kvbm.storage import Storage
 from dynamo.kvbm.tiered_cache import DEVICE, HOST, TierCopy
+from dynamo.kvbm.tiers import SharedChanges
 from dynamo.protocols import kv_events
 from dynamo.transfer import api, descriptors, job, memory, plan
 
+Generations = tuple[int, int]
+"""How often all blocks were forgotten, in host memory and in the storage below."""
 Post = Callable[[Callable[[], None]], None]
 _MIN_MEMORY_S = 1.0  # a copy of memory may take: shorter ones would fail on a busy machine
 _LOG_EVERY_S = 60.0
@@ -89,7 +92,9 @@ class TierCopies:
             self._num_threads |= dict.fromkeys(
                 ((disk.tier, HOST), (HOST, disk.tier)), disk.num_threads
             )
-        self._jobs: dict[tier_policy.Path, queue.SimpleQueue[TierCopy | None]] = {}
+        self._jobs: dict[
+            tier_policy.Path, queue.SimpleQueue[tuple[TierCopy, Generations] | None]
+        ] = {}
         self._threads: list[threading.Thread] = []
         self._deadlines: dict[TierCopy, float] = {}  # of copies that a request waits for
         self._post: Post | None = None
@@ -115,13 +120,17 @@ class TierCopies:
         """Give a copy to a thread."""
         if copy.limit_s is not None:
             self._deadlines[copy] = time.monotonic() + copy.limit_s
-        self._jobs[copy.path].put(copy)
+        generations = (
+            self._host.generation,
+            0 if self._disk is None else self._disk.generation,
+        )
+        self._jobs[copy.path].put((copy, generations))
 
-    def run(self, copy: TierCopy) -> CopyOutcome:
-        """Make a copy now, and return how it ended."""
+    def run(self, copy: TierCopy, generations: Generations = (0, 0)) -> CopyOutcome:
+        """Make a copy now, and return how it ended. `generations` are those of the time when it was to begin."""
         began_at = time.monotonic()
         try:
-            failed = self._copy(copy)
+            failed = self._copy(copy, generations)
         except (errors.TransferError, OSError) as error:
             self._log_failure(copy, error)
             return CopyOutcome(frozenset(range(len(copy.blocks))), None)
@@ -143,13 +152,26 @@ class TierCopies:
             return None
         return max(0.0, min(self._deadlines.values()) - time.monotonic())
 
-    def forget_disk(self) -> None:
-        """Erase the index of the disk tier's file."""
-        if self._disk is not None:
-            try:
+    def forget(self) -> None:
+        """Let no process find blocks in the tiers, now or after a restart."""
+        try:
+            self._host.forget()
+            if self._disk is not None:
                 self._disk.forget()
-            except OSError as error:
-                _logger.warning("the index of %s was not erased: %s", self._disk.name, error)
+        except OSError as error:
+            _logger.warning("blocks in the KV cache tiers were not forgotten: %s", error)
+
+    def look(self) -> dict[kv_events.Tier, SharedChanges]:
+        """Return what other processes have changed in the tiers that they share."""
+        changes: dict[kv_events.Tier, SharedChanges] = {}
+        try:
+            if (found := self._host.look()) is not None:
+                changes[HOST] = found
+            if self._disk is not None and (found := self._disk.look()) is not None:
+                changes[self._disk.tier] = found
+        except OSError as error:
+            _logger.warning("the index of a shared tier cannot be read: %s", error)
+        return changes
 
     def close(self) -> None:
         """End the threads; one that hangs is left behind. Idempotent."""
@@ -161,8 +183,10 @@ class TierCopies:
         until = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        if self._disk is not None and not any(thread.is_alive() for thread in self._threads):
-            self._disk.close()
+        if not any(thread.is_alive() for thread in self._threads):
+            self._host.close()
+            if self._disk is not None:
+                self._disk.close()
         self._threads.clear()
 
     @staticmethod
@@ -174,8 +198,9 @@ class TierCopies:
     def _serve(self, path: tier_policy.Path) -> None:
         assert self._post is not None
         jobs = self._jobs[path]
-        while (copy := jobs.get()) is not None and not self._is_closing.is_set():
-            self._post(functools.partial(self._end, copy, self.run(copy)))
+        while (entry := jobs.get()) is not None and not self._is_closing.is_set():
+            copy, generations = entry
+            self._post(functools.partial(self._end, copy, self.run(copy, generations)))
 
     def _end(self, copy: TierCopy, outcome: CopyOutcome) -> None:
         self._deadlines.pop(copy, None)
@@ -189,24 +214,37 @@ class TierCopies:
                 return
             self._post(functools.partial(on_slots, num_slots))
 
-    def _copy(self, copy: TierCopy) -> frozenset[int]:
+    def _copy(self, copy: TierCopy, generations: Generations) -> frozenset[int]:
         """Make a copy; return the positions of blocks that failed. Raises TransferError or OSError if all did."""
+        of_host, of_disk = generations
         slots = list(zip(copy.from_slots, copy.to_slots, strict=True))
+        if copy.path[1] == kv_events.HOST:
+            self._host.retract(copy.to_slots)
+        failed: frozenset[int] = frozenset()
         match copy.path:
             case (kv_events.DEVICE, kv_events.HOST):
                 self._move(api.TransferOperation.WRITE, copy.from_slots, copy.to_slots, None)
             case (kv_events.HOST, kv_events.DEVICE):
                 self._move(api.TransferOperation.READ, copy.to_slots, copy.from_slots, copy.limit_s)
-            case (kv_events.HOST, _):
-                for block, (source, target) in zip(copy.blocks, slots, strict=True):
-                    self._file.write(target, block, self._host.block(source))
-            case _:
                 return frozenset(
                     position
-                    for position, (source, target) in enumerate(slots)
-                    if not self._file.read(source, self._host.block(target))
+                    for position, block in enumerate(copy.blocks)
+                    if not self._host.is_current(copy.from_slots[position], block)
                 )
-        return frozenset()
+            case (kv_events.HOST, _):
+                for block, (source, target) in zip(copy.blocks, slots, strict=True):
+                    self._file.write(target, block, self._host.block(source), of_disk)
+            case _:
+                failed = frozenset(
+                    position
+                    for position, (source, target) in enumerate(slots)
+                    if not self._file.read(source, self._host.block(target), copy.blocks[position])
+                )
+        if copy.path[1] == kv_events.HOST:
+            for position, block in enumerate(copy.blocks):
+                if position not in failed:
+                    self._host.publish(copy.to_slots[position], block, of_host)
+        return failed
 
     @property
     def _file(self) -> Storage:

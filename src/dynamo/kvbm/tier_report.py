@@ -2,8 +2,9 @@
 
 import msgspec
 
+from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_policy
-from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, REMOTE, DevicePool, TieredCache
+from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, REMOTE, TieredCache
 
 _COPY_NAMES = {
     (DEVICE, HOST): "offload_blocks_d2h",
@@ -15,7 +16,8 @@ _COPY_NAMES = {
 }
 _COUNTS = (
     "matched_tokens", "host_lookups", "disk_lookups", "failed_blocks", "late_loads", "not_worth_loading",
-    "skipped_queue_full", "skipped_tier_full", "evicted", "turned_down", "turned_up",
+    "skipped_queue_full", "skipped_tier_full", "evicted", "turned_down", "turned_up", "kept_off_disk",
+    "shared_blocks",
 )  # fmt: skip
 
 
@@ -26,6 +28,9 @@ class TierUse(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     used_blocks: int
     queued_blocks: int = 0  # that wait to be copied to it
+    shared_blocks: int = 0  # that other workers of the host have stored, and this one can read
+    kept_blocks: int = 0  # with a time to live, or pinned
+    refused_hints: int = 0  # blocks that got none, because half of the tier has one
 
     @property
     def used_percent(self) -> float:
@@ -46,7 +51,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     offloading: str  # "on", or why it is turned down
 
 
-def make_report(pool: DevicePool, cache: TieredCache) -> TierReport:
+def make_report(pool: pools.DevicePool, cache: TieredCache) -> TierReport:
     """Return the report of a cache. May be called by any thread: it reads numbers only."""
     counts = dict(cache.counts)
     queued = cache.num_queued
@@ -57,6 +62,9 @@ def make_report(pool: DevicePool, cache: TieredCache) -> TierReport:
             num_blocks=tier.num_slots,
             used_blocks=tier.num_used,
             queued_blocks=queued[tier.name],
+            shared_blocks=tier.num_foreign,
+            kept_blocks=tier.num_kept,
+            refused_hints=tier.num_hints_refused,
         )
         for tier in (cache.host, cache.disk)
         if tier is not None

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import xxhash
 
 from dynamo.base import config, distribution, errors
-from dynamo.kvbm import disk_file, host_memory, local_agent, tier_policy, tiered_cache
+from dynamo.kvbm import disk_file, host_memory, local_agent, shared_memory, slot_file, tier_policy
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import storage as storages
 from dynamo.kvbm.tier_copies import RegionMemory, TierCopies
 from dynamo.kvbm.tiered_cache import DISK, HOST, TieredCache, TierOptions
-from dynamo.kvbm.tiers import CachedBlock, Tier
+from dynamo.kvbm.tiers import Tier, TierSlots
 from dynamo.protocols import kv_events
 from dynamo.transfer import descriptors
 
@@ -89,6 +89,19 @@ class TierConfig:
         help="size of the object store tier in blocks",
         least=1,
     )
+    kvbm_sharing_workers: int = config.option(
+        1,
+        env="DYN_KVBM_SHARING_WORKERS",
+        help="workers of this host and user that share one host tier, and one disk tier: each writes an equal part of"
+        " them and reads all; the sizes are those of the whole (1: nothing is shared)",
+        least=1,
+        most=slot_file.MAX_PARTS,
+    )
+    kvbm_shared_memory_dir: str | None = config.option(
+        None,
+        env="DYN_KVBM_SHARED_MEMORY_DIR",
+        help="directory of the shared host tier, in memory (default: dynamo-kv-UID in /dev/shm)",
+    )
     kvbm_host_offload_filter: Literal["presence", "pass_all", "frequency", "presence_lfu"] = (
         config.option(
             "presence",
@@ -151,10 +164,10 @@ class TierConfig:
 class KvbmConfig(TierConfig, local_agent.TransferConfig):
     """Whether the KV cache has tiers."""
 
-    connector: Literal["none", "kvbm"] = config.option(
+    connector: Literal["none", "null", "kvbm"] = config.option(
         "none",
         help="kvbm keeps KV blocks in host memory and on disk as well, so that a long prompt that comes again is"
-        " loaded instead of computed",
+        " loaded instead of computed; null is as none; blocks move between workers in any case",
     )
 
     @property
@@ -210,9 +223,8 @@ def open_tiers(
     cache = make_cache(
         settings,
         pool,
-        num_host=storage.host.num_blocks,
-        num_disk=storage.disk.num_slots if storage.disk else 0,
-        stored=storage.disk.blocks if storage.disk else {},
+        host=storage.host.slots,
+        disk=storage.disk.slots if storage.disk else None,
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,
     )
@@ -233,17 +245,28 @@ def open_storage(
     `device_bytes` is the engine's own memory, which counts as taken. `part` is the name of a rank, whose file lies in
     a directory of its own. Raises ConfigError for sizes that do not fit, and for a file of another engine.
     """
+    num_parts, reserved = settings.kvbm_sharing_workers, device_bytes
+    if num_parts > 1:
+        kind = {**fingerprint, "block_bytes": str(block_bytes)}
+        path = shared_memory.locate(settings.kvbm_shared_memory_dir, kind)
+        reserved -= shared_memory.count_spare_bytes(path)
     num_host = host_memory.count_host_blocks(
         settings.kvbm_cpu_cache_gb or "auto",
         settings.kvbm_cpu_cache_override_num_blocks,
         block_bytes,
-        device_bytes,
+        reserved,
     )
     if num_host < 1:
         raise errors.ConfigError(
             "--connector kvbm: there is no memory left for a host tier; stop other processes, or use --connector none"
         )
-    host = host_memory.HostMemory(num_host, block_bytes)
+    host: host_memory.HostMemory
+    if num_parts > 1:
+        host = shared_memory.SharedHostMemory(
+            path, kind, num_blocks=num_host, block_bytes=block_bytes, num_parts=num_parts
+        )
+    else:
+        host = host_memory.HostMemory(num_host, block_bytes)
     if settings.kvbm_object_store is not None and kv_events.REMOTE in settings.storage_tiers:
         objects: storages.Storage = _object_storage().ObjectStorage(
             settings.kvbm_object_store,
@@ -261,32 +284,32 @@ def open_storage(
         fingerprint,
         block_bytes=block_bytes,
         num_slots=_count_disk_blocks(settings, directory, block_bytes),
+        num_parts=num_parts,
     )
     return TierStorage(host=host, disk=file)
 
 
 def make_cache(
     settings: TierConfig,
-    pool: tiered_cache.DevicePool,
+    pool: pools.DevicePool,
     *,
-    num_host: int,
-    num_disk: int,
-    stored: Mapping[int, CachedBlock],
+    host: TierSlots,
+    disk: TierSlots | None,
     block_size: int,
     block_bytes: int,
 ) -> TieredCache:
-    """Return the cache over these tiers, whose host tier has no usable slots yet.
-
-    `stored` is what the disk has, by slot.
-    """
+    """Return the cache over these tiers, whose host tier has no usable slots yet but those of an earlier run."""
     below = DISK if DISK in settings.storage_tiers else kv_events.REMOTE
-    disk = Tier(below, num_disk, pool.events) if num_disk else None
+    host_tier = Tier(HOST, host.num, pool.events, first_slot=host.first, num_usable=0)
+    host_tier.restore(host.stored)
+    disk_tier = None
     if disk is not None:
-        disk.restore(stored)
+        disk_tier = Tier(below, disk.num, pool.events, first_slot=disk.first)
+        disk_tier.restore(disk.stored)
     return TieredCache(
         pool,
-        Tier(HOST, num_host, pool.events, num_usable=0),
-        disk,
+        host_tier,
+        disk_tier,
         block_size=block_size,
         block_bytes=block_bytes,
         options=TierOptions(

@@ -16,14 +16,13 @@ A request waits for its copies at most as long as computing would make it wait t
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_policy
-from dynamo.kvbm.tiers import CachedBlock, OffloadQueue, Tier, TierBlock
-from dynamo.protocols import kv_events
+from dynamo.kvbm.tiers import CachedBlock, OffloadQueue, QueuedBlock, SharedChanges, Tier, TierBlock
+from dynamo.protocols import generate, kv_events
 
 BATCH_BLOCKS = 16  # of one copy
 MAX_OFFLOADS = 2  # copies to one tier that run at once
@@ -76,44 +75,12 @@ class TierOptions:
     )
 
 
-class DevicePool(Protocol):
-    """The engine's own blocks, as far as the tiers need them: `pool.BlockPool`, or those of another engine."""
-
-    num_blocks: int
-    on_evicted: Callable[[int], None] | None
-
-    @property
-    def events(self) -> pools.EventLog:
-        """The log of the tiers' events."""
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` can return."""
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that are not empty."""
-
-    @property
-    def num_registered(self) -> int:
-        """Blocks that can be found."""
-
-    def __contains__(self, sequence_hash: int) -> bool:
-        """Return whether a block can be found."""
-
-    def match_prefix(self, sequence_hashes: Iterable[int]) -> list[int]:
-        """Return the blocks of the longest registered prefix of this chain, acquired for the caller."""
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Release blocks that the caller acquired, in the order of its sequence."""
-
-
 class TieredCache:
     """Mutable; the thread that owns the pool owns it."""
 
     def __init__(
         self,
-        pool: DevicePool,
+        pool: pools.DevicePool,
         host: Tier,
         disk: Tier | None,
         *,
@@ -152,12 +119,33 @@ class TieredCache:
         """Blocks that wait to be copied, by the tier that they are copied to."""
         return {HOST: len(self._to_host), self._below: len(self._to_disk)}
 
+    def record_time(self, now: float) -> None:
+        """Set the time, in seconds of a clock that only goes forward, from which times to live count."""
+        for tier in (self.host, self.disk):
+            if tier is not None:
+                tier.now = now
+
+    def apply_changes(self, changes: Mapping[kv_events.Tier, SharedChanges]) -> None:
+        """Record what other processes have changed in the tiers that they share."""
+        for tier in (self.host, self.disk):
+            if tier is not None and tier.name in changes:
+                tier.apply_changes(changes[tier.name])
+
     # --- offload ---
 
-    def offer(self, blocks: Sequence[CachedBlock], priority: int) -> None:
+    def offer(
+        self,
+        blocks: Sequence[CachedBlock],
+        priority: int,
+        hint: generate.CacheHint | None = None,
+    ) -> None:
         """Offer blocks that the engine has registered, or that a prompt has found there, in the order of the chain."""
         for block in blocks:
             name = block.sequence_hash
+            if hint is not None:
+                for tier in (self.host, self.disk):
+                    if tier is not None:
+                        tier.keep(name, hint)
             if name in self.host:
                 if self._host_filter.kind is tier_policy.FilterKind.PASS_ALL:
                     self.host.touch((name,))
@@ -167,7 +155,7 @@ class TieredCache:
             if is_worth and self.guard.is_down and next(self._explored) % EXPLORED_SHARE:
                 self.guard.record_skipped(name)
                 is_worth = False
-            if is_worth and not self._to_host.add(block, priority):
+            if is_worth and not self._to_host.add(QueuedBlock(block, priority, hint)):
                 self.counts["skipped_queue_full"] += 1
 
     def take_copies(self) -> list[TierCopy]:
@@ -199,7 +187,7 @@ class TieredCache:
         for position, source in enumerate(copy.sources):
             tier = self.host if path[0] is HOST else self.disk
             assert tier is not None
-            if position in failed and path[0] is self._below:
+            if position in failed and (path[0] is self._below or source.is_foreign):
                 tier.drop(source)
             tier.release(source)
         for position, target in enumerate(copy.targets):
@@ -227,8 +215,10 @@ class TieredCache:
         if not tier.confirm(target) or copy.path != (DEVICE, HOST) or self.disk is None:
             return
         name = target.block.sequence_hash
-        if name not in self.disk and self._disk_filter.admits(name):
-            is_queued = self._to_disk.add(target.block, target.priority)
+        if target.is_memory_only:
+            self.counts["kept_off_disk"] += 1
+        elif name not in self.disk and self._disk_filter.admits(name):
+            is_queued = self._to_disk.add(QueuedBlock(target.block, target.priority, target.hint))
             self.counts["skipped_queue_full"] += not is_queued
 
     def _begin_offload_to_host(self) -> bool:
@@ -243,13 +233,14 @@ class TieredCache:
             queued = self._to_host.pop()
             if queued is None:
                 break
-            block, priority = queued
+            block = queued.block
             if block.sequence_hash in self.host:
+                self.host.keep(block.sequence_hash, queued.hint)
                 continue
             source = self._pool.match_prefix((block.sequence_hash,))
             if not source:  # evicted meanwhile
                 continue
-            target = self.host.reserve(block, priority)
+            target = self.host.reserve(*queued)
             if target is None:
                 self._pool.release(source)
                 self.counts["skipped_tier_full"] += 1
@@ -287,11 +278,11 @@ class TieredCache:
             queued = self._to_disk.pop()
             if queued is None:
                 break
-            block, priority = queued
-            source = self.host.find(block.sequence_hash)
-            if source is None or block.sequence_hash in disk:
+            name = queued.block.sequence_hash
+            source = self.host.find(name)
+            if source is None or source.is_foreign or name in disk:
                 continue
-            target = disk.reserve(block, priority)
+            target = disk.reserve(*queued)
             if target is None:
                 self.counts["skipped_tier_full"] += 1
                 break
@@ -425,7 +416,9 @@ class TieredCache:
 
     def count_tokens_by_tier(self, copy: TierCopy, num_tokens: int) -> dict[kv_events.Tier, int]:
         """Return how many of the tokens of an ended load came from each tier, and count them as hits."""
-        num_blocks = Counter(copy.origins[: num_tokens // self._block_size])
+        num_loaded = num_tokens // self._block_size
+        num_blocks = Counter(copy.origins[:num_loaded])
+        self.counts["shared_blocks"] += sum(block.is_foreign for block in copy.sources[:num_loaded])
         self.counts["matched_tokens"] += num_tokens
         return {tier: count * self._block_size for tier, count in num_blocks.items()}
 
@@ -474,7 +467,7 @@ class TieredCache:
         for source in entries:
             if source.block.sequence_hash in self.host:
                 break
-            target = self.host.reserve(source.block, source.priority)
+            target = self.host.reserve(source.block, source.priority, source.hint)
             if target is None:
                 break
             targets.append(target)

@@ -11,17 +11,19 @@ A block of a tier is in one of these states:
                    └──────drop─────────┴──▶ DROPPED ──last copy ends──▶ (the slot is free)
 
 Eviction takes the lowest priority, and of these the block that was used longest ago. A chain is touched from its end,
-so that it loses its tail before its head. The tier knows slots and hashes, no bytes.
+so that it loses its tail before its head. Blocks with a time to live are evicted after all others while it lasts, and
+pinned ones not at all; at most half of the slots have one. The tier knows slots and hashes, no bytes.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from dynamo.kvbm import pool as pools
-from dynamo.protocols import kv_events
+from dynamo.protocols import generate, kv_events
 
 MAX_QUEUED = 4096  # blocks that wait to be copied to one tier
 
@@ -32,6 +34,23 @@ class CachedBlock(NamedTuple):
     sequence_hash: int
     local_hash: int
     parent_hash: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSlots:
+    """The slots of a tier that this process writes, and what an earlier run has left in them, oldest first."""
+
+    first: int = 0
+    num: int
+    stored: Mapping[int, CachedBlock] = field(default_factory=dict)
+
+
+class SharedChanges(NamedTuple):
+    """What other processes have changed in a tier: blocks by slot. `removed` comes before `stored`."""
+
+    stored: dict[int, CachedBlock]
+    removed: list[int]
+    is_cleared: bool  # before that: no block of any process is left
 
 
 class SlotState(StrEnum):
@@ -52,6 +71,23 @@ class TierBlock:
     state: SlotState = SlotState.WRITING
     num_users: int = 1  # copies that read or write the slot
     was_read: bool = False
+    is_foreign: bool = False  # another process owns the slot
+    used_at: float = 0.0
+    ttl_s: int = 0  # after `used_at`
+    is_pinned: bool = False
+    is_memory_only: bool = False
+
+    @property
+    def hint(self) -> generate.CacheHint | None:
+        """The hint that a copy of this block in another tier inherits."""
+        if not self.ttl_s:
+            return None
+        return generate.CacheHint(ttl_s=self.ttl_s, is_pinned=self.is_pinned)
+
+    @property
+    def group(self) -> tuple[int, int, bool]:
+        """The blocks that are evicted in the order of their last use."""
+        return self.priority, self.ttl_s, self.is_pinned
 
 
 class Tier:
@@ -63,26 +99,34 @@ class Tier:
         num_slots: int,
         events: pools.EventLog,
         *,
+        first_slot: int = 0,
         num_usable: int | None = None,
     ) -> None:
         """`events` is the log of the engine's own blocks too, so that routers see one order of events.
 
-        Only the first `num_usable` slots are used until `add_slots` (None: all).
+        Only the first `num_usable` slots are used until `add_slots` (None: all). The first one is `first_slot`.
         """
         self.name = name
         self.num_slots = num_slots
+        self._first_slot = first_slot
+        self._foreign: dict[int, TierBlock] = {}  # by hash: blocks that other processes have stored
+        self._foreign_slots: dict[int, TierBlock] = {}
         self.num_usable = num_slots if num_usable is None else num_usable
+        self.now = 0.0  # seconds of a clock that only goes forward; set by the owner
+        self.num_kept = 0  # blocks with a time to live, also if it has ended
+        self.num_hints_refused = 0
         self.num_evicted = 0
         self.num_evicted_unread = 0
         self.on_dropped: Callable[[int], None] = (
             _ignore  # called with the hash of each block that leaves
         )
         self._events = events
-        self._free = list(range(self.num_usable - 1, -1, -1))
+        self._free = list(range(first_slot + self.num_usable - 1, first_slot - 1, -1))
+        self._restored: frozenset[int] = frozenset()
         self._by_hash: dict[int, TierBlock] = {}  # WRITING and READY
         self._idle: dict[
-            int, OrderedDict[int, TierBlock]
-        ] = {}  # by priority; used longest ago first
+            tuple[int, int, bool], OrderedDict[int, TierBlock]
+        ] = {}  # by group; used longest ago first
 
     @property
     def num_used(self) -> int:
@@ -91,30 +135,37 @@ class Tier:
 
     def __contains__(self, sequence_hash: int) -> bool:
         """Return whether the tier has this block, or is about to."""
-        return sequence_hash in self._by_hash
+        return sequence_hash in self._by_hash or sequence_hash in self._foreign
 
     def find(self, sequence_hash: int) -> TierBlock | None:
         """Return the block if it can be read."""
         entry = self._by_hash.get(sequence_hash)
-        return entry if entry is not None and entry.state is SlotState.READY else None
+        if entry is not None and entry.state is SlotState.READY:
+            return entry
+        return self._foreign.get(sequence_hash)
 
     def add_slots(self, num_slots: int) -> None:
         """Let more slots be used."""
-        first = self.num_usable
-        self.num_usable = min(first + num_slots, self.num_slots)
-        self._free[:0] = range(self.num_usable - 1, first - 1, -1)
+        first = self._first_slot + self.num_usable
+        self.num_usable = min(self.num_usable + num_slots, self.num_slots)
+        added = range(self._first_slot + self.num_usable - 1, first - 1, -1)
+        self._free[:0] = [slot for slot in added if slot not in self._restored]
 
-    def reserve(self, block: CachedBlock, priority: int) -> TierBlock | None:
+    def reserve(
+        self, block: CachedBlock, priority: int, hint: generate.CacheHint | None = None
+    ) -> TierBlock | None:
         """Return a slot to copy a new block to; None if all are in use, or hold blocks of higher priority."""
         if not self._free and not self._evict(priority):
             return None
-        reserved = TierBlock(block, self._free.pop(), priority)
+        reserved = TierBlock(block, self._free.pop(), priority, used_at=self.now)
         self._by_hash[block.sequence_hash] = reserved
+        self.keep(block.sequence_hash, hint)
         return reserved
 
     def restore(self, slots: Mapping[int, CachedBlock]) -> None:
         """Enter blocks that lie in these slots from an earlier run, used longest ago first."""
         self._free = [slot for slot in self._free if slot not in slots]
+        self._restored = frozenset(slots)
         for slot, block in slots.items():
             entered = self._by_hash[block.sequence_hash] = TierBlock(block, slot, priority=0)
             self.confirm(entered)
@@ -124,15 +175,14 @@ class Tier:
         is_kept = reserved.state is SlotState.WRITING
         if is_kept:
             reserved.state = SlotState.READY
-            block = reserved.block
-            stored = kv_events.StoredBlock(block.sequence_hash, block.local_hash)
-            self._events.add_stored(stored, block.parent_hash, self.name)
+            if reserved.block.sequence_hash not in self._foreign:
+                self._record_stored(reserved.block)
         self.release(reserved)
         return is_kept
 
     def acquire(self, entry: TierBlock, *, is_read: bool = True) -> TierBlock:
         """Keep a block in its slot while a copy uses it; `release` follows. `is_read`: it is for a request."""
-        if not entry.num_users:
+        if not entry.num_users and not entry.is_foreign:
             self._remove_idle(entry)
         entry.num_users += 1
         entry.was_read |= is_read
@@ -141,10 +191,11 @@ class Tier:
     def release(self, used: TierBlock) -> None:
         """End a use of a block's slot."""
         used.num_users -= 1
-        if used.num_users:
+        if used.num_users or used.is_foreign:
             return
         if used.state is SlotState.READY:
-            self._idle.setdefault(used.priority, OrderedDict())[used.block.sequence_hash] = used
+            used.used_at = self.now
+            self._idle.setdefault(used.group, OrderedDict())[used.block.sequence_hash] = used
         else:
             self._free.append(used.slot)
 
@@ -155,21 +206,76 @@ class Tier:
         """
         if dropped.state is SlotState.DROPPED:
             return
+        name = dropped.block.sequence_hash
+        if dropped.is_foreign:
+            dropped.state = SlotState.DROPPED
+            if self._foreign.get(name) is dropped:
+                del self._foreign[name]
+                if self.find(name) is None:
+                    self._events.add_removed(name, self.name)
+            return
         if dropped.state is SlotState.READY:
-            self._events.add_removed(dropped.block.sequence_hash, self.name)
+            if name not in self._foreign:
+                self._events.add_removed(name, self.name)
             if not dropped.num_users:
                 self._remove_idle(dropped)
                 self._free.append(dropped.slot)
+        self.num_kept -= dropped.ttl_s > 0
         dropped.state = SlotState.DROPPED
-        self.on_dropped(dropped.block.sequence_hash)
-        del self._by_hash[dropped.block.sequence_hash]
+        self.on_dropped(name)
+        del self._by_hash[name]
+
+    def apply_changes(self, changes: SharedChanges) -> None:
+        """Record what other processes have changed in their slots."""
+        if changes.is_cleared:
+            for entry in [*self._foreign.values(), *self._by_hash.values()]:
+                self.drop(entry)
+            self._foreign_slots.clear()
+        for slot in changes.removed:
+            if slot in self._foreign_slots:
+                self.drop(self._foreign_slots.pop(slot))
+        for slot, block in changes.stored.items():
+            entry = TierBlock(block, slot, 0, SlotState.READY, num_users=0, is_foreign=True)
+            self._foreign_slots[slot] = entry
+            if block.sequence_hash not in self._foreign:
+                if self.find(block.sequence_hash) is None:
+                    self._record_stored(block)
+                self._foreign[block.sequence_hash] = entry
+
+    @property
+    def num_foreign(self) -> int:
+        """Blocks that other processes have stored and this one can read."""
+        return len(self._foreign)
 
     def touch(self, sequence_hashes: Iterable[int]) -> None:
         """Mark blocks as used now, in this order."""
         for sequence_hash in sequence_hashes:
             entry = self._by_hash.get(sequence_hash)
             if entry is not None and not entry.num_users:
-                self._idle[entry.priority].move_to_end(sequence_hash)
+                entry.used_at = self.now
+                self._idle[entry.group].move_to_end(sequence_hash)
+
+    def keep(self, sequence_hash: int, hint: generate.CacheHint | None) -> None:
+        """Give a block a time to live, or a longer one; refused and counted when half of the slots have one."""
+        entry = self._by_hash.get(sequence_hash)
+        if entry is None or hint is None:
+            return
+        entry.is_memory_only |= hint.is_memory_only
+        if hint.ttl_s <= entry.ttl_s and entry.is_pinned >= hint.is_pinned:
+            return
+        if not entry.ttl_s:
+            if self.num_kept >= self.num_slots // 2:
+                self._end_times_to_live()
+            if self.num_kept >= self.num_slots // 2:
+                self.num_hints_refused += 1
+                return
+            self.num_kept += 1
+        if not entry.num_users:
+            self._remove_idle(entry)
+        entry.ttl_s = max(entry.ttl_s, hint.ttl_s)
+        entry.is_pinned |= hint.is_pinned
+        entry.num_users += 1
+        self.release(entry)
 
     def clear(self) -> None:
         """Drop all blocks, without events: the caller records that everything is gone."""
@@ -179,54 +285,92 @@ class Tier:
                 self._free.append(entry.slot)
         self._by_hash.clear()
         self._idle.clear()
+        self._foreign.clear()
+        self._foreign_slots.clear()
+        self.num_kept = 0
+
+    def _record_stored(self, block: CachedBlock) -> None:
+        stored = kv_events.StoredBlock(block.sequence_hash, block.local_hash)
+        self._events.add_stored(stored, block.parent_hash, self.name)
 
     def _evict(self, priority: int) -> bool:
-        """Free the slot of the block that is worth least; return False if none of at most this priority is idle."""
-        lowest = min((p for p, blocks in self._idle.items() if blocks), default=None)
-        if lowest is None or lowest > priority:
+        """Free the slot of the block that is worth least; return False if none of at most this priority may go."""
+        first_of_groups = [next(iter(blocks.values())) for blocks in self._idle.values()]
+        evictable = [
+            entry
+            for entry in first_of_groups
+            if entry.priority <= priority and not (entry.is_pinned and self._is_kept(entry))
+        ]
+        if not evictable:
             return False
-        oldest = next(iter(self._idle[lowest].values()))
+        oldest = min(evictable, key=lambda e: (self._is_kept(e), e.priority, e.used_at))
         self.num_evicted += 1
         self.num_evicted_unread += not oldest.was_read
         self.drop(oldest)
         return True
 
+    def _is_kept(self, entry: TierBlock) -> bool:
+        return entry.used_at + entry.ttl_s > self.now
+
+    def _end_times_to_live(self) -> None:
+        """Make blocks ordinary whose time to live has ended."""
+        for priority, ttl_s, is_pinned in [group for group in self._idle if group[1]]:
+            kept = self._idle[priority, ttl_s, is_pinned]
+            ended = list(itertools.takewhile(lambda e: not self._is_kept(e), kept.values()))
+            ordinary = self._idle.setdefault((priority, 0, False), OrderedDict())
+            for entry in reversed(ended):  # used longest ago comes first
+                self._remove_idle(entry)
+                entry.ttl_s, entry.is_pinned = 0, False
+                ordinary[entry.block.sequence_hash] = entry
+                ordinary.move_to_end(entry.block.sequence_hash, last=False)
+            self.num_kept -= len(ended)
+            if not ordinary:
+                del self._idle[priority, 0, False]
+
     def _remove_idle(self, entry: TierBlock) -> None:
-        idle = self._idle[entry.priority]
+        idle = self._idle[entry.group]
         del idle[entry.block.sequence_hash]
         if not idle:
-            del self._idle[entry.priority]
+            del self._idle[entry.group]
+
+
+class QueuedBlock(NamedTuple):
+    """A block that waits to be copied to a tier."""
+
+    block: CachedBlock
+    priority: int
+    hint: generate.CacheHint | None = None
 
 
 class OffloadQueue:
     """Blocks that wait to be copied to one tier: the highest priority first, then the one offered first."""
 
     def __init__(self) -> None:
-        self._by_priority: dict[int, OrderedDict[int, CachedBlock]] = {}
+        self._by_priority: dict[int, OrderedDict[int, QueuedBlock]] = {}
         self._num_blocks = 0
 
     def __len__(self) -> int:
         """Return the number of blocks that wait."""
         return self._num_blocks
 
-    def add(self, block: CachedBlock, priority: int) -> bool:
+    def add(self, entry: QueuedBlock) -> bool:
         """Add a block, once. Return False if the queue is full."""
-        queue = self._by_priority.setdefault(priority, OrderedDict())
-        if block.sequence_hash not in queue:
+        queue = self._by_priority.setdefault(entry.priority, OrderedDict())
+        if entry.block.sequence_hash not in queue:
             if self._num_blocks >= MAX_QUEUED:
                 return False
-            queue[block.sequence_hash] = block
+            queue[entry.block.sequence_hash] = entry
             self._num_blocks += 1
         return True
 
-    def pop(self) -> tuple[CachedBlock, int] | None:
-        """Remove and return the first block with its priority; None if there is none."""
+    def pop(self) -> QueuedBlock | None:
+        """Remove and return the first block; None if there is none."""
         while self._by_priority:
             priority = max(self._by_priority)
             queue = self._by_priority[priority]
             if queue:
                 self._num_blocks -= 1
-                return queue.popitem(last=False)[1], priority
+                return queue.popitem(last=False)[1]
             del self._by_priority[priority]
         return None
 

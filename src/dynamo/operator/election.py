@@ -16,6 +16,8 @@ _logger = logging.getLogger(__name__)
 class LeaseLost(errors.Unavailable):
     """Another operator acts, or the cluster could not be asked in time: this one must not act any more."""
 
+    code = "lease_lost"
+
 
 class Election:
     """The candidacy of one operator. Time is measured here, so clocks of other hosts may differ."""

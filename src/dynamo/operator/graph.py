@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.operator import api_types, causes, component, identity, objects, rollout
+from dynamo.operator import api_types, causes, component, identity, objects, pod_template, rollout
 from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.settings import OperatorConfig
 
@@ -95,6 +95,15 @@ class WorkerGeneration:
     digits: str
     suffix: str  # of names and of the dynamo namespace: "" or - and the digits
     components: Mapping[str, Object]
+
+
+def find_token_name(resource: Object, observed: Observed, settings: OperatorConfig) -> str | None:
+    """Return the name of the Secret with a graph's cluster token; None for a graph that says something wrong."""
+    try:
+        graph = read_graph(resource, observed, settings)
+    except errors.ConfigError:
+        return None
+    return pod_template.token_secret_name(graph.dynamo_namespace)
 
 
 def decide(
@@ -331,11 +340,7 @@ def repeat_component(graph: Graph, existing: Object, replicas: int) -> Object:
     labels = metadata.get("labels") or {}
     spec = {**existing["spec"], "replicas": replicas}
     return _render_component(
-        graph,
-        metadata["name"],
-        labels[objects.COMPONENT_LABEL],
-        labels[objects.HASH_LABEL],
-        spec,
+        graph, metadata["name"], labels[objects.COMPONENT_LABEL], labels[objects.HASH_LABEL], spec
     )
 
 

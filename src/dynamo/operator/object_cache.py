@@ -29,7 +29,15 @@ class ObjectCache:
         self._pods: defaultdict[str, dict[str, Object]] = defaultdict(dict)
 
     def apply_event(self, event: str, resource: Object) -> bool:
-        """Enter one event of a watch; return False if it told nothing new."""
+        """Enter one event of a watch; return False if it told nothing new.
+
+        Secrets are not watched: those of a namespace are forgotten, and looked up again, when a graph is gone, which
+        may have owned one, and while a pod lacks one.
+        """
+        if (event == "DELETED" and resource["kind"] in ROOTS) or _lacks_configuration(resource):
+            existing = self._objects[resource["metadata"].get("namespace", "")]
+            for key in [key for key in existing if key[0] == "Secret"]:
+                self.remove(existing[key])
         if event == "DELETED":
             self.remove(resource)
             return True
@@ -108,6 +116,13 @@ class ObjectCache:
                 yield "DynamoComponentDeployment", namespace, labels[objects.SELECTOR_LABEL]
         elif kind == "PersistentVolumeClaim":  # a component may wait for it by name alone
             yield from (key for key in self.roots() if key[1] == namespace)
+
+
+def _lacks_configuration(resource: Object) -> bool:
+    """Return True for a pod that waits for a Secret or ConfigMap."""
+    states = (resource.get("status") or {}).get("containerStatuses") or ()
+    waiting = [(status.get("state") or {}).get("waiting") or {} for status in states]
+    return any(entry.get("reason") == "CreateContainerConfigError" for entry in waiting)
 
 
 def is_older(resource: Object, present: Object) -> bool:

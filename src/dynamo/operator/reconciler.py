@@ -65,9 +65,11 @@ class Reconciler:
             instances = await count_admitted(observed.pods)
             observed = dataclasses.replace(observed, instances=instances)
         if key[0] == "DynamoGraphDeployment":
+            token_name = graph.find_token_name(root, observed, self._settings)
+            await self._look_up_secret(key[1], token_name)
             decision = graph.decide(root, observed, self._settings, secrets.token_hex(32))
         else:
-            await self._look_up_secret(root)
+            await self._look_up_secret(key[1], root["spec"].get("envFromSecret"))
             decision = component.decide(root, observed, self._settings)
         try:
             await self._act(decision, key[1])
@@ -185,10 +187,11 @@ class Reconciler:
         } | ({"state": "failed"} if is_graph else {})
         await self._write_status(root, {**(root.get("status") or {}), **status})
 
-    async def _look_up_secret(self, root: Object) -> None:
-        """Learn whether the Secret that a component's pods read exists; its content is not kept."""
-        name = root["spec"].get("envFromSecret")
-        namespace = root["metadata"]["namespace"]
+    async def _look_up_secret(self, namespace: str, name: str | None) -> None:
+        """Learn whether a Secret exists; its content is not kept.
+
+        Secrets are asked for by name and not watched, so that the operator needs no right to list those of others.
+        """
         if not name or self._cache.get(("Secret", namespace, name)):
             return
         try:
@@ -250,7 +253,6 @@ API_VERSION_BY_KIND = {
     "DynamoGraphDeploymentScalingAdapter": api_types.API_VERSION,
     "PersistentVolumeClaim": "v1",
     "Pod": "v1",
-    "Secret": "v1",
     "Service": "v1",
     "ServiceAccount": "v1",
     "Deployment": "apps/v1",

@@ -102,6 +102,14 @@ def adapt_for_template(
     ]
 
 
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, which is a text, parts of which some are texts, or nothing."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else ()
+    return "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
+
+
 def mark_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with a mark at the end of the last one, which a model continues. Raises InvalidRequest."""
     content = messages[-1].get("content")

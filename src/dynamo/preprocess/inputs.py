@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.preprocess import conversation
-from dynamo.protocols import limits
+from dynamo.protocols import generate, limits
 
 MAX_TOOLS = 1024
 MAX_TEMPLATE_CHARS = 2**16  # of one that a request brings
@@ -44,6 +44,7 @@ GuideText = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_CHAR
 FormatName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-zA-Z0-9_-]+$")]
 TokenIds = Annotated[list[UInt32], msgspec.Meta(min_length=1, max_length=MAX_ALLOWED_IDS)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+CacheRetention = Literal["in_memory", "in-memory", "24h"]  # the second in OpenAI's older clients
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "standard_only"]
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -199,6 +200,7 @@ class NvExt(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True)
     agent_hints: AgentHints | None = None
     agent_context: AgentContext | None = None
     session_control: SessionControl | None = None
+    cache_control: generate.KvCacheControl | None = None
     max_thinking_tokens: UInt32 | None = None
     # refused, unless they ask for nothing
     prefill_worker_id: None = None
@@ -227,6 +229,7 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     # without effect
     request_id: Hint = None
@@ -238,7 +241,6 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, msgspec.Meta(ge=1, le=1)] | None = None
     logits_processors: None = None
-    prompt_logprobs: None = None
     kv_transfer_params: None = None
     regex: None = None
     ebnf: None = None
@@ -260,6 +262,7 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
     store: bool | None = None
     # beyond OpenAI
     return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     nvext: NvExt | None = None
 
@@ -351,6 +354,11 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
                 "use_beam_search: not supported; expected false or nothing, got true",
                 param="use_beam_search",
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise errors.InvalidRequest(
+                "prompt_logprobs: they come with a whole answer; leave it out, or stream",
+                param="prompt_logprobs",
+            )
         if self.nvext is not None:
             self._check_extensions(self.nvext)
 
@@ -382,6 +390,7 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
     tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None
     parallel_tool_calls: bool | None = None
+    prompt_cache_retention: CacheRetention | None = None
     reasoning_effort: ReasoningEffort | None = None
     # beyond OpenAI
     chat_template_args: dict[str, Any] | None = None
@@ -410,6 +419,11 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         """The most tokens of a thought, by either name."""
         budget = self.thinking_token_budget
         return self.extensions.max_thinking_tokens if budget is None else budget
+
+    @property
+    def fits_context(self) -> bool:
+        """True if an answer that may be longer than the context allows is shortened, and not an error."""
+        return False
 
     @property
     def must_limit_thinking(self) -> bool:

@@ -95,12 +95,27 @@ def make_sampling(
     )
 
 
+def make_cache_hint(request: inputs.GenerationInput) -> generate.CacheHint | None:
+    """Return the wish to keep the request's blocks in the cache tiers; None if it has none."""
+    retention: inputs.CacheRetention | None = getattr(request, "prompt_cache_retention", None)
+    control = request.extensions.cache_control
+    if control is None and retention is None:
+        return None
+    ttl = control.ttl if control is not None else "24h" if retention == "24h" else None
+    return generate.CacheHint(
+        ttl_s=_TTL_S[ttl] if ttl else 0,
+        is_pinned=control is not None and control.pin,
+        is_memory_only=retention is not None and retention != "24h",
+    )
+
+
 def make_output(request: inputs.GenerationInput) -> generate.OutputOptions:
     """Return what the engine reports. The best of several answers is chosen by their log probabilities."""
     num_logprobs = request.num_logprobs
+    of_prompt = (request.prompt_logprobs, num_logprobs if request.is_echoed else None)
     return generate.OutputOptions(
         logprobs=0 if num_logprobs is None and request.is_best_of else num_logprobs,
-        prompt_logprobs=num_logprobs if request.is_echoed else None,
+        prompt_logprobs=max((num for num in of_prompt if num is not None), default=None),
     )
 
 
@@ -223,6 +238,7 @@ EFFORT = "reasoning_effort"
 SWITCH = "enable_thinking"
 SWITCHES = (SWITCH, "thinking")
 NO_EFFORT = "none"  # the effort that disables thinking
+_TTL_S = {"5m": 300, "1h": 3600, "24h": 86_400}
 LIMIT_PARAM = "nvext.max_thinking_tokens"
 
 

@@ -5,6 +5,7 @@ It is built from the model card (`loading`). It also makes the decoders for the 
 
 import copy
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -69,6 +70,13 @@ class Preprocessor:
         adapted._lora_name = lora_name
         return adapted
 
+    @property
+    def capabilities(self) -> Sequence[str]:
+        """Return `tools` and `reasoning`, as far as it is known how the model writes them."""
+        form = self._answer_format
+        parts = {"tools": form.tools, "reasoning": form.reasoning}
+        return [name for name, part in parts.items() if part is not None]
+
     async def prepare_conversation(
         self, request: inputs.Conversation, request_id: str, *, param: str = "messages"
     ) -> Prepared:
@@ -78,9 +86,10 @@ class Preprocessor:
         """
         token_ids, prompt = await self.tokenize_conversation(request, param=param)
         token_ids = self._truncate(request, token_ids)
+        requested = request.max_completion_tokens or request.max_tokens
         max_tokens = options.limit_answer_len(
-            requested=request.max_completion_tokens or request.max_tokens,
-            default=self._defaults.max_new_tokens,
+            requested=None if request.fits_context else requested,
+            default=requested if request.fits_context else self._defaults.max_new_tokens,
             prompt_len=blocks.count(token_ids),
             context_length=self.context_length,
             param=param,
@@ -111,11 +120,17 @@ class Preprocessor:
             prompt = conversation.extract_raw_prompt(request.messages)
             return await self.tokenize_text(prompt, add_special_tokens=True, param=param), prompt
         options.check_num_messages(len(request.messages), self.context_length, param)
+        began_at = time.perf_counter()
         prompt = await self._render(request)
+        rendered_at = time.perf_counter()
         if request.add_special_tokens:
             return await self.tokenize_text(prompt, add_special_tokens=True, param=param), prompt
         options.check_text(len(prompt), self.context_length, param)
-        return await self._tokenizer.encode_prompt(prompt), prompt
+        token_ids = await self._tokenizer.encode_prompt(prompt)
+        self._tokenizer.cache_observer.record_times(
+            template_s=rendered_at - began_at, tokenize_s=time.perf_counter() - rendered_at
+        )
+        return token_ids, prompt
 
     async def tokenize_text(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt"
@@ -235,7 +250,12 @@ class Preprocessor:
             else {}
             for function in functions
         }
-        return answer_format.parsers(prompt, schemas, is_forced=request.must_call)
+        return answer_format.parsers(
+            prompt,
+            schemas,
+            is_forced=request.must_call,
+            whole_tools=request.custom_tools if request.stream else None,
+        )
 
     async def _render(self, request: inputs.Conversation) -> str:
         if self._template is None:
@@ -352,6 +372,7 @@ class Preprocessor:
             annotations=tuple(extensions.annotations or ()),
             priority=request.scheduling_priority,
             lora_name=self._lora_name,
+            cache_hint=options.make_cache_hint(request),
             thinking=limit,
             session_id=request.session_id,
             expected_output_tokens=hints.osl if hints else None,

@@ -182,6 +182,10 @@ class CacheObserver(Protocol):
         """Record how many segments and tokens of one prompt were in the cache, and how many were not."""
         ...
 
+    def record_times(self, *, template_s: float, tokenize_s: float) -> None:
+        """Record the seconds from a conversation to its text, and from there to its tokens."""
+        ...
+
 
 class NoCacheObserver:
     """Ignores the use of a cache."""
@@ -189,6 +193,9 @@ class NoCacheObserver:
     def record_lookup(
         self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
     ) -> None:
+        pass
+
+    def record_times(self, *, template_s: float, tokenize_s: float) -> None:
         pass
 
 
@@ -226,7 +233,7 @@ class Tokenizer:
             self.backend = tokenizer_library.load_fastest(text, reference)
         added = reference.added_tokens()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
-        self._cache_observer = cache_observer
+        self.cache_observer = cache_observer
         self._cutter = self._find_cutter(reference, parts) if options.cache_bytes else None
         self._cache = SegmentCache(
             {name: self._encode(name) for name in self._cutter.tokens} if self._cutter else {},
@@ -280,7 +287,7 @@ class Tokenizer:
         next_encoded = iter(encoded)
         prompt = b"".join([next(next_encoded) if packed is None else packed for packed in cached])
         num_new = blocks.count(b"".join(encoded))
-        self._cache_observer.record_lookup(
+        self.cache_observer.record_lookup(
             hits=len(cached) - len(new),
             misses=len(new),
             cached_tokens=blocks.count(prompt) - num_new,

@@ -8,6 +8,7 @@ frontend's matter.
 """
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -94,12 +95,8 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The log probabilities to report with the tokens."""
 
-    logprobs: int | None = (
-        None  # number of alternatives reported with the chosen token; None: no logprobs at all
-    )
-    prompt_logprobs: int | None = (
-        None  # the same for the prompt's tokens; the whole prompt is computed
-    )
+    logprobs: int | None = None  # alternatives reported with the chosen token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for the prompt, which is computed whole
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -109,6 +106,22 @@ class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     close_ids: tuple[int, ...]  # the first one is written at the limit
     open_ids: tuple[int, ...] = ()
     is_open: bool = False  # the prompt has begun the reasoning
+
+
+class CacheHint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The client's wish for the blocks of a request in the cache tiers below the engine's memory."""
+
+    ttl_s: int = 0  # seconds after their last use during which others are evicted first
+    is_pinned: bool = False  # for these seconds they are not evicted at all
+    is_memory_only: bool = False  # they are not written to a disk or an object store
+
+
+class KvCacheControl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A client's words for a `CacheHint`."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Literal["5m", "1h", "24h"] = "5m"
+    pin: bool = False
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -129,15 +142,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     lora_name: str | None = None
     cache_salt: str | None = None  # only requests with the same salt share cached blocks
+    cache_hint: CacheHint | None = None
     data_parallel_rank: int | None = None
     thinking: ThinkingLimit | None = None
     session_id: str | None = None  # the conversation that the request belongs to
     expected_output_tokens: int | None = None  # the client's estimate, for routers and planners
     kv_transfer_params: kv_transfer.KvTransferParams | None = None
     num_resumed: int = 0  # tokens at the end of `token_ids` that are part of the answer
-    first_choice: int = (
-        0  # the client's index of choice 0 of this request; a choice's seed depends on it
-    )
+    first_choice: int = 0  # the client's index of choice 0; a choice's seed depends on it
 
     @property
     def hash_seed(self) -> int:
@@ -170,6 +182,4 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_reason: int | str | None = None  # the stop token id that ended the choice
     kv_transfer_params: kv_transfer.KvTransferParams | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    tier_tokens: tuple[tuple[str, int], ...] | None = (
-        None  # of `cached_tokens`, those of slower tiers
-    )
+    tier_tokens: tuple[tuple[str, int], ...] | None = None  # of `cached_tokens`, in slower tiers

@@ -39,9 +39,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 LEASE_S = 60.0  # seconds from the end of the prefill; longer than any import waits
 REPORT_ANNOTATION = "kv_transfer_report"  # of a request: send a `TransferReport` with its outputs
 METADATA_KEY = "kv_transfer_metadata"  # of an engine's agent, in a card's runtime data; base64
-LOCAL_LENGTH_KEY = (
-    "max_local_prefill_length"  # there too: the worker's own limit of local prefills, in tokens
-)
+LOCAL_LENGTH_KEY = "max_local_prefill_length"  # there too: the worker's own limit, in tokens
 IMPORTS_KEY = "kv_transfer_imports"  # there too: true for a worker of no set role that can copy blocks from others
 
 
@@ -81,9 +79,7 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a request or an output says of the blocks of its prompt. Without any field: compute the prompt locally."""
 
-    do_remote_decode: bool = (
-        False  # compute the prompt only, and keep its blocks for another engine
-    )
+    do_remote_decode: bool = False  # compute the prompt, and keep its blocks for another engine
     do_first_token: bool = False  # draw the token with the request's own options
     do_remote_prefill: bool = False  # another engine has computed the prompt
     remote: RemoteBlocks | None = None  # where its blocks are, if that is one of our engines

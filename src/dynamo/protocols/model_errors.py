@@ -8,6 +8,8 @@ DynamoError
 └── SuspectRequest           workers died while they had it: ask no other       500
 """
 
+import re
+
 from dynamo.base import errors
 
 
@@ -33,3 +35,19 @@ class SuspectRequest(errors.DynamoError):
     """Workers died while they had the request, so that no other gets it."""
 
     code = "suspect_request"
+
+
+_INNER_NAMES = re.compile(
+    r"\b[a-z0-9+]+://[^\s'\",;]+"  # URLs
+    r"|\[[0-9a-fA-F:.]+\](?::\d+)?|\b(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?"  # addresses, with or without a port
+    r"|(?<![\w.:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])"  # of IPv6, without brackets
+    r"|\b[\w-]+(?:\.[\w-]+)*:\d{2,5}\b"  # names with a port
+    r"|(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]*"  # absolute paths
+)
+
+
+def client_message(error: errors.DynamoError) -> str:
+    """Return the message for a client; where the fault is ours, without addresses and paths, which the log has."""
+    return (
+        str(error) if isinstance(error, errors.RequestError) else _INNER_NAMES.sub("…", str(error))
+    )

@@ -23,7 +23,13 @@ from typing import cast
 
 from dynamo.protocols import load as load_events
 from dynamo.router.api import Worker
-from dynamo.router.worker_load import CachePressure, Capacity, PrefillSpeed, WorkerLoad
+from dynamo.router.worker_load import (
+    CachePressure,
+    Capacity,
+    DecodeSlowdown,
+    PrefillSpeed,
+    WorkerLoad,
+)
 
 _BIT_OF_DIGIT = bytes.maketrans(b"01", b"\x00\x01")
 
@@ -107,6 +113,8 @@ class _Request:
     worker: Worker
     hashes: Sequence[int]
     is_prefill_completed: bool = False
+    first_output_at: float | None = None  # None: it came before this router knew the request
+    active_tokens: int = 0  # in use at its worker at its first output
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +132,7 @@ class ActiveSequences:
     def __init__(self, block_size: int, *, stride: int = 1, counts_blocks: bool = True) -> None:
         self.loads: dict[Worker, WorkerLoad] = {}
         self.prefill_speed = PrefillSpeed()
+        self._decode_slowdown = DecodeSlowdown()
         self._block_size = block_size
         self._stride = stride
         self._counts_blocks = counts_blocks
@@ -148,7 +157,9 @@ class ActiveSequences:
                 self.loads[worker].capacity = capacity
             else:
                 self._blocks.insert_worker(worker)
-                load = self.loads[worker] = WorkerLoad(capacity, self.prefill_speed)
+                load = self.loads[worker] = WorkerLoad(
+                    capacity, self.prefill_speed, decode_slowdown=self._decode_slowdown
+                )
                 self._states[worker] = _WorkerState(load=load, extra_uses={}, request_ids=set())
         self._cache_pressure.update_cache_size(block_size=self._block_size)
         return removed
@@ -176,7 +187,7 @@ class ActiveSequences:
         if self._counts_blocks:
             state.load.active_blocks += num_new_blocks
         if is_prefilled:
-            request.is_prefill_completed = True
+            self._begin_decode(request, state.load, now)
         else:
             state.load.add_prefill(request_id, num_new_tokens, now)
         self._cache_pressure.insert(state.load, num_new_tokens)
@@ -186,8 +197,8 @@ class ActiveSequences:
         request = self._requests.get(request_id)
         if request is None or request.is_prefill_completed:
             return
-        request.is_prefill_completed = True
         load = self._states[request.worker].load
+        self._begin_decode(request, load, now)
         self.prefill_speed.observe(load.waiting[request_id], now - load.head_since)
         load.remove_prefill(request_id, now)
 
@@ -197,6 +208,11 @@ class ActiveSequences:
         if request is None:
             return
         state = self._states[request.worker]
+        if request.first_output_at is not None:
+            active_tokens = state.load.active_blocks * self._block_size
+            self._decode_slowdown.observe(
+                now - request.first_output_at, (request.active_tokens + active_tokens) / 2
+            )
         state.request_ids.discard(request_id)
         state.load.remove_prefill(request_id, now)
         state.load.num_requests -= 1
@@ -234,6 +250,11 @@ class ActiveSequences:
                 self.mark_prefill_completed(event.request_id, now)
             case load_events.Free():
                 self.free(event.request_id, now)
+
+    def _begin_decode(self, request: _Request, load: WorkerLoad, now: float) -> None:
+        request.is_prefill_completed = True
+        request.first_output_at = now
+        request.active_tokens = load.active_blocks * self._block_size
 
     def _add_blocks(self, worker: Worker, hashes: Sequence[int]) -> int:
         """Count a prompt's blocks for a worker; return how many of them it did not use yet."""

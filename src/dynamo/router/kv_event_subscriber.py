@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -36,6 +37,14 @@ _logger = logging.getLogger(__name__)
 _decode_batch = msgspec.msgpack.Decoder(kv_events.EventBatch).decode
 
 
+class CountEvent(Protocol):
+    """Counts a KV event by its kind."""
+
+    def __call__(self, event_type: str, *, is_applied: bool) -> None:
+        """Count an event that the index took, or could not."""
+        ...
+
+
 class KvEventSubscriber:
     """Applies KV events to `index`. Call `start` once, and `close` before the runtime is closed."""
 
@@ -48,6 +57,7 @@ class KvEventSubscriber:
         component_name: str,
         clock: clocks.Clock,
         on_age: Callable[[int, float | None], None] = lambda instance_id, age_s: None,
+        count_event: CountEvent = lambda event_type, *, is_applied: None,
     ) -> None:
         """`on_age` gets the seconds since an instance was heard, each second, and None when it is gone."""
         self._runtime = runtime
@@ -59,6 +69,7 @@ class KvEventSubscriber:
         )
         self._orders: dict[int, dict[int, kv_event_order.KvEventOrder]] = {}  # by instance, by rank
         self._on_age = on_age
+        self._count_event = count_event
         self._heard_at: dict[int, float] = {}  # by instance
         self._publishers: dict[int, int] = {}  # by instance: the process whose event plane it uses
         self._recovered_at: dict[int, float] = {}  # of the silent ones: the last attempt
@@ -113,10 +124,13 @@ class KvEventSubscriber:
 
     def _apply(self, worker: api.Worker, worker_events: Sequence[kv_events.KvEvent]) -> None:
         for event in worker_events:
+            is_applied = True
             try:
                 self._index.apply(worker, event)
             except errors.RemoteProtocolError as error:
                 _logger.warning("ignored a KV event: %s", error)
+                is_applied = False
+            self._count_event(type(event).__name__.lower(), is_applied=is_applied)
 
     def _order(self, instance_id: int, dp_rank: int) -> kv_event_order.KvEventOrder:
         return self._orders[instance_id].setdefault(dp_rank, kv_event_order.KvEventOrder())

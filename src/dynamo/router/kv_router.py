@@ -126,6 +126,7 @@ class KvRouter:
         receiver: requests.Receiver,
         options: route.RoutingOptions = route.DEFAULT_OPTIONS,
     ) -> requests.Stream:
+        self._counts.count_start(request.prompt_len)
         routed = RoutedRequest(
             key=f"{self._counts.router_id}-{next(self._numbers)}",
             prompt=self._make_prompt(request, options),
@@ -203,9 +204,12 @@ class KvRouter:
         self._listener.mark_prefill_completed(key)
         self._admit_queued()
 
-    def count_cached_tokens(self, prompt: Prompt, cached_tokens: int | None) -> None:
-        """Count how many of the prompt's tokens the worker found in its cache, if it says so."""
+    def count_first_output(
+        self, prompt: Prompt, cached_tokens: int | None, duration_s: float
+    ) -> None:
+        """Count how many of the prompt's tokens the worker found in its cache, if it says so, and how long it took."""
         self._counts.count_cached_tokens(prompt, cached_tokens)
+        self._counts.observe_first_output(duration_s)
 
     def free_request(self, key: str) -> None:
         """Forget an ended request, and admit queued requests that now have room. Idempotent."""
@@ -394,7 +398,15 @@ def _capacity(card: model_card.ModelCard) -> Capacity:
 class _RoutedReceiver:
     """A receiver that reports the first output and the end of a request to the router."""
 
-    __slots__ = ("_deliver", "_has_begun", "_has_ended", "_routed", "_router", "replied")
+    __slots__ = (
+        "_deliver",
+        "_has_begun",
+        "_has_ended",
+        "_opened_at",
+        "_routed",
+        "_router",
+        "replied",
+    )
 
     def __init__(self, router: KvRouter, routed: RoutedRequest) -> None:
         self._router = router
@@ -402,12 +414,15 @@ class _RoutedReceiver:
         self._deliver: Callable[[generate.Output], None] = routed.receiver.receive
         self.replied: Callable[[msgspec.Raw], None] = routed.receiver.replied
         self._has_begun = self._has_ended = False
+        self._opened_at = time.perf_counter()
 
     def receive(self, output: generate.Output) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._router.mark_prefill_completed(self._routed.key)
-            self._router.count_cached_tokens(self._routed.prompt, output.cached_tokens)
+            self._router.count_first_output(
+                self._routed.prompt, output.cached_tokens, time.perf_counter() - self._opened_at
+            )
         self._deliver(output)
 
     def ended(self, error: errors.DynamoError | None) -> None:

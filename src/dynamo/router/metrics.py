@@ -14,6 +14,8 @@ _MS_FINE = tuple(0.001 * 2**k for k in range(15))
 _MS_COARSE = tuple(0.01 * 3**k for k in range(17))
 _SHARES = tuple(round(0.05 * k, 2) for k in range(21))
 _WAITS_S = (0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60)
+_TOKENS_IN = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
+_TTFT_S = (0, 0.0022, 0.0047, 0.01, 0.022, 0.047, 0.1, 0.22, 0.47, 1, 2.2, 4.7, 10, 22, 48, 100, 220, 480)  # fmt: skip
 _WORKER = ("worker_id", "dp_rank")
 _CLASS = ("default", "aggregated")  # policy_class, worker_type
 
@@ -48,6 +50,23 @@ class RouterMetrics:
         self.requests = component.counter(
             "requests_total", "Requests sent to a worker", ("router_id", *_WORKER)
         )
+        self.started = component.counter(
+            "requests_started_total", "Requests that a router got", ("router_id",)
+        ).labels(router_id)
+        self.input_len = component.fast_histogram(
+            "input_sequence_tokens", "Tokens of a prompt", by_model, buckets=_TOKENS_IN
+        )
+        self.ttft = component.fast_histogram(
+            "time_to_first_token_seconds",
+            "From the router's decision to the first token",
+            ("router_id",),
+            buckets=_TTFT_S,
+        ).labels(router_id)
+        self.events_applied = registry.with_prefix("dynamo_component").fast_gauge(
+            "kv_cache_events_applied",
+            "KV events since the start, by kind and by whether the index took them",
+            ("event_type", "status"),
+        )
         waiting = ("model", "policy_class", "worker_type")
         self.waiting = registry.gauge(
             "router_queue_pending_requests", "Requests that wait in the router", waiting
@@ -74,6 +93,10 @@ class RouterMetrics:
         self.prefill_tokens = registry.gauge(
             "worker_active_prefill_tokens", "Prompt tokens sent and not computed yet", _WORKER
         )
+
+    def count_event(self, event_type: str, *, is_applied: bool) -> None:
+        """Count a KV event that the index took, or could not."""
+        self.events_applied.labels(event_type, "ok" if is_applied else "error").inc()
 
     def set_event_age(self, instance_id: int, age_s: float | None) -> None:
         """Set how long ago an instance was heard; None: it is gone."""
@@ -103,6 +126,7 @@ class RouteMetrics:
         self._hit_ratio = families.hit_ratio.labels(families.router_id, label)
         self._predicted_ratio = families.predicted_hit_ratio.labels(families.router_id, label)
         self._hit_rate = families.hit_rate.labels(families.router_id, label)
+        self._input_len = families.input_len.labels(families.router_id, label)
         self._waiting = families.waiting.labels(label, *_CLASS)
         self._waiting_tokens = families.waiting_tokens.labels(label, *_CLASS)
         self._timeouts = families.timeouts.labels(label, *_CLASS, "timeout")
@@ -110,6 +134,15 @@ class RouteMetrics:
         self._num_tokens = self._num_confirmed = self._num_sent = 0
         self._num_predicted = 0.0
         self._hashing_s = self._finding_s = 0.0
+
+    def count_start(self, num_tokens: int) -> None:
+        """Count a request with a prompt of `num_tokens` that the router got."""
+        self._families.started.inc()
+        self._input_len.observe(num_tokens)
+
+    def observe_first_output(self, duration_s: float) -> None:
+        """Observe how long after it was sent a request had its first output, in seconds."""
+        self._families.ttft.observe(duration_s)
 
     def observe_hashing(self, local_s: float, sequence_s: float) -> None:
         """Observe how long the local and the sequence hashes of a prompt took, in seconds."""

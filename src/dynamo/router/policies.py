@@ -5,6 +5,8 @@
     cost = tokens queued there                              until it comes to this prompt
          + busy, unless it is idle                          the step under way ends first
          + price × tokens new to it                         this prompt, and what it takes from others
+         + answers under way there × tokens new to it       they stand still while it computes them
+         + price × decode                                   this answer, and those under way, get slower
          + pressure × tokens new to it × relative pressure  new content goes where caches turn over slowest
          + herding × (its requests - mean)² / mean          many decode there: a second copy is due
 
@@ -16,6 +18,15 @@ history: price `locality`. In between it rises as idle workers get scarce. So un
 with its prefix, until the queue there is longer than several times the work that it would save; then the prefix is
 worth a second copy, and gets one. How many idle workers are enough grows with the square root of their number, as in
 the theory of queues with many servers (Halfin and Whitt, 1981): of a thousand, a hundred idle ones are plenty.
+
+*Decode.* A step takes longer the more tokens of KV the answers of a worker hold together. `DecodeSlowdown` measures how
+much longer an answer takes for each of them. This answer meets those in use and adds its own, which the others, half
+written on average, bear too:
+
+    weight × slowdown × (in use + added + answers × added / 2) / √(1 + answers)
+
+The root is there because the load evens out by itself: the more answers run, the sooner one ends and another worker is
+the fuller one. Without this term two requests shared a worker while another idled.
 
 *Herding.* A prefix that all requests share queues little prefill, as it is cached, but many requests that decode. The
 term measures how far from chance the number of requests of a worker is, as a chi-square test does: about 1 for random
@@ -67,21 +78,29 @@ class EstimatedTtft:
     pressure: float = 0.5
     busy: float = 512.0  # tokens
     herding: float = 1024.0  # tokens
+    decode: float = 1.5
 
     def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
         """Select the worker with the lowest cost; among equals, the first."""
         loads, cached, in_flight = candidates.loads, candidates.cached.get, candidates.in_flight.get
         num_tokens, block_size = prompt.num_tokens, prompt.block_size
-        price, pressure, mean = self._weights(loads)
+        price, pressure, mean, slowdown = self._weights(loads)
         lowest, best = float("inf"), None
         for worker, load in loads.items():
             num_cached = cached(worker, 0)
             if (running := in_flight(worker, 0)) > num_cached:
                 num_cached = running
             num_new = num_tokens - num_cached * block_size
-            cost = num_new * (price + pressure * load.inserted_tokens) if num_new > 0 else 0.0
+            cost = 0.0
+            num_answers = load.num_requests - len(load.waiting)
+            if num_new > 0:
+                cost = num_new * (price + num_answers + pressure * load.inserted_tokens)
             if cost >= lowest:
                 continue  # its queue can only add to that
+            if slowdown:
+                num_added = num_tokens - in_flight(worker, 0) * block_size
+                num_slowed = load.active_blocks * block_size + num_added * (1 + num_answers / 2)
+                cost += slowdown * num_slowed / math.sqrt(1 + num_answers)
             if load.num_requests or load.reserved_tokens:
                 excess = max(0.0, load.num_requests - mean)
                 cost += self.busy + load.backlog(now) + self.herding * excess**2 / mean
@@ -94,12 +113,18 @@ class EstimatedTtft:
         self, prompt: Prompt, candidates: Candidates, now: float
     ) -> dict[Worker, dict[str, float]]:
         """Return the parts of each worker's cost, in tokens: the same sum that `select_worker` compares."""
-        price, pressure, mean = self._weights(candidates.loads)
+        price, pressure, mean, slowdown = self._weights(candidates.loads)
         parts: dict[Worker, dict[str, float]] = {}
         for worker, load in candidates.loads.items():
             num_new = max(0.0, prompt.num_tokens - candidates.overlap(worker) * prompt.block_size)
+            num_answers = load.num_requests - len(load.waiting)
+            num_shared = candidates.in_flight.get(worker, 0) * prompt.block_size
+            num_added = prompt.num_tokens - num_shared
+            num_slowed = load.active_blocks * prompt.block_size + num_added * (1 + num_answers / 2)
             parts[worker] = {
                 "new tokens": num_new * price,
+                "answers standing still": num_new * num_answers,
+                "slower answers": slowdown * num_slowed / math.sqrt(1 + num_answers),
                 "cache pressure": num_new * pressure * load.inserted_tokens,
             }
             if load.num_requests or load.reserved_tokens:
@@ -111,16 +136,22 @@ class EstimatedTtft:
                 }
         return parts
 
-    def _weights(self, loads: Mapping[Worker, WorkerLoad]) -> tuple[float, float, float]:
-        """Return what depends on all workers: price, pressure per inserted token, mean number of requests."""
+    def _weights(self, loads: Mapping[Worker, WorkerLoad]) -> tuple[float, float, float, float]:
+        """Return what depends on all workers.
+
+        That is price, pressure per inserted token, mean number of requests, and slowdown per KV token in use.
+        """
         num_requests = [load.num_requests for load in loads.values()]
         inserted_tokens = sum([load.inserted_tokens for load in loads.values()])
         enough = min(len(loads), math.sqrt(_FEW_WORKERS * len(loads)))
-        scarcity = max(0.0, 1 - num_requests.count(0) / enough)
+        price = 1 + (self.locality - 1) * max(0.0, 1 - num_requests.count(0) / enough)
+        any_load = next(iter(loads.values()))  # speeds are measured over all of them
+        slowdown = any_load.decode_slowdown.seconds_per_token * any_load.prefill_speed.measured
         return (
-            1 + (self.locality - 1) * scarcity,
-            self.pressure * len(loads) / inserted_tokens if inserted_tokens else 0.0,
+            price,
+            self.pressure * len(loads) / inserted_tokens if inserted_tokens > 1e-6 else 0.0,
             max(1.0, sum(num_requests) / len(loads)),
+            self.decode * price * slowdown,
         )
 
 

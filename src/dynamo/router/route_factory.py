@@ -52,6 +52,12 @@ class RouteFactory:
         for note in settings.policy_config.find_notes():
             _logger.warning("%s", note)
 
+    async def start(self) -> None:
+        """Listen for the routers of other frontends, if they are to be synchronized. Raises ConfigError."""
+        if self._settings.router_replica_sync:
+            await self._runtime.requests.listen()
+            await self._runtime.events.listen()
+
     def make_route(
         self, endpoint_client: client.EndpointClient, card: model_card.ModelCard
     ) -> route.Route:
@@ -160,6 +166,7 @@ class RouteFactory:
                 component_name=component_name,
                 clock=self._clock,
                 on_age=families.set_event_age,
+                count_event=families.count_event,
             )
             self._tasks.start(f"hear KV events of {component_name}", subscriber.start())
             return _ComponentState(index, self._clock, subscriber=subscriber)

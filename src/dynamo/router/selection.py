@@ -318,6 +318,6 @@ class Selector:
             raise errors.NoWorkers("no worker serves this model: start one, or wait until it is up")
         if prompt.pinned is not None and prompt.pinned not in loads:
             raise errors.InvalidRequest(
-                f"expected the id of a worker that serves this model, got {prompt.pinned.instance_id}",
+                f"expected the id of a worker that serves this model, got {prompt.pinned.instance_id:x}",
                 param="nvext.backend_instance_id",
             )

@@ -80,6 +80,7 @@ class RouterService:
 
     async def start(self) -> None:
         """Register all endpoints, and follow the workers' model cards."""
+        await self._factory.start()
         handlers: dict[str, requests.Handler] = {
             "generate": self._generate,
             "best_worker_id": self._make_handler(BestWorkerRequest, self._best_worker),

@@ -4,6 +4,7 @@
                                           that has just started may take to read discovery
     a worker is starting or waking up     as long as that is estimated to take, with some reserve
     too many requests wait already        not at all
+    the request plane's server is away    an answer that has begun waits for it as well, for `outage_s` at most
 
 New requests wait by this rule, and so do those that have lost their worker. It does no I/O: a caller that waits asks it
 again and again.
@@ -20,6 +21,7 @@ class WaitPolicy:
 
     wait_s: float = 5.0
     max_waiting: int = 1000  # new requests of one process
+    outage_s: float = 90.0
 
     def limit_s(self, start_s: float | None) -> float:
         """Return for how many seconds a request waits in all.

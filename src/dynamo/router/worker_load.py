@@ -15,6 +15,10 @@ from dataclasses import dataclass, field
 
 _ASSUMED_TOKENS_PER_S = 10_000.0
 _DECAY = 0.98  # the weight of an observation after the next one
+_SLOPE_DECAY = 0.995
+_LEAST_ANSWERS = 10
+_LEAST_ANSWER_S = 0.02  # the times of shorter answers are those of event loops
+_ERRORS_TAKEN_OFF = 1.5
 _ASSUMED_CACHE_TOKENS = 200_000  # of a worker that does not publish its size
 _MAX_INSERTION_WEIGHT = 1e12
 
@@ -52,6 +56,46 @@ class PrefillSpeed:
             self.measured = self._num_tokens / self._seconds
 
 
+class DecodeSlowdown:
+    """How much longer answers take on a worker that holds more: the slope of their time over the KV tokens in use.
+
+    A straight line through the recent answers, by least squares. Lengths of answers are not known in advance, so the
+    slope is that of an answer of usual length. What may be noise does not count: the slope is taken lower than it
+    seems by one and a half standard errors. One for all workers, as `PrefillSpeed`.
+    """
+
+    def __init__(self) -> None:
+        self._count = self._sum_x = self._sum_y = 0.0
+        self._sum_xx = self._sum_xy = self._sum_yy = 0.0
+
+    def observe(self, seconds: float, active_tokens: float) -> None:
+        """Add an answer that took `seconds` after its first token, with so many prompt tokens in use at its worker."""
+        keep = _SLOPE_DECAY
+        self._count = self._count * keep + 1
+        self._sum_x = self._sum_x * keep + active_tokens
+        self._sum_y = self._sum_y * keep + seconds
+        self._sum_xx = self._sum_xx * keep + active_tokens * active_tokens
+        self._sum_xy = self._sum_xy * keep + active_tokens * seconds
+        self._sum_yy = self._sum_yy * keep + seconds * seconds
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Return the seconds that each further token in use adds to an answer; 0 while there are few observations.
+
+        At most the whole time over all tokens: an answer on an empty worker takes more than no time.
+        """
+        if self._count < _LEAST_ANSWERS or self._sum_y < _LEAST_ANSWER_S * self._count:
+            return 0.0
+        spread = self._sum_xx - self._sum_x**2 / self._count
+        if spread <= 1e-6 * self._sum_x**2 / self._count:
+            return 0.0
+        common = self._sum_xy - self._sum_x * self._sum_y / self._count
+        slope = common / spread
+        unexplained = self._sum_yy - self._sum_y**2 / self._count - slope * common
+        error = math.sqrt(max(0.0, unexplained) / (self._count - 2) / spread)
+        return min(max(0.0, slope - _ERRORS_TAKEN_OFF * error), self._sum_y / self._sum_x)
+
+
 @dataclass(slots=True)
 class WorkerLoad:
     """The load of one worker. `active_sequences` updates it; all others only read."""
@@ -65,6 +109,7 @@ class WorkerLoad:
     inserted_tokens: float = 0.0  # new to its cache, weighted by recency (`CachePressure`)
     waiting: dict[str, int] = field(default_factory=dict)  # request -> tokens to compute, in order
     head_since: float = 0.0  # when the prefill of the first of `waiting` began
+    decode_slowdown: DecodeSlowdown = field(default_factory=DecodeSlowdown)
 
     def backlog(self, now: float) -> float:
         """Return the prompt tokens that the worker still has to compute before a new prompt."""

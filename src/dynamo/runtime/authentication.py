@@ -18,10 +18,12 @@ import asyncio
 import collections
 import logging
 import secrets
+import ssl
+import threading
 from collections.abc import Callable
 from typing import cast
 
-from dynamo.base import clock, errors, membership, proof
+from dynamo.base import alerts, clock, errors, membership, proof
 from dynamo.observability import logs
 from dynamo.protocols import wire
 
@@ -29,7 +31,25 @@ REQUEST_PLANE = "request plane"
 EVENT_PLANE = "event plane"
 TRANSFER = "transfer"
 MakeProtocol = Callable[[], asyncio.Protocol]
-DROPPED = "dropped a connection to the request plane: the peer %s"
+_REPEAT_S = 600.0
+_MAX_REFUSALS = 1024
+_OUR_SIDE = {  # what OpenSSL found wrong with the peer's certificate, by its code
+    9: "shows a certificate that is not valid yet: compare the clocks of both hosts",
+    10: "shows a certificate that has expired: renew it there (--cluster-tls-cert-path)",
+    **dict.fromkeys(
+        (2, 18, 19, 20, 21),
+        "shows a certificate of an authority that we do not know: expected one of --cluster-tls-ca-cert-path",
+    ),
+}
+_PEERS_SIDE = (  # a part of OpenSSL's word for what the peer said, or did not say
+    ("ALERT_CERTIFICATE_EXPIRED", "refuses our certificate, which has expired: renew it (--cluster-tls-cert-path)"),
+    ("ALERT_UNKNOWN_CA", "refuses our certificate, whose authority it does not know: give every process the same"
+     " (--cluster-tls-ca-cert-path)"),
+    ("ALERT_CERTIFICATE_REQUIRED", "wants a certificate, and we show none: give us one (--cluster-tls-cert-path)"),
+    ("CERTIFICATE", "{reason}"),
+    ("WRONG_VERSION", "does not speak TLS: give it certificates (--cluster-tls-cert-path)"),
+    ("HTTP_REQUEST", "does not speak TLS: give it certificates (--cluster-tls-cert-path)"),
+)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
@@ -41,28 +61,55 @@ class ConnectionAuthenticator:
         self, credentials: membership.Credentials, purpose: str, *, always_proves: bool = False
     ) -> None:
         """With `always_proves` the proof runs even without a token, with an empty key that proves nothing."""
-        self.tls = credentials.tls
-        self.key = credentials.derive_key(purpose)
-        if self.key is None and always_proves:
-            self.key = b""
+        self._credentials, self._purpose = credentials, purpose
+        self._always_proves = always_proves
+        self._derived: tuple[membership.Credentials, tuple[bytes, ...]] = (
+            credentials,
+            self._derive(credentials),
+        )
+
+    @property
+    def tls(self) -> membership.Tls | None:
+        """The certificates as they are now."""
+        return self._credentials.current().tls
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """The keys of the accepted tokens as they are now, that of the shown one first; empty: nothing is proven."""
+        credentials = self._credentials.current()
+        if credentials is not self._derived[0]:
+            self._derived = credentials, self._derive(credentials)
+        return self._derived[1]
 
     @property
     def is_open(self) -> bool:
         """True if peers show nothing: neither a token nor certificates are configured."""
-        return self.tls is None and not self.key
+        return self.tls is None and not any(self.keys)
 
     @property
-    def curve_secret(self) -> bytes | None:
-        """The secret key of ZeroMQ's CURVE that all publishers of the cluster share; None without a token."""
-        return self.key or None
+    def has_files(self) -> bool:
+        """True if the credentials may change."""
+        return self._credentials.files is not None
 
-    def client_exchange(self) -> proof.Exchange | None:
+    @property
+    def curve_secrets(self) -> dict[str, bytes]:
+        """The secret keys of ZeroMQ's CURVE that publishers use, by a name that does not betray them, ours first."""
+        return {
+            proof.derive_key(key, "name of the key").hex()[:16]: key for key in self.keys if key
+        }
+
+    def client_steps(self) -> proof.Steps | None:
         """Start the proof of the side that connects; None if there is none to give."""
-        return None if self.key is None else proof.Exchange(proof.client_steps(self.key, _nonce()))
+        keys = self.keys
+        return proof.client_steps(keys[0], _nonce()) if keys else None
 
-    def server_exchange(self) -> proof.Exchange | None:
+    def server_steps(self) -> proof.Steps | None:
         """Start the proof of the side that listens; None if there is none to give."""
-        return None if self.key is None else proof.Exchange(proof.server_steps(self.key, _nonce()))
+        keys = self.keys
+        return proof.server_steps(keys[0], _nonce(), *keys[1:]) if keys else None
+
+    def _derive(self, credentials: membership.Credentials) -> tuple[bytes, ...]:
+        return credentials.derive_keys(self._purpose) or ((b"",) if self._always_proves else ())
 
     def authenticate_server(
         self, send: Callable[[bytes], None], receive: Callable[[int], bytes]
@@ -71,20 +118,20 @@ class ConnectionAuthenticator:
 
         `receive(n)` returns exactly `n` bytes. Errors of both functions pass through.
         """
-        if self.key is not None:
-            _run_steps(proof.client_steps(self.key, _nonce()), send, receive)
+        _run_steps(self.client_steps(), send, receive)
 
     def authenticate_client(
         self, send: Callable[[bytes], None], receive: Callable[[int], bytes]
     ) -> None:
         """Check the proof of a client over a blocking connection, and prove the token to it; as the other side."""
-        if self.key is not None:
-            _run_steps(proof.server_steps(self.key, _nonce()), send, receive)
+        _run_steps(self.server_steps(), send, receive)
 
 
 def _run_steps(
-    steps: proof.Steps, send: Callable[[bytes], None], receive: Callable[[int], bytes]
+    steps: proof.Steps | None, send: Callable[[bytes], None], receive: Callable[[int], bytes]
 ) -> None:
+    if steps is None:
+        return
     step = next(steps)
     send(step.output)
     while step.num_expected:
@@ -96,12 +143,81 @@ def _nonce() -> bytes:
     return secrets.token_bytes(proof.NONCE_BYTES)
 
 
+def describe_tls_failure(error: Exception | None) -> str:
+    """Return which check of TLS failed, and what to do; it continues a sentence that names the peer."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        other = f"shows a certificate that we refuse: {error.verify_message}"
+        return _OUR_SIDE.get(error.verify_code, other)
+    if not isinstance(error, ssl.SSLError):
+        detail = f" ({error})" if str(error or "") else ""
+        return (
+            f"ended TLS's handshake without a reason{detail}: it may have no certificates"
+            " (--cluster-tls-cert-path); see its log"
+        )
+    reason = error.reason or str(error)
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "shows no certificate: give it one (--cluster-tls-cert-path)"
+    return next(
+        (text for part, text in _PEERS_SIDE if part in reason), f"fails in TLS: {reason}"
+    ).format(reason=f"refuses our certificate: {reason}")
+
+
+async def secure(
+    transport: asyncio.Transport,
+    protocol: asyncio.BaseProtocol,
+    context: ssl.SSLContext,
+    *,
+    is_server: bool,
+    limit_s: float,
+) -> asyncio.Transport:
+    """Return the connection with TLS, of which `protocol` gets the data. Raises OSError, also if it was closed."""
+    with alerts.written_to(transport):
+        secured = await asyncio.get_running_loop().start_tls(
+            transport, protocol, context, server_side=is_server, ssl_handshake_timeout=limit_s
+        )
+    if secured is None:  # start_tls's way to say that the connection was closed or dropped
+        raise ConnectionAbortedError
+    return secured
+
+
+class RefusalLog:
+    """The log of refused and refusing peers: each reason once for each peer, and again after ten minutes.
+
+    May be called from any thread.
+    """
+
+    def __init__(self, logger: logging.Logger, now: Callable[[], float]) -> None:
+        self._log = logs.PeerLog(logger, now)
+        self._now = now
+        self._lock = threading.Lock()
+        self._logged_at: dict[tuple[str, str], float] = {}  # by peer and line; oldest first
+
+    def warning(self, peer: str, message: str, *arguments: object) -> None:
+        """Log a warning about `peer`, by which its lines are counted: its host, or an address from discovery."""
+        line = peer, message % arguments
+        with self._lock:
+            now = self._now()
+            if now - self._logged_at.get(line, float("-inf")) < _REPEAT_S:
+                return
+            self._logged_at.pop(line, None)
+            self._logged_at[line] = now
+            if len(self._logged_at) > _MAX_REFUSALS:
+                del self._logged_at[next(iter(self._logged_at))]
+        self._log.warning(peer, "%s", line[1])
+
+
+def describe_dropped(host: str, reason: str) -> str:
+    """Return the line for a connection to the request plane that was dropped."""
+    at = f" at {host}" if host else ""
+    return f"dropped a connection to the request plane: the peer{at} {reason}"
+
+
 class Handshake(asyncio.Protocol, abc.ABC):
     """The protocol of a connection until the peer has proven itself; the transport then goes to a new protocol."""
 
-    def __init__(self, exchange: proof.Exchange | None, make_protocol: MakeProtocol) -> None:
-        """Without an exchange there is nothing to prove: TLS has done it."""
-        self._exchange = exchange
+    def __init__(self, steps: proof.Steps | None, make_protocol: MakeProtocol) -> None:
+        """Without steps there is nothing to prove: TLS has done it."""
+        self._exchange = None if steps is None else proof.Exchange(steps)
         self._make_protocol = make_protocol
         self._transport: asyncio.Transport | None = None
 
@@ -126,6 +242,9 @@ class Handshake(asyncio.Protocol, abc.ABC):
             self._hand_over(self._transport, self._exchange.remainder)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, ssl.SSLError):
+            self.report_failure(describe_tls_failure(exc))
+            return
         cause = f" ({exc})" if exc else ""
         self.report_failure(
             f"closed the connection before it had proven that it is one of us{cause}"
@@ -164,15 +283,13 @@ class ClientHandshake(Handshake):
     def __init__(
         self, authenticator: ConnectionAuthenticator, make_protocol: MakeProtocol, address: str
     ) -> None:
-        super().__init__(authenticator.client_exchange(), make_protocol)
+        super().__init__(authenticator.client_steps(), make_protocol)
         self.completed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._address = address
 
     def report_failure(self, reason: str) -> None:
         if not self.completed.done():
-            message = f"worker at {self._address} {reason}"
-            _log.warning("%s", message)
-            self.completed.set_exception(errors.WorkerLost(message))
+            self.completed.set_exception(errors.WorkerLost(f"worker at {self._address} {reason}"))
             self.completed.exception()  # marked as retrieved, even if the waiting task has left
 
     def abandon(self) -> None:
@@ -191,7 +308,7 @@ class ServerHandshake(Handshake):
     """The handshake of the side that listens: TLS first, then the proof, all within a time limit."""
 
     def __init__(self, pending: "PendingConnections") -> None:
-        super().__init__(pending.authenticator.server_exchange(), pending.make_protocol)
+        super().__init__(pending.authenticator.server_steps(), pending.make_protocol)
         self.host = ""  # of the peer
         self._pending = pending
         self._early_data = b""  # came before `start_tls` returned
@@ -230,7 +347,7 @@ class ServerHandshake(Handshake):
 
     def report_failure(self, reason: str) -> None:
         if self._stop_waiting():
-            self._pending.log.warning(self.host, DROPPED, reason)
+            self._pending.log.warning(self.host, "%s", describe_dropped(self.host, reason))
 
     def _stop_waiting(self) -> bool:
         """Leave the pending connections; return False if this one had left already."""
@@ -240,18 +357,11 @@ class ServerHandshake(Handshake):
 
     async def _start_tls(self, transport: asyncio.Transport, tls: membership.Tls) -> None:
         try:
-            secured = await asyncio.get_running_loop().start_tls(
-                transport,
-                self,
-                tls.server,
-                server_side=True,
-                ssl_handshake_timeout=self._pending.limit_s,
+            secured = await secure(
+                transport, self, tls.server, is_server=True, limit_s=self._pending.limit_s
             )
         except OSError as error:  # ssl's errors are of this class
-            self.drop(f"is not one of us by TLS: {error}")
-            return
-        if secured is None:  # start_tls's way to say that the connection was closed or dropped
-            self.drop("closed the connection")
+            self.drop(describe_tls_failure(error))
             return
         self._begin(secured, self._early_data)
 
@@ -280,7 +390,7 @@ class PendingConnections:
         """`limit_s`: seconds that a peer has for TLS and its proof."""
         self.authenticator, self.make_protocol = authenticator, make_protocol
         self.limit_s, self.clock = limit_s, time
-        self.log = logs.PeerLog(_log, time.now)
+        self.log = RefusalLog(_log, time.now)
         self._max_pending = max_pending
         self._handshakes: dict[ServerHandshake, None] = {}
 

@@ -142,11 +142,7 @@ class EndpointClient:
         raise self._no_workers(instance_id, *lost_by_id.values())
 
     async def call(
-        self,
-        request: Any,
-        *,
-        reply_type: type[T],
-        **options: Unpack[RequestOptions],
+        self, request: Any, *, reply_type: type[T], **options: Unpack[RequestOptions]
     ) -> T:
         """Send a request and return its one reply, decoded as `reply_type`. Chooses and raises as `open`.
 

@@ -22,18 +22,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from dynamo.base import (
-    addresses,
-    clock,
-    config,
-    distribution,
-    errors,
-    ids,
-    membership,
-)
+from dynamo.base import addresses, clock, config, distribution, errors, ids, membership, tasks
 from dynamo.observability import tracing
 from dynamo.protocols import instances
-from dynamo.runtime import client, discovery, events, naming, requests, services
+from dynamo.runtime import client, discovery, events, listening, naming, requests, services
+from dynamo.runtime import credentials as credential_files
 from dynamo.runtime.backends import file, frame_connection, memory, multiplex, tcp, zmq
 from dynamo.runtime.backends.etcd import access as etcd_access
 from dynamo.runtime.backends.nats import services as nats_services
@@ -85,19 +78,28 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
         help="seconds for which a starting process waits for NATS",
         least=0,
     )
-    tcp_rpc_port: int = config.option(
-        0,
+    tcp_rpc_port: addresses.PortRange = config.option(  # noqa: RUF009 (a declaration)
+        addresses.ANY_PORT,
         env="DYN_TCP_RPC_PORT",
-        help="port on which this process takes requests of others; 0: a free one",
-        least=0,
-        most=65535,
+        help="port on which this process takes requests of others, or a range of which the first free one is used;"
+        " 0: any free one",
     )
-    event_port: int = config.option(
-        0,
+    event_host: str | None = config.option(
+        None,
+        env="DYN_EVENT_HOST",
+        help="address at which others hear the events of this process (default: --tcp-rpc-host)",
+    )
+    event_port: addresses.PortRange = config.option(  # noqa: RUF009 (a declaration)
+        addresses.ANY_PORT,
         env="DYN_EVENT_PORT",
-        help="port at which others hear the events of this process; 0: a free one",
-        least=0,
-        most=65535,
+        help="port at which others hear the events of this process, or a range of which the first free one is used;"
+        " 0: any free one",
+    )
+    event_advertise: str | None = config.option(
+        None,
+        env="DYN_EVENT_ADVERTISE",
+        help="address or address:port at which others hear the events, if it is another than it listens on, as behind"
+        " a NAT (default: the host of --tcp-rpc-advertise, unless there is an --event-host)",
     )
     request_silence_secs: float = config.option(
         requests.SILENCE_LIMIT_S,
@@ -112,6 +114,13 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
         least=0,
     )
 
+    @property
+    def event_address(self) -> listening.ListenAddress:
+        """The address of the events of this process."""
+        return listening.choose_address(
+            self, self.event_host, self.event_port, self.event_advertise, setting="DYN_EVENT_"
+        )
+
 
 Settings = TypeVar("Settings", bound=RuntimeConfig)
 
@@ -124,7 +133,8 @@ def with_reachable_host(settings: Settings, environ: Mapping[str, str]) -> Setti
     """
     own = addresses.plain_host(settings.tcp_rpc_host, "DYN_TCP_RPC_HOST")
     is_over_nats = settings.request_plane == settings.event_plane == "nats"
-    if settings.discovery_backend != "etcd" or is_over_nats or not membership.is_loopback(own):
+    is_settled = settings.tcp_rpc_advertise is not None or not membership.is_loopback(own)
+    if settings.discovery_backend != "etcd" or is_over_nats or is_settled:
         return settings
     first = etcd_access.read(settings.etcd_endpoints, environ).addresses[0]
     host, port = addresses.split(first)
@@ -175,6 +185,10 @@ class DistributedRuntime:
         self.events = event_plane
         self.services = process_services
         self.clock = parts.time
+        self.credential_watch = parts.credential_watch
+        self._tasks = tasks.Tasks()
+        if not is_sibling and parts.credentials.files is not None:
+            self._tasks.start("watch credentials", parts.credential_watch.watch())
         self._parts = parts
         self._is_sibling = is_sibling
         self._records: dict[str, bytes] = {}  # this instance's keys in discovery
@@ -209,10 +223,12 @@ class DistributedRuntime:
         uses_nats = "nats" in (settings.request_plane, settings.event_plane)
         if uses_nats:
             await nats.connect()
-        parts = _Parts(settings, cluster, credentials, nats, instance_id, item_type, time)
+        watch = credential_files.CredentialWatch(credentials, time)
+        watch.check()
+        parts = _Parts(settings, cluster, credentials, watch, nats, instance_id, item_type, time)
         plane = parts.new_plane(instance_id)  # before discovery: it may refuse its address
         if settings.event_plane == "zmq":
-            zmq.check_host(settings.tcp_rpc_host, credentials)
+            zmq.check_address(settings.event_address, credentials)
         registry = await parts.open_discovery(functools.partial(_is_owner_answering, plane))
         is_memory_only = settings.request_plane == "memory" and not uses_nats
         return cls(
@@ -332,6 +348,7 @@ class DistributedRuntime:
     async def close(self) -> None:
         """Leave the system. Open requests break."""
         await self.deregister()
+        await self._tasks.close()
         for endpoint_client in self._clients:
             await endpoint_client.close()
         await self.requests.close()
@@ -363,6 +380,7 @@ class _Parts:
     settings: RuntimeConfig
     cluster: MemoryCluster
     credentials: membership.Credentials
+    credential_watch: credential_files.CredentialWatch
     nats: nats_services.NatsServices  # connected if a plane uses it
     instance_id: ids.InstanceId
     item_type: Any
@@ -384,8 +402,11 @@ class _Parts:
         if self.settings.request_plane == "nats":
             return self.nats.new_requests(self.item_type, limits, instance_id=instance_id)
         return tcp.TcpRequestPlane(
-            self.settings.tcp_rpc_host,
-            self.settings.tcp_rpc_port,
+            listening.ListenAddress(
+                host=self.settings.tcp_rpc_host,
+                ports=self.settings.tcp_rpc_port,
+                advertised=self.settings.tcp_rpc_advertise,
+            ),
             limits,
             credentials=self.credentials,
             item_type=self.item_type,
@@ -427,8 +448,7 @@ class _Parts:
         return zmq.ZmqEventPlane(
             registry,
             self.instance_id,
-            host=self.settings.tcp_rpc_host,
-            port=self.settings.event_port,
+            listen_address=self.settings.event_address,
             credentials=self.credentials,
         )
 

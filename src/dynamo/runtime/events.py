@@ -43,6 +43,10 @@ class EventPlane(Protocol):
         """Make this process known as a publisher of `topic`; before its first publish."""
         ...
 
+    async def listen(self) -> None:
+        """Listen for subscribers now, before anything is advertised. Raises ConfigError."""
+        ...
+
     def publish(self, topic: str, payload: bytes) -> None:
         """Send a message to all present listeners. Never waits: a listener that is too slow misses messages."""
         ...

@@ -117,6 +117,10 @@ class RequestPlane(Protocol):
         """The key of this process's address in `Instance.transport`: tcp, memory, nats."""
         ...
 
+    async def listen(self) -> str:
+        """Listen now, before anything is served; return the address to publish. Raises ConfigError."""
+        ...
+
     async def serve(self, endpoint: str, handler: Handler) -> str:
         """Answer streams to `endpoint` with `handler`; return the address to publish."""
         ...
@@ -146,6 +150,11 @@ class RequestPlane(Protocol):
         False: it has ended its connection, or takes no new streams. None: unknown, because there is no connection or it
         is silent; a connection to `address` is tried, so that a later question may get an answer.
         """
+        ...
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the server through which all requests go, if this plane has one, is away."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:

@@ -132,6 +132,11 @@ class SemanticRouter:
     def route(self, body: bytes, headers: Mapping[str, str], tenant: str = "") -> RoutedRequest:
         """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it."""
         view = request_view.RequestView(body)
+        if not view.model:
+            raise errors.InvalidRequest(
+                f'"model": expected the name of a model, or "{self.settings.auto_model_name}" to have one chosen',
+                param="model",
+            )
         explanation = Explanation(requested_model=view.model)
         outcome = RoutedRequest(explanation=explanation, body=body)
         signals = explanation.signals = self.find_signals(view.user_text)

@@ -1,4 +1,4 @@
-"""The commands `python -m dynamo.simulate routing --trace FILE`, `… disagg`, `… plan` and `… tiers`."""
+"""The commands `python -m dynamo.simulate routing --trace FILE`, `… disagg`, `… plan`, `… tiers` and `… claims`."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,7 @@ from types import ModuleType
 
 from dynamo.base import config, distribution, errors
 from dynamo.router import config as router_config
-from dynamo.simulate import disagg, plan, routing, screen, tiers
+from dynamo.simulate import claims, disagg, plan, routing, screen, tiers
 
 _PROG = "python -m dynamo.simulate"
 
@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             cells = config.load(tiers.TiersConfig, prog=_PROG, argv=argv)
             plots = _load_plots(cells.output)
             tiers.run(cells, None if plots is None else plots.write_tiers)
+        elif argv[:1] == ["claims"]:
+            claims.run(config.load(claims.ClaimsConfig, prog=_PROG, argv=argv))
         elif argv[:1] == ["plan"]:
             plan.run(config.load(plan.PlanConfig, prog=_PROG, argv=argv))
         else:

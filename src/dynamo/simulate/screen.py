@@ -12,7 +12,7 @@ from dynamo.simulate.simulation import PolicySummary
 # TTFT: mean; cached: share of prompt tokens; balance: work of the busiest worker over the mean; queue: longest queue in
 # the router; speed: simulated over real time
 COLUMNS = (
-    "policy", "requests", "TTFT s", "p50", "p99", "max", "cached", "balance", "queue", "speed",
+    "policy", "requests", "req/s", "TTFT s", "p50", "p99", "max", "cached", "balance", "queue", "speed",
 )  # fmt: skip
 
 _WIDTH = 100  # where there is no terminal
@@ -23,6 +23,7 @@ def cells(summary: PolicySummary) -> tuple[str, ...]:
     return (
         summary.policy,
         f"{summary.num_requests:,}",
+        f"{summary.num_requests / max(1e-9, summary.simulated_s):.1f}",
         f"{summary.mean_ttft:.3f}",
         f"{summary.p50_ttft:.3f}",
         f"{summary.p99_ttft:.3f}",

@@ -32,6 +32,10 @@ from dynamo.transfer import messages
 from dynamo.transfer.job import TimeLimit
 
 GREETING_LIMIT_S = 5.0
+# A copy of which no byte has come for so long, or a link that was not opened, is given up: the peer's host is silent,
+# or a router drops long packets in silence. The sender keeps only the time limit, because the kernel takes its bytes by
+# the megabyte.
+STALL_S = 2.0
 _BITE_BYTES = 2 * 2**20
 _BITE_BUFFERS = 512  # the kernel takes 1,024 (IOV_MAX)
 _WAKE_BYTES = 256 * 1024  # so many have come before a receiver of more is woken
@@ -94,13 +98,17 @@ class Link:
         body = msgspec.msgpack.encode(message)
         self._send([memoryview(_LENGTH.pack(len(body)) + body)], limit, is_more=is_more)
 
-    def receive(self, *kinds: type[M], limit: TimeLimit | None, max_bytes: int) -> M:
+    def receive(
+        self, *kinds: type[M], limit: TimeLimit | None, max_bytes: int, is_copy: bool = False
+    ) -> M:
         """Receive the next message, of one of these kinds; a limit of None waits as long as the peer is connected.
+
+        `is_copy`: the message begins a copy, and is given up as one that stalls (`STALL_S`).
 
         Raises TransferError: the peer is gone, silent, or refused; RemoteProtocolError for any other message.
         """
         header = bytearray(_LENGTH.size)
-        self._receive([memoryview(header)], limit)
+        self._receive([memoryview(header)], limit, is_copy=is_copy)
         (length,) = _LENGTH.unpack(header)
         if length > max_bytes:
             raise errors.RemoteProtocolError(
@@ -141,7 +149,7 @@ class Link:
         *,
         is_summed: bool,
     ) -> None:
-        """Receive the bytes of these spans. Raises TransferError, also if their checksum is wrong."""
+        """Receive the bytes of these spans. Raises TransferError, also if it stalls or the checksum is wrong."""
         checksum = xxhash.xxh3_64()
         num_left = sum(length for _, length in spans)
         if num_left > _WAKE_BYTES:
@@ -149,14 +157,14 @@ class Link:
         for bite in _bites(memory, spans, num_last=_WAKE_BYTES):
             if num_left == _WAKE_BYTES:
                 self._wake_after(1)  # more than are on their way would never come
-            self._receive(bite, limit)
+            self._receive(bite, limit, is_copy=True)
             num_left -= sum(map(len, bite))
             if is_summed:
                 _add(checksum, bite)
         if not is_summed:
             return
         remote_digest = bytearray(messages.CHECKSUM_BYTES)
-        self._receive([memoryview(remote_digest)], limit)
+        self._receive([memoryview(remote_digest)], limit, is_copy=True)
         if remote_digest != checksum.digest():
             raise errors.TransferError("bytes were damaged on their way: the checksum is wrong")
 
@@ -170,7 +178,7 @@ class Link:
 
     def receive_descriptor(self, limit: TimeLimit) -> int:
         """Receive a file descriptor, which the caller has to close. Raises TransferError."""
-        self._allow(limit, socket.SO_RCVTIMEO)
+        self._set_timeout(limit.remaining_s(), socket.SO_RCVTIMEO)
         try:
             _, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
@@ -182,21 +190,25 @@ class Link:
     def _send(self, buffers: list[memoryview], limit: TimeLimit, *, is_more: bool = False) -> None:
         flags = socket.MSG_MORE if is_more else 0
         while buffers:
-            self._allow(limit, socket.SO_SNDTIMEO)
+            self._set_timeout(limit.remaining_s(), socket.SO_SNDTIMEO)
             try:
                 num_sent = self._sock.sendmsg(buffers, (), flags)
             except BlockingIOError:
-                continue  # at the time limit, _allow raises
+                continue  # at the time limit, remaining_s raises
             except OSError as error:
                 raise lost(error) from error
             buffers = _rest(buffers, num_sent)
 
-    def _receive(self, buffers: list[memoryview], limit: TimeLimit | None) -> None:
+    def _receive(
+        self, buffers: list[memoryview], limit: TimeLimit | None, *, is_copy: bool = False
+    ) -> None:
         while buffers:
-            self._allow(limit, socket.SO_RCVTIMEO)
+            timeout_s = _receive_timeout(limit, is_copy=is_copy)
+            self._set_timeout(timeout_s, socket.SO_RCVTIMEO)
             try:
                 num_received = self._sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
+                _check_stall(timeout_s, is_copy=is_copy)
                 continue
             except OSError as error:
                 raise lost(error) from error
@@ -211,11 +223,11 @@ class Link:
         except OSError as error:
             raise lost(error) from error
 
-    def _allow(self, limit: TimeLimit | None, option: int) -> None:
-        """Set the timeout of the next call from the limit, at least a millisecond: 0 would be for ever."""
-        remaining_s = 0.0 if limit is None else max(limit.remaining_s(), 0.001)
-        seconds = int(remaining_s)
-        timeval = _TIMEVAL.pack(seconds, int((remaining_s - seconds) * 1e6))
+    def _set_timeout(self, timeout_s: float | None, option: int) -> None:
+        """Set the timeout of the next call, at least a millisecond: 0 would be for ever, as None is."""
+        timeout_s = 0.0 if timeout_s is None else max(timeout_s, 0.001)
+        seconds = int(timeout_s)
+        timeval = _TIMEVAL.pack(seconds, int((timeout_s - seconds) * 1e6))
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
         except OSError as error:
@@ -254,9 +266,8 @@ class TlsLink(Link):
             except TimeoutError:
                 continue  # at the time limit, remaining_s raises
             except OSError as error:
-                raise errors.TransferError(
-                    f"the peer is not one of our cluster by TLS: {error}"
-                ) from error
+                reason = authentication.describe_tls_failure(error)
+                raise errors.TransferError(f"the peer {reason}") from error
 
     def _send(self, buffers: list[memoryview], limit: TimeLimit, *, is_more: bool = False) -> None:
         for buffer in buffers:
@@ -270,14 +281,18 @@ class TlsLink(Link):
                 except OSError as error:
                     raise lost(error) from error
 
-    def _receive(self, buffers: list[memoryview], limit: TimeLimit | None) -> None:
+    def _receive(
+        self, buffers: list[memoryview], limit: TimeLimit | None, *, is_copy: bool = False
+    ) -> None:
         for buffer in buffers:
             remaining = buffer
             while remaining:
-                self._tls.settimeout(None if limit is None else limit.remaining_s())
+                timeout_s = _receive_timeout(limit, is_copy=is_copy)
+                self._tls.settimeout(timeout_s)
                 try:
                     num_received = self._tls.recv_into(remaining)
                 except TimeoutError:
+                    _check_stall(timeout_s, is_copy=is_copy)
                     continue
                 except OSError as error:
                     raise lost(error) from error
@@ -287,6 +302,19 @@ class TlsLink(Link):
 
     def _wake_after(self, num_bytes: int) -> None:
         """Do nothing: OpenSSL may hold some of the bytes already, so that the kernel would wait in vain."""
+
+
+def _receive_timeout(limit: TimeLimit | None, *, is_copy: bool) -> float | None:
+    """Return for how long the next call may wait; None: as long as the peer is connected."""
+    if limit is None:
+        return None
+    return min(limit.remaining_s(), STALL_S) if is_copy else limit.remaining_s()
+
+
+def _check_stall(timeout_s: float | None, *, is_copy: bool) -> None:
+    """Raise TransferError if a wait that has brought no byte was that of a copy which stalls."""
+    if is_copy and timeout_s == STALL_S:
+        raise errors.TransferError(f"no byte of the copy has come for {STALL_S:g} s")
 
 
 class LinkPool:
@@ -312,11 +340,12 @@ class LinkPool:
         with self._lock:
             link = self._idle.pop() if self._idle else None
         is_new = link is None
-        link = link or self._dial(limit)
+        opening = limit if limit.remaining_s() <= STALL_S else TimeLimit(STALL_S)
+        link = link or self._dial(opening)
         try:
             with limit.interruptible(link.interrupt):
                 if is_new:
-                    self._greet(link, limit)
+                    self._greet(link, opening)
                 yield link
         except errors.RemoteProtocolError as error:
             link.close()
@@ -378,11 +407,17 @@ def enter(
 def admit(
     link: Link, *, authenticator: authentication.ConnectionAuthenticator, limit: TimeLimit
 ) -> None:
-    """Authenticate a client of our cluster, as a server. Raises RemoteProtocolError or TransferError."""
-    link.secure(limit)
-    authenticator.authenticate_client(
-        lambda output: link.send_bytes(output, limit), lambda size: link.receive_bytes(size, limit)
-    )
+    """Authenticate a client of our cluster, as a server. Raises RemoteProtocolError if it does not succeed."""
+    try:
+        link.secure(limit)
+        authenticator.authenticate_client(
+            lambda output: link.send_bytes(output, limit),
+            lambda size: link.receive_bytes(size, limit),
+        )
+    except errors.TransferError as error:
+        raise errors.RemoteProtocolError(
+            f"{str(error).removeprefix('the peer ')}, before it had proven that it is one of us"
+        ) from error
 
 
 def welcome(link: Link, *, epoch: str, limit: TimeLimit) -> str:
@@ -446,4 +481,6 @@ def _rest(buffers: list[memoryview], num_done: int) -> list[memoryview]:
 
 def lost(error: OSError) -> errors.TransferError:
     """Return the error to raise for a broken connection."""
+    if isinstance(error, ssl.SSLError):
+        return errors.TransferError(f"the peer {authentication.describe_tls_failure(error)}")
     return errors.TransferError(f"the connection to the peer broke: {error}")

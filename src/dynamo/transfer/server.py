@@ -16,7 +16,6 @@ from collections.abc import Callable
 import msgspec
 
 from dynamo.base import errors
-from dynamo.observability import logs
 from dynamo.runtime import authentication
 from dynamo.transfer import api, messages
 from dynamo.transfer.job import TimeLimit
@@ -50,7 +49,7 @@ class TransferServer:
         self._sock, self._exposed, self._check = sock, exposed, check
         self._authenticator = authenticator
         self._make_link, self._max_connections = make_link, max_connections
-        self._log = logs.PeerLog(log, time.monotonic)
+        self._log = authentication.RefusalLog(log, time.monotonic)
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._links: dict[Link, threading.Thread] = {}
@@ -118,9 +117,9 @@ class TransferServer:
         except errors.TransferError as error:
             log.debug("a peer of %s went away: %s", self._exposed.name, error)
         except errors.DynamoError as error:
-            self._log.warning(
-                link.peer_host, "dropping a peer of %s: %s", self._exposed.name, error
-            )
+            host = link.peer_host
+            at = f" (it is at {host})" if host else ""
+            self._log.warning(host, "dropping a peer of %s: %s%s", self._exposed.name, error, at)
             self._refuse(link, error)
         finally:
             with (

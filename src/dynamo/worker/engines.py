@@ -16,6 +16,7 @@ from dynamo.base import distribution, errors
 from dynamo.engine import api
 from dynamo.engine.adapters.vllm import plugin
 from dynamo.transfer.backends import local
+from dynamo.worker import model_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class EngineKind:
     requires: str | None = None  # a package that the plain installation lacks
     extra: str | None = None  # the extra of our distribution that brings it
     needs_weights: bool = True
+    reads_gguf: bool = False  # its models are GGUF files, and no others
     max_local_prefill_length: int | None = None  # the engine's own default; None: the usual one
     build_arguments: tuple[str, ...] = ("room",)  # further arguments of `engine`: model_name, room
     metrics: str | None = None  # prefix of the metrics that the engine counts itself
@@ -79,7 +81,8 @@ KIND_BY_NAME = {
             # What would write past the formatter of our logs: progress bars, warnings of C++ and of Python.
             "TQDM_DISABLE": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PYTHONWARNINGS": "ignore::FutureWarning",
+            # The second one is that of Python's resource tracker, which removes what processes that end at once leave.
+            "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
             plugin.OWNED: "1",
         },
     ),
@@ -99,6 +102,16 @@ KIND_BY_NAME = {
         requires="tensorrt_llm",
         build_arguments=(),
     ),
+    "llamacpp": EngineKind(
+        settings="dynamo.engine.adapters.settings:LlamacppConfig",
+        engine="dynamo.engine.adapters.llamacpp.engine:build",
+        embedder=None,
+        check="dynamo.engine.adapters.settings:check_llamacpp",
+        requires="xllamacpp",
+        extra="llamacpp",
+        reads_gguf=True,
+        build_arguments=(),
+    ),
 }
 
 
@@ -109,6 +122,30 @@ def kind_of(name: str) -> EngineKind:
     except KeyError:
         names = ", ".join(KIND_BY_NAME)
         raise errors.ConfigError(f"no engine is called {name!r}; there are {names}") from None
+
+
+def default_for(model: str | None) -> str:
+    """Return the engine that serves a model unless the user names another: llama.cpp for a GGUF file."""
+    return (
+        "llamacpp" if model is not None and model.endswith(model_source.GGUF_SUFFIX) else "native"
+    )
+
+
+def find_model(name: str, model: str | None) -> Path:
+    """Return the directory of a model for this engine, as `model_source.resolve`. Raises ConfigError."""
+    kind = kind_of(name)
+    directory = model_source.resolve(model, with_weights=kind.needs_weights)
+    is_gguf = any(directory.glob(f"*{model_source.GGUF_SUFFIX}"))
+    if is_gguf and not kind.reads_gguf and kind.needs_weights:
+        raise errors.ConfigError(
+            f"{model} is a GGUF file, which the {name} engine does not read: serve it with python -m dynamo.llamacpp"
+        )
+    if kind.reads_gguf and not is_gguf:
+        raise errors.ConfigError(
+            f"the {name} engine reads GGUF files: expected --model FILE{model_source.GGUF_SUFFIX}, got"
+            f" {model or 'the built-in model'}"
+        )
+    return directory
 
 
 def settings_of(name: str) -> type:

@@ -24,9 +24,10 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.kvbm import tier_report, tiered_cache
 from dynamo.observability import metrics
 from dynamo.protocols import blocks, generate, instances, load, model_errors
-from dynamo.runtime import requests
+from dynamo.runtime import credentials, requests
 from dynamo.runtime.http import exchange, server
 
 PORT_DISABLED = -1
@@ -127,6 +128,7 @@ class WorkerMetrics:
     ) -> None:
         """Render also the metrics that the engine counts itself, under names that begin with `engine_prefix`."""
         self.registry = registry = metrics.Registry("dynamo_component")
+        self.certificates = credentials.ExpiryMetric(registry)
         self._engine_prefix = engine_prefix
         self._clock = clock
         self._started_at = clock.now()
@@ -234,8 +236,12 @@ async def log_statistics(
     counts: TokenCounts,
     measure: Callable[[], Sequence[load.ForwardPassMetrics]],
     clock: clocks.Clock,
+    report_tiers: Callable[[], tier_report.TierReport | None] = lambda: None,
 ) -> None:
-    """Log the throughput and the load every `STATISTICS_S` seconds in which there was work, in vLLM's words."""
+    """Log the throughput and the load every `STATISTICS_S` seconds in which there was work, in vLLM's words.
+
+    `report_tiers` returns the state of the KV cache tiers, whose host memory is the log's CPU; None if there are none.
+    """
     was_idle = True
     while True:
         num_prompt, num_output = counts.num_prompt_tokens, counts.num_output_tokens
@@ -248,26 +254,32 @@ async def log_statistics(
         num_running = sum(rank.worker_stats.request_active_slots for rank in ranks)
         is_idle = not (num_prompt or num_output or num_running)
         if not (is_idle and was_idle):
-            _log_load(num_prompt / elapsed_s, num_output / elapsed_s, num_running, ranks)
+            rates = num_prompt / elapsed_s, num_output / elapsed_s
+            _log_load(rates, num_running, ranks, report_tiers())
         was_idle = is_idle
 
 
 def _log_load(
-    prompt_rate: float,
-    output_rate: float,
+    rates: tuple[float, float],
     num_running: int,
     ranks: Sequence[load.ForwardPassMetrics],
+    tiers: tier_report.TierReport | None,
 ) -> None:
     num_waiting = sum(rank.worker_stats.num_requests_waiting for rank in ranks)
     num_active = sum(rank.kv_stats.kv_active_blocks for rank in ranks)
     num_blocks = sum(rank.kv_stats.kv_total_blocks for rank in ranks)
     hit_rate = statistics.fmean(rank.kv_stats.gpu_prefix_cache_hit_rate for rank in ranks)
+    host_hit_rate = tiers.host_hit_rate if tiers is not None else 0.0
+    uses = tiers.tiers if tiers is not None else ()
+    host_used = sum(use.used_percent for use in uses if use.tier == tiered_cache.HOST)
     _logger.info(
         "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs,"
-        " Swapped: 0 reqs, Pending: %d reqs, GPU KV cache usage: %.1f%%, CPU KV cache usage: 0.0%%.",
-        prompt_rate, output_rate, num_running, num_waiting, 100 * num_active / max(1, num_blocks),
+        " Swapped: 0 reqs, Pending: %d reqs, GPU KV cache usage: %.1f%%, CPU KV cache usage: %.1f%%.",
+        *rates, num_running, num_waiting, 100 * num_active / max(1, num_blocks), host_used,
     )  # fmt: skip
-    _logger.info("Prefix cache hit rate: GPU: %.2f%%, CPU: 0.00%%", 100 * hit_rate)
+    _logger.info(
+        "Prefix cache hit rate: GPU: %.2f%%, CPU: %.2f%%", 100 * hit_rate, 100 * host_hit_rate
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

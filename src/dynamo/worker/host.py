@@ -97,6 +97,7 @@ class Host:
         self._options = options
         self._clock = clock
         self._metrics = counters or health.WorkerMetrics(endpoint, clock)
+        self._metrics.certificates.follow("cluster", runtime.credential_watch.expiry)
         self._hooks = hooks
         self._requests = inflight.InFlight(
             engine,
@@ -164,11 +165,14 @@ class Host:
         card = await self._files.share(self._make_card(facts), self._endpoint)
         await self._publisher.advertise()
         self._tasks.start(
-            "publish load", self._publisher.publish_load(self._engine.load, self._clock)
+            "publish load",
+            self._publisher.publish_load(self._engine.load, self._clock, self._requests),
         )
+        reporter = self._engine.capabilities.kv_tiers
+        tiers = (reporter.report_tiers,) if reporter is not None else ()
         self._tasks.start(
             "log statistics",
-            health.log_statistics(self._requests, self._engine.load, self._clock),
+            health.log_statistics(self._requests, self._engine.load, self._clock, *tiers),
         )
         self._tasks.start("publish KV positions", self._publisher.publish_positions(self._clock))
         handlers = {

@@ -9,6 +9,7 @@ Load is published when it changes, at most every `LOAD_INTERVAL_S` and at least 
 router can tell an idle worker from one that it cannot hear.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -33,6 +34,14 @@ class Topics(Protocol):
     async def advertise(self, topic: str) -> None: ...
 
     def publish(self, topic: str, payload: bytes) -> None: ...
+
+
+class OpenRequests(Protocol):
+    """The part of `worker.inflight.InFlight` that publishing needs."""
+
+    def __len__(self) -> int: ...
+
+    async def wait_for_next(self) -> None: ...
 
 
 class KvEventPublisher:
@@ -73,19 +82,30 @@ class KvEventPublisher:
             await clock.sleep(HEARTBEAT_S)
 
     async def publish_load(
-        self, measure: Callable[[], Sequence[load.ForwardPassMetrics]], clock: clocks.Clock
+        self,
+        measure: Callable[[], Sequence[load.ForwardPassMetrics]],
+        clock: clocks.Clock,
+        requests: OpenRequests,
     ) -> None:
-        """Publish the load of each rank, as `measure` returns it, until cancelled."""
+        """Publish the load of each rank, as `measure` returns it, until cancelled.
+
+        While no request is open and the load stays the same, it is measured for heartbeats and new requests only.
+        """
         published: Sequence[load.ForwardPassMetrics] = ()
         published_at = clock.now()
         while True:
             current = measure()
+            is_idle = not requests and current == published
             if current != published or clock.now() - published_at >= HEARTBEAT_S:
                 for metrics in current:
                     event = load.LoadEvent(worker_id=self._worker_id, data=metrics)
                     self._plane.publish(self._load_topic, self._encode(event))
                 published, published_at = current, clock.now()
-            await clock.sleep(LOAD_INTERVAL_S)
+            if is_idle:
+                with contextlib.suppress(TimeoutError):
+                    async with clock.timeout(HEARTBEAT_S):
+                        await requests.wait_for_next()
+            await clock.sleep(0.0 if is_idle else LOAD_INTERVAL_S)
 
     def replay(self, request: kv_events.ReplayRequest) -> Iterator[kv_events.ReplayPart]:
         """Yield what a subscriber at `request.positions` missed, rank by rank.

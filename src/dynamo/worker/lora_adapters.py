@@ -132,7 +132,7 @@ class LoraAdapters:
         async def respond(command: _Command, request: exchange.Exchange) -> None:
             await health.respond(request, command(request))
 
-        commands = {("POST", ""): load, ("GET", ""): show, ("DELETE", "/*"): unload}
+        commands = {("POST", ""): load, ("GET", ""): show, ("DELETE", "/**"): unload}
         return {
             (method, prefix + suffix): functools.partial(respond, command)
             for prefix in _PREFIXES

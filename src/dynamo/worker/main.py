@@ -48,7 +48,10 @@ def main(engine_name: str) -> int:
     prog = f"python -m dynamo.{engine_name}"
     try:
         parts = (settings.WorkerConfig, engines.settings_of(engine_name))
-        worker, engine_settings = config.load_parts(parts, prog=prog)
+        commands = ", ".join(f"dynamo.{name}" for name in engines.KIND_BY_NAME)
+        worker, engine_settings = config.load_parts(
+            parts, prog=prog, note=f"There is a command for each engine: python -m {commands}."
+        )
         worker.check()
         logs.configure()
         worker = component.with_reachable_host(worker, os.environ)
@@ -56,7 +59,7 @@ def main(engine_name: str) -> int:
         if worker.max_local_prefill_length is None:
             length = kind.max_local_prefill_length
             worker = dataclasses.replace(worker, max_local_prefill_length=length)
-        directory = model_source.resolve(worker.model, with_weights=kind.needs_weights)
+        directory = engines.find_model(engine_name, worker.model)
         asyncio.run(_serve(worker, _host_factory(worker, engine_name, directory, engine_settings)))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")

@@ -2,6 +2,7 @@
 
     nothing, or `storyteller`    the built-in model, which ships in the package
     an existing directory        that directory
+    a GGUF file                  the directory of what it says of its tokens (`gguf_model`)
     what looks like a path       refused: no such directory
     a hub name (org/name)        the local Hugging Face cache; else the hub, if it answers within seconds
 
@@ -17,11 +18,13 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
 
-from dynamo.base import errors
+from dynamo.base import distribution, errors
 from dynamo.engine import native
 from dynamo.engine.native import model_files
+from dynamo.worker import card
 
 BUILT_IN = "storyteller"
+GGUF_SUFFIX = ".gguf"
 HUB_TIMEOUT_S = 5.0
 REQUIRED = ("config.json", "tokenizer.json")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -42,8 +45,16 @@ def resolve(model: str | None, *, with_weights: bool = True) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return _checked(path)
+    if path.is_file() and path.suffix == GGUF_SUFFIX:
+        reader = distribution.load_extra(
+            "dynamo.engine.adapters.llamacpp.gguf_model", feature="a GGUF file", extra="llamacpp"
+        )
+        directory: Path = reader.unpack(path, card.FILES)
+        return directory
     if path.exists():
-        raise errors.ConfigError(f"{model} is a file; expected a model directory or a hub name")
+        raise errors.ConfigError(
+            f"{model} is a file; expected a model directory, a GGUF file or a hub name"
+        )
     if model.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(model):
         raise errors.ConfigError(
             f"no such directory: {model} (expected a model directory, or a hub name like Qwen/Qwen3-0.6B)"
@@ -60,15 +71,19 @@ def task(requested_task: str, directory: Path) -> str:
     """Return `generate` or `embed`: the requested task, or for `auto` the one that the files show."""
     if requested_task != "auto":
         return requested_task
+    if directory.suffix == GGUF_SUFFIX:
+        return "generate"
     embeds = model_files.is_sentence_transformer(directory) or model_files.is_encoder(directory)
     return "embed" if embeds else "generate"
 
 
 def display_name(model: str | None) -> str:
-    """Return the default name of a model for clients: its directory's or its hub name."""
+    """Return the default name of a model for clients: its directory's, its GGUF file's or its hub name."""
     if not model:
         return BUILT_IN
     path = Path(model).expanduser()
+    if path.suffix == GGUF_SUFFIX and path.is_file():
+        return path.stem
     return path.resolve().name if path.is_dir() else model
 
 

@@ -38,3 +38,21 @@ def test_family_of_a_number_needs_no_resolver():
     assert addresses.resolve("::1") == (socket.AF_INET6, "::1")
     assert addresses.resolve("127.0.0.1") == (socket.AF_INET, "127.0.0.1")
     assert addresses.resolve("localhost")[1] in ("::1", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "last"), [("0", 0, 0), ("7000", 7000, 7000), ("7000-7099", 7000, 7099)]
+)
+def test_port_range_is_read_and_written_in_one_notation(text, first, last):
+    ports = addresses.PortRange.parse(text)
+
+    assert ports == addresses.PortRange(first, last)
+    assert str(ports) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "65536", "7099-7000", "0-7000", "7000-", "any", "7000-7001-7002"]
+)
+def test_text_that_is_no_port_range_is_refused(text):
+    with pytest.raises(ValueError, match=r"port|invalid literal"):
+        addresses.PortRange.parse(text)

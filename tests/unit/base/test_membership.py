@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import ssl
 import tempfile
 
 import pytest
@@ -28,7 +29,7 @@ def read(environ=None, *, discovery_backend="mem", **settings):
 
 def test_no_settings_give_no_credentials():
     assert read() == membership.NO_CREDENTIALS
-    assert membership.NO_CREDENTIALS.derive_key("transfer") is None
+    assert membership.NO_CREDENTIALS.derive_keys("transfer") == ()
 
 
 def test_token_from_a_file_equals_token_from_the_environment(tmp_path):
@@ -38,8 +39,8 @@ def test_token_from_a_file_equals_token_from_the_environment(tmp_path):
     by_variable = read({"DYN_CLUSTER_TOKEN": TOKEN})
 
     assert by_file == by_variable
-    assert by_file.derive_key("transfer") == by_variable.derive_key("transfer")
-    assert by_file.derive_key("transfer") != by_file.derive_key("request plane")
+    assert by_file.derive_keys("transfer") == by_variable.derive_keys("transfer")
+    assert by_file.derive_keys("transfer") != by_file.derive_keys("request plane")
 
 
 def test_token_is_in_no_repr():
@@ -89,6 +90,15 @@ def test_certificates_are_wanted_whole(certificates):
     for name in paths:
         with pytest.raises(errors.ConfigError, match="all three or none"):
             read(**{other: path for other, path in paths.items() if other != name})
+
+
+def test_both_sides_show_certificates_by_tls_1_3_and_check_no_name(certificates):
+    shown = members.with_tls(certificates).tls
+
+    for context in (shown.client, shown.server):
+        assert context.verify_mode is ssl.CERT_REQUIRED
+        assert context.minimum_version is ssl.TLSVersion.TLSv1_3
+        assert not context.check_hostname
 
 
 def test_invalid_certificate_file_is_named_in_the_error(certificates, tmp_path):

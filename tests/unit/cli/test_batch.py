@@ -52,6 +52,36 @@ async def test_failed_request_does_not_stop_later_requests():
     assert str(summary) == "3 lines, 1 failed, 4 tokens in 2.0 s: 2.0 tokens/s"
 
 
+async def test_custom_id_of_a_line_is_one_of_its_answer_and_of_its_error():
+    lines = [parse(json.dumps({"text": text, "custom_id": f"id {text}"})) for text in ("a", "fail")]
+    rows, _ = await batch.run(Talk(), lines, defaults={}, now=lambda: 0.0)
+
+    assert [row["custom_id"] for row in rows] == ["id a", "id fail"]
+
+
 def test_unwritable_output_is_refused(tmp_path):
+    path = tmp_path / "batch.jsonl"
+    path.touch()
     with pytest.raises(errors.ConfigError, match=r"--output .*: cannot be written: No such file"):
-        batch.check_output(tmp_path / "none" / "answers.jsonl")
+        batch.check_output(tmp_path / "none" / "answers.jsonl", path)
+
+
+@pytest.mark.parametrize("make_alias", ["symlink_to", "hardlink_to", None])
+def test_batch_is_not_overwritten_by_its_answers(tmp_path, make_alias):
+    path, alias = tmp_path / "batch.jsonl", tmp_path / "alias.jsonl"
+    path.write_text("precious")
+    if make_alias is not None:
+        getattr(alias, make_alias)(path)
+    with pytest.raises(errors.ConfigError, match="another file"):
+        batch.check_output(alias if make_alias else tmp_path / "." / "batch.jsonl", path)
+
+    assert path.read_text() == "precious"
+
+
+def test_answers_replace_those_of_an_earlier_run(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    path.write_text("old")
+    batch.write(path, [{"a": 1}])
+
+    assert path.read_text() == '{"a":1}\n'
+    assert list(tmp_path.iterdir()) == [path]

@@ -5,11 +5,12 @@ import io
 import threading
 
 import pytest
+from tests.unit.cli.scripted_talks import Loop, Talk
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.cli import session
-from dynamo.protocols import generate, model_errors
+from dynamo.protocols import generate
 
 
 class Text:
@@ -132,83 +133,9 @@ async def test_closed_reader_ends_the_stream():
     assert endpoint.is_closed
 
 
-class Talk:
-    """Answers with the number of messages it was shown."""
-
-    model = "m"
-
-    def __init__(self):
-        self.seen = []
-        self.failure = None
-
-    def chat(self, messages, on_text, **fields):
-        self.seen.append([message["content"] for message in messages])
-        if self.failure is not None:
-            raise self.failure
-        on_text(f"answer {len(self.seen)}")
-        return session.Answer(f"answer {len(self.seen)}", "stop", 1, 1, 0.1)
-
-
-class Loop:
-    """Everything has happened already."""
-
-    def call(self, answer):
-        return answer
-
-
 @pytest.fixture
 def scripted_talk():
     return Talk()
-
-
-@pytest.fixture
-def say(monkeypatch, scripted_talk):
-    def say(*lines):
-        typed = iter(lines)
-
-        def read(prompt):
-            line = next(typed, EOFError())
-            if isinstance(line, BaseException):
-                raise line
-            return line
-
-        monkeypatch.setattr("builtins.input", read)
-        session.converse(Loop(), scripted_talk, {})
-
-    return say
-
-
-def test_answers_stay_in_the_conversation(say, scripted_talk):
-    say("one", "two")
-
-    assert scripted_talk.seen == [["one"], ["one", "answer 1", "two"]]
-
-
-def test_clear_begins_anew(say, scripted_talk):
-    say("one", "/clear", "two")
-
-    assert scripted_talk.seen == [["one"], ["two"]]
-
-
-def test_exit_leaves(say, scripted_talk):
-    say("/exit", "one")
-
-    assert scripted_talk.seen == []
-
-
-def test_ctrl_c_at_the_prompt_prints_how_to_leave(say, scripted_talk, capsys):
-    say(KeyboardInterrupt(), "one")
-
-    assert "Ctrl-D leaves" in capsys.readouterr().out.partition("\n")[2]
-    assert scripted_talk.seen == [["one"]]
-
-
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), model_errors.ContextTooLong("too long")])
-def test_question_without_an_answer_is_not_in_the_conversation(say, scripted_talk, failure):
-    scripted_talk.failure = failure
-    say("one", "two")
-
-    assert scripted_talk.seen == [["one"], ["two"]]
 
 
 def test_standard_input_is_one_prompt(monkeypatch, scripted_talk, capsys):
@@ -223,12 +150,6 @@ def test_an_empty_standard_input_is_refused(monkeypatch, scripted_talk):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(errors.ConfigError, match="in=stdin"):
         session.answer_standard_input(Loop(), scripted_talk, {})
-
-
-def test_without_standard_input_there_is_no_conversation(say, scripted_talk):
-    say(RuntimeError("input(): lost sys.stdin"))
-
-    assert scripted_talk.seen == []
 
 
 def test_without_standard_input_there_is_no_prompt(monkeypatch, scripted_talk):

@@ -62,3 +62,8 @@ def test_stop_timeout_is_longer_than_draining():
 @pytest.mark.parametrize("name", UNITS)
 def test_unit_is_not_restarted_after_a_wrong_setting(name):
     assert service(name)["RestartPreventExitStatus"] == "2"
+
+
+def test_stop_of_a_worker_reaches_its_own_process_alone():
+    """`mixed`: the processes of its engine get no SIGTERM while it drains."""
+    assert service("pydynamo-worker@.service")["KillMode"] == "mixed"

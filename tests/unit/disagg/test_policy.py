@@ -94,6 +94,15 @@ def test_prompt_of_which_less_than_a_block_is_new_is_local(num_new, expected):
     assert policy.LengthPolicy(limits).is_remote(4000, 0, here, load(0)) is expected
 
 
+@pytest.mark.parametrize(("longest", "expected"), [(0, True), (1000, False)])
+def test_new_prompt_below_one_block_is_remote_if_the_limits_allow_it(longest, expected):
+    """The article's 17 tokens, on a vLLM whose blocks have 128 on CPU."""
+    limits = policy.LocalPrefillLimits(max_local_prefill_length=longest, max_prefill_queue_size=9)
+    here = load(17, block_size=128)
+
+    assert policy.LengthPolicy(limits).is_remote(17, 0, here, load(0)) is expected
+
+
 def test_limits_of_lengths_can_change_at_run_time():
     chosen = policy.LengthPolicy(LIMITS)
     before = chosen.may_be_remote(500, 0), chosen.is_remote(2000, 0, load(1001), load(0))

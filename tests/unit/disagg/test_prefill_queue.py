@@ -105,9 +105,9 @@ async def test_prompt_of_a_failed_worker_goes_to_another(error):
 async def test_prompt_that_fails_everywhere_raises_the_last_error():
     workers = Workers(1)
     asking = await workers.begin()
-    workers.asked[0][1].ended(errors.StreamBroken("it died"))
+    workers.asked[0][1].ended(errors.WorkerDied("it died"))
 
-    with pytest.raises(errors.StreamBroken, match="it died"):
+    with pytest.raises(errors.WorkerDied, match="it died"):
         await asking
     assert workers.queue.size == 0
 
@@ -162,6 +162,21 @@ async def test_hung_worker_gets_no_prompt_until_it_answers_a_probe():
     for each in asking:
         each.cancel()
     await workers.queue.close()
+
+
+async def test_silent_worker_gets_one_prompt_and_then_probes():
+    workers = Workers(1, clock=virtual.VirtualClock())
+    first = await workers.begin()
+    workers.asked[0][1].ended(errors.StreamBroken("was silent for 3 s"))
+    with pytest.raises(errors.StreamBroken):
+        await first
+    size_meanwhile = workers.queue.size
+    workers.asked[1][1].ended(None)  # the probe is answered
+    await asyncio.sleep(0)
+    await workers.queue.close()
+
+    assert size_meanwhile is None  # so that the next prompt is computed elsewhere at once
+    assert [worker for worker, _ in workers.asked] == [1, 1]
 
 
 async def test_probe_is_repeated_until_it_is_answered_or_the_worker_is_gone():

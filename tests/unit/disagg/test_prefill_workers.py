@@ -93,6 +93,18 @@ async def test_worker_is_used_from_its_connection_until_it_is_gone(world):
     assert world.engine.gone == ["e1"]
 
 
+async def test_number_of_workers_is_logged_every_five_seconds(world, caplog):
+    line = "Current Prefill Workers: "
+    with caplog.at_level("DEBUG", logger=prefill_workers.__name__):
+        await world.clock.advance(20)
+        num_before = caplog.text.count(line)
+        await world.join(1)
+        await until(lambda: world.workers.connected)
+        await world.clock.advance(10)
+
+    assert (num_before, caplog.text.count(f"{line}1")) == (0, 2)
+
+
 async def test_unreachable_worker_is_tried_again(world):
     world.engine.unreachable.add(b"e1")
     await world.join(1)

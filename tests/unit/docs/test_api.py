@@ -13,9 +13,10 @@ from openai.types.responses import response_create_params as response_params
 
 from dynamo.frontend.apis import chat as chat_request
 from dynamo.frontend.apis import completions as completion_request
-from dynamo.frontend.apis import embeddings, tokenize
+from dynamo.frontend.apis import embeddings, scores, tokenize
 from dynamo.frontend.apis.kserve import request as kserve
 from dynamo.frontend.apis.messages import request as message_request
+from dynamo.frontend.apis.ollama import request as ollama
 from dynamo.frontend.apis.responses import request as responses_request
 from dynamo.preprocess import inputs
 
@@ -28,7 +29,12 @@ REQUEST_BY_TITLE = {
     "POST /v1/completions": completion_request.CompletionRequest,
     "POST /v1/responses": responses_request.ResponsesRequest,
     "POST /v1/messages": message_request.MessageRequest,
+    "POST /api/chat": ollama.OllamaChatRequest,
+    "POST /api/generate": ollama.OllamaGenerateRequest,
+    "POST /api/embed": ollama.OllamaEmbedRequest,
     "POST /v1/embeddings": embeddings.TextEmbeddingRequest,
+    "POST /v1/score": scores.ScoreRequest,
+    "POST /v1/rerank": scores.RerankRequest,
     "POST /v2/models/{name}/infer": kserve.InferBody,
     "POST /v2/models/{name}/generate": kserve.GenerateBody,
     "POST /tokenize": tokenize.TokenizeRequest,

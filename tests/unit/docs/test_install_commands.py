@@ -14,7 +14,8 @@ NAMES |= {
     "nixl-cu12",
     "setuptools",
     "grpcio-tools",
-}  # what nixl brings; what builds
+    "uv",
+}  # what nixl brings; what builds; what installs the clients of others
 SUFFIXES = {".py", ".md", ".sh", ".html", ".service", ".toml", ".txt", ".yaml"}
 FOLDERS = ("src", "docs", "tests", "benchmarks", "training", "deploy", ".ci")
 VALUE_FLAGS = {"-r", "-c", "--constraint", "--requirement", "--find-links", "--index-url"}

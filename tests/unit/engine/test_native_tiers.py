@@ -75,7 +75,7 @@ class Served:
         self.engine, self.sink = engine, sink
         self.num_requests = 0
 
-    def submit(self, prompt, max_tokens=6, **sampling):
+    def submit(self, prompt, max_tokens=6, hint=None, salt=None, **sampling):
         self.num_requests += 1
         request_id = str(self.num_requests)
         self.sink.ends[request_id] = asyncio.get_running_loop().create_future()
@@ -84,6 +84,8 @@ class Served:
                 id=request_id,
                 model="m",
                 token_ids=blocks.pack(prompt),
+                cache_hint=hint,
+                cache_salt=salt,
                 stop_conditions=generate.StopConditions(max_tokens=max_tokens),
                 sampling_options=generate.SamplingOptions(**({"temperature": 0.0} | sampling)),
             )
@@ -217,6 +219,36 @@ async def test_second_turn_is_loaded_from_host_memory_when_the_engine_has_evicte
     assert report.counts["matched_tokens"] == num_loaded > 0
 
 
+@pytest.mark.parametrize(
+    ("hint", "num_cached"), [(None, 0), (generate.CacheHint(ttl_s=3600, is_pinned=True), 76)]
+)
+async def test_pinned_prompt_stays_in_host_memory_that_others_overrun(model, hint, num_cached):
+    prompt = text(1, 80)
+    async with serving(model, num_gpu_blocks_override=34, **tiers(50)) as served:
+        first = await served.answer(prompt, hint=hint)
+        await served.settle()
+        for seed in range(2, 6):
+            await served.answer(text(seed, 100))
+            report = await served.settle()
+        assert await served.answer(prompt) == first
+        assert served.sink.cached["6"] == num_cached
+
+    assert (report.tiers[1].kept_blocks > 0) == (hint is not None)
+
+
+async def test_prompt_for_memory_only_is_not_found_on_disk_after_a_restart(model, tmp_path):
+    prompt, hint = text(1, 80), generate.CacheHint(is_memory_only=True)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        await served.answer(prompt, hint=hint)
+        report = await served.settle()
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        await served.answer(prompt)
+        assert served.sink.cached["1"] == 0
+
+    assert report.tiers[2].used_blocks == 0
+    assert report.counts["kept_off_disk"] > 0
+
+
 async def test_prompt_is_loaded_from_disk_after_a_restart(model, tmp_path):
     prompt = text(1, 80)
     async with serving(model, **tiers(100, 400, tmp_path)) as served:
@@ -293,6 +325,99 @@ async def test_clear_reaches_every_tier(model, tmp_path):
         assert served.sink.cached["1"] == 0
 
 
+async def test_writes_that_hang_while_all_is_cleared_are_not_found_after_a_restart(
+    model, tmp_path, monkeypatch
+):
+    stuck, prompt = StuckFile(monkeypatch, "write"), text(1, 160)  # 40 blocks: some writes wait
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        await served.answer(prompt)
+        async with asyncio.timeout(PATIENT_S):
+            while stuck.num_calls < disk_file.DiskFile.num_threads:
+                await asyncio.sleep(0.005)
+        await served.engine.clear_kv_blocks()
+        stuck.may_go_on.set()
+        await served.settle()
+    assert stuck.num_calls > disk_file.DiskFile.num_threads
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        await served.answer(prompt)
+        assert served.sink.cached["1"] == 0
+
+
+def shared(directory, num_host=200, num_disk=None, **options):
+    """Options for two engines that share their tiers."""
+    path = directory / "disk" if num_disk else None
+    return tiers(
+        num_host, num_disk, path,
+        kvbm_sharing_workers=2, kvbm_shared_memory_dir=str(directory / "memory"), **options,
+    )  # fmt: skip
+
+
+async def test_prompt_that_another_worker_of_the_host_computed_is_loaded(model, tmp_path):
+    prompt = text(1, 80)
+    async with (
+        serving(model, **shared(tmp_path)) as first,
+        serving(model, **shared(tmp_path)) as second,
+    ):
+        said = await first.answer(prompt)
+        await first.settle()
+        assert await second.answer(prompt) == said
+        report = await second.settle()
+
+        assert second.sink.by_tier["1"] == {"host": 76}
+        assert report.counts["shared_blocks"] == 19
+        assert report.tiers[1].shared_blocks >= 19
+        assert report.copied["offload_blocks_d2h"] <= 2  # what the other has is not copied again
+        assert len(second.sink.held[kv_events.HOST]) >= 19  # so routers know
+
+
+async def test_clear_of_one_worker_empties_the_tiers_of_both(model, tmp_path):
+    prompt = text(1, 80)
+    async with (
+        serving(model, **shared(tmp_path, num_disk=400)) as first,
+        serving(model, **shared(tmp_path, num_disk=400)) as second,
+    ):
+        await first.answer(prompt)
+        await first.settle()
+        await second.answer(prompt)
+        await second.settle()
+        await first.engine.clear_kv_blocks()
+        await second.answer(text(2, 20))
+        report = await second.settle()
+
+        assert report.tiers[1].shared_blocks == report.tiers[2].shared_blocks == 0
+        await first.answer(prompt)
+        assert first.sink.cached["2"] == 0
+
+
+async def test_disk_tier_of_a_stopped_worker_serves_another(model, tmp_path):
+    prompt = text(1, 80)
+    async with serving(model, **shared(tmp_path, num_host=60, num_disk=400)) as second:
+        async with serving(model, **shared(tmp_path, num_host=60, num_disk=400)) as first:
+            said = await first.answer(prompt)
+            await first.settle()
+            for seed in range(2, 6):  # its part of host memory holds these now
+                await first.answer(text(seed, 100))
+                await first.settle()
+        assert await second.answer(prompt) == said
+
+        assert second.sink.by_tier["1"].get("disk", 0) > 0
+
+
+@pytest.mark.parametrize("num_disk", [None, 30])
+async def test_answers_are_equal_while_two_workers_overrun_their_shared_tiers(
+    model, expected, tmp_path, num_disk
+):
+    options = shared(tmp_path, 24, num_disk, num_gpu_blocks_override=34)
+    async with serving(model, **options) as first, serving(model, **options) as second:
+        answers = await asyncio.gather(
+            converse(first, sampling=SAMPLINGS), converse(second, sampling=SAMPLINGS)
+        )
+        assert answers == [expected, expected]
+        reports = [await first.settle(), await second.settle()]
+
+    assert sum(report.counts["shared_blocks"] for report in reports) > 0
+
+
 async def test_events_say_what_each_tier_holds(model, tmp_path):
     async with serving(model, num_gpu_blocks_override=34, **tiers(12, 30, tmp_path)) as served:
         await converse(served)
@@ -325,18 +450,18 @@ async def test_engine_on_a_gpu_refuses_tiers_by_name(model):
 
 
 class StuckFile:
-    """Hold all reads of the disk until `may_read` is set."""
+    """Hold all reads of the disk, or all writes, until `may_go_on` is set."""
 
-    def __init__(self, monkeypatch):
-        self.may_read, self.num_reads = threading.Event(), 0
-        real = disk_file.DiskFile.read
+    def __init__(self, monkeypatch, method="read"):
+        self.may_go_on, self.num_calls = threading.Event(), 0
+        real = getattr(disk_file.DiskFile, method)
 
-        def read(file, slot, content):
-            self.num_reads += 1
-            assert self.may_read.wait(PATIENT_S)
-            return real(file, slot, content)
+        def wait_and_call(file, *args):
+            self.num_calls += 1
+            assert self.may_go_on.wait(PATIENT_S)
+            return real(file, *args)
 
-        monkeypatch.setattr(disk_file.DiskFile, "read", read)
+        monkeypatch.setattr(disk_file.DiskFile, method, wait_and_call)
 
 
 async def test_disk_that_hangs_delays_a_prompt_by_a_bounded_time(model, tmp_path, monkeypatch):
@@ -349,10 +474,10 @@ async def test_disk_that_hangs_delays_a_prompt_by_a_bounded_time(model, tmp_path
         assert await served.answer(prompt) == first
         assert await served.answer(text(9, 20))
         report = served.engine.report_tiers()
-        stuck.may_read.set()
+        stuck.may_go_on.set()
         await served.settle()
 
-    assert stuck.num_reads > 0
+    assert stuck.num_calls > 0
     assert report.counts["late_loads"] == 1
     assert report.counts["matched_tokens"] == 0
 
@@ -368,10 +493,10 @@ async def test_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing(
     async with serving(model, **tiers(100, 400, tmp_path)) as served:
         request_id = served.submit(prompt)
         async with asyncio.timeout(PATIENT_S):
-            while not stuck.num_reads:
+            while not stuck.num_calls:
                 await asyncio.sleep(0.005)
         served.engine.abort(request_id)
-        stuck.may_read.set()
+        stuck.may_go_on.set()
         await served.settle()
         (load,) = served.engine.load()
 
@@ -396,6 +521,40 @@ async def test_full_disk_leaves_answers_as_they_are(model, tmp_path, monkeypatch
     assert report.tiers[2].used_blocks == 0
     assert report.counts["failed_blocks"] > 0
     assert "no space left" in caplog.text
+
+
+async def test_disk_that_is_taken_away_leaves_answers_as_they_are(model, tmp_path, monkeypatch):
+    prompt = text(1, 80)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        first = await served.answer(prompt)
+        await served.settle()
+
+    def fail(*_):
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "pwritev", fail)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        assert await served.answer(prompt) == first
+        assert await served.answer(text(2, 40))
+        report = await served.settle()
+
+    assert report.counts["matched_tokens"] == 0
+    assert report.counts["failed_blocks"] > 0
+
+
+async def test_blocks_of_another_tenant_are_not_loaded_even_from_a_shared_tier(model, tmp_path):
+    prompt = text(1, 80)
+    async with (
+        serving(model, **shared(tmp_path)) as first,
+        serving(model, **shared(tmp_path)) as second,
+    ):
+        await first.answer(prompt, salt="alice")
+        await first.settle()
+        await second.answer(prompt, salt="bob")
+        await second.answer(prompt, salt="alice")
+
+        assert second.sink.cached == {"1": 0, "2": 76}
 
 
 async def test_decoding_goes_on_while_a_prompt_is_loaded(model, monkeypatch):

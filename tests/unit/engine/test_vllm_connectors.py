@@ -10,7 +10,7 @@ from dynamo.engine.adapters import settings
 from dynamo.engine.adapters.vllm import connectors
 
 
-@pytest.mark.parametrize("names", [["none"], ["null"], []])
+@pytest.mark.parametrize("names", [["none"], []])
 def test_without_a_connector_there_is_no_transfer_configuration(names):
     assert connectors.transfer_config(names, "e") is None
 
@@ -79,7 +79,7 @@ def test_parameters_of_tiers_alone_are_no_transfer():
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["tape"], "--connector tape: expected one of nixl, lmcache, kvbm, none, null"),
+        (["tape"], "--connector tape: expected one of nixl, lmcache, kvbm, none, null alone"),
         (["nixl", "none"], "--connector nixl,none: expected none alone"),
     ],
 )

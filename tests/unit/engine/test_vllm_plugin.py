@@ -5,10 +5,11 @@ import os
 import signal
 import sys
 import time
+import types
 
 import pytest
 
-from dynamo.engine.adapters.vllm import plugin
+from dynamo.engine.adapters.vllm import connectors, plugin
 from waiting import PATIENT_S
 
 
@@ -50,3 +51,29 @@ def test_a_vllm_of_another_program_is_not_changed(monkeypatch):
     monkeypatch.setattr(plugin.process_setup, "dies_with", lambda pid: pytest.fail("asked"))
 
     plugin.adopt()
+
+
+class AgentConfig:
+    """NIXL's, whose Python interface sets the delay to 0."""
+
+    def __init__(self):
+        self._delay_us = None
+
+    @property
+    def pthrDelay(self):
+        return self._delay_us
+
+    @pthrDelay.setter
+    def pthrDelay(self, delay_us):
+        self._delay_us = delay_us
+
+
+def test_progress_thread_of_nixl_pauses_unless_it_was_given_a_delay(monkeypatch):
+    bindings = types.SimpleNamespace(nixlAgentConfig=AgentConfig)
+    monkeypatch.setitem(sys.modules, "nixl", types.ModuleType("nixl"))
+    monkeypatch.setitem(sys.modules, "nixl._api", types.SimpleNamespace(nixlBind=bindings))
+    plugin.pause_nixl(connectors.NIXL_PAUSE_US)
+    polling, chosen = bindings.nixlAgentConfig(), bindings.nixlAgentConfig()
+    polling.pthrDelay, chosen.pthrDelay = 0, 7
+
+    assert (polling.pthrDelay, chosen.pthrDelay) == (1000, 7)

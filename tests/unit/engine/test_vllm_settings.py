@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 
 import pytest
 
@@ -26,3 +27,26 @@ def test_debug_logging_is_passed_on_to_vllm(monkeypatch, caplog, level, told):
     heard = os.environ.pop("VLLM_LOGGING_LEVEL", None)
 
     assert heard == told
+
+
+@pytest.mark.parametrize(
+    "flag", ["--router-mode", "--http-port", "--max-model-length", "--no-such=3", "--tp_sizes"]
+)
+def test_flag_that_no_supported_vllm_has_is_refused_before_its_import(flag):
+    with pytest.raises(errors.ConfigError, match=f"{flag.partition('=')[0].replace('_', '-')} "):
+        settings.VllmConfig(engine_args=("--dtype", "float32", flag, "x"))
+
+    assert "vllm" not in sys.modules
+
+
+def test_flags_of_vllm_are_passed_on_in_every_spelling():
+    words = ("-tp", "2", "--max_num_seqs=7", "--no-enable-prefix-caching", "--max-num-batched", "9")
+    words += ("--compilation-config.mode", "0", "--seed", "-1", "-O3")
+
+    assert settings.VllmConfig(engine_args=words).engine_args == words
+
+
+def test_unknown_flag_is_left_to_a_vllm_that_is_newer_than_known(monkeypatch):
+    monkeypatch.setattr(settings.SupportedReleases, "installed_version", "0.99.0")
+
+    assert settings.VllmConfig(engine_args=("--brand-new",)).engine_args == ("--brand-new",)

@@ -5,9 +5,10 @@ import types
 
 import pytest
 
-from dynamo.engine.adapters.vllm import tier_plan, tier_scheduler
+from dynamo.engine.adapters import guided_decoding
+from dynamo.engine.adapters.vllm import tier_plan, tier_scheduler, translation
 from dynamo.kvbm import tier_setup, tiered_cache, tiers
-from dynamo.protocols import kv_events
+from dynamo.protocols import generate, kv_events
 
 BLOCK, BLOCK_BYTES = 4, 1000
 DEVICE, HOST, DISK = kv_events.TIERS[:3]
@@ -56,7 +57,10 @@ class Rig:
         self.scheduler.bind(self.pool)
         self.num_host = num_host
         self.opened = tier_plan.OpenedStorage(
-            block_bytes=BLOCK_BYTES, num_host=num_host, num_disk=num_disk, stored=stored or {}
+            block_bytes=BLOCK_BYTES,
+            host=tiers.TierSlots(num=num_host),
+            disk=tiers.TierSlots(num=num_disk, stored=stored or {}) if num_disk else None,
+            is_shared=options.get("kvbm_sharing_workers", 1) > 1,
         )
         self.held, self.failing = [], set()
         self.plans = []
@@ -69,7 +73,7 @@ class Rig:
         ]
         defaults = {
             "lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None,
-            "priority": 0, "kv_transfer_params": None,
+            "priority": 0, "kv_transfer_params": None, "sampling_params": None,
         }  # fmt: skip
         request = types.SimpleNamespace(
             request_id=name, num_tokens=num_tokens, all_token_ids=tokens, block_hashes=hashes,
@@ -305,6 +309,34 @@ def test_prompt_that_a_peer_has_computed_is_left_to_the_peer(rig):
     assert rig.scheduler.match(unknown, 0) == (0, False)
 
 
+def test_wish_to_keep_blocks_reaches_the_tiers(rig):
+    hint = generate.Request(
+        id="a", model="m", token_ids=b"", cache_hint=generate.CacheHint(ttl_s=300, is_pinned=True)
+    )
+    support = guided_decoding.GuidedSupport()
+    sampling = types.SimpleNamespace(**translation.sampling_fields(hint, 0, support))
+    request = rig.request("a", sampling_params=sampling)
+    rig.compute(request)
+
+    assert rig.scheduler.cache.host.num_kept == 4
+
+
+def test_first_match_waits_for_what_other_workers_have_stored():
+    rig = Rig(kvbm_sharing_workers=2)
+    rig.step()
+    request = rig.request("a")
+    assert rig.scheduler.match(request, 0) == (None, False)
+    stored = {
+        8 + i: tiers.CachedBlock(name_of(block_hash), 0, None)
+        for i, block_hash in enumerate(request.block_hashes)
+    }
+    changes = tiers.SharedChanges(stored=stored, removed=[], is_cleared=False)
+    rig.step()
+    rig.scheduler.record(tier_plan.TierResults(num_usable=8, changes={HOST: changes}))
+
+    assert rig.scheduler.match(request, 0) == (16, False)
+
+
 def test_origins_are_bounded(rig, monkeypatch):
     monkeypatch.setattr(rig.scheduler, "_max_origins", 3)
     rig.compute(rig.request("a", num_tokens=33))
@@ -317,16 +349,20 @@ def test_origins_are_bounded(rig, monkeypatch):
 def test_ranks_agree_on_the_least_that_both_have():
     blocks = [tiers.CachedBlock(i, 0, None) for i in range(3)]
     ours = tier_plan.OpenedStorage(
-        block_bytes=1, num_host=5, num_disk=9, stored=dict(enumerate(blocks))
+        block_bytes=1,
+        host=tiers.TierSlots(num=5),
+        disk=tiers.TierSlots(num=9, stored=dict(enumerate(blocks))),
     )
     theirs = tier_plan.OpenedStorage(
-        block_bytes=1, num_host=7, num_disk=8, stored={0: blocks[0], 1: blocks[2]}
+        block_bytes=1,
+        host=tiers.TierSlots(num=7),
+        disk=tiers.TierSlots(num=8, stored={0: blocks[0], 1: blocks[2]}),
     )
     first = tier_plan.TierResults(opened=ours, num_usable=5, step_s=0.1)
     joined = first.join(tier_plan.TierResults(opened=theirs, num_usable=4, step_s=0.3))
 
-    assert (joined.opened.num_host, joined.opened.num_disk) == (5, 8)
-    assert joined.opened.stored == {0: blocks[0]}
+    assert (joined.opened.host.num, joined.opened.disk.num) == (5, 8)
+    assert joined.opened.disk.stored == {0: blocks[0]}
     assert (joined.num_usable, joined.step_s) == (4, 0.3)
     assert first.join(tier_plan.TierResults()).opened is ours
 

@@ -34,7 +34,8 @@ async def send(rig, head, body=b""):
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v2/models/m/infer"])
 async def test_key_is_checked_before_the_body_comes(guarded, path):
     answer = await send(
-        guarded, f"POST {path} HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 5000000\r\n\r\n"
+        guarded,
+        f"POST {path} HTTP/1.1\r\nhost: h\r\nexpect: 100-continue\r\ncontent-length: 5000000\r\n\r\n",
     )
 
     assert answer.startswith(b"HTTP/1.1 401")
@@ -59,7 +60,7 @@ async def test_request_with_a_key_may_send_its_body(guarded):
     body = b'{"model":"m","prompt":"hi"}'
     answer = await send(
         guarded,
-        "POST /v1/completions HTTP/1.1\r\nauthorization: Bearer sk-alice-1\r\nconnection: close\r\n"
+        "POST /v1/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer sk-alice-1\r\nconnection: close\r\n"
         f"content-length: {len(body)}\r\n\r\n",
         body,
     )
@@ -71,7 +72,7 @@ async def test_offer_of_http_2_is_answered_in_http_1(rig):
     body = b'{"model":"m","prompt":"hi"}'
     answer = await send(
         rig,
-        "POST /v1/completions HTTP/1.1\r\nconnection: Upgrade, HTTP2-Settings, close\r\n"
+        "POST /v1/completions HTTP/1.1\r\nhost: h\r\nconnection: Upgrade, HTTP2-Settings, close\r\n"
         f"content-length: {len(body)}\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\nupgrade: h2c\r\n\r\n",
         body,
     )
@@ -81,7 +82,9 @@ async def test_offer_of_http_2_is_answered_in_http_1(rig):
 
 
 async def test_57_megabytes_of_lists_are_refused_by_their_head(rig):
-    answer = await send(rig, "POST /v1/completions HTTP/1.1\r\ncontent-length: 57000000\r\n\r\n")
+    answer = await send(
+        rig, "POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 57000000\r\n\r\n"
+    )
 
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"8388608 bytes" in answer

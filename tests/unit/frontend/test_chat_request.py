@@ -160,7 +160,7 @@ def test_keys_of_logit_bias_are_token_ids():
             True,
             "use_beam_search: not supported; expected false or nothing, got true",
         ),
-        ("prompt_logprobs", 1, "prompt_logprobs: not supported; leave it out"),
+        ("prompt_logprobs", 21, "prompt_logprobs: expected a whole number from 0 to 20, got 21"),
         ("audio", {}, "audio: not supported; leave it out"),
         (
             "guided_regex",

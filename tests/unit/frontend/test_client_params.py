@@ -1,8 +1,13 @@
 """Every parameter that the official clients can send is honoured, or refused by the name under which it was sent."""
 
+import gzip
+import json
+
 import anthropic
 import openai
 import pytest
+from backports import zstd
+from frontend_rig import outputs
 
 from dynamo.protocols import model_card
 
@@ -270,15 +275,28 @@ async def test_models_are_listed_in_anthropics_form(claude):
     assert (one.type, one.created_at.year) == ("model", 2023)
 
 
-async def test_compressed_body_is_a_415_that_names_the_encoding(rig):
+async def test_unknown_encoding_of_a_body_is_a_415_that_names_it(rig):
     answer = await rig.client.post(
         "/v1/completions",
         content=b"x",
-        headers={"content-encoding": "gzip", "content-type": "application/json"},
+        headers={"content-encoding": "br", "content-type": "application/json"},
     )
 
     assert answer.status_code == 415
-    assert "'gzip'" in answer.json()["error"]["message"]
+    assert "'br'" in answer.json()["error"]["message"]
+
+
+async def test_compressed_body_is_answered(rig):
+    rig.one.script = outputs("hi", "eos")
+    body = {"model": "m", "prompt": "x", "max_tokens": 5, "user": "y" * 20_000}
+    for encoding, compress in (("gzip", gzip.compress), ("zstd", zstd.compress)):
+        answer = await rig.client.post(
+            "/v1/completions",
+            content=compress(json.dumps(body).encode()),
+            headers={"content-encoding": encoding, "content-type": "application/json"},
+        )
+
+        assert answer.json()["choices"][0]["text"] == "hi"
 
 
 async def test_version_and_ping_answer(rig):

@@ -29,6 +29,58 @@ async def test_streamed_request_is_counted(rig):
     assert counted[P + 'request_duration_seconds_count{model="m"}'] == 1
 
 
+async def test_times_of_prompts_and_of_the_request_plane_are_observed(rig):
+    await rig.chat()
+    counted = await rig.metrics()
+
+    for name in ("template_seconds", "tokenize_seconds"):
+        assert counted[P + f"{name}_count"] == 1
+    assert counted[P + 'tokenizer_latency_ms_count{operation="tokenize"}'] == 1
+    assert counted["dynamo_request_plane_inflight_requests"] == 0
+    assert counted["dynamo_request_plane_queue_seconds_count"] == 1
+    assert counted["dynamo_request_plane_roundtrip_ttft_seconds_count"] == 1
+
+
+async def test_latest_request_of_a_worker_is_shown(rig):
+    await rig.chat(stream=True)
+    await rig.chat(messages=[{"role": "user", "content": "much longer"}])
+    counted = await rig.metrics()
+    shown = {
+        name.removeprefix(P + "worker_last_").partition("{")[0]: value
+        for name, value in counted.items()
+        if "worker_last" in name
+    }
+
+    assert sorted(shown) == [
+        "input_sequence_tokens", "inter_token_latency_seconds", "time_to_first_token_seconds",
+    ]  # fmt: skip
+    assert shown["input_sequence_tokens"] == len("user: much longer\n")
+
+
+def test_workers_heard_longest_ago_are_shown_no_more():
+    registry = observed.Registry("t")
+    families = metrics.FrontendMetrics(registry, lambda: 1.0)
+    for instance_id in range(metrics.MAX_WORKERS + 5):
+        meter = metrics.RequestMeter(families.for_model("m"), "completions", is_stream=True)
+        meter.record_prompt(generate.Request(id="r", model="m", token_ids=b"0123"))
+        meter.record_worker(instance_id)
+        meter.record_tokens(Choice(), 1)
+        meter.record_success()
+    text = registry.render().decode()
+
+    assert text.count("t_worker_last_input_sequence_tokens{") == metrics.MAX_WORKERS
+    assert 'worker_id="4"' not in text
+    assert 'worker_id="5"' in text
+
+
+def test_request_without_a_worker_is_counted_as_rejected():
+    families = metrics.FrontendMetrics(observed.Registry("t"), lambda: 1.0)
+    meter = metrics.RequestMeter(families.for_model("m"), "completions", is_stream=True)
+    meter.record_failure(errors.Overloaded("full"))
+
+    assert families.rejections.labels("completions", "m")._value.get() == 1
+
+
 @pytest.mark.parametrize("gauge", ["inflight_requests", "queued_requests", "active_requests"])
 async def test_gauges_return_to_zero(rig, gauge):
     await rig.chat()
@@ -158,4 +210,4 @@ def test_observer_is_called_once_with_all_times():
     assert observer.seen == [meter]
     assert (meter.arrived_at, meter.prepared_at, meter.opened_at) == (1.0, 2.0, 3.0)
     assert (meter.first_token_at, meter.ended_at, meter.num_tokens) == (5.0, 8.0, 1)
-    assert families.roundtrip.sum == 3.0
+    assert families.stages.roundtrip.sum == 3.0

@@ -1,5 +1,8 @@
 """KServe's v2 protocol over HTTP, with a worker that answers by a script."""
 
+import json
+import struct
+
 import pytest
 from frontend_rig import events, outputs
 
@@ -172,12 +175,51 @@ async def test_missing_model_or_route_is_an_error_in_the_protocols_form(rig, met
     assert isinstance(answer.json()["error"], str)
 
 
-async def test_binary_tensors_are_refused(rig):
-    headers = {"Inference-Header-Content-Length": "10"}
-    answer = await rig.client.post(INFER, json={"inputs": [tensor()]}, headers=headers)
+def raw_tensor(size, **fields):
+    described = {"name": "text_input", "datatype": "BYTES", "shape": [1], **fields}
+    return {**described, "parameters": {"binary_data_size": size}}
+
+
+async def infer_raw(rig, inputs, raw, length=None):
+    body = json.dumps({"inputs": inputs}).encode()
+    headers = {
+        "Inference-Header-Content-Length": str(len(body) if length is None else length),
+        "Content-Type": "application/octet-stream",
+    }
+    return await rig.client.post(INFER, content=body + raw, headers=headers)
+
+
+async def test_tensors_may_follow_as_raw_bytes(rig):
+    no = {"name": "streaming", "datatype": "BOOL"}
+    answer = await infer_raw(
+        rig, [raw_tensor(6), raw_tensor(1, **no)], struct.pack("<I", 2) + b"hi" + b"\0"
+    )
+
+    assert answer.json()["outputs"][0]["data"] == ["hello"]
+    assert rig.one.prompts == ["hi"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "raw", "length", "text"),
+    [
+        (
+            [raw_tensor(7)],
+            struct.pack("<I", 2) + b"hi",
+            None,
+            "binary_data_size within the 6 bytes",
+        ),
+        ([raw_tensor("6")], struct.pack("<I", 2) + b"hi", None, "binary_data_size"),
+        ([raw_tensor(6)], struct.pack("<I", 3) + b"hi", None, "text_input"),
+        ([raw_tensor(5)], struct.pack("<I", 1) + b"\xff", None, "UTF-8"),
+        ([raw_tensor(6)], b"", 999, "expected inference-header-content-length within"),
+        ([raw_tensor(6)], b"", "x", "'x'"),
+    ],
+)
+async def test_wrong_raw_tensor_is_refused(rig, inputs, raw, length, text):
+    answer = await infer_raw(rig, inputs, raw, length)
 
     assert answer.status_code == 400
-    assert "binary" in answer.json()["error"]
+    assert text in answer.json()["error"]
 
 
 async def test_server_and_models_have_http_metadata(rig):

@@ -53,6 +53,26 @@ def test_system_and_turns_may_be_blocks():
     ]
 
 
+def test_longest_time_to_live_of_any_part_is_that_of_the_prompt():
+    def text(**control):
+        return {"type": "text", "text": "a", "cache_control": {"type": "ephemeral", **control}}
+
+    cases = [
+        decode(),
+        decode(cache_control={"type": "ephemeral"}),
+        decode(system=[text(ttl="1h")], messages=[{"role": "user", "content": [text()]}, SAY]),
+        decode(
+            tools=[{"name": "g", "input_schema": {}, "cache_control": {"type": "ephemeral"}}],
+            thinking={"type": "enabled", "budget_tokens": 1024},
+            max_tokens=2000,
+        ),
+    ]
+
+    controls = [case.extensions.cache_control for case in cases]
+    assert [control and control.ttl for control in controls] == [None, "5m", "1h", "5m"]
+    assert cases[3].extensions.max_thinking_tokens == 1024
+
+
 def test_consecutive_turns_of_a_role_are_merged():
     messages = decode(messages=[SAY, SAY, SAY]).messages
 

@@ -35,6 +35,9 @@ def typed(text):
     ]
 
 
+OF_WHOLE_MESSAGES = {"cache_creation": None, "service_tier": "standard", "inference_geo": None}
+
+
 async def test_whole_message_has_all_fields(rig):
     rig.one.script = outputs("hello", "eos")
     answer = await ask(rig, system="be kind")
@@ -45,15 +48,19 @@ async def test_whole_message_has_all_fields(rig):
         "type": "message",
         "role": "assistant",
         "model": "m",
-        "content": [{"type": "text", "text": "hello"}],
+        "content": [{"type": "text", "text": "hello", "citations": None}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
         "usage": {
             "input_tokens": 25,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 6,
-            "service_tier": "standard",
+            "output_tokens_details": {"thinking_tokens": 0},
+            "server_tool_use": None,
+            **OF_WHOLE_MESSAGES,
         },
     }
     assert rig.one.prompts == ["system: be kind\nuser: hi\n"]
@@ -77,15 +84,20 @@ async def test_message_stream_is_exact_to_the_byte(rig):
     assert answer.text == (
         'event: message_start\ndata: {"type":"message_start","message":{"id":"' + message_id + '",'
         '"type":"message","role":"assistant","model":"m","content":[],"stop_reason":null,'
-        '"stop_sequence":null,"usage":{"input_tokens":5,"cache_creation_input_tokens":0,'
-        '"cache_read_input_tokens":4,"output_tokens":0,"service_tier":"standard"}}}\n\n'
+        '"stop_sequence":null,"stop_details":null,"container":null,'
+        '"usage":{"input_tokens":5,"cache_creation_input_tokens":0,'
+        '"cache_read_input_tokens":4,"output_tokens":0,"output_tokens_details":{"thinking_tokens":0},'
+        '"server_tool_use":null,"cache_creation":null,"service_tier":"standard",'
+        '"inference_geo":null}}}\n\n'
         'event: content_block_start\ndata: {"type":"content_block_start","index":0,'
-        '"content_block":{"type":"text","text":""}}\n\n'
+        '"content_block":{"type":"text","text":"","citations":null}}\n\n'
         + start + '"a"}}\n\n' + start + '"\\""}}\n\n' + start + '"b"}}\n\n'
         'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
         'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"max_tokens",'
-        '"stop_sequence":null},"usage":{"input_tokens":5,"cache_creation_input_tokens":0,'
-        '"cache_read_input_tokens":4,"output_tokens":3}}\n\n'
+        '"stop_sequence":null,"stop_details":null,"container":null},'
+        '"usage":{"input_tokens":5,"cache_creation_input_tokens":0,'
+        '"cache_read_input_tokens":4,"output_tokens":3,"output_tokens_details":{"thinking_tokens":0},'
+        '"server_tool_use":null}}\n\n'
         'event: message_stop\ndata: {"type":"message_stop"}\n\n'
     )  # fmt: skip
 
@@ -112,7 +124,12 @@ async def test_stop_sequence_ends_the_message(rig, step):
 
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "STOP")
     assert whole["content"][0]["text"] == "".join(said) == "one "
-    assert found[-2][1]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "STOP"}
+    assert found[-2][1]["delta"] == {
+        "stop_reason": "stop_sequence",
+        "stop_sequence": "STOP",
+        "stop_details": None,
+        "container": None,
+    }
 
 
 async def test_all_counts_agree(rig):
@@ -124,7 +141,7 @@ async def test_all_counts_agree(rig):
     assert counted == {"input_tokens": 19}
     assert whole["input_tokens"] == 19
     assert found[0][1]["message"]["usage"]["input_tokens"] == 19
-    assert found[-2][1]["usage"] | {"service_tier": "standard"} == whole
+    assert found[-2][1]["usage"] | OF_WHOLE_MESSAGES == whole
 
 
 async def test_prompt_longer_than_the_context_can_be_counted(rig):
@@ -169,11 +186,31 @@ async def test_refusal_by_the_http_server_is_an_anthropic_error(bare):
     assert wrong_type.json()["type"] == "error"
 
 
-async def test_beyond_the_context_is_a_bad_request(rig):
-    answer = await ask(rig, max_tokens=500)
+async def test_prompt_beyond_the_context_is_a_bad_request(rig):
+    answer = await ask(rig, messages=[{"role": "user", "content": "x" * 200}])
 
     assert answer.status_code == 400
     assert "maximum context length is 200 tokens" in answer.json()["error"]["message"]
+
+
+async def test_answer_ends_where_the_context_is_full(rig):
+    rig.one.script = outputs("x" * 191, "length")
+    whole = (await ask(rig, max_tokens=500)).json()
+    found = typed((await ask(rig, max_tokens=500, stream=True)).text)
+
+    assert rig.one.requests[0].stop_conditions.max_tokens == 191
+    assert whole["stop_reason"] == "model_context_window_exceeded"
+    assert found[-2][1]["delta"]["stop_reason"] == "model_context_window_exceeded"
+
+
+async def test_thread_is_refused_so_that_the_client_sends_all_messages(rig):
+    error = (await ask(rig, thread={"type": "create"})).json()["error"]
+
+    assert error["type"] == "invalid_request_error"
+    assert error["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
 
 
 async def test_overloaded_worker_is_a_529_with_retry_after(rig):

@@ -145,13 +145,13 @@ async def test_fingerprint_depends_on_the_model_and_not_on_the_request(rig):
     assert other.requests
 
 
-async def test_requested_service_tier_is_reported(rig):
+async def test_service_tier_is_reported_in_whole_answers_and_in_chunks_on_request(rig):
     assert (await rig.chat(service_tier="auto")).json()["service_tier"] == "default"
+    assert (await rig.chat()).json()["service_tier"] == "default"
     assert all(
         c["service_tier"] == "default"
         for c in chunks(await rig.chat(service_tier="default", stream=True))
     )
-    assert (await rig.chat()).json()["service_tier"] is None
 
 
 async def test_error_of_the_worker_keeps_its_field_and_retry_time(rig):

@@ -37,6 +37,18 @@ def deltas(text):
     ]
 
 
+def merged_calls(told):
+    """The calls of a stream, each from its parts."""
+    calls = {}
+    for part in (part for delta in told for part in delta.get("tool_calls", ())):
+        if part["index"] not in calls:
+            calls[part["index"]] = part
+        else:
+            assert sorted(part) == ["function", "index"]
+            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    return list(calls.values())
+
+
 def without_ids(calls):
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
     assert len({call["id"] for call in calls}) == len(calls)
@@ -55,7 +67,7 @@ async def test_whole_answer_is_parsed(parsed):
     ]
     assert message == {
         "role": "assistant", "content": "I look.", "refusal": None, "reasoning_content": "hm",
-        "function_call": None, "audio": None,
+        "annotations": [], "audio": None,
     }  # fmt: skip
     assert body["usage"]["completion_tokens_details"] == {
         "reasoning_tokens": len("<think>\nhm\n</think>") - len("<think")
@@ -68,7 +80,7 @@ async def test_streamed_answer_is_parsed(parsed):
         model="p", tools=TOOLS, stream=True, stream_options={"include_usage": True}
     )
     told, found = deltas(answer.text), events(answer.text)
-    calls = [call for delta in told for call in delta.get("tool_calls", ())]
+    calls = merged_calls(told)
 
     assert told[0] == {"role": "assistant", "reasoning_content": "h"}
     assert "".join(delta.get("reasoning_content", "") for delta in told) == "hm"
@@ -88,7 +100,37 @@ async def test_answer_with_only_tool_calls_has_no_content(parsed):
     told = deltas((await parsed.chat(model="p", tools=TOOLS, stream=True)).text)
 
     assert whole["content"] is None
-    assert [sorted(delta) for delta in told] == [["role", "tool_calls"], []]
+    assert sorted(told[0]) == ["role", "tool_calls"]
+    assert all(sorted(delta) == ["tool_calls"] for delta in told[1:-1])
+    assert told[-1] == {}
+
+
+async def test_arguments_are_streamed_while_the_call_goes_on(parsed):
+    parsed.two.script = outputs(ONLY_CALL[:50], None)  # a model that does not end its call
+    body = {"model": "p", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    told = ""
+    async with parsed.client.stream(
+        "POST", "/v1/chat/completions", json={**body, "stream": True}
+    ) as answer:
+        async for line in answer.aiter_lines():
+            told += line + "\n"
+            if told.count('"arguments"') == 5:
+                break
+
+    assert [call["function"] for call in merged_calls(deltas(told))] == [
+        {"name": "look", "arguments": '{"at"'}
+    ]
+
+
+async def test_streamed_call_that_is_cut_off_has_begun(parsed):
+    parsed.two.script = outputs(ONLY_CALL[:50], "length")
+    answer = await parsed.chat(model="p", tools=TOOLS, stream=True)
+
+    assert [call["function"]["arguments"] for call in merged_calls(deltas(answer.text))] == [
+        '{"at": "x'
+    ]
+    assert '"finish_reason":"length"' in answer.text
+    assert "tool_call>" not in answer.text
 
 
 async def test_tool_call_is_content_if_no_tools_are_allowed(parsed):
@@ -107,7 +149,7 @@ async def test_truncated_tool_call_is_content(parsed):
 
     assert choice["message"]["content"] == ONLY_CALL[:30]
     assert choice["finish_reason"] == "length"
-    assert choice["message"]["tool_calls"] is None
+    assert choice["message"]["tool_calls"] == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -149,7 +191,7 @@ async def test_streamed_and_whole_are_the_same_however_tokens_come(parsed, text,
 
     for key in ("content", "reasoning_content"):
         assert "".join(delta.get(key, "") for delta in told) == (whole.get(key) or "")
-    assert [call["function"] for delta in told for call in delta.get("tool_calls", ())] == [
+    assert [call["function"] for call in merged_calls(told)] == [
         call["function"] for call in whole["tool_calls"] or ()
     ]
 

@@ -156,3 +156,18 @@ async def test_call_of_a_custom_tool_has_its_input_as_text(rig, client, stream):
 
     assert (item["type"], item["input"]) == ("custom_tool_call", "*** Begin Patch")
     assert again.status_code == 200
+
+
+async def test_call_of_a_tool_in_a_namespace_names_both(client, rig):
+    rig.two.script = outputs(SAID, "eos")
+    tools = [{"type": "namespace", "name": "eyes", "tools": TOOLS}, {"type": "web_search"}]
+    asked = {"model": "p", "input": "hi", "tools": tools}
+    answer = await rig.client.post("/v1/responses", json=asked)
+    item = answer.json()["output"][2]
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "seen"}
+    history = [{"role": "user", "content": "hi"}, item, result]
+    again = await rig.client.post("/v1/responses", json={**asked, "input": history})
+
+    assert (item["name"], item["namespace"]) == ("look", "eyes")
+    assert answer.headers["x-dynamo-ignored-parameters"] == "tools[1].web_search"
+    assert again.status_code == 200

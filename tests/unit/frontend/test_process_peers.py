@@ -184,7 +184,10 @@ async def test_deleted_response_is_deleted_in_all_processes(stores):
     for store in (first, second):
         store.put("resp_1", KEPT)
     seen = []
-    handler = shared.wrap_lookup("/v1/responses/", lambda _: seen.append(len(first)))
+    handler = shared.wrap_lookup(
+        lambda caller: caller.request.path.removeprefix("/v1/responses/"),
+        lambda _: seen.append(len(first)),
+    )
     await handler(caller("DELETE", "/v1/responses/resp_1"))
 
     assert seen == [0]
@@ -196,7 +199,7 @@ async def test_single_process_gets_its_handlers_unchanged():
     shared = peers.SharedResponses(store, peers.Peers(None, clock.SystemClock()), lambda _: "")
 
     assert shared.wrap_continuing(echo) is echo
-    assert shared.wrap_lookup("/", echo) is echo
+    assert shared.wrap_lookup(lambda _: "", echo) is echo
 
 
 def page(value):

@@ -37,7 +37,7 @@ async def test_whole_response_has_all_fields(rig):
     body = (await ask(rig, instructions="be kind", metadata={"a": "b"}, max_output_tokens=9)).json()
     number = body["id"].removeprefix("resp_")
 
-    assert body.pop("created_at") > 1_700_000_000
+    assert body.pop("completed_at") >= body.pop("created_at") > 1_700_000_000
     assert body == {
         "id": f"resp_{number}",
         "object": "response",
@@ -73,16 +73,18 @@ async def test_whole_response_has_all_fields(rig):
         "previous_response_id": None,
         "prompt": None,
         "prompt_cache_key": None,
-        "reasoning": None,
+        "reasoning": {"effort": None, "summary": None},
         "safety_identifier": None,
         "service_tier": "default",
         "store": True,
-        "temperature": None,
+        "temperature": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,
-        "top_p": None,
+        "top_p": 1.0,
         "truncation": "disabled",
         "user": None,
     }
@@ -129,7 +131,9 @@ async def test_stream_events_are_in_order(rig):
         {"type": "response.completed", "response": last},
     ]  # fmt: skip
     assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
-    assert first | {key: last[key] for key in ("status", "output", "usage")} == last
+    assert first["completed_at"] is None
+    later = ("status", "output", "usage", "completed_at")
+    assert first | {key: last[key] for key in later} == last
     assert last["usage"]["output_tokens"] == 3
 
 
@@ -199,6 +203,81 @@ async def test_stored_response_can_be_retrieved_and_deleted(rig):
         "param": None,
         "code": None,
     }
+
+
+async def test_input_items_of_a_stored_response_are_listed_in_pages(rig):
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "7"}
+    said = {"role": "assistant", "content": "well"}
+    body = (await ask(rig, input=[{"role": "user", "content": "hi"}, said, call, result])).json()
+    where = f"{PATH}/{body['id']}/input_items"
+    forward = (await rig.client.get(f"{where}?order=asc&limit=3")).json()
+    rest = (await rig.client.get(f"{where}?order=asc&after={forward['last_id']}")).json()
+    backward = (await rig.client.get(where)).json()
+
+    assert [item["type"] for item in forward["data"]] == ["message", "message", "function_call"]
+    assert forward["data"][0]["content"] == [{"type": "input_text", "text": "hi"}]
+    assert forward["data"][1]["content"] == [{"type": "output_text", "text": "well"}]
+    assert forward["data"][2] | call == forward["data"][2]
+    assert (forward["has_more"], rest["has_more"]) == (True, False)
+    assert forward["data"] + rest["data"] == backward["data"][::-1]
+    assert backward["first_id"] == rest["last_id"] == backward["data"][0]["id"]
+
+
+async def test_text_input_is_listed_as_one_message(client, rig):
+    made = await client.responses.create(model="m", input="hi")
+    listed = await client.responses.input_items.list(made.id)
+
+    assert [item.content[0].text async for item in listed] == ["hi"]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after")],
+)
+async def test_wrong_page_of_input_items_is_refused_by_name(rig, query, param):
+    body = (await ask(rig)).json()
+    answer = await rig.client.get(f"{PATH}/{body['id']}/input_items?{query}")
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_only_a_stored_response_can_fail_to_be_cancelled(client, rig):
+    made = await client.responses.create(model="m", input="hi")
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        await client.responses.cancel(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.cancel("resp_x")
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_items.list("resp_x")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/compact", "/v1/conversations"])
+async def test_unsupported_routes_of_openai_are_not_found(rig, path):
+    assert (await rig.client.post(path, json={"model": "m", "input": "hi"})).status_code == 404
+
+
+async def test_tools_come_back_with_all_their_keys(rig):
+    tools = [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]
+    body = (await ask(rig, tools=tools, tool_choice="none")).json()
+
+    assert body["tools"] == [
+        {**tools[0], "description": None, "parameters": None, "strict": True},
+        {**tools[1], "description": None, "format": {"type": "text"}},
+    ]
+
+
+async def test_requested_summary_of_reasoning_comes_back(rig):
+    body = (await ask(rig, reasoning={"summary": "auto"})).json()
+
+    assert body["reasoning"] == {"effort": None, "summary": "auto"}
+
+
+async def test_response_tells_the_sampling_that_applied(rig):
+    body = (await ask(rig, temperature=0.5, presence_penalty=0.25)).json()
+
+    assert (body["temperature"], body["top_p"], body["presence_penalty"]) == (0.5, 1.0, 0.25)
 
 
 async def test_response_with_store_false_is_not_stored(rig):

@@ -195,7 +195,7 @@ def test_response_tools_are_converted_to_chat_tools():
 @pytest.mark.parametrize(
     ("tool", "param"),
     [
-        ({"type": "web_search"}, "tools[0].type"),
+        ({"type": "file_search"}, "tools[0].type"),
         ({}, "tools[0].type"),
         ({"type": "function"}, "tools[0].name"),
         ({"type": "function", "name": "f", "y": 1}, "tools[0].y"),

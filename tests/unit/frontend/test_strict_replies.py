@@ -12,9 +12,12 @@ from frontend_rig import events, outputs
 
 from dynamo.protocols import generate
 
-# OpenAI says `store` of a response, which its own types do not know; `context_window` of a model is the original's, and
-# `reasoning_content` of a message is vLLM's.
-OURS = {"store", "context_window", "reasoning_content"}
+# OpenAI says `store` and penalties of a response, which its own types do not know; `context_window` of a model is the
+# original's, `reasoning_content` of a message and `max_model_len`, `root` and `parent` of a model are vLLM's.
+OURS = {
+    "store", "context_window", "reasoning_content", "presence_penalty", "frequency_penalty",
+    "max_model_len", "root", "parent", "capabilities", "num_workers", "adapters",
+}  # fmt: skip
 _CHUNK = openai.types.chat.ChatCompletionChunk
 _EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 _MESSAGE_EVENT = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)

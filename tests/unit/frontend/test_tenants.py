@@ -4,7 +4,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.apis import error_dialects
-from dynamo.protocols import model_card
+from dynamo.protocols import model_card, model_errors
 
 KEYS = """
 [tenants.acme]
@@ -174,6 +174,7 @@ async def test_without_keys_only_the_salt_of_a_request_counts(rig):
         ({}, {"nvext": {"annotations": ["query_instance_id"]}, "stream": True}, "may_choose_worker"),
         ({}, {"priority": -1}, "may_set_priority"),
         ({}, {"nvext": {"agent_hints": {"priority": 1}}}, "may_set_priority"),
+        ({}, {"nvext": {"cache_control": {"pin": True}}}, "may_set_priority"),
     ],
 )  # fmt: skip
 async def test_choice_of_a_worker_or_a_priority_needs_a_right(start, headers, fields, field):
@@ -208,11 +209,12 @@ async def test_health_without_a_key_tells_health_only(start):
         (errors.WorkerLost("worker at pod-3.svc.local:9000 left"), "worker at … left"),
         (errors.EngineFailed("cannot read /run/user/1000/x.sock"), "cannot read …"),
         (errors.NoWorkers("the model 'Qwen/Qwen3-0.6B' has no worker"), "the model 'Qwen/Qwen3-0.6B' has no worker"),
+        (errors.WorkerLost("cannot connect to fd77::3 or ::1, or [fd77::3]:80"), "cannot connect to … or …, or …"),
         (errors.InvalidRequest("stop: got '10.0.0.7:80'"), "stop: got '10.0.0.7:80'"),
     ],
 )  # fmt: skip
 def test_errors_to_clients_name_no_inner_address(error, message):
-    assert error_dialects.message_of(error) == message
+    assert model_errors.client_message(error) == message
     for dialect in (error_dialects.OPENAI, error_dialects.ANTHROPIC, error_dialects.KSERVE):
         assert message.encode() in dialect.body_of(error).replace(b'\\"', b'"')
 

@@ -31,7 +31,8 @@ class Asked:
     """A worker that is away until the test says otherwise."""
 
     def __init__(self, clock, expected, policy=LIMIT, gauge=None):
-        self.wait = waiting.WorkerWait(policy, clock, expected, gauge)
+        self.is_plane_away = False
+        self.wait = waiting.WorkerWait(policy, clock, expected, gauge, lambda: self.is_plane_away)
         self.clock, self.error, self.is_over = clock, errors.NoWorkers("nobody"), False
 
     async def ask(self):
@@ -197,3 +198,26 @@ async def test_request_waits_for_the_announced_first_worker_of_its_model(rig):
     assert len(made.requests) == 1
     await rig.one.runtime.discovery.delete(f"{instances.STARTS}1")
     await rig.until(lambda: rig.frontend._expected_workers.estimate_start("q") is None)
+
+
+async def test_begun_answer_waits_for_the_plane_and_then_for_its_workers(asked):
+    asked.is_plane_away = True
+    waits, new = asked.begin(is_under_way=True), asked.begin()
+    await asked.clock.advance(60)
+    asked.is_plane_away = False
+    await asked.clock.advance(4)
+    asked.error = None
+    await asked.clock.advance(waiting.PAUSE_S)
+
+    assert await waits == "answer"
+    with pytest.raises(errors.NoWorkers):
+        await new
+
+
+async def test_begun_answer_waits_for_the_plane_within_a_limit(asked):
+    asked.is_plane_away = True
+    waits = asked.begin(is_under_way=True)
+    await asked.clock.advance(LIMIT.outage_s + LIMIT.wait_s + 1)
+
+    with pytest.raises(errors.NoWorkers):
+        await waits

@@ -20,7 +20,7 @@ async def test_whole_chat_response_has_all_fields(rig):
     assert body == {
         "object": "chat.completion",
         "model": "m",
-        "service_tier": None,
+        "service_tier": "default",
         "system_fingerprint": body["system_fingerprint"],
         "choices": [
             {
@@ -30,8 +30,8 @@ async def test_whole_chat_response_has_all_fields(rig):
                     "content": "hello",
                     "reasoning_content": None,
                     "refusal": None,
-                    "tool_calls": None,
-                    "function_call": None,
+                    "tool_calls": [],
+                    "annotations": [],
                     "audio": None,
                 },
                 "logprobs": None,

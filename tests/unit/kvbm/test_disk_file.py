@@ -11,9 +11,12 @@ import pytest
 from dynamo.base import errors
 from dynamo.kvbm import disk_file
 from dynamo.kvbm.tiers import CachedBlock
+from waiting import PATIENT_S
 
 SIZE = 8192
-OURS = {"model": "m", "dtype": "float32", "block_size": "16"}
+OURS = {
+    "model": "m", "dtype": "float32", "block_size": "16", "num_kv_heads": "4", "tp_rank": "0"
+}  # fmt: skip
 
 
 def content(name):
@@ -34,7 +37,7 @@ def directory(tmp_path):
 def fill(file, *names):
     for slot, name in enumerate(names):
         parent = names[slot - 1] if slot else None
-        file.write(slot, CachedBlock(name, name + 1, parent), content(name))
+        file.write(slot, CachedBlock(name, name + 1, parent), content(name), 0)
 
 
 def test_blocks_are_found_again_after_a_restart(directory):
@@ -76,7 +79,7 @@ def test_wrong_byte_is_found(directory):
 def test_slot_that_holds_another_block_is_not_read_as_the_one_before(directory):
     file = open_file(directory)
     fill(file, 10)
-    file.write(0, CachedBlock(99, 99, None), content(99))
+    file.write(0, CachedBlock(99, 99, None), content(99), 0)
     file.close()
     again = open_file(directory)
 
@@ -98,7 +101,14 @@ def test_damaged_record_is_left_out(directory):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("model", "other"), ("dtype", "bfloat16"), ("block_size", "32")]
+    ("field", "value"),
+    [
+        ("model", "other"),
+        ("dtype", "bfloat16"),
+        ("block_size", "32"),
+        ("num_kv_heads", "8"),
+        ("tp_rank", "1"),
+    ],
 )
 def test_file_of_another_engine_is_refused_by_name(directory, field, value):
     open_file(directory).close()
@@ -182,7 +192,7 @@ def test_file_system_that_cannot_bypass_its_cache_gets_one_warning(directory, mo
 def test_blocks_that_are_not_whole_pages_are_kept(directory):
     file = open_file(directory, block_bytes=6000)
     body = memoryview(bytearray(range(250)) * 24)
-    file.write(3, CachedBlock(1, 2, None), body)
+    file.write(3, CachedBlock(1, 2, None), body, 0)
     buffer = memoryview(bytearray(6000))
 
     assert file.read(3, buffer)
@@ -195,9 +205,24 @@ def write_for_ever(directory, pipe):
     number = 0
     while True:
         number += 1
-        file.write(number % 8, CachedBlock(number, number, None), content(number))
+        file.write(number % 8, CachedBlock(number, number, None), content(number), 0)
         if number == 50:
             pipe.send("well under way")
+
+
+def test_file_of_another_process_is_refused_until_that_ends(directory):
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    writer = multiprocessing.get_context("spawn").Process(
+        target=write_for_ever, args=(directory, theirs)
+    )
+    writer.start()
+    assert ours.poll(PATIENT_S)
+
+    with pytest.raises(errors.ConfigError, match="in use by another process: give each worker"):
+        open_file(directory)
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join()
+    open_file(directory).close()
 
 
 def test_killed_writer_leaves_only_blocks_that_are_right(directory):

@@ -77,7 +77,7 @@ async def test_discarded_connection_is_replaced_for_the_next_user(agent, engines
     assert agent.closed == [broken]
 
 
-async def test_failed_reconnection_is_tried_again(agent, engines):
+async def test_failed_reconnection_costs_one_copy_and_is_tried_again_later(agent, engines, clock):
     await engines.connect(b"e", deadline_s=1)
     await engines.discard_connection(agent.made[0])
     agent.refusal = errors.TransferError("no")
@@ -85,6 +85,26 @@ async def test_failed_reconnection_is_tried_again(agent, engines):
         async with engines.use_connection("e"):
             pass
     agent.refusal = None
+    with pytest.raises(errors.TransferError, match="a moment ago"):
+        async with engines.use_connection("e"):
+            pass
+    num_made = len(agent.made)
+    await clock.advance(peers.REST_S)
+
+    async with engines.use_connection("e") as fresh:
+        assert fresh is agent.made[1]
+    assert num_made == 1
+
+
+async def test_engine_that_was_connected_again_is_used_at_once(agent, engines):
+    await engines.connect(b"e", deadline_s=1)
+    await engines.discard_connection(agent.made[0])
+    agent.refusal = errors.TransferError("no")
+    with pytest.raises(errors.TransferError, match="no"):
+        async with engines.use_connection("e"):
+            pass
+    agent.refusal = None
+    await engines.connect(b"e", deadline_s=1)
 
     async with engines.use_connection("e") as fresh:
         assert fresh is agent.made[1]

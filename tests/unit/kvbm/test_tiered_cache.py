@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_policy, tier_report, tiered_cache, tiers
-from dynamo.protocols import kv_events
+from dynamo.protocols import generate, kv_events
 
 DEVICE, HOST, DISK = kv_events.TIERS[:3]
 BLOCK_BYTES = 1000
@@ -40,13 +40,14 @@ class Rig:
         self.pool.release(fresh)
         return True
 
-    def register(self, chain, blocks, new, priority=0):
+    def register(self, chain, blocks, new, priority=0, hint=None):
         for i in new:
             self.memories[DEVICE][blocks[i]] = chain[i]
         self.pool.commit_chain(blocks, chain, chain, new)
         self.cache.offer(
             [tiers.CachedBlock(chain[i], chain[i], chain[i - 1] if i else None) for i in new],
             priority,
+            hint,
         )
 
     def begin(self):
@@ -119,6 +120,13 @@ class Rig:
 
 CHAINS = [[100 * chain + i for i in range(1, 9)] for chain in range(1, 9)]
 ALL_NAMES = {name for chain in CHAINS for name in chain}
+
+
+HINTS = (
+    generate.CacheHint(ttl_s=300),
+    generate.CacheHint(ttl_s=300, is_pinned=True),
+    generate.CacheHint(is_memory_only=True),
+)
 
 
 def rig_with_disk_blocks() -> Rig:
@@ -309,11 +317,45 @@ def test_full_tier_is_skipped_and_counted():
     assert rig.host.find(CHAINS[0][0])
 
 
+def test_blocks_for_memory_only_are_not_written_to_the_disk():
+    rig = Rig()
+    rig.register(CHAINS[0], rig.pool.allocate(8), range(8), hint=HINTS[2])
+    rig.compute(CHAINS[1])
+    rig.settle()
+    rig.check()
+
+    assert rig.held[DISK] == set(CHAINS[1])
+    assert rig.cache.counts["kept_off_disk"] == 8
+
+
+def test_hint_of_a_later_request_reaches_blocks_that_the_tiers_have():
+    rig = Rig()
+    rig.compute(CHAINS[0])
+    rig.settle()
+    rig.cache.offer([tiers.CachedBlock(name, name, None) for name in CHAINS[0][:3]], 0, HINTS[1])
+
+    assert (rig.host.num_kept, rig.disk.num_kept) == (3, 3)
+
+
+def test_block_takes_its_time_to_live_along_to_the_disk_and_back():
+    rig = Rig()
+    rig.register(CHAINS[0][:4], rig.pool.allocate(4), range(4), hint=HINTS[1])
+    rig.settle()
+    on_disk = rig.disk.num_kept
+    rig.host.clear()
+    rig.pool.clear()
+    rig.cache.prepare("sequence", CHAINS[0][:4])
+    rig.settle()
+
+    assert on_disk == 4
+    assert rig.host.num_kept == 4
+
+
 class History:
     """Random operations; sequences hold blocks while their loads run, as in an engine."""
 
     def __init__(self, seed, rig):
-        self.draw, self.rig, self.number = random.Random(seed), rig, 0
+        self.draw, self.rig, self.number, self.now = random.Random(seed), rig, 0, 0
         self.waiting = {}  # sequence -> chain: its blocks are prepared
         self.loading = {}  # sequence -> blocks
 
@@ -331,7 +373,11 @@ class History:
         fresh = self.rig.pool.allocate(len(chain) - len(cached))
         if fresh is not None:
             priority = self.draw.choice((0, 0, 0, 1))
-            self.rig.register(chain, cached + fresh, range(len(cached), len(chain)), priority)
+            hint = self.draw.choice((None, None, None, *HINTS))
+            new = range(len(cached), len(chain))
+            self.rig.register(chain, cached + fresh, new, priority, hint)
+            self.now += self.draw.choice((0, 1, 100))
+            self.rig.cache.record_time(self.now)
             self.rig.cache.touch(chain)
         self.rig.pool.release(cached + (fresh or []))
 
@@ -423,6 +469,7 @@ def test_tiers_hold_what_they_say_after_any_history(num_disk, seed):
     assert rig.pool.num_active == 0
     for tier in (rig.host, rig.disk):
         assert tier.num_used == len(rig.held[tier.name])
+        assert tier.num_kept <= tier.num_slots // 2
 
 
 def test_long_history():

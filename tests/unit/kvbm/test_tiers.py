@@ -2,7 +2,7 @@
 
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tiers
-from dynamo.protocols import kv_events
+from dynamo.protocols import generate, kv_events
 
 
 def block(name, parent=None):
@@ -129,10 +129,66 @@ def test_evictions_count_those_that_no_request_has_read():
     assert (tier.num_evicted, tier.num_evicted_unread) == (2, 1)
 
 
+def test_block_with_a_time_to_live_is_evicted_after_the_others_until_that_ends():
+    tier = make_tier(4)
+    store(tier, 1, 2, 3, 4)
+    tier.keep(1, generate.CacheHint(ttl_s=300))
+    tier.now = 1.0
+    tier.touch([2, 3, 4])
+    tier.now = 299.0
+    store(tier, 5, 6)
+    before = held(tier, 1, 2, 3, 4)
+    tier.now = 301.0
+    store(tier, 7)
+
+    assert before == [1, 4]
+    assert held(tier, 1, 4, 5, 6, 7) == [4, 5, 6, 7]
+
+
+def test_use_begins_the_time_to_live_anew():
+    tier = make_tier(2)
+    store(tier, 1)
+    tier.keep(1, generate.CacheHint(ttl_s=300))
+    tier.now = 200.0
+    tier.touch([1])
+    tier.now = 400.0
+    store(tier, 2, 3)
+
+    assert held(tier, 1, 2, 3) == [1, 3]
+
+
+def test_pinned_block_is_not_evicted_even_for_a_higher_priority():
+    tier = make_tier(2)
+    store(tier, 1)
+    tier.keep(1, generate.CacheHint(ttl_s=300, is_pinned=True))
+    in_use = tier.reserve(block(2), 0)
+    refused = tier.reserve(block(3), 9)
+    tier.now = 301.0
+
+    assert refused is None
+    assert tier.reserve(block(3), 9) is not None
+    assert held(tier, 1) == []
+    tier.release(in_use)
+
+
+def test_at_most_half_of_the_slots_have_a_time_to_live():
+    tier, hint = make_tier(4), generate.CacheHint(ttl_s=300, is_pinned=True)
+    store(tier, 1, 2, 3, 4)
+    for name in (1, 2, 3):
+        tier.keep(name, hint)
+    refused, tier.now = tier.num_hints_refused, 301.0
+    tier.keep(3, hint)  # those of 1 and 2 have ended
+
+    assert refused == 1
+    assert (tier.num_kept, tier.num_hints_refused) == (1, 1)
+    store(tier, 5, 6, 7)
+    assert held(tier, 1, 2, 3, 4) == [3]
+
+
 def test_queue_gives_the_highest_priority_first_and_then_the_oldest():
     queue = tiers.OffloadQueue()
     for name, priority in ((1, 0), (2, 5), (3, 0), (4, 5)):
-        queue.add(block(name), priority)
+        queue.add(tiers.QueuedBlock(block(name), priority))
 
     assert [queue.pop()[0].sequence_hash for _ in range(4)] == [2, 4, 1, 3]
     assert queue.pop() is None
@@ -141,7 +197,7 @@ def test_queue_gives_the_highest_priority_first_and_then_the_oldest():
 def test_full_queue_refuses_blocks():
     queue = tiers.OffloadQueue()
     for name in range(tiers.MAX_QUEUED):
-        queue.add(block(name), 0)
+        queue.add(tiers.QueuedBlock(block(name), 0))
 
-    assert not queue.add(block(-1), 0)
+    assert not queue.add(tiers.QueuedBlock(block(-1), 0))
     assert len(queue) == tiers.MAX_QUEUED

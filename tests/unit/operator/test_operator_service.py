@@ -212,6 +212,29 @@ async def test_operator_keeps_to_its_namespace(server, cluster):
         assert await cluster.list(API, DCD, "elsewhere") == []
 
 
+async def test_token_is_made_again_when_a_pod_lacks_it(server, cluster):
+    async with running(server):
+        await cluster.create(make_graph())
+        await until(lambda: is_ready(cluster))
+        await cluster.delete("v1", "Secret", "dynamo-g-cluster-token")
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": "p",
+                "namespace": "default",
+                "labels": {objects.GRAPH_LABEL: "g", objects.MANAGED_BY: objects.FIELD_MANAGER},
+            },
+            "status": {
+                "containerStatuses": [
+                    {"name": "main", "state": {"waiting": {"reason": "CreateContainerConfigError"}}}
+                ]
+            },
+        }
+        server.put_object(pod)
+        await until(lambda: cluster.get("v1", "Secret", "dynamo-g-cluster-token"))
+
+
 async def test_absent_secret_of_the_user_is_named_until_it_comes(server, cluster):
     async with running(server):
         graph = make_graph(services={"Decode": worker(envFromSecret="hf-token-secret")})

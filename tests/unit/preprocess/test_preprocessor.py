@@ -283,6 +283,25 @@ async def test_hints_go_to_the_engine(byte_level_model):
     assert (request.priority, request.expected_output_tokens, request.session_id) == (2, 9, "s")
 
 
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        ({}, None),
+        ({"prompt_cache_retention": "24h"}, generate.CacheHint(ttl_s=86400)),
+        ({"prompt_cache_retention": "in_memory"}, generate.CacheHint(is_memory_only=True)),
+        ({"nvext": {"cache_control": {}}}, generate.CacheHint(ttl_s=300)),
+        (
+            {"nvext": {"cache_control": {"ttl": "1h", "pin": True}}, "prompt_cache_retention": "in-memory"},
+            generate.CacheHint(ttl_s=3600, is_pinned=True, is_memory_only=True),
+        ),
+    ],
+)  # fmt: skip
+async def test_wish_to_keep_blocks_goes_to_the_engine(byte_level_model, fields, hint):
+    request = (await byte_level_model.prepare_conversation(chat(**fields), "r")).request
+
+    assert request.cache_hint == hint
+
+
 async def test_to_choose_the_best_takes_log_probabilities(byte_level_model):
     (best,) = await completions.prepare(byte_level_model, completion("x", best_of=3, n=2), "r")
     (scored,) = await completions.prepare(

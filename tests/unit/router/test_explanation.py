@@ -1,13 +1,13 @@
 """The explanation of a decision has the very costs by which the worker was selected."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamo.protocols import blocks
 from dynamo.router import explanation, policies
 from dynamo.router.api import Candidates, Prompt, Worker
-from dynamo.router.worker_load import Capacity, PrefillSpeed, WorkerLoad
+from dynamo.router.worker_load import Capacity, DecodeSlowdown, PrefillSpeed, WorkerLoad
 
 POLICIES = [
     policies.EstimatedTtft(),
@@ -24,8 +24,12 @@ LOADS = st.lists(
 
 def candidates_of(rows, block_size=16):
     loads, cached, in_flight = {}, {}, {}
+    slowdown, speed = DecodeSlowdown(), PrefillSpeed()
+    speed.observe(1_000, 0.1)
+    for tokens in range(20):
+        slowdown.observe(1 + tokens / 1e4, tokens)
     for number, (num_requests, active_blocks, tokens, overlap, inserted) in enumerate(rows):
-        load = WorkerLoad(Capacity(), PrefillSpeed(), num_requests, active_blocks)
+        load = WorkerLoad(Capacity(), speed, num_requests, active_blocks, decode_slowdown=slowdown)
         if tokens and num_requests:
             load.add_prefill("other", tokens, 0.0)
         load.inserted_tokens = inserted
@@ -43,6 +47,7 @@ def make_prompt(num_blocks=20, **fields):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 @given(rows=LOADS)
+@example(rows=[(0, 0, 0, 0, 5e-324)])  # a share of nearly nothing is no pressure
 def test_selected_worker_has_the_lowest_explained_cost(policy, rows):
     candidates, asked = candidates_of(rows), make_prompt()
     explained = explanation.explain(policy, asked, candidates, 0.0)

@@ -11,6 +11,7 @@ from tests.unit.router.views import chosen, prompt, view
 from dynamo.base import errors
 from dynamo.router import api, policies
 from dynamo.router.api import Worker
+from dynamo.router.worker_load import DecodeSlowdown
 
 W1, W2, W3 = Worker(1), Worker(2), Worker(3)
 
@@ -199,6 +200,30 @@ def test_popular_prefix_spreads_over_workers():
         )
 
     assert [choice(n) for n in (1, 8, 60)] == [0, 0, 1]
+
+
+def slowed(seconds_per_token):
+    """The loads of two workers, the first of which writes an answer; answers were seen to slow each other by this."""
+    seen = view({"num_requests": 1, "active_blocks": 100}, {}, cached={0: 100})
+    for load in seen.loads.values():
+        load.decode_slowdown = slowdown = DecodeSlowdown()
+        load.prefill_speed.observe(1_000, 0.1)
+        for tokens in range(1_000, 20_000, 1_000):
+            slowdown.observe(1 + seconds_per_token * tokens, tokens)
+    return seen
+
+
+def test_answers_do_not_share_a_worker_while_another_idles_if_that_slows_them():
+    assert chosen(POLICY, prompt(100), slowed(0.0)) == 0
+    assert chosen(POLICY, prompt(100), slowed(1e-3)) == 1
+
+
+def test_new_tokens_cost_more_where_they_stop_more_answers():
+    seen = view({"num_requests": 3}, {"num_requests": 2})
+
+    parts = POLICY.cost_parts(prompt(100), seen, 0.0)
+
+    assert [part["answers standing still"] for part in parts.values()] == [3 * 1_600, 2 * 1_600]
 
 
 def test_queued_requests_count_at_the_worker_they_wait_for():

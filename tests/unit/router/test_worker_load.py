@@ -1,11 +1,57 @@
+import random
+
 import pytest
 
 from dynamo.router.api import Worker
-from dynamo.router.worker_load import CachePressure, Capacity, PrefillSpeed, WorkerLoad
+from dynamo.router.worker_load import (
+    CachePressure,
+    Capacity,
+    DecodeSlowdown,
+    PrefillSpeed,
+    WorkerLoad,
+)
 
 
 def load(**capacity):
     return WorkerLoad(Capacity(**capacity), PrefillSpeed())
+
+
+def slowdown_of(pairs):
+    slowdown = DecodeSlowdown()
+    for tokens, seconds in pairs:
+        slowdown.observe(seconds, tokens)
+    return slowdown.seconds_per_token
+
+
+def test_slowdown_is_the_slope_of_the_time_of_answers():
+    assert slowdown_of((n, 2 + 0.003 * n) for n in range(1_000, 1_020)) == pytest.approx(
+        0.003, rel=1e-4
+    )
+
+
+def test_answers_that_get_faster_with_load_slow_nobody_down():
+    assert slowdown_of((n, 9 - 0.003 * n) for n in range(1_000, 1_020)) == 0
+
+
+def test_slowdown_is_at_most_the_whole_time_over_all_tokens():
+    assert slowdown_of((n, 0.01 * n - 5) for n in range(1_000, 1_020)) == pytest.approx(
+        0.005, rel=0.02
+    )
+
+
+def test_noise_is_no_slowdown():
+    noise = random.Random(1)
+    pairs = [(noise.uniform(1_000, 2_000), noise.uniform(1, 5)) for _ in range(200)]
+
+    assert slowdown_of(pairs) < 1e-4
+    assert slowdown_of((n, seconds + 0.01 * n) for n, seconds in pairs) == pytest.approx(
+        0.01, rel=0.1
+    )
+
+
+@pytest.mark.parametrize("pairs", [[], [(1_000, 1.0), (2_000, 2.0)], [(1_000, 1.0)] * 50])
+def test_slowdown_is_unknown_without_answers_at_different_loads(pairs):
+    assert slowdown_of(pairs) == 0
 
 
 def test_idle_worker_always_has_room():

@@ -11,7 +11,7 @@ from dynamo.runtime import authentication
 from waiting import PATIENT_S
 
 CREDENTIALS = members.with_token()
-KEY = CREDENTIALS.derive_key(authentication.REQUEST_PLANE)
+KEY = CREDENTIALS.derive_keys(authentication.REQUEST_PLANE)[0]
 
 
 class Transport:

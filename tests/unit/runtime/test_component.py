@@ -224,7 +224,7 @@ def test_a_process_inherits_the_flags():
     settings = config.load(Config, prog="test", argv=argv, environ={"DYN_NAMESPACE": "n"})
 
     assert (settings.model, settings.discovery_backend) == ("x", "mem")
-    assert (settings.tcp_rpc_port, settings.namespace) == (5, "n")
+    assert (str(settings.tcp_rpc_port), settings.namespace) == ("5", "n")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])

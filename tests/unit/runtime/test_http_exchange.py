@@ -1,5 +1,7 @@
 """What an exchange writes, byte by byte, without a socket."""
 
+import gzip
+
 import pytest
 
 from dynamo.base import errors
@@ -180,3 +182,41 @@ def test_a_disconnect_after_the_answer_is_nobodys_affair():
     rig.exchange.disconnected()
 
     assert told == []
+
+
+@pytest.mark.parametrize("accepted", ["gzip", "br, GZIP;q=0.5, *;q=0", "deflate, gzip"])
+def test_answer_is_compressed_for_a_client_that_asks(accepted):
+    rig = Rig(headers={"accept-encoding": accepted})
+    text = b"word " * 1000
+    rig.exchange.respond(200, text, content_type="text/plain")
+    head, body = head_and_body(rig.wire.text)
+
+    assert gzip.decompress(body) == text
+    assert {"content-encoding: gzip", "vary: accept-encoding"} <= set(head)
+    assert f"content-length: {len(body)}" in head
+
+
+@pytest.mark.parametrize(
+    ("accepted", "size", "content_type"),
+    [
+        ("", 5000, "text/plain"),
+        ("gzip;q=0", 5000, "text/plain"),
+        ("identity", 5000, "text/plain"),
+        ("gzip", 1000, "text/plain"),
+        ("gzip", 300_000, "text/plain"),
+        ("gzip", 5000, "image/png"),
+    ],
+)
+def test_other_answers_are_not_compressed(accepted, size, content_type):
+    rig = Rig(headers={"accept-encoding": accepted})
+    rig.exchange.respond(200, b"x" * size, content_type=content_type)
+
+    assert head_and_body(rig.wire.text)[1] == b"x" * size
+
+
+def test_stream_is_not_compressed():
+    rig = Rig(headers={"accept-encoding": "gzip"})
+    rig.exchange.start_stream(200, content_type="text/event-stream")
+    rig.exchange.end(b"x" * 5000)
+
+    assert b"x" * 5000 in rig.wire.text

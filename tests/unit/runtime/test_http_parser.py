@@ -30,7 +30,7 @@ def test_a_request_comes_out_whole():
 
 def test_a_chunked_body_is_put_together():
     (request,) = parse(
-        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1;x=y\r\nc\r\n0\r\n\r\n"
+        b"POST / HTTP/1.1\r\nhost: h\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1;x=y\r\nc\r\n0\r\n\r\n"
     )
 
     assert request.body == b"abc"
@@ -46,7 +46,7 @@ def test_a_chunked_body_is_put_together():
     ],
 )
 def test_the_path_of_a_target(target, path):
-    (request,) = parse(b"GET " + target + b" HTTP/1.1\r\n\r\n")
+    (request,) = parse(b"GET " + target + b" HTTP/1.1\r\nhost: h\r\n\r\n")
 
     assert request.path == path
 
@@ -54,8 +54,8 @@ def test_the_path_of_a_target(target, path):
 @pytest.mark.parametrize(
     ("head", "is_http_1_0", "keeps_alive"),
     [
-        (b"GET / HTTP/1.1\r\n", False, True),
-        (b"GET / HTTP/1.1\r\nConnection: close\r\n", False, False),
+        (b"GET / HTTP/1.1\r\nhost: h\r\n", False, True),
+        (b"GET / HTTP/1.1\r\nhost: h\r\nConnection: close\r\n", False, False),
         (b"GET / HTTP/1.0\r\n", True, False),
         (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n", True, True),
     ],
@@ -67,7 +67,12 @@ def test_http_version_decides_whether_the_connection_is_kept(head, is_http_1_0, 
 
 
 def test_pipelined_requests_are_parsed_in_order():
-    paths = [r.path for r in parse(b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\nGET /3 HT")]
+    paths = [
+        r.path
+        for r in parse(
+            b"GET /1 HTTP/1.1\r\nhost: h\r\n\r\nGET /2 HTTP/1.1\r\nhost: h\r\n\r\nGET /3 HT"
+        )
+    ]
 
     assert paths == ["/1", "/2"]
 
@@ -77,7 +82,7 @@ def test_offer_of_another_protocol_is_ignored_and_the_body_read(cut):
     data = (
         b"POST /a?b HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: 5\r\nHost: h\r\n"
         b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\nUpgrade: h2c\r\nX-A: 1\r\nx-a: 2\r\n\r\nhello"
-        b"GET /next HTTP/1.1\r\n\r\n"
+        b"GET /next HTTP/1.1\r\nhost: h\r\n\r\n"
     )
     first, second = parse(data[:cut], data[cut:])
 
@@ -89,7 +94,7 @@ def test_offer_of_another_protocol_is_ignored_and_the_body_read(cut):
 
 def test_chunked_body_behind_an_offer_is_read():
     (request,) = parse(
-        b"POST / HTTP/1.1\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n"
+        b"POST / HTTP/1.1\r\nhost: h\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"
     )
 
@@ -98,7 +103,9 @@ def test_chunked_body_behind_an_offer_is_read():
 
 
 def test_nothing_is_parsed_after_a_tunnel():
-    (request,) = parse(b"CONNECT h:1 HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n")
+    (request,) = parse(
+        b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n", b"GET / HTTP/1.1\r\nhost: h\r\n\r\n"
+    )
 
     assert request.method == "CONNECT"
 
@@ -119,7 +126,7 @@ def refuse_strangers(head):
 )
 def test_head_is_checked_before_the_body_comes(framing):
     reader = parser.RequestParser(SMALL, "", refuse_strangers)
-    (refusal,) = reader.feed(b"POST / HTTP/1.1\r\n" + framing)
+    (refusal,) = reader.feed(b"POST / HTTP/1.1\r\nhost: h\r\n" + framing)
 
     assert (refusal.status, refusal.body) == (401, b"sorry")
     assert not reader.wants_continue
@@ -127,7 +134,7 @@ def test_head_is_checked_before_the_body_comes(framing):
 
 
 def test_route_decides_how_large_a_body_may_be():
-    head = b"POST / HTTP/1.1\r\nX-Key: 1\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nhost: h\r\nX-Key: 1\r\nContent-Length: %d\r\n\r\n"
     reader = parser.RequestParser(SMALL, "", refuse_strangers)
     (request,) = reader.feed(head % 10 + b"x" * 10)
     (refusal,) = reader.feed(head % 11)
@@ -140,7 +147,7 @@ def test_body_without_room_is_refused_with_a_time_to_retry():
     asked = []
     limit = parser.HttpLimits(body_bytes=10 * parser.FREE_BODY_BYTES)
     reader = parser.RequestParser(limit, "", None, lambda num: asked.append(num) or len(asked) < 2)
-    reader.feed(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n")
+    reader.feed(b"POST / HTTP/1.1\r\nhost: h\r\nContent-Length: 100000\r\n\r\n")
     reader.feed(b"x" * (parser.FREE_BODY_BYTES + 7))
     (refusal,) = reader.feed(b"x" * 5)
 
@@ -154,24 +161,30 @@ def test_body_without_room_is_refused_with_a_time_to_retry():
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
         (b"GET\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nbad header\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
-        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 11 + b"\r\n", 431),
-        (b"GET / HTTP/1.1\r\na: " + b"b" * 1001 + b"\r\n\r\n", 431),
-        (b"GET / HTTP/1.1\r\na: " + b"b" * 3000, 431),
+        (b"GET / HTTP/1.1\r\nhost: h\r\nbad header\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: h\r\nContent-Length: x\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: h\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: h\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (
+            b"GET / HTTP/1.1\r\nhost: h\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+            400,
+        ),
+        (b"POST / HTTP/1.1\r\nhost: h\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: h\r\n" + b"a: b\r\n" * 11 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nhost: h\r\na: " + b"b" * 1001 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nhost: h\r\na: " + b"b" * 3000, 431),
         (b"GET /" + b"b" * 1001, 414),
-        (b"POST / HTTP/1.1\r\nContent-Length: 101\r\n\r\n", 413),
-        (b"POST / HTTP/1.1\r\nContent-Length: 18446744073709551615\r\n\r\n", 413),
-        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n65\r\n" + b"x" * 101, 413),
-        (b"POST / HTTP/1.1\r\nExpect: wonders\r\n\r\n", 417),
+        (b"POST / HTTP/1.1\r\nhost: h\r\nContent-Length: 101\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nhost: h\r\nContent-Length: 18446744073709551615\r\n\r\n", 413),
+        (
+            b"POST / HTTP/1.1\r\nhost: h\r\nTransfer-Encoding: chunked\r\n\r\n65\r\n" + b"x" * 101,
+            413,
+        ),
+        (b"POST / HTTP/1.1\r\nhost: h\r\nExpect: wonders\r\n\r\n", 417),
     ],
 )
 def test_nothing_is_parsed_after_a_refused_request(data, status):
-    refusal, *rest = parse(data, b"GET / HTTP/1.1\r\n\r\n")
+    refusal, *rest = parse(data, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
 
     assert refusal.status == status
     assert refusal.message
@@ -180,7 +193,7 @@ def test_nothing_is_parsed_after_a_refused_request(data, status):
 
 def test_endless_header_line_is_refused_once():
     reader = parser.RequestParser(SMALL, "")
-    reader.feed(b"GET / HTTP/1.1\r\na: ")
+    reader.feed(b"GET / HTTP/1.1\r\nhost: h\r\na: ")
     items = [item for _ in range(30) for item in reader.feed(b"b" * 100)]
 
     assert [item.status for item in items] == [431]
@@ -188,14 +201,16 @@ def test_endless_header_line_is_refused_once():
 
 def test_a_long_body_does_not_count_as_head():
     limit = parser.HttpLimits(header_bytes=100, body_bytes=10_000)
-    (request,) = parse(b"POST / HTTP/1.1\r\nContent-Length: 5000\r\n\r\n", b"x" * 5000, limit=limit)
+    (request,) = parse(
+        b"POST / HTTP/1.1\r\nhost: h\r\nContent-Length: 5000\r\n\r\n", b"x" * 5000, limit=limit
+    )
 
     assert len(request.body) == 5000
 
 
 def test_wants_continue_is_true_until_the_body_arrives():
     reader = parser.RequestParser(SMALL, "")
-    reader.feed(b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+    reader.feed(b"POST / HTTP/1.1\r\nhost: h\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
     before = reader.wants_continue
     reader.feed(b"a")
 
@@ -204,7 +219,7 @@ def test_wants_continue_is_true_until_the_body_arrives():
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=3))
-@example(b"GET / HTTP/1.1\r\n\r\n", [3])
+@example(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n", [3])
 def test_garbage_never_raises(data, cuts):
     edges = [0, *sorted(cuts), len(data)]
     items = parse(*[data[a:b] for a, b in itertools.pairwise(edges)])
@@ -232,7 +247,7 @@ def test_malformed_input_parses_alike_however_split(pieces):
 
 @given(st.binary(max_size=100), st.integers(1, 20))
 def test_request_parses_alike_however_split(body, step):
-    data = b"POST /p HTTP/1.1\r\nA: b\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    data = b"POST /p HTTP/1.1\r\nhost: h\r\nA: b\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     (whole,) = parse(data)
     (cut,) = parse(*[data[i : i + step] for i in range(0, len(data), step)])
 

@@ -24,7 +24,9 @@ def ask(method, path):
     table = {
         ("GET", "/models"): lambda _: called.append("list"),
         ("POST", "/models"): lambda _: called.append("add"),
-        ("GET", "/models/*"): lambda _: called.append("one"),
+        ("GET", "/models/**"): lambda _: called.append("one"),
+        ("GET", "/answers/*"): lambda _: called.append("answer"),
+        ("GET", "/answers/*/items"): lambda _: called.append("items"),
         ("GET", "/models/deep/*"): lambda _: called.append("deep"),
     }
     wire = Wire()
@@ -41,6 +43,8 @@ def ask(method, path):
         ("POST", "/models", "add"),
         ("GET", "/models/a/b", "one"),
         ("GET", "/models/deep/b", "deep"),
+        ("GET", "/answers/a", "answer"),
+        ("GET", "/answers/a/items", "items"),
     ],
 )
 def test_router_calls_the_handler_of_method_and_path(method, path, name):
@@ -48,6 +52,14 @@ def test_router_calls_the_handler_of_method_and_path(method, path, name):
 
     assert called == [name]
     assert text == b""
+
+
+@pytest.mark.parametrize("path", ["/answers/a/b", "/answers/a/b/items", "/answers/a/items/x"])
+def test_path_below_an_id_is_never_read_as_one(path):
+    called, text = ask("GET", path)
+
+    assert called == []
+    assert text.startswith(b"HTTP/1.1 404 ")
 
 
 def test_an_unknown_path_is_named():
@@ -65,4 +77,4 @@ def test_wrong_method_gets_405_with_the_allowed_methods():
 
     assert called == []
     assert text.startswith(b"HTTP/1.1 405 ")
-    assert b"\r\nallow: GET, POST\r\n" in text
+    assert b"\r\nallow: GET, HEAD, OPTIONS, POST\r\n" in text

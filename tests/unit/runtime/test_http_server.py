@@ -48,7 +48,7 @@ async def talk(running, data):
 
 def last(path="/", method="GET", head="", body=b""):
     """A request after which the server closes."""
-    return f"{method} {path} HTTP/1.1\r\nconnection: close\r\n{head}\r\n".encode() + body
+    return f"{method} {path} HTTP/1.1\r\nhost: h\r\nconnection: close\r\n{head}\r\n".encode() + body
 
 
 async def until(condition):
@@ -65,7 +65,7 @@ def hello(exchange):
 async def test_connection_is_reused_for_the_next_request():
     async with serving(hello) as running, connected(running) as (reader, writer):
         for path in (b"/1", b"/2"):
-            writer.write(b"GET " + path + b" HTTP/1.1\r\n\r\n")
+            writer.write(b"GET " + path + b" HTTP/1.1\r\nhost: h\r\n\r\n")
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readexactly(8)
 
@@ -87,7 +87,7 @@ async def test_pipelined_requests_are_answered_in_order():
         gates[0].set()
         gates[1].set()
         gates[2].set()
-        data = b"GET /2 HTTP/1.1\r\n\r\nGET /1 HTTP/1.1\r\n\r\n" + last("/0")
+        data = b"GET /2 HTTP/1.1\r\nhost: h\r\n\r\nGET /1 HTTP/1.1\r\nhost: h\r\n\r\n" + last("/0")
         text = await talk(running, data)
 
     assert text.index(b"<2>") < text.index(b"<1>") < text.index(b"<0>")
@@ -95,7 +95,7 @@ async def test_pipelined_requests_are_answered_in_order():
 
 async def test_thousand_requests_in_one_write_are_all_answered():
     async with serving(hello) as running:
-        text = await talk(running, b"GET /x HTTP/1.1\r\n\r\n" * 999 + last("/end"))
+        text = await talk(running, b"GET /x HTTP/1.1\r\nhost: h\r\n\r\n" * 999 + last("/end"))
 
     assert text.count(b"hello /x") == 999
     assert text.endswith(b"hello /end")
@@ -152,7 +152,7 @@ async def test_the_body_may_be_waited_for_with_continue():
         connected(running) as (reader, writer),
     ):
         writer.write(
-            b"POST / HTTP/1.1\r\nexpect: 100-continue\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
+            b"POST / HTTP/1.1\r\nhost: h\r\nexpect: 100-continue\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
         )
         first = await reader.readuntil(b"\r\n\r\n")
         writer.write(b"ok")
@@ -166,10 +166,10 @@ async def test_the_body_may_be_waited_for_with_continue():
     ("data", "status"),
     [
         (b"nonsense\r\n\r\n", b"400"),
-        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
-        (b"GET / HTTP/1.1\r\na: " + b"b" * 300_000, b"431"),
-        (b"POST / HTTP/1.1\r\ncontent-length: 209715200\r\n\r\n", b"413"),
-        (b"POST / HTTP/1.1\r\ncontent-length: 1\r\nexpect: gold\r\n\r\n", b"417"),
+        (b"GET / HTTP/1.1\r\nhost: h\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\nhost: h\r\na: " + b"b" * 300_000, b"431"),
+        (b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 209715200\r\n\r\n", b"413"),
+        (b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 1\r\nexpect: gold\r\n\r\n", b"417"),
     ],
 )
 async def test_refused_request_gets_a_status_and_closes_its_connection(data, status):
@@ -182,7 +182,7 @@ async def test_refused_request_gets_a_status_and_closes_its_connection(data, sta
 
 async def test_client_that_sends_a_refused_body_still_reads_the_response():
     async with serving(hello, parser.HttpLimits(body_bytes=1000)) as running:
-        data = b"POST / HTTP/1.1\r\ncontent-length: 4000000\r\n\r\n" + b"x" * 4_000_000
+        data = b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 4000000\r\n\r\n" + b"x" * 4_000_000
         text = await talk(running, data)
 
     assert text.startswith(b"HTTP/1.1 413 ")
@@ -191,7 +191,7 @@ async def test_client_that_sends_a_refused_body_still_reads_the_response():
 async def test_room_for_bodies_is_bounded_over_all_connections_and_given_back():
     limit = parser.HttpLimits(kept_body_bytes=3 * parser.FREE_BODY_BYTES)
     size = 3 * parser.FREE_BODY_BYTES  # of which two thirds count
-    head = f"POST / HTTP/1.1\r\ncontent-length: {size}\r\n\r\n".encode()
+    head = f"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: {size}\r\n\r\n".encode()
     async with serving(hello, limit) as running:
         async with connected(running) as (reader, writer):
             writer.write(head + b"x" * (size - 1))
@@ -223,7 +223,7 @@ async def test_body_that_finds_no_smaller_room_is_refused_itself():
 async def test_refused_body_takes_no_memory_while_its_client_lingers():
     limit = parser.HttpLimits(kept_body_bytes=parser.FREE_BODY_BYTES)
     size = 3 * parser.FREE_BODY_BYTES
-    head = f"POST / HTTP/1.1\r\ncontent-length: {size}\r\n\r\n".encode()
+    head = f"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: {size}\r\n\r\n".encode()
     async with serving(hello, limit) as running, connected(running) as (reader, writer):
         writer.write(head + b"x" * size)
         answer = await reader.read(4096)
@@ -239,7 +239,8 @@ async def test_request_without_a_right_gets_no_continue_and_its_answer_at_once()
 
     async with serving(hello, check_head=refuse) as running:
         answer = await talk(
-            running, b"POST / HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
+            running,
+            b"POST / HTTP/1.1\r\nhost: h\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n",
         )
 
     assert answer.startswith(b"HTTP/1.1 401")
@@ -265,7 +266,7 @@ async def test_large_body_is_decoded_beside_the_event_loop():
 
 async def test_valid_request_before_a_malformed_one_is_answered_first():
     async with serving(hello) as running:
-        text = await talk(running, b"GET /a HTTP/1.1\r\n\r\nnonsense\r\n\r\n")
+        text = await talk(running, b"GET /a HTTP/1.1\r\nhost: h\r\n\r\nnonsense\r\n\r\n")
 
     assert text.index(b"hello /a") < text.index(b"HTTP/1.1 400 ")
 
@@ -277,7 +278,7 @@ async def test_application_formats_error_responses_of_the_server():
 
     async with serving(hello, error_body=shaped) as running:
         nonsense = await talk(running, b"nonsense\r\n\r\n")
-        unmet = await talk(running, b"POST /a?b HTTP/1.1\r\nexpect: more\r\n\r\n")
+        unmet = await talk(running, b"POST /a?b HTTP/1.1\r\nhost: h\r\nexpect: more\r\n\r\n")
 
     assert nonsense.endswith(b"\r\n\r\n<400 >")
     assert unmet.endswith(b"\r\n\r\n<417 /a>")
@@ -285,14 +286,14 @@ async def test_application_formats_error_responses_of_the_server():
 
 async def test_a_half_sent_request_is_refused_after_a_while():
     async with serving(hello, QUICK) as running:
-        text = await talk(running, b"POST / HTTP/1.1\r\ncontent-length: 10\r\n\r\nhalf")
+        text = await talk(running, b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\nhalf")
 
     assert text.startswith(b"HTTP/1.1 408 ")
 
 
 async def test_a_request_that_trickles_is_refused_too():
     async with serving(hello, QUICK) as running, connected(running) as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n")
         with contextlib.suppress(ConnectionError):
             for _ in range(1000):
                 writer.write(b"a: b\r\n")
@@ -305,7 +306,7 @@ async def test_a_request_that_trickles_is_refused_too():
 
 async def test_an_idle_connection_is_closed_after_a_while():
     async with serving(hello, QUICK) as running, connected(running) as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
         async with asyncio.timeout(PATIENT_S):
             text = await reader.read()
 
@@ -341,7 +342,7 @@ async def test_client_that_does_not_read_its_stream_is_disconnected():
 
     limit = parser.HttpLimits(write_buffer_bytes=100_000)
     async with serving(handle, limit) as running, connected(running) as (_, writer):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
         await until(lambda: kept)
         for _ in range(2000):
             kept[0].write(b"x" * 10_000)
@@ -356,7 +357,7 @@ async def test_client_that_does_not_read_its_stream_is_disconnected():
 async def test_a_large_answer_reaches_a_slow_reader_whole():
     big = b"x" * 20_000_000
     async with serving(lambda x: x.respond(200, big)) as running:
-        text = await talk(running, b"GET / HTTP/1.1\r\n\r\n" + last())
+        text = await talk(running, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n" + last())
 
     assert text.count(b"HTTP/1.1 200 OK") == 2
     assert len(text) > 40_000_000
@@ -371,7 +372,7 @@ async def test_a_client_that_goes_away_is_noticed_at_once():
 
     async with serving(handle) as running:
         async with connected(running) as (_, writer):
-            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
             await until(lambda: kept)
         async with asyncio.timeout(PATIENT_S):
             await gone.wait()
@@ -430,7 +431,7 @@ async def test_connection_over_the_limit_gets_a_503():
 async def test_drain_waits_for_running_responses():
     kept = []
     async with serving(kept.append) as running, connected(running) as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
         await until(lambda: kept)
         draining = asyncio.ensure_future(running.drain(5))
         await asyncio.sleep(0)
@@ -446,7 +447,7 @@ async def test_drain_waits_for_running_responses():
 async def test_drain_returns_false_at_its_time_limit():
     kept = []
     async with serving(kept.append) as running, connected(running) as (_, writer):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
         await until(lambda: kept)
 
         assert not await running.drain(0.01)
@@ -460,7 +461,7 @@ async def test_drain_of_an_idle_server_succeeds():
 async def test_connection_closes_after_its_response_during_a_drain():
     async with serving(hello) as running:
         await running.drain(5)
-        text = await talk(running, b"GET / HTTP/1.1\r\n\r\n")
+        text = await talk(running, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
 
     assert b"connection: close" in text
 
@@ -518,3 +519,58 @@ async def test_server_still_answers_after_malformed_input(pieces):
         text = await talk(running, last("/still"))
 
     assert text.endswith(b"hello /still")
+
+
+async def test_request_without_a_host_is_refused():
+    async with serving(hello) as running:
+        missing = await talk(running, b"GET / HTTP/1.1\r\n\r\n")
+        twice = await talk(running, b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n")
+        old = await talk(running, b"GET / HTTP/1.0\r\n\r\n")
+
+    assert missing.startswith(b"HTTP/1.1 400 ")
+    assert b"Host once, got 'none'" in missing
+    assert twice.startswith(b"HTTP/1.1 400 ")
+    assert old.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.skipif(
+    not socket.has_dualstack_ipv6(), reason="this host has no sockets of both families"
+)
+async def test_double_colon_listens_on_both_families():
+    peers = []
+
+    def note(exchange):
+        peers.append(exchange.request.peer.rpartition(":")[0])
+        exchange.respond(200, b"")
+
+    running = server.HttpServer(note)
+    running.port = await running.start("::", 0)
+    try:
+        for host in ("127.0.0.1", "::1"):
+            reader, writer = await asyncio.open_connection(host, running.port)
+            writer.write(last())
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+    finally:
+        await running.close()
+
+    assert peers == ["127.0.0.1", "::1"]
+
+
+async def test_handler_switches_to_another_protocol_where_the_server_takes_offers():
+    offer = b"POST / HTTP/1.1\r\nhost: a\r\nconnection: Upgrade\r\nupgrade: echo/1\r\n\r\n"
+
+    def switch(client):
+        client.switch_protocol([("upgrade", "echo/1")], lambda data: client.end(data.upper()))
+
+    async with serving(switch, takes_upgrades=True) as running, connected(running) as streams:
+        streams[1].write(offer)
+        head = await streams[0].readuntil(b"\r\n\r\n")
+        streams[1].write(b"hello")
+        rest = await streams[0].read()
+    async with serving(hello) as running:
+        ignored = await talk(running, offer.replace(b"Upgrade\r", b"Upgrade, close\r"))
+
+    assert head == b"HTTP/1.1 101 Switching Protocols\r\nupgrade: echo/1\r\n\r\n"
+    assert rest == b"HELLO"
+    assert ignored.startswith(b"HTTP/1.1 200")

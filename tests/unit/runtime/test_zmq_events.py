@@ -12,7 +12,8 @@ import members
 import tcp_proxy
 from dynamo.base import errors, membership
 from dynamo.protocols import instances
-from dynamo.runtime.backends import memory, zmq
+from dynamo.runtime import listening
+from dynamo.runtime.backends import memory, zmq, zmq_receiver
 from waiting import PATIENT_S
 
 TOPIC = "dynamo/backend/kv-events"
@@ -43,7 +44,7 @@ async def stranger(cluster):
     """A publisher that says what it likes: its socket, advertised under TOPIC."""
     with pyzmq.Context() as context, context.socket(pyzmq.XPUB) as socket:
         socket.set(pyzmq.LINGER, 0)
-        socket.set(pyzmq.SNDHWM, zmq.HIGH_WATER)
+        socket.set(pyzmq.SNDHWM, zmq_receiver.HIGH_WATER)
         socket.bind("tcp://127.0.0.1:0")
         record = instances.EventChannel(
             topic=TOPIC,
@@ -132,7 +133,7 @@ async def test_payload_over_the_limit_cannot_be_published(join):
     plane = join(1)
     await plane.advertise(TOPIC)
     with pytest.raises(errors.LocalProtocolError, match="expected at most"):
-        plane.publish(TOPIC, bytes(zmq.PAYLOAD_LIMIT + 1))
+        plane.publish(TOPIC, bytes(zmq_receiver.PAYLOAD_LIMIT + 1))
 
 
 @pytest.mark.parametrize(
@@ -160,12 +161,16 @@ async def test_invalid_event_channel_is_logged_and_others_still_arrive(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", ""])
 def test_unreachable_host_is_refused(join, host):
-    with pytest.raises(errors.ConfigError, match="that other processes can connect to"):
-        join(1, host=host)
+    with pytest.raises(errors.ConfigError, match="by which other processes reach"):
+        join(1, listen_address=listening.ListenAddress(host=host))
 
 
 async def test_a_host_that_is_not_ours_is_refused(join):
-    plane = join(1, host="192.0.2.1", credentials=membership.Credentials(is_insecure=True))
+    plane = join(
+        1,
+        listen_address=listening.ListenAddress(host="192.0.2.1"),
+        credentials=membership.Credentials(is_insecure=True),
+    )
     with pytest.raises(errors.ConfigError, match="expected an address of this host"):
         await plane.advertise(TOPIC)
 
@@ -243,7 +248,7 @@ async def test_a_stranger_is_shut_out_in_the_handshake(join, cluster, knows_curv
         if knows_curve:
             encrypt(socket, pyzmq.curve_keypair()[0])
         monitor = socket.get_monitor_socket(
-            pyzmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.HANDSHAKE_FAILURES
+            pyzmq.EVENT_HANDSHAKE_SUCCEEDED | zmq_receiver.HANDSHAKE_FAILURES
         )
         socket.subscribe("")
         socket.connect(record["transport"]["zmq"])
@@ -251,7 +256,7 @@ async def test_a_stranger_is_shut_out_in_the_handshake(join, cluster, knows_curv
         socket.disable_monitor()
         monitor.close()
 
-    assert int.from_bytes(event[0][:2], "little") & zmq.HANDSHAKE_FAILURES
+    assert int.from_bytes(event[0][:2], "little") & zmq_receiver.HANDSHAKE_FAILURES
 
 
 @pytest.mark.parametrize("shown", [WITH_TOKEN, membership.NO_CREDENTIALS], ids=["token", "open"])
@@ -278,17 +283,17 @@ def test_an_address_off_loopback_wants_a_token(join):
     with pytest.raises(
         errors.ConfigError, match=r"event plane over ZeroMQ on 10\.0\.0\.7.*--insecure"
     ):
-        join(1, host="10.0.0.7")
+        join(1, listen_address=listening.ListenAddress(host="10.0.0.7"))
     for shown in (WITH_TOKEN, membership.Credentials(is_insecure=True)):
-        join(1, host="10.0.0.7", credentials=shown)
+        join(1, listen_address=listening.ListenAddress(host="10.0.0.7"), credentials=shown)
 
 
 @pytest.fixture
 async def behind_a_proxy(cluster, join, monkeypatch):
     """A publisher that listeners reach through a proxy, the proxy, and a listener's batches."""
     quick = {pyzmq.HEARTBEAT_IVL: 50, pyzmq.HEARTBEAT_TIMEOUT: 200, pyzmq.HANDSHAKE_IVL: 500}
-    watch = [(option, quick.get(option, value)) for option, value in zmq._PEER_WATCH]
-    monkeypatch.setattr(zmq, "_PEER_WATCH", watch)
+    watch = [(option, quick.get(option, value)) for option, value in zmq_receiver._PEER_WATCH]
+    monkeypatch.setattr(zmq_receiver, "_PEER_WATCH", watch)
     publisher = join(1)
     await publisher.advertise(TOPIC)
     port = int(publisher._publisher.address.rpartition(":")[2])
@@ -337,7 +342,7 @@ async def test_events_of_an_instance_that_is_not_registered_there_are_not_heard(
     heard = await hear(join(1))
     await asyncio.to_thread(stranger.recv)  # the subscription
     for publisher, payload in ((254, b"another"), (255, b"registered")):
-        number, own = zmq.U64.pack(0), zmq.U64.pack(publisher)
+        number, own = zmq_receiver.U64.pack(0), zmq_receiver.U64.pack(publisher)
         stranger.send_multipart((TOPIC.encode(), number, own, payload))
     batch = await asyncio.wait_for(heard.get(), PATIENT_S)
 

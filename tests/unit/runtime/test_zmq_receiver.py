@@ -8,7 +8,7 @@ import threading
 
 import zmq
 
-from dynamo.runtime.backends import zmq as zmq_plane
+from dynamo.runtime.backends import zmq_receiver
 from waiting import PATIENT_S
 
 NUM_LEAVES = 200
@@ -31,7 +31,7 @@ class Talkers:
         number = 0
         while not self._is_over.is_set():
             for socket in self._sockets:
-                packed = zmq_plane.U64.pack(number)
+                packed = zmq_receiver.U64.pack(number)
                 socket.send_multipart((b"topic", packed, packed, b"payload"))
             number += 1
 
@@ -54,7 +54,7 @@ async def listen() -> int:
 
     with zmq.Context() as context:
         talkers = Talkers(context)
-        receiver = zmq_plane.EventReceiver(context, take, None)
+        receiver = zmq_receiver.EventReceiver(context, take, {})
         receiver.subscribe("topic")
         for address in talkers.addresses:
             receiver.connect(address)

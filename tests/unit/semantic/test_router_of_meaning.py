@@ -253,8 +253,13 @@ def test_any_body_is_routed_or_refused(body):
     except errors.InvalidRequest:
         pass
     else:
-        # a body without a model is left for the frontend to refuse
-        assert outcome.answer is not None or outcome.body == body or fields_of(outcome)["model"]
+        assert outcome.answer is not None or fields_of(outcome)["model"]
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"":""}', b'{"model":""}', b'{"model":7}'])
+def test_body_without_a_model_is_refused_with_the_name_that_has_one_chosen(body):
+    with pytest.raises(errors.InvalidRequest, match=r'"model": expected the name .* or "MoM"'):
+        ROUTER.route(body, {})
 
 
 ROUTER = make_router()

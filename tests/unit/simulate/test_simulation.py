@@ -85,6 +85,20 @@ def test_prefixes_stay_on_their_workers_when_caches_are_small():
     assert summary.hit_rate > 0.95 * (1 - 32 / 320) * 2048 / 2098
 
 
+def test_requests_share_no_worker_where_that_slows_their_answers():
+    """Four clients and four workers: two requests on one worker while another idles cost a sixth of the throughput."""
+    config = SimulateConfig(
+        engine="batch", workers=4, cache_tokens=24_576, max_num_seqs=64, requests=200, concurrency=4
+    )  # fmt: skip
+
+    def duration_s(policy):
+        return routing.run(
+            config, router_config.RouterConfig(), None, policy, lambda n: None, lambda: 0.0
+        ).simulated_s
+
+    assert duration_s("estimated-ttft") < 1.05 * duration_s("dynamo")
+
+
 def test_closed_loop_ends_when_all_requests_were_sent():
     config = SimulateConfig(
         engine="batch", workers=2, cache_tokens=1 << 20, requests=50, concurrency=7

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from dynamo.base import errors
+from dynamo.transfer import link as links
 from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link
 
@@ -99,6 +100,19 @@ def test_sender_that_stalls_is_an_error_at_the_time_limit(ends):
 
     with pytest.raises(errors.TransferError, match="not complete within"):
         link.receive_spans(received, [(0, 3 * WAKE)], TimeLimit(0.2), is_summed=False)
+
+
+@pytest.mark.parametrize("num_sent", [0, WAKE + 1])
+def test_copy_without_any_byte_for_a_while_is_given_up_before_the_time_limit(
+    ends, monkeypatch, num_sent
+):
+    link, far = ends
+    monkeypatch.setattr(links, "STALL_S", 0.1)
+    far.sendall(bytes(num_sent))
+    received = memoryview(bytearray(3 * WAKE))
+
+    with pytest.raises(errors.TransferError, match=r"no byte of the copy has come for 0\.1 s"):
+        link.receive_spans(received, [(0, 3 * WAKE)], TimeLimit(30), is_summed=False)
 
 
 def await_acknowledgement(sock):

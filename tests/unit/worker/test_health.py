@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from dynamo.kvbm import pool as pools
+from dynamo.kvbm import tier_report, tiered_cache, tiers
 from dynamo.protocols import load as loads
 from dynamo.testing import clock
 from dynamo.worker import health
@@ -68,7 +70,12 @@ async def test_metrics_are_served(port):
     assert await get(port, "/metrics") == (200, b"# metrics\n")
 
 
-async def test_statistics_are_logged_every_five_seconds_while_there_is_work(caplog):
+@pytest.mark.parametrize(
+    ("has_tiers", "cpu_usage", "cpu_hit_rate"), [(False, "0.0", "0.00"), (True, "25.0", "12.50")]
+)
+async def test_statistics_are_logged_every_five_seconds_while_there_is_work(
+    caplog, has_tiers, cpu_usage, cpu_hit_rate
+):
     time, counts = clock.VirtualClock(), SimpleNamespace(num_prompt_tokens=0, num_output_tokens=0)
     load = [
         loads.ForwardPassMetrics(
@@ -89,7 +96,14 @@ async def test_statistics_are_logged_every_five_seconds_while_there_is_work(capl
         )
     ]
     now = idle
-    log = asyncio.ensure_future(health.log_statistics(counts, lambda: now, time))
+    pool = pools.BlockPool(8)
+    host = tiers.Tier(tiered_cache.HOST, 4, pool.events)
+    cache = tiered_cache.TieredCache(pool, host, None, block_size=4, block_bytes=64)
+    host.confirm(host.reserve(tiers.CachedBlock(1, 1, None), 0))
+    cache.num_copied[tiered_cache.HOST, tiered_cache.DEVICE] = 1
+    cache.counts["host_lookups"] = 8
+    reports = (None, tier_report.make_report(pool, cache))[has_tiers]
+    log = asyncio.ensure_future(health.log_statistics(counts, lambda: now, time, lambda: reports))
     with caplog.at_level("INFO", logger="dynamo"):
         await time.advance(5)
         counts.num_prompt_tokens, counts.num_output_tokens, now = 193, 151, load
@@ -101,7 +115,8 @@ async def test_statistics_are_logged_every_five_seconds_while_there_is_work(capl
 
     assert first == (
         "Avg prompt throughput: 38.6 tokens/s, Avg generation throughput: 30.2 tokens/s, Running: 1 reqs,"
-        " Swapped: 0 reqs, Pending: 2 reqs, GPU KV cache usage: 0.2%, CPU KV cache usage: 0.0%."
+        " Swapped: 0 reqs, Pending: 2 reqs, GPU KV cache usage: 0.2%,"
+        f" CPU KV cache usage: {cpu_usage}%."
     )
-    assert second == "Prefix cache hit rate: GPU: 80.00%, CPU: 0.00%"
+    assert second == f"Prefix cache hit rate: GPU: 80.00%, CPU: {cpu_hit_rate}%"
     assert len(rest) == 2  # once more, to say that nothing runs

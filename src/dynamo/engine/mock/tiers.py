@@ -51,6 +51,7 @@ class SimulatedCopies:
 
     def begin(self, on_late: Callable[[], None]) -> None:
         """Begin the copies that the cache wants; `on_late` is called when a request stops waiting for one."""
+        self._cache.record_time(self._clock.now())
         for copy in self._cache.take_copies():
             is_disk = kv_events.DISK in copy.path
             rate = self._config.disk_bytes_per_s if is_disk else self._config.host_bytes_per_s

@@ -94,7 +94,7 @@ class EngineLoop:
 
     def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
         """Add a request before the next step."""
-        self._commands.put(functools.partial(self._scheduler.submit, request, grammar))
+        self._commands.put(functools.partial(self._submit, request, grammar))
 
     def abort(self, request_id: str) -> None:
         """Abort a request before the next step."""
@@ -146,6 +146,8 @@ class EngineLoop:
         """
         tiers = self._scheduler.tiers
         assert tiers is not None
+        tiers.record_time(time.monotonic())
+        tiers.apply_changes(copies.look())
         late = copies.take_late()
         for copy in late:
             tiers.stop_waiting(copy)
@@ -166,6 +168,11 @@ class EngineLoop:
         assert self._scheduler.tiers is not None
         self._scheduler.tiers.host.add_slots(num_slots)
 
+    def _submit(self, request: generate.Request, grammar: Grammar | None) -> None:
+        if self._copies is not None and self._scheduler.tiers is not None:
+            self._scheduler.tiers.apply_changes(self._copies.look())
+        self._scheduler.submit(request, grammar)
+
     def _abort(self, request_id: str) -> None:
         self._forget(self._scheduler.abort(request_id))
 
@@ -175,7 +182,7 @@ class EngineLoop:
     def _clear(self, on_cleared: abc.Callable[[], None]) -> None:
         self._deliver(self._scheduler.clear())
         if self._copies is not None:
-            self._copies.forget_disk()
+            self._copies.forget()
         on_cleared()
 
     def _end_run(self) -> None:

@@ -138,7 +138,7 @@ class Paging:
             tier_blocks.CachedBlock(hashes[i], local[i], hashes[i - 1] if i else None)
             for i in positions
         ]
-        self.tiers.offer(offered, sequence.request.priority)
+        self.tiers.offer(offered, sequence.request.priority, sequence.request.cache_hint)
 
     def _hash(self, sequence: Sequence) -> None:
         """Compute the hashes of full blocks that were added to the sequence."""

@@ -33,12 +33,12 @@ class ChatRequest(inputs.Conversation, frozen=True, kw_only=True, forbid_unknown
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     modalities: list[Literal["text"]] | None = None
+    echo: bool | None = None  # vLLM's: the answer begins with the assistant's last message
     # without effect
     verbosity: Literal["low", "medium", "high"] | None = None
     prediction: Prediction | None = None
     safety_identifier: inputs.Hint = None
     prompt_cache_key: inputs.Hint = None
-    prompt_cache_retention: inputs.Hint = None
     prompt_cache_options: inputs.Hint = None
     # refused, unless they ask for nothing
     audio: None = None
@@ -46,6 +46,13 @@ class ChatRequest(inputs.Conversation, frozen=True, kw_only=True, forbid_unknown
     functions: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
     moderation: None = None
+
+    @property
+    def echoed_message(self) -> str:
+        """The text of the last message, if the answer is to begin with it because both have one role."""
+        last = self.messages[-1] if self.messages else {}
+        is_same = last.get("role") == "assistant" or self.add_generation_prompt is False
+        return conversation.text_of(last.get("content")) if self.echo and is_same else ""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -62,6 +69,7 @@ class ChatRequest(inputs.Conversation, frozen=True, kw_only=True, forbid_unknown
 decode = json_body.RequestDecoder(ChatRequest).decode
 
 
+_SERVICE_TIER = "default"
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
@@ -116,8 +124,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | None
     refusal: None
     reasoning_content: str | None
-    tool_calls: list[ToolCall] | None
-    function_call: None
+    tool_calls: list[ToolCall]
+    annotations: list[dict[str, Any]]
     audio: None
 
 
@@ -140,13 +148,24 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: sse.Usage
     system_fingerprint: str | None
-    service_tier: str | None = None
+    service_tier: Literal["default"]
 
 
-class ToolCallDelta(ToolCall, kw_only=True):
-    """A tool call, which comes in one piece."""
+class FunctionDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The name of the function in the first delta of a call, and a part of its arguments in each."""
+
+    name: str = ""
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A part of a tool call; the first one of each call has its id and type. Calls of custom tools come whole."""
 
     index: int
+    id: str = ""
+    type: Literal["function", "custom", ""] = ""
+    function: FunctionDelta | None = None
+    custom: CalledCustomTool | None = None
 
 
 class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -184,22 +203,25 @@ class ChatFormatter:
 
     def __init__(self, request: ChatRequest, answer_identity: identity.Identity) -> None:
         self._identity = answer_identity
-        # the tier that served the request, for clients that chose one
-        self._tier = {} if request.service_tier is None else {"service_tier": "default"}
+        # in chunks the tier that served the request is for clients that chose one
+        self._tier = {} if request.service_tier is None else {"service_tier": _SERVICE_TIER}
         self._token_names = answer_identity.token_names(by_id=request.return_tokens_as_token_ids)
         self._custom_tools = request.custom_tools
         self._hides_reasoning = request.include_reasoning is False
+        self._echo = request.echoed_message
 
     def chunk(self, part: sse.ChoicePart) -> dict[str, Any]:
         """Return the chunk for a part of one choice."""
-        delta = {"role": "assistant"} if part.is_first else {}
+        delta: dict[str, Any] = {"role": "assistant"} if part.is_first else {}
         choice = {
             "index": part.index,
-            "delta": delta | self._delta(part.piece),
+            "delta": self._echoed(delta | self._delta(part.piece), is_first=part.is_first),
             "logprobs": self._logprobs(part.reports),
             "finish_reason": part.finish_reason,
+            **sse.token_id_fields(part),
         }
-        return self._object("chat.completion.chunk", [choice])
+        chunk = self._object("chat.completion.chunk", [choice])
+        return chunk | sse.prompt_fields(part, self._token_names.token_text)
 
     def usage_chunk(self, usage: sse.Usage) -> dict[str, Any]:
         """Return the last chunk of a stream that reports usage."""
@@ -213,10 +235,13 @@ class ChatFormatter:
                 "message": self._message(answer.pieces),
                 "logprobs": self._logprobs(answer.reports),
                 "finish_reason": answer.finish_reason,
+                **sse.token_id_fields(answer),
             }
             for answer in answers
         ]
-        return {"service_tier": None, **self._object("chat.completion", rows), "usage": usage}
+        of_prompt = sse.prompt_fields(answers[0], self._token_names.token_text)
+        head = self._object("chat.completion", rows)
+        return {**head, "service_tier": _SERVICE_TIER, "usage": usage, **of_prompt}
 
     def _object(self, kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._identity.head("chatcmpl-", kind), **self._tier, "choices": rows}
@@ -251,13 +276,27 @@ class ChatFormatter:
             case parser.Reasoning(text) if not self._hides_reasoning:
                 return {"reasoning_content": text}
             case choices.Call():
-                return {"tool_calls": [{"index": piece.number, **self._call(piece)}]}
+                part = (
+                    self._call(piece)
+                    if piece.is_start
+                    else {"function": {"arguments": piece.arguments}}
+                )
+                return {"tool_calls": [{"index": piece.number, **part}]}
             case _:
                 return {}
 
+    def _echoed(self, delta: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
+        """Return the delta, behind the echoed message if it is the first one."""
+        if not (is_first and self._echo):
+            return delta
+        return {**delta, "content": self._echo + delta.get("content", "")}
+
     def _message(self, pieces: Sequence[choices.Piece]) -> dict[str, Any]:
-        """Return the message with all keys that clients of OpenAI and vLLM read, null where there is nothing."""
-        content = reasoning = ""
+        """Return the message with all keys that clients of OpenAI and vLLM read, empty where there is nothing.
+
+        `function_call` is the exception: OpenAI leaves it out, and its schema does not allow null there.
+        """
+        content, reasoning = self._echo, ""
         calls = []
         for piece in pieces:
             match piece:
@@ -272,8 +311,8 @@ class ChatFormatter:
             "content": content or (None if calls else ""),
             "refusal": None,
             "reasoning_content": reasoning or None,
-            "tool_calls": calls or None,
-            "function_call": None,
+            "tool_calls": calls,
+            "annotations": [],
             "audio": None,
         }
 

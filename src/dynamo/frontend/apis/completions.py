@@ -175,7 +175,8 @@ class CompletionFormatter:
     def chunk(self, part: sse.ChoicePart) -> dict[str, Any]:
         """Return the chunk for a part of one choice; a first chunk is like the others."""
         text = content_of(part.piece)
-        return self._object([self._choice(part.index, text, part.reports, part.finish_reason)])
+        row = self._choice(part.index, text, part.reports, part.finish_reason)
+        return self._object([{**row, **self._token_fields(part)}])
 
     def usage_chunk(self, usage: sse.Usage) -> dict[str, Any]:
         """Return the last chunk of a stream that reports usage."""
@@ -184,15 +185,21 @@ class CompletionFormatter:
     def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
         """Return the complete answer."""
         rows = [
-            self._choice(
-                answer.index,
-                "".join(map(content_of, answer.pieces)),
-                answer.reports,
-                answer.finish_reason,
-            )
+            {
+                **self._choice(
+                    answer.index,
+                    "".join(map(content_of, answer.pieces)),
+                    answer.reports,
+                    answer.finish_reason,
+                ),
+                **self._token_fields(answer),
+            }
             for answer in answers
         ]
         return {**self._object(rows), "usage": usage}
+
+    def _token_fields(self, part: sse.ChoicePart | sse.WholeChoice) -> dict[str, Any]:
+        return sse.token_id_fields(part) | sse.prompt_fields(part, self._token_text)
 
     def _object(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "choices": rows}

@@ -8,9 +8,9 @@ complete, failed, or abandoned by the client; whatever still runs at a worker is
 
 import base64
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -53,6 +53,37 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     usage: EmbeddingUsage
 
 
+class VectorRequest(Protocol):
+    """The part of a request that says which vectors its answer is made of."""
+
+    @property
+    def model(self) -> str:
+        """The name of the model, as the client gave it."""
+
+    @property
+    def prompts(self) -> Sequence[inputs.Prompt]:
+        """One or more inputs, each a text or token ids."""
+
+    @property
+    def dimensions(self) -> int | None:
+        """The length to which each vector is shortened; None: the model's own."""
+
+    @property
+    def encoding_format(self) -> Literal["float", "base64"] | None:
+        """The form of each vector; None: numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingApi:
+    """An API of vectors, or of what is made from them: how to decode a request and to format its answer."""
+
+    decode: Callable[[bytes], VectorRequest]
+    make_vector: Callable[[int, list[float] | str], Any]  # from the number of its input
+    make_answer: Callable[["EmbeddingPlan", Sequence[Any]], dict[str, Any]]
+    dialect: delivery.ErrorDialect
+    endpoint: str = "embeddings"  # the label in metrics
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingPlan:
     """The answer that a client asked for."""
@@ -61,7 +92,10 @@ class EmbeddingPlan:
     num_inputs: int
     num_tokens: int
     dimensions: int  # of each vector
-    is_base64: bool
+    request: VectorRequest
+    request_id: str
+    api: EmbeddingApi
+    arrived_at: float  # of the metrics' clock
     headers: exchange.Headers = ()
 
 
@@ -74,7 +108,7 @@ class EmbeddingDelivery:
         self._client = client
         self.plan = plan
         self._meter = meter
-        self._objects: list[msgspec.Raw | None] = [None] * plan.num_inputs
+        self._objects: list[Any] = [None] * plan.num_inputs
         self._num_missing = plan.num_inputs
         self._streams: list[requests.Stream] = []
         self.is_over = False  # complete, failed or abandoned
@@ -97,23 +131,15 @@ class EmbeddingDelivery:
             if self._objects[number] is not None:
                 raise errors.RemoteProtocolError(f"the worker sent vector {number} twice")
             vector = data[place * size : (place + 1) * size]
-            value = (
-                base64.b64encode(vector).decode() if self.plan.is_base64 else embed.unpack(vector)
-            )
-            encoded = sse.encode({"object": "embedding", "index": number, "embedding": value})
-            self._objects[number] = msgspec.Raw(encoded)
+            is_base64 = self.plan.request.encoding_format == "base64"
+            value = base64.b64encode(vector).decode() if is_base64 else embed.unpack(vector)
+            self._objects[number] = self.plan.api.make_vector(number, value)
             self._num_missing -= 1
         if self._num_missing:
             return
         self._close()
         self._meter.record_success()
-        num_tokens = self.plan.num_tokens
-        body = {
-            "object": "list",
-            "data": self._objects,
-            "model": self.plan.model,
-            "usage": EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
-        }
+        body = self.plan.api.make_answer(self.plan, self._objects)
         self._client.respond(200, sse.encode(body), headers=self.plan.headers)
 
     def has_vectors(self, numbers: Sequence[int]) -> bool:
@@ -125,7 +151,7 @@ class EmbeddingDelivery:
         if not self.is_over:
             self._close()
             self._meter.record_failure(error)
-            delivery.respond_error(self._client, error, error_dialects.OPENAI, self.plan.headers)
+            delivery.respond_error(self._client, error, self.plan.api.dialect, self.plan.headers)
 
     def _abandon(self) -> None:
         self._close()
@@ -167,7 +193,6 @@ class ShareReceiver:
             self._reply.fail(errors.StreamBroken("the worker ended before its answer did"))
 
 
-ENDPOINT = "embeddings"  # the label in metrics
 MAX_INPUTS = 2048  # OpenAI's limit
 MAX_CHARS = 16 * options.MAX_EMBEDDING_TOKENS  # so that far too long a text is not tokenized
 MIN_SHARE_TOKENS = 512  # fewer are not worth another worker
@@ -193,25 +218,44 @@ class TextEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         """Raise InvalidRequest for what the types allow and the API does not."""
         if not isinstance(self.input, str):
             completions.check_one_kind(self.input, "input")
-        if len(self.prompts) > MAX_INPUTS:
-            raise _wrong_input(f"at most {MAX_INPUTS} inputs", str(len(self.prompts)))
-        for number, text in enumerate(self.prompts):
-            if not text:
-                raise _wrong_input(
-                    "at least one character or token in each", f"none in number {number}"
-                )
-        num_chars = sum(len(text) for text in self.prompts if isinstance(text, str))
-        if num_chars > MAX_CHARS:
-            raise _wrong_input(
-                f"at most {MAX_CHARS} characters in all inputs together", str(num_chars)
-            )
+        check_prompts(self.prompts, "input")
 
 
-def _wrong_input(expected: str, got: str) -> errors.InvalidRequest:
-    return errors.InvalidRequest(f"input: expected {expected}, got {got}", param="input")
+def check_prompts(prompts: Sequence[inputs.Prompt], param: str) -> None:
+    """Raise InvalidRequest for too many inputs, an empty one, or far too much text."""
+    if len(prompts) > MAX_INPUTS:
+        raise wrong_input(param, f"at most {MAX_INPUTS} inputs", str(len(prompts)))
+    for number, text in enumerate(prompts):
+        if not text:
+            expected = "at least one character or token in each"
+            raise wrong_input(param, expected, f"none in number {number}")
+    num_chars = sum(len(text) for text in prompts if isinstance(text, str))
+    if num_chars > MAX_CHARS:
+        expected = f"at most {MAX_CHARS} characters in all inputs together"
+        raise wrong_input(param, expected, str(num_chars))
+
+
+def wrong_input(param: str, expected: str, got: str) -> errors.InvalidRequest:
+    """Return the error for a field with texts."""
+    return errors.InvalidRequest(f"{param}: expected {expected}, got {got}", param=param)
 
 
 decode = json_body.RequestDecoder(TextEmbeddingRequest).decode
+
+
+def _make_list(plan: EmbeddingPlan, vectors: Sequence[Any]) -> dict[str, Any]:
+    usage = EmbeddingUsage(prompt_tokens=plan.num_tokens, total_tokens=plan.num_tokens)
+    return {"object": "list", "data": vectors, "model": plan.model, "usage": usage}
+
+
+API = EmbeddingApi(
+    decode=decode,
+    make_vector=lambda number, vector: msgspec.Raw(
+        sse.encode({"object": "embedding", "index": number, "embedding": vector})
+    ),
+    make_answer=_make_list,
+    dialect=error_dialects.OPENAI,
+)
 
 
 class EmbeddingPipeline:
@@ -224,18 +268,18 @@ class EmbeddingPipeline:
         self._timeout_s = context.request_timeout_s
         self._start_trace = context.start_trace
 
-    async def handle(self, client: exchange.Exchange) -> None:
+    async def handle(self, client: exchange.Exchange, api: EmbeddingApi = API) -> None:
         """Take one request from its body to the workers that answer it."""
         arrival = pipeline.record_arrival(client, self._metrics, self._start_trace)
         headers = tuple((name, arrival.reported_id) for name in pipeline.REQUEST_ID_HEADERS)
         try:
-            request = await self._pipeline.unknown.decode(client, decode)
+            request = await self._pipeline.unknown.decode(client, api.decode)
             model = await self._pipeline.find_model(request.model, client)
         except errors.DynamoError as error:
-            self._meter(metrics.UNKNOWN_MODEL, arrival).record_failure(error)
-            delivery.respond_error(client, error, error_dialects.OPENAI, headers)
+            self._meter(metrics.UNKNOWN_MODEL, arrival, api).record_failure(error)
+            delivery.respond_error(client, error, api.dialect, headers)
             return
-        meter = self._meter(model.name, arrival)
+        meter = self._meter(model.name, arrival, api)
         try:
             check_dimensions(request.dimensions, model.embedding)
             engine_request = embed.EmbeddingRequest(
@@ -248,7 +292,7 @@ class EmbeddingPipeline:
                 await self._admission.admit(model, [engine_request], client, meter, None)
         except errors.DynamoError as error:
             meter.record_failure(error)
-            delivery.respond_error(client, error, error_dialects.OPENAI, headers)
+            delivery.respond_error(client, error, api.dialect, headers)
             return
         meter.record_prompt(engine_request)
         plan = EmbeddingPlan(
@@ -256,7 +300,10 @@ class EmbeddingPipeline:
             num_inputs=len(engine_request.inputs),
             num_tokens=engine_request.prompt_len,
             dimensions=request.dimensions or model.embedding.dimensions,
-            is_base64=request.encoding_format == "base64",
+            request=request,
+            request_id=arrival.reported_id,
+            api=api,
+            arrived_at=arrival.at,
             headers=headers,
         )
         reply = EmbeddingDelivery(client, plan, meter)
@@ -300,9 +347,11 @@ class EmbeddingPipeline:
                 return
             reply.add_stream(stream)
 
-    def _meter(self, model: str, arrival: metrics.Arrival) -> metrics.RequestMeter:
+    def _meter(
+        self, model: str, arrival: metrics.Arrival, api: EmbeddingApi
+    ) -> metrics.RequestMeter:
         return metrics.RequestMeter(
-            self._metrics.for_model(model), ENDPOINT, is_stream=False, arrival=arrival
+            self._metrics.for_model(model), api.endpoint, is_stream=False, arrival=arrival
         )
 
 

@@ -4,8 +4,8 @@ Clients act on statuses and types (the openai package retries 429 and 5xx, the a
 and both raise a class per status), so they are the API's own wherever it has a word for the error.
 """
 
-import re
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -43,19 +43,10 @@ _ANTHROPIC_TYPES: _ErrorTypes = {
 _ANTHROPIC_REFUSALS = {404: "not_found_error", 413: "request_too_large"}
 
 
-_INNER_NAMES = re.compile(
-    r"\b[a-z0-9+]+://[^\s'\",;]+"  # URLs
-    r"|\[[0-9a-fA-F:.]+\](?::\d+)?|\b(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?"  # addresses, with or without a port
-    r"|\b[\w-]+(?:\.[\w-]+)*:\d{2,5}\b"  # names with a port
-    r"|(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]*"  # absolute paths
-)
+class ThreadUnsupported(errors.RequestError):
+    """The message belongs to a conversation that the server would have to keep; the client sends the whole instead."""
 
-
-def message_of(error: errors.DynamoError) -> str:
-    """Return the message for a client; where the fault is ours, without addresses and paths, which the log has."""
-    return (
-        str(error) if isinstance(error, errors.RequestError) else _INNER_NAMES.sub("…", str(error))
-    )
+    code = "thread_unsupported_request"
 
 
 class OpenAiErrorObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,11 +64,12 @@ class OpenAiErrorBody(msgspec.Struct, frozen=True):
     error: OpenAiErrorObject
 
 
-class AnthropicErrorObject(msgspec.Struct, frozen=True):
-    """Kind and text of the error."""
+class AnthropicErrorObject(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Kind and text of the error; `details` only where Anthropic's clients act on them."""
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True):
@@ -106,7 +98,12 @@ class OpenAiErrors:
     def body_of(self, error: errors.DynamoError) -> bytes:
         """Return the error as JSON."""
         param = error.param if isinstance(error, errors.RequestError) else None
-        return self.encode(message_of(error), self._kind_of(error)[1], param=param, code=error.code)
+        return self.encode(
+            model_errors.client_message(error),
+            self._kind_of(error)[1],
+            param=param,
+            code=error.code,
+        )
 
     def refusal(self, status: int, message: str) -> bytes:
         """Return the JSON of an error of the HTTP server itself (unknown path, wrong method, too large a body)."""
@@ -138,8 +135,10 @@ class AnthropicErrors(OpenAiErrors):
     def encode(
         self, message: str, kind: str, *, param: str | None = None, code: str | None = None
     ) -> bytes:
-        del param, code
-        return _encode(AnthropicErrorBody("error", AnthropicErrorObject(kind, message)))
+        details = None
+        if code == ThreadUnsupported.code:
+            details = {"error_code": code, "unsupported": [param]}
+        return _encode(AnthropicErrorBody("error", AnthropicErrorObject(kind, message, details)))
 
 
 class KserveErrors(OpenAiErrors):
@@ -156,4 +155,4 @@ class KserveErrors(OpenAiErrors):
 
 OPENAI = OpenAiErrors()
 ANTHROPIC = AnthropicErrors()
-KSERVE = KserveErrors()
+KSERVE = OLLAMA = KserveErrors()  # both are one sentence

@@ -10,7 +10,7 @@ from dynamo.base import errors
 from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
-    ANY_ID,
+    ANY_NAME,
     ApiContext,
     Operation,
     add_request_id,
@@ -30,6 +30,12 @@ class Model(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str
     context_window: int
+    max_model_len: int
+    root: str
+    parent: str | None
+    capabilities: list[str]
+    num_workers: int
+    adapters: list[str]
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -74,7 +80,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         ),
         Operation(
             method="GET",
-            path=f"{PATH}/{ANY_ID}",
+            path=f"{PATH}/{ANY_NAME}",
             handler=add_request_id(show_model),
             summary="One of them",
             tag="OpenAI",
@@ -102,15 +108,32 @@ def _anthropic_model(row: dict[str, Any]) -> dict[str, Any]:
         "id": row["id"],
         "display_name": row["id"],
         "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": row["context_window"],
+        "max_tokens": row["context_window"],
+        "capabilities": None,
     }
 
 
 def _model_object(model: RegisteredModel) -> dict[str, Any]:
-    row = {
+    return {
         "id": model.name,
         "object": "model",
         "created": model.card.created,
         "owned_by": "dynamo",
         "context_window": model.card.context_length,
+        "max_model_len": model.card.context_length,
+        "root": model.name if model.base is None else model.base.name,
+        "parent": None if model.base is None else model.base.name,
+        "capabilities": model.capabilities,
+        "num_workers": len(model.instances),
+        "adapters": sorted(
+            {
+                name
+                for replicas in model.replicas.values()
+                for card in replicas.cards.values()
+                for name in card.lora_names
+                if model.base is None
+            }
+        ),
     }
-    return row if model.base is None else {**row, "parent": model.base.name}

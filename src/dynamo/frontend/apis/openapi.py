@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo.frontend.apis.operation import ANY_ID, Operation
-from dynamo.frontend.delivery import sse
+from dynamo.frontend.apis.operation import ANY_ID, ANY_NAME, Operation
+from dynamo.frontend.delivery import sse, streaming
 
 _SCHEMAS = "#/components/schemas/"
 _OWN_MODULES = re.compile(
@@ -67,7 +67,7 @@ def make_document(operations: Sequence[Operation], version: str) -> dict[str, An
 
 def openapi_path(path: str) -> str:
     """Return an operation's path as OpenAPI writes it."""
-    return path.removesuffix(ANY_ID) + ("{id}" if path.endswith(ANY_ID) else "")
+    return path.replace(ANY_NAME, ANY_ID).replace(ANY_ID, "{id}")
 
 
 def _make_schemas(operations: Iterable[Operation]) -> tuple[Refs, dict[str, Any]]:
@@ -95,7 +95,9 @@ def _types(operation: Operation) -> Iterable[type]:
 
 
 def _describe(operation: Operation, refs: Refs) -> dict[str, Any]:
-    words = "_".join(operation.path.replace(ANY_ID, "id").replace(".", "_").split("/")[1:])
+    words = "_".join(
+        openapi_path(operation.path).replace("{id}", "id").replace(".", "_").split("/")[1:]
+    )
     described: dict[str, Any] = {
         "operationId": f"{operation.method.lower()}_{words}".rstrip("_"),
         "summary": operation.summary,
@@ -113,7 +115,7 @@ def _describe(operation: Operation, refs: Refs) -> dict[str, Any]:
 
 
 def _parameters(operation: Operation) -> Iterable[dict[str, Any]]:
-    if operation.path.endswith(ANY_ID):
+    if ANY_ID in operation.path:
         schema = {"type": "string", "minLength": 1}
         yield {"name": "id", "in": "path", "required": True, "schema": schema}
     if operation.request is not None:
@@ -124,11 +126,15 @@ def _parameters(operation: Operation) -> Iterable[dict[str, Any]]:
 
 def _describe_responses(operation: Operation, refs: Refs) -> dict[str, Any]:
     content: dict[str, Any] = {}
-    if isinstance(operation.answer, str):
+    responses: dict[str, Any] = {"200": {"description": operation.summary, "content": content}}
+    if operation.answer is None:
+        responses = {}
+    elif isinstance(operation.answer, str):
         content[operation.answer] = {"schema": {"type": "string"}}
     else:
         content[_JSON] = {"schema": refs[operation.answer]}
-    responses: dict[str, Any] = {"200": {"description": operation.summary, "content": content}}
+    if operation.streams_lines:
+        content[streaming.LINES_TYPE] = content[_JSON]
     if operation.events is not None:
         responses["200"]["description"] += "; a stream of events if `stream` is true"
         content[sse.CONTENT_TYPE] = {"schema": _describe_event(operation, refs)}

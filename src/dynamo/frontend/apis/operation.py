@@ -24,7 +24,8 @@ from dynamo.protocols import blocks
 from dynamo.runtime.http import exchange
 
 R = TypeVar("R")
-ANY_ID = "*"  # ends a path whose last part is an id
+ANY_ID = "*"  # in the place of an id in a path
+ANY_NAME = "**"  # in the place of a name, which may have slashes
 ACCESS_ERRORS = (401, 403, 429)  # where API keys are required
 READ_ERRORS = (400, *ACCESS_ERRORS, 404, 408, 413, 415, 503)  # of a request with a body
 GENERATION_ERRORS = (*READ_ERRORS, 500, 504)  # of a request that goes to a worker
@@ -39,18 +40,21 @@ _TYPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One method of one path. `path` may end with `ANY_ID`."""
+    """One method of one path. `path` may have `ANY_ID` or `ANY_NAME` in one place."""
 
     method: str
     path: str
     handler: exchange.Handler
     summary: str
     tag: str
-    answer: type | str  # the type of its JSON, or the media type of its text
+    answer: (
+        type | str | None
+    )  # the type of its JSON, or the media type of its text; None: it refuses
     request: type | None = None
     body_factor: int = 1  # its body may be larger than others by this factor
     request_details: Mapping[str, Any] = field(default_factory=dict)  # JSON schemas by field name
     events: type | None = None  # of the data of a streamed answer
+    streams_lines: bool = False  # a streamed answer is lines, each of the type of the answer
     ends_with_done: bool = False  # the last event of a stream is [DONE]
     other_answers: Mapping[int, type] = field(default_factory=dict)  # by status
     errors: Sequence[int] = ()  # statuses
@@ -122,18 +126,24 @@ class ApiContext:
         token_ids, _ = await preparer.tokenize_conversation(conversation)
         return blocks.count(token_ids)
 
-    def accept(self, client: exchange.Exchange, dialect: delivery.ErrorDialect) -> bool:
-        """Return whether the frontend takes this request with a JSON body; if not, it has been answered."""
+    def accept(
+        self,
+        client: exchange.Exchange,
+        dialect: delivery.ErrorDialect,
+        *,
+        is_binary: bool = False,
+    ) -> bool:
+        """Return whether the frontend takes this request with a JSON body; if not, it has been answered.
+
+        With `is_binary` more than JSON is in the body, and its type is not checked.
+        """
         if self.drain_state.is_draining:
             error = errors.Unavailable("this frontend is shutting down: try again")
             delivery.respond_error(client, error, dialect)
             return False
-        encoding = client.request.headers.get("content-encoding", "identity")
-        if encoding != "identity":
-            message = f"expected a body without Content-Encoding, got {encoding[:100]!r}"
-            client.respond(415, dialect.refusal(415, message))
-            return False
         content_type = client.request.headers.get("content-type", _JSON)
+        if is_binary:
+            return True
         if content_type != _JSON and content_type.partition(";")[0].strip().lower() not in _TYPES:
             message = (
                 f"expected the header Content-Type: application/json, got {content_type[:100]!r}"

@@ -53,17 +53,19 @@ def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
 
     def show_health(client: exchange.Exchange) -> None:
-        instances = [
-            instance for model in context.models.ready_bases for instance in model.instances
+        served = [instance for model in context.models.ready_bases for instance in model.instances]
+        instances = [  # with the id as logs and metrics write it
+            {"instance": f"{instance.instance_id:x}", **msgspec.to_builtins(instance)}
+            for instance in served
         ]
         is_draining = context.drain_state.is_draining
-        if is_draining or not instances:
+        if is_draining or not served:
             message = "draining" if is_draining else "No endpoints available"
             body = {"status": "unhealthy", "message": message}
             details: dict[str, Any] = {"instances": instances}
         else:
             body = {"status": "healthy"}
-            endpoints = sorted({str(instance.name) for instance in instances})
+            endpoints = sorted({str(instance.name) for instance in served})
             details = {"endpoints": endpoints, "instances": instances}
         if context.admission.has_valid_key(client):
             body |= details

@@ -7,6 +7,7 @@ completions do with `echo`; with `max_tokens: 0` there is nothing else, so that 
 text. No engine can generate zero tokens; it generates one, which is dropped.
 """
 
+import dataclasses
 import itertools
 import secrets
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,13 @@ from dynamo.protocols import blocks, generate
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call as the client sees it."""
+    """A tool call as the client sees it, or in a stream a part of one."""
 
     number: int  # among the calls of its choice
     id: str
     name: str
     arguments: str
+    is_start: bool = True
 
 
 Piece = str | parser.Reasoning | Call  # a string is content
@@ -109,10 +111,12 @@ class Choice:
         "push",
         "reporter",
         "text",
+        "token_ids",
     )
 
     def __init__(self, index: int, text: detokenize.ChoiceText, *, has_logprobs: bool) -> None:
         self.index = index
+        self.token_ids: list[int] | None = None  # not sent yet; None: the client wants none
         self.text = text
         self.push = text.push
         self.reporter = LogprobReporter(text) if has_logprobs else None
@@ -134,7 +138,14 @@ class Choice:
     @property
     def is_plain(self) -> bool:
         """True if chunks carry nothing but its text."""
-        return self.reporter is None
+        return self.reporter is None and self.token_ids is None
+
+    def take_token_ids(self) -> Sequence[int] | None:
+        """Return the ids of the tokens since the last call; None if the client wants none."""
+        token_ids = self.token_ids
+        if token_ids is not None:
+            self.token_ids = []
+        return token_ids
 
     def take_pieces(self, text: str) -> Sequence[Piece]:
         """Return the pieces of the text that `read` returned."""
@@ -161,6 +172,7 @@ class ParsedChoice(Choice):
     """A choice that may need a parser. With `is_single_call` it ends with its first tool call."""
 
     __slots__ = (
+        "_call",
         "_has_ended_call",
         "_is_plain_now",
         "_is_single_call",
@@ -185,6 +197,7 @@ class ParsedChoice(Choice):
         self._is_plain_now = False  # the rest needs no parser
         self._is_single_call = is_single_call
         self._has_ended_call = False
+        self._call = Call(0, "", "", "")  # that comes in parts
 
     @property
     def is_cut(self) -> bool:
@@ -192,7 +205,7 @@ class ParsedChoice(Choice):
 
     @property
     def is_plain(self) -> bool:
-        return self._is_plain_now and self.reporter is None
+        return self._is_plain_now and super().is_plain
 
     def take_pieces(self, text: str) -> Sequence[Piece]:
         """Return all pieces since the last call, neighbours of one kind joined."""
@@ -252,12 +265,25 @@ class ParsedChoice(Choice):
             case parser.Reasoning():
                 self._pieces.append(event)
             case parser.ToolCall(name, arguments):
-                call = Call(self.num_calls, new_tool_call_id(), name, arguments)
-                self._pieces.append(call)
-                self.num_calls += 1
-                if self._is_single_call:
-                    self._has_ended_call = True
-                    self.finish_reason = generate.FinishReason.STOP
+                self._begin_call(name, arguments)
+                self._end_call()
+            case parser.CallBegin(name):
+                self._begin_call(name, "")
+            case parser.CallArguments(text):
+                part = dataclasses.replace(self._call, arguments=text, is_start=False)
+                self._pieces.append(part)
+            case parser.CallEnd():
+                self._end_call()
+
+    def _begin_call(self, name: str, arguments: str) -> None:
+        self._call = Call(self.num_calls, new_tool_call_id(), name, arguments)
+        self._pieces.append(self._call)
+        self.num_calls += 1
+
+    def _end_call(self) -> None:
+        if self._is_single_call:
+            self._has_ended_call = True
+            self.finish_reason = generate.FinishReason.STOP
 
 
 def new_tool_call_id() -> str:
@@ -266,7 +292,7 @@ def new_tool_call_id() -> str:
 
 
 def _join(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield pieces of one kind as one; tool calls stay apart."""
+    """Yield pieces of one kind as one, and the parts of one tool call."""
     same = list(pieces)
     texts = [piece for piece in same if isinstance(piece, str)]
     thoughts = [piece.text for piece in same if isinstance(piece, parser.Reasoning)]
@@ -275,7 +301,11 @@ def _join(pieces: Iterator[Piece]) -> Iterator[Piece]:
     elif thoughts:
         yield parser.Reasoning("".join(thoughts))
     else:
-        yield from same
+        calls = [piece for piece in same if isinstance(piece, Call)]
+        for _, parts in itertools.groupby(calls, lambda call: call.number):
+            first, *others = parts
+            arguments = "".join([first.arguments, *(part.arguments for part in others)])
+            yield dataclasses.replace(first, arguments=arguments)
 
 
 class EchoedPrompt:

@@ -85,7 +85,18 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
             for maker in map(self._choice_maker, self.prompts)
             for _ in range(self.num_choices)
         ]
-        return [make(number) for number, make in enumerate(makers)]
+        made = [make(number) for number, make in enumerate(makers)]
+        if self.request.return_token_ids:
+            for choice in made:
+                choice.token_ids = []
+        return made
+
+    def prompt_token_ids_of(self, choice: choices.Choice) -> Sequence[int] | None:
+        """Return the token ids of the choice's prompt, if the answer is to have them or their log probabilities."""
+        if not self.request.return_token_ids and self.request.prompt_logprobs is None:
+            return None
+        prompt = self.prompts[choice.index // self.num_choices]
+        return blocks.unpack(prompt.request.token_ids)
 
     def _choice_maker(self, prompt: preprocessor.Prepared) -> Callable[[int], choices.Choice]:
         """Return a function from the number of a choice of this prompt to the choice."""
@@ -347,6 +358,7 @@ class WholeDelivery(Delivery):
         super().__init__(client, prepared, meter)
         self._texts: list[list[str]] = [[] for _ in self.choices]
         self._reports: list[list[choices.TokenReport]] = [[] for _ in self.choices]
+        self._prompt_logprobs: dict[int, Sequence[generate.TokenLogprobs]] = {}  # by prompt
 
     def deliver(self, output: generate.Output, first: int = 0) -> None:
         number = first + output.index
@@ -355,6 +367,10 @@ class WholeDelivery(Delivery):
             return
         self.count_tokens(choice, len(output.token_ids))
         self.record_cached(choice, output)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[number // self.num_choices] = output.prompt_logprobs
+        if choice.token_ids is not None:
+            choice.token_ids += output.token_ids
         text, reports = choice.read(output)
         self._texts[number].append(text)
         if reports:
@@ -376,12 +392,22 @@ class WholeDelivery(Delivery):
                 sse.finish_reason(choice),
                 self._reports[choice.index] if has_reports else None,
                 choice.text.stop_reason,
+                choice.take_token_ids(),
+                self.prepared.prompt_token_ids_of(choice),
+                self._logprobs_of_prompt(choice),
             )
             for index, choice in enumerate(selected)
         ]
         whole = self.prepared.formatter.whole(answers, self.usage())
         body = {**whole, **self.extra_fields(is_last=True)}
         self.client.respond(200, sse.encode(body), headers=self.prepared.headers)
+
+    def _logprobs_of_prompt(
+        self, choice: choices.Choice
+    ) -> Sequence[generate.TokenLogprobs] | None:
+        if self.prepared.request.prompt_logprobs is None:
+            return None
+        return self._prompt_logprobs.get(choice.index // self.num_choices, ())
 
     def _select_best(self, prompt_number: int) -> Sequence[choices.Choice]:
         """Return the answers to this prompt that the client receives: of more than requested the likeliest first."""

@@ -5,9 +5,10 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
+from dynamo.base import clock as clocks
 from dynamo.base import distribution
 from dynamo.preprocess import detokenize
-from dynamo.protocols import model_card
+from dynamo.protocols import generate, model_card
 
 _VERSION = distribution.version()
 _encode = msgspec.json.Encoder(order="sorted").encode
@@ -45,6 +46,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     fingerprint: str
     text: detokenize.TextDecoder  # the model's tokens
+    sampling: generate.SamplingOptions  # with the defaults of the model
+    context_length: int
+    clock: clocks.Clock
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         """Return the fields that OpenAI's objects of this kind begin with."""

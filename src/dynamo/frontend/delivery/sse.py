@@ -4,7 +4,7 @@ The bytes of a chunk that carries only text are `head + JSON of the text + tail`
 encoding a chunk with a mark in the place of the text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -63,6 +63,8 @@ class ChoicePart(msgspec.Struct, frozen=True):
     reports: Sequence[choices.TokenReport] | None = None
     finish_reason: str | None = None
     is_first: bool = False
+    token_ids: Sequence[int] | None = None  # None: not requested
+    prompt_token_ids: Sequence[int] | None = None  # in a first part, where requested
 
 
 class WholeChoice(msgspec.Struct, frozen=True):
@@ -73,6 +75,9 @@ class WholeChoice(msgspec.Struct, frozen=True):
     finish_reason: str
     reports: Sequence[choices.TokenReport] | None
     stop_string: str | None  # that ended it
+    token_ids: Sequence[int] | None = None  # None: not requested
+    prompt_token_ids: Sequence[int] | None = None
+    prompt_logprobs: Sequence[generate.TokenLogprobs] | None = None  # but of the first token
 
 
 class AnswerFormatter(Protocol):
@@ -142,6 +147,42 @@ def finish_reason(choice: choices.Choice) -> str:
     assert choice.finish_reason is not None
     reason = _FINISH_REASONS.get(choice.finish_reason, "stop")
     return "tool_calls" if choice.num_calls and reason == "stop" else reason
+
+
+def token_id_fields(part: ChoicePart | WholeChoice) -> dict[str, Any]:
+    """Return the ids of the choice's tokens as vLLM returns them, where requested."""
+    return {} if part.token_ids is None else {"token_ids": part.token_ids}
+
+
+def prompt_fields(
+    part: ChoicePart | WholeChoice, token_text: Callable[[int], str]
+) -> dict[str, Any]:
+    """Return the prompt's token ids and log probabilities as vLLM returns them, where requested.
+
+    The rank of a token is known if it is one of the likeliest that were asked for.
+    """
+    fields: dict[str, Any] = {}
+    if part.prompt_token_ids is not None and part.token_ids is not None:
+        fields["prompt_token_ids"] = part.prompt_token_ids
+    if isinstance(part, WholeChoice) and part.prompt_logprobs is not None:
+        rows: list[dict[str, Any] | None] = [None]
+        for token_id, token in zip(
+            (part.prompt_token_ids or ())[1:], part.prompt_logprobs, strict=False
+        ):
+            ranks = {top.token_id: rank for rank, top in enumerate(token.top, 1)}
+            by_id = {token_id: token.logprob} | {top.token_id: top.logprob for top in token.top}
+            rows.append(
+                {
+                    str(key): {
+                        "logprob": finite(logprob),
+                        "rank": ranks.get(key),
+                        "decoded_token": token_text(key),
+                    }
+                    for key, logprob in by_id.items()
+                }
+            )
+        fields["prompt_logprobs"] = rows
+    return fields
 
 
 def finite(logprob: float) -> float:

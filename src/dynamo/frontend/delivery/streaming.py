@@ -13,6 +13,7 @@ from dynamo.protocols import generate, kv_transfer
 from dynamo.runtime.http import exchange
 
 METRICS = "llm_metrics"  # the annotation before each chunk
+LINES_TYPE = "application/x-ndjson"
 _NOT_AT_START = (METRICS, kv_transfer.REPORT_ANNOTATION)  # the latter is for the worker
 
 
@@ -59,6 +60,8 @@ class StreamDelivery(delivery.Delivery):
     def _deliver_rare(self, choice: choices.Choice, output: generate.Output) -> None:
         """Deliver a first output, a last one, or one that carries more than text."""
         self.record_cached(choice, output)
+        if choice.token_ids is not None:
+            choice.token_ids += output.token_ids
         text, reports = choice.read(output)
         pieces = choice.take_pieces(text)
         is_over = choice.is_over
@@ -85,7 +88,14 @@ class StreamDelivery(delivery.Delivery):
             self._begin(choice)
         formatter, extra, events = self._formatter, self._extra(), b""
         for piece in pieces or ("",):
-            part = sse.ChoicePart(choice.index, piece, reports, is_first=is_first)
+            part = sse.ChoicePart(
+                choice.index,
+                piece,
+                reports,
+                is_first=is_first,
+                token_ids=choice.take_token_ids(),
+                prompt_token_ids=self.prepared.prompt_token_ids_of(choice) if is_first else None,
+            )
             events += sse.event({**formatter.chunk(part), **extra})
             is_first, reports = False, None
         if (
@@ -129,7 +139,8 @@ class StreamDelivery(delivery.Delivery):
 
     def _end_choice(self, choice: choices.Choice, event: bytes) -> None:
         reason = sse.finish_reason(choice)
-        chunk = self._formatter.chunk(sse.ChoicePart(choice.index, finish_reason=reason))
+        last = sse.ChoicePart(choice.index, finish_reason=reason, token_ids=choice.take_token_ids())
+        chunk = self._formatter.chunk(last)
         event += sse.event({**chunk, **self._extra(is_last=True)})
         if not self.settle(choice):
             self.client.write(event)
@@ -141,6 +152,8 @@ class StreamDelivery(delivery.Delivery):
 
 class EventDelivery(delivery.Delivery):
     """A stream of typed events in an order, as messages and responses have it: one prompt, one choice."""
+
+    content_type = sse.CONTENT_TYPE
 
     def __init__(
         self,
@@ -176,5 +189,11 @@ class EventDelivery(delivery.Delivery):
         self._has_begun = True
         self.record_cached(self._choice, output)
         headers = (("cache-control", "no-cache"), *self.prepared.headers)
-        self.client.start_stream(200, content_type=sse.CONTENT_TYPE, headers=headers)
+        self.client.start_stream(200, content_type=self.content_type, headers=headers)
         return self._formatter.begin(self.usage())
+
+
+class LineDelivery(EventDelivery):
+    """The same as lines of JSON, as Ollama has it."""
+
+    content_type = LINES_TYPE

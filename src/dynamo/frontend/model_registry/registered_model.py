@@ -115,6 +115,21 @@ class RegisteredModel:
         """Return whether the model generates text."""
         return self.card.model_type != (model_card.ModelType.EMBEDDINGS,)
 
+    @property
+    def capabilities(self) -> list[str]:
+        """Return what the model can be asked for: `chat`, `completions`, `embeddings`, `tools`, `reasoning` …"""
+        facts = self.card.runtime_config
+        by_engine = {
+            "structured_outputs": facts.supports_guided,
+            "logprobs": facts.supports_logprobs,
+            "infill": facts.infill_format is not None,
+        }
+        named = [str(kind) for kind in self.card.model_type]
+        if not self.can_generate:
+            return named
+        written = () if self._preparer is None else self._preparer.capabilities
+        return [*named, *written, *(name for name, can in by_engine.items() if can)]
+
     def check_can_generate(self) -> None:
         """Raise InvalidRequest if the model only makes embeddings."""
         if not self.can_generate:
@@ -206,7 +221,7 @@ class RegisteredModel:
         if usable:
             return usable[next(self._num_picks) % len(usable)]
         if instance_id is not None:
-            raise errors.NoWorkers(f"no instance {instance_id} serves the model {self.name!r}")
+            raise errors.NoWorkers(f"no instance {instance_id:x} serves the model {self.name!r}")
         raise errors.NoWorkers(f"the model {self.name!r} has no worker now: try again shortly")
 
 

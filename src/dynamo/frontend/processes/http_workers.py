@@ -78,7 +78,7 @@ async def _serve(
                 signal.SIGHUP, parent.signal_all, signal.SIGHUP
             )
             for number in range(1, settings.http_workers + 1):
-                spec = _spec(number, argv, port, folder)
+                spec = _spec(number, settings, argv, port, folder)
                 await parent.start(spec)
                 parent.watch(spec.name, fatal_codes=frozenset((_CONFIG_EXIT,)))
             pids = ", ".join(str(child.pid) for child in parent.child_by_name.values())
@@ -90,12 +90,16 @@ async def _serve(
     return 0
 
 
-def _spec(number: int, argv: Sequence[str], port: int, folder: Path) -> children.ChildSpec:
+def _spec(
+    number: int, settings: config.FrontendConfig, argv: Sequence[str], port: int, folder: Path
+) -> children.ChildSpec:
     flags = {
         "--http-port": str(port),
         "--http-workers": "1",
         "--http-worker-socket": str(folder / f"{number}.sock"),
     }
+    if settings.usage_file and number > 1:  # each process writes its own sums
+        flags["--usage-file"] = f"{settings.usage_file}.{number}"
     return children.ChildSpec(
         name=f"frontend {number}",
         argv=[

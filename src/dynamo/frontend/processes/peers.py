@@ -189,13 +189,15 @@ class SharedResponses:
 
         return handle
 
-    def wrap_lookup(self, path: str, handler: exchange.Handler) -> exchange.Handler:
-        """Return a handler for `path` and a response id that fetches it first; DELETE removes it from all processes."""
+    def wrap_lookup(
+        self, id_of: Callable[[exchange.Exchange], str], handler: exchange.Handler
+    ) -> exchange.Handler:
+        """Return a handler that fetches the response of `id_of` first; DELETE removes it from all processes."""
         if self._peers.name is None:
             return handler
 
         async def handle(client: exchange.Exchange) -> None:
-            response_id = client.request.path.removeprefix(path)
+            response_id = id_of(client)
             await self._fetch(response_id)
             is_own = self._store.find(response_id, self._tenant_of(client)) is not None
             if client.request.method == "DELETE" and is_own:

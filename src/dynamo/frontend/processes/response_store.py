@@ -17,11 +17,12 @@ class StoredResponse(NamedTuple):
     tenant: str = (
         ""  # whose key asked for it, and the only one that may read, continue or delete it
     )
+    input_items: bytes = b""  # of this request alone, in the order in which they came
 
     @property
     def num_bytes(self) -> int:
         """Return the memory that the response takes."""
-        return len(self.response) + len(self.conversation)
+        return len(self.response) + len(self.conversation) + len(self.input_items)
 
 
 class ResponseStore:

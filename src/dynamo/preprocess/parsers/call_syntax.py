@@ -12,6 +12,7 @@ import enum
 import json
 import re
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -197,21 +198,31 @@ def _strict(text: str) -> str:
     try:
         msgspec.json.decode(text, type=msgspec.Raw)
     except msgspec.DecodeError:
-        return json.dumps(json.loads(text, strict=False), ensure_ascii=False)
+        json.loads(text, strict=False)
+        return _QUOTED.sub(lambda match: escape_controls(match[0]), text)
     return text
+
+
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+def escape_controls(text: str) -> str:
+    """Return a part of a JSON string with its control characters escaped."""
+    return _CONTROL.sub(lambda match: dump(match[0])[1:-1], text)
 
 
 class NamedCallReader:
     """Parses the name of a tool with marks, then its arguments as an object. `head`: a pattern that finds the name."""
 
     def __init__(self, head: str) -> None:
-        self._head = re.compile(head, re.DOTALL)
+        self.head = re.compile(head, re.DOTALL)
 
     def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
         head, brace, body = text.partition("{")
         if not head.strip() or head.lstrip().startswith("["):
             return parse_json_calls(text, tools)
-        match = self._head.fullmatch(head.strip())
+        match = self.head.fullmatch(head.strip())
         return _all_or_none([parse_call(match["name"], brace + body)]) if match else None
 
 
@@ -255,6 +266,15 @@ def parse_python_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
         return None
 
 
+def read_literal(text: str) -> str | None:
+    """Return a Python literal as JSON; None if it is none."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return dump(ast.literal_eval(text))
+    except (*_ERRORS, SyntaxError, TypeError, MemoryError):
+        return None
+
+
 def _python_call(node: ast.expr) -> parser.ToolCall:
     """Return the call of a syntax node. Raises ValueError if it is none, or has arguments without names."""
     if not isinstance(node, ast.Call) or node.args:
@@ -265,54 +285,69 @@ def _python_call(node: ast.expr) -> parser.ToolCall:
     arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
     if None in arguments:
         raise ValueError("no name for an argument")
-    return parser.ToolCall(name, _dump(arguments))
+    return parser.ToolCall(name, dump(arguments))
 
 
 class TaggedCallReader:
     """Parses the name of a tool and its arguments between tags, up to the mark `end`.
 
-    `head` is a pattern that finds the `name`, `argument` one that finds the `key` and `value` of each argument. A value
-    is a text that the schema of the tool converts, unless the pattern finds an `is_text` of "true" or "false".
+    `head` is a pattern that finds the `name`, `opening` one that finds the `key` before each value, which ends at the
+    mark `closing`, or with `following` also before that mark, or at the end. With `trims` a line break at either end
+    of a value does not belong to it. A value is a text that the schema of the tool converts, unless `opening` finds an
+    `is_text` of "true" or "false".
     """
 
-    def __init__(self, end: str, head: str, argument: str) -> None:
-        self._end = end
-        self._head = re.compile(head)
-        self._argument = re.compile(argument, re.DOTALL)
+    def __init__(
+        self, end: str, head: str, opening: str, closing: str, following: str = "", *, trims: bool
+    ) -> None:
+        self.end = end
+        self.head = re.compile(head)
+        self.opening = re.compile(opening)
+        self.closing = closing
+        self.following = following
+        self.trims = trims
+        value = r"\n?(?P<value>.*?)\n?" if trims else "(?P<value>.*?)"
+        last = rf"(?:{closing}|(?={following})|\Z)" if following else closing
+        self._argument = re.compile(opening + value + last, re.DOTALL)
 
     def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
-        body = text.removesuffix(self._end).strip()
-        head = self._head.match(body)
+        body = text.removesuffix(self.end).strip()
+        head = self.head.match(body)
         arguments = body[head.end() :] if head else ""
         if head is None or self._argument.sub("", arguments).strip():
             return None
         name = head["name"].strip()
-        schema = tools.get(name, {}).get("properties")
-        types = schema if isinstance(schema, dict) else {}
-        return [
-            parser.ToolCall(
-                name,
-                _dump(
-                    {
-                        match["key"].strip(): _read_value(match, types.get(match["key"].strip()))
-                        for match in self._argument.finditer(arguments)
-                    }
-                ),
-            )
+        types = self.types_of(name, tools)
+        members = [
+            f"{dump(match['key'].strip())}: {dump(self._value_of(match, types))}"
+            for match in self._argument.finditer(arguments)
         ]
+        return [parser.ToolCall(name, "{" + ", ".join(members) + "}")]
+
+    def types_of(self, name: str, tools: parser.ToolSchemas) -> Mapping[str, Any]:
+        """Return the schemas of the arguments of this tool."""
+        schema = tools.get(name, {}).get("properties")
+        return schema if isinstance(schema, dict) else {}
+
+    def schema_of(self, argument: re.Match[str], types: Mapping[str, Any]) -> Any:
+        """Return the schema of the argument that a match of `opening` begins."""
+        is_text = argument.groupdict().get("is_text")
+        if is_text is not None:
+            return {"type": "string" if is_text == "true" else "any"}
+        return types.get(argument["key"].strip())
+
+    def _value_of(self, argument: re.Match[str], types: Mapping[str, Any]) -> Any:
+        return convert_text(argument["value"], self.schema_of(argument, types))
 
 
-def _read_value(argument: re.Match[str], schema: Any) -> Any:
-    is_text = argument.groupdict().get("is_text")
-    if is_text is not None:
-        schema = {"type": "string" if is_text == "true" else "any"}
-    return _convert(argument["value"], schema)
+def is_text(schema: Any) -> bool:
+    """Return whether the schema says that a value is a text, or says nothing."""
+    return not isinstance(schema, dict) or schema.get("type", "string") == "string"
 
 
-def _convert(text: str, schema: Any) -> Any:
+def convert_text(text: str, schema: Any) -> Any:
     """Return the value of a text; the text itself where the schema says so or says nothing, or it is no JSON."""
-    kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
-    if kind == "string":
+    if is_text(schema):
         return text
     spelled = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
@@ -335,8 +370,8 @@ class BareKeyReader:
         if name is None or not brace:
             return None
         parts = (brace + body).split(self._quote)  # outside, string, outside, string, outside
-        parts[::2] = [_BARE_KEY.sub(r'\1"\2": ', part) for part in parts[::2]]
-        parts[1::2] = [_dump(part) for part in parts[1::2]]
+        parts[::2] = [quote_keys(part) for part in parts[::2]]
+        parts[1::2] = [dump(part) for part in parts[1::2]]
         return _all_or_none([parse_call(name["name"], "".join(parts))])
 
 
@@ -344,6 +379,13 @@ _BARE_NAME = re.compile(r"call:(?P<name>[\w.-]+)")
 _BARE_KEY = re.compile(r"([{,]\s*)([\w.-]+)\s*:\s*")
 
 
-def _dump(value: Any) -> str:
+def quote_keys(text: str) -> str:
+    """Return JSON without its strings, with the bare keys quoted."""
+    return _BARE_KEY.sub(r'\1"\2": ', text)
+
+
+def dump(value: Any) -> str:
     """Encode a value as JSON. Raises ValueError for values that JSON cannot hold."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()  # which half a surrogate pair has not
+    return text

@@ -5,74 +5,92 @@ The names are the original's, because users have them in their commands.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from dynamo.base import errors
-from dynamo.preprocess.parsers import call_syntax, harmony, parser
+from dynamo.preprocess.parsers import call_previews, call_syntax, harmony, parser
 from dynamo.preprocess.parsers.reasoning import ReasoningFormat
 from dynamo.preprocess.parsers.tool_calls import CallFrame, ToolCallFormat, ToolCallParser
 from dynamo.protocols import generate
 
 NONE = "none"  # the name that asks for no parser
 _HARMONY = ToolCallFormat()  # has a parser of its own
+_QUOTED_NAME = r"\"(?P<name>[^\"<>]+)\">"
 
 
-def _named() -> call_syntax.BracketScanner:
-    return call_syntax.BracketScanner(has_head=True)
+def _named(
+    head: str, *, opens: str, closes: tuple[str, ...], inner: tuple[str, ...], section: str = ""
+) -> ToolCallFormat:
+    """Return a format of calls with the name before the arguments; the pattern `head` finds it."""
+    reader = call_syntax.NamedCallReader(head)
+    return ToolCallFormat(
+        sections=(section,) if section else (),
+        opens=(opens,),
+        closes=closes,
+        inner=inner,
+        make_scanner=lambda: call_syntax.BracketScanner(has_head=True),
+        parse=reader,
+        preview=lambda _: call_previews.NamedPreview(reader.head),
+    )
 
 
 def _tagged(
-    end: str, *, opens: str, head: str, argument: str, section: str = "", closes: tuple[str, ...] = (),
+    reader: call_syntax.TaggedCallReader, *, opens: str, section: str = "", closes: tuple[str, ...] = (),
     inner: tuple[str, ...] = (),
 ) -> ToolCallFormat:  # fmt: skip
-    """Return a format of calls between tags; in `argument`, `VALUE` stands for the pattern of a value."""
+    """Return a format of calls between tags."""
     return ToolCallFormat(
         sections=(section,) if section else (),
         opens=(opens,),
         inner=inner,
         closes=closes,
-        make_scanner=functools.partial(call_syntax.MarkerScanner, end),
-        parse=call_syntax.TaggedCallReader(
-            end, head, argument.replace("VALUE", r"\n?(?P<value>.*?)\n?")
-        ),
+        make_scanner=functools.partial(call_syntax.MarkerScanner, reader.end),
+        parse=reader,
+        preview=functools.partial(call_previews.TaggedPreview, reader),
     )
 
 
 def _function_tags(section: str, close: str) -> ToolCallFormat:
-    return _tagged(
+    reader = call_syntax.TaggedCallReader(
         "</function>",
-        section=section,
-        opens="<function=",
-        closes=(close,),
-        head=r"(?P<name>[^<>]+)>",
-        argument=r"<parameter=(?P<key>[^<>]+)>VALUE(?:</parameter>|(?=<parameter=)|\Z)",
+        r"(?P<name>[^<>]+)>",
+        r"<parameter=(?P<key>[^<>]+)>",
+        "</parameter>",
+        "<parameter=",
+        trims=True,
     )
+    return _tagged(reader, section=section, opens="<function=", closes=(close,))
 
 
 def _invoke_tags(section: str, close: str) -> ToolCallFormat:
-    return _tagged(
+    reader = call_syntax.TaggedCallReader(
         "</invoke>",
-        section=section,
-        opens="<invoke name=",
-        closes=(close,),
-        head=r"[\"']?(?P<name>[^\"'<>]+)[\"']?>",
-        argument=r"<parameter name=[\"']?(?P<key>[^\"'<>]+)[\"']?>VALUE(?:</parameter>|(?=<parameter name=)|\Z)",
+        r"[\"']?(?P<name>[^\"'<>]+)[\"']?>",
+        r"<parameter name=[\"']?(?P<key>[^\"'<>]+)[\"']?>",
+        "</parameter>",
+        "<parameter name=",
+        trims=True,
     )
+    return _tagged(reader, section=section, opens="<invoke name=", closes=(close,))
 
 
 def _dsml_tags(section: str, space: str = "") -> ToolCallFormat:
     """Return DeepSeek's markup language; the token that begins its tags may be a special one."""
     tag = f"｜DSML｜{space}"
-    return _tagged(
+    reader = call_syntax.TaggedCallReader(
         f"</{tag}invoke>",
+        _QUOTED_NAME,
+        rf"<{tag}parameter name=\"(?P<key>[^\"<>]+)\" string=\"(?P<is_text>true|false)\">",
+        f"</{tag}parameter>",
+        trims=False,
+    )
+    return _tagged(
+        reader,
         section=f"<{tag}{section}>",
         opens=f"<{tag}invoke name=",
         closes=(f"</{tag}{section}>",),
         inner=("｜DSML｜",),
-        head=r"\"(?P<name>[^\"<>]+)\">",
-        argument=rf"<{tag}parameter name=\"(?P<key>[^\"<>]+)\" string=\"(?P<is_text>true|false)\">"
-        rf"(?P<value>.*?)</{tag}parameter>",
     )
 
 
@@ -82,11 +100,17 @@ def _bare_keys(open_mark: str, end: str, quote: str) -> ToolCallFormat:
         inner=(quote, end),
         make_scanner=functools.partial(call_syntax.MarkerScanner, end),
         parse=call_syntax.BareKeyReader(end, quote),
+        preview=lambda _: call_previews.BareKeyPreview(end, quote),
     )
 
 
 def _python_list() -> call_syntax.BracketScanner:
     return call_syntax.BracketScanner(quotes="'\"", allowed=None)
+
+
+def _preview_python(tools: parser.ToolSchemas) -> call_previews.CallPreview:
+    del tools
+    return call_previews.PythonPreview()
 
 
 _HERMES = ToolCallFormat(
@@ -100,10 +124,14 @@ _QWEN_CODER = _function_tags("<tool_call>", "</tool_call>")
 _PHI = ToolCallFormat(opens=("functools", "<|tool_call|>"), closes=("<|/tool_call|>",))
 _JAMBA = ToolCallFormat(opens=("<tool_calls>",), closes=("</tool_calls>",))
 _GLM = _tagged(
-    "</tool_call>",
+    call_syntax.TaggedCallReader(
+        "</tool_call>",
+        r"(?P<name>[\w.-]+)",
+        r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>",
+        "</arg_value>",
+        trims=False,
+    ),
     opens="<tool_call>",
-    head=r"(?P<name>[\w.-]+)",
-    argument=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
 )
 _DEEPSEEK_V4 = _dsml_tags("tool_calls")
 _GEMMA_4 = _bare_keys("<|tool_call>", "<tool_call|>", '<|"|>')
@@ -113,16 +141,14 @@ _PYTHONIC = ToolCallFormat(
     bare="[",
     make_scanner=_python_list,
     parse=call_syntax.parse_python_calls,
+    preview=_preview_python,
 )
-_KIMI_K2 = ToolCallFormat(
-    sections=("<|tool_calls_section_begin|>",),
-    opens=("<|tool_call_begin|>",),
+_KIMI_K2 = _named(
+    r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>",
+    section="<|tool_calls_section_begin|>",
+    opens="<|tool_call_begin|>",
     inner=("<|tool_call_argument_begin|>",),
     closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
-    make_scanner=_named,
-    parse=call_syntax.NamedCallReader(
-        r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>"
-    ),
 )
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "hermes": _HERMES,
@@ -138,34 +164,33 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         closes=("<|tool_call_end|>",),
         make_scanner=_python_list,
         parse=call_syntax.parse_python_calls,
+        preview=_preview_python,
     ),
     "olmo3": ToolCallFormat(
         opens=("<function_calls>",),
         make_scanner=functools.partial(call_syntax.MarkerScanner, "</function_calls>"),
         parse=call_syntax.parse_python_lines,
+        preview=_preview_python,
     ),
-    "mistral": ToolCallFormat(
-        opens=("[TOOL_CALLS]",),
+    "mistral": _named(
+        r"(?P<name>[\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?",
+        opens="[TOOL_CALLS]",
         closes=("[/TOOL_CALLS]",),
         inner=("[CALL_ID]", "[ARGS]"),
-        make_scanner=_named,
-        parse=call_syntax.NamedCallReader(r"(?P<name>[\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?"),
     ),
-    "deepseek_v3": ToolCallFormat(
-        sections=("<｜tool▁calls▁begin｜>",),
-        opens=("<｜tool▁call▁begin｜>",),
+    "deepseek_v3": _named(
+        r"function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json",
+        section="<｜tool▁calls▁begin｜>",
+        opens="<｜tool▁call▁begin｜>",
         inner=("<｜tool▁sep｜>",),
         closes=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        make_scanner=_named,
-        parse=call_syntax.NamedCallReader(r"function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json"),
     ),
-    "deepseek_v3_1": ToolCallFormat(
-        sections=("<｜tool▁calls▁begin｜>",),
-        opens=("<｜tool▁call▁begin｜>",),
+    "deepseek_v3_1": _named(
+        r"(?P<name>[\w.-]+)<｜tool▁sep｜>",
+        section="<｜tool▁calls▁begin｜>",
+        opens="<｜tool▁call▁begin｜>",
         inner=("<｜tool▁sep｜>",),
         closes=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        make_scanner=_named,
-        parse=call_syntax.NamedCallReader(r"(?P<name>[\w.-]+)<｜tool▁sep｜>"),
     ),
     "deepseek_v3_2": _dsml_tags("function_calls"),
     "deepseek_v4": _DEEPSEEK_V4,
@@ -183,19 +208,27 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "minimax_m2": _invoke_tags("<minimax:tool_call>", "</minimax:tool_call>"),
     "dots": _invoke_tags("<dots_function_call>", "</dots_function_call>"),
     "step3": _tagged(
-        "</steptml:invoke>",
+        call_syntax.TaggedCallReader(
+            "</steptml:invoke>",
+            r"function<｜tool_sep｜><steptml:invoke name=\"(?P<name>[^\"<>]+)\">",
+            r"<steptml:parameter name=\"(?P<key>[^\"<>]+)\">",
+            "</steptml:parameter>",
+            trims=True,
+        ),
         section="<｜tool_calls_begin｜>",
         opens="<｜tool_call_begin｜>",
         inner=("<｜tool_sep｜>",),
         closes=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
-        head=r"function<｜tool_sep｜><steptml:invoke name=\"(?P<name>[^\"<>]+)\">",
-        argument=r"<steptml:parameter name=\"(?P<key>[^\"<>]+)\">VALUE</steptml:parameter>",
     ),
     "minicpm5": _tagged(
-        "</function>",
+        call_syntax.TaggedCallReader(
+            "</function>",
+            _QUOTED_NAME,
+            r"<param name=\"(?P<key>[^\"<>]+)\">",
+            "</param>",
+            trims=True,
+        ),
         opens="<function name=",
-        head=r"\"(?P<name>[^\"<>]+)\">",
-        argument=r"<param name=\"(?P<key>[^\"<>]+)\">VALUE</param>",
     ),
     "gemma4": _GEMMA_4,
     "gemma-4": _GEMMA_4,
@@ -218,6 +251,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         opens=("<|tools_prefix|>",),
         closes=("<|tools_suffix|>",),
         parse=call_syntax.parse_calls_by_key,
+        preview=lambda _: call_previews.JsonPreview(is_by_key=True),
     ),
     "xlam": ToolCallFormat(opens=("<tool_call>",), closes=("</tool_call>",), bare="["),
     "harmony": _HARMONY,
@@ -379,18 +413,26 @@ class AnswerFormat:
         return generate.GuidedReasoning(opens=form.opens, closes=form.closes) if may_think else None
 
     def parsers(
-        self, prompt: str, tools: parser.ToolSchemas | None, *, is_forced: bool = False
+        self,
+        prompt: str,
+        tools: parser.ToolSchemas | None,
+        *,
+        is_forced: bool = False,
+        whole_tools: Container[str] | None = None,
     ) -> parser.ParserFactory | None:
         """Return the parsers for answers to this prompt; None if all of it is content.
 
-        `tools` None: no calls; `is_forced`: nothing but calls.
+        `tools` None: no calls; `is_forced`: nothing but calls; `whole_tools`: those whose calls do not come in parts
+        (None: all).
         """
         if self._is_harmony:
-            return parser.ParserFactory(lambda: harmony.HarmonyParser(tools))
+            return parser.ParserFactory(lambda: harmony.HarmonyParser(tools, whole_tools))
         thoughts = None if self.reasoning is None else self.reasoning.parsers(prompt)
         if self.tools is None or tools is None:
             return thoughts
-        calls = functools.partial(ToolCallParser, self.tools, tools, is_forced=is_forced)
+        calls = functools.partial(
+            ToolCallParser, self.tools, tools, is_forced=is_forced, whole_tools=whole_tools
+        )
         if thoughts is None:
             return parser.ParserFactory(calls)
         return parser.ParserFactory(lambda: parser.ChainedParser(thoughts.new(), calls()))

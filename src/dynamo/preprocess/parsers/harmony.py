@@ -9,9 +9,10 @@
 """
 
 import re
+from collections.abc import Container
 
 from dynamo.preprocess import stop_strings
-from dynamo.preprocess.parsers import call_syntax, parser
+from dynamo.preprocess.parsers import call_previews, call_syntax, parser
 
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -24,11 +25,19 @@ _BODY_END = stop_strings.MarkerSet((*_ENDS, _START, "<|channel|>"))
 
 
 class HarmonyParser(parser.StateMachineParser):
-    """Reads the messages of one answer. Without tools, a call is content in its original form."""
+    """Reads the messages of one answer. Without tools, a call is content in its original form.
 
-    def __init__(self, tools: parser.ToolSchemas | None) -> None:
+    Calls come in parts, except those of `whole_tools`; None: all come whole.
+    """
+
+    def __init__(
+        self, tools: parser.ToolSchemas | None, whole_tools: Container[str] | None = None
+    ) -> None:
         super().__init__(HarmonyParser._begin)
         self._tools = tools
+        self._whole_tools = whole_tools
+        self._preview: call_previews.CallPreview | None = None
+        self._shown: list[str] = []  # of the call that has begun
         self._header = ""
         self._body: list[str] = []  # of a call
         self._num_body = 0
@@ -72,8 +81,12 @@ class HarmonyParser(parser.StateMachineParser):
             return False
         self._header, self._text = self._text[:end], self._text[end + len(_MESSAGE) :]
         channel = _CHANNEL.search(self._header)
-        if _FUNCTION.search(self._header):
+        function = _FUNCTION.search(self._header)
+        if function:
             self._step = HarmonyParser._read_call
+            is_whole = not self._tools or function[1] in (self._whole_tools or ())
+            if self._whole_tools is not None and not is_whole:
+                self._preview = call_previews.JsonBodyPreview(function[1])
         elif channel and channel[1] == "analysis":
             self._step = HarmonyParser._read_reasoning
         else:
@@ -94,6 +107,9 @@ class HarmonyParser(parser.StateMachineParser):
         text, end = self._take_body()
         self._body.append(text)
         self._num_body += len(text)
+        for event in self._preview.push(text) if self._preview is not None else ():
+            self._shown.append("" if isinstance(event, parser.CallBegin) else event.text)
+            self._events.append(event)
         if end is not None or self._num_body > call_syntax.MAX_CALL_CHARS:
             self._end_call(end or "")
         return end is not None
@@ -121,10 +137,15 @@ class HarmonyParser(parser.StateMachineParser):
             if is_too_long or self._tools is None
             else call_syntax.parse_call(function[1], body)
         )
-        if call is not None:
+        if call is not None and self._shown:
+            rest = call.arguments.removeprefix("".join(self._shown))
+            self._events += [parser.CallArguments(rest)] if rest else []
+            self._events.append(parser.CallEnd())
+        elif call is not None:
             self._events.append(call)
-        else:
+        elif not self._shown:
             text = self._header + _MESSAGE + body
             self._emit(parser.Content, text if is_too_long else text + end)
+        self._preview, self._shown = None, []
         if self._step is HarmonyParser._read_call:
             self._step = HarmonyParser._read_content

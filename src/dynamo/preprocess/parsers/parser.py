@@ -39,7 +39,26 @@ class ToolCall:
     arguments: str
 
 
-Event = Content | Reasoning | ToolCall
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """The beginning of a call whose arguments come in parts."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A part of the arguments of the call that has begun."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The end of the call that has begun, whose arguments are a JSON object now."""
+
+
+Event = Content | Reasoning | ToolCall | CallBegin | CallArguments | CallEnd
 ToolSchemas = Mapping[str, Mapping[str, Any]]  # a tool's name → the JSON schema of its parameters
 
 

@@ -8,13 +8,21 @@
 A format (`formats`) says which marks there are, how far a call reaches and how to parse it (`call_syntax`). Text that
 turns out to be no call is content, marks included. White space around calls is dropped, and so is the beginning of a
 forced call that the token limit cut off.
+
+For clients that receive a stream, calls come in parts (`call_previews`), and begin before it is certain that they can
+be parsed. One that cannot ends without `CallEnd`, and its text is dropped, because most of it has been sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from dynamo.preprocess import stop_strings
-from dynamo.preprocess.parsers import call_syntax, parser
+from dynamo.preprocess.parsers import call_previews, call_syntax, parser
+
+
+def _preview_json(tools: parser.ToolSchemas) -> call_previews.CallPreview:
+    del tools
+    return call_previews.JsonPreview()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,7 @@ class ToolCallFormat:
     parse: Callable[[str, parser.ToolSchemas], call_syntax.ParsedCalls] = (
         call_syntax.parse_json_calls
     )
+    preview: Callable[[parser.ToolSchemas], call_previews.CallPreview] = _preview_json
     frame: CallFrame | None = None  # around forced calls; None: as in `formats.JSON_ARRAY`
 
     @property
@@ -51,9 +60,17 @@ class ToolCallParser(parser.StateMachineParser):
     """Finds the tool calls in one answer."""
 
     def __init__(
-        self, form: ToolCallFormat, tools: parser.ToolSchemas, *, is_forced: bool = False
+        self,
+        form: ToolCallFormat,
+        tools: parser.ToolSchemas,
+        *,
+        is_forced: bool = False,
+        whole_tools: Container[str] | None = None,
     ) -> None:
-        """With `is_forced` a grammar holds the answer to calls: what ends within one is no content."""
+        """With `is_forced` a grammar holds the answer to calls: what ends within one is no content.
+
+        Calls come in parts, except those of `whole_tools`; None: all come whole.
+        """
         super().__init__(ToolCallParser._begin if form.bare else ToolCallParser._read_text)
         self._is_forced = is_forced
         self._form = form
@@ -64,6 +81,9 @@ class ToolCallParser(parser.StateMachineParser):
         self._lead = ""  # the text before a call, which is content if the call is none
         self._body: list[str] = []
         self._scanner = form.make_scanner()
+        self._whole_tools = whole_tools
+        self._preview: call_previews.CallPreview | None = None
+        self._begun: list[tuple[str, list[str]]] = []  # calls of the body, with their arguments
 
     @property
     def is_reasoning(self) -> bool:
@@ -75,6 +95,9 @@ class ToolCallParser(parser.StateMachineParser):
 
     def _end(self) -> None:
         if self._is_forced:
+            return
+        if self._begun:
+            self._blanks.take()
             return
         is_after_call = self._step is ToolCallParser._read_between and not self._lead
         tail = self._text.lstrip() if is_after_call else self._text
@@ -120,11 +143,14 @@ class ToolCallParser(parser.StateMachineParser):
     def _enter(self, lead: str, following: str) -> None:
         self._lead, self._text, self._body = lead, following, []
         self._scanner = self._form.make_scanner()
+        self._preview = None if self._whole_tools is None else self._form.preview(self._tools)
         self._step = ToolCallParser._read_call
 
     def _read_call(self) -> bool:
         num_used, state = self._scanner.push(self._text)
         self._body.append(self._text[:num_used])
+        if self._preview is not None:
+            self._show(self._preview.push(self._text[:num_used]))
         self._text = self._text[num_used:]
         if state is call_syntax.CallState.OPEN:
             return False
@@ -136,12 +162,39 @@ class ToolCallParser(parser.StateMachineParser):
         if calls is None or not (
             self._lead.strip() or all(call.name in self._tools for call in calls)
         ):
-            self._leave(self._lead + body)
+            self._leave("" if self._begun else self._lead + body)
         else:
-            self._events += calls
+            self._complete(calls)
             self._lead, self._body = "", []
             self._step = ToolCallParser._read_between
+        self._begun = []
         return True
+
+    def _show(self, events: Sequence[parser.CallBegin | parser.CallArguments]) -> None:
+        """Emit the parts of calls; nothing more from a call on that has to come whole."""
+        for event in events:
+            if isinstance(event, parser.CallArguments):
+                self._begun[-1][1].append(event.text)
+            elif event.name in (self._whole_tools or ()) or not (
+                self._lead.strip() or event.name in self._tools
+            ):
+                self._preview = None
+                return
+            else:
+                if self._begun:
+                    self._events.append(parser.CallEnd())
+                self._begun.append((event.name, []))
+            self._events.append(event)
+
+    def _complete(self, calls: Sequence[parser.ToolCall]) -> None:
+        """Emit what is missing of the calls of a body."""
+        if self._begun:
+            arguments = "".join(self._begun[-1][1])
+            rest = calls[len(self._begun) - 1].arguments.removeprefix(arguments)
+            if rest:
+                self._events.append(parser.CallArguments(rest))
+            self._events.append(parser.CallEnd())
+        self._events += calls[len(self._begun) :]
 
     def _read_between(self) -> bool:
         """Read the text after a section mark, which is then the lead, or after a call, without a lead."""

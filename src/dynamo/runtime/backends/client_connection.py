@@ -21,6 +21,10 @@ _encode_body = msgspec.msgpack.Encoder().encode
 # The server ends a stream at its time limit; if it does not, the client does, this much later, at the connection's next
 # tick: a timer of its own for each stream would cost more than all else that is done to open it.
 BACKSTOP_S = 1.0
+_HINT = (
+    " before it welcomed us: see its log; one that wants a cluster token (--cluster-token-file) or certificates"
+    " (--cluster-tls-cert-path) of us looks like this"
+)
 
 
 class ClientStream:
@@ -184,10 +188,11 @@ class ClientConnection:
 
     def handle_lost(self, reason: str) -> None:
         message = f"worker at {self.address} {reason}"
-        if not self.welcomed.done():
-            self.welcomed.set_exception(errors.WorkerLost(message))
+        if not self.welcomed.done():  # the task that connects logs it
+            hint = _HINT if reason.startswith(("closed", "broke")) else ""
+            self.welcomed.set_exception(errors.WorkerLost(f"{message}{hint}"))
             self.welcomed.exception()  # marked as retrieved, even if the waiting task has left
-        if self.frames.was_dropped:
+        elif self.frames.was_dropped:
             _log.warning("%s", message)
         self._on_lost(self)
         has_died = self.frames.was_ended_by_peer

@@ -13,13 +13,14 @@ nothing; that it is dead is found out with the first stream that is opened there
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from dynamo.base import clock, errors
 from dynamo.protocols import wire
-from dynamo.runtime import requests
+from dynamo.runtime import authentication, requests
 
 _log = logging.getLogger(__name__)
 TICKS = 6  # of the timer, until a silent peer counts as broken
@@ -134,6 +135,8 @@ class FrameConnection(asyncio.Protocol):
         unsent, self._unsent = self._unsent, []
         if not unsent or self._transport is None or self.is_lost:
             return
+        if self._timer is None:
+            self._schedule_tick()
         self._mute_ticks = 0
         self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
         if self._transport.get_write_buffer_size() > self.limits.max_backlog_bytes:
@@ -179,6 +182,8 @@ class FrameConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._silent_ticks = 0
+        if self._timer is None:
+            self._schedule_tick()
         try:
             for frame in self.reader.feed(data):
                 if self.is_lost:
@@ -191,6 +196,9 @@ class FrameConnection(asyncio.Protocol):
         self.was_ended_by_peer = not self._is_closing and isinstance(
             exc, ConnectionResetError | BrokenPipeError | None
         )
+        if isinstance(exc, ssl.SSLError):
+            self._end(authentication.describe_tls_failure(exc))
+            return
         self._end(self._closing_reason + (f" ({exc})" if exc else ""))
 
     def _end(self, reason: str) -> None:
@@ -208,10 +216,11 @@ class FrameConnection(asyncio.Protocol):
 
     def _tick(self) -> None:
         is_late = self.clock.now() - self._tick_due_at > self.limits.silence_s / TICKS
-        self._schedule_tick()
         if not self._handler.num_streams:
             self._silent_ticks = self._mute_ticks = 0
+            self._timer = None  # the next frame, in either direction, starts it again
             return
+        self._schedule_tick()
         self._handler.handle_tick()
         self._silent_ticks = 0 if is_late else self._silent_ticks + 1
         self._mute_ticks += 1

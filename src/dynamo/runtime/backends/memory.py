@@ -165,6 +165,9 @@ class MemoryEventPlane:
     async def advertise(self, topic: str) -> None:
         self._topics.add(topic)
 
+    async def listen(self) -> None:
+        """Do nothing: this plane has no port."""
+
     def publish(self, topic: str, payload: bytes) -> None:
         if self._is_open:
             number = self._topics.take_number(topic)

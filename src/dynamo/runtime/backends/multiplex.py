@@ -5,6 +5,7 @@ The life of a stream, and what is refused, is settled by `client_connection` and
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from dynamo.protocols import wire
 from dynamo.runtime import authentication, requests
 from dynamo.runtime.backends import client_connection, frame_connection, server_connection
 
+_log = logging.getLogger(__name__)
 _NO_HEADERS: Mapping[str, str] = {}
 _Target = tuple[str, int]  # address, and the instance that is meant there; 0: any
 _MAX_GONE = 1024  # instances that are remembered as gone
@@ -60,9 +62,7 @@ class MultiplexedPlane:
         """`instance_id` is what this process is registered as; requests that mean another one are refused."""
         self._network = network
         self._settings = frame_connection.ConnectionSettings(
-            limits=limits,
-            time=time or clock.SystemClock(),
-            decode=wire.make_decoder(item_type),
+            limits=limits, time=time or clock.SystemClock(), decode=wire.make_decoder(item_type)
         )
         self._state = server_connection.ServerState(self._settings, instance_id)
         self._listener: NetworkListener | None = None
@@ -76,23 +76,35 @@ class MultiplexedPlane:
         ] = {}  # ids of instances that ended their connection, the last at the end
         self._tasks = tasks.Tasks()
         self._is_closed = False
+        self._log = authentication.RefusalLog(_log, self._settings.time.now)
 
     @property
     def name(self) -> str:
         return self._network.name
 
-    async def serve(self, endpoint: str, handler: requests.Handler) -> str:
+    @property
+    def is_away(self) -> bool:
+        return False  # there is no server between two processes
+
+    async def listen(self) -> str:
         async with self._listening:
-            if self._is_closed or endpoint in self._state.handlers:
-                raise errors.LocalProtocolError(
-                    f"{endpoint} is served already, or the request plane is closed"
-                )
             if self._listener is None:
                 self._listener = await self._network.listen(
                     lambda: server_connection.ServerConnection(self._state).frames
                 )
-            self._state.handlers[endpoint] = handler
             return self._listener.address
+
+    async def serve(self, endpoint: str, handler: requests.Handler) -> str:
+        if self._is_closed or endpoint in self._state.handlers:
+            raise errors.LocalProtocolError(
+                f"{endpoint} is served already, or the request plane is closed"
+            )
+        self._state.handlers[endpoint] = handler
+        try:
+            return await self.listen()
+        except errors.ConfigError:
+            del self._state.handlers[endpoint]
+            raise
 
     async def open(
         self,
@@ -173,25 +185,27 @@ class MultiplexedPlane:
             on_lost=self._remove,
         )
         limit_s = self._settings.limits.connect_s
+        lost: errors.WorkerLost
         try:
             async with self._settings.time.timeout(limit_s):
                 await self._network.connect(address, lambda: connection.frames)
                 await connection.welcomed
-            if connection.frames.is_lost:
-                return errors.WorkerLost(f"worker at {address} closed the connection at once")
-            self._connections[target] = connection
-            self._gone.pop(instance_id, None)
+            if not connection.frames.is_lost:
+                self._connections[target] = connection
+                self._gone.pop(instance_id, None)
+                return connection
+            lost = errors.WorkerLost(f"worker at {address} closed the connection at once")
         except errors.WorkerLost as error:
             if isinstance(error.__cause__, ConnectionRefusedError):
                 self._note_gone(instance_id)
-            return error
+            lost = error
         except TimeoutError:
-            return errors.WorkerLost(f"worker at {address} did not answer within {limit_s:g} s")
-        else:
-            return connection
+            lost = errors.WorkerLost(f"worker at {address} did not answer within {limit_s:g} s")
         finally:
             if target not in self._connections:
                 connection.frames.drop("was not reached")
+        self._log.warning(address, "%s", lost)
+        return lost
 
     def _remove(self, connection: client_connection.ClientConnection) -> None:
         target = connection.address, connection.instance_id

@@ -270,11 +270,10 @@ class ServerConnection:
         self._state.connections.discard(self)
         self._state.discard_pending(self)
         if self._peer is None and self.frames.was_dropped:
-            self._state.log.warning(
-                self.frames.peer_host,
-                authentication.DROPPED,
-                f"{reason} {_HINT}" if reason.startswith("broke") else reason,
-            )
+            host = self.frames.peer_host
+            hint = f" {_HINT}" if reason.startswith("broke") else ""
+            line = authentication.describe_dropped(host, f"{reason}{hint}")
+            self._state.log.warning(host, "%s", line)
         elif self._calls or self.frames.was_dropped:
             self._state.log.warning(
                 self.frames.peer_host,

@@ -5,16 +5,16 @@ loopback is listened on.
 """
 
 import asyncio
+import contextlib
 import functools
 import socket
 from collections.abc import Callable
 from typing import Any
 
 from dynamo.base import addresses, clock, errors, membership
-from dynamo.runtime import authentication
+from dynamo.runtime import authentication, listening
 from dynamo.runtime.backends import frame_connection, multiplex
 
-_WILDCARDS = ("", "0.0.0.0", "::")
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -22,30 +22,27 @@ _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
+# After a cut of seconds, the kernel sends again only when as long a time has passed once more, unless that is bounded.
+_TCP_RTO_MAX_MS, _LONGEST_RETRY_MS = 44, 1000
 
 
 class TcpNetwork:
-    """Listens on one host and port; port 0 lets the system choose."""
+    """Listens on one host, at the first free one of its ports."""
 
     name = "tcp"
 
     def __init__(
         self,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        listen_address: listening.ListenAddress = listening.ListenAddress(),  # noqa: B008 (a frozen value)
         *,
         credentials: membership.Credentials = membership.NO_CREDENTIALS,
         limits: frame_connection.ConnectionLimits = frame_connection.ConnectionLimits(),  # noqa: B008 (a frozen value)
         time: clock.Clock | None = None,
     ) -> None:
         """Raises ConfigError for a host that peers cannot connect to, or that is open to the whole network."""
-        if host in _WILDCARDS:
-            raise errors.ConfigError(
-                f"DYN_TCP_RPC_HOST is {host!r}: expected the address by which other processes reach this one"
-            )
-        self._host = addresses.plain_host(host, "DYN_TCP_RPC_HOST")
-        membership.check_address(self._host, "the request plane (DYN_TCP_RPC_HOST)", credentials)
-        self._port = port
+        self._address = listen_address.checked()
+        for host in self._address.hosts:
+            membership.check_address(host, "the request plane (DYN_TCP_RPC_HOST)", credentials)
         self._authenticator = authentication.ConnectionAuthenticator(
             credentials, authentication.REQUEST_PLANE
         )
@@ -63,24 +60,18 @@ class TcpNetwork:
         make: authentication.MakeProtocol = functools.partial(
             authentication.ServerHandshake, pending
         )
-        try:
-            server = await asyncio.get_running_loop().create_server(
-                make_protocol if self._authenticator.is_open else make, self._host, self._port
-            )
-        except OSError as error:
-            raise errors.ConfigError(
-                f"cannot listen on {addresses.join(self._host, self._port)}"
-                f" (DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT): {error}"
-            ) from error
-        listening = server.sockets[0]
+        listening = self._address.listen()
         notice_dead_peers(listening)  # connections to it inherit these options
         port = listening.getsockname()[1]
+        server = await asyncio.get_running_loop().create_server(
+            make_protocol if self._authenticator.is_open else make, sock=listening
+        )
 
         def close() -> None:
             server.close()
             pending.close()
 
-        return multiplex.NetworkListener(address=addresses.join(self._host, port), close=close)
+        return multiplex.NetworkListener(address=self._address.published(port), close=close)
 
     async def connect(self, address: str, make_protocol: authentication.MakeProtocol) -> None:
         if self._authenticator.is_open:
@@ -102,13 +93,25 @@ class TcpNetwork:
         tls = self._authenticator.tls
         try:
             transport, _ = await asyncio.get_running_loop().create_connection(
-                make, host, port, ssl=tls.client if tls is not None else None
+                make if tls is None else asyncio.Protocol, host, port
             )
         except (OSError, UnicodeError) as error:
             raise errors.WorkerLost(
                 f"cannot connect to the worker at {address}: {error}"
             ) from error
         notice_dead_peers(transport.get_extra_info("socket"))
+        if tls is None:
+            return
+        protocol = make()
+        try:
+            secured = await authentication.secure(
+                transport, protocol, tls.client, is_server=False, limit_s=self._limits.connect_s
+            )
+        except OSError as error:  # ssl's errors are of this class
+            reason = authentication.describe_tls_failure(error)
+            raise errors.WorkerLost(f"worker at {address} {reason}") from error
+        if not secured.is_closing():  # else the protocol knows why
+            protocol.connection_made(secured)
 
 
 class TcpRequestPlane(multiplex.MultiplexedPlane):
@@ -116,8 +119,7 @@ class TcpRequestPlane(multiplex.MultiplexedPlane):
 
     def __init__(
         self,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        listen_address: listening.ListenAddress = listening.ListenAddress(),  # noqa: B008 (a frozen value)
         limits: frame_connection.ConnectionLimits = frame_connection.ConnectionLimits(),  # noqa: B008 (a frozen value)
         credentials: membership.Credentials = membership.NO_CREDENTIALS,
         *,
@@ -125,7 +127,7 @@ class TcpRequestPlane(multiplex.MultiplexedPlane):
         time: clock.Clock | None = None,
         instance_id: int = 0,
     ) -> None:
-        network = TcpNetwork(host, port, credentials=credentials, limits=limits, time=time)
+        network = TcpNetwork(listen_address, credentials=credentials, limits=limits, time=time)
         super().__init__(network, limits, item_type=item_type, time=time, instance_id=instance_id)
 
 
@@ -133,3 +135,5 @@ def notice_dead_peers(sock: socket.socket) -> None:
     """Send small frames at once, and end a connection after half a minute without a sign of its peer's host."""
     for level, name, value in _OPTIONS:
         sock.setsockopt(level, name, value)
+    with contextlib.suppress(OSError):  # kernels before 6.15 do not know it
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RETRY_MS)

@@ -6,27 +6,29 @@ to every address there. A message is `[topic, number (u64, big-endian), publishe
 
 **What may be missed.** A connection takes a moment after discovery told of it, and what is published before reaches no
 listener: the first number that a listener sees need not be 0. A listener that falls behind misses messages once
-`HIGH_WATER` of them wait. Numbers show both.
+`zmq_receiver.HIGH_WATER` of them wait. Numbers show both.
 
 **A peer that is gone without a word** (a cut of the network, a NAT that forgot the flow) is noticed by heartbeats of
 both sockets, and the listener connects again. A listener that expected events of a publisher calls `reconnect`.
 
-**One thread receives** for all topics (`EventReceiver`). The PUB socket belongs to the loop's thread.
+**One thread receives** for all topics (`zmq_receiver.EventReceiver`). The PUB socket belongs to the loop's thread.
 
 **With a cluster token** all is authenticated and encrypted by ZeroMQ's CURVE. All publishers have one key pair, made of
 the token. Its public half is never sent either, and a listener without it cannot say the first word of CURVE's
-handshake, so a listener proves that it knows the token, too. Listeners have temporary keys.
+handshake, so a listener proves that it knows the token, too. Listeners have temporary keys. While the token changes,
+a publisher's record names the key that it uses (by a name derived from it), and listeners have the keys of both tokens.
+A publisher whose token changes listens anew; what is lost meanwhile is found by its numbers.
 """
 
 import asyncio
 import collections
 import contextlib
 import logging
+import os
 import socket
-import struct
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import zmq
@@ -34,38 +36,30 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from dynamo.base import addresses, errors, membership, tasks
-from dynamo.observability import logs
 from dynamo.protocols import instances, wire
-from dynamo.runtime import authentication
+from dynamo.runtime import authentication, listening
+from dynamo.runtime.backends import zmq_receiver
 from dynamo.runtime.discovery import Discovery, Put
 from dynamo.runtime.events import Event, Listener, PublishedTopics
 
+_log = logging.getLogger(__name__)
+_REBIND_S = 0.05
+_NOWHERE = (None, "")
 _SUBSCRIPTION_LIMIT = 4096  # bytes that a listener may send at once
-HANDSHAKE_MS = 5_000
-# A peer that answers no heartbeat for three seconds is left, and so is an attempt to connect. The kernel's keepalive
-# holds flows open in firewalls and NATs.
-_PEER_WATCH = (
-    (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-    (zmq.HEARTBEAT_IVL, 1_000),
-    (zmq.HEARTBEAT_TIMEOUT, 3_000),
-    (zmq.CONNECT_TIMEOUT, 3_000),
-    (zmq.RECONNECT_IVL, 100),
-    (zmq.RECONNECT_IVL_MAX, 1_000),
-    (zmq.TCP_KEEPALIVE, 1),
-    (zmq.TCP_KEEPALIVE_IDLE, 15),
-    (zmq.TCP_KEEPALIVE_INTVL, 5),
-    (zmq.TCP_KEEPALIVE_CNT, 3),
-)
-_WILDCARDS = ("", "*", "0.0.0.0", "::")
+_ANY_ADDRESS = listening.ListenAddress(setting="DYN_EVENT_")
 
 
-def check_host(host: str, credentials: membership.Credentials) -> None:
-    """Raise ConfigError for a host that peers cannot connect to, or that is open to the whole network."""
-    if host in _WILDCARDS:
-        raise errors.ConfigError(
-            f"event plane host {host!r}: expected an address that other processes can connect to"
-        )
-    membership.check_token_address(host, "the event plane over ZeroMQ", credentials)
+def check_address(
+    listen_address: listening.ListenAddress, credentials: membership.Credentials
+) -> listening.ListenAddress:
+    """Return the address in plain form.
+
+    Raises ConfigError for one that peers cannot connect to, or that is open to the whole network.
+    """
+    plain = listen_address.checked()
+    for host in plain.hosts:
+        membership.check_token_address(host, "the event plane over ZeroMQ", credentials)
+    return plain
 
 
 class ZmqEventPlane:
@@ -76,41 +70,87 @@ class ZmqEventPlane:
         discovery: Discovery,
         instance_id: int,
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        listen_address: listening.ListenAddress = _ANY_ADDRESS,
         credentials: membership.Credentials = membership.NO_CREDENTIALS,
     ) -> None:
-        """Raises ConfigError as `check_host` does."""
-        host = addresses.plain_host(host, "DYN_TCP_RPC_HOST")
-        check_host(host, credentials)
+        """Raises ConfigError as `check_address` does."""
         self._discovery = discovery
         self._instance_id = instance_id
-        self._address = host, port
-        key = authentication.ConnectionAuthenticator(
+        self._address = check_address(listen_address, credentials)
+        self._authenticator = authentication.ConnectionAuthenticator(
             credentials, authentication.EVENT_PLANE
-        ).curve_secret
-        self._secret = None if key is None else z85.encode(key)
+        )
+        self._secrets = self._authenticator.curve_secrets
         self._context = zmq.Context()
         self._publisher: _Publisher | None = None
-        self._channel_keys: set[str] = set()
-        self._receiver: EventReceiver | None = None
+        self._topics: set[str] = set()  # advertised
+        self._receiver: zmq_receiver.EventReceiver | None = None
         self._audience_by_topic: dict[str, _Audience] = {}
         self._tasks = tasks.Tasks()
         self._is_open = True
+        self._is_following = False  # the tokens
 
     async def advertise(self, topic: str) -> None:
-        if self._publisher is None:
-            self._publisher = _Publisher(
-                self._context, self._instance_id, self._address, self._secret
-            )
-        self._publisher.add(topic)
-        record = instances.EventChannel(
-            topic=topic,
-            instance_id=self._instance_id,
-            transport={"zmq": self._publisher.address},
-        )
-        self._channel_keys.add(record.key)
+        self._listen().topics.add(topic)
+        self._topics.add(topic)
+        record = self._channel(topic)
         await self._discovery.put(record.key, msgspec.json.encode(record))
+
+    async def listen(self) -> None:
+        self._listen()
+
+    def _listen(self) -> "_Publisher":
+        if self._publisher is None:
+            self._publisher = self._make_publisher(PublishedTopics())
+            self._start_following()
+        return self._publisher
+
+    def _make_publisher(self, topics: PublishedTopics) -> "_Publisher":
+        key = next(iter(self._secrets.items()), None)
+        return _Publisher(self._context, self._instance_id, self._address, key, topics)
+
+    def _channel(self, topic: str) -> instances.EventChannel:
+        publisher = self._listen()
+        transport = {"zmq": publisher.address}
+        if publisher.key_name:
+            transport["zmq-key"] = publisher.key_name
+        return instances.EventChannel(
+            topic=topic, instance_id=self._instance_id, transport=transport
+        )
+
+    def _start_following(self) -> None:
+        """Follow the tokens, if they come from a file, from the first socket on."""
+        if self._secrets and self._authenticator.has_files and not self._is_following:
+            self._is_following = True
+            self._tasks.start("follow the cluster token", self._follow_tokens())
+
+    async def _follow_tokens(self) -> None:
+        """Take the tokens as their file changes: for connections that begin, and for the publisher."""
+        while True:
+            await asyncio.sleep(membership.CHECK_S)
+            former, self._secrets = self._secrets, self._authenticator.curve_secrets
+            if self._secrets != former and self._receiver is not None:
+                self._receiver.set_secrets(self._secrets)
+            has_new_key = next(iter(self._secrets)) != next(iter(former))
+            if has_new_key and self._publisher is not None:
+                await self._replace_publisher(self._publisher)
+
+    async def _replace_publisher(self, former: "_Publisher") -> None:
+        """Publish with the new token: at another port, or at the same one if the settings name only one."""
+        publisher: _Publisher | None = None
+        while publisher is None:
+            try:
+                publisher = self._make_publisher(former.topics)
+            except errors.ConfigError:  # the port is free when the former socket has ended
+                former.close()
+                await asyncio.sleep(_REBIND_S)
+        self._publisher = publisher
+        for record in map(self._channel, self._topics):
+            try:
+                await self._discovery.put(record.key, msgspec.json.encode(record))
+            except errors.Unavailable as error:
+                _log.warning("%s is published when discovery is back: %s", record.key, error)
+        former.close()
 
     def publish(self, topic: str, payload: bytes) -> None:
         if not self._is_open:
@@ -121,7 +161,8 @@ class ZmqEventPlane:
 
     async def subscribe(self, topic: str, listener: Listener) -> "ZmqSubscription":
         if self._receiver is None:
-            self._receiver = EventReceiver(self._context, self._deliver, self._secret)
+            self._receiver = zmq_receiver.EventReceiver(self._context, self._deliver, self._secrets)
+            self._start_following()
         audience = self._audience_by_topic.get(topic)
         if audience is None:
             self._receiver.subscribe(topic)
@@ -161,13 +202,13 @@ class ZmqEventPlane:
         if self._receiver is not None:
             await self._receiver.close()
         if self._publisher is not None:
-            for key in self._channel_keys:
-                await self._discovery.delete(key)
+            for topic in self._topics:
+                await self._discovery.delete(self._channel(topic).key)
             self._publisher.close()
         self._context.term()
 
     async def _follow(
-        self, topic: str, receiver: "EventReceiver", addresses: dict[int, str]
+        self, topic: str, receiver: zmq_receiver.EventReceiver, addresses: dict[int, str]
     ) -> None:
         """Stay connected to all publishers of `topic`, whose addresses are kept in `addresses` by instance."""
         try:
@@ -175,13 +216,13 @@ class ZmqEventPlane:
                 try:
                     publisher = int(change.key.rpartition("/")[2], 16)
                 except ValueError:
-                    log.warning("ignoring event channel %s: expected an instance id", change.key)
+                    _log.warning("ignoring event channel %s: expected an instance id", change.key)
                     continue
                 old_address = addresses.pop(publisher, None)
-                address = _address(change, topic) if isinstance(change, Put) else None
+                address, key_name = _address(change, topic) if isinstance(change, Put) else _NOWHERE
                 if address is not None:
                     addresses[publisher] = address
-                    receiver.connect(address)
+                    receiver.connect(address, key_name)
                 if old_address is not None:
                     receiver.disconnect(old_address)
         finally:
@@ -237,260 +278,114 @@ class _Publisher:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         instance_id: int,
-        address: tuple[str, int],
-        secret: bytes | None,
+        address: listening.ListenAddress,
+        key: tuple[str, bytes] | None,
+        topics: PublishedTopics,
     ) -> None:
-        host, port = address
-        self._id = U64.pack(instance_id)
-        self._topics = PublishedTopics()
+        """`key` is the name and secret half of the key of CURVE."""
+        self._id = zmq_receiver.U64.pack(instance_id)
+        self.topics = topics
+        self.key_name = "" if key is None else key[0]
         self._socket = context.socket(zmq.PUB)
         self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, HIGH_WATER)
+        self._socket.set(zmq.SNDHWM, zmq_receiver.HIGH_WATER)
         self._socket.set(zmq.MAXMSGSIZE, _SUBSCRIPTION_LIMIT)
-        _watch_peers(self._socket)
-        if secret is not None:
+        zmq_receiver.watch_peers(self._socket)
+        self._refused: _RefusedListeners | None = None
+        if key is not None:
             self._socket.set(zmq.CURVE_SERVER, 1)
-            self._socket.set(zmq.CURVE_SECRETKEY, secret)
+            self._socket.set(zmq.CURVE_SECRETKEY, z85.encode(key[1]))
+            self._refused = _RefusedListeners(self._socket)
         try:
-            family, number = addresses.resolve(host)  # ZeroMQ binds no names
+            family, number = addresses.resolve(address.host)  # ZeroMQ binds no names
             self._socket.set(zmq.IPV6, family == socket.AF_INET6)
-            self._socket.bind(f"tcp://{addresses.join(number, port)}")
-        except (OSError, zmq.ZMQError) as error:
-            self._socket.close()
-            raise errors.ConfigError(
-                f"event plane cannot listen on {addresses.join(host, port)}: {error}; expected an address of this host"
-                " and a free port (DYN_TCP_RPC_HOST, DYN_EVENT_PORT)"
-            ) from error
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+            address.ports.bind(lambda port: self._bind(addresses.join(number, port)))
+        except OSError as error:
+            self.close()
+            raise address.refusal(error) from error
+        _, port = addresses.split(self._socket.get_string(zmq.LAST_ENDPOINT))
+        self.address = f"tcp://{address.published(port)}"
 
-    def add(self, topic: str) -> None:
-        self._topics.add(topic)
+    def _bind(self, address: str) -> None:
+        try:
+            self._socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from error
 
     def publish(self, topic: str, payload: bytes) -> None:
-        if len(payload) > PAYLOAD_LIMIT:
+        if len(payload) > zmq_receiver.PAYLOAD_LIMIT:
             raise errors.LocalProtocolError(
-                f"event on {topic!r} has {len(payload)} bytes, expected at most {PAYLOAD_LIMIT}"
+                f"event on {topic!r} has {len(payload)} bytes, expected at most {zmq_receiver.PAYLOAD_LIMIT}"
             )
-        number = self._topics.take_number(topic)
-        frames = (topic.encode(), U64.pack(number), self._id, payload)
+        number = self.topics.take_number(topic)
+        if self._socket.closed:  # a listener finds the number missing
+            return
+        frames = (topic.encode(), zmq_receiver.U64.pack(number), self._id, payload)
         self._socket.send_multipart(frames, zmq.NOBLOCK)  # a PUB socket drops, it never refuses
 
     def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if self._refused is not None:
+            self._refused.close()
+            self._refused = None
         self._socket.close()
 
 
-def _watch_peers(socket: zmq.Socket[bytes]) -> None:
-    """Have ZeroMQ notice peers that are gone without a word (a cut, a NAT that forgot them), and connect again."""
-    for option, value in _PEER_WATCH:
-        socket.set(option, value)
+class _RefusedListeners:
+    """The listeners that fail the handshake of a PUB socket, for the log. Only for the loop's thread.
+
+    ZeroMQ names no peer in the event of a failure; it follows with the end of the peer's connection, by descriptor.
+    """
+
+    def __init__(self, publisher: zmq.Socket[bytes]) -> None:
+        self._publisher = publisher
+        self._monitor = publisher.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq_receiver.HANDSHAKE_FAILURES
+        )
+        self._log = authentication.RefusalLog(_log, time.monotonic)
+        self._host_by_descriptor: dict[int, str] = {}
+        self._has_failed = False
+        self._descriptor = int(self._monitor.get(zmq.FD))
+        asyncio.get_running_loop().add_reader(self._descriptor, self._read)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        self._publisher.disable_monitor()
+        self._monitor.close()
+
+    def _read(self) -> None:
+        """Read all events: their descriptor tells of new ones only."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._handle(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK)))
+
+    def _handle(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(event["value"])) as peer:
+                self._host_by_descriptor[event["value"]] = str(peer.getpeername()[0])
+        elif event["event"] == zmq.EVENT_DISCONNECTED:
+            host = self._host_by_descriptor.pop(event["value"], "an unknown address")
+            if self._has_failed:
+                self._log.warning(
+                    host,
+                    "event plane: a listener at %s has another cluster token, or none; give every process the same"
+                    " (--cluster-token-file)",
+                    host,
+                )
+            self._has_failed = False
+        else:
+            self._has_failed = True
 
 
-def _address(channel: Put, topic: str) -> str | None:
-    """Return the address of a publisher; None, with a line in the log, if its record has none."""
+def _address(channel: Put, topic: str) -> tuple[str | None, str]:
+    """Return the address of a publisher and the name of its key; no address, with a line, if its record has none."""
     try:
         record = msgspec.json.decode(channel.value, type=instances.EventChannel)
     except wire.DECODE_ERRORS as error:
-        log.warning("ignoring event channel %s: %s", channel.key, error)
-        return None
+        _log.warning("ignoring event channel %s: %s", channel.key, error)
+        return _NOWHERE
     if record.topic != topic:  # a longer topic that begins like this one
-        return None
+        return _NOWHERE
     if "zmq" not in record.transport:
-        log.warning("ignoring event channel %s: not by zmq: %s", channel.key, record.transport)
-    return record.transport.get("zmq")
-
-
-HIGH_WATER = 10_000  # messages that wait for one slow listener before it misses some
-PAYLOAD_LIMIT = 16 << 20
-U64 = struct.Struct(">Q")
-_FRAME_LIMIT = PAYLOAD_LIMIT + 1024
-_BATCH_LIMIT = 1_000
-HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-
-log = logging.getLogger(__name__)
-
-
-class EventReceiver:
-    """The SUB socket and the thread that reads it. The methods without a note are for the loop's thread.
-
-    zmq's own asyncio sockets cost more per message than all else here. The thread hands over what has come as one
-    batch, and takes the next only when the loop has taken that one. So a busy loop gets large batches, and what does
-    not fit waits in zmq's bounded queues. The loop talks to it by a queue of commands and a socket to wake it.
-    """
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        deliver: Callable[[list[Event]], None],
-        secret: bytes | None,
-    ) -> None:
-        self._deliver = deliver
-        self._log = logs.PeerLog(log, time.monotonic)
-        self._loop = asyncio.get_running_loop()
-        self._uses_by_address: collections.Counter[str] = collections.Counter()
-        self._commands: collections.deque[Callable[[], object]] = collections.deque()
-        self._wake = context.socket(zmq.PAIR)
-        self._wake.bind(f"inproc://wake-{id(self)}")
-        self._woken = context.socket(zmq.PAIR)
-        self._woken.connect(f"inproc://wake-{id(self)}")
-        self._socket = context.socket(zmq.SUB)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.RCVHWM, HIGH_WATER)
-        self._socket.set(zmq.MAXMSGSIZE, _FRAME_LIMIT)
-        _watch_peers(self._socket)
-        self._failures: zmq.Socket[bytes] | None = None  # of handshakes
-        if secret is not None:
-            self._encrypt(secret)
-        self._topic_by_name: dict[bytes, str] = {}
-        self._refused: set[str] = set()  # publishers that failed the handshake
-        self._early: collections.deque[list[bytes]] = collections.deque()  # see `_leave`
-        self._is_waiting = False  # for `resume`
-        self._is_running = True
-        self._thread = threading.Thread(target=self._run, name="event receiver", daemon=True)
-        self._thread.start()
-
-    def subscribe(self, topic: str) -> None:
-        self._do(lambda: self._hear(topic))
-
-    def unsubscribe(self, topic: str) -> None:
-        self._do(lambda: self._ignore(topic))
-
-    def connect(self, address: str) -> None:
-        self._uses_by_address[address] += 1
-        if self._uses_by_address[address] == 1:
-            self._do(lambda: self._connect(address))
-
-    def disconnect(self, address: str) -> None:
-        self._uses_by_address[address] -= 1
-        if not self._uses_by_address[address]:
-            del self._uses_by_address[address]
-            self._do(lambda: self._leave(address))
-
-    def reconnect(self, address: str) -> None:
-        """Connect anew to an address that is in use."""
-        if address in self._uses_by_address:
-            self._do(lambda: self._leave(address))
-            self._do(lambda: self._connect(address))
-
-    def _connect(self, address: str) -> None:
-        self._socket.set(zmq.IPV6, "[" in address)
-        self._socket.connect(address)
-
-    def _encrypt(self, secret: bytes) -> None:
-        public, own_secret = zmq.curve_keypair()
-        self._socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(secret))
-        self._socket.set(zmq.CURVE_PUBLICKEY, public)
-        self._socket.set(zmq.CURVE_SECRETKEY, own_secret)
-        self._failures = self._socket.get_monitor_socket(HANDSHAKE_FAILURES)
-
-    def resume(self) -> None:
-        """The batch has been taken; bring the next."""
-        self._do(self._resume)
-
-    async def close(self) -> None:
-        self._do(self._end)
-        await asyncio.to_thread(self._thread.join)
-        self._wake.close()
-
-    def _do(self, command: Callable[[], object]) -> None:
-        """Have the thread do it."""
-        if self._is_running:
-            self._commands.append(command)
-            with contextlib.suppress(zmq.Again):  # so many wakes wait that one more is not needed
-                self._wake.send(b"", zmq.NOBLOCK)
-
-    def _run(self) -> None:
-        """The thread. What follows is called by it only."""
-        self._poller = zmq.Poller()
-        self._poller.register(self._woken, zmq.POLLIN)
-        self._poller.register(self._socket, zmq.POLLIN)
-        if self._failures is not None:
-            self._poller.register(self._failures, zmq.POLLIN)
-        while self._is_running:
-            ready = dict(self._poller.poll())
-            if self._woken in ready:
-                self._obey()
-                if self._early and not self._is_waiting:
-                    self._hand_over()
-            elif self._socket in ready:
-                self._hand_over()
-            elif self._failures is not None:
-                self._tell_failure(self._failures)
-        self._woken.close()
-        if self._failures is not None:
-            self._socket.disable_monitor()
-            self._failures.close()
-        self._socket.close()
-
-    def _obey(self) -> None:
-        self._woken.recv()
-        while self._commands:
-            try:
-                self._commands.popleft()()
-            except zmq.ZMQError as error:
-                log.warning("event plane: %s", error)
-
-    def _tell_failure(self, failures: zmq.Socket[bytes]) -> None:
-        """Once for each publisher: zmq tries again for as long as we listen."""
-        address = parse_monitor_message(failures.recv_multipart())["endpoint"].decode()
-        if address not in self._refused:
-            self._refused.add(address)
-            log.warning(
-                "event plane: the publisher at %s has another cluster token, or none; give every process the same"
-                " (--cluster-token-file)",
-                address,
-            )
-
-    def _hand_over(self) -> None:
-        """Bring what has come to the loop, and wait for `resume` before bringing more."""
-        batch: list[Event] = []
-        num_malformed = 0
-        for _ in range(_BATCH_LIMIT):
-            try:
-                frames = self._next()
-            except zmq.Again:
-                break
-            if len(frames) != 4 or not len(frames[1]) == len(frames[2]) == U64.size:
-                num_malformed += 1
-            elif frames[0] in self._topic_by_name:  # zmq also lets through what only begins like it
-                batch.append(self._event(frames))
-        if num_malformed:
-            self._log.warning("", "dropped %d malformed event messages", num_malformed)
-        if batch:
-            self._is_waiting = True
-            self._poller.modify(self._socket, 0)
-            self._loop.call_soon_threadsafe(self._deliver, batch)
-
-    def _event(self, frames: list[bytes]) -> Event:
-        name, number, publisher, payload = frames
-        return Event(
-            topic=self._topic_by_name[name],
-            publisher=U64.unpack(publisher)[0],
-            number=U64.unpack(number)[0],
-            payload=payload,
-        )
-
-    def _hear(self, topic: str) -> None:
-        self._topic_by_name[topic.encode()] = topic
-        self._socket.subscribe(topic)
-
-    def _ignore(self, topic: str) -> None:
-        del self._topic_by_name[topic.encode()]
-        self._socket.unsubscribe(topic)
-
-    def _next(self) -> list[bytes]:
-        """A message. Raises zmq.Again."""
-        return self._early.popleft() if self._early else self._socket.recv_multipart(zmq.NOBLOCK)
-
-    def _resume(self) -> None:
-        self._is_waiting = False
-        self._poller.modify(self._socket, zmq.POLLIN)
-
-    def _leave(self, address: str) -> None:
-        """Polling has begun to read a message: if its publisher went before the rest, libzmq would abort (#2163)."""
-        self._refused.discard(address)
-        with contextlib.suppress(zmq.Again):
-            self._early.append(self._socket.recv_multipart(zmq.NOBLOCK))
-        self._socket.disconnect(address)
-
-    def _end(self) -> None:
-        self._is_running = False
+        _log.warning("ignoring event channel %s: not by zmq: %s", channel.key, record.transport)
+    return record.transport.get("zmq"), record.transport.get("zmq-key", "")

@@ -8,7 +8,9 @@ joins the tokens of an engine that runs ahead, and code and kernel do not push e
 """
 
 import asyncio
+import gzip
 import http
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +25,9 @@ from dynamo.base import errors
 T = TypeVar("T")
 Headers = Iterable[tuple[str, str]]
 SMALL_BODY_BYTES = 256 * 2**10  # decoded at once, in some milliseconds at most
+_COMPRESSED_BYTES = range(2**10, 256 * 2**10)  # of answers; the largest take some milliseconds
 _large_bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+_NO_WEIGHT = re.compile(r"\s*q=0(\.0*)?\s*")
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 
 
@@ -66,8 +70,16 @@ class Wire(Protocol):
         """Send it at the end of this turn of the event loop, joined with what else comes until then."""
         ...
 
+    def keep_body(self, num_bytes: int) -> bool:
+        """Take room for a body of this length; return False if there is none."""
+        ...
+
     def release_body(self, num_bytes: int) -> None:
         """Take note that the body of the request, of this length, is no longer kept."""
+        ...
+
+    def divert(self, receive: Callable[[bytes], None]) -> None:
+        """Pass all further bytes of the client to `receive`."""
         ...
 
 
@@ -122,6 +134,14 @@ class Exchange:
             if len(self.request.body) > SMALL_BODY_BYTES:
                 self._drop_body()
 
+    def replace_body(self, body: bytes) -> bool:
+        """Put an inflated body in the place of the one that came; return False if there is no room for it."""
+        if self._is_lost or not self._wire.keep_body(len(body)):
+            return False
+        self._wire.release_body(len(self.request.body))
+        self.request = self.request.with_body(body)
+        return True
+
     def _drop_body(self) -> None:
         self._wire.release_body(len(self.request.body))
         self.request = self.request.with_body(b"")
@@ -146,6 +166,9 @@ class Exchange:
             return
         if self._streaming:
             raise errors.LocalProtocolError("a stream has begun: it cannot get another status")
+        if len(body) in _COMPRESSED_BYTES and self._wants_gzip(content_type):
+            body = gzip.compress(body, compresslevel=1, mtime=0)
+            headers = (*headers, ("content-encoding", "gzip"), ("vary", "accept-encoding"))
         head = self._make_head(status, content_type, headers)
         head += b"content-length: %d\r\n\r\n" % len(body)
         self._wire.write(head if self.request.method == "HEAD" else head + body)
@@ -162,6 +185,17 @@ class Exchange:
         else:
             framing = b"transfer-encoding: chunked\r\n\r\n"
         self._head = self._make_head(status, content_type, headers) + framing
+
+    def switch_protocol(self, headers: Headers, receive: Callable[[bytes], None]) -> None:
+        """Answer 101: from now on `write` sends bytes as they are, and those of the client go to `receive`.
+
+        Only for a server that takes upgrades, and a request that offers one. The connection ends with `end`.
+        """
+        self._streaming, self._is_chunked = True, False
+        self.request = self.request.as_last()
+        lines = "".join(f"{name}: {value}\r\n" for name, value in (*self.headers, *headers))
+        self._wire.write(f"HTTP/1.1 101 Switching Protocols\r\n{lines}\r\n".encode("latin-1"))
+        self._wire.divert(receive)
 
     def send_head(self) -> None:
         """Send the head of a stream now, because its first piece may come late."""
@@ -202,6 +236,13 @@ class Exchange:
         if self._is_chunked and chunk:
             return b"%b%x\r\n%b\r\n" % (head, len(chunk), chunk)
         return head if self.request.method == "HEAD" else head + chunk
+
+    def _wants_gzip(self, content_type: str) -> bool:
+        accepted = self.request.headers.get("accept-encoding", "")
+        return content_type.startswith(("application/json", "text/")) and any(
+            coding.strip().lower() == "gzip" and _NO_WEIGHT.fullmatch(weight) is None
+            for coding, _, weight in (part.partition(";") for part in accepted.split(","))
+        )
 
     def _finish(self) -> None:
         self._closed = True
@@ -290,23 +331,28 @@ ErrorBody = Callable[[int, str, str], bytes]  # from a status, a message and the
 
 
 class HttpRouter:
-    """A table of (method, path pattern) → handler, by exact path or by the longest prefix that ends in `/*`.
+    """A table of (method, path pattern) → handler. A pattern may have one `*`, for one part of a path, or `**` for any.
 
-    HEAD is answered by the handler of GET.
+    An exact path comes first, then the pattern with the longest text before and after its `*`. HEAD is answered by the
+    handler of GET.
     """
 
     def __init__(self, table: Mapping[tuple[str, str], Handler], *, error_body: ErrorBody) -> None:
         self._exact: dict[str, dict[str, Handler]] = {}
-        self._prefixes: dict[str, dict[str, Handler]] = {}
+        # by what is around `*`; the end begins with one where it was `**`
+        self._patterns: dict[tuple[str, str], dict[str, Handler]] = {}
         self._error_body = error_body
         self.table = frozenset(table)
         for (method, pattern), handler in table.items():
-            where = self._prefixes if pattern.endswith("/*") else self._exact
-            where.setdefault(pattern.removesuffix("*"), {})[method] = handler
+            start, star, end = pattern.partition("*")
+            if star:
+                self._patterns.setdefault((start, end), {})[method] = handler
+            else:
+                self._exact.setdefault(pattern, {})[method] = handler
 
     def __call__(self, exchange: Exchange) -> Awaitable[None] | None:
         request = exchange.request
-        handlers = self._exact.get(request.path) or self._by_prefix(request.path)
+        handlers = self._exact.get(request.path) or self._by_pattern(request.path)
         if handlers is None:
             message = f"no such path: {request.method} {request.path}"
             exchange.respond(404, self._error_body(404, message, request.path))
@@ -314,16 +360,30 @@ class HttpRouter:
         method = "GET" if request.method == "HEAD" else request.method
         handler = handlers.get(method)
         if handler is None:
-            allowed = ", ".join(sorted(handlers))
+            others = {"OPTIONS", *(("HEAD",) if "GET" in handlers else ())}
+            allowed = ", ".join(sorted(others.union(handlers)))
             if method == "OPTIONS":
                 exchange.respond(204, b"", headers=(("allow", allowed),))
                 return None
-            message = f"{request.path} takes {allowed}, not {request.method}"
+            taken = ", ".join(sorted(handlers))
+            message = f"{request.path} takes {taken}, not {request.method}"
             body = self._error_body(405, message, request.path)
             exchange.respond(405, body, headers=(("allow", allowed),))
             return None
         return handler(exchange)
 
-    def _by_prefix(self, path: str) -> dict[str, Handler] | None:
-        matching = [prefix for prefix in self._prefixes if path.startswith(prefix)]
-        return self._prefixes[max(matching, key=len)] if matching else None
+    def _by_pattern(self, path: str) -> dict[str, Handler] | None:
+        matching = [
+            (start, end)
+            for start, end in self._patterns
+            if path.startswith(start) and _ends_with(path[len(start) :], end)
+        ]
+        longest = max(matching, key=lambda around: tuple(map(len, around)), default=None)
+        return None if longest is None else self._patterns[longest]
+
+
+def _ends_with(rest: str, end: str) -> bool:
+    """Return whether the rest of a path is what `*` stands for and `end`, or what `**` stands for."""
+    if end.startswith("*"):
+        return rest.endswith(end[1:])
+    return rest.endswith(end) and "/" not in rest.removesuffix(end)

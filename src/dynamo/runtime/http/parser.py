@@ -91,6 +91,9 @@ class RequestParser:
         self._parser = httptools.HttpRequestParser(self)
         self._ready: list[Request | Refusal] = []
         self._dead = False
+        self.takes_upgrades = (
+            False  # a request that offers another protocol is the last one of the connection
+        )
         self.wants_continue = False  # the client waits for "100 Continue" before it sends its body
         self._reset()
 
@@ -206,7 +209,8 @@ class RequestParser:
 
     def on_headers_complete(self) -> None:
         method = self._parser.get_method().decode("latin-1")
-        if self._parser.should_upgrade() and method != "CONNECT":
+        is_offer = self._parser.should_upgrade() and method != "CONNECT"
+        if is_offer and not self.takes_upgrades:
             self._is_offer = True  # `_feed` begins again without it
             return
         self._in_body = True
@@ -219,8 +223,12 @@ class RequestParser:
             body=b"",
             peer=self._peer,
             is_http_1_0=self._parser.get_http_version() == "1.0",
-            keeps_alive=self._parser.should_keep_alive(),
+            keeps_alive=self._parser.should_keep_alive() and not is_offer,
         )
+        host = self._headers.get("host")
+        if (host is None and not self._request.is_http_1_0) or "," in (host or ""):
+            message = f"expected the header Host once, got {host or 'none'!r}"
+            raise RequestRefused(400, message[:300])
         announced = self._headers.get("content-length", "0")
         if self._check_head is not None and (
             announced != "0" or "transfer-encoding" in self._headers

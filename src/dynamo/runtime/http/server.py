@@ -15,8 +15,8 @@ import logging
 import socket
 import ssl
 from collections import deque
-from collections.abc import Awaitable
-from typing import cast
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 import msgspec
 
@@ -44,6 +44,8 @@ class HttpServer:
     """Serves `handler` until closed.
 
     `error_body` shapes what the server itself refuses; `check_head` refuses a request before its body has come.
+    With `takes_upgrades` the handler gets requests that offer another protocol, and may switch to it
+    (`Exchange.switch_protocol`); otherwise such offers are ignored.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         error_body: ErrorBody = plain_error,
         check_head: CheckHead | None = None,
+        takes_upgrades: bool = False,
     ) -> None:
         self.handler = handler
+        self.takes_upgrades = takes_upgrades
         self.check_head = check_head
         self.limits = limits or HttpLimits()
         self.error_body = error_body
@@ -74,26 +78,19 @@ class HttpServer:
         self._kept_body_bytes = 0
 
     async def start(
-        self,
-        host: str,
-        port: int,
-        *,
-        port_flag: str = "--http-port",
-        shares_port: bool = False,
+        self, host: str, port: int, *, port_flag: str = "--http-port", shares_port: bool = False
     ) -> int:
         """Listen and return the port, which the system chooses for 0. Raises ConfigError, naming `port_flag`.
 
         The kernel deals connections out to all processes that listen with `shares_port`.
         """
         loop = asyncio.get_running_loop()
+        where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         try:
+            if host == "::":  # asyncio would listen on IPv6 alone
+                where = {"sock": _open_dual_socket(port, shares_port=shares_port)}
             self._listener = await loop.create_server(
-                lambda: _Connection(self, loop),
-                host,
-                port,
-                ssl=self._tls,
-                backlog=1024,
-                reuse_port=shares_port or None,
+                lambda: _Connection(self, loop), ssl=self._tls, backlog=1024, **where
             )
         except OSError as error:
             raise errors.ConfigError(_cannot_listen(error, host, port, port_flag)) from error
@@ -180,6 +177,16 @@ class HttpServer:
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
 
 
+def _open_dual_socket(port: int, *, shares_port: bool) -> socket.socket:
+    """Return a socket at all addresses of both families; of IPv6 alone where the host has no IPv4."""
+    return socket.create_server(
+        ("::", port),
+        family=socket.AF_INET6,
+        reuse_port=shares_port,
+        dualstack_ipv6=socket.has_dualstack_ipv6(),
+    )
+
+
 def _cannot_listen(error: OSError, host: str, port: int, port_flag: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} is in use: stop the other process or choose {port_flag}"
@@ -205,6 +212,7 @@ class _Connection(asyncio.Protocol):
         self._read_paused = False
         self._waiting: list[bytes] = []  # to be written at the end of this turn
         self._kept_body_bytes = 0  # that count, of all its requests
+        self._receiver: Callable[[bytes], None] | None = None  # after a switch of protocols
         self.deadline = _NEVER  # when `expire` is due
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -215,6 +223,7 @@ class _Connection(asyncio.Protocol):
         self._parser = RequestParser(
             self._server.limits, _peer(transport), self._server.check_head, self._keep_body_bytes
         )
+        self._parser.takes_upgrades = self._server.takes_upgrades
         self._transport.set_write_buffer_limits(high=self._server.limits.write_buffer_bytes)
         is_full = len(self._server.connections) >= self._server.limits.num_connections
         self._server.connections.add(self)
@@ -224,7 +233,9 @@ class _Connection(asyncio.Protocol):
             self.deadline = self._loop.time() + self._server.limits.request_s
 
     def data_received(self, data: bytes) -> None:
-        if self._lingering:
+        if self._receiver is not None:
+            self._receiver(data)
+        if self._lingering or self._receiver is not None:
             return
         was_midway = self._parser.is_midway
         self._pending.extend(self._parser.feed(data))
@@ -255,6 +266,14 @@ class _Connection(asyncio.Protocol):
         self._waiting.append(data)
         if len(self._waiting) == 1:
             self._server.flush_soon(self)
+
+    def keep_body(self, num_bytes: int) -> bool:
+        """Take room for a body of this length; return False if there is none."""
+        return self._keep_body_bytes(counted_bytes(num_bytes))
+
+    def divert(self, receive: Callable[[bytes], None]) -> None:
+        """Pass all further bytes of the client to `receive`."""
+        self._receiver = receive
 
     def release_body(self, num_bytes: int) -> None:
         """Give back the room of a body of this length."""
@@ -417,4 +436,6 @@ class _Connection(asyncio.Protocol):
 
 def _peer(transport: asyncio.BaseTransport) -> str:
     address = transport.get_extra_info("peername")
-    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
+    if not isinstance(address, tuple):
+        return str(address)
+    return f"{address[0].removeprefix('::ffff:')}:{address[1]}"  # an address of IPv4 at `::`

@@ -4,11 +4,20 @@ import base64
 import ipaddress
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from dynamo.testing.kube import failures, metadata, quantities, resources, rules, selectors, store
+from dynamo.testing.kube import (
+    failures,
+    metadata,
+    pod_network,
+    quantities,
+    resources,
+    rules,
+    selectors,
+    store,
+)
 
 Object = dict[str, Any]
 
@@ -20,7 +29,7 @@ _POD = {
     "schedulerName": "default-scheduler",
 }
 _PROBE = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "failureThreshold": 3}
-_SERVICE_NETWORK = ipaddress.ip_network("10.96.0.0/12")
+_SERVICE_NETWORK = ipaddress.ip_network(pod_network.SERVICE_NETWORK)
 _FIRST_NODE_PORT, _LAST_NODE_PORT = 30000, 32767
 _MAX_DATA_BYTES = 2**20
 _TOLERATIONS = [
@@ -335,10 +344,13 @@ def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.Field
         text = "may not be 0 when `maxSurge` is 0"
         field = "spec.strategy.rollingUpdate.maxUnavailable"
         yield failures.invalid_value(field, json.dumps(rolling["maxUnavailable"]), text)
-    yield from _check_containers(spec["template"]["spec"], "spec.template.spec")
+    claims = {claim["metadata"].get("name") for claim in spec.get("volumeClaimTemplates") or ()}
+    yield from _check_containers(spec["template"]["spec"], "spec.template.spec", claims)
 
 
-def _check_containers(spec: Object, path: str) -> Iterator[failures.FieldError]:
+def _check_containers(
+    spec: Object, path: str, claims: Set[str] = frozenset()
+) -> Iterator[failures.FieldError]:
     if not spec.get("containers"):
         yield failures.required(f"{path}.containers")
     volumes = {volume.get("name") for volume in spec.get("volumes") or ()}
@@ -350,7 +362,7 @@ def _check_containers(spec: Object, path: str) -> Iterator[failures.FieldError]:
             if not container.get("image"):
                 yield failures.required(f"{place}.image")
             for m, mount in enumerate(container.get("volumeMounts") or ()):
-                if mount.get("name") not in volumes:
+                if mount.get("name") not in volumes | claims:
                     name = json.dumps(mount.get("name"))
                     where = f"{place}.volumeMounts[{m}].name"
                     yield failures.FieldError("FieldValueNotFound", where, f"Not found: {name}")

@@ -22,6 +22,7 @@ from dynamo.testing.kube import (
     pod_network,
     pod_runner,
     resources,
+    service_network,
     services,
     store,
     work_queue,
@@ -89,12 +90,14 @@ async def run_cluster(
     has_node: bool = False,
     max_history: int = 20_000,
     backoff_s: float = 10.0,
+    pod_path: str = "",
     token: str = "",
     custom_resources: Iterable[dict[str, Any]] = (),
 ) -> AsyncIterator[Cluster]:
     """Run an API server with its controllers and, with a node, pods as local processes.
 
-    Clients present the token, a random one by default. The custom resource definitions are there from the start.
+    Clients present the token, a random one by default. Pods find programs in `pod_path`
+    first. The custom resource definitions are there from the start.
     """
     registry, objects = resources.ResourceRegistry(), store.Store(max_history=max_history)
     served = api.Api(registry, objects)
@@ -117,9 +120,10 @@ async def run_cluster(
             for name in _NAMESPACES:
                 await served.create(namespaces, "", garbage.new_namespace(name))
             if has_node:
-                node = await _open_node(stack, running, running_cluster, backoff_s)
+                node = await _open_node(stack, running, running_cluster, backoff_s, pod_path)
                 await node.register()
                 queue.register(node)
+                queue.register(node.names)
                 front.pod_handler = node.serve_pod
             yield running_cluster
         finally:
@@ -130,7 +134,11 @@ async def run_cluster(
 
 
 async def _open_node(
-    stack: contextlib.AsyncExitStack, running: tasks.Tasks, cluster: Cluster, backoff_s: float
+    stack: contextlib.AsyncExitStack,
+    running: tasks.Tasks,
+    cluster: Cluster,
+    backoff_s: float,
+    pod_path: str,
 ) -> kubelet.Kubelet:
     """Open what pods need, in the stack that ends it."""
     guardian = stack.enter_context(guard.Guard())
@@ -140,6 +148,8 @@ async def _open_node(
     if network.is_isolated:
         inner = await _listen(cluster.served, cluster.front.token, network.host, 0)
         stack.push_async_callback(inner.front.close)
+    names = service_network.ServiceNetwork(cluster.served.store, network, running)
+    stack.push_async_callback(names.close)
     config = folder / "kubeconfig"
     inner.write_kubeconfig(config)
     context = pod_runner.NodeContext(
@@ -149,6 +159,8 @@ async def _open_node(
         running=running,
         clock=clocks.SystemClock(),
         backoff_s=backoff_s,
+        names=names,
+        pod_path=pod_path,
         environ=lambda pod: {
             "KUBECONFIG": str(config),
             "POD_NAMESPACE": pod["metadata"]["namespace"],

@@ -51,7 +51,7 @@ class HttpFront:
         self.host = ""
         limits = parser.HttpLimits(body_bytes=MAX_BODY_BYTES, write_buffer_bytes=64 * 2**20)
         self._server = server.HttpServer(
-            self._handle, limits=limits, tls=tls, error_body=_error_body
+            self._handle, limits=limits, tls=tls, error_body=_error_body, takes_upgrades=True
         )
         self._discovery = discovery.DiscoveryDocuments(served.registry)
         self._is_ready = True

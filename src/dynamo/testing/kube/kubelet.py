@@ -14,8 +14,10 @@ from dynamo.testing.kube import (
     failures,
     metadata,
     pod_runner,
+    pod_streams,
     quantities,
     resources,
+    service_network,
     store,
 )
 
@@ -57,6 +59,11 @@ class Kubelet:
         self._capacity = capacity
         self._runners: dict[str, pod_runner.PodRunner] = {}
         self._endings: set[str] = set()
+
+    @property
+    def names(self) -> "service_network.ServiceNetwork":
+        """The addresses and names of services, a controller of its own."""
+        return self._node.names
 
     def _resource(self, plural: str) -> "resources.ApiResource":
         findings = self._api.registry.find("", "v1", plural)
@@ -212,15 +219,22 @@ class Kubelet:
         """End all pods."""
         runners = [runner for uid, runner in self._runners.items() if uid not in self._endings]
         await asyncio.gather(*(runner.stop(1) for runner in runners))
+        self._node.remove_folders()
 
     # What the API server asks of it.
 
     async def serve_pod(self, call: "calls.ApiCall", pod: Object, subresource: str) -> bool:
         """Answer a request for a pod's subresource; return False for one that is not served."""
+        runner = self._runners.get(pod["metadata"]["uid"])
+        if subresource in ("portforward", "exec"):
+            if runner is None or not runner.address:
+                text = f"pod {pod['metadata']['name']} does not run: wait until it does"
+                raise failures.bad_request(text)
+            pod_streams.PodStreams(call, runner, subresource, self._node.running)
+            return True
         if subresource != "log":
             return False
         name = call.query.get("container") or pod["spec"]["containers"][0]["name"]
-        runner = self._runners.get(pod["metadata"]["uid"])
         path = runner.log_path(name, is_previous=call.query.flag("previous")) if runner else None
         if path is None or not path.exists():
             text = f'container "{name}" in pod "{pod["metadata"]["name"]}" is waiting to start: ContainerCreating'

@@ -5,18 +5,24 @@ removed at the end; one that a killed cluster left is removed by the next.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
+import ctypes
 import itertools
 import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import AsyncIterator
 from typing import Protocol
 
 from dynamo.base import errors
 
+SERVICE_NETWORK = "10.96.0.0/12"  # of the addresses of services
 _BRIDGE = "dynkube"
+_CLONE_NEWNET = 0x40000000
+_CONNECT_S = 5.0
 _COMMANDS = ("ip", "nsenter", "unshare", "mount")
 
 
@@ -28,6 +34,16 @@ class PodNetwork(Protocol):
 
     async def attach(self, pid: int) -> str:
         """Connect the namespace of a process; return the pod's address."""
+        ...
+
+    async def connect(
+        self, pid: int, address: str, port: int
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a connection to a port of a pod, as from inside of it. Raises OSError."""
+        ...
+
+    async def set_service_address(self, address: str, *, is_present: bool) -> None:
+        """Let pods reach this host at the address of a service, or no longer. Raises ConfigError."""
         ...
 
 
@@ -44,6 +60,15 @@ class LoopbackNetwork:
     async def attach(self, pid: int) -> str:
         """Return the next address."""
         return f"{self._prefix}.{next(self._numbers)}"
+
+    async def connect(
+        self, pid: int, address: str, port: int
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to the pod's address; a program that listens on 127.0.0.1 only is not distinguished from others."""
+        return await asyncio.open_connection("127.0.0.1", port)
+
+    async def set_service_address(self, address: str, *, is_present: bool) -> None:
+        """Do nothing: pods share the host's network, where services have no addresses."""
 
 
 class BridgedNetwork:
@@ -79,12 +104,38 @@ class BridgedNetwork:
         await _run(*inside, "link", "set", "lo", "up")
         await _run(*inside, "addr", "add", f"{address}/16", "dev", "eth0")
         await _run(*inside, "link", "set", "eth0", "up")
+        await _run(*inside, "route", "add", SERVICE_NETWORK, "via", self.host)
         return address
+
+    async def connect(
+        self, pid: int, address: str, port: int
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to 127.0.0.1 of the pod's namespace, which a thread enters that then ends."""
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            opened = asyncio.get_running_loop().run_in_executor(thread, _connect_in, pid, port)
+            return await asyncio.open_connection(sock=await opened)
+
+    async def set_service_address(self, address: str, *, is_present: bool) -> None:
+        """Give the address to the bridge, or take it away."""
+        await _run(
+            "ip", "addr", "add" if is_present else "del", f"{address}/32", "dev", self._bridge
+        )
 
     async def close(self) -> None:
         """Remove the bridge."""
         with contextlib.suppress(errors.ConfigError):
             await _run("ip", "link", "del", self._bridge)
+
+
+def _connect_in(pid: int, port: int) -> socket.socket:
+    """Connect to a port in the network namespace of a process, into which this thread goes for good."""
+    library = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{pid}/ns/net") as namespace:
+        if library.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    connected = socket.create_connection(("127.0.0.1", port), _CONNECT_S)
+    connected.setblocking(False)
+    return connected
 
 
 @contextlib.asynccontextmanager

@@ -1,20 +1,21 @@
 """One pod: its folder, volumes and namespace, and its containers as child processes with probes and restarts."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
 from dynamo.launch import children, guard
-from dynamo.testing.kube import metadata, pod_network, pods, probes
+from dynamo.testing.kube import metadata, pod_network, pods, probes, service_network
 
 Object = dict[str, Any]
 _logger = logging.getLogger(__name__)
@@ -46,7 +47,16 @@ class NodeContext:
     running: tasks.Tasks
     clock: clocks.Clock
     backoff_s: float
+    names: service_network.ServiceNetwork
+    pod_path: str  # folders of programs, before those of this process
     environ: Callable[[Object], dict[str, str]]  # further variables of a pod's containers
+    made_folders: list[Path] = field(default_factory=list)  # mount points that the host lacked
+
+    def remove_folders(self) -> None:
+        """Remove mount points; not before all pods have ended, since removing one unmounts it in all of them."""
+        for path in reversed(self.made_folders):
+            with contextlib.suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
 
 
 class PodRunner:
@@ -70,7 +80,6 @@ class PodRunner:
         self._write_status = write_status
         self._children: dict[str, children.Child] = {}
         self._sandbox: children.Child | None = None
-        self._made_folders: list[Path] = []
         self._task = node.running.start(f"pod {pod['metadata']['name']}", self._run())
 
     def log_path(self, container: str, *, is_previous: bool = False) -> Path:
@@ -97,10 +106,17 @@ class PodRunner:
             self.address = await self._node.network.attach(0)
             return
         ready = self.folder / "ready"
-        lines = [f"hostname {self.pod['metadata']['name'][:63]}", "mount -t tmpfs none /dev/shm"]
+        meta, hosts = self.pod["metadata"], self.folder / "hosts"
+        hosts.touch()
+        lines = [f"hostname {meta['name'][:63]}", "mount -t tmpfs none /dev/shm"]
+        lines.append(f"mount --bind '{hosts}' /etc/hosts")
         for source, target in mounts:
             self._make_mount_point(Path(target), is_folder=source.is_dir())
-            lines.append(f"mount --bind '{source}' '{target}'")
+            if self._node.folder.is_relative_to(target):  # stays visible below a volume at /tmp
+                inner = source / self._node.folder.relative_to(target)
+                inner.mkdir(parents=True, exist_ok=True)
+                lines.append(f"mount --bind '{self._node.folder}' '{inner}'")
+            lines.append(f"mount --rbind '{source}' '{target}'")
         script = " && ".join([*lines, f"touch '{ready}'"]) + "; exec sleep infinity"
         argv = ["unshare", "-n", "-m", "-u", "sh", "-c", script]
         self._sandbox = await self._start("sandbox", argv, dict(os.environ))
@@ -108,6 +124,8 @@ class PodRunner:
             while not os.access(ready, os.F_OK):
                 await self._node.clock.sleep(_POLL_S)
         self.address = await self._node.network.attach(self._sandbox.pid)
+        own = f"127.0.0.1 localhost\n{self.address} {meta['name'][:63]}\n"
+        self._node.names.add_pod(hosts, meta["namespace"], own)
 
     def _make_mount_point(self, target: Path, *, is_folder: bool) -> None:
         missing = [target, *target.parents]
@@ -117,7 +135,7 @@ class PodRunner:
                     level.touch()
                 else:
                     level.mkdir()
-                self._made_folders.append(level)
+                self._node.made_folders.append(level)
 
     def _mounts(self) -> list[tuple[Path, str]]:
         """Write the content of volumes; return what is to be mounted where."""
@@ -184,7 +202,8 @@ class PodRunner:
     def environ(self, container: Object) -> dict[str, str]:
         """Return the environment of a container. Raises MissingReference."""
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        path = f"{Path(sys.executable).parent}:{inherited.get('PATH', os.defpath)}"
+        folders = [self._node.pod_path, str(Path(sys.executable).parent)]
+        path = ":".join(filter(None, [*folders, inherited.get("PATH", os.defpath)]))
         own = pods.environment(self.pod, container, self.address, self._lookup)
         home = {"HOME": str(self.folder), "HOSTNAME": self.pod["metadata"]["name"]}
         return {**inherited, **home, "PATH": path, **self._node.environ(self.pod), **own}
@@ -332,6 +351,25 @@ class PodRunner:
         child = await self._start("exec", self._inside(command), self.environ(container))
         return await child.wait()
 
+    async def open_command(
+        self, container: Object, command: list[str], *, is_merged: bool
+    ) -> asyncio.subprocess.Process:
+        """Start a command in a container, with pipes for its input and output; standard error may be merged into it."""
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(
+            *self._inside(command),
+            env=self._node.guardian.mark(self.environ(container)),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT if is_merged else pipe,
+            process_group=0,
+        )
+
+    async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a port of the pod, as from inside. Raises OSError."""
+        pid = self._sandbox.pid if self._sandbox is not None else 0
+        return await self._node.network.connect(pid, self.address, port)
+
     async def _report(self) -> None:
         await self._write_status(
             self.pod,
@@ -350,9 +388,5 @@ class PodRunner:
         if self._sandbox is not None:
             self._sandbox.signal(signal.SIGKILL)
             await self._sandbox.wait()
-        for path in reversed(self._made_folders):
-            try:
-                path.rmdir() if path.is_dir() else path.unlink()
-            except OSError:
-                break
+        self._node.names.remove_pod(self.folder / "hosts")
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -14,11 +14,15 @@ Execute = Callable[
     [list[str]], Awaitable[int]
 ]  # runs a command in the container, returns its exit code
 
+# By the last part of the image's name. Two run beside a program that does without them here, and only wait.
+_WAITING = ["sh", "-c", "trap 'exit 0' TERM INT; sleep infinity & wait", "sh"]
 _PROGRAMS = {
     "etcd": ["etcd"],
+    "kube-rbac-proxy": _WAITING,
     "nats": ["nats-server"],
+    "nats-server-config-reloader": _WAITING,
     "python": ["python3"],
-}  # by the last part of the image's name
+}
 
 
 def command_of(container: Object) -> list[str] | None:

@@ -4,6 +4,7 @@ Each looks at its object and at the pods or replica sets that it owns, and takes
 back as a change and leads to the next.
 """
 
+import abc
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ _HASH = "pod-template-hash"
 _JOB_RETRY_S = 10.0
 
 
-class Workload:
+class Workload(abc.ABC):
     """What the controllers of this module share: keys of one kind and its dependents, and writes in its name."""
 
     plural = ""
@@ -53,9 +54,9 @@ class Workload:
             return None
         return await self.step(item)
 
+    @abc.abstractmethod
     async def step(self, item: Object) -> float | None:
         """Take the next step; return after how many seconds to look again."""
-        raise NotImplementedError
 
     def owned(self, item: Object, table: "store.Table" = ("", "pods")) -> list[Object]:
         """Return the dependents that an object controls, the oldest first."""

@@ -9,20 +9,21 @@ import itertools
 import socket
 
 from dynamo.base import addresses, errors, membership
+from dynamo.runtime import listening
 from dynamo.runtime.backends import tcp as request_plane
 from dynamo.transfer import api, messages, server
 from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link, LinkPool, TlsLink, enter, new_authenticator
 from dynamo.transfer.plan import Pattern, Piece
 
-_WILDCARDS = ("", "0.0.0.0", "::")
+_ANY_ADDRESS = listening.ListenAddress(setting="DYN_KV_TRANSFER_")
 # On loopback, where no bytes are on their way, a short send buffer lets the kernel use the same pages again while they
 # are in the cache. Left alone it grows to megabytes, and 2 MiB cost up to twice the CPU. (The kernel doubles this.)
 _LOOPBACK_SEND_BYTES = 256 * 1024
 
 
 class TcpBackend:
-    """The backend that listens on one host and port; port 0 lets the system select one."""
+    """The backend that listens on one host, at the first free one of its ports."""
 
     name = "tcp"
     is_same_host = False
@@ -30,8 +31,7 @@ class TcpBackend:
     def __init__(
         self,
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        listen_address: listening.ListenAddress = _ANY_ADDRESS,
         credentials: membership.Credentials = membership.NO_CREDENTIALS,
         is_always_summed: bool = False,
     ) -> None:
@@ -39,33 +39,25 @@ class TcpBackend:
 
         Raises ConfigError for a host that peers cannot connect to, or one that is open without credentials.
         """
-        host = addresses.plain_host(host, "--kv-transfer-host")
-        if host in _WILDCARDS:
-            raise errors.ConfigError(
-                f"the transfer host is {host!r}: expected the address by which other workers reach this one"
+        self._address, self._credentials = listen_address.checked(), credentials
+        for host in self._address.hosts:
+            membership.check_address(
+                host, "transfers of KV blocks (--kv-transfer-host)", credentials
             )
-        membership.check_address(host, "transfers of KV blocks (--kv-transfer-host)", credentials)
-        self._host, self._port, self._credentials = host, port, credentials
         self._authenticator = new_authenticator(credentials)
         self._is_always_summed = is_always_summed
         self._service: server.TransferServer | None = None
         self._exposed: api.Exposed | None = None
 
     def listen(self, exposed: api.Exposed) -> str:
-        try:
-            family, number = addresses.resolve(self._host)
-            sock = socket.create_server((number, self._port), family=family)
-        except OSError as error:
-            raise errors.ConfigError(
-                f"cannot listen for transfers on {addresses.join(self._host, self._port)}: {error}"
-            ) from error
-        _tune(sock, self._host)  # accepted sockets inherit it
+        sock = self._address.listen()
+        _tune(sock, self._address.host)  # accepted sockets inherit it
         self._exposed = exposed
         make_link = functools.partial(self._link, is_server=True)
         self._service = server.TransferServer(
             sock, exposed, authenticator=self._authenticator, make_link=make_link
         )
-        return addresses.join(self._host, sock.getsockname()[1])
+        return self._address.published(sock.getsockname()[1])
 
     def connect(self, target: api.PeerTarget, limit: TimeLimit) -> "TcpRoute":
         assert self._exposed is not None, "connect before listen"
@@ -125,7 +117,9 @@ class TcpRoute:
 
     def _pull(self, link: Link, batch: list[Piece], limit: TimeLimit) -> None:
         link.send(messages.Read(_remote(batch), self._is_summed, limit.remaining_s()), limit)
-        link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
+        link.receive(
+            messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES, is_copy=True
+        )
         link.receive_spans(self._memory, _local(batch), limit, is_summed=self._is_summed)
 
     def _push(self, link: Link, batch: list[Piece], limit: TimeLimit) -> None:

@@ -101,13 +101,13 @@ TWO_CALLS = {
 }  # fmt: skip
 
 
-def make_parser(tools=None, reasoning=None, *, prompt="", known=TOOLS):
-    """For an answer of these formats."""
+def make_parser(tools=None, reasoning=None, *, prompt="", known=TOOLS, whole_tools=None):
+    """For an answer of these formats; with `whole_tools` other calls come in parts."""
     chosen = formats.AnswerFormat(
         formats.TOOL_CALL_FORMATS[tools] if tools else None,
         formats.REASONING_FORMATS[reasoning] if reasoning else None,
     )
-    parsers = chosen.parsers(prompt, known if tools else None)
+    parsers = chosen.parsers(prompt, known if tools else None, whole_tools=whole_tools)
     return parsers.new() if parsers else None
 
 
@@ -121,10 +121,27 @@ def joined(found):
     told = []
     for event in found:
         last = told[-1] if told else None
-        if type(last) is type(event) and not isinstance(event, parser.ToolCall):
+        same = type(last) is type(event)
+        if same and isinstance(event, parser.Content | parser.Reasoning | parser.CallArguments):
             told[-1] = type(event)(last.text + event.text)
         else:
             told.append(event)
+    return told
+
+
+def with_whole_calls(found):
+    """The same events with each call that came in parts as one."""
+    told, begun = [], []
+    for event in found:
+        match event:
+            case parser.CallBegin(name):
+                begun = [name]
+            case parser.CallArguments(text):
+                begun.append(text)
+            case parser.CallEnd():
+                told.append(parser.ToolCall(begun[0], "".join(begun[1:])))
+            case _:
+                told.append(event)
     return told
 
 

@@ -5,7 +5,16 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parser_rig import ONE_CALL, PARIS, ROME, TWO_CALLS, content, make_parser, read
+from parser_rig import (
+    ONE_CALL,
+    PARIS,
+    ROME,
+    TWO_CALLS,
+    content,
+    make_parser,
+    read,
+    with_whole_calls,
+)
 
 from dynamo.preprocess.parsers import call_syntax, formats, parser
 
@@ -279,6 +288,22 @@ def test_cuts_do_not_change_events(name, reasoning, parts, places):
 
     assert read(make_parser(name, reasoning), *text) == whole
     assert read(make_parser(name, reasoning), *cut(text, places)) == whole
+
+
+@given(
+    st.sampled_from(sorted(formats.TOOL_CALL_FORMATS)),
+    st.lists(PIECES, max_size=6),
+    st.lists(st.integers(0, 5000), max_size=8),
+)
+def test_cuts_do_not_change_streamed_calls(name, parts, places):
+    text = "".join(parts)
+    whole = read(make_parser(name, whole_tools=()), text)
+    calls = [event for event in read(make_parser(name), text) if type(event) is parser.ToolCall]
+    streamed = [event for event in with_whole_calls(whole) if type(event) is parser.ToolCall]
+
+    assert read(make_parser(name, whole_tools=()), *text) == whole
+    assert read(make_parser(name, whole_tools=()), *cut(text, places)) == whole
+    assert all(call in streamed for call in calls)
 
 
 @given(

@@ -18,7 +18,7 @@ NIXL = "NixlConnector"
 KVBM = "DynamoConnector"
 KVBM_MODULE = "dynamo.llm.vllm_integration.connector"
 _CLASSES = {"nixl": NIXL, "lmcache": "LMCacheConnectorV1", "kvbm": KVBM}
-_NONE = ("none", "null")
+NONE, UNSET = "none", "null"  # `null` is what manifests write for an option that is not set
 _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _DEVICES = "UCX_NET_DEVICES"
 TIER_TOKENS = "kv_tier_tokens"  # of a finished request's parameters: loaded tokens by tier
@@ -34,7 +34,7 @@ def transfer_config(
 
     `tier_options` are those of kvbm (`tier_setup.TierConfig`), by name.
     """
-    classes = [_class_of(name) for name in names if name not in _NONE]
+    classes = [_class_of(name) for name in names if name != NONE]
     if len(classes) != len(names) and classes:
         raise errors.ConfigError(
             f"--connector {','.join(names)}: expected none alone, or connectors"
@@ -112,7 +112,7 @@ def _class_of(name: str) -> str:
     try:
         return _CLASSES[name]
     except KeyError:
-        names = ", ".join((*_CLASSES, *_NONE))
+        names = ", ".join((*_CLASSES, NONE, f"{UNSET} alone"))
         raise errors.ConfigError(
             f"--connector {name}: expected one of {names}, or the name of one of vLLM's connectors"
         ) from None

@@ -298,8 +298,9 @@ def lora_request(name: str, number: int, directory: Path) -> versions.LoRAReques
 def _connectors(settings: VllmConfig, *, has_sleep_mode: bool) -> Sequence[str]:
     """Return the connectors to use. Raises ConfigError if NIXL is requested but not installed."""
     has_nixl = importlib.util.find_spec("nixl") is not None
-    if settings.connector is None:
-        return ("nixl",) if has_nixl and not has_sleep_mode else ("none",)
+    if settings.connector in (None, (connectors.UNSET,)):
+        return ("nixl",) if has_nixl and not has_sleep_mode else (connectors.NONE,)
+    assert settings.connector is not None
     if "nixl" in settings.connector and not has_nixl:
         raise errors.ConfigError(
             "--connector nixl: expected the package nixl to be installed: "

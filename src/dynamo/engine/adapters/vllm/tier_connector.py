@@ -145,8 +145,8 @@ class DynamoConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError for a model or settings that cannot have tiers."""
         super().__init__(vllm_config, role, kv_cache_config)
-        check_support(vllm_config, kv_cache_config)
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        check_support(vllm_config, kv_cache_config, is_shared=settings.kvbm_sharing_workers > 1)
         events = vllm_config.kv_events_config
         self._has_events = events is not None and events.enable_kv_cache_events
         self._block_size = vllm_config.cache_config.block_size
@@ -341,7 +341,7 @@ class DynamoConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             self._worker.close()
 
 
-def check_support(vllm_config: Any, kv_cache_config: Any) -> None:
+def check_support(vllm_config: Any, kv_cache_config: Any, *, is_shared: bool = False) -> None:
     """Raise ConfigError for what cannot have tiers, with the flag that serves it without."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
@@ -357,6 +357,8 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> None:
         fault = "prefix caching is off (--no-enable-prefix-caching); it on"
     elif getattr(parallel, "decode_context_parallel_size", 1) > 1:
         fault = "--decode-context-parallel-size is more than 1; 1"
+    elif parallel.world_size > 1 and is_shared:
+        fault = "the tiers of several ranks are to be shared; --kvbm-sharing-workers 1"
     if fault:
         found, _, expected = fault.partition("; ")
         raise errors.ConfigError(

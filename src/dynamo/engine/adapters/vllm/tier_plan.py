@@ -9,6 +9,9 @@ own part of every block; a copy has ended when all ranks have made it.
 from dataclasses import dataclass, field
 
 from dynamo.kvbm import tiered_cache, tiers
+from dynamo.protocols import kv_events
+
+CACHE_HINT = "dynamo_cache_hint"  # of vLLM's extra arguments of a request: `generate.CacheHint`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,18 +31,23 @@ class OpenedStorage:
     """The tiers as a worker has opened them."""
 
     block_bytes: int
-    num_host: int
-    num_disk: int
-    stored: dict[int, tiers.CachedBlock]  # on disk, by slot, oldest first
+    host: tiers.TierSlots
+    disk: tiers.TierSlots | None
+    is_shared: bool = False  # with other workers of the host; by one rank only
 
     def intersect(self, other: "OpenedStorage") -> "OpenedStorage":
         """Return what both ranks have."""
         return OpenedStorage(
             block_bytes=self.block_bytes,
-            num_host=min(self.num_host, other.num_host),
-            num_disk=min(self.num_disk, other.num_disk),
-            stored={slot: b for slot, b in self.stored.items() if other.stored.get(slot) == b},
+            host=tiers.TierSlots(num=min(self.host.num, other.host.num)),
+            disk=None if self.disk is None or other.disk is None else _both(self.disk, other.disk),
         )
+
+
+def _both(ours: tiers.TierSlots, theirs: tiers.TierSlots) -> tiers.TierSlots:
+    """Return the slots, and the blocks in them, that both ranks have."""
+    stored = {slot: b for slot, b in ours.stored.items() if theirs.stored.get(slot) == b}
+    return tiers.TierSlots(num=min(ours.num, theirs.num), stored=stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +76,7 @@ class TierResults:
     num_usable: int = 0  # slots of the host tier
     ended: dict[int, EndedCopy] = field(default_factory=dict)  # by number
     step_s: float | None = None
+    changes: dict[kv_events.Tier, tiers.SharedChanges] = field(default_factory=dict)
 
     def join(self, other: "TierResults") -> "TierResults":
         """Return the results of the ranks of both."""

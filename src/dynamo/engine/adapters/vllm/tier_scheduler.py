@@ -18,10 +18,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dynamo.engine.adapters.vllm.tier_plan import EndedCopy, OpenedStorage, TierPlan, TierResults
+import msgspec
+
+from dynamo.engine.adapters.vllm.tier_plan import (
+    CACHE_HINT,
+    EndedCopy,
+    OpenedStorage,
+    TierPlan,
+    TierResults,
+)
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_report, tier_setup, tiered_cache, tiers
-from dynamo.protocols import kv_events
+from dynamo.protocols import generate, kv_events
 
 MAX_UNOPENED = 100  # steps after which requests do not wait for the workers' first report
 _NAME_MASK = (1 << 64) - 1
@@ -75,7 +83,7 @@ class TierEvents(pools.EventLog):
 
 
 class EnginePool:
-    """vLLM's block pool as a `tiered_cache.DevicePool`."""
+    """vLLM's block pool as a `pools.DevicePool`."""
 
     def __init__(self, block_pool: Any, origins: Mapping[int, BlockOrigin]) -> None:
         self.events = TierEvents(origins)
@@ -129,6 +137,8 @@ class _Request:
     """A request of vLLM, and how far the tiers have come with it."""
 
     request: Any
+    hint: generate.CacheHint | None
+    added_at: int  # in plans
     names: list[int] = field(default_factory=list)
     num_offered: int = 0  # blocks
     first: int = 0  # block of the last match
@@ -163,12 +173,17 @@ class TierScheduler:
         self._late_at: dict[tiered_cache.TierCopy, float] = {}
         self._num_copies = self._num_plans = self._num_step_tokens = 0
         self._has_new_room = self._is_disk_cleared = False
+        self._is_shared = False
 
     # --- requests ---
 
     def add(self, request: Any) -> None:
         """Add a request of vLLM."""
-        self._requests[request.request_id] = _Request(request=request)
+        fields = (getattr(request.sampling_params, "extra_args", None) or {}).get(CACHE_HINT)
+        hint = msgspec.convert(fields, generate.CacheHint) if fields else None
+        self._requests[request.request_id] = _Request(
+            request=request, hint=hint, added_at=self._num_plans
+        )
 
     def match(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after `num_computed` can be loaded, and whether beside the steps.
@@ -181,6 +196,8 @@ class TierScheduler:
             return 0, False
         if cache is None:
             return (None if self._num_plans < MAX_UNOPENED else 0), False
+        if self._is_shared and state.added_at == self._num_plans:
+            return None, False  # with the next step's results comes what others have stored
         names = self._name_blocks(state)
         state.first = num_computed // self._block_size
         usable = names[state.first : (request.num_tokens - 1) // self._block_size]
@@ -243,6 +260,7 @@ class TierScheduler:
         cache = self.cache
         if cache is None:
             return TierPlan(num_tokens=num_tokens)
+        cache.record_time(self._now())
         for request_id, num_computed in scheduled:
             state = self._requests.get(request_id)
             if state is not None:
@@ -272,6 +290,7 @@ class TierScheduler:
         cache = self.cache
         if cache is None:
             return
+        cache.apply_changes(results.changes)
         cache.host.add_slots(results.num_usable - cache.host.num_usable)
         if results.step_s is not None:
             cache.cost.record_step(self._num_step_tokens, results.step_s)
@@ -311,12 +330,12 @@ class TierScheduler:
 
     def _open(self, opened: OpenedStorage) -> None:
         assert self._pool is not None, "vLLM binds its pool before the first step"
+        self._is_shared = opened.is_shared
         self.cache = tier_setup.make_cache(
             self._settings,
             self._pool,
-            num_host=opened.num_host,
-            num_disk=opened.num_disk,
-            stored=opened.stored,
+            host=opened.host,
+            disk=opened.disk,
             block_size=self._block_size,
             block_bytes=opened.block_bytes,
         )
@@ -349,7 +368,7 @@ class TierScheduler:
         offered = [
             tiers.CachedBlock(names[i], 0, names[i - 1] if i else None) for i in range(first, end)
         ]
-        cache.offer(offered, -state.request.priority)  # vLLM serves the lower first
+        cache.offer(offered, -state.request.priority, state.hint)  # vLLM serves the lower first
         state.num_offered = max(first, end)
 
     def _name_blocks(self, state: _Request) -> list[int]:

@@ -90,9 +90,9 @@ class TierWorker:
         )
         self._opened = OpenedStorage(
             block_bytes=block_bytes,
-            num_host=storage.host.num_blocks,
-            num_disk=storage.disk.num_slots if storage.disk else 0,
-            stored=dict(storage.disk.blocks) if storage.disk else {},
+            host=storage.host.slots,
+            disk=storage.disk.slots if storage.disk else None,
+            is_shared=self._settings.kvbm_sharing_workers > 1,
         )
         device = LayerMemory(tensors, storage.host)
         self._copies = tier_copies.TierCopies(device, storage.host, storage.disk)
@@ -106,7 +106,7 @@ class TierWorker:
         """Make the loads that the step needs, and begin those of other requests."""
         copies = self._opened_copies
         if tier_plan.is_disk_cleared:
-            copies.forget_disk()
+            copies.forget()
         self._request_by_load.update(tier_plan.request_by_load)
         for copy in tier_plan.copies:
             if copy.path[0] == kv_events.DEVICE:
@@ -143,6 +143,7 @@ class TierWorker:
             num_usable=self._num_usable,
             ended=self._ended,
             step_s=self._step_s,
+            changes={} if self._copies is None else self._copies.look(),
         )
         self._opened, self._ended, self._step_s = None, {}, None
         return results

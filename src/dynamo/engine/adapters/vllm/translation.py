@@ -16,6 +16,7 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.adapters import guided_decoding, translation
 from dynamo.engine.adapters.vllm import connectors
+from dynamo.engine.adapters.vllm.tier_plan import CACHE_HINT
 from dynamo.kvbm import tier_report
 from dynamo.protocols import generate, load
 
@@ -35,7 +36,7 @@ def sampling_fields(
     """
     report, is_first = request.output_options, index == 0
     transfer_params = connectors.encode_params(request.kv_transfer_params) if is_first else None
-    guided = request.sampling_options.guided_decoding
+    guided, hint = request.sampling_options.guided_decoding, request.cache_hint
     if guided is not None:
         translation.refuse_resumed_guided(request, "vLLM")
     return {
@@ -47,7 +48,11 @@ def sampling_fields(
         "prompt_logprobs": report.prompt_logprobs if is_first else None,
         "detokenize": False,
         "skip_clone": True,
-        "extra_args": {"kv_transfer_params": transfer_params} if transfer_params else None,
+        "extra_args": {
+            **({"kv_transfer_params": transfer_params} if transfer_params else {}),
+            **({CACHE_HINT: msgspec.to_builtins(hint)} if hint else {}),
+        }
+        or None,
     }
 
 

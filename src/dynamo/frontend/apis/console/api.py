@@ -31,6 +31,7 @@ from dynamo.runtime.http import exchange
 Q = TypeVar("Q")
 API = "/console/api"
 EVENTS = f"{API}/events"
+USAGE = "/usage"
 _ADMIN_PATHS = frozenset((f"{API}/cache", f"{API}/log"))
 _OTHER_ERRORS = {f"{API}/requests/{ANY_ID}": (404,), EVENTS: (503,)}
 _FILES = {
@@ -201,13 +202,25 @@ class ConsoleApi:
             )
         )
 
+    async def show_usage_of_all(self, client: exchange.Exchange) -> None:
+        """Answer the usage of all processes at this port: the sums of each, added up."""
+        own = self._console.recorder.usage
+        table = usage.UsageTable() if self._context.peers.name else own
+        for body in (await self._context.peers.ask_all("GET", USAGE)).values():
+            table.load(msgspec.json.decode(body, type=list[usage.UsageRow]))
+        if table is not own:
+            table.load(own.rows())
+        self.make_handler(UsageQuery, functools.partial(self.show_usage, table))(client)
+
     def show_usage(
-        self, client: exchange.Exchange, viewer: views.Viewer, query: UsageQuery
+        self,
+        table: usage.UsageTable,
+        client: exchange.Exchange,
+        viewer: views.Viewer,
+        query: UsageQuery,
     ) -> UsagePage | None:
         """Return the usage, or answer it as CSV."""
-        rows = self._console.recorder.usage.rows(
-            lambda row: query.matches(row) and viewer.sees_key(row.key)
-        )
+        rows = table.rows(lambda row: query.matches(row) and viewer.sees_key(row.key))
         if query.format == "json":
             return UsagePage(rows=rows)
         client.respond(200, usage.to_csv(rows).encode(), content_type="text/csv; charset=utf-8")
@@ -252,10 +265,6 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         ),
         f"{API}/log": (LogQuery, api.show_log, LogPage, "The last lines of this process's log"),
         EVENTS: (EventQuery, api.open_events, sse.CONTENT_TYPE, "Once a second some of these views, for ever"),
-        "/usage": (
-            UsageQuery, api.show_usage, UsagePage,
-            "Requests and tokens by day, API key, tenant, model and API; ?format=csv",
-        ),
     }  # fmt: skip
     files = [
         Operation(
@@ -280,7 +289,21 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         )
         for path, (query_type, answer, answer_type, summary) in views_by_path.items()
     ]
-    return (*files, *data)
+    sums = Operation(
+        method="GET",
+        path=USAGE,
+        handler=api.show_usage_of_all,
+        summary="Requests and tokens by day, API key, tenant, model and API; ?format=csv",
+        tag="Console",
+        answer=UsagePage,
+        errors=(400, *ACCESS_ERRORS),
+    )
+    return (*files, *data, sums)
+
+
+def answer_usage(context: ApiContext, client: exchange.Exchange) -> None:
+    """Answer a sibling process at this port with all sums of this one."""
+    client.respond(200, sse.encode(context.console.recorder.usage.rows()))
 
 
 def _check_administrator(viewer: views.Viewer, name: str) -> None:

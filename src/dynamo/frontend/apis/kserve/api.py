@@ -19,7 +19,7 @@ from dynamo.frontend.apis import completions, error_dialects
 from dynamo.frontend.apis.kserve import answer, request
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
-    ANY_ID,
+    ANY_NAME,
     GENERATION_ERRORS,
     ApiContext,
     Operation,
@@ -29,14 +29,14 @@ from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.runtime.http import exchange
 
 PREFIX = "/v2"
-EXTENSIONS = ["generate", "model_configuration"]
+EXTENSIONS = ["generate", "model_configuration", "binary_tensor_data"]
 _MODELS = "/v2/models/"
 _TARGET = re.compile(
     r"(?P<model>.+?)(/versions/(?P<version>[^/]+))?"
     r"(/(?P<action>ready|config|infer|infer_stream|generate|generate_stream))?"
 )
 _POST_ACTIONS = ("infer", "infer_stream", "generate", "generate_stream")
-_BINARY = "inference-header-content-length"
+_JSON_LENGTH = "inference-header-content-length"  # where raw tensors follow the JSON
 InferApi = pipeline.GenerationApi[request.InferRequest, answer.GenerateFormatter]
 
 
@@ -93,18 +93,28 @@ class KserveHandlers:
         if target.action not in _POST_ACTIONS:
             _refuse(client, 405, f"{client.request.path} takes GET, not POST")
             return None
-        if not self._context.accept(client, error_dialects.KSERVE):
+        header = client.request.headers.get(_JSON_LENGTH, "")
+        is_binary = bool(header) and target.action.startswith("infer")
+        if not self._context.accept(client, error_dialects.KSERVE, is_binary=is_binary):
             return None
-        if _BINARY in client.request.headers:
-            _refuse(client, 400, "the binary tensor extension is not supported: send JSON tensors")
-            return None
-        return self._context.pipeline.answer(_make_api(target), client)
+        json_bytes = None
+        if is_binary:
+            size = len(client.request.body)
+            json_bytes = int(header) if re.fullmatch(r"[0-9]{1,12}", header) else size + 1
+            if json_bytes > size:
+                message = f"expected {_JSON_LENGTH} within the {size} bytes of the body, got {header[:20]!r}"
+                _refuse(client, 400, message)
+                return None
+        return self._context.pipeline.answer(_make_api(target, json_bytes), client)
 
 
-def _make_api(target: Target) -> InferApi:
+def _make_api(target: Target, json_bytes: int | None) -> InferApi:
+    """Return the API of a route; of a body with raw tensors, the first `json_bytes` are JSON."""
     has_tensors = target.action.startswith("infer")
     decode = functools.partial(
-        request.decode_infer if has_tensors else request.decode_generate,
+        functools.partial(request.decode_infer, json_bytes=json_bytes)
+        if has_tensors
+        else request.decode_generate,
         model=target.model,
         version=target.version,
         can_stream=target.action.endswith("_stream"),
@@ -167,7 +177,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
     return (
         Operation(
             method="POST",
-            path=_MODELS + ANY_ID,
+            path=_MODELS + ANY_NAME,
             handler=handlers.infer,
             summary="Answer, where /infer or /infer_stream follows the model's name; "
             "/generate and /generate_stream take a text_input instead of tensors",
@@ -179,7 +189,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         ),
         Operation(
             method="GET",
-            path=_MODELS + ANY_ID,
+            path=_MODELS + ANY_NAME,
             handler=handlers.show_model,
             summary="A model's tensors; /config or /ready may follow its name",
             tag="KServe",

@@ -7,7 +7,7 @@ had disconnected. This module knows the messages, but no gRPC.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.kserve import transcode
+from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange
 
 MAX_QUEUED_EVENTS = 8192  # of some hundred bytes each
@@ -104,8 +105,16 @@ class _NoConnection:
 
     write_soon = write
 
+    def keep_body(self, num_bytes: int) -> bool:
+        """Return True: gRPC has bounds of its own."""
+        del num_bytes
+        return True
+
     def release_body(self, num_bytes: int) -> None:
         """Do nothing: gRPC has bounds of its own."""
+
+    def divert(self, receive: Callable[[bytes], None]) -> None:
+        """Do nothing: gRPC brings no further bytes."""
 
 
 def _ignore_end() -> None:
@@ -139,7 +148,9 @@ class Inference:
                 async for piece in pieces:
                     yield piece
         except errors.DynamoError as error:
-            raise HttpRefusal(error_dialects.KSERVE.status_of(error), str(error)) from error
+            raise HttpRefusal(
+                error_dialects.KSERVE.status_of(error), model_errors.client_message(error)
+            ) from error
 
     async def _send(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], peer: str

@@ -6,11 +6,13 @@
     text_output     BYTES [-1]   one element for each choice
     finish_reason   BYTES [-1]   likewise
 
-Tensors come as JSON here; those of gRPC are converted to this form first (`transcode`). Triton's
-generate extension is the same without tensors.
+Tensors come as JSON here, or raw behind it, as Triton's binary extension has them; those of gRPC are converted to JSON
+first (`transcode`). Triton's generate extension is the same without tensors. A raw element of BYTES is its length, 32
+bits little-endian, and then itself.
 """
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +26,8 @@ VERSION = "1"  # every model has this one
 PLATFORM = "dynamo"
 TEXT_INPUT, STREAMING = "text_input", "streaming"
 TEXT_OUTPUT, FINISH_REASON = "text_output", "finish_reason"
+LENGTH = struct.Struct("<I")
+_SIZE = "binary_data_size"  # of a tensor's raw data, in bytes
 _OUTPUTS = (TEXT_OUTPUT, FINISH_REASON)
 # fields of a completion request that are set in another way, or not supported
 _FORBIDDEN_PARAMETERS = (
@@ -90,11 +94,17 @@ def check_version(model: str, version: str) -> None:
         )
 
 
-def decode_infer(body: bytes, *, model: str, version: str, can_stream: bool) -> InferRequest:
-    """Return the completion request in a body with tensors. Raises RequestError, which names the field."""
+def decode_infer(
+    body: bytes, *, model: str, version: str, can_stream: bool, json_bytes: int | None = None
+) -> InferRequest:
+    """Return the completion request in a body with tensors; raw data begin after `json_bytes`.
+
+    Raises RequestError, which names the field.
+    """
     check_version(model, version)
-    decoded = _infer_decoder.decode(body)
-    tensors = _collect_tensors(decoded.inputs)
+    decoded = _infer_decoder.decode(body if json_bytes is None else body[:json_bytes])
+    inputs = decoded.inputs if json_bytes is None else _read_inputs(decoded, body[json_bytes:])
+    tensors = _collect_tensors(inputs)
     for output in decoded.outputs or ():
         if output.name not in _OUTPUTS:
             raise _wrong("outputs", f"expected {' or '.join(_OUTPUTS)}, got {output.name!r}")
@@ -124,6 +134,60 @@ def decode_generate(body: bytes, *, model: str, version: str, can_stream: bool) 
         if is_stream not in (None, can_stream):
             raise _wrong(param, f"expected {str(can_stream).lower()} or nothing at this route")
     return _make_request(model, decoded.text_input, parameters, can_stream, decoded.id)
+
+
+def read_raw(name: str, datatype: str, raw: bytes) -> list[Any]:
+    """Return the elements of a tensor of BOOL or BYTES; other types have none here. Raises InvalidRequest."""
+    if datatype == "BOOL":
+        return [byte != 0 for byte in raw]
+    return (
+        [decode_text(name, element) for element in _split_raw(name, raw)]
+        if datatype == "BYTES"
+        else []
+    )
+
+
+def _split_raw(name: str, raw: bytes) -> Iterator[bytes]:
+    """Yield the elements of a raw BYTES tensor. Raises InvalidRequest."""
+    start = 0
+    while start < len(raw):
+        head = raw[start : start + LENGTH.size]
+        end = start + LENGTH.size
+        end += LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 1
+        if end > len(raw):
+            raise errors.InvalidRequest(
+                f"{name}: expected elements behind their lengths, got {len(raw)} bytes that end within one",
+                param=name,
+            )
+        yield raw[start + LENGTH.size : end]
+        start = end
+
+
+def decode_text(name: str, element: bytes) -> str:
+    """Return the text of an element. Raises InvalidRequest, which names the tensor."""
+    try:
+        return element.decode()
+    except UnicodeDecodeError as error:
+        raise errors.InvalidRequest(f"{name}: expected UTF-8: {error}", param=name) from error
+
+
+def _read_inputs(body: InferBody, raw: bytes) -> list[InputTensor]:
+    """Return the inputs with their data, of which those with a size stand in `raw` one after the other."""
+    tensors, start = [], 0
+    for tensor in body.inputs:
+        size = (tensor.parameters or {}).get(_SIZE)
+        if size is not None:
+            if type(size) is not int or not 0 <= size <= len(raw) - start:
+                raise _wrong(
+                    tensor.name,
+                    f"expected a {_SIZE} within the {len(raw)} bytes that follow the JSON, got "
+                    + json_body.describe(size),
+                )
+            data = read_raw(tensor.name, tensor.datatype, raw[start : start + size])
+            tensor = msgspec.structs.replace(tensor, data=data)
+            start += size
+        tensors.append(tensor)
+    return tensors
 
 
 def _collect_tensors(inputs: Sequence[InputTensor]) -> dict[str, InputTensor]:

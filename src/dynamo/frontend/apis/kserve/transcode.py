@@ -5,8 +5,7 @@ in `contents` or as raw bytes (an element of BYTES is its length, 32 bits little
 has the form of the request.
 """
 
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from dynamo.frontend.apis.kserve import kserve_pb2
 from dynamo.frontend.apis.kserve import request as kserve
 
 FINAL = "triton_final_response"
-_LENGTH = struct.Struct("<I")
 
 
 def encode_body(request: Any) -> bytes:
@@ -56,7 +54,7 @@ def make_response(answer: Mapping[str, Any], *, is_raw: bool) -> Any:
         elements = [element.encode() for element in tensor["data"]]
         output = response.outputs.add(name=tensor["name"], datatype="BYTES", shape=[len(elements)])
         if is_raw:
-            packed = (_LENGTH.pack(len(element)) + element for element in elements)
+            packed = (kserve.LENGTH.pack(len(element)) + element for element in elements)
             response.raw_output_contents.append(b"".join(packed))
         else:
             output.contents.bytes_contents.extend(elements)
@@ -83,33 +81,11 @@ def make_failure(message: str, request_id: str) -> Any:
 def _decode_input(tensor: Any, raw: bytes | None) -> dict[str, Any]:
     name, datatype = tensor.name, tensor.datatype
     data: list[Any] = []
-    if datatype == "BOOL":
-        data = list(tensor.contents.bool_contents) if raw is None else [byte != 0 for byte in raw]
+    if raw is not None:
+        data = kserve.read_raw(name, datatype, raw)
+    elif datatype == "BOOL":
+        data = list(tensor.contents.bool_contents)
     elif datatype == "BYTES":
-        elements = tensor.contents.bytes_contents if raw is None else _split_raw(name, raw)
-        data = [_decode_text(name, element) for element in elements]
+        data = [kserve.decode_text(name, element) for element in tensor.contents.bytes_contents]
     shape = list(tensor.shape)
     return {"name": name, "datatype": datatype, "shape": shape, "data": data}
-
-
-def _split_raw(name: str, raw: bytes) -> Iterator[bytes]:
-    """Yield the elements of a raw BYTES tensor. Raises InvalidRequest."""
-    start = 0
-    while start < len(raw):
-        head = raw[start : start + _LENGTH.size]
-        end = start + _LENGTH.size
-        end += _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 1
-        if end > len(raw):
-            raise errors.InvalidRequest(
-                f"{name}: expected elements behind their lengths, got {len(raw)} bytes that end within one",
-                param=name,
-            )
-        yield raw[start + _LENGTH.size : end]
-        start = end
-
-
-def _decode_text(name: str, element: bytes) -> str:
-    try:
-        return element.decode()
-    except UnicodeDecodeError as error:
-        raise errors.InvalidRequest(f"{name}: expected UTF-8: {error}", param=name) from error

@@ -21,6 +21,7 @@ _STOP_REASONS = {
     "tool_calls": "tool_use",
     "content_filter": "refusal",
 }
+_CONTEXT_FULL = "model_context_window_exceeded"
 _MESSAGE_STOP = sse.typed_event({"type": "message_stop"})
 
 
@@ -30,7 +31,12 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    cache_creation: None
     output_tokens: int
+    output_tokens_details: dict[str, int]
+    server_tool_use: None
+    service_tier: Literal["standard"]
+    inference_geo: None
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
@@ -47,8 +53,20 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
     role: Literal["assistant"]
     model: str
     content: list[ContentBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal"] | None
+    stop_reason: (
+        Literal[
+            "end_turn",
+            "max_tokens",
+            "stop_sequence",
+            "tool_use",
+            "refusal",
+            "model_context_window_exceeded",
+        ]
+        | None
+    )
     stop_sequence: str | None
+    stop_details: None
+    container: None
     usage: MessageUsage
 
 
@@ -77,6 +95,7 @@ class MessageFormatter:
         self._id = "msg_" + answer_identity.request_id.replace("-", "")
         self._model = answer_identity.model
         self._shows_thinking = request.shows_thinking
+        self._context_length = answer_identity.context_length
         self._num_blocks = 0
         self._open_kind = ""  # of the open block
         self._template = sse.Template(b"", b"")  # of its deltas
@@ -85,12 +104,12 @@ class MessageFormatter:
         """Return the complete answer."""
         (answer,) = answers
         content = [_block(piece) for piece in answer.pieces if self._is_shown(piece)]
-        ending = _ending(answer.finish_reason, answer.stop_string)
+        ending = self._ending(answer.finish_reason, answer.stop_string, usage)
         return self._message(content, ending, _usage(usage))
 
     def begin(self, usage: sse.Usage) -> bytes:
         """Return the event with the message before it has any content."""
-        message = self._message([], _ending(None, None), _usage(usage))
+        message = self._message([], self._ending(None, None, usage), _usage(usage))
         return sse.typed_event({"type": "message_start", "message": message})
 
     def piece(self, piece: choices.Piece) -> bytes:
@@ -113,7 +132,7 @@ class MessageFormatter:
         """Return the events that close the open block and report why the answer ended, and its usage."""
         delta = {
             "type": "message_delta",
-            "delta": _ending(finish_reason, stop_string),
+            "delta": self._ending(finish_reason, stop_string, usage),
             "usage": _usage(usage),
         }
         return self._close_block() + sse.typed_event(delta) + _MESSAGE_STOP
@@ -121,6 +140,19 @@ class MessageFormatter:
     def error(self, error: errors.DynamoError) -> bytes:
         """Return the last event of a failed stream."""
         return b"event: error\ndata: " + error_dialects.ANTHROPIC.body_of(error) + b"\n\n"
+
+    def _ending(
+        self, finish_reason: str | None, stop_string: str | None, usage: sse.Usage
+    ) -> dict[str, Any]:
+        reason = _STOP_REASONS.get(finish_reason or "")
+        if reason == "max_tokens" and usage.total_tokens >= self._context_length:
+            reason = _CONTEXT_FULL
+        return {
+            "stop_reason": reason if stop_string is None else "stop_sequence",
+            "stop_sequence": stop_string,
+            "stop_details": None,
+            "container": None,
+        }
 
     def _is_shown(self, piece: choices.Piece) -> bool:
         return self._shows_thinking or isinstance(piece, str | choices.Call)
@@ -152,7 +184,7 @@ class MessageFormatter:
         return sse.typed_event(event)
 
     def _message(
-        self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, int]
+        self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, Any]
     ) -> dict[str, Any]:
         return {
             "id": self._id,
@@ -161,13 +193,14 @@ class MessageFormatter:
             "model": self._model,
             "content": content,
             **ending,
-            "usage": {**usage, "service_tier": "standard"},
+            "usage": usage
+            | {"cache_creation": None, "service_tier": "standard", "inference_geo": None},
         }
 
 
 def _block(piece: choices.Piece) -> dict[str, Any]:
     if isinstance(piece, str):
-        return {"type": "text", "text": piece}
+        return {**_empty_block(piece), "text": piece}
     if isinstance(piece, choices.Call):
         return {**_empty_block(piece), "input": msgspec.Raw(piece.arguments.encode())}
     return {**_empty_block(piece), "thinking": piece.text}
@@ -176,9 +209,15 @@ def _block(piece: choices.Piece) -> dict[str, Any]:
 def _empty_block(piece: choices.Piece) -> dict[str, Any]:
     """Return the block of this piece as it starts in a stream."""
     if isinstance(piece, str):
-        return {"type": "text", "text": ""}
+        return {"type": "text", "text": "", "citations": None}
     if isinstance(piece, choices.Call):
-        return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+        return {
+            "type": "tool_use",
+            "id": piece.id,
+            "name": piece.name,
+            "input": {},
+            "caller": {"type": "direct"},
+        }
     return {"type": "thinking", "thinking": "", "signature": ""}
 
 
@@ -191,15 +230,7 @@ def _delta(piece: choices.Piece) -> dict[str, str]:
     return {"type": "thinking_delta", "thinking": _TEXT_MARK}
 
 
-def _ending(finish_reason: str | None, stop_string: str | None) -> dict[str, Any]:
-    reason = _STOP_REASONS.get(finish_reason or "")
-    return {
-        "stop_reason": reason if stop_string is None else "stop_sequence",
-        "stop_sequence": stop_string,
-    }
-
-
-def _usage(usage: sse.Usage) -> dict[str, int]:
+def _usage(usage: sse.Usage) -> dict[str, Any]:
     """Return the usage in Anthropic's form, where cached prompt tokens are not part of `input_tokens`."""
     cached = usage.prompt_tokens_details.cached_tokens
     return {
@@ -207,4 +238,8 @@ def _usage(usage: sse.Usage) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {
+            "thinking_tokens": usage.completion_tokens_details.reasoning_tokens
+        },
+        "server_tool_use": None,
     }

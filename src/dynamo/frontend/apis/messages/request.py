@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
+from dynamo.frontend.apis import error_dialects
 from dynamo.preprocess import conversation, inputs, options
+from dynamo.protocols import generate
 from dynamo.runtime.http import json_body
 
 MAX_STOP_SEQUENCES = 64
@@ -20,7 +22,7 @@ StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class CacheControl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to cache the prompt up to here. Without effect: every prefix is cached while memory lasts."""
+    """A request to cache the prompt up to here; the longest time to live of a request is that of its whole prompt."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -123,11 +125,17 @@ class MessageRequest(MessageCountRequest, frozen=True, kw_only=True, forbid_unkn
     diagnostics: inputs.Hint = None
     user_profile_id: inputs.Hint = None
     workspace_id: inputs.Hint = None
-    # refused, unless it asks for nothing
+    # refused, unless they ask for nothing
     container: None = None
+    thread: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
+        if self.thread is not None:
+            raise error_dialects.ThreadUnsupported(
+                "thread: not supported, as no conversation is kept here; leave it out and send all messages",
+                param="thread",
+            )
         thinking = self.thinking
         if thinking is None or thinking.type != "enabled":
             return
@@ -229,6 +237,10 @@ class MessageConversation(inputs.Conversation, frozen=True, kw_only=True):
         return False
 
     @property
+    def fits_context(self) -> bool:
+        return True
+
+    @property
     def shows_thinking(self) -> bool:
         """True if the answer includes the model's thoughts."""
         return bool(self.template_args[options.SWITCH]) and not self.omits_thinking
@@ -254,7 +266,12 @@ def decode(body: bytes) -> MessageConversation:
     request = _decode_request(body)
     budget = None
     if request.thinking is not None and request.thinking.type == "enabled":
-        budget = inputs.NvExt(max_thinking_tokens=request.thinking.budget_tokens)
+        budget = request.thinking.budget_tokens
+    extensions = None
+    ttl = _longest_ttl(request)
+    if budget is not None or ttl is not None:
+        control = generate.KvCacheControl(ttl=ttl) if ttl is not None else None
+        extensions = inputs.NvExt(max_thinking_tokens=budget, cache_control=control)
     return convert(
         request,
         max_tokens=request.max_tokens,
@@ -263,8 +280,22 @@ def decode(body: bytes) -> MessageConversation:
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        nvext=budget,
+        nvext=extensions,
     )
+
+
+def _longest_ttl(request: MessageRequest) -> Literal["5m", "1h"] | None:
+    """Return the longest time to live that any part of a request asks for; None if none does."""
+    parts = [*(request.tools or ()), *(request.system if isinstance(request.system, list) else ())]
+    for turn in request.messages:
+        parts += turn.content if isinstance(turn.content, list) else ()
+    controls = [part.get("cache_control") for part in parts]
+    ttls = [control.get("ttl") for control in controls if isinstance(control, dict)]
+    if request.cache_control is not None:
+        ttls.append(request.cache_control.ttl)
+    if not ttls:
+        return None
+    return "1h" if "1h" in ttls else "5m"
 
 
 def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:

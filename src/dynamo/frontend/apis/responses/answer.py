@@ -11,10 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.responses import request as responses_request
 from dynamo.frontend.delivery import choices, identity, sse
 from dynamo.preprocess import conversation
+from dynamo.protocols import model_errors
 
 _MARKS = ("\u0000", "\u0001")  # in the place of a text and of a number
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -24,6 +24,11 @@ _TEXT_EVENTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "reasoning": ("reasoning_text", "text", {}),
     "function_call": ("function_call_arguments", "arguments", {}),
     "custom_tool_call": ("custom_tool_call_input", "input", {}),
+}
+# by the type of a tool: the keys that an answer repeats even where the request left them out
+_TOOL_DEFAULTS: dict[str, dict[str, Any]] = {
+    "function": {"description": None, "parameters": None, "strict": True},
+    "custom": {"description": None, "format": {"type": "text"}},
 }
 Store = Callable[[dict[str, Any]], None]  # takes a complete response
 
@@ -51,6 +56,7 @@ class Response(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     model: str
     status: Literal["completed", "incomplete", "failed", "in_progress"]
     output: list[ResponseItem]
@@ -61,8 +67,10 @@ class Response(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
     previous_response_id: str | None
     parallel_tool_calls: bool
-    temperature: float | None
-    top_p: float | None
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
     tools: list[dict[str, Any]]
     store: bool
 
@@ -72,6 +80,16 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
     type: str
     sequence_number: int
+
+
+class InputItemList(msgspec.Struct, kw_only=True):
+    """The items of a stored response's input, or a page of them."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):
@@ -103,10 +121,12 @@ class ResponseFormatter:
         store: Store,
     ) -> None:
         self._digits = answer_identity.request_id.replace("-", "")
+        self._clock = answer_identity.clock
         self._store = store
         self._custom_tools = frozenset(
             tool["name"] for tool in request.tools or () if tool["type"] == "custom"
         )
+        self._namespaces = responses_request.map_namespaces(request.tools or [])
         self._fixed = _fixed_fields(request, answer_identity)
         self._items: list[dict[str, Any]] = []
         self._open: _OpenItem | None = None
@@ -158,7 +178,7 @@ class ResponseFormatter:
         if self._open is not None:
             items.append(_complete_item(self._open.item, "".join(self._open.texts), "incomplete"))
         failed = self._response("failed", items, None)
-        failed["error"] = {"code": "server_error", "message": error_dialects.message_of(error)}
+        failed["error"] = {"code": "server_error", "message": model_errors.client_message(error)}
         return self._event("response.failed", response=failed)
 
     def _open_item(self, piece: choices.Piece) -> tuple[bytes, _OpenItem]:
@@ -194,6 +214,7 @@ class ResponseFormatter:
 
     def _new_item(self, piece: choices.Piece, number: int) -> dict[str, Any]:
         """Return the item that a piece of this kind begins, before it has any text."""
+        is_in_namespace = isinstance(piece, choices.Call) and piece.name in self._namespaces
         if isinstance(piece, choices.Call) and piece.name in self._custom_tools:
             return {
                 "type": "custom_tool_call",
@@ -211,6 +232,7 @@ class ResponseFormatter:
                 "name": piece.name,
                 "arguments": "",
                 "status": "in_progress",
+                **({"namespace": self._namespaces[piece.name]} if is_in_namespace else {}),
             }
         empty = {"status": "in_progress", "content": []}
         if isinstance(piece, str):
@@ -230,6 +252,8 @@ class ResponseFormatter:
         response = self._response(_status(finish_reason), self._items, _usage(usage))
         reason = _INCOMPLETE.get(finish_reason)
         response["incomplete_details"] = {"reason": reason} if reason else None
+        if reason is None:
+            response["completed_at"] = int(self._clock.wall())
         self._store(response)
         return response
 
@@ -243,6 +267,7 @@ class ResponseFormatter:
             "usage": usage,
             "error": None,
             "incomplete_details": None,
+            "completed_at": None,
             **self._fixed,
         }
 
@@ -312,6 +337,7 @@ def _fixed_fields(
     """Return the fields that are known before the answer: mostly those of the request."""
     text_format = request.text.format if request.text is not None else None
     described = {"type": "text"} if text_format is None else msgspec.to_builtins(text_format)
+    sampling = answer_identity.sampling
     return {
         "object": "response",
         "created_at": answer_identity.created,
@@ -326,16 +352,18 @@ def _fixed_fields(
         "previous_response_id": request.previous_response_id,
         "prompt": None,
         "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": request.effort, "summary": None} if request.effort else None,
+        "reasoning": {"effort": request.effort, "summary": request.summary},
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
         "store": request.is_stored,
-        "temperature": request.temperature,
+        "temperature": sampling.temperature,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
         "text": {"format": {key: value for key, value in described.items() if value is not None}},
         "tool_choice": request.tool_choice or "auto",
-        "tools": request.tools or [],
+        "tools": [_TOOL_DEFAULTS.get(tool["type"], {}) | tool for tool in request.tools or ()],
         "top_logprobs": 0,
-        "top_p": request.top_p,
+        "top_p": sampling.top_p,
         "truncation": "disabled",
         "user": request.user,
     }

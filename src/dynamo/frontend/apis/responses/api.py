@@ -28,7 +28,9 @@ from dynamo.runtime.http import exchange
 
 PATH = "/v1/responses"
 _ID_PATH = PATH + "/"
-_decode_messages = msgspec.json.Decoder(list[dict[str, Any]]).decode
+_MAX_PAGE = 100  # items; OpenAI's limit
+_PAGE_SIZES = frozenset(map(str, range(1, _MAX_PAGE + 1)))
+_decode_objects = msgspec.json.Decoder(list[dict[str, Any]]).decode
 
 
 class ResponseTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
@@ -102,6 +104,7 @@ class Responses:
             response_format=decoded.response_format,
             reasoning_effort=decoded.effort,
             parallel_tool_calls=decoded.parallel_tool_calls,
+            prompt_cache_retention=decoded.prompt_cache_retention,
         )
 
     def decode_count(self, tenant: str, body: bytes) -> inputs.Conversation:
@@ -141,6 +144,30 @@ class Responses:
         else:
             _respond_unknown(client)
 
+    def list_input_items(self, client: exchange.Exchange) -> None:
+        """Answer with the items of a stored response's input (`GET /v1/responses/{id}/input_items`)."""
+        stored = self._store.find(_response_id(client), self._tenant_of(client))
+        if stored is None:
+            _respond_unknown(client)
+            return
+        items = _decode_objects(stored.input_items)
+        try:
+            page, has_more = _select_page(items, dict(parse_qsl(client.request.query)))
+        except errors.InvalidRequest as error:
+            delivery.respond_error(client, error, error_dialects.OPENAI)
+            return
+        ids = [item["id"] for item in page] or [None]
+        body = {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1]}
+        client.respond(200, sse.encode({**body, "has_more": has_more}))
+
+    def cancel(self, client: exchange.Exchange) -> None:
+        """Refuse to cancel a stored response: none was made in the background (`POST …/cancel`)."""
+        if self._store.find(_response_id(client), self._tenant_of(client)) is None:
+            _respond_unknown(client)
+            return
+        message = "Cannot cancel a synchronous response: only those with background true can be"
+        client.respond(400, error_dialects.OPENAI.refusal(400, message))
+
     def _make_formatter(
         self, turn: ResponseConversation, answer_identity: identity.Identity
     ) -> answer.ResponseFormatter:
@@ -162,16 +189,17 @@ class Responses:
                 "for a limited time, unless store is false",
                 param="previous_response_id",
             )
-        return [*_decode_messages(stored.conversation), *messages]
+        return [*_decode_objects(stored.conversation), *messages]
 
     def _store_turn(self, turn: ResponseConversation, response: dict[str, Any]) -> None:
         if not turn.request.is_stored:
             return
         messages = [*turn.stored_messages, *request.convert_items(response["output"])]
-        self._store.put(
-            response["id"],
-            response_store.StoredResponse(sse.encode(response), sse.encode(messages), turn.tenant),
+        items = request.list_input(turn.request.input, response["id"].removeprefix("resp_"))
+        stored = response_store.StoredResponse(
+            sse.encode(response), sse.encode(messages), turn.tenant, sse.encode(items)
         )
+        self._store.put(response["id"], stored)
 
 
 def operations(context: ApiContext) -> Sequence[Operation]:
@@ -194,7 +222,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         Operation(
             method="GET",
             path=_ID_PATH + ANY_ID,
-            handler=add_request_id(shared.wrap_lookup(_ID_PATH, responses.show)),
+            handler=add_request_id(shared.wrap_lookup(_response_id, responses.show)),
             summary="A stored answer",
             tag="OpenAI",
             answer=answer.Response,
@@ -203,10 +231,37 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         Operation(
             method="DELETE",
             path=_ID_PATH + ANY_ID,
-            handler=add_request_id(shared.wrap_lookup(_ID_PATH, responses.delete)),
+            handler=add_request_id(shared.wrap_lookup(_response_id, responses.delete)),
             summary="Delete a stored answer",
             tag="OpenAI",
             answer=answer.DeletedResponse,
+            errors=(*ACCESS_ERRORS, 404),
+        ),
+        Operation(
+            method="GET",
+            path=f"{_ID_PATH}{ANY_ID}/input_items",
+            handler=add_request_id(shared.wrap_lookup(_response_id, responses.list_input_items)),
+            summary="The items of a stored answer's input",
+            tag="OpenAI",
+            answer=answer.InputItemList,
+            errors=(400, *ACCESS_ERRORS, 404),
+        ),
+        Operation(
+            method="POST",
+            path=f"{_ID_PATH}{ANY_ID}/cancel",
+            handler=add_request_id(shared.wrap_lookup(_response_id, responses.cancel)),
+            summary="Cancel an answer in the background, of which there are none",
+            tag="OpenAI",
+            answer=None,
+            errors=(400, *ACCESS_ERRORS, 404),
+        ),
+        Operation(
+            method="POST",
+            path=f"{PATH}/compact",
+            handler=add_request_id(_refuse_compaction),
+            summary="Compact a conversation, which is not supported",
+            tag="OpenAI",
+            answer=None,
             errors=(*ACCESS_ERRORS, 404),
         ),
         Operation(
@@ -230,7 +285,36 @@ def _instructions(decoded: request.ResponseCountRequest) -> list[dict[str, Any]]
 
 
 def _response_id(client: exchange.Exchange) -> str:
-    return client.request.path.removeprefix(_ID_PATH)
+    return client.request.path.removeprefix(_ID_PATH).partition("/")[0]
+
+
+def _select_page(
+    items: list[dict[str, Any]], options: dict[str, str]
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the items that `limit`, `order` and `after` select, and whether more follow. Raises InvalidRequest."""
+    limit, order = options.get("limit", "20"), options.get("order", "desc")
+    if limit not in _PAGE_SIZES:
+        raise errors.InvalidRequest(
+            f"limit: expected a number from 1 to {_MAX_PAGE}, got {limit[:20]!r}", param="limit"
+        )
+    if order not in ("asc", "desc"):
+        raise errors.InvalidRequest(
+            f"order: expected 'asc' or 'desc', got {order[:20]!r}", param="order"
+        )
+    ordered = items if order == "asc" else items[::-1]
+    if (after := options.get("after")) is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise errors.InvalidRequest(
+                f"after: expected the id of one of the items, got {after[:100]!r}", param="after"
+            )
+        ordered = ordered[ids.index(after) + 1 :]
+    return ordered[: int(limit)], len(ordered) > int(limit)
+
+
+def _refuse_compaction(client: exchange.Exchange) -> None:
+    message = "compaction is not supported: send the whole conversation, or previous_response_id"
+    client.respond(404, error_dialects.OPENAI.refusal(404, message))
 
 
 def _respond_unknown(client: exchange.Exchange) -> None:

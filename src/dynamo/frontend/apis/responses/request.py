@@ -111,6 +111,12 @@ class ResponseCountRequest(
         return self.reasoning.effort if self.reasoning is not None else None
 
     @property
+    def summary(self) -> str | None:
+        """The form of the reasoning's summary that was requested, which is repeated in the answer."""
+        summary = self.reasoning.summary if self.reasoning is not None else None
+        return summary if summary in ("auto", "concise", "detailed") else None
+
+    @property
     def response_format(self) -> inputs.ResponseFormat | None:
         """`text.format` in the form of chat completions. Raises InvalidRequest."""
         text_format = self.text.format if self.text is not None else None
@@ -129,6 +135,10 @@ class ResponseCountRequest(
             raise errors.InvalidRequest(
                 "input: expected a string or at least one item, got an empty list", param="input"
             )
+        if self.prompt_logprobs is not None:
+            raise errors.InvalidRequest(
+                "prompt_logprobs: not supported; leave it out", param="prompt_logprobs"
+            )
 
 
 class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,6 +152,7 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
     store: bool | None = None
     metadata: inputs.Metadata | None = None
     background: bool | None = None
+    prompt_cache_retention: inputs.CacheRetention | None = None
     # without effect
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -150,7 +161,6 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
     context_management: inputs.Hint = None
     max_tool_calls: inputs.Length | None = None
     prompt_cache_options: inputs.Hint = None
-    prompt_cache_retention: inputs.Hint = None
     # refused, unless they ask for nothing
     top_logprobs: Literal[0] | None = None
     access_programs: None = None
@@ -198,6 +208,7 @@ class FunctionCallItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     call_id: str
     name: str
     arguments: str
+    namespace: inputs.Hint = None
 
 
 class CustomCallItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -234,6 +245,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # official clients always send true; without effect
+    defer_loading: inputs.Hint = None
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -267,6 +279,7 @@ _ITEM_DECODERS: _Decoders = {
     "reasoning": json_body.RequestDecoder(ReasoningItem),
 }
 _tool_decoder = json_body.RequestDecoder(FunctionTool)
+_DISPENSABLE_TOOLS = ("web_search", "web_search_preview", "local_shell", "tool_search")
 _text_decoder = json_body.RequestDecoder(TextPart)
 _PART_DECODERS: _Decoders = {
     "input_text": _text_decoder,
@@ -277,8 +290,33 @@ _PART_DECODERS: _Decoders = {
 
 
 def convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools in the form of chat completions. Raises InvalidRequest."""
-    return [_convert_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    """Return the tools in the form of chat completions. Raises InvalidRequest.
+
+    Tools that the model may do without are left out and noted as ignored: coding agents send them unasked.
+    """
+    converted = []
+    for number, tool in enumerate(tools):
+        place, kind = f"tools[{number}]", tool.get("type")
+        ignored = json_body.ignored_names.get()
+        if kind == "namespace" and isinstance(inner := tool.get("tools"), list):
+            converted += [
+                _convert_tool(one, f"{place}.tools[{index}]") for index, one in enumerate(inner)
+            ]
+        elif kind in _DISPENSABLE_TOOLS and ignored is not None:
+            ignored.append(f"{place}.{kind}")
+        else:
+            converted.append(_convert_tool(tool, place))
+    return converted
+
+
+def map_namespaces(tools: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the namespace of each tool that is in one, by the name of the tool."""
+    return {
+        tool["name"]: namespace["name"]
+        for namespace in tools
+        if namespace["type"] == "namespace" and isinstance(namespace.get("name"), str)
+        for tool in namespace["tools"]
+    }
 
 
 def convert_items(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -293,7 +331,42 @@ def convert_items(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return builder.messages
 
 
-def _convert_tool(value: dict[str, Any], place: str) -> dict[str, Any]:
+def list_input(items: str | list[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
+    """Return the input as items with an id, in which the content of a message is a list of parts.
+
+    `digits` are of the response's id, so that ids are different for each request.
+    """
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    return [_with_id(item, f"{digits}{number:02x}in") for number, item in enumerate(items)]
+
+
+def _with_id(item: dict[str, Any], digits: str) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    listed = {**item, "type": kind, "id": item.get("id") or f"{_ID_PREFIXES[kind]}_{digits}"}
+    if kind == "message":
+        listed["status"] = item.get("status") or "completed"
+        if isinstance(item["content"], str):
+            text_type = "output_text" if item["role"] == "assistant" else "input_text"
+            listed["content"] = [{"type": text_type, "text": item["content"]}]
+    return listed
+
+
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+
+
+def _convert_tool(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise errors.InvalidRequest(
+            f"{place}: expected an object, got {json_body.describe(value)}", param=place
+        )
     if value.get("type") == "custom":
         custom = {key: inner for key, inner in value.items() if key != "type"}
         return {"type": "custom", "custom": custom}

@@ -31,6 +31,16 @@ class EtcdAccess:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: EtcdTls | None = None
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)  # names the files of TLS
+
+    def read_tls(self) -> EtcdTls | None:
+        """Return TLS with its files as they are now; as they were, while they cannot be read."""
+        if self.tls is None:
+            return None
+        try:
+            return _tls(self.environ) or self.tls
+        except errors.ConfigError:
+            return self.tls
 
 
 def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> EtcdAccess:
@@ -48,6 +58,7 @@ def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> EtcdAccess:
         username=username,
         password=password,
         tls=(tls or EtcdTls()) if True in are_tls else None,
+        environ=environ,
     )
 
 

@@ -192,12 +192,11 @@ async def connect(settings: access.EtcdAccess, address: str) -> AsyncIterator[Et
 
 
 def _channel(settings: access.EtcdAccess, address: str) -> Any:
-    if settings.tls is None:
+    tls = settings.read_tls()
+    if tls is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     credentials = grpc.ssl_channel_credentials(
-        root_certificates=settings.tls.ca,
-        private_key=settings.tls.key,
-        certificate_chain=settings.tls.certificate,
+        root_certificates=tls.ca, private_key=tls.key, certificate_chain=tls.certificate
     )
     return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
 

@@ -57,6 +57,7 @@ class EtcdDiscovery:
         self._tasks = tasks.Tasks()
         self._task_by_watcher: dict[PrefixWatcher, asyncio.Task[None] | None] = {}
         self._watcher_added = asyncio.Event()
+        self._key_missing = asyncio.Event()
         self._etcd: connection.EtcdConnection | None = None  # while it answers
         self._is_answering = asyncio.Event()
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -124,7 +125,9 @@ class EtcdDiscovery:
         return {key: value for key, value in living.items() if value != REMOVED}
 
     async def watch(self, prefix: str) -> AsyncIterator[Change]:
-        watcher = PrefixWatcher(prefix, self._lease_ttl_s, self._is_alive, self._clock)
+        watcher = PrefixWatcher(
+            prefix, self._lease_ttl_s, self._is_alive, self._clock, self._key_missing.set
+        )
         self._task_by_watcher[watcher] = None
         self._watcher_added.set()
         try:
@@ -150,7 +153,9 @@ class EtcdDiscovery:
 
     async def _judge_missing_keys(self) -> None:
         while True:
+            await self._key_missing.wait()
             await self._clock.sleep(_JUDGE_EVERY_S)
+            self._key_missing.clear()
             for watcher in self._task_by_watcher:
                 watcher.judge()
 
@@ -358,12 +363,19 @@ class KeyRetention:
     put their keys back within moments: between `begin` and `end` every missing key is shown as it was.
     """
 
-    def __init__(self, view: KeyView, is_alive: OwnerCheck, unconfirmed_s: float) -> None:
+    def __init__(
+        self,
+        view: KeyView,
+        is_alive: OwnerCheck,
+        unconfirmed_s: float,
+        on_missing: Callable[[], None] = lambda: None,
+    ) -> None:
         self._view = view
         self._is_alive = is_alive
         self._unconfirmed_s = unconfirmed_s
         self._missing_since: dict[str, float] = {}
         self._is_active = False
+        self._on_missing = on_missing
 
     def begin(self) -> None:
         """Keep missing keys from now on, since their owners may put them back."""
@@ -410,6 +422,8 @@ class KeyRetention:
             else:
                 self._missing_since[key] = now
                 self._view.put(key, shown[key])
+        if self._missing_since:
+            self._on_missing()
 
 
 class PrefixWatcher:
@@ -421,14 +435,22 @@ class PrefixWatcher:
     """
 
     def __init__(
-        self, prefix: str, grace_s: float, is_alive: OwnerCheck, time: clock.Clock
+        self,
+        prefix: str,
+        grace_s: float,
+        is_alive: OwnerCheck,
+        time: clock.Clock,
+        on_missing: Callable[[], None],
     ) -> None:
-        """`grace_s`: seconds after an outage for which a missing key is believed alive."""
+        """`grace_s`: seconds after an outage for which a missing key is believed alive.
+
+        `on_missing` is called for as long as keys are missing, of which `judge` is to decide.
+        """
         self._prefix = prefix
         self._grace_s = grace_s
         self._clock = time
         self._view = KeyView()
-        self._retention = KeyRetention(self._view, is_alive, UNCONFIRMED_S)
+        self._retention = KeyRetention(self._view, is_alive, UNCONFIRMED_S, on_missing)
         self._has_read = False
 
     def watch(self) -> AsyncIterator[Change]:

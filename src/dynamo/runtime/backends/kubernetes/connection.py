@@ -43,9 +43,13 @@ _JSON = "application/json"
 class KindMissing(errors.ConfigError):
     """The cluster does not know this kind of object."""
 
+    code = "kind_missing"
+
 
 class ObjectMissing(errors.RequestError):
     """The object that a call would change does not exist."""
+
+    code = "object_missing"
 
 
 class _HistoryLost(Exception):
@@ -368,12 +372,7 @@ class KubernetesConnection:
         return answer
 
     async def _send(
-        self,
-        method: str,
-        path: str,
-        body: Object | None,
-        query: dict[str, str],
-        content_type: str,
+        self, method: str, path: str, body: Object | None, query: dict[str, str], content_type: str
     ) -> httpx2.Response:
         content = None if body is None else msgspec.json.encode(body)
         headers = {"Accept": _JSON, "Content-Type": content_type}

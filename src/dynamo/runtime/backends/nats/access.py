@@ -27,6 +27,12 @@ class NatsAccess:
     nkey_seed: str | None = field(default=None, repr=False)
     credentials_file: str | None = None
     tls: ssl.SSLContext | None = None
+    tls_files: tuple[str, ...] = ()  # the authority; the certificate and key, if there are any
+
+    def load_tls(self) -> None:
+        """Read the files of TLS, for connections that begin from now on. Raises ConfigError."""
+        assert self.tls is not None
+        _load(self.tls, *self.tls_files)
 
 
 def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
@@ -38,6 +44,7 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
         raise errors.ConfigError("NATS_SERVER: expected at least one nats://host:port, got none")
     urls = [_url(server) for server in servers]
     username, password = _pair(environ, "NATS_AUTH_USERNAME", "NATS_AUTH_PASSWORD")
+    tls, tls_files = _tls(environ, is_required=any(url.scheme == "tls" for url in urls))
     access = NatsAccess(
         urls=tuple(url.geturl() for url in urls),
         addresses=", ".join(f"{url.hostname}:{url.port or DEFAULT_PORT}" for url in urls),
@@ -46,7 +53,8 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
         token=environ.get("NATS_AUTH_TOKEN") or None,
         nkey_seed=environ.get("NATS_AUTH_NKEY") or None,
         credentials_file=environ.get("NATS_AUTH_CREDENTIALS_FILE") or None,
-        tls=_tls(environ, is_required=any(url.scheme == "tls" for url in urls)),
+        tls=tls,
+        tls_files=tls_files,
     )
     _check_credentials(access)
     return access
@@ -81,20 +89,31 @@ def _check_credentials(access: NatsAccess) -> None:
         raise errors.ConfigError(f"expected one kind of credentials, got {' and '.join(present)}")
 
 
-def _tls(environ: Mapping[str, str], *, is_required: bool) -> ssl.SSLContext | None:
+def _tls(
+    environ: Mapping[str, str], *, is_required: bool
+) -> tuple[ssl.SSLContext | None, tuple[str, ...]]:
     ca = environ.get("NATS_TLS_CA_CERT_PATH") or None
     certificate, key = _pair(environ, "NATS_TLS_CLIENT_CERT_PATH", "NATS_TLS_CLIENT_KEY_PATH")
     if not (is_required or ca or certificate):
-        return None
+        return None, ()
+    files = (ca or "", certificate or "", key or "")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if ca is None:
+        context.load_default_certs()
+    _load(context, *files)
+    return context, files
+
+
+def _load(context: ssl.SSLContext, ca: str, certificate: str, key: str) -> None:
     try:
-        context = ssl.create_default_context(cafile=ca)
-        if certificate is not None:
+        if ca:
+            context.load_verify_locations(ca)
+        if certificate:
             context.load_cert_chain(certificate, key)
     except OSError as error:  # ssl's errors are of this class
         raise errors.ConfigError(
-            f"NATS_TLS_*: expected readable PEM files, got {ca or ''} {certificate or ''}: {error}"
+            f"NATS_TLS_*: expected readable PEM files, got {ca} {certificate}: {error}"
         ) from error
-    return context
 
 
 def _pair(environ: Mapping[str, str], first: str, second: str) -> tuple[str | None, str | None]:

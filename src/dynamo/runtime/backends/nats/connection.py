@@ -24,6 +24,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js import JetStreamContext
 
 from dynamo.base import clock, errors, tasks
+from dynamo.runtime import credentials
 from dynamo.runtime.backends.nats.access import NatsAccess
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,20 @@ _SETTLE_S = 2
 _WITHOUT = "to run without it: DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq DYN_PREFILL_QUEUE=direct"
 
 
+class _PromptClient(Client):
+    """A client that leaves a silent server at once.
+
+    nats-py closes the connection first, which waits until the kernel has sent what is left: to a host that is cut off,
+    that takes minutes, and for as long as that it would not connect again.
+    """
+
+    async def _attempt_reconnect(self) -> None:
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()
+        await super()._attempt_reconnect()
+
+
 class NatsConnection:
     """Publish and subscribe. Made by `open`."""
 
@@ -51,7 +66,7 @@ class NatsConnection:
         self._name = name
         self.addresses = access.addresses
         self._access = access
-        self._client = Client()
+        self._client = _PromptClient()
         self._outbox: collections.deque[tuple[str, str, bytes]] = collections.deque()
         self._backlog = 0
         self._has_work = asyncio.Event()
@@ -92,6 +107,11 @@ class NatsConnection:
         self._is_joined = True
         self._is_connected.set()
         self._tasks.start("send to NATS", self._send_outbox())
+        if access.tls is not None:
+            following = credentials.follow_files(
+                "the certificate for NATS", access.tls_files, access.load_tls, self.clock
+            )
+            self._tasks.start("watch the certificate for NATS", following)
         return self
 
     @property
@@ -112,6 +132,11 @@ class NatsConnection:
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Call this with the reason whenever the server is lost: sent messages may not have arrived."""
         self._on_lost.append(listener)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server answers, as far as this side knows."""
+        return self._is_connected.is_set()
 
     def is_back_since(self, duration_s: float) -> bool:
         """Return True if the server came back within the last `duration_s`: others may not have found it yet."""
@@ -260,7 +285,7 @@ class NatsConnection:
 
     async def _join_again(self) -> None:
         await self.clock.sleep(_AGAIN_S)
-        self._client = Client()
+        self._client = _PromptClient()
         await self._connect()
         for subscription in list(self._subscriptions):
             await subscription.begin(self._client)

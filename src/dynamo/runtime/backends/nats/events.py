@@ -39,6 +39,9 @@ class NatsEventPlane:
         subject(topic)
         self._topics.add(topic)
 
+    async def listen(self) -> None:
+        """Do nothing: this plane has no port."""
+
     def publish(self, topic: str, payload: bytes) -> None:
         if not self._is_open:
             return

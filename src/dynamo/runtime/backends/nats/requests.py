@@ -333,6 +333,10 @@ class NatsRequestPlane(multiplex.MultiplexedPlane):
         )
         self._inbox = network
 
+    @property
+    def is_away(self) -> bool:
+        return not self._inbox.connection.is_connected
+
     async def close(self) -> None:
         await super().close()
         await self._inbox.close()

@@ -1,0 +1,259 @@
+"""`dynamo run in=text`: a conversation in the terminal, with commands.
+
+What the person types goes to the model, except lines that begin with `/`. A question of several lines stands between
+lines of three quotation marks, or has a backslash at the end of each line but the last. On a terminal answers are shown
+as Markdown, with a spinner until the first token and the speed at the end; elsewhere as they are.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich import console, status
+
+from dynamo.base import errors
+from dynamo.cli import markdown, session
+
+with contextlib.suppress(ImportError):  # line editing, where the platform has it
+    import readline
+
+HELP = "Ctrl-C stops an answer, /help lists the commands, /exit or Ctrl-D leaves."
+COMMANDS = """\
+/help               this list
+/clear              begin anew
+/system [TEXT]      show the system message, or set it
+/set [NAME [VALUE]] show the options of requests, set one (max_tokens, temperature, top_p, seed, stop ...), or unset it
+/model [NAME]       show the model, or go on with another one
+/save FILE          write the conversation to a file
+/load FILE          go on with the conversation of a file
+/exit               leave, as Ctrl-D does
+Lines between two lines of \"\"\" are one question, and so are lines that end with a backslash."""
+MAX_HISTORY = 1000  # lines
+_QUOTES = '"""'
+OpenModel = Callable[[str], session.Session]
+
+
+class SavedConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation in a file."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    options: dict[str, Any] = {}
+
+
+class AnswerView:
+    """What a person sees of one answer."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        self._has_styles = self._is_terminal and "NO_COLOR" not in os.environ
+        width = shutil.get_terminal_size().columns if self._is_terminal else 2**31
+        self._writer = markdown.MarkdownWriter(width, has_styles=self._has_styles)
+        self._spinner = status.Status("", console=console.Console()) if self._is_terminal else None
+        self._began_at = time.monotonic()
+        self._first_at: float | None = None
+        if self._spinner is not None:
+            self._spinner.start()
+
+    def show(self, text: str) -> None:
+        """Show a piece of the answer."""
+        if self._first_at is None:
+            self._first_at = time.monotonic()
+            self._stop_spinner()
+        self._print(self._writer.push(text) if self._is_terminal else text)
+
+    def end(self, answer: session.Answer | None = None) -> None:
+        """Show what was held back, and how quick the answer was; None: it was stopped or failed."""
+        self._stop_spinner()
+        self._print(self._writer.finish() + "\n")
+        if answer is None or not self._is_terminal or self._first_at is None:
+            return
+        generated_s = time.monotonic() - self._first_at
+        speed = ""
+        if answer.completion_tokens > 1 and generated_s > 0:
+            speed = f"{(answer.completion_tokens - 1) / generated_s:.1f} tokens/s, "
+        first_s = self._first_at - self._began_at
+        line = f"({answer.completion_tokens} tokens, {speed}first after {first_s:.2f} s)"
+        self._print(f"\x1b[2m{line}\x1b[0m\n" if self._has_styles else f"{line}\n")
+
+    def _stop_spinner(self) -> None:
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+
+    def _print(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+class TerminalConversation:
+    """The conversation of one person with a model, which `open_model` replaces."""
+
+    def __init__(
+        self,
+        loop: session.BackgroundLoop,
+        talk: session.Session,
+        options: dict[str, Any],
+        open_model: OpenModel | None = None,
+    ) -> None:
+        self._loop = loop
+        self._talk = talk
+        self._options = dict(options)
+        self._open_model = open_model
+        self._messages: list[session.Message] = []
+
+    def run(self) -> None:
+        """Answer what the person types until they leave."""
+        print(f"{self._talk.model}. {HELP}")
+        _keep_history()
+        while True:
+            try:
+                text = read_question()
+            except (EOFError, RuntimeError):  # the latter: there is no standard input at all
+                print()
+                return
+            except KeyboardInterrupt:
+                print(f"\n{HELP}")
+                continue
+            if text == "/exit":
+                return
+            try:
+                if text.startswith("/"):
+                    self._execute(*text.split(maxsplit=1))
+                elif text:
+                    self._take_turn(text)
+            except KeyboardInterrupt:
+                print("\n(stopped)")
+            except (errors.DynamoError, OSError) as error:
+                print(f"(no answer: {error})" if not text.startswith("/") else f"({error})")
+
+    def _take_turn(self, text: str) -> None:
+        """Answer one question; add both to the conversation unless the answer was interrupted or failed."""
+        conversation = [*self._messages, {"role": "user", "content": text}]
+        view, answer = AnswerView(), None
+        try:
+            answer = self._loop.call(self._talk.chat(conversation, view.show, **self._options))
+        finally:
+            view.end(answer)
+        self._messages = [*conversation, {"role": "assistant", "content": answer.text}]
+
+    def _execute(self, name: str, rest: str = "") -> None:
+        """Execute a command. Raises InvalidRequest for an unknown one."""
+        commands = {
+            "/help": lambda _: print(COMMANDS),
+            "/clear": self._clear,
+            "/system": self._set_system,
+            "/set": self._set_option,
+            "/model": self._set_model,
+            "/save": self._save,
+            "/load": self._load,
+        }
+        if name not in commands:
+            raise errors.InvalidRequest(f"{name}: expected one of {', '.join(commands)}, /exit")
+        commands[name](rest.strip())
+
+    def _clear(self, _: str) -> None:
+        self._messages = [message for message in self._messages[:1] if message["role"] == "system"]
+
+    def _set_system(self, text: str) -> None:
+        has_system = bool(self._messages) and self._messages[0]["role"] == "system"
+        if not text:
+            print(self._messages[0]["content"] if has_system else "(no system message)")
+            return
+        others = self._messages[1:] if has_system else self._messages
+        self._messages = [{"role": "system", "content": text}, *others]
+
+    def _set_option(self, assignment: str) -> None:
+        name, _, text = assignment.partition(" ")
+        if not name:
+            print("\n".join(f"{key} {json.dumps(value)}" for key, value in self._options.items()))
+        elif not text:
+            self._options.pop(name, None)
+        else:
+            try:
+                value = json.loads(text)
+            except ValueError:
+                value = text
+            options = {**self._options, name: value}
+            self._talk.check(options)
+            self._options = options
+
+    def _set_model(self, name: str) -> None:
+        if not name:
+            print(self._talk.model)
+        elif self._open_model is None:
+            raise errors.InvalidRequest(
+                f"/model {name}: the workers are another process's: expected /model"
+            )
+        else:
+            self._talk = self._open_model(name)
+            print(f"{self._talk.model}, with the same conversation")
+
+    def _save(self, path: str) -> None:
+        saved = SavedConversation(
+            model=self._talk.model,
+            messages=[dict(message) for message in self._messages],
+            options=self._options,
+        )
+        data = msgspec.json.format(msgspec.json.encode(saved), indent=2)
+        _path_of(path, "/save").write_bytes(data + b"\n")
+        print(f"{len(self._messages)} messages in {path}")
+
+    def _load(self, path: str) -> None:
+        try:
+            data = _path_of(path, "/load").read_bytes()
+            saved = msgspec.json.decode(data, type=SavedConversation)
+        except msgspec.DecodeError as error:
+            message = f"/load {path}: expected a file of /save: {error}"
+            raise errors.InvalidRequest(message) from error
+        self._messages, self._options = [*saved.messages], saved.options
+        print(f"{len(self._messages)} messages from {path}")
+
+
+def read_question() -> str:
+    """Read a question from the person, which may have several lines."""
+    line = input("> ").strip()
+    lines = []
+    if line.startswith(_QUOTES):
+        line = line.removeprefix(_QUOTES)
+        while not line.rstrip().endswith(_QUOTES):
+            lines.append(line)
+            line = input("... ")
+        return "\n".join([*lines, line.rstrip().removesuffix(_QUOTES)]).strip()
+    while line.endswith("\\"):
+        lines.append(line.removesuffix("\\"))
+        line = input("... ")
+    return "\n".join([*lines, line])
+
+
+def _path_of(text: str, command: str) -> Path:
+    if not text:
+        raise errors.InvalidRequest(f"{command}: expected the name of a file")
+    return Path(text).expanduser()
+
+
+def _keep_history() -> None:
+    """Read what was typed in earlier conversations, and write it at the end, for this user only."""
+    if "readline" not in globals() or not (sys.stdin and sys.stdin.isatty()):
+        return
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    path = Path(state).expanduser() / "dynamo" / "history"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        readline.read_history_file(path)
+        readline.set_history_length(MAX_HISTORY)
+        atexit.register(_write_history, path)
+
+
+def _write_history(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        readline.write_history_file(path)

@@ -1,0 +1,218 @@
+"""The requests of Ollama's API, as conversations.
+
+`/api/chat` has a conversation, `/api/generate` a prompt, which becomes the message of a user. Streaming is the default.
+Options of how Ollama runs a model (`num_ctx`, `keep_alive` …) are hints: a worker here has its model loaded.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.frontend.apis import embeddings
+from dynamo.preprocess import conversation, inputs, options
+from dynamo.runtime.http import json_body
+
+_TAG = ":latest"  # that Ollama's clients may add to a name
+_Messages = conversation.Messages
+Think = bool | Literal["low", "medium", "high", "max"]
+Nothing = Annotated[list[Any], msgspec.Meta(max_length=0)] | None
+EmptyText = Literal[""] | None
+
+
+class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling and length."""
+
+    temperature: inputs.Temperature | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    top_p: inputs.Probability | None = None
+    min_p: inputs.Probability | None = None
+    seed: inputs.Int64 | None = None
+    stop: inputs.Stop | inputs.StopList | None = None
+    num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None = (
+        None  # below 1: no limit
+    )
+    repeat_penalty: inputs.RepetitionPenalty | None = None
+    presence_penalty: inputs.Penalty | None = None
+    frequency_penalty: inputs.Penalty | None = None
+    # without effect
+    num_ctx: inputs.Hint = None
+    num_keep: inputs.Hint = None
+    num_batch: inputs.Hint = None
+    num_gpu: inputs.Hint = None
+    main_gpu: inputs.Hint = None
+    num_thread: inputs.Hint = None
+    use_mmap: inputs.Hint = None
+    repeat_last_n: inputs.Hint = None
+
+
+class OllamaModelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request about a model (`/api/show`)."""
+
+    model: str = ""
+    name: str = ""  # the former name of `model`
+    verbose: inputs.Hint = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest without a model."""
+        if not self.model and not self.name:
+            raise errors.InvalidRequest("model: required, but missing", param="model")
+
+    @property
+    def served_name(self) -> str:
+        """The model's name as it is served here."""
+        return (self.model or self.name).removesuffix(_TAG)
+
+
+class OllamaInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of both requests for text."""
+
+    model: str
+    stream: bool | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    think: Think | None = None
+    # without effect
+    keep_alive: inputs.Hint = None
+    # refused, unless they ask for nothing
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+
+    def to_conversation(
+        self, messages: list[dict[str, Any]], **fields: Any
+    ) -> "OllamaConversation":
+        """Return the conversation with these messages."""
+        chosen = self.options or OllamaOptions()
+        response_format = None
+        if isinstance(self.format, dict):
+            schema = inputs.JsonSchema(name="format", schema=self.format)
+            response_format = inputs.ResponseFormat(type="json_schema", json_schema=schema)
+        elif self.format:
+            response_format = inputs.ResponseFormat(type="json_object")
+        thinking = {} if self.think is None else {options.SWITCH: self.think is not False}
+        return OllamaConversation(
+            model=self.model.removesuffix(_TAG),
+            messages=messages,
+            stream=self.stream is not False,
+            response_format=response_format,
+            temperature=chosen.temperature,
+            top_k=chosen.top_k,
+            top_p=chosen.top_p,
+            min_p=chosen.min_p,
+            seed=chosen.seed,
+            stop=chosen.stop,
+            max_tokens=None if (chosen.num_predict or 0) < 1 else chosen.num_predict,
+            repetition_penalty=chosen.repeat_penalty,
+            presence_penalty=chosen.presence_penalty,
+            frequency_penalty=chosen.frequency_penalty,
+            chat_template_kwargs=thinking,
+            reasoning_effort=self.think if isinstance(self.think, str) else None,
+            hides_thinking=self.think is False,
+            **fields,
+        )
+
+
+class OllamaChatRequest(OllamaInput, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A conversation; without messages it only asks for the model to be loaded."""
+
+    messages: _Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(OllamaInput, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prompt; without one it only asks for the model to be loaded."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    # refused, unless they ask for nothing
+    suffix: EmptyText = None
+    template: EmptyText = None
+    context: Nothing = None
+    images: Nothing = None
+
+
+class OllamaEmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Texts to embed."""
+
+    model: str
+    input: str | list[str]
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    # without effect
+    truncate: inputs.Hint = None
+    options: inputs.Hint = None
+    keep_alive: inputs.Hint = None
+
+
+class OllamaConversation(inputs.Conversation, frozen=True, kw_only=True):
+    """The conversation of a request."""
+
+    is_chat: bool
+    hides_thinking: bool = False
+
+    @property
+    def effort_param(self) -> str:
+        return "think"
+
+    @property
+    def format_param(self) -> str:
+        return "format"
+
+
+_decode_chat = json_body.RequestDecoder(OllamaChatRequest).decode
+_decode_generate = json_body.RequestDecoder(OllamaGenerateRequest).decode
+_decode_embed = json_body.RequestDecoder(OllamaEmbedRequest).decode
+decode_model = json_body.RequestDecoder(OllamaModelRequest).decode
+
+
+def decode_chat(body: bytes) -> OllamaConversation:
+    """Return the conversation of a chat; without messages it only loads. Raises InvalidRequest."""
+    request = _decode_chat(body)
+    messages = [
+        _convert_message(message, f"messages[{number}]")
+        for number, message in enumerate(request.messages or ())
+    ]
+    return _checked(request.to_conversation(messages, tools=request.tools, is_chat=True))
+
+
+def decode_generate(body: bytes) -> OllamaConversation:
+    """Return the conversation of a prompt, as `decode_chat` does. Raises InvalidRequest."""
+    request = _decode_generate(body)
+    messages = [{"role": "user", "content": request.prompt}] if request.prompt else []
+    if request.system and messages and not request.raw:
+        messages.insert(0, {"role": "system", "content": request.system})
+    raw = inputs.NvExt(use_raw_prompt=True) if request.raw else None
+    return _checked(request.to_conversation(messages, nvext=raw, is_chat=False))
+
+
+def decode_embed(body: bytes) -> embeddings.TextEmbeddingRequest:
+    """Return the request for embeddings in OpenAI's form. Raises InvalidRequest."""
+    request = _decode_embed(body)
+    converted = embeddings.TextEmbeddingRequest(
+        model=request.model.removesuffix(_TAG),
+        input=[request.input] if isinstance(request.input, str) else [*request.input],
+        dimensions=request.dimensions,
+    )
+    converted.check()
+    return converted
+
+
+def _checked(turn: OllamaConversation) -> OllamaConversation:
+    if turn.messages:
+        turn.check()
+    return turn
+
+
+def _convert_message(message: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a message in OpenAI's form. Raises InvalidRequest for images."""
+    if message.get("images"):
+        raise errors.InvalidRequest(
+            f"{place}.images: this model reads text only; leave them out", param=f"{place}.images"
+        )
+    named = {"thinking": "reasoning_content", "tool_name": "name"}
+    converted = {
+        named.get(key, key): value
+        for key, value in message.items()
+        if value is not None and key != "images"
+    }
+    return {"content": "", **converted}

@@ -1,0 +1,254 @@
+"""`POST /v1/score` and `/v1/rerank`: how near texts are to each other, by the vectors of an embedding model.
+
+A score is the cosine of two vectors, from -1 to 1; the vectors have length 1, so it is their product. Requests and
+answers of scores have the form of vLLM's, those of ranks that of Jina's and Cohere's, and have their paths as well.
+Each text is embedded once, on the path of requests for embeddings.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.frontend.apis import embeddings, error_dialects
+from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
+from dynamo.runtime.http import json_body
+
+RANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+SCORE_PATHS = ("/v1/score", "/score")
+MAX_PAIRS = 1024  # so that their products never delay other answers for long
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pairs of texts: one text with each of a list, or two lists of one length, pair by pair."""
+
+    model: str
+    text_1: str | list[str]
+    text_2: str | list[str]
+    user: str | None = None
+
+    dimensions = None
+    encoding_format = None
+
+    @property
+    def prompts(self) -> list[str]:
+        """The texts of both sides, the first side first."""
+        return [*_texts(self.text_1), *_texts(self.text_2)]
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The numbers of the two prompts of each score."""
+        num_first, num_second = len(_texts(self.text_1)), len(_texts(self.text_2))
+        return [
+            (number if num_first > 1 else 0, num_first + number) for number in range(num_second)
+        ]
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what the types allow and the API does not."""
+        embeddings.check_prompts(_texts(self.text_1), "text_1")
+        embeddings.check_prompts(_texts(self.text_2), "text_2")
+        num_first, num_second = len(_texts(self.text_1)), len(_texts(self.text_2))
+        if not num_first or (num_first > 1 and num_first != num_second):
+            expected = f"one text, or as many as in text_2, {num_second}"
+            raise embeddings.wrong_input("text_1", expected, str(num_first))
+        if not 0 < num_second <= MAX_PAIRS:
+            raise embeddings.wrong_input("text_2", f"1 to {MAX_PAIRS} texts", str(num_second))
+
+
+class RankedText(msgspec.Struct, frozen=True, kw_only=True):
+    """A document, in an object."""
+
+    text: str
+
+
+class RerankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A question, and the documents to rank by how near they are to it."""
+
+    model: str
+    query: str
+    documents: list[str | RankedText]
+    top_n: Count | None = None  # of the answer; None or 0: all
+    return_documents: bool | None = None  # in the answer; None: yes
+    max_tokens_per_doc: Count | None = None
+    user: str | None = None
+
+    dimensions = None
+    encoding_format = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        return [text if isinstance(text, str) else text.text for text in self.documents]
+
+    @property
+    def prompts(self) -> list[str]:
+        """The question, and the documents."""
+        return [self.query, *self.texts]
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what the types allow and the API does not."""
+        embeddings.check_prompts([self.query], "query")
+        embeddings.check_prompts(self.texts, "documents")
+        if not 0 < len(self.documents) <= MAX_PAIRS:
+            expected, got = f"1 to {MAX_PAIRS} documents", str(len(self.documents))
+            raise embeddings.wrong_input("documents", expected, got)
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """The cosine of one pair, from -1 to 1."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of all texts; none are generated."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
+    """All scores, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: ScoreUsage
+
+
+class Rank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One document: its place in the request, and its cosine with the question."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class RankList(msgspec.Struct, frozen=True, kw_only=True):
+    """The documents, best first."""
+
+    id: str
+    model: str
+    usage: ScoreUsage
+    results: list[Rank]
+
+
+def score_answer(request: ScoreRequest, vectors: Sequence[Sequence[float]]) -> list[Score]:
+    """Return the scores of all pairs, from the vectors of the request's prompts."""
+    return [
+        Score(index=index, object="score", score=_cosine(vectors[first], vectors[second]))
+        for index, (first, second) in enumerate(request.pairs)
+    ]
+
+
+def rank_answer(request: RerankRequest, vectors: Sequence[Sequence[float]]) -> list[Rank]:
+    """Return the documents that the answer names, best first; of equal ones, the first in the request."""
+    query, *documents = vectors
+    scores = [_cosine(query, document) for document in documents]
+    best = sorted(range(len(scores)), key=lambda number: -scores[number])
+    texts = None if request.return_documents is False else request.texts
+    return [
+        Rank(
+            index=number,
+            relevance_score=scores[number],
+            document=None if texts is None else RankedText(text=texts[number]),
+        )
+        for number in best[: request.top_n or None]
+    ]
+
+
+def _texts(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    product: float = sum(map(operator.mul, first, second))
+    return max(-1.0, min(1.0, product))  # rounding may exceed it
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of this API."""
+    pipeline, clock = embeddings.EmbeddingPipeline(context), clocks.SystemClock()
+
+    def usage(plan: embeddings.EmbeddingPlan) -> ScoreUsage:
+        return ScoreUsage(prompt_tokens=plan.num_tokens, total_tokens=plan.num_tokens)
+
+    def make_scores(plan: embeddings.EmbeddingPlan, vectors: Sequence[Any]) -> dict[str, Any]:
+        assert isinstance(plan.request, ScoreRequest)
+        answer = ScoreList(
+            id=f"score-{plan.request_id}",
+            object="list",
+            created=int(clock.wall()),
+            model=plan.model,
+            data=score_answer(plan.request, vectors),
+            usage=usage(plan),
+        )
+        return msgspec.structs.asdict(answer)
+
+    def make_ranks(plan: embeddings.EmbeddingPlan, vectors: Sequence[Any]) -> dict[str, Any]:
+        assert isinstance(plan.request, RerankRequest)
+        results = rank_answer(plan.request, vectors)
+        answer = RankList(
+            id=f"rerank-{plan.request_id}", model=plan.model, usage=usage(plan), results=results
+        )
+        return msgspec.structs.asdict(answer)
+
+    def describe(
+        path: str,
+        request: type[ScoreRequest | RerankRequest],
+        make_answer: Any,
+        **fields: Any,
+    ) -> Operation:
+        api = embeddings.EmbeddingApi(
+            decode=json_body.RequestDecoder(request).decode,
+            make_vector=lambda _, vector: vector,
+            make_answer=make_answer,
+            dialect=error_dialects.OPENAI,
+            endpoint="score" if request is ScoreRequest else "rerank",
+        )
+        return Operation(
+            method="POST",
+            path=path,
+            handler=lambda client: (
+                pipeline.handle(client, api)
+                if context.accept(client, error_dialects.OPENAI)
+                else None
+            ),
+            tag="Texts compared",
+            request=request,
+            body_factor=4,
+            errors=GENERATION_ERRORS,
+            **fields,
+        )
+
+    scores = [
+        describe(
+            path,
+            ScoreRequest,
+            make_scores,
+            summary="How near texts are to each other",
+            answer=ScoreList,
+            example={"text_1": "Where was the cat?", "text_2": ["A cat sat.", "It rains."]},
+        )
+        for path in SCORE_PATHS
+    ]
+    ranks = [
+        describe(
+            path,
+            RerankRequest,
+            make_ranks,
+            summary="Documents, ranked by how near they are to a question",
+            answer=RankList,
+            example={"query": "Where was the cat?", "documents": ["A cat sat.", "It rains."]},
+        )
+        for path in RANK_PATHS
+    ]
+    return (*scores, *ranks)

@@ -1,0 +1,190 @@
+"""`python -m dynamo.gateway.endpoint_picker`: the endpoint picker of the Gateway API Inference Extension.
+
+A gateway sends each request here (external processing) and then to the pod that a header names. The choice is that of
+a frontend with a KV router, which is asked for the worker that it would take (`query_instance_id`). The pod has a
+frontend of its own in direct mode, which finds the worker's id in a second header. Requests without a prompt, and
+those in APIs that cannot ask for a worker, go to any pod.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any, cast
+
+from dynamo.base import addresses, config, distribution, errors, process_setup, tasks
+from dynamo.gateway import ext_proc_pb2 as messages
+from dynamo.gateway import processor
+from dynamo.observability import logs
+from dynamo.semantic import immediate, service
+
+DESTINATION = "x-gateway-destination-endpoint"  # the name that the extension's protocol gives it
+WORKER = "x-dynamo-worker-instance-id"
+_ASKED_PATHS = ("/v1/chat/completions", "/v1/completions")
+_MOST_BYTES = 16 * 2**20
+_PROG = "python -m dynamo.gateway.endpoint_picker"
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointPickerConfig:
+    """Choose the worker's pod for each request of a gateway (InferencePool), by a frontend's KV router."""
+
+    host: str = config.option("127.0.0.1", help="address to listen on")
+    port: int = config.option(
+        9002, help="port of external processing (gRPC); 0: any", least=0, most=65535
+    )
+    frontend: str = config.option(
+        "127.0.0.1:8000", help="address of a frontend with --router-mode kv, which is asked"
+    )
+    target_port: int = config.option(
+        8000, help="port of the frontend in each worker's pod", least=1, most=65535
+    )
+    timeout_s: float = config.option(5.0, help="seconds for the frontend to answer", least=0.1)
+    body_limit_mb: int = config.option(64, help="largest body of a request, in MiB", least=1)
+
+
+class FrontendQuestions:
+    """Asks the frontend which worker it would choose, and where its workers are."""
+
+    def __init__(self, settings: EndpointPickerConfig) -> None:
+        self.settings = settings
+        self._turns = itertools.count()
+
+    async def find_hosts(self) -> dict[int, str]:
+        """Return the hosts of all workers by instance id. Raises NoWorkers."""
+        status, answer = await self._ask("GET", "/health", b"")
+        try:
+            found = json.loads(answer)["instances"]
+            addresses_by_id = {
+                entry["instance_id"]: str(next(iter(entry["transport"].values())))
+                for entry in found
+                if entry["endpoint"] == "generate"
+            }
+        except (ValueError, LookupError, TypeError, StopIteration) as error:
+            raise errors.NoWorkers(f"the frontend lists no workers (HTTP {status})") from error
+        return {
+            number: address.rpartition("//")[2].rpartition(":")[0]
+            for number, address in addresses_by_id.items()
+        }
+
+    async def choose_worker(self, path: str, body: bytes) -> int | immediate.ImmediateAnswer | None:
+        """Return the worker for a request, None if any will do, or the frontend's refusal. Raises NoWorkers."""
+        try:
+            request: dict[str, Any] = json.loads(body)
+            extensions = dict(request.get("nvext") or {})
+        except (ValueError, TypeError, AttributeError):
+            return None  # the frontend that gets the request says what is wrong with it
+        if path not in _ASKED_PATHS:
+            return None
+        annotations = [*(extensions.get("annotations") or ()), "query_instance_id"]
+        request |= {"stream": True, "nvext": {**extensions, "annotations": annotations}}
+        status, answer = await self._ask("POST", path, json.dumps(request).encode())
+        if status != 200:
+            return immediate.ImmediateAnswer(
+                status=status, content_type="application/json", body=answer
+            )
+        lines = answer.decode("utf-8", "replace").splitlines()
+        for name, text in itertools.pairwise(lines):
+            if name == "event: worker_instance_id":
+                return int(text.strip(': "'))
+        raise errors.NoWorkers("the frontend names no worker: it needs --router-mode kv")
+
+    def next_turn(self, size: int) -> int:
+        """Return the next number below `size`, in turn."""
+        return next(self._turns) % size
+
+    async def _ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """Send a request, and return status and body. Raises NoWorkers if the frontend does not answer."""
+        host, port = addresses.split(self.settings.frontend)
+        head = (
+            f"{method} {path} HTTP/1.0\r\nhost: {self.settings.frontend}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                reader, writer = await asyncio.open_connection(host, port, limit=_MOST_BYTES)
+                try:
+                    writer.write(head.encode() + body)
+                    answer = await reader.read()
+                finally:
+                    writer.close()
+            status_line, _, rest = answer.partition(b"\r\n")
+            return int(status_line.split()[1]), rest.partition(b"\r\n\r\n")[2]
+        except (OSError, TimeoutError, ValueError, IndexError) as error:
+            text = f"the frontend at {self.settings.frontend} did not answer: {error!r}"
+            raise errors.NoWorkers(text) from error
+
+
+class PickingProcessor(processor.StreamProcessor):
+    """Answers the messages of one stream with the pod that was chosen."""
+
+    def __init__(self, questions: FrontendQuestions, max_body_bytes: int) -> None:
+        super().__init__(
+            cast("service.RoutingService", None), max_body_bytes
+        )  # no semantic routing
+        self._questions = questions
+
+    async def process(self, message: Any) -> list[Any]:
+        """Return the answers to a message of Envoy, in order."""
+        if not message.request_headers.end_of_stream:
+            return await super().process(message)
+        changed = await self._change_request(b"")
+        if isinstance(changed, immediate.ImmediateAnswer):
+            return [processor.respond_at_once(changed)]
+        head = messages.HeadersResponse(response=changed[0])
+        return [messages.ProcessingResponse(request_headers=head)]
+
+    async def _change_request(self, body: bytes) -> tuple[Any, bytes] | immediate.ImmediateAnswer:
+        try:
+            chosen = await self._questions.choose_worker(self.path, body)
+            if isinstance(chosen, immediate.ImmediateAnswer):
+                return chosen
+            hosts = await self._questions.find_hosts()
+            if not hosts:
+                raise errors.NoWorkers("there is no worker: start one")  # noqa: TRY301 - answered below
+            numbers = sorted(hosts)
+            number = chosen if chosen in hosts else numbers[self._questions.next_turn(len(numbers))]
+        except errors.NoWorkers as error:
+            _logger.info("no endpoint for a request: %s", error)
+            return immediate.refuse(503, str(error), "service_unavailable")
+        target = f"{hosts[number]}:{self._questions.settings.target_port}"
+        headers = [(DESTINATION, target), *([(WORKER, str(number))] if chosen == number else [])]
+        changes = messages.CommonResponse(
+            header_mutation=processor.make_mutation(headers), clear_route_cache=True
+        )
+        return changes, body
+
+
+def main() -> int:
+    """Run the process and return its exit status."""
+    try:
+        logs.configure()
+        asyncio.run(serve(config.load(EndpointPickerConfig, prog=_PROG)))
+    except errors.ConfigError as error:
+        sys.stderr.write(f"{_PROG}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+async def serve(settings: EndpointPickerConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError."""
+    module = distribution.load_extra("dynamo.gateway.server", feature=_PROG, extra="gateway")
+    questions, max_bytes = FrontendQuestions(settings), settings.body_limit_mb * 2**20
+    picker = module.ExtProcServer(lambda: PickingProcessor(questions, max_bytes), max_bytes)
+    stop = process_setup.stop_on_signals()
+    running = tasks.Tasks()
+    await picker.start(settings.host, settings.port)
+    try:
+        await running.run_until(stop)
+    finally:
+        await picker.stop(2.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""The receiving side of the event plane over ZeroMQ: one SUB socket, and one thread that reads it."""
+
+import asyncio
+import collections
+import contextlib
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from dynamo.observability import logs
+from dynamo.runtime.events import Event
+
+HANDSHAKE_MS = 5_000
+# A peer that answers no heartbeat for three seconds is left, and so is an attempt to connect. The kernel's keepalive
+# holds flows open in firewalls and NATs.
+_PEER_WATCH = (
+    (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+    (zmq.HEARTBEAT_IVL, 1_000),
+    (zmq.HEARTBEAT_TIMEOUT, 3_000),
+    (zmq.CONNECT_TIMEOUT, 3_000),
+    (zmq.RECONNECT_IVL, 100),
+    (zmq.RECONNECT_IVL_MAX, 1_000),
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 15),
+    (zmq.TCP_KEEPALIVE_INTVL, 5),
+    (zmq.TCP_KEEPALIVE_CNT, 3),
+)
+HIGH_WATER = 10_000  # messages that wait for one slow listener before it misses some
+PAYLOAD_LIMIT = 16 << 20
+U64 = struct.Struct(">Q")
+_FRAME_LIMIT = PAYLOAD_LIMIT + 1024
+_BATCH_LIMIT = 1_000
+HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+log = logging.getLogger(__name__)
+
+
+def watch_peers(socket: zmq.Socket[bytes]) -> None:
+    """Have ZeroMQ notice peers that are gone without a word (a cut, a NAT that forgot them), and connect again."""
+    for option, value in _PEER_WATCH:
+        socket.set(option, value)
+
+
+def _public_halves(secrets: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {name: zmq.curve_public(z85.encode(secret)) for name, secret in secrets.items()}
+
+
+class EventReceiver:
+    """The SUB socket and the thread that reads it. The methods without a note are for the loop's thread.
+
+    zmq's own asyncio sockets cost more per message than all else here. The thread hands over what has come as one
+    batch, and takes the next only when the loop has taken that one. So a busy loop gets large batches, and what does
+    not fit waits in zmq's bounded queues. The loop talks to it by a queue of commands and a socket to wake it.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        deliver: Callable[[list[Event]], None],
+        secrets: Mapping[str, bytes],
+    ) -> None:
+        """`secrets`: the secret keys of CURVE that publishers may use, by name; empty: nothing is encrypted."""
+        self._deliver = deliver
+        self._log = logs.PeerLog(log, time.monotonic)
+        self._loop = asyncio.get_running_loop()
+        self._uses_by_address: collections.Counter[str] = collections.Counter()
+        self._commands: collections.deque[Callable[[], object]] = collections.deque()
+        self._wake = context.socket(zmq.PAIR)
+        self._wake.bind(f"inproc://wake-{id(self)}")
+        self._woken = context.socket(zmq.PAIR)
+        self._woken.connect(f"inproc://wake-{id(self)}")
+        self._socket = context.socket(zmq.SUB)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.RCVHWM, HIGH_WATER)
+        self._socket.set(zmq.MAXMSGSIZE, _FRAME_LIMIT)
+        watch_peers(self._socket)
+        self._failures: zmq.Socket[bytes] | None = None  # of handshakes
+        self._key_name_by_address: dict[str, str] = {}
+        self._public_keys = _public_halves(secrets)
+        if secrets:
+            self._encrypt()
+        self._topic_by_name: dict[bytes, str] = {}
+        self._refused: set[str] = set()  # publishers that failed the handshake
+        self._early: collections.deque[list[bytes]] = collections.deque()  # see `_leave`
+        self._is_waiting = False  # for `resume`
+        self._is_running = True
+        self._thread = threading.Thread(target=self._run, name="event receiver", daemon=True)
+        self._thread.start()
+
+    def subscribe(self, topic: str) -> None:
+        self._do(lambda: self._hear(topic))
+
+    def unsubscribe(self, topic: str) -> None:
+        self._do(lambda: self._ignore(topic))
+
+    def connect(self, address: str, key_name: str = "") -> None:
+        """Connect to a publisher; if it is connected and has another key now, connect anew."""
+        former, self._key_name_by_address[address] = (
+            self._key_name_by_address.get(address),
+            key_name,
+        )
+        self._uses_by_address[address] += 1
+        if self._uses_by_address[address] == 1:
+            self._do(lambda: self._connect(address))
+        elif former != key_name:
+            self.reconnect(address)
+
+    def disconnect(self, address: str) -> None:
+        self._uses_by_address[address] -= 1
+        if not self._uses_by_address[address]:
+            del self._uses_by_address[address], self._key_name_by_address[address]
+            self._do(lambda: self._leave(address))
+
+    def reconnect(self, address: str) -> None:
+        """Connect anew to an address that is in use."""
+        if address in self._uses_by_address:
+            self._do(lambda: self._leave(address))
+            self._do(lambda: self._connect(address))
+
+    def set_secrets(self, secrets: Mapping[str, bytes]) -> None:
+        """Take other keys; publishers of a key that was not known before are connected to anew."""
+        former, self._public_keys = self._public_keys, _public_halves(secrets)
+        for address, name in self._key_name_by_address.items():
+            if name in self._public_keys and name not in former:
+                self.reconnect(address)
+
+    def _connect(self, address: str) -> None:
+        self._socket.set(zmq.IPV6, "[" in address)
+        if self._public_keys:
+            first = next(iter(self._public_keys.values()))
+            name = self._key_name_by_address.get(address, "")
+            self._socket.set(zmq.CURVE_SERVERKEY, self._public_keys.get(name, first))
+        self._socket.connect(address)
+
+    def _encrypt(self) -> None:
+        public, own_secret = zmq.curve_keypair()
+        self._socket.set(zmq.CURVE_PUBLICKEY, public)
+        self._socket.set(zmq.CURVE_SECRETKEY, own_secret)
+        self._failures = self._socket.get_monitor_socket(HANDSHAKE_FAILURES)
+
+    def resume(self) -> None:
+        """The batch has been taken; bring the next."""
+        self._do(self._resume)
+
+    async def close(self) -> None:
+        self._do(self._end)
+        await asyncio.to_thread(self._thread.join)
+        self._wake.close()
+
+    def _do(self, command: Callable[[], object]) -> None:
+        """Have the thread do it."""
+        if self._is_running:
+            self._commands.append(command)
+            with contextlib.suppress(zmq.Again):  # so many wakes wait that one more is not needed
+                self._wake.send(b"", zmq.NOBLOCK)
+
+    def _run(self) -> None:
+        """The thread. What follows is called by it only."""
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLIN)
+        if self._failures is not None:
+            self._poller.register(self._failures, zmq.POLLIN)
+        while self._is_running:
+            ready = dict(self._poller.poll())
+            if self._woken in ready:
+                self._obey()
+                if self._early and not self._is_waiting:
+                    self._hand_over()
+            elif self._socket in ready:
+                self._hand_over()
+            elif self._failures is not None:
+                self._tell_failure(self._failures)
+        self._woken.close()
+        if self._failures is not None:
+            self._socket.disable_monitor()
+            self._failures.close()
+        self._socket.close()
+
+    def _obey(self) -> None:
+        self._woken.recv()
+        while self._commands:
+            try:
+                self._commands.popleft()()
+            except zmq.ZMQError as error:
+                log.warning("event plane: %s", error)
+
+    def _tell_failure(self, failures: zmq.Socket[bytes]) -> None:
+        """Once for each publisher: zmq tries again for as long as we listen."""
+        address = parse_monitor_message(failures.recv_multipart())["endpoint"].decode()
+        if address not in self._refused:
+            self._refused.add(address)
+            log.warning(
+                "event plane: the publisher at %s has another cluster token, or none; give every process the same"
+                " (--cluster-token-file)",
+                address,
+            )
+
+    def _hand_over(self) -> None:
+        """Bring what has come to the loop, and wait for `resume` before bringing more."""
+        batch: list[Event] = []
+        num_malformed = 0
+        for _ in range(_BATCH_LIMIT):
+            try:
+                frames = self._next()
+            except zmq.Again:
+                break
+            if len(frames) != 4 or not len(frames[1]) == len(frames[2]) == U64.size:
+                num_malformed += 1
+            elif frames[0] in self._topic_by_name:  # zmq also lets through what only begins like it
+                batch.append(self._event(frames))
+        if num_malformed:
+            self._log.warning("", "dropped %d malformed event messages", num_malformed)
+        if batch:
+            self._is_waiting = True
+            self._poller.modify(self._socket, 0)
+            self._loop.call_soon_threadsafe(self._deliver, batch)
+
+    def _event(self, frames: list[bytes]) -> Event:
+        name, number, publisher, payload = frames
+        return Event(
+            topic=self._topic_by_name[name],
+            publisher=U64.unpack(publisher)[0],
+            number=U64.unpack(number)[0],
+            payload=payload,
+        )
+
+    def _hear(self, topic: str) -> None:
+        self._topic_by_name[topic.encode()] = topic
+        self._socket.subscribe(topic)
+
+    def _ignore(self, topic: str) -> None:
+        del self._topic_by_name[topic.encode()]
+        self._socket.unsubscribe(topic)
+
+    def _next(self) -> list[bytes]:
+        """A message. Raises zmq.Again."""
+        return self._early.popleft() if self._early else self._socket.recv_multipart(zmq.NOBLOCK)
+
+    def _resume(self) -> None:
+        self._is_waiting = False
+        self._poller.modify(self._socket, zmq.POLLIN)
+
+    def _leave(self, address: str) -> None:
+        """Polling has begun to read a message: if its publisher went before the rest, libzmq would abort (#2163)."""
+        self._refused.discard(address)
+        with contextlib.suppress(zmq.Again):
+            self._early.append(self._socket.recv_multipart(zmq.NOBLOCK))
+        self._socket.disconnect(address)
+
+    def _end(self) -> None:
+        self._is_running = False

@@ -1,0 +1,102 @@
+"""The addresses of listeners: where each listens, and where others reach it.
+
+They are the same, but behind a NAT or in a container whose ports are published elsewhere. Each plane has its own
+settings, named alike: HOST and PORT for listening, ADVERTISE for what is published in discovery.
+"""
+
+import socket
+from dataclasses import dataclass
+
+from dynamo.base import addresses, errors, membership
+
+_WILDCARDS = ("", "*", "0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenAddress:
+    """Where a listener listens, and where others reach it: the same, but behind a NAT or with `docker -p`."""
+
+    host: str = "127.0.0.1"
+    ports: addresses.PortRange = addresses.ANY_PORT
+    advertised: str | None = None  # `host`, `host:port` or `host:7000-7099`; None: where it listens
+    setting: str = "DYN_TCP_RPC_"  # the variables' names without HOST, PORT and ADVERTISE
+
+    def checked(self) -> "ListenAddress":
+        """Return the address with its hosts in plain form. Raises ConfigError if others could not reach it."""
+        host = addresses.plain_host(self.host, f"{self.setting}HOST")
+        if self.advertised is None or host in ("", "*"):
+            if host in _WILDCARDS:
+                raise errors.ConfigError(
+                    f"{self.setting}HOST is {host!r}: expected the address by which other processes reach this one,"
+                    f" or also that address in {self.setting}ADVERTISE"
+                )
+            return ListenAddress(host=host, ports=self.ports, setting=self.setting)
+        name, ports = self._reached()
+        is_mapped = ports is None or (self.ports.first and len(ports) == len(self.ports))
+        if name in _WILDCARDS or not is_mapped:
+            raise errors.ConfigError(
+                f"{self.setting}ADVERTISE is {self.advertised!r}: expected the address by which other processes reach"
+                f" this one, with or without a port; with ports, as many as {self.setting}PORT has, got {self.ports}"
+            )
+        return ListenAddress(
+            host=host, ports=self.ports, advertised=self.advertised, setting=self.setting
+        )
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts on which it listens and by which it is reached, for checks."""
+        return (self.host, self._reached()[0])
+
+    def published(self, port: int) -> str:
+        """Return the address at which others reach a listener on this port of `ports`."""
+        host, ports = self._reached()
+        return addresses.join(
+            host, port if ports is None else ports.first + port - self.ports.first
+        )
+
+    def listen(self, *, backlog: int | None = None) -> socket.socket:
+        """Return a socket that listens on the first free port. Raises ConfigError."""
+        try:
+            family, number = addresses.resolve(self.host)
+            return self.ports.bind(
+                lambda port: socket.create_server((number, port), family=family, backlog=backlog)
+            )
+        except OSError as error:
+            raise self.refusal(error) from error
+
+    def refusal(self, error: Exception) -> errors.ConfigError:
+        """Return the error for a host or port that cannot be listened on."""
+        where = f"[{self.host}]:{self.ports}" if ":" in self.host else f"{self.host}:{self.ports}"
+        return errors.ConfigError(
+            f"cannot listen on {where}: {error}; expected an address of this host and a free port"
+            f" ({self.setting}HOST, {self.setting}PORT)"
+        )
+
+    def _reached(self) -> tuple[str, addresses.PortRange | None]:
+        """Return the advertised host, and its ports if they are others. Raises ConfigError."""
+        text, setting = self.advertised, f"{self.setting}ADVERTISE"
+        if text is None:
+            return self.host, None
+        host, colon, ports = text.rpartition(":")
+        if not colon or text.endswith("]") or (":" in host and not host.endswith("]")):
+            return addresses.plain_host(text, setting), None
+        try:
+            return addresses.plain_host(host, setting), addresses.PortRange.parse(ports)
+        except ValueError as error:
+            raise errors.ConfigError(f"{setting} is {text!r}: {error}") from error
+
+
+def choose_address(
+    settings: membership.ClusterConfig,
+    host: str | None,
+    ports: addresses.PortRange,
+    advertised: str | None,
+    *,
+    setting: str,
+) -> ListenAddress:
+    """Return the address of a listener; without a host and an advertised address of its own it has the common ones."""
+    if advertised is None and host is None and settings.tcp_rpc_advertise is not None:
+        advertised = ListenAddress(advertised=settings.tcp_rpc_advertise).hosts[1]
+    return ListenAddress(
+        host=host or settings.tcp_rpc_host, ports=ports, advertised=advertised, setting=setting
+    )

@@ -1,0 +1,113 @@
+"""What every engine promises its host, by the llama.cpp adapter over a small random GGUF model."""
+
+import re
+
+import pytest
+
+pytest.importorskip("xllamacpp", reason="needs xllamacpp and gguf (the extra llamacpp)")
+
+import gguf_models
+from dynamo.engine.adapters.llamacpp import engine
+from dynamo.engine.adapters.settings import LlamacppConfig
+from dynamo.protocols import blocks, generate
+from dynamo.worker import engines
+from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from engine_suite import PROMPT, Host, Sink
+from salt_suite import *  # noqa: F403 (the same)
+
+# llama.cpp reports no logprobs of a prompt.
+del test_prompt_logprobs_are_reported_once_even_for_a_cached_prefix  # noqa: F821
+del test_a_prompt_of_one_token_has_no_logprobs  # noqa: F821
+
+TOKENS = ["a", "b", "ab", *(f"w{n}" for n in range(250))]
+SHAPE = {"max_num_seqs": 8, "threads": 1, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A model of ASCII words, so that llama.cpp withholds no token, whatever it draws."""
+    folder = tmp_path_factory.mktemp("gguf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        path = gguf_models.write_model(folder / "tiny.gguf", tokens=TOKENS)
+        return engines.find_model("llamacpp", str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_server():
+    """llama.cpp's server, started once: a second one in the same process may wait for ever for the end of the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        servers, start = [], engine.xllamacpp.Server
+
+        def start_server(params):
+            if not servers:
+                servers.append(start(params))
+            return servers[0]
+
+        patch.setattr(engine.xllamacpp, "Server", start_server)
+        yield
+
+
+@pytest.fixture
+def make_engine(directory):
+    return lambda **settings: engines.build(
+        "llamacpp", directory, LlamacppConfig(**SHAPE | settings)
+    )
+
+
+@pytest.fixture
+async def host(make_engine):
+    engine, sink = make_engine(), Sink()
+    yield Host(engine, sink, await engine.start(sink))
+    await engine.stop()
+
+    assert not sink.deaths
+
+
+@pytest.fixture
+def break_down():
+    def fail(started):
+        class BrokenServer:
+            def handle_completions(self, *_):
+                raise RuntimeError("out of order")
+
+        started._library._server = BrokenServer()
+        return "engine process died"
+
+    return fail
+
+
+async def test_start_returns_the_facts_of_the_file(host):
+    facts = host.facts
+
+    assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 16, 256)
+    assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
+
+
+FORMS = {
+    "choice": ({"choice": ("ab", "ba")}, r"ab|ba"),
+    "regex": ({"regex": "(ab){2}"}, "abab"),
+    "lark": ({"grammar": 'start: "b" "ab"'}, "bab"),
+    "gbnf": ({"grammar": 'root ::= "a" "b"'}, "ab"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_guided_answer_has_its_form(host, form):
+    fields, pattern = FORMS[form]
+    sampling = generate.SamplingOptions(
+        temperature=0.0, guided_decoding=generate.GuidedDecoding(**fields)
+    )
+    request = generate.Request(
+        id="a",
+        model="m",
+        token_ids=blocks.pack(PROMPT),
+        sampling_options=sampling,
+        eos_token_ids=(254,),
+    )
+    host.engine.submit(request)
+    await host.sink.until(lambda: host.sink.has_ended("a") or host.sink.errors)
+    text = "".join([*TOKENS, "", ""][token] for token in host.sink.tokens("a"))
+
+    assert not host.sink.errors
+    assert re.fullmatch(pattern, text)

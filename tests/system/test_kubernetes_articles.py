@@ -1,0 +1,159 @@
+"""The first article's lines on a laptop's cluster: charts, manifests, port-forward; with the simulated engine."""
+
+import json
+import pathlib
+
+import httpx
+import pytest
+
+import kube_articles
+import kube_cluster
+from dynamo.worker import model_source
+from kube_articles import NAMESPACE, ask, connect, run
+from waiting import PATIENT_S, eventually
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def charts(tmp_path_factory):
+    kube_articles.skip_without_tools()
+    kube_cluster.find_kubectl()
+    return kube_articles.package_charts(tmp_path_factory.mktemp("charts"))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, charts):
+    """A cluster with both charts, whose hub cache has the model of the articles (its name; it is the built-in one)."""
+    folder = tmp_path_factory.mktemp("cluster")
+    home = kube_articles.make_hub_cache(folder, model_source.built_in())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(home))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        with kube_cluster.running_cluster(folder, "--backoff-s", "1", "--no-operator") as running:
+            kube_articles.install(running, charts)
+            yield running
+            of_pods = kube_cluster.pod_processes(running)
+    assert not [pid for pid in of_pods if pathlib.Path(f"/proc/{pid}/exe").exists()]
+
+
+def test_pods_of_the_platform_are_those_of_the_article(cluster):
+    definitions = run(cluster, "get", "crd", "-o", "name")
+    rows = kube_articles.shown_rows(run(cluster, "get", "pods", "-n", NAMESPACE))
+
+    assert "dynamographdeployments.nvidia.com" in definitions
+    assert "dynamocomponentdeployments.nvidia.com" in definitions
+    assert rows == [
+        ["dynamo-platform-dynamo-operator-controller-manager-…", "2/2", "Running", "0"],
+        ["dynamo-platform-etcd-0", "1/1", "Running", "0"],
+        ["dynamo-platform-nats-0", "2/2", "Running", "0"],
+        ["dynamo-platform-nats-box-…", "1/1", "Running", "0"],
+    ]
+
+
+def test_manifests_of_the_article_answer_through_port_forward(cluster):
+    workers = ("VllmDecodeWorker", "VllmPrefillWorker")
+    texts = [
+        kube_articles.manifest("vllm-agg", module="dynamo.mocker"),
+        kube_articles.manifest("vllm-disagg", workers=workers, module="dynamo.mocker"),
+    ]
+    for text in texts:
+        run(cluster, "apply", "-f", "-", stdin=text)
+    run(cluster, "wait", "--for=condition=Ready", "dgd", "--all", "--timeout=110s")
+    rows = kube_articles.shown_rows(run(cluster, "get", "pods"))
+    answers = []
+    for name in ("vllm-agg", "vllm-disagg"):
+        with cluster.port_forward(f"svc/{name}-frontend", 8000) as url:
+            answers.append([ask(url), ask(url)])  # over two connections
+    log = run(cluster, "logs", "deployment/vllm-disagg-vllmprefillworker")
+    run(cluster, "delete", "dgd", "--all")
+
+    assert [row[:3] for row in rows] == [
+        ["vllm-agg-frontend-…", "1/1", "Running"],
+        ["vllm-agg-vllmdecodeworker-…", "1/1", "Running"],
+        ["vllm-disagg-frontend-…", "1/1", "Running"],
+        ["vllm-disagg-vllmdecodeworker-…", "1/1", "Running"],
+        ["vllm-disagg-vllmprefillworker-…", "1/1", "Running"],
+    ]
+    for answer in (*answers[0], *answers[1]):
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 30
+    assert log
+
+
+def test_commands_in_a_pod_have_input_output_and_exit_code(cluster):
+    pod = ("-n", NAMESPACE, "deployment/dynamo-platform-nats-box", "--")
+    sorted_lines = cluster.kubectl("exec", "-i", *pod, "sort", stdin="b\na\n")
+    failed = cluster.kubectl("exec", *pod, "sh", "-c", "echo out; echo err >&2; exit 3")
+
+    assert sorted_lines.stdout == "a\nb\n"
+    assert (failed.stdout, failed.returncode) == ("out\n", 3)
+    assert failed.stderr.startswith("err\n")
+
+
+def test_names_of_services_lead_to_their_pods(cluster):
+    program = (
+        "import urllib.request as u; print(u.urlopen('http://{}:2379/health').read().decode())"
+    )
+    names = ("dynamo-platform-etcd", f"dynamo-platform-etcd.{NAMESPACE}.svc.cluster.local")
+    pod = ("-n", NAMESPACE, "deployment/dynamo-platform-nats-box", "--", "python3", "-c")
+    answers = [json.loads(run(cluster, "exec", *pod, program.format(name))) for name in names]
+
+    assert [answer["health"] for answer in answers] == ["true", "true"]
+
+
+def test_port_without_a_program_is_said(cluster):
+    target = ("pod/dynamo-platform-etcd-0", 9, "-n", NAMESPACE)
+    with cluster.port_forward(*target) as url, pytest.raises(httpx.TransportError):
+        ask(url)
+
+
+def test_upgrade_and_rollback_restart_only_what_changed_and_uninstall_leaves_nothing(
+    cluster, charts
+):
+    def uids():
+        """Return the uids of pods that are not being deleted, by name without its generated part."""
+        fields = "{.metadata.name} {.metadata.uid} {.metadata.deletionTimestamp}"
+        template = f"jsonpath={{range .items[*]}}{fields}{{'\\n'}}{{end}}"
+        lines = run(cluster, "get", "pods", "-n", NAMESPACE, "-o", template).splitlines()
+        present = [line.split() for line in lines if len(line.split()) == 2]
+        return {name.rpartition("-")[0]: uid for name, uid in present}
+
+    def is_operator(name):
+        return "controller-manager" in name
+
+    first = uids()
+    platform = connect(cluster, NAMESPACE)
+    values = {
+        "dynamo-operator": {"namespaceRestriction": {"enabled": False}},
+        "operator": {"logLevel": "DEBUG"},
+    }
+    flags = {"namespace": NAMESPACE, "wait": "legacy", "timeout": int(PATIENT_S)}
+    platform.upgrade(charts["dynamo-platform"], "dynamo-platform", values, **flags)
+    upgraded = uids()
+    platform.rollback("dynamo-platform", version=1, wait="legacy", timeout=int(PATIENT_S))
+    rolled_back = uids()
+    platform.uninstall("dynamo-platform")
+    connect(cluster, "default").uninstall("dynamo-crds")
+    kinds = "all,secrets,configmaps,roles,rolebindings,serviceaccounts,networkpolicies"
+    eventually(
+        lambda: (
+            not run(cluster, "get", "crd", "-o", "name").strip()
+            and not run(cluster, "get", "pods", "-A", "-o", "name").strip()
+        ),
+        what="definitions and pods gone",
+        every_s=0.3,
+    )
+    remaining = run(cluster, "get", kinds, "-n", NAMESPACE, "-o", "name").split()
+    cluster_wide = run(cluster, "get", "clusterroles,clusterrolebindings", "-o", "name").split()
+    run(cluster, "delete", "namespace", NAMESPACE, timeout_s=110)
+
+    for before, after in ((first, upgraded), (upgraded, rolled_back)):
+        kept = {name for name, uid in before.items() if after.get(name) == uid}
+        assert kept == {name for name in before if not is_operator(name)}
+        assert sum(map(is_operator, after)) == 1
+    assert remaining == [
+        "configmap/kube-root-ca.crt",
+        "serviceaccount/default",
+    ]  # every namespace's
+    assert cluster_wide == []

@@ -1,0 +1,153 @@
+"""A conversation in the terminal: questions, commands, and what is shown of answers."""
+
+import json
+
+import pytest
+from tests.unit.cli.scripted_talks import Loop, Talk
+
+from dynamo.cli import terminal
+from dynamo.protocols import model_errors
+
+
+@pytest.fixture
+def scripted_talk():
+    return Talk()
+
+
+@pytest.fixture
+def opened(scripted_talk):
+    """Models that can be opened, by name."""
+    other = Talk("other")
+    other.seen = scripted_talk.seen
+    return {"other": other}
+
+
+@pytest.fixture
+def say(monkeypatch, scripted_talk, opened):
+    def say(*lines):
+        typed = iter(lines)
+
+        def read(prompt):
+            line = next(typed, EOFError())
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr("builtins.input", read)
+        terminal.TerminalConversation(Loop(), scripted_talk, {}, opened.get).run()
+
+    return say
+
+
+def test_answers_stay_in_the_conversation(say, scripted_talk):
+    say("one", "two")
+
+    assert scripted_talk.seen == [["one"], ["one", "answer 1", "two"]]
+
+
+def test_clear_begins_anew(say, scripted_talk):
+    say("one", "/clear", "two")
+
+    assert scripted_talk.seen == [["one"], ["two"]]
+
+
+def test_exit_leaves(say, scripted_talk):
+    say("/exit", "one")
+
+    assert scripted_talk.seen == []
+
+
+def test_ctrl_c_at_the_prompt_prints_how_to_leave(say, scripted_talk, capsys):
+    say(KeyboardInterrupt(), "one")
+
+    assert "Ctrl-D leaves" in capsys.readouterr().out.partition("\n")[2]
+    assert scripted_talk.seen == [["one"]]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), model_errors.ContextTooLong("too long")])
+def test_question_without_an_answer_is_not_in_the_conversation(say, scripted_talk, failure):
+    scripted_talk.failure = failure
+    say("one", "two")
+
+    assert scripted_talk.seen == [["one"], ["two"]]
+
+
+def test_without_standard_input_there_is_no_conversation(say, scripted_talk):
+    say(RuntimeError("input(): lost sys.stdin"))
+
+    assert scripted_talk.seen == []
+
+
+def test_question_of_several_lines_is_one(say, scripted_talk):
+    say('"""one', "  two", 'three"""', "a\\", "b", '"""', "x", '"""')
+
+    assert [seen[-1] for seen in scripted_talk.seen] == ["one\n  two\nthree", "a\nb", "x"]
+
+
+def test_system_message_stands_first_and_stays(say, scripted_talk, capsys):
+    say("one", "/system be brief", "two", "/clear", "three", "/system", "/system x", "four")
+
+    assert scripted_talk.seen[1:3] == [
+        ["be brief", "one", "answer 1", "two"],
+        ["be brief", "three"],
+    ]
+    assert scripted_talk.seen[3][0] == "x"
+    assert "be brief\n" in capsys.readouterr().out
+
+
+def test_options_are_set_shown_and_unset(say, scripted_talk, capsys):
+    say("/set max_tokens 5", "/set stop END", "one", "/set", "/set stop", "two")
+
+    assert 'max_tokens 5\nstop "END"\n' in capsys.readouterr().out
+    assert scripted_talk.options == {"max_tokens": 5}
+
+
+def test_invalid_option_is_refused_and_the_old_one_stays(say, scripted_talk, capsys):
+    say("/set temperature 1", "/set temperature 99", "one")
+
+    assert "(temperature: too hot)" in capsys.readouterr().out
+    assert scripted_talk.options == {"temperature": 1}
+
+
+def test_conversation_is_saved_and_loaded(say, scripted_talk, tmp_path, capsys):
+    path = tmp_path / "talk.json"
+    say("/set seed 3", "one", f"/save {path}", "/clear", "/set seed", f"/load {path}", "two")
+
+    assert scripted_talk.seen[-1] == ["one", "answer 1", "two"]
+    assert scripted_talk.options == {"seed": 3}
+    assert json.loads(path.read_text())["model"] == "m"
+
+
+@pytest.mark.parametrize("content", ["no json", '{"model": 1}', None])
+def test_file_that_is_no_conversation_is_refused(say, scripted_talk, tmp_path, capsys, content):
+    path = tmp_path / "talk.json"
+    if content is not None:
+        path.write_text(content)
+    say("one", f"/load {path}", "/load", "two")
+
+    assert str(path) in capsys.readouterr().out
+    assert scripted_talk.seen[-1] == ["one", "answer 1", "two"]
+
+
+def test_another_model_goes_on_with_the_conversation(say, scripted_talk, capsys):
+    say("one", "/model", "/model other", "/model", "two")
+
+    assert scripted_talk.seen[-1] == ["one", "answer 1", "two"]
+    assert "\nm\nother, with the same conversation\nother\n" in capsys.readouterr().out
+
+
+def test_model_of_other_processes_stays(scripted_talk, monkeypatch, capsys):
+    typed = iter(["/model other", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    terminal.TerminalConversation(Loop(), scripted_talk, {}).run()
+
+    assert "another process" in capsys.readouterr().out
+
+
+def test_unknown_command_is_named_with_the_known_ones(say, scripted_talk, capsys):
+    say("/hepl", "/help")
+
+    shown = capsys.readouterr().out
+    assert "(/hepl: expected one of /help, /clear" in shown
+    assert "/save FILE" in shown
+    assert scripted_talk.seen == []

@@ -1,0 +1,135 @@
+"""The model directory of a GGUF file: the same ids as the tokenizers that such files are made from."""
+
+import io
+import json
+
+import pytest
+
+pytest.importorskip("gguf", reason="needs gguf (the extra llamacpp)")
+
+import sentencepiece
+import tokenizers
+
+import gguf_models
+from dynamo.base import errors
+from dynamo.engine.adapters.llamacpp import gguf_model
+from dynamo.worker import engines, model_source
+
+TEXTS = ["The brave cat", "don't  WE'LL 1234", "你好 😀 née", "line\n\n break\t", "<|im_end|>", ""]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_ids_equal_those_of_the_byte_level_tokenizer_in_the_file(tmp_path):
+    judge = tokenizers.Tokenizer.from_file(str(model_source.built_in() / "tokenizer.json"))
+    judge.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    model = json.loads(judge.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [" ".join(pair) for pair in model["merges"]]
+    path = gguf_models.write_model(tmp_path / "m.gguf", tokens=tokens, merges=merges)
+    directory = model_source.resolve(str(path))
+    ours = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+    for text in TEXTS[:4]:
+        assert ours.decode(ours.encode(text).ids) == text
+        words = [piece for piece, _ in ours.pre_tokenizer.pre_tokenize_str(text)]
+        assert ours.encode(text).ids == [
+            token for word in words for token in ours.model.tokenize(word) for token in (token.id,)
+        ]
+    assert ours.encode("<|im_end|>").ids == [len(tokens) + 1]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_proto():
+    """A model of SentencePiece's BPE, such as Llama 2's."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(
+            ["The brave cat sat. The cat's line, don't break; café née 12345."] * 4
+        ),
+        model_writer=model,
+        vocab_size=330,
+        hard_vocab_limit=False,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+@pytest.mark.parametrize("text", [*TEXTS[:4], ""])
+def test_ids_equal_those_of_sentencepiece(sentencepiece_proto, text):
+    judge = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_proto)
+    size = judge.get_piece_size()
+    kinds = [
+        6 if judge.is_byte(n) else 2 if judge.is_unknown(n) else 3 if judge.is_control(n) else 1
+        for n in range(size)
+    ]
+    fields = {
+        "general.architecture": "llama",
+        "llama.context_length": 64,
+        "llama.embedding_length": 8,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [judge.id_to_piece(n) for n in range(size)],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": [judge.get_score(n) for n in range(size)],
+        "tokenizer.ggml.unknown_token_id": judge.unk_id(),
+        "tokenizer.ggml.bos_token_id": judge.bos_id(),
+        "tokenizer.ggml.eos_token_id": judge.eos_id(),
+    }
+    ours = tokenizers.Tokenizer.from_str(gguf_model.model_files(fields)["tokenizer.json"])
+
+    assert ours.encode(text, add_special_tokens=False).ids == judge.encode(text)
+    assert ours.encode(text).ids[0] == judge.bos_id()
+    assert ours.decode(judge.encode(text)) == text
+
+
+def test_directory_has_template_ends_and_sizes_of_the_file(tmp_path):
+    path = gguf_models.write_model(tmp_path / "tiny-Q4.gguf", layers=2)
+    directory = model_source.resolve(str(path))
+    config = json.loads((directory / "config.json").read_text())
+
+    assert (directory / "chat_template.jinja").read_text() == gguf_models.TEMPLATE
+    assert config["eos_token_id"] == [258]
+    assert (config["vocab_size"], config["max_position_embeddings"]) == (259, 512)
+    assert config["kv_bytes_per_token"] == 2 * 2 * (16 + 16) * 2  # layers, heads, keys and values
+    assert (directory / "model.gguf").resolve() == path
+    assert model_source.display_name(str(path)) == "tiny-Q4"
+    assert model_source.resolve(str(path)) == directory
+
+
+def test_tokenizer_beside_the_file_replaces_its_own(tmp_path):
+    path = gguf_models.write_model(tmp_path / "m.gguf", pre="of nobody")
+    with pytest.raises(
+        errors.ConfigError, match=r"'of nobody'.*put the model's tokenizer.json beside"
+    ):
+        model_source.resolve(str(path))
+    own = (model_source.built_in() / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(own)
+
+    assert (model_source.resolve(str(path)) / "tokenizer.json").read_bytes() == own
+
+
+def test_file_that_is_no_gguf_file_is_refused(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"no model")
+
+    with pytest.raises(errors.ConfigError, match=r"m.gguf: expected a GGUF file"):
+        model_source.resolve(str(tmp_path / "m.gguf"))
+
+
+def test_gguf_file_is_for_llamacpp_alone_and_its_default(tmp_path):
+    path = str(gguf_models.write_model(tmp_path / "m.gguf"))
+
+    assert (engines.default_for(path), engines.default_for("org/model")) == ("llamacpp", "native")
+    with pytest.raises(errors.ConfigError, match=r"serve it with python -m dynamo.llamacpp"):
+        engines.find_model("native", path)
+    with pytest.raises(
+        errors.ConfigError, match=r"expected --model FILE.gguf, got the built-in model"
+    ):
+        engines.find_model("llamacpp", None)

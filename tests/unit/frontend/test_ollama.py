@@ -1,0 +1,221 @@
+"""Ollama's API: chats, prompts, embeddings and lists of models; `tests/clients` has its real client."""
+
+import json
+
+import pytest
+from frontend_rig import outputs
+
+from dynamo.base import errors
+from dynamo.protocols import generate, model_card
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT = {"model": "m", "prompt": "hi"}
+PARSED = model_card.ModelRuntimeConfig(
+    tool_call_parser="hermes", reasoning_parser="basic", supports_guided=True
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
+
+
+async def ask(rig, path, body, **fields):
+    return await rig.client.post(path, json={**body, **fields})
+
+
+def lines(answer):
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def without_times(line):
+    return {
+        name: value
+        for name, value in line.items()
+        if name != "created_at" and not name.endswith("duration")
+    }
+
+
+async def test_chat_streams_lines_of_json_by_default(rig):
+    rig.one.script = outputs("ab", "eos")
+    answer = await ask(rig, "/api/chat", CHAT)
+    message = {"role": "assistant", "content": ""}
+
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert [without_times(line) for line in lines(answer)] == [
+        {"model": "m", "message": message | {"content": "a"}, "done": False},
+        {"model": "m", "message": message | {"content": "b"}, "done": False},
+        {
+            "model": "m",
+            "message": message,
+            "done": True,
+            "done_reason": "stop",
+            "prompt_eval_count": 9,
+            "eval_count": 3,
+        },
+    ]
+    assert rig.one.prompts == ["user: hi\n"]
+
+
+async def test_whole_chat_is_one_object(rig):
+    rig.one.script = outputs("hello", "length")
+    (line,) = lines(await ask(rig, "/api/chat", CHAT, stream=False))
+
+    assert line["message"] == {"role": "assistant", "content": "hello"}
+    assert (line["done"], line["done_reason"], line["eval_count"]) == (True, "length", 5)
+    assert line["total_duration"] >= line["eval_duration"] >= 0
+    assert line["created_at"].endswith("Z")
+
+
+async def test_generate_has_its_text_as_the_response(rig):
+    rig.one.script = outputs("ab", "eos")
+    found = lines(await ask(rig, "/api/generate", PROMPT, system="be kind"))
+    (raw,) = lines(await ask(rig, "/api/generate", PROMPT, raw=True, stream=False))
+
+    assert [line["response"] for line in found] == ["a", "b", ""]
+    assert raw["response"] == "ab"
+    assert rig.one.prompts == ["system: be kind\nuser: hi\n", "hi"]
+
+
+async def test_options_reach_the_engine(rig):
+    chosen = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7, "num_predict": 4, "stop": ["x"],
+        "repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25, "num_ctx": 4096,
+    }  # fmt: skip
+    answer = await ask(rig, "/api/chat", CHAT, options=chosen, keep_alive="5m", stream=False)
+    (request,) = rig.one.requests
+
+    assert "x-dynamo-ignored-parameters" not in answer.headers
+    assert request.sampling_options == generate.SamplingOptions(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.1,
+        seed=7,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+    )
+    assert request.stop_conditions.max_tokens == 4
+    assert request.stop_conditions.stop == ("x",)
+
+
+async def test_number_of_tokens_below_one_is_no_limit(rig):
+    await ask(rig, "/api/chat", CHAT, options={"num_predict": -1}, stream=False)
+
+    assert rig.one.requests[0].stop_conditions.max_tokens == 200 - len("user: hi\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thoughts_and_calls_are_fields_of_the_message(rig, stream):
+    two = await rig.worker("p", runtime_config=PARSED)
+    two.script = outputs(f"<think>hm</think>I look.{CALL}", "eos")
+    answer = await ask(rig, "/api/chat", CHAT, model="p", tools=TOOLS, stream=stream)
+    messages = [line["message"] for line in lines(answer)]
+
+    assert "".join(message.get("thinking", "") for message in messages) == "hm"
+    assert "".join(message["content"] for message in messages) == "I look."
+    assert [call for message in messages for call in message.get("tool_calls", ())] == [
+        {"function": {"name": "look", "arguments": {"at": "x"}}}
+    ]
+
+
+async def test_thoughts_are_left_out_where_they_are_switched_off(rig):
+    two = await rig.worker("p", runtime_config=PARSED)
+    two.script = outputs("<think>hm</think>yes", "eos")
+    (line,) = lines(await ask(rig, "/api/chat", CHAT, model="p", think=False, stream=False))
+
+    assert line["message"] == {"role": "assistant", "content": "yes"}
+
+
+async def test_format_is_a_grammar(rig):
+    two = await rig.worker("p", runtime_config=PARSED)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    await ask(rig, "/api/chat", CHAT, model="p", format=schema)
+    await ask(rig, "/api/generate", PROMPT, model="p", format="json")
+    first, second = [one.sampling_options.guided_decoding for one in two.requests]
+
+    assert json.loads(first.json) == schema
+    assert first.param == second.param == "format"
+
+
+async def test_history_with_calls_and_results_is_sent_back(rig):
+    call = {"function": {"name": "look", "arguments": {"at": "x"}}}
+    history = [
+        CHAT["messages"][0],
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "seen", "tool_name": "look"},
+    ]
+    answer = await ask(rig, "/api/chat", CHAT, messages=history, stream=False)
+
+    assert answer.status_code == 200
+    assert rig.one.prompts == ["user: hi\nassistant: \ntool: seen\n"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [("/api/chat", {"messages": []}, "message"), ("/api/generate", {"prompt": ""}, "response")],
+)
+async def test_request_without_a_prompt_only_loads_the_model(rig, path, body, field):
+    (line,) = lines(await ask(rig, path, {"model": "m"}, **body))
+    missing = await ask(rig, path, {"model": "q"}, **body)
+
+    assert line[field] in ("", {"role": "assistant", "content": ""})
+    assert (line["done"], line["done_reason"]) == (True, "load")
+    assert missing.status_code == 404
+    assert rig.one.requests == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("/api/chat", CHAT | {"model": "q"}, 404, "'q'"),
+        ("/api/chat", CHAT | {"messages": [{"role": "user", "content": "x", "images": ["i"]}]}, 400, "images"),
+        ("/api/chat", CHAT | {"options": {"temperature": 9}}, 400, "options.temperature"),
+        ("/api/generate", PROMPT | {"suffix": "x"}, 400, "suffix"),
+        ("/api/generate", PROMPT | {"context": [1]}, 400, "context"),
+        ("/api/embed", {"model": "m", "input": "x"}, 400, "embeddings"),
+        ("/api/show", {}, 400, "model"),
+        ("/api/show", {"model": "q"}, 404, "'q'"),
+    ],
+)  # fmt: skip
+async def test_error_is_one_sentence(rig, path, body, status, text):
+    answer = await rig.client.post(path, json=body)
+
+    assert answer.status_code == status
+    assert answer.json().keys() == {"error"}
+    assert text in answer.json()["error"]
+
+
+async def test_failed_stream_ends_with_the_error(rig):
+    def script(call, _):
+        call.send(generate.Output((104,)))
+        call.fail(errors.EngineFailed("out of memory"))
+
+    rig.one.script = script
+    found = lines(await ask(rig, "/api/chat", CHAT))
+
+    assert found[-1] == {"error": "out of memory"}
+    assert len(found) == 2
+
+
+async def test_models_are_listed_with_and_without_a_tag(rig):
+    await rig.embedder()
+    tags = (await rig.client.get("/api/tags")).json()["models"]
+    loaded = (await rig.client.get("/api/ps")).json()["models"]
+    shown = (await ask(rig, "/api/show", {"model": "m:latest"})).json()
+    vectors = (await ask(rig, "/api/show", {"name": "e"})).json()
+
+    assert [model["model"] for model in tags] == [model["name"] for model in loaded]
+    assert {model["name"]: model["context_length"] for model in loaded}["m"] == 200
+    assert shown["model_info"]["dynamo.context_length"] == 200
+    assert shown["capabilities"] == ["completion"]
+    assert vectors["capabilities"] == ["embedding"]
+    assert (await rig.client.get("/api/version")).json().keys() == {"version"}
+
+
+async def test_texts_are_embedded_in_their_order(rig):
+    await rig.embedder()
+    answer = (await ask(rig, "/api/embed", {"model": "e:latest"}, input=["abc", "b"])).json()
+    (single,) = (await ask(rig, "/api/embed", {"model": "e"}, input="a")).json()["embeddings"]
+
+    assert answer["embeddings"] == [[3, 97, 0, 0], [1, 98, 0, 0]]
+    assert (answer["model"], answer["prompt_eval_count"]) == ("e", 4)
+    assert single == [1, 97, 0, 0]

@@ -1,0 +1,149 @@
+"""Calls in parts: the same as whole ones, however the text is cut, and early."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from parser_rig import ONE_CALL, make_parser, read, with_whole_calls
+
+from dynamo.preprocess.parsers import parser
+
+# An argument of the sample of a format that is not JSON.
+ARGUMENT = {
+    "qwen3_coder": "<parameter=city>\nParis\n</parameter>\n",
+    "seed_oss": "<parameter=city>Paris</parameter>\n",
+    "glm45": "<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n",
+    "minimax_m2": '<parameter name="city">Paris</parameter>\n',
+    "dots": "<parameter name=city>Paris</parameter>\n",
+    "step3": '<steptml:parameter name="city">Paris</steptml:parameter>',
+    "minicpm5": '<param name="city">Paris</param>',
+    "deepseek_v3_2": '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n',
+    "deepseek_v4": '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n',
+    "deepseek_v41": '<｜DSML｜ parameter name="city" string="true">Paris</｜DSML｜ parameter>\n',
+}
+PYTHONIC = ("pythonic", "lfm2", "olmo3")
+BARE = {"gemma4": '<|"|>', "functiongemma": "<escape>"}
+TEXTS = st.text(st.sampled_from("ab é\"'\\\n\r\t<>{}[](),:=/😀\x01"), max_size=12)
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["city", "note", "days", "metric", "tags"]),
+    st.one_of(TEXTS, st.integers(), st.booleans(), st.lists(TEXTS, max_size=2)),
+    max_size=3,
+)
+
+
+def written(name, arguments, dump=json.dumps):
+    """A call with these arguments, as a model writes it in this format."""
+    sample = ONE_CALL[name]
+    if name in PYTHONIC:
+        body = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        return sample.replace('city="Paris"', body)
+    if name in BARE:
+        quote = BARE[name]
+        body = ",".join(
+            f"{key}:{quote}{value}{quote}" if isinstance(value, str) else f"{key}:{dump(value)}"
+            for key, value in arguments.items()
+        )
+        return sample.replace(f"city:{quote}Paris{quote}", body)
+    if name in ARGUMENT:
+        body = "".join(
+            ARGUMENT[name]
+            .replace("true", "true" if isinstance(value, str) else "false")
+            .replace("city", key)
+            .replace("Paris", value if isinstance(value, str) else dump(value))
+            for key, value in arguments.items()
+        )
+        return sample.replace(ARGUMENT[name], body)
+    return sample.replace('{"city": "Paris"}', dump(arguments))
+
+
+def dump_loosely(value):
+    return json.dumps(value, ensure_ascii=False, separators=(",", " : ")).replace("\\n", "\n")
+
+
+def test_every_format_has_a_way_to_write_arguments():
+    assert all(written(name, {"note": "Rome"}) != ONE_CALL[name] for name in ONE_CALL)
+
+
+@given(
+    st.sampled_from(sorted(ONE_CALL)),
+    ARGUMENTS,
+    st.sampled_from([json.dumps, dump_loosely]),
+    st.lists(st.integers(0, 400), max_size=8),
+)
+def test_call_in_parts_is_the_whole_call_however_its_text_is_cut(name, arguments, dump, places):
+    text = written(name, arguments, dump)
+    edges = [0, *sorted({place % (len(text) + 1) for place in places}), len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
+    whole = read(make_parser(name), text)
+    streamed = read(make_parser(name, whole_tools=()), text)
+
+    assert read(make_parser(name, whole_tools=()), *pieces) == streamed
+    assert read(make_parser(name, whole_tools=()), *text) == streamed
+    if any(isinstance(event, parser.ToolCall) for event in whole):
+        assert with_whole_calls(streamed) == whole
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_arguments_come_before_the_call_ends(name):
+    city = "Par\n\u00e9 " * 50
+    text = written(name, {"city": city, "days": 3})
+    reader = make_parser(name, whole_tools=())
+    early = [event for char in text[: text.index("Par") + 100] for event in reader.push(char)]
+    shown = "".join(event.text for event in early if isinstance(event, parser.CallArguments))
+
+    assert early[0] == parser.CallBegin("get_weather")
+    assert shown.startswith('{"city": "Par\\n')
+    assert len(shown) > 80
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_call_of_a_tool_that_has_to_come_whole_does(name):
+    text = ONE_CALL[name]
+
+    assert read(make_parser(name, whole_tools=("get_weather",)), *text) == read(
+        make_parser(name), text
+    )
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "gemma4", "harmony"])
+def test_call_that_is_cut_off_has_begun_and_does_not_end(name):
+    text = written(name, {"city": "Paris " * 20})
+    events = read(make_parser(name, whole_tools=()), *text[: text.index("Paris") + 50])
+
+    assert [type(event) for event in events] == [parser.CallBegin, parser.CallArguments]
+
+
+def test_several_calls_in_one_array_come_in_parts():
+    text = (
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": [{"b": "}"}]}}, '
+        '{"arguments": {}, "name": "g"}, {"id": "x", "name": "h", "arguments": {"c": 1}}]'
+    )
+    events = read(make_parser("mistral", whole_tools=()), *text)
+
+    assert with_whole_calls(events) == [
+        parser.ToolCall("f", '{"a": [{"b": "}"}]}'),
+        parser.ToolCall("g", "{}"),
+        parser.ToolCall("h", '{"c": 1}'),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[get_time(a='x' 'y', b=r'\\n', c='\\x41\\u00e9\\d', d=\"\"\"q\"r\"s\"\"\", e='', f=('t', -1))]",
+        "[get_time(a={'k': [1, ')']}, b=None), get_time(), get_time(c='\\'')]",
+    ],
+)
+def test_python_literals_are_shown_as_they_are_read(text):
+    streamed = read(make_parser("pythonic", whole_tools=()), *text)
+
+    assert with_whole_calls(streamed) == read(make_parser("pythonic"), text)
+
+
+def test_half_a_surrogate_pair_is_never_shown():
+    text = "[get_time(a='\\ud800')]"
+
+    assert read(make_parser("pythonic"), text) == [parser.Content(text)]
+    read(make_parser("pythonic", whole_tools=()), *text)
