@@ -1,7 +1,11 @@
 """What every storage below host memory promises: blocks come back whole or not at all, also after a restart."""
 
 import contextlib
+import http.client
+import http.server
 import importlib.util
+import threading
+import time
 
 import pytest
 
@@ -18,6 +22,8 @@ if HAS_OBSTORE:
     import obstore
 
     from dynamo.kvbm import object_storage
+HAS_MOTO = HAS_OBSTORE and importlib.util.find_spec("moto") is not None
+needs_moto = pytest.mark.skipif(not HAS_MOTO, reason="moto or obstore is not installed")
 
 
 def content(name):
@@ -37,9 +43,94 @@ def open_objects(directory, fingerprint):
     return object_storage.ObjectStorage(directory.as_uri(), fingerprint, num_slots=NUM_SLOTS)
 
 
-@pytest.fixture(params=[open_file, pytest.param(open_objects, marks=needs_obstore)])
+def open_bucket(directory, fingerprint):
+    """Open the tier in the bucket of the running `s3`, under a prefix of this test alone."""
+    url = f"s3://cache{directory}"
+    return object_storage.ObjectStorage(url, fingerprint, num_slots=NUM_SLOTS)
+
+
+class FaultyStore(http.server.ThreadingHTTPServer):
+    """Amazon's S3 as moto plays it, behind a proxy that can be slow, wrong, failing or gone."""
+
+    daemon_threads = True
+    fault = None  # "hangs", "fails", "damages" or "closes"
+
+    def __init__(self, address):
+        super().__init__(("127.0.0.1", 0), ProxyHandler)
+        self.store_address, self.may_answer = address, threading.Event()
+
+
+class ProxyHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def forward(self):
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.server.fault == "hangs":
+            self.server.may_answer.wait()
+        if self.server.fault in ("closes", "hangs"):
+            self.close_connection = True
+            return
+        with contextlib.closing(http.client.HTTPConnection(*self.server.store_address)) as store:
+            store.request(self.command, self.path, body, dict(self.headers))
+            answer = store.getresponse()
+            content = answer.read()
+        if self.server.fault == "damages":
+            content = content[:-1] + b"!"
+        self.send_response(503 if self.server.fault == "fails" else answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                self.send_header(name, value)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def moto_address():
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = server.get_host_and_port()
+    with contextlib.closing(http.client.HTTPConnection(*address)) as store:
+        store.request("PUT", "/cache")
+        assert store.getresponse().status == 200
+    yield address
+    server.stop()
+
+
+@pytest.fixture
+def s3(moto_address, monkeypatch):
+    store = FaultyStore(moto_address)
+    thread = threading.Thread(target=store.serve_forever, args=(0.02,))
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{store.server_port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    yield store
+    store.may_answer.set()
+    store.shutdown()
+    store.server_close()
+    thread.join()
+
+
+@pytest.fixture(
+    params=[
+        open_file,
+        pytest.param(open_objects, marks=needs_obstore),
+        pytest.param(open_bucket, marks=needs_moto),
+    ]
+)
 def reopen(request, tmp_path):
     """Open the storage in one place; the one that was open is closed."""
+    if request.param is open_bucket:
+        request.getfixturevalue("s3")
     opened = []
 
     def reopen(fingerprint=OURS):
@@ -219,3 +310,30 @@ def test_failing_store_is_an_error_of_the_system(tmp_path, monkeypatch):
     ):
         with pytest.raises(OSError, match=r"^no answer$"):
             call()
+
+
+@needs_moto
+@pytest.mark.parametrize("fault", ["hangs", "fails", "closes"])
+def test_store_that_stops_answering_is_an_error_within_its_time_limit(
+    s3, tmp_path, monkeypatch, fault
+):
+    monkeypatch.setattr(object_storage, "TIMEOUT_S", 1)
+    storage = open_bucket(tmp_path, OURS)
+    storage.write(0, block(1), content(1), 0)
+    s3.fault = fault
+    began_at = time.monotonic()
+    with pytest.raises(OSError, match=r"."):
+        read(storage, 0)
+
+    assert time.monotonic() - began_at < 8
+    s3.fault = None
+    assert read(storage, 0) == 1  # the block was not lost
+
+
+@needs_moto
+def test_wrong_byte_from_a_store_is_found(s3, tmp_path):
+    storage = open_bucket(tmp_path, OURS)
+    storage.write(0, block(1), content(1), 0)
+    s3.fault = "damages"
+
+    assert read(storage, 0) is None
