@@ -8,12 +8,11 @@ import stat
 
 import httpx
 import pytest
-import yaml
 
 import kube_cluster
 from dynamo.base import errors
 from dynamo.cli import kube
-from waiting import PATIENT_S, eventually
+from waiting import PATIENT_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -279,51 +278,3 @@ def test_the_status_of_a_pod_tells_why_it_does_not_run(node):
     assert crashed.returncode == 0, crashed.stderr
     assert unschedulable == "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
     assert log == "bye\n"
-
-
-EXAMPLE = pathlib.Path(__file__).parents[2] / "deploy" / "examples" / "mocker.yaml"
-OUR_KINDS = "dgd,dcd,dwm,deployments,replicasets,pods,services,roles,rolebindings,serviceaccounts"
-
-
-@pytest.mark.timeout(400)
-def test_a_deployment_becomes_ready_answers_and_leaves_nothing(tmp_path):
-    kube_cluster.find_kubectl()
-    if os.geteuid() != 0:
-        pytest.skip("two pods on the same port need network namespaces, and those root")
-    manifest = yaml.safe_load(EXAMPLE.read_text())
-    services = manifest["spec"]["services"]
-    for service in services.values():
-        often = {"readinessProbe": {"periodSeconds": 1}}
-        service["extraPodSpec"]["mainContainer"] |= often
-    services["Worker"]["extraPodSpec"]["mainContainer"]["startupProbe"] = {"periodSeconds": 1}
-    with kube_cluster.running_cluster(tmp_path, "--backoff-s", "1") as up:
-        before = up.kubectl("get", OUR_KINDS, "-o", "name").stdout
-        applied = up.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
-        ready = up.kubectl(
-            "wait", "--for=condition=Ready", "dgd/mocker", "--timeout=140s", timeout_s=150
-        )
-        assert ready.returncode == 0, (
-            applied.stderr,
-            ready.stderr,
-            up.kubectl("get", "dgd,pods").stdout,
-        )
-        column = "jsonpath={.items[0].status.podIP}"
-        label = "nvidia.com/dynamo-component=Frontend"
-        address = up.kubectl("get", "pods", "-l", label, "-o", column).stdout
-        body = {
-            "model": "storyteller",
-            "messages": [{"role": "user", "content": "hi"}],
-            "max_tokens": 4,
-        }
-        url = f"http://{address}:8000/v1/chat/completions"
-        answer = httpx.post(url, json=body, timeout=PATIENT_S)
-        up.kubectl("delete", "dgd/mocker", timeout_s=90)
-        eventually(
-            lambda: up.kubectl("get", OUR_KINDS, "-o", "name").stdout == before,
-            what="all objects of the deployment gone",
-            every_s=0.3,
-        )
-        of_pods = kube_cluster.pod_processes(up)
-
-    assert answer.json()["usage"]["completion_tokens"] == 4
-    assert not [pid for pid in of_pods if pathlib.Path(f"/proc/{pid}/exe").exists()]

@@ -354,6 +354,10 @@ class ModelSpec(Resource):
             "!has(self.modelType) || self.modelType == 'base' || has(self.source)",
             "an adapter needs source.uri",
         ),
+        (
+            "self == oldSelf",
+            "a model is immutable: make another one under a new name, since KV blocks are cached by the name",
+        ),
     )
     model_name: Name
     base_model_name: Name

@@ -11,7 +11,7 @@ from dynamo.operator import objects
 from dynamo.operator.objects import Object
 
 Key = tuple[str, str, str]  # kind, namespace, name
-ROOTS = ("DynamoGraphDeployment", "DynamoComponentDeployment")
+ROOTS = ("DynamoGraphDeployment", "DynamoComponentDeployment", "DynamoModel")
 
 
 def key_of(resource: Object) -> Key:
@@ -27,6 +27,7 @@ class ObjectCache:
         self._owned: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # by the owner's uid
         self._objects: defaultdict[str, dict[tuple[str, str], Object]] = defaultdict(dict)
         self._pods: defaultdict[str, dict[str, Object]] = defaultdict(dict)
+        self._roots: dict[str, set[Key]] = {kind: set() for kind in ROOTS}
 
     def apply_event(self, event: str, resource: Object) -> bool:
         """Enter one event of a watch; return False if it told nothing new.
@@ -53,6 +54,8 @@ class ObjectCache:
             self._pods[namespace][name] = resource
         else:
             self._objects[namespace][kind, name] = resource
+            if kind in ROOTS:
+                self._roots[kind].add((kind, namespace, name))
             for owner in resource["metadata"].get("ownerReferences") or ():
                 self._owned[owner["uid"]].add((kind, name))
         return True
@@ -67,6 +70,7 @@ class ObjectCache:
             del self._pods[namespace][name]
         else:
             del self._objects[namespace][kind, name]
+            self._roots.get(kind, set()).discard((kind, namespace, name))
             self._owned.pop(present["metadata"].get("uid"), None)
             for owner in present["metadata"].get("ownerReferences") or ():
                 self._owned.get(owner["uid"], set()).discard((kind, name))
@@ -79,28 +83,26 @@ class ObjectCache:
         return self._objects[namespace].get((kind, name))
 
     def observe(self, root: Object, now: str) -> objects.Observed:
-        """Return what concerns a root object: its namespace, and the pods of its graph."""
+        """Return what concerns a root object: its namespace, and the pods of its graph, or all for a model."""
         namespace = root["metadata"]["namespace"]
         labels = root["metadata"].get("labels") or {}
         graph = labels.get(objects.GRAPH_LABEL, root["metadata"]["name"])
         pods = [
             pod
             for pod in self._pods[namespace].values()
-            if pod["metadata"].get("labels", {}).get(objects.GRAPH_LABEL) == graph
+            if root["kind"] == "DynamoModel"
+            or pod["metadata"].get("labels", {}).get(objects.GRAPH_LABEL) == graph
         ]
         existing = self._objects[namespace]
         owned_keys = self._owned.get(root["metadata"]["uid"], set()) & existing.keys()
         return objects.Observed(now=now, objects=existing, owned_keys=owned_keys, pods=pods)
 
-    def roots(self) -> Iterator[Key]:
-        """Yield the addresses of all graphs and components."""
-        for namespace, existing in self._objects.items():
-            for kind, name in existing:
-                if kind in ROOTS:
-                    yield kind, namespace, name
+    def roots(self) -> list[Key]:
+        """Return the addresses of all objects that are reconciled."""
+        return [key for keys in self._roots.values() for key in keys]
 
     def roots_of(self, resource: Object) -> Iterator[Key]:
-        """Yield the addresses of the graphs and components that an object concerns."""
+        """Yield the addresses of the objects to reconcile that an object concerns."""
         kind, namespace, name = key_of(resource)
         if kind in ROOTS:
             yield kind, namespace, name
@@ -116,6 +118,8 @@ class ObjectCache:
                 yield "DynamoComponentDeployment", namespace, labels[objects.SELECTOR_LABEL]
         elif kind == "PersistentVolumeClaim":  # a component may wait for it by name alone
             yield from (key for key in self.roots() if key[1] == namespace)
+        if kind in ("Pod", "DynamoComponentDeployment"):
+            yield from (key for key in self._roots["DynamoModel"] if key[1] == namespace)
 
 
 def _lacks_configuration(resource: Object) -> bool:

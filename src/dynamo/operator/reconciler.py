@@ -10,24 +10,19 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
-
-import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.operator import api_types, component, graph, objects
+from dynamo.operator import api_types, component, graph, models, objects, pod_calls
 from dynamo.operator.object_cache import Key, ObjectCache, key_of
 from dynamo.operator.objects import FIELD_MANAGER, Object, Reconciliation
-from dynamo.operator.pod_template import HTTP_PORT
 from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.backends.kubernetes import connection
 
-_POLL_S = 1.0  # between two looks at the frontends during an update
-_HTTP_TIMEOUT_S = 3.0
-_MOST_BYTES = 4 * 2**20
+_POLL_S = (
+    1.0  # between two looks at the frontends during an update, and at workers without their adapter
+)
 _UNSTABLE = ("resourceVersion", "managedFields", "generation")
 _logger = logging.getLogger(__name__)
 
@@ -56,13 +51,17 @@ class Reconciler:
         Raises Unavailable, RequestError or ConfigError for a write that the cluster refuses.
         """
         root = self._cache.get(key)
-        if root is None or "deletionTimestamp" in root["metadata"]:
+        if root is None:
             return None
         now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         observed = self._cache.observe(root, now)
+        if key[0] == "DynamoModel":
+            return await self._reconcile_model(root, observed)
+        if "deletionTimestamp" in root["metadata"]:
+            return None
         is_updating = graph.is_updating(root, observed)
         if is_updating:
-            instances = await count_admitted(observed.pods)
+            instances = await pod_calls.count_admitted(observed.pods)
             observed = dataclasses.replace(observed, instances=instances)
         if key[0] == "DynamoGraphDeployment":
             token_name = graph.find_token_name(root, observed, self._settings)
@@ -80,6 +79,47 @@ class Reconciler:
         for item in decision.other_statuses:
             await self._write_status(self._cache.get(key_of(item)) or item, item["status"])
         return _POLL_S if is_updating else None
+
+    async def _reconcile_model(self, root: Object, observed: objects.Observed) -> float | None:
+        """Have all workers of a base model load an adapter or, while it is being deleted, unload it."""
+        spec, metadata = api_types.read_spec(root, api_types.ModelSpec), root["metadata"]
+        is_leaving, finalizers = "deletionTimestamp" in metadata, metadata.get("finalizers") or []
+        endpoints = models.find_endpoints(spec.base_model_name, observed)
+        failures = dict.fromkeys(endpoints, "the worker is not ready yet")
+        ready = [endpoint for endpoint in endpoints if endpoint.is_ready]
+        if models.needs_adapter(spec) and spec.source is not None:
+            if not is_leaving and models.FINALIZER not in finalizers:
+                await self._set_finalizers(root, [*finalizers, models.FINALIZER])
+            uri = None if is_leaving else spec.source.uri
+            outcomes = await asyncio.gather(
+                *(
+                    pod_calls.change_adapter(entry.address, entry.port, spec.model_name, uri)
+                    for entry in ready
+                )
+            )
+        else:
+            outcomes = [""] * len(ready)
+        failures |= dict(zip(ready, outcomes, strict=True))
+        if not is_leaving:
+            await self._write_status(root, models.make_status(root, failures, observed.now))
+        elif models.FINALIZER in finalizers and not any(outcomes):
+            remaining = [name for name in finalizers if name != models.FINALIZER]
+            await self._set_finalizers(root, remaining)
+            return None
+        return _POLL_S if any(outcomes) else None
+
+    async def _set_finalizers(self, root: Object, finalizers: list[str]) -> None:
+        metadata = root["metadata"]
+        changes = {"resourceVersion": metadata["resourceVersion"], "finalizers": finalizers}
+        address = root["apiVersion"], root["kind"], metadata["name"]
+        try:
+            changed = await self._cluster.patch(
+                *address, {"metadata": changes}, metadata["namespace"]
+            )
+        except connection.ObjectMissing:
+            return
+        if finalizers or "deletionTimestamp" not in metadata:  # else it is gone by this
+            self._cache.put(changed)
 
     def forget(self, key: Key) -> None:
         """Drop what is remembered of an object that is gone."""
@@ -202,23 +242,6 @@ class Reconciler:
             self._cache.put({"kind": "Secret", "metadata": existing["metadata"]})
 
 
-async def count_admitted(pods: Sequence[Object]) -> dict[str, int] | None:
-    """Return how many instances of each namespace all ready frontends have admitted; None if none can say."""
-    addresses = [
-        pod["status"]["podIP"]
-        for pod in pods
-        if pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "frontend"
-        and objects.find_condition(pod, "Ready").get("status") == "True"
-        and pod["status"].get("podIP")
-    ]
-    answers = await asyncio.gather(*(read_instances(address) for address in addresses))
-    counts = [answer for answer in answers if answer is not None]
-    if not counts:
-        return None
-    names = {name for count in counts for name in count}
-    return {name: min(count.get(name, 0) for count in counts) for name in names}
-
-
 def digest_of_lasting(existing: Object) -> str:
     """Return the digest of what writers other than the status's change in an object."""
     metadata = {k: v for k, v in existing["metadata"].items() if k not in _UNSTABLE}
@@ -226,31 +249,11 @@ def digest_of_lasting(existing: Object) -> str:
     return objects.digest({**content, "metadata": metadata}, 64)
 
 
-async def read_instances(address: str, port: int = HTTP_PORT) -> dict[str, int] | None:
-    """Return how many instances a frontend lists in each dynamo namespace; None if it cannot be asked."""
-    try:
-        async with asyncio.timeout(_HTTP_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(address, port)
-            try:
-                writer.write(f"GET /health HTTP/1.0\r\nhost: {address}\r\n\r\n".encode("ascii"))
-                answer = await reader.read(_MOST_BYTES)
-            finally:
-                writer.close()
-        body: Mapping[str, Any] = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])
-        counts: dict[str, int] = {}
-        for entry in body["instances"]:
-            if entry["endpoint"] == "generate":
-                counts[entry["namespace"]] = counts.get(entry["namespace"], 0) + 1
-    except (OSError, TimeoutError, msgspec.DecodeError, LookupError, TypeError) as error:
-        _logger.info("the frontend at %s does not tell its instances: %s", address, error)
-        return None
-    return counts
-
-
 API_VERSION_BY_KIND = {
     "DynamoGraphDeployment": api_types.API_VERSION,
     "DynamoComponentDeployment": api_types.API_VERSION,
     "DynamoGraphDeploymentScalingAdapter": api_types.API_VERSION,
+    "DynamoModel": api_types.API_VERSION,
     "PersistentVolumeClaim": "v1",
     "Pod": "v1",
     "Service": "v1",

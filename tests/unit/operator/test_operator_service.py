@@ -10,7 +10,7 @@ import pytest
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.operator import election, objects, reconciler, service, work_queue
+from dynamo.operator import election, objects, pod_calls, service, work_queue
 from dynamo.operator.settings import OperatorConfig
 from dynamo.testing import clock as virtual
 from dynamo.testing import memory_kubernetes
@@ -338,8 +338,67 @@ async def test_frontend_tells_the_instances_of_each_namespace():
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
-        assert await reconciler.read_instances("127.0.0.1", port) == {"a": 1}
-    assert await reconciler.read_instances("127.0.0.1", port) is None
+        assert await pod_calls.read_instances("127.0.0.1", port) == {"a": 1}
+    assert await pod_calls.read_instances("127.0.0.1", port) is None
+
+
+@contextlib.asynccontextmanager
+async def played_worker(adapters, refusals):
+    """Serve the routes of a worker's adapters; yield the port. `refusals` are given before anything else."""
+
+    async def answer(reader, writer):
+        method, path, _ = (await reader.readline()).decode().split()
+        length = int((await reader.readuntil(b"\r\n\r\n")).split(b"content-length: ")[1].split()[0])
+        body = json.loads(await reader.readexactly(length) or b"{}")
+        code, text = refusals.pop(0) if refusals else (200, "")
+        if code == 200 and method == "POST":
+            adapters[body["lora_name"]] = body["source"]["uri"]
+        elif code == 200:
+            del adapters[path.rpartition("/")[2]]
+        error = json.dumps({"error": {"message": text}})
+        writer.write(f"HTTP/1.0 {code} x\r\n\r\n{error}".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        yield listening.sockets[0].getsockname()[1]
+
+
+async def test_adapter_is_loaded_until_it_holds_and_unloaded_before_its_model_goes(server, cluster):
+    adapters, refusals = {}, [(409, "the worker does not serve now")]
+    spec = {"modelName": "poet", "baseModelName": "base", "source": {"uri": "file:///poet"}}
+    model = {"apiVersion": API, "kind": "DynamoModel", "metadata": {"name": "m"}, "spec": spec}
+
+    async def says(text):
+        found = await cluster.get(API, "DynamoModel", "m")
+        return text in objects.find_condition(found, "EndpointsReady").get("message", "")
+
+    async with played_worker(adapters, refusals) as port, running(server):
+        await cluster.create(model)
+        await until(lambda: says("expected a service with modelRef.name base"))
+        decode = worker(modelRef={"name": "base"})
+        await cluster.create(make_graph(services={"Decode": decode}))
+        await until(lambda: is_ready(cluster))
+        [pod] = await cluster.list("v1", "Pod")
+        ports = [{"name": "system", "containerPort": port}]
+        pod["spec"] = {"containers": [{"name": "main", "ports": ports}]}
+        pod["status"]["podIP"] = "127.0.0.1"
+        server.put_object(pod)
+        await until(lambda: says("does not serve now"))
+        await until(lambda: says("1 workers have the model"))
+        found = await cluster.get(API, "DynamoModel", "m")
+
+        assert adapters == {"poet": "file:///poet"}
+        assert found["status"]["endpoints"] == [
+            {"podName": "g-decode-0", "address": f"http://127.0.0.1:{port}", "ready": True}
+        ]
+        refusals.append((500, "busy"))
+        await cluster.delete(API, "DynamoModel", "m")
+        await until(lambda: gone(cluster, "DynamoModel", "m"))
+        assert adapters == {}
+
+
+async def gone(cluster, kind, name):
+    return await cluster.get(API, kind, name) is None
 
 
 @pytest.mark.parametrize("seed", range(3))

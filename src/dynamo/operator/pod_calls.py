@@ -1,0 +1,90 @@
+"""What the operator asks of pods over HTTP: which instances a frontend lists, and which adapters a worker has."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.operator import objects
+from dynamo.operator.objects import Object
+from dynamo.operator.pod_template import HTTP_PORT
+
+_HTTP_TIMEOUT_S = 3.0
+_MOST_BYTES = 4 * 2**20
+_logger = logging.getLogger(__name__)
+
+
+async def call_pod(
+    address: str, port: int, method: str, path: str, body: Any = None
+) -> tuple[int, Any]:
+    """Send a request and return the status and the decoded answer. Raises Unavailable."""
+    content = b"" if body is None else msgspec.json.encode(body)
+    head = f"{method} {path} HTTP/1.0\r\nhost: {address}\r\ncontent-length: {len(content)}\r\n"
+    try:
+        async with asyncio.timeout(_HTTP_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(address, port)
+            try:
+                writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + content)
+                answer = bytearray()
+                while piece := await reader.read(_MOST_BYTES - len(answer)):
+                    answer += piece
+            finally:
+                writer.close()
+        fields, _, text = bytes(answer).partition(b"\r\n\r\n")
+        return int(fields.split(None, 2)[1]), msgspec.json.decode(text)
+    except (OSError, TimeoutError, ValueError, LookupError) as error:
+        raise errors.Unavailable(
+            f"{address}:{port}{path}: no answer within {_HTTP_TIMEOUT_S:g} s: {error!r}"
+        ) from error
+
+
+async def count_admitted(pods: Sequence[Object]) -> dict[str, int] | None:
+    """Return how many instances of each namespace all ready frontends have admitted; None if none can say."""
+    addresses = [
+        pod["status"]["podIP"]
+        for pod in pods
+        if pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "frontend"
+        and objects.find_condition(pod, "Ready").get("status") == "True"
+        and pod["status"].get("podIP")
+    ]
+    answers = await asyncio.gather(*(read_instances(address) for address in addresses))
+    counts = [answer for answer in answers if answer is not None]
+    if not counts:
+        return None
+    names = {name for count in counts for name in count}
+    return {name: min(count.get(name, 0) for count in counts) for name in names}
+
+
+async def read_instances(address: str, port: int = HTTP_PORT) -> dict[str, int] | None:
+    """Return how many instances a frontend lists in each dynamo namespace; None if it cannot be asked."""
+    counts: dict[str, int] = {}
+    try:
+        _, answer = await call_pod(address, port, "GET", "/health")
+        for entry in answer["instances"]:
+            if entry["endpoint"] == "generate":
+                counts[entry["namespace"]] = counts.get(entry["namespace"], 0) + 1
+    except (errors.DynamoError, LookupError, TypeError) as error:
+        _logger.info("the frontend at %s does not tell its instances: %s", address, error)
+        return None
+    return counts
+
+
+async def change_adapter(address: str, port: int, name: str, uri: str | None) -> str:
+    """Have a worker load a LoRA adapter from `uri`, or unload it for None; return why that is not done, empty if it is.
+
+    A load that takes longer than a call goes on in the worker, and the next call finds its result.
+    """
+    method, path, body = "DELETE", f"/v1/loras/{quote(name, safe='')}", None
+    if uri is not None:
+        method, path, body = "POST", "/v1/loras", {"lora_name": name, "source": {"uri": uri}}
+    try:
+        code, answer = await call_pod(address, port, method, path, body)
+        if code == 200 or (code == 404 and uri is None):
+            return ""
+        return str(answer["error"]["message"])
+    except (errors.Unavailable, LookupError, TypeError) as error:
+        return str(error)
