@@ -1,8 +1,14 @@
 """The first article's manifests as typed, on a laptop's cluster, with real vLLM on CPU."""
 
+import importlib.util
 import os
 
 import pytest
+
+if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
+    pytest.skip(
+        "vllm and nixl are not installed here: make test-vllm-kubernetes", allow_module_level=True
+    )
 
 import kube_articles
 import kube_cluster
