@@ -112,9 +112,64 @@ def test_only_who_has_the_token_is_answered(cluster):
             http.get(path).status_code for path in ("/healthz", "/livez", "/readyz", "/version")
         ]
 
-    assert [answer.status_code for answer in of_strangers] == [401, 401, 401]
-    assert of_strangers[0].json()["reason"] == "Unauthorized"
+    assert [answer.status_code for answer in of_strangers] == [403, 401, 403]  # as recorded
+    assert of_strangers[1].json()["reason"] == "Unauthorized"
+    assert 'User "system:anonymous" cannot list' in of_strangers[0].json()["message"]
     assert opened == [200, 200, 200, 200]
+
+
+RULES = [
+    {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list"]},
+    {"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles"], "verbs": ["get", "create", "patch"]},
+]  # fmt: skip
+
+
+def role(name, rules):
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": {"name": name},
+        "rules": rules,
+    }
+
+
+def test_service_account_may_do_what_its_roles_allow_and_grant_no_more(cluster):
+    account = "system:serviceaccount:default:reader"
+    binding = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": "reader"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "reader"},
+        "subjects": [{"kind": "ServiceAccount", "name": "reader"}],
+    }
+
+    def as_reader(*arguments, stdin=None):
+        done = cluster.kubectl(*arguments, "--as", account, stdin=stdin)
+        return done.stdout or done.stderr
+
+    before = as_reader("get", "pods")
+    for item in (role("reader", RULES), binding):
+        cluster.kubectl("apply", "-f", "-", stdin=json.dumps(item))
+    may = {
+        verb: as_reader("auth", "can-i", verb, "pods").strip()
+        for verb in ("get", "list", "watch", "delete")
+    }
+    given = as_reader("apply", "--server-side", "-f", "-", stdin=json.dumps(role("r", RULES[:1])))
+    refused = as_reader(
+        "apply", "-f", "-", stdin=json.dumps(role("x", [{**RULES[0], "verbs": ["*"]}]))
+    )
+    who = as_reader("auth", "whoami")
+
+    assert before == (
+        f'Error from server (Forbidden): pods is forbidden: User "{account}" cannot list resource "pods" in API group'
+        ' "" in the namespace "default"\n'
+    )
+    assert may == {"get": "yes", "list": "yes", "watch": "no", "delete": "no"}
+    assert given == "role.rbac.authorization.k8s.io/r serverside-applied\n"
+    assert "is attempting to grant RBAC permissions not currently held" in refused
+    assert account in who
+    assert as_reader("get", "pods") == "No resources found in default namespace.\n"
+    assert "cannot list" in as_reader("get", "pods", "-A")
 
 
 def test_kubeconfig_of_another_cluster_is_kept(tmp_path):

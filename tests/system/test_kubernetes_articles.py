@@ -51,6 +51,21 @@ def test_pods_of_the_platform_are_those_of_the_article(cluster):
     ]
 
 
+def test_operator_runs_as_its_own_account_with_the_rights_of_the_chart(cluster):
+    """The API server enforces RBAC, so the tests below show that these rights are enough."""
+    operator = "deployment/dynamo-platform-dynamo-operator-controller-manager"
+    column = "jsonpath={.spec.template.spec.serviceAccountName}"
+    account = run(cluster, "get", "-n", NAMESPACE, operator, "-o", column)
+    user = f"system:serviceaccount:{NAMESPACE}:{account}"
+    can_do = {
+        attempt: cluster.kubectl("auth", "can-i", *attempt.split(), "-A", "--as", user).stdout.strip()
+        for attempt in ("patch deployments.apps", "list secrets", "delete pods", "create pods/exec",
+                        "create clusterrolebindings", "get nodes", "create leases")
+    }  # fmt: skip
+
+    assert can_do == {**dict.fromkeys(can_do, "no"), "patch deployments.apps": "yes"}
+
+
 def test_manifests_of_the_article_answer_through_port_forward(cluster):
     workers = ("VllmDecodeWorker", "VllmPrefillWorker")
     texts = [

@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 import yaml
 
 from dynamo.runtime.http import exchange as exchanges
-from dynamo.testing.kube import api, failures, protobuf, resources
+from dynamo.testing.kube import api, failures, protobuf, resources, rights
 
 Object = dict[str, Any]
 
@@ -50,6 +50,7 @@ class ApiCall:
         self.request = exchange.request
         self.query = Query(exchange.request.query)
         self.namespace = self.name = self.subresource = ""
+        self.user = rights.ANONYMOUS
         self.warnings: list[str] = []
 
     @property
@@ -74,7 +75,7 @@ class ApiCall:
         """Return the body. Raises ApiError (400, 415)."""
         media_type = self.request.headers.get("content-type", "").partition(";")[0].strip()
         if media_type == protobuf.MEDIA_TYPE:
-            return protobuf.decode(self.request.body, resource)
+            return protobuf.decode(self.request.body, resource.api_version, resource.kind)
         if "yaml" in media_type:
             try:
                 return yaml.safe_load(self.request.body)
@@ -105,6 +106,7 @@ class ApiCall:
         agent = self.request.headers.get("user-agent", "").partition("/")[0]
         return api.WriteOptions(
             manager=manager or agent or "unknown",
+            user=self.user,
             is_dry_run=self.query.get("dryRun") == "All",
             is_forced=self.query.flag("force"),
             field_validation=self.query.get("fieldValidation") or "Warn",

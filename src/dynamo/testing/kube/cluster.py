@@ -22,6 +22,7 @@ from dynamo.testing.kube import (
     pod_network,
     pod_runner,
     resources,
+    rights,
     service_network,
     services,
     store,
@@ -38,9 +39,15 @@ class Cluster:
     """A running API server. `served` reads and writes objects without HTTP; `url` is where clients find it."""
 
     def __init__(
-        self, served: "api.Api", front: "http_front.HttpFront", url: str, certificate: bytes
+        self,
+        served: "api.Api",
+        front: "http_front.HttpFront",
+        url: str,
+        certificate: bytes,
+        token: str,
     ) -> None:
         self.served = served
+        self.token = token  # of the user who may do everything
         self.front = front
         self.url = url
         self.certificate = certificate  # in PEM
@@ -58,10 +65,10 @@ class Cluster:
         path.unlink(missing_ok=True)  # the mode of a file that is there would stay
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump(self.kubeconfig(), file, indent=2)
+            json.dump(self.kubeconfig(self.token, "default"), file, indent=2)
 
-    def kubeconfig(self) -> dict[str, Any]:
-        """Return the content of a kubeconfig file."""
+    def kubeconfig(self, token: str, namespace: str) -> dict[str, Any]:
+        """Return the content of a kubeconfig file for a client with this token."""
         name = "dynamo"
         authority = base64.b64encode(self.certificate).decode()
         server = {"server": self.url, "certificate-authority-data": authority}
@@ -69,18 +76,20 @@ class Cluster:
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": name, "cluster": server}],
-            "users": [{"name": name, "user": {"token": self.front.token}}],
-            "contexts": [{"name": name, "context": {"cluster": name, "user": name, "namespace": "default"}}],
+            "users": [{"name": name, "user": {"token": token}}],
+            "contexts": [{"name": name, "context": {"cluster": name, "user": name, "namespace": namespace}}],
             "current-context": name,
         }  # fmt: skip
 
 
-async def _listen(served: "api.Api", token: str, host: str, port: int) -> Cluster:
-    """Serve the API at an address, by TLS to those who have the token. Raises ConfigError."""
+async def _listen(
+    served: "api.Api", authority: "rights.Authority", token: str, host: str, port: int
+) -> Cluster:
+    """Serve the API at an address, by TLS. Raises ConfigError."""
     certificate = await access.make_certificate(host)
-    front = http_front.HttpFront(served, tls=certificate.context, token=token)
+    front = http_front.HttpFront(served, tls=certificate.context, authority=authority)
     bound = await front.start(host, port)
-    return Cluster(served, front, f"https://{host}:{bound}", certificate.pem)
+    return Cluster(served, front, f"https://{host}:{bound}", certificate.pem, token)
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +118,22 @@ async def run_cluster(
         *(workloads.StatefulSets(served), services.EndpointSlices(served), services.Claims(served)),
     )
     queue = work_queue.ReconcileQueue(objects, controllers, clocks.SystemClock())
-    running_cluster = await _listen(served, token or secrets.token_urlsafe(32), _HOST, port)
+    token = token or secrets.token_urlsafe(32)
+    authority = rights.Authority(objects, token)
+
+    async def admit(
+        resource: "resources.ApiResource",
+        operation: str,
+        item: dict[str, Any] | None,
+        _: dict[str, Any] | None,
+        options: "api.WriteOptions",
+    ) -> None:
+        if options.user is not None and item is not None:
+            is_applied = options.is_apply and operation == "CREATE"
+            authority.check_write(options.user, resource, item, is_applied=is_applied)
+
+    served.admit = admit
+    running_cluster = await _listen(served, authority, token, _HOST, port)
     front = running_cluster.front
     await definer.define(custom_resources)
     async with tasks.Tasks() as running, contextlib.AsyncExitStack() as stack:
@@ -120,7 +144,9 @@ async def run_cluster(
             for name in _NAMESPACES:
                 await served.create(namespaces, "", garbage.new_namespace(name))
             if has_node:
-                node = await _open_node(stack, running, running_cluster, backoff_s, pod_path)
+                node = await _open_node(
+                    stack, running, running_cluster, authority, backoff_s, pod_path
+                )
                 await node.register()
                 queue.register(node)
                 queue.register(node.names)
@@ -137,6 +163,7 @@ async def _open_node(
     stack: contextlib.AsyncExitStack,
     running: tasks.Tasks,
     cluster: Cluster,
+    authority: "rights.Authority",
     backoff_s: float,
     pod_path: str,
 ) -> kubelet.Kubelet:
@@ -146,12 +173,19 @@ async def _open_node(
     network = await stack.enter_async_context(pod_network.open_network())
     inner = cluster
     if network.is_isolated:
-        inner = await _listen(cluster.served, cluster.front.token, network.host, 0)
+        inner = await _listen(cluster.served, authority, cluster.token, network.host, 0)
         stack.push_async_callback(inner.front.close)
     names = service_network.ServiceNetwork(cluster.served.store, network, running)
     stack.push_async_callback(names.close)
-    config = folder / "kubeconfig"
-    inner.write_kubeconfig(config)
+
+    def make_environ(pod: dict[str, Any]) -> dict[str, str]:
+        """Return what leads a pod to the API server, as its service account."""
+        namespace = pod["metadata"]["namespace"]
+        account_token = authority.account_token(namespace, pod["spec"]["serviceAccountName"])
+        file = folder / f"kubeconfig-{pod['metadata']['uid']}"
+        file.write_text(json.dumps(inner.kubeconfig(account_token, namespace)))
+        return {"KUBECONFIG": str(file), "POD_NAMESPACE": namespace}
+
     context = pod_runner.NodeContext(
         folder=folder,
         network=network,
@@ -161,10 +195,7 @@ async def _open_node(
         backoff_s=backoff_s,
         names=names,
         pod_path=pod_path,
-        environ=lambda pod: {
-            "KUBECONFIG": str(config),
-            "POD_NAMESPACE": pod["metadata"]["namespace"],
-        },
+        environ=make_environ,
     )
     node = kubelet.Kubelet(cluster.served, context, kubelet.NodeCapacity())
     stack.push_async_callback(node.close)

@@ -6,7 +6,6 @@ merge when no document says otherwise, so that is what the documents contain, an
 
 import hashlib
 import json
-from collections.abc import Callable
 from typing import Any
 
 from dynamo.testing.kube import calls, resources
@@ -18,37 +17,6 @@ _AGGREGATED = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryL
 _SCALE = {"group": "autoscaling", "version": "v1", "kind": "Scale"}
 _POD_SUBRESOURCES = {"log": ["get"], "exec": ["create", "get"], "portforward": ["create", "get"],
                      "attach": ["create", "get"], "binding": ["create"], "eviction": ["create"]}  # fmt: skip
-
-
-def _allow(kind: str, group: str) -> Callable[[Object], Object]:
-    def review(body: Object) -> Object:
-        status = {"allowed": True, "reason": "this cluster has one user, who may do everything"}
-        return {
-            "kind": kind,
-            "apiVersion": f"{group}/v1",
-            "metadata": {},
-            "spec": body.get("spec", {}),
-            "status": status,
-        }
-
-    return review
-
-
-def _who(body: Object) -> Object:
-    user = {"username": "admin", "groups": ["system:masters", "system:authenticated"]}
-    return {
-        "kind": "SelfSubjectReview",
-        "apiVersion": "authentication.k8s.io/v1",
-        "metadata": {},
-        "status": {"userInfo": user},
-    }
-
-
-REVIEWS: dict[tuple[str, str], Callable[[Object], Object]] = {
-    ("authorization.k8s.io", "selfsubjectaccessreviews"): _allow("SelfSubjectAccessReview", "authorization.k8s.io"),
-    ("authorization.k8s.io", "subjectaccessreviews"): _allow("SubjectAccessReview", "authorization.k8s.io"),
-    ("authentication.k8s.io", "selfsubjectreviews"): _who,
-}  # fmt: skip
 
 
 class DiscoveryDocuments:

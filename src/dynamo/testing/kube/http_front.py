@@ -2,7 +2,6 @@
 
 import base64
 import json
-import secrets
 import ssl
 import uuid
 from collections.abc import Awaitable, Callable
@@ -17,6 +16,7 @@ from dynamo.testing.kube import (
     failures,
     patches,
     resources,
+    rights,
     tables,
     watches,
 )
@@ -44,9 +44,11 @@ PodHandler = Callable[["calls.ApiCall", Object, str], Awaitable[bool]]
 class HttpFront:
     """The HTTP server of a cluster."""
 
-    def __init__(self, served: "api.Api", *, tls: ssl.SSLContext | None = None, token: str) -> None:
+    def __init__(
+        self, served: "api.Api", *, tls: ssl.SSLContext | None = None, authority: "rights.Authority"
+    ) -> None:
         self.api = served
-        self.token = token  # that clients must present
+        self._authority = authority
         self.pod_handler: PodHandler | None = None
         self.host = ""
         limits = parser.HttpLimits(body_bytes=MAX_BODY_BYTES, write_buffer_bytes=64 * 2**20)
@@ -73,28 +75,24 @@ class HttpFront:
         )
         call = calls.ApiCall(exchange)
         try:
-            is_open = exchange.request.path in ("/healthz", "/livez", "/readyz", "/version")
-            if not is_open and not self._is_known(
-                exchange.request.headers.get("authorization", "")
-            ):
-                raise failures.ApiError(401, "Unauthorized", "Unauthorized")  # noqa: TRY301 - answered below
             await self._route(call)
         except failures.ApiError as error:
             exchange.headers = (*exchange.headers, *error.headers)
             call.respond(error.code, error.body)
 
-    def _is_known(self, presented: str) -> bool:
-        scheme, _, token = presented.partition(" ")
-        is_same = secrets.compare_digest(token.strip().encode(), self.token.encode())
-        return scheme.lower() == "bearer" and is_same
-
     async def _route(self, call: calls.ApiCall) -> None:
         path = call.request.path
         if path in ("/healthz", "/livez", "/readyz"):
             call.exchange.respond(200, b"ok", content_type="text/plain; charset=utf-8")
-        elif path.rstrip("/") == "/version":
+            return
+        if path.rstrip("/") == "/version":
             call.respond(200, _VERSION)
-        elif not await self._route_resource(call) and not self._discovery.answer(call, self.host):
+            return
+        call.user = self._authority.identify(call.request.headers)
+        if await self._route_resource(call):
+            return
+        self._authority.check_path(call.user, path)
+        if not self._discovery.answer(call, self.host):
             call.exchange.respond(
                 404, b"404 page not found\n", content_type="text/plain; charset=utf-8"
             )
@@ -117,13 +115,8 @@ class HttpFront:
             and additional[2] not in ("status", "finalize")
         ):
             call.namespace, additional = additional[1], additional[2:]
-        if review := discovery.REVIEWS.get((group, additional[0])):
-            call.respond(
-                201,
-                review(
-                    json.loads(call.request.body or b"{}") if call.request.body[:1] == b"{" else {}
-                ),
-            )
+        if additional[0] in rights.REVIEWS:
+            call.respond(201, self._authority.review(call.request.body, call.user, additional[0]))
             return True
         resource = self.api.registry.find(group, version, additional[0])
         if resource is None or len(additional) > 3:
@@ -131,6 +124,11 @@ class HttpFront:
         if resource.is_namespaced and not call.namespace and len(additional) > 1:
             return False
         call.name, call.subresource = (*additional[1:], "", "")[:2]
+        verb = _verb_of(call, is_old_watch=is_old_watch)
+        plural = "/".join(filter(None, (resource.plural, call.subresource)))
+        self._authority.check(
+            call.user, rights.Access(verb, group, plural, call.namespace, call.name)
+        )
         if resource.warning:
             call.warnings.append(resource.warning)
         await self._dispatch(call, resource, is_old_watch=is_old_watch)
@@ -363,6 +361,19 @@ class HttpFront:
                 "code": 201,
             },
         )
+
+
+def _verb_of(call: calls.ApiCall, *, is_old_watch: bool) -> str:
+    """Return what a request does, as the rules of roles call it."""
+    match call.request.method:
+        case "GET" | "HEAD" if is_old_watch or (not call.name and call.query.flag("watch")):
+            return "watch"
+        case "GET" | "HEAD":
+            return "get" if call.name else "list"
+        case "DELETE":
+            return "delete" if call.name else "deletecollection"
+        case method:
+            return {"POST": "create", "PUT": "update", "PATCH": "patch"}.get(method, method.lower())
 
 
 _TYPE_FIELDS = (("APIVersion", "apiVersion"), ("Kind", "kind"))

@@ -6,11 +6,11 @@ Only the fields that kubectl's generators set are known; see `_MESSAGES`.
 import base64
 from typing import Any
 
-from dynamo.testing.kube import failures, resources
+from dynamo.testing.kube import failures
 
 Object = dict[str, Any]
 MEDIA_TYPE = "application/vnd.kubernetes.protobuf"
-_MAGIC = b"k8s\0"
+MAGIC = b"k8s\0"
 
 # Message → field number → name and type: s text, b bytes, n number, `m…` map, `*…` repeated, else a message.
 _MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
@@ -35,6 +35,12 @@ _MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
     "AutoscalerSpec": {
         1: ("scaleTargetRef", "Target"), 2: ("minReplicas", "n"), 3: ("maxReplicas", "n"), 4: ("metrics", "*Metric"),
     },
+    "SelfSubjectAccessReview": {2: ("spec", "SelfReview")},
+    "SelfReview": {1: ("resourceAttributes", "Attributes")},
+    "Attributes": {
+        1: ("namespace", "s"), 2: ("verb", "s"), 3: ("group", "s"), 5: ("resource", "s"), 6: ("subresource", "s"),
+        7: ("name", "s"),
+    },
     "Target": {1: ("kind", "s"), 2: ("name", "s"), 3: ("apiVersion", "s")},
     "Metric": {1: ("type", "s"), 4: ("resource", "ResourceMetric")},
     "ResourceMetric": {1: ("name", "s"), 3: ("target", "MetricTarget")},
@@ -42,20 +48,20 @@ _MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
 }  # fmt: skip
 
 
-def decode(body: bytes, resource: "resources.ApiResource") -> Object:
+def decode(body: bytes, api_version: str, kind: str) -> Object:
     """Return the object of a request body. Raises ApiError (415) for kinds that are not known here."""
-    if not body.startswith(_MAGIC) or resource.kind not in _MESSAGES:
+    if not body.startswith(MAGIC) or kind not in _MESSAGES:
         text = (
             "the body of the request was in an unknown format - accepted media types include: "
             "application/json, application/yaml"
         )
         raise failures.ApiError(415, "UnsupportedMediaType", text)
     try:
-        envelope = dict(_fields(body[len(_MAGIC) :]))
-        item = _decode_message(resource.kind, envelope[2])
+        envelope = dict(_fields(body[len(MAGIC) :]))
+        item = _decode_message(kind, envelope[2])
     except (IndexError, KeyError, ValueError, TypeError) as error:
         raise failures.bad_request(f"error decoding protobuf: {error}") from error
-    return {"apiVersion": resource.api_version, "kind": resource.kind, **item}
+    return {"apiVersion": api_version, "kind": kind, **item}
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from dynamo.testing.kube import (
     managed_fields,
     metadata,
     resources,
+    rights,
     schema,
     selectors,
     store,
@@ -29,6 +30,7 @@ class WriteOptions:
     """The query parameters of a write; `warnings` collects what the client is to be told."""
 
     manager: str = "unknown"
+    user: "rights.User | None" = None  # None: a controller, which may do everything
     is_dry_run: bool = False
     is_forced: bool = False
     field_validation: str = "Warn"
@@ -52,7 +54,7 @@ class ObjectWrites:
     def __init__(self, registry: "resources.ResourceRegistry", objects: "store.Store") -> None:
         self.registry = registry
         self.store = objects
-        self.admit: Admit | None = None  # calls admission webhooks
+        self.admit: Admit | None = None  # the checks of admission
 
     # Reading.
 
