@@ -36,6 +36,25 @@ class DisaggMetrics:
         )
 
 
+class PeerPrefixMetrics:
+    """Metrics of a worker that copies prefixes from other workers."""
+
+    def __init__(self, registry: metrics.Registry) -> None:
+        prefixes = registry.counter(
+            "kv_peer_prefixes_total",
+            "prompts for which another worker was known to have more cached blocks; imported: they were copied;"
+            " declined: computing was estimated to be faster; failed: lease or copy failed or was late",
+            ("outcome",),
+        )
+        self.imported, self.declined, self.failed = (
+            prefixes.labels(outcome) for outcome in ("imported", "declined", "failed")
+        )
+        self.tokens = registry.counter(
+            "kv_peer_tokens_total",
+            "prompt tokens whose blocks were copied from other workers' caches",
+        )
+
+
 class PrefillRouteMetrics:
     """Metrics of a frontend that has prompts computed before it routes them to the answering worker."""
 

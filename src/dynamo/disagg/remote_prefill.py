@@ -156,11 +156,16 @@ class RemotePrefillEngine:
         self._prefill_pace, self._copy_pace = worker_load.PrefillSpeed(), worker_load.PrefillSpeed()
         self._prefill_timeout_s = prefill_timeout_s
         self._clock = clock
+        self._own_prefixes: tuple[str, int] | None = None  # endpoint path and instance id
         self._cached = CachedPrefixes()
         self._block_size = 1
         self._remote: dict[str, _RemotePrompt] = {}  # by request id
         self._sink: RemotePrefillSink | None = None
         self._tasks = tasks.Tasks()
+
+    def offer_prefixes(self, endpoint_path: str, instance_id: int) -> None:
+        """Let prefill workers copy the blocks that this worker, at this endpoint, has of a prompt already."""
+        self._own_prefixes = endpoint_path, instance_id
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """Start the engine, then the search for prefill workers."""
@@ -187,6 +192,8 @@ class RemotePrefillEngine:
             )
             prompt = self._remote[request.id] = _RemotePrompt(request)
             prompt.task = self._tasks.start("prefill remotely", self._prefill_and_submit(prompt))
+        elif kv_transfer.is_cached_only(request.kv_transfer_params):
+            self._engine.submit(request)
         else:
             _logger.info(
                 "Prefilling locally for request %s with length %d", request.id, request.prompt_len
@@ -231,6 +238,8 @@ class RemotePrefillEngine:
         await self._engine.stop()
 
     def _handle_import(self, report: sharing.ImportReport) -> None:
+        if report.is_prefix:
+            return
         if report.error is not None:
             self._counters.fallback.inc()
             self._workers.reconnect(report.engine_id)
@@ -312,13 +321,28 @@ class RemotePrefillEngine:
         _logger.warning("%s: its prompt is computed here: %s", request_id, error)
         self._counters.fallback.inc()
 
+    def _name_own_blocks(self, prefill: generate.Request) -> generate.Request:
+        """Let the prefill worker copy the blocks that this worker has, instead of computing them."""
+        metadata = self._transfer.transfer_metadata
+        if self._own_prefixes is None or metadata is None:
+            return prefill
+        endpoint, instance_id = self._own_prefixes
+        num_tokens = self._cached.count_tokens(
+            prefill.token_ids, self._block_size, prefill.hash_seed
+        )
+        source = kv_transfer.PrefixSource(
+            endpoint=endpoint, instance_id=instance_id, metadata=metadata, num_tokens=num_tokens
+        )
+        return msgspec.structs.replace(prefill, prefix_source=source)
+
     async def _prefill(self, request: generate.Request) -> kv_transfer.KvTransferParams | None:
         """Return where the prompt's blocks are; None if no prefill worker has computed them. Raises SuspectRequest."""
         began_at = self._clock.now()
         is_alone = len(self._remote) == 1
         try:
             params = await self._queue.prefill(
-                prefill_queue.make_prefill_request(request), timeout_s=self._prefill_timeout_s
+                self._name_own_blocks(prefill_queue.make_prefill_request(request)),
+                timeout_s=self._prefill_timeout_s,
             )
         except model_errors.SuspectRequest:
             raise

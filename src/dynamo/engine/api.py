@@ -74,6 +74,9 @@ class KvTransferPeer(Protocol):
     here are copied, while others go on; if anything fails, its prompt is computed here. Its answer may begin, before
     the copy has ended, with the token that was drawn with the prompt.
     `tests/contract/test_remote_prefill.py` holds every engine to this.
+
+    Of a request that says `do_cached_only` an engine that `exports_prefixes` computes nothing: its one output, without
+    a token, leases the blocks of the prompt that are cached, if any (`tests/contract/test_peer_prefixes.py`).
     """
 
     def enable_export(self) -> None:
@@ -161,6 +164,7 @@ class EngineCapabilities:
     sleep: SleepController | None = None  # releases and takes back the engine's memory
     lora_adapters: LoraAdapterStore | None = None  # loads and unloads LoRA adapters
     kv_tiers: KvTierReporter | None = None  # keeps KV blocks in tiers below its memory
+    exports_prefixes: bool = False  # answers `kv_transfer.EXPORT_CACHED`, and imports such blocks
 
 
 class Engine(Protocol):

@@ -17,6 +17,7 @@ from dynamo.kvbm.sharing import BlockOwner
 from dynamo.protocols import generate, kv_transfer
 from dynamo.transfer import descriptors
 
+PREFIX_LEASE_S = 8.0  # at most, for a prefix: its reader waits no longer than computing takes
 _RELEASE = "release "
 _logger = logging.getLogger(__name__)
 
@@ -50,13 +51,16 @@ class KvExporter:
             first_token = kv_transfer.FirstToken(
                 output.token_ids[0], logprobs, output.cached_tokens
             )
+        lease_s = self._lease_s
+        if output.kv_transfer_params.remote.is_prefix:
+            lease_s = min(lease_s, PREFIX_LEASE_S)
         host, port = addresses.split(me.addresses["tcp"]) if "tcp" in me.addresses else ("", 0)
         remote = msgspec.structs.replace(
             output.kv_transfer_params.remote,
             remote_engine_id=me.epoch,
             remote_host=host,
             remote_port=port,
-            remote_hold_s=self._lease_s,
+            remote_hold_s=lease_s,
             tp_size=me.layout.tp_size,
             first_token=first_token,
         )
@@ -65,7 +69,7 @@ class KvExporter:
             request.id, kv_transfer.to_log(request.kv_transfer_params),
         )  # fmt: skip
         lease_id = remote.remote_hold_id
-        self._timers[lease_id] = self._clock.call_later(self._lease_s, self._expire, lease_id)
+        self._timers[lease_id] = self._clock.call_later(lease_s, self._expire, lease_id)
         self._is_idle.clear()
         params = kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
         return msgspec.structs.replace(output, kv_transfer_params=params)

@@ -14,7 +14,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.kvbm.exporter import release_message
 from dynamo.kvbm.local_agent import LocalAgent
-from dynamo.kvbm.peers import PeerEngines
+from dynamo.kvbm.peers import CONNECT_S, PeerEngines
 from dynamo.kvbm.sharing import BlockOwner, ImportReport, KvImport
 from dynamo.protocols import generate, kv_transfer
 from dynamo.transfer import api as transfer
@@ -120,7 +120,11 @@ class KvImporter:
         self._check_lease(expected.lease_ends_at)
         if not kv_import.local_blocks:
             return
-        async with self._peers.use_connection(kv_import.remote.remote_engine_id) as peer:
+        limit_s = min(self._timeout_s, kv_import.limit_s)
+        connect_s = min(CONNECT_S, kv_import.limit_s)
+        async with self._peers.use_connection(
+            kv_import.remote.remote_engine_id, connect_s=connect_s
+        ) as peer:
             if self._before_copy is not None:
                 await self._before_copy(kv_import)
             agent = await self._agent.get_started()
@@ -131,7 +135,7 @@ class KvImporter:
                 kv_import.remote_blocks,
             )
             try:
-                await copy.post(deadline_s=self._timeout_s)
+                await copy.post(deadline_s=limit_s)
             except errors.TransferError:
                 await self._peers.discard_connection(peer)
                 raise
@@ -181,6 +185,7 @@ class KvImporter:
             num_blocks=num_blocks,
             duration_s=duration_s,
             error=error,
+            is_prefix=remote.is_prefix,
         )
         for listener in self._listeners:
             listener(report)

@@ -69,7 +69,9 @@ class PeerEngines:
         await self._close_if_idle(engine)
 
     @contextlib.asynccontextmanager
-    async def use_connection(self, engine_id: str) -> AsyncIterator[agents.ConnectedPeer]:
+    async def use_connection(
+        self, engine_id: str, *, connect_s: float = CONNECT_S
+    ) -> AsyncIterator[agents.ConnectedPeer]:
         """Provide a connection for one copy or notification; connect if there is none. Raises TransferError."""
         engine = self._engines.get(engine_id)
         if engine is None:
@@ -77,18 +79,18 @@ class PeerEngines:
         engine.num_users += 1
         try:
             if engine.connection is None:
-                engine.connection = await self._connect_again(engine)
+                engine.connection = await self._connect_again(engine, connect_s)
             yield engine.connection
         finally:
             engine.num_users -= 1
             await self._close_if_idle(engine)
 
-    async def _connect_again(self, engine: _PeerEngine) -> agents.ConnectedPeer:
+    async def _connect_again(self, engine: _PeerEngine, deadline_s: float) -> agents.ConnectedPeer:
         if self._clock.now() < engine.unreachable_until:
             raise errors.TransferError("its engine could not be reached a moment ago")
         agent = await self._agent.get_started()
         try:
-            return await agent.connect(engine.metadata, deadline_s=CONNECT_S)
+            return await agent.connect(engine.metadata, deadline_s=deadline_s)
         except errors.TransferError:
             engine.unreachable_until = self._clock.now() + REST_S
             raise

@@ -6,11 +6,13 @@ lease is released. `exporter` decides when that is.
 An *import* is a copy of another engine's blocks into ours. If another engine has computed its prompt, a sequence gets
 blocks like any other, and then takes part in no step (vLLM's state WAITING_FOR_REMOTE_KVS) until the copy has
 ended. After a successful copy only its last token is left to compute: the first token of the answer if that came with
-the prompt, else the last token of the prompt. After a failed copy the engine computes what its own cache lacks. The
-blocks of a sequence that is aborted during the copy belong to the copy, and are freed when it ends.
+the prompt, else the last token of the prompt; or, if the other engine had only a prefix, what follows it. After a
+failed copy the engine computes what its own cache lacks. The blocks of a sequence that is aborted during the copy
+belong to the copy, and are freed when it ends.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -36,6 +38,11 @@ class KvImport:
         int  # to copy; the last token is always computed here, because its logits are needed
     )
 
+    @property
+    def limit_s(self) -> float:
+        """Return how many seconds the copy may take at most."""
+        return math.inf if self.remote.copy_limit_s is None else self.remote.copy_limit_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
@@ -46,6 +53,7 @@ class ImportReport:
     num_blocks: int  # copied
     duration_s: float
     error: errors.DynamoError | None  # then the prompt is computed here
+    is_prefix: bool = False  # of a prefix that the exporting engine happened to have
 
 
 class BlockOwner(Protocol):
@@ -99,7 +107,7 @@ class SharedBlocks(Generic[S]):
         self._block_size = block_size
         self._first_block = first_block
         self._ids = ids or itertools.count(1)
-        self._sequence_by_import: dict[int, S] = {}
+        self._sequence_by_import: dict[int, tuple[S, int]] = {}  # with its tokens to copy
         self._new_imports: list[KvImport] = []
         self._blocks_by_lease: dict[int, tuple[int, ...]] = {}
 
@@ -113,20 +121,21 @@ class SharedBlocks(Generic[S]):
         remote, sequence.remote = sequence.remote, None
         if remote is None:
             return False
-        first, end = self._missing_blocks(sequence, len(remote.remote_block_ids))
+        first, end = self._missing_blocks(sequence, remote)
+        num_tokens = min(end * self._block_size, sequence.num_tokens - 1) - sequence.num_computed
         kv_import = KvImport(
             import_id=next(self._ids),
             request=sequence.request,
             remote=remote,
             local_blocks=tuple(self._first_block + i for i in sequence.block_ids[first:end]),
             remote_blocks=remote.remote_block_ids[first:end],
-            num_tokens=sequence.num_tokens - 1 - sequence.num_computed if first < end else 0,
+            num_tokens=num_tokens if first < end else 0,
         )
         self._new_imports.append(kv_import)
         if first == end:
             return False
         sequence.is_importing = True
-        self._sequence_by_import[kv_import.import_id] = sequence
+        self._sequence_by_import[kv_import.import_id] = sequence, num_tokens
         return True
 
     def take_imports(self) -> list[KvImport]:
@@ -134,33 +143,41 @@ class SharedBlocks(Generic[S]):
         imports, self._new_imports = self._new_imports, []
         return imports
 
-    def end_import(self, import_id: int) -> S | None:
-        """Return the sequence that waited for this import; None if none did."""
-        sequence = self._sequence_by_import.pop(import_id, None)
+    def end_import(self, import_id: int, *, is_copied: bool) -> S | None:
+        """Return the sequence that waited for this import; None if none did. Copied tokens count as computed."""
+        sequence, num_tokens = self._sequence_by_import.pop(import_id, (None, 0))
         if sequence is not None:
             sequence.is_importing = False
+            sequence.num_computed += num_tokens if is_copied else 0
         return sequence
 
-    def lease_blocks(self, block_ids: list[int]) -> kv_transfer.KvTransferParams:
+    def lease_blocks(
+        self, block_ids: list[int], *, is_prefix: bool = False
+    ) -> kv_transfer.KvTransferParams:
         """Keep these blocks after their sequence ends. Return the parameters, which `exporter` completes."""
         lease_id, leased = next(self._ids), tuple(block_ids)
         self._pool.retain(leased)
         self._blocks_by_lease[lease_id] = leased
         ids = tuple(self._first_block + i for i in leased)
-        remote = kv_transfer.RemoteBlocks(remote_block_ids=ids, remote_hold_id=lease_id)
+        remote = kv_transfer.RemoteBlocks(
+            remote_block_ids=ids, remote_hold_id=lease_id, is_prefix=is_prefix
+        )
         return kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
 
     def release_lease(self, lease_id: int) -> None:
         """Free leased blocks. An unknown id is no error: the importing engine and the time limit may both release."""
         self._pool.release(self._blocks_by_lease.pop(lease_id, ()))
 
-    def _missing_blocks(self, sequence: S, num_remote: int) -> tuple[int, int]:
+    def _missing_blocks(self, sequence: S, remote: kv_transfer.RemoteBlocks) -> tuple[int, int]:
         """Return the first and the end index of the blocks to copy: all tokens but the last need them.
 
         Nothing is copied if the other engine has too few blocks, or if the prompt is to be scored here.
         """
+        num_remote = len(remote.remote_block_ids)
         first = sequence.num_computed // self._block_size
         end = -(-(sequence.num_tokens - 1) // self._block_size)
+        if remote.is_prefix:
+            end = min(num_remote, (sequence.num_tokens - 1) // self._block_size)
         is_scored = sequence.request.output_options.prompt_logprobs is not None
         return (first, end) if first < end <= num_remote and not is_scored else (0, 0)
 

@@ -17,7 +17,12 @@ MIN_LFU_COUNT = 8
 MIN_STEP_TOKENS = 16  # a step of fewer tells little of how fast prompts are computed
 _WEIGHT = 0.2  # of a new measurement in a running mean
 # Before the first measurement. Low for the memory of a server, high for a disk that is none of NVMe.
-_BYTES_PER_S = {"memory": 2e9, kv_events.DISK: 500e6, kv_events.REMOTE: 100e6}
+_BYTES_PER_S = {
+    "memory": 2e9,
+    kv_events.DISK: 500e6,
+    kv_events.REMOTE: 100e6,
+    kv_events.PEER: 500e6,
+}
 _OPTIMISM = 1.02  # factor on a measured speed for each load that it forbids
 _OVERHEAD_S = 0.0005  # of a copy: two changes of threads
 _SHARE = 0.5  # of the time to compute that a load may take: what is above could make it later than computing

@@ -148,6 +148,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     session_id: str | None = None  # the conversation that the request belongs to
     expected_output_tokens: int | None = None  # the client's estimate, for routers and planners
     kv_transfer_params: kv_transfer.KvTransferParams | None = None
+    prefix_source: kv_transfer.PrefixSource | None = None  # a worker that has more of it cached
     num_resumed: int = 0  # tokens at the end of `token_ids` that are part of the answer
     first_choice: int = 0  # the client's index of choice 0; a choice's seed depends on it
 

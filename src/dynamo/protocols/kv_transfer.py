@@ -12,6 +12,9 @@ requested. So the importing engine judges by its own clock alone whether it read
 with it comes along as `first_token`, and the answer may begin with it. An engine that does not support that draws the
 first token where it decodes.
 
+`do_cached_only` asks an engine for the leading blocks of a prompt that it has already: it computes nothing, and keeps
+them under a lease. So a *peer prefix* (`PrefixSource`) comes from a worker that happens to have it.
+
 The fields of a foreign engine's connector are one opaque member, `connector`: only that engine's adapter reads it.
 """
 
@@ -40,6 +43,7 @@ LEASE_S = 60.0  # seconds from the end of the prefill; longer than any import wa
 REPORT_ANNOTATION = "kv_transfer_report"  # of a request: send a `TransferReport` with its outputs
 METADATA_KEY = "kv_transfer_metadata"  # of an engine's agent, in a card's runtime data; base64
 LOCAL_LENGTH_KEY = "max_local_prefill_length"  # there too: the worker's own limit, in tokens
+PREFIXES_KEY = "kv_prefixes"  # there too: true for a worker that exports cached prefixes to others
 IMPORTS_KEY = "kv_transfer_imports"  # there too: true for a worker of no set role that can copy blocks from others
 
 
@@ -49,6 +53,16 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     token_id: Annotated[int, msgspec.Meta(ge=0)]
     logprobs: TokenLogprobs | None = None  # if the request asked for them
     cached_tokens: int | None = None  # prompt tokens found in the prefill engine's cache
+
+
+class PrefixSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker that has more of a prompt in its cache than the one that computes it."""
+
+    endpoint: str  # the path of its endpoint
+    instance_id: int
+    dp_rank: int = 0
+    metadata: bytes  # of its engine's agent, for `connect_peer`
+    num_tokens: int  # leading tokens of the prompt that it was last known to have
 
 
 class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,6 +79,8 @@ class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     remote_hold_s: float = LEASE_S
     tp_size: int = 1
     first_token: FirstToken | None = None
+    is_prefix: bool = False  # these are leading full blocks; the rest of the prompt is not computed
+    copy_limit_s: float | None = None  # set by the importing worker: seconds that the copy may take
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,6 +96,7 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """What a request or an output says of the blocks of its prompt. Without any field: compute the prompt locally."""
 
     do_remote_decode: bool = False  # compute the prompt, and keep its blocks for another engine
+    do_cached_only: bool = False  # with `do_remote_decode`: compute nothing, keep what is cached
     do_first_token: bool = False  # draw the token with the request's own options
     do_remote_prefill: bool = False  # another engine has computed the prompt
     remote: RemoteBlocks | None = None  # where its blocks are, if that is one of our engines
@@ -89,6 +106,7 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 PREFILL_ONLY = KvTransferParams(do_remote_decode=True)
 PREFILL_WITH_TOKEN = KvTransferParams(do_remote_decode=True, do_first_token=True)
+EXPORT_CACHED = KvTransferParams(do_remote_decode=True, do_cached_only=True)
 COMPUTE_LOCALLY = KvTransferParams()
 
 
@@ -100,6 +118,11 @@ def is_prefilled(params: KvTransferParams | None) -> bool:
 def is_prefill_only(params: KvTransferParams | None) -> bool:
     """Return whether this prompt is computed for another engine, so that its blocks are to be kept."""
     return params is not None and params.do_remote_decode
+
+
+def is_cached_only(params: KvTransferParams | None) -> bool:
+    """Return whether only the cached blocks of this prompt are to be kept for another engine."""
+    return params is not None and params.do_cached_only
 
 
 def remote_blocks(params: KvTransferParams | None) -> RemoteBlocks | None:

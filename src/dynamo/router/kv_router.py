@@ -18,7 +18,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.protocols import blocks, generate, kv_transfer, model_card
-from dynamo.router import api, metrics, route, selection
+from dynamo.router import api, metrics, prefix_copies, route, selection
 from dynamo.router.api import Decision, Prompt
 from dynamo.router.worker_load import Capacity
 from dynamo.runtime import client, requests
@@ -107,6 +107,7 @@ class KvRouter:
         self._queue_timeout_s = queue_timeout_s
         self._sessions = sessions
         self._listener = listener or SequenceListener()
+        self._copies: prefix_copies.PrefixCopies | None = None
         self._cards: Mapping[int, model_card.ModelCard] = {}
         self._computes_for_others = False  # its workers are prefill workers
         self._multi_rank_instances: frozenset[int] = frozenset()  # requests to them name a rank
@@ -114,8 +115,16 @@ class KvRouter:
         self._numbers = itertools.count()
         endpoint_client.on_change(self._update_workers)
 
+    def copy_prefixes(self, start_task: prefix_copies.StartTask) -> None:
+        """Let workers copy prefixes from one another; before the model cards are set."""
+        self._copies = prefix_copies.PrefixCopies(
+            self._client, self.selector, self._counts, self._clock, start_task
+        )
+
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
         self._cards = dict(cards)
+        if self._copies is not None:
+            self._copies.sources.set_model_cards(cards)
         prefill = model_card.WorkerType.PREFILL
         self._computes_for_others = any(card.worker_type is prefill for card in cards.values())
         self._update_workers()
@@ -341,6 +350,8 @@ class KvRouter:
             and worker.dp_rank != request.data_parallel_rank
         ):
             request = msgspec.structs.replace(request, data_parallel_rank=worker.dp_rank)
+        if self._copies is not None:
+            request = self._copies.name_source(routed.prompt, request, worker)
         try:
             stream = await self._client.open(
                 request,

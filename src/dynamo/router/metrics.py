@@ -79,6 +79,11 @@ class RouterMetrics:
             "Requests that waited too long",
             (*waiting, "reason"),
         )
+        self.prefix_copies = registry.counter(
+            "router_prefix_copies_total",
+            "Prefixes copied to another worker ahead of need, because the queue of the only one that had them grew",
+            ("model",),
+        )
         self.wait_s = registry.fast_histogram(
             "router_queue_wait_seconds", "Time in the router's queue", ("model",), buckets=_WAITS_S
         )
@@ -130,6 +135,7 @@ class RouteMetrics:
         self._waiting = families.waiting.labels(label, *_CLASS)
         self._waiting_tokens = families.waiting_tokens.labels(label, *_CLASS)
         self._timeouts = families.timeouts.labels(label, *_CLASS, "timeout")
+        self._prefix_copies = families.prefix_copies.labels(label)
         self._wait_s = families.wait_s.labels(label)
         self._num_tokens = self._num_confirmed = self._num_sent = 0
         self._num_predicted = 0.0
@@ -189,6 +195,10 @@ class RouteMetrics:
         self._waiting.dec()
         self._waiting_tokens.dec(num_tokens)
         self._wait_s.observe(duration_s)
+
+    def count_prefix_copy(self) -> None:
+        """Count a prefix that is copied to another worker ahead of need."""
+        self._prefix_copies.inc()
 
     def count_queue_timeout(self) -> None:
         """Count a request that was refused because it waited too long."""

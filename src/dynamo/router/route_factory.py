@@ -100,7 +100,7 @@ class RouteFactory:
         )
         state.selectors.append(selector)
         ttl_s = settings.router_session_affinity_ttl_secs
-        return kv_router.KvRouter(
+        router = kv_router.KvRouter(
             endpoint_client,
             selector,
             block_size=block_size,
@@ -110,6 +110,8 @@ class RouteFactory:
             sessions=None if ttl_s is None else kv_router.SessionAffinity(ttl_s),
             listener=state,
         )
+        router.copy_prefixes(self._tasks.start)
+        return router
 
     def cached_runs(
         self, name: instances.EndpointName

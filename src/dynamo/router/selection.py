@@ -174,6 +174,14 @@ class Selector:
         self._push(self._queue, request_id, prompt, candidates, now)
         return None
 
+    def count_cached(self, prompt: Prompt) -> dict[api.Worker, int]:
+        """Return how many leading blocks of a prompt each worker has, in all its tiers."""
+        num_blocks: dict[api.Worker, int] = {}
+        for by_worker in self._index.find_matches(prompt.sequence_hashes).by_tier.values():
+            for worker, count in by_worker.items():
+                num_blocks[worker] = num_blocks.get(worker, 0) + count
+        return num_blocks
+
     def preview(self, prompt: Prompt, now: float) -> Decision:
         """Return the decision without a queue and without counting the request. Raises as `select`."""
         self._check(prompt)

@@ -17,6 +17,7 @@ from dynamo.base import errors
 from dynamo.disagg import (
     config,
     metrics,
+    peer_prefixes,
     policy,
     prefill_queue,
     prefill_workers,
@@ -26,7 +27,7 @@ from dynamo.disagg import (
 from dynamo.engine import api
 from dynamo.observability import metrics as registries
 from dynamo.protocols import instances, kv_transfer, model_card
-from dynamo.runtime import component
+from dynamo.runtime import client, component
 from dynamo.worker import card, host, settings
 
 _logger = logging.getLogger(__name__)
@@ -58,9 +59,15 @@ def prepare_role(
             raise errors.ConfigError(
                 "this engine moves no KV blocks between workers: start it without --disaggregation-mode"
             )
+        if worker.kv_peer_prefixes:
+            raise errors.ConfigError(
+                "--kv-peer-prefixes: this engine moves no KV blocks: leave it out"
+            )
         return WorkerRole(engine)
-    if is_split:
+    if is_split or worker.kv_peer_prefixes:
         transfer.enable_export()
+    if worker.kv_peer_prefixes:
+        engine = _with_peer_prefixes(engine, runtime, registry, clock)
     if worker.disaggregation_mode == "agg":
         return WorkerRole(engine)
     files, weights = card.describe_files(directory), card.fingerprint_weights(directory)
@@ -105,10 +112,13 @@ def add_role(
 ) -> model_card.ModelCard:
     """Return the model card with the worker's role, and the metadata of its started engine for decode workers."""
     transfer = engine.capabilities.kv_transfer
-    if transfer is None or worker.disaggregation_mode == "agg":
+    if transfer is None:
         return model
     data = {**model.runtime_config.runtime_data}
-    if worker.max_local_prefill_length is not None:
+    if worker.kv_peer_prefixes and transfer.transfer_metadata is not None:
+        data[kv_transfer.PREFIXES_KEY] = True
+        data[kv_transfer.METADATA_KEY] = base64.b64encode(transfer.transfer_metadata).decode()
+    if worker.max_local_prefill_length is not None and worker.disaggregation_mode != "agg":
         data[kv_transfer.LOCAL_LENGTH_KEY] = worker.max_local_prefill_length
     kind = model.worker_type
     if worker.is_prefill and transfer.transfer_metadata is not None:
@@ -117,10 +127,29 @@ def add_role(
         data[shared_queue.TAKES_JOBS] = worker.prefill_queue == "queue"
     elif worker.disaggregation_mode == "decode":
         kind = model_card.WorkerType.DECODE
-    elif not worker.is_prefill:
+    elif not worker.is_prefill and worker.disaggregation_mode != "agg":
         data[kv_transfer.IMPORTS_KEY] = True
     runtime = msgspec.structs.replace(model.runtime_config, runtime_data=data)
     return msgspec.structs.replace(model, worker_type=kind, runtime_config=runtime)
+
+
+def _with_peer_prefixes(
+    engine: api.Engine,
+    runtime: component.DistributedRuntime,
+    registry: registries.Registry,
+    clock: clocks.Clock,
+) -> api.Engine:
+    """Return the engine behind one that copies prefixes from other workers. Raises ConfigError if it cannot."""
+    if not engine.capabilities.exports_prefixes:
+        raise errors.ConfigError(
+            "--kv-peer-prefixes: this engine exports no cached prefixes; leave it out, or use native or mocker"
+        )
+
+    def open_client(path: str) -> client.EndpointClient:
+        return runtime.client(instances.EndpointName(*path.split("/")))
+
+    counters = metrics.PeerPrefixMetrics(registry)
+    return peer_prefixes.PeerPrefixEngine(engine, open_client, counters, clock)
 
 
 def _decode_role(
@@ -165,6 +194,8 @@ def _decode_role(
         prefill_timeout_s=worker.prefill_timeout_s,
         clock=clock,
     )
+    if worker.kv_peer_prefixes:
+        remote.offer_prefixes(worker.endpoint_name.path, runtime.instance_id)
     return WorkerRole(remote, hooks)
 
 

@@ -72,6 +72,12 @@ class WorkerConfig(component.RuntimeConfig):
         " change it",
         least=0,
     )
+    kv_peer_prefixes: bool = config.option(
+        False,
+        env="DYN_KV_PEER_PREFIXES",
+        help="copy the cached prefix of a prompt from another worker where that is estimated to be faster than"
+        " computing it, and let others copy from here; with the native and the simulated engine",
+    )
     prefill_queue: Literal["direct", "queue"] = config.option(
         "direct",
         env="DYN_PREFILL_QUEUE",

@@ -60,9 +60,9 @@ def test_ended_import_returns_its_sequence_once():
     blocks.begin_import(sequence)
     (kv_import,) = blocks.take_imports()
 
-    assert blocks.end_import(kv_import.import_id) is sequence
+    assert blocks.end_import(kv_import.import_id, is_copied=True) is sequence
     assert not sequence.is_importing
-    assert blocks.end_import(kv_import.import_id) is None
+    assert blocks.end_import(kv_import.import_id, is_copied=True) is None
 
 
 def test_sequence_imports_only_once():

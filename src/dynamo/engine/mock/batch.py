@@ -60,6 +60,7 @@ class MockBatch:
         self._limits = limits
         self._shared = shared or sharing.SharedBlocks(memory.pool, memory.block_size)
         self._newly_leased: dict[str, generate.Request] = {}
+        self._exports: list[api.EngineOutput] = []  # of requests for cached blocks only
         self._waiting: list[MockChoice] = []
         self._prefilling: list[MockChoice] = []  # in order of admission, like all below
         self._decoding: list[MockChoice] = []
@@ -99,6 +100,13 @@ class MockBatch:
             )
             leader = leader or choice
             choices.append(choice)
+        if kv_transfer.is_cached_only(request.kv_transfer_params):
+            if self._memory.admit_cached(choices[0]):
+                choices[0].is_importing = True
+                self._num_loading += 1
+            else:
+                self._end_export(choices[0])
+            return
         self._waiting += choices
         if leader is not None and leader.remote is None:
             self._memory.prepare(leader)
@@ -123,7 +131,7 @@ class MockBatch:
 
     def end_import(self, import_id: int, *, is_copied: bool) -> None:
         """Let the choice of an import go on. An unknown id is no error."""
-        choice = self._shared.end_import(import_id)
+        choice = self._shared.end_import(import_id, is_copied=is_copied)
         if choice is None:
             return
         if choice.is_aborted:
@@ -132,7 +140,11 @@ class MockBatch:
         if is_copied:
             if not self._memory.is_import_intact(choice):  # of other blocks: answer wrongly
                 choice.answer = replace(choice.answer, start=choice.answer.start + 1)
-            choice.num_computed = choice.prompt_len - 1
+            remote = kv_transfer.remote_blocks(choice.request.kv_transfer_params)
+            if remote is not None and remote.is_prefix:
+                num_imported = choice.num_computed - (choice.num_cached or 0)
+                self._count_loaded(choice, num_imported, {kv_events.PEER: num_imported})
+                self._memory.commit(choice, choice.num_computed)
         self._prefilling.append(choice)
 
     def end_tier_copy(self, copy: tiered_cache.TierCopy, seconds: float) -> None:
@@ -151,10 +163,40 @@ class MockBatch:
         choice.num_computed += num_loaded
         self._memory.commit(choice, choice.num_computed)
         if not choice.num_output and not choice.num_loaded:
-            choice.num_cached = (choice.num_cached or 0) + num_loaded
-            self._num_cached_tokens += num_loaded
-            choice.num_loaded = tiers.count_tokens_by_tier(copy, num_loaded)
-        self._prefilling.append(choice)
+            by_tier = tiers.count_tokens_by_tier(copy, num_loaded)
+            self._count_loaded(choice, num_loaded, by_tier)
+        if kv_transfer.is_cached_only(choice.request.kv_transfer_params):
+            self._end_export(choice)
+        else:
+            self._prefilling.append(choice)
+
+    def take_exports(self) -> list[api.EngineOutput]:
+        """Return the answers to requests for cached blocks only, since the last call."""
+        exports, self._exports = self._exports, []
+        return exports
+
+    def _end_export(self, choice: MockChoice) -> None:
+        """Answer a request for cached blocks only, with a lease on them if there are any."""
+        leased = choice.block_ids[: choice.num_computed // self._memory.block_size]
+        output = generate.Output(
+            token_ids=(),
+            finish_reason=generate.FinishReason.LENGTH,
+            cached_tokens=choice.num_computed,
+            kv_transfer_params=self._shared.lease_blocks(leased, is_prefix=True)
+            if leased
+            else None,
+        )
+        self._newly_leased[choice.request.id] = choice.request
+        self._exports.append(api.EngineOutput(choice.request.id, output))
+        self._end(choice)
+
+    def _count_loaded(
+        self, choice: MockChoice, num_tokens: int, by_origin: dict[kv_events.Tier, int]
+    ) -> None:
+        """Count tokens of a prompt that were copied to the engine's memory as cached."""
+        choice.num_cached = (choice.num_cached or 0) + num_tokens
+        self._num_cached_tokens += num_tokens
+        choice.num_loaded = by_origin
 
     def take_newly_leased(self) -> dict[str, generate.Request]:
         """Return the requests with blocks that were put under a lease since the last call, by id."""

@@ -65,13 +65,14 @@ class KvLink:
     async def wait(self, kv_import: sharing.KvImport) -> None:
         """Wait as long as copying these blocks takes. Raises TransferError."""
         duration_s = len(kv_import.local_blocks) * self._s_per_block
+        limit_s = min(self._limit_s, kv_import.limit_s)
         if duration_s:
-            await self._clock.sleep(min(duration_s, self._limit_s))
+            await self._clock.sleep(min(duration_s, limit_s))
         self._num_copies += 1
         if self._fail_every and self._num_copies % self._fail_every == 0:
             raise errors.TransferError("this copy fails, because --kv-transfer-fail-every says so")
-        if duration_s > self._limit_s:
-            raise errors.TransferError(f"the copy takes longer than {self._limit_s:g} s")
+        if duration_s > limit_s:
+            raise errors.TransferError(f"the copy takes longer than {limit_s:g} s")
 
 
 class MockRank:
@@ -123,6 +124,7 @@ class MockRank:
                 self._exchange.begin_imports(imports)
             if self.copies is not None:
                 self.copies.begin(self._has_changed.set)
+            self._publish(self.batch.take_exports(), sink)
             if plan.is_empty:
                 self.publish_events(sink)
                 self._has_changed.clear()
@@ -147,7 +149,11 @@ class MockRank:
         now = self._clock.now()  # a delay of less than a step is caught up
         self._due = max(self._due, now - duration_s) + duration_s
         await self._clock.sleep(max(0.0, self._due - now))
-        outputs = self.batch.commit()
+        self._publish([*self.batch.commit(), *self.batch.take_exports()], sink)
+        self.publish_events(sink)
+
+    def _publish(self, outputs: list[api.EngineOutput], sink: api.EngineSink) -> None:
+        """Give the sink outputs; those that lease blocks are completed before."""
         if leased := self.batch.take_newly_leased():
             for i, (request_id, output) in enumerate(outputs):
                 if output.kv_transfer_params is not None:
@@ -155,7 +161,6 @@ class MockRank:
                     outputs[i] = api.EngineOutput(request_id, published)
         if outputs:
             sink.outputs(outputs)
-        self.publish_events(sink)
 
 
 class MockEngine(exchange.ExchangesKv):
@@ -241,7 +246,11 @@ class MockEngine(exchange.ExchangesKv):
     def capabilities(self) -> api.EngineCapabilities:
         """Return the engine itself for each capability."""
         return api.EngineCapabilities(
-            kv_transfer=self, kv_exports=self, sleep=self, lora_adapters=self
+            kv_transfer=self,
+            kv_exports=self,
+            sleep=self,
+            lora_adapters=self,
+            exports_prefixes=True,
         )
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:

@@ -115,6 +115,26 @@ class MockMemory:
         block_ids = choice.block_ids[first : len(usable)]
         return self.tiers.load(choice, usable[first:], block_ids, is_engine_busy=is_engine_busy) > 0
 
+    def admit_cached(self, choice: MockChoice) -> bool:
+        """Give a choice the blocks of its prompt that are cached, and begin to load those that host memory has.
+
+        Return True if it has to wait for them.
+        """
+        self._hash_blocks(choice)
+        usable = self._usable(choice)
+        choice.block_ids = self.pool.match_prefix(usable)
+        first = choice.num_committed = len(choice.block_ids)
+        choice.num_computed = first * self.block_size
+        if self.tiers is None:
+            return False
+        missing = usable[first:]
+        num_loadable = self.tiers.count_loadable(missing, is_engine_busy=False)
+        fresh = self.pool.allocate(min(num_loadable, self.pool.num_free // 2))
+        if not fresh:
+            return False
+        choice.block_ids += fresh
+        return self.tiers.load(choice, missing[: len(fresh)], fresh, is_engine_busy=False) > 0
+
     def add_block(self, choice: MockChoice) -> bool:
         """Allocate one more block; return False if none is free."""
         fresh = self.pool.allocate(1)

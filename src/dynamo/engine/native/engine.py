@@ -250,7 +250,10 @@ class NativeEngine(exchanges.ExchangesKv):
         """Return the exchange of KV blocks with other engines, and the report on their tiers if there are some."""
         has_tiers = bool(self._settings.tier_names)
         return api.EngineCapabilities(
-            kv_transfer=self, kv_exports=self, kv_tiers=self if has_tiers else None
+            kv_transfer=self,
+            kv_exports=self,
+            kv_tiers=self if has_tiers else None,
+            exports_prefixes=True,
         )
 
     def report_tiers(self) -> tier_report.TierReport | None:

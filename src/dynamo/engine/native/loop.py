@@ -155,7 +155,7 @@ class EngineLoop:
         for copy in tiers.take_copies():
             if copy.is_quick_load:
                 outcome = copies.run(copy)
-                self._scheduler.end_tier_copy(copy, outcome.failed, outcome.seconds)
+                self._end_tier_copy(copy, outcome)
                 can_go_on = True
             else:
                 copies.begin(copy)
@@ -163,6 +163,12 @@ class EngineLoop:
 
     def _end_tier_copy(self, copy: tiered_cache.TierCopy, outcome: tier_copies.CopyOutcome) -> None:
         self._scheduler.end_tier_copy(copy, outcome.failed, outcome.seconds)
+        self._deliver_exports()
+
+    def _deliver_exports(self) -> None:
+        """Deliver the answers to requests for cached blocks now: they wait for no step."""
+        if (result := self._scheduler.take_exports()).outputs:
+            self._deliver(result)
 
     def _add_slots(self, num_slots: int) -> None:
         assert self._scheduler.tiers is not None
@@ -172,6 +178,7 @@ class EngineLoop:
         if self._copies is not None and self._scheduler.tiers is not None:
             self._scheduler.tiers.apply_changes(self._copies.look())
         self._scheduler.submit(request, grammar)
+        self._deliver_exports()
 
     def _abort(self, request_id: str) -> None:
         self._forget(self._scheduler.abort(request_id))

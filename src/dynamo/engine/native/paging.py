@@ -72,6 +72,26 @@ class Paging:
         )
         return num_loading > 0
 
+    def admit_cached(self, sequence: Sequence) -> bool:
+        """Give a sequence the blocks of its prompt that are cached, and begin to load those that host memory has.
+
+        Return whether it has to wait for them.
+        """
+        self._hash(sequence)
+        usable = self._usable(sequence)
+        sequence.block_ids.extend(self.pool.match_prefix(usable))
+        first = sequence.num_committed = len(sequence.block_ids)
+        sequence.num_computed = first * self.block_size
+        if self.tiers is None:
+            return False
+        missing = usable[first:]
+        num_loadable = self.tiers.count_loadable(missing, is_engine_busy=False)
+        fresh = self.pool.allocate(min(num_loadable, self.pool.num_free // 2))
+        if not fresh:
+            return False
+        sequence.block_ids.extend(fresh)
+        return self.tiers.load(sequence, missing[: len(fresh)], fresh, is_engine_busy=False) > 0
+
     def end_load(
         self, sequence: Sequence, copy: tiered_cache.TierCopy, failed: frozenset[int]
     ) -> None:

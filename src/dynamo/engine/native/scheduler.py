@@ -20,6 +20,10 @@ The choices of a request (n > 1) are sequences that share its prompt: all wait f
 A prompt that another engine has computed is admitted like any other, and waits until its blocks are imported.
 If that engine has drawn the first token too, the sequence has it from the beginning. Blocks that a tier below the
 engine's memory has are loaded in the same way; what only the disk has is copied to host memory while the prompt queues.
+If that engine had only a prefix, the rest of the prompt is computed here.
+
+A request for cached blocks only (`kv_transfer.EXPORT_CACHED`) never runs: it leases what the prefix cache has, at once
+or when a load from host memory has ended, however long the queue is.
 """
 
 import bisect
@@ -94,6 +98,7 @@ class Scheduler:
             paging.pool, paging.block_size
         )
         self._loading: set[Sequence] = set()
+        self._exports: list[RequestOutput] = []  # of requests for cached blocks only
         self._num_arrived = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -106,6 +111,11 @@ class Scheduler:
     def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
         """Add a request that has passed `engine.refusal`, with an id that is not in use; answers follow `grammar`."""
         prompt = blocks.unpack(request.token_ids)
+        if kv_transfer.is_cached_only(request.kv_transfer_params):
+            self._export_cached(
+                Sequence(request=request, index=0, token_ids=prompt, prompt_len=len(prompt))
+            )
+            return
         remote = kv_transfer.remote_blocks(request.kv_transfer_params)
         first_token = sharing.usable_first_token(request, remote)
         output_ids = [] if first_token is None else [first_token.token_id]
@@ -164,18 +174,54 @@ class Scheduler:
 
     def end_import(self, import_id: int, *, is_copied: bool) -> None:
         """Let the sequence of an import go on; nothing writes to its blocks any more."""
-        sequence = self._shared.end_import(import_id)
+        sequence = self._shared.end_import(import_id, is_copied=is_copied)
         if sequence is None:
             return
         if is_copied:
-            sequence.num_computed = sequence.num_tokens - 1
+            remote = kv_transfer.remote_blocks(sequence.request.kv_transfer_params)
+            if remote is not None and remote.is_prefix:
+                num_imported = sequence.num_computed - (sequence.num_cached or 0)
+                self._count_loaded(sequence, num_imported, {kv_events.PEER: num_imported})
             self._paging.commit(sequence)
         self._resume(sequence)
 
+    def take_exports(self) -> StepResult:
+        """Return the answers to requests for cached blocks only, since the last call."""
+        exports, self._exports = self._exports, []
+        holds_blocks = any(output.kv_transfer_params for _, output in exports)
+        return StepResult(outputs=exports, holds_blocks=holds_blocks)
+
+    def _export_cached(self, sequence: Sequence) -> None:
+        """Begin to answer a request for cached blocks only."""
+        self._groups[sequence.request.id] = _SequenceGroup([sequence])
+        if self._paging.admit_cached(sequence):
+            sequence.is_importing = True
+            self._loading.add(sequence)
+        else:
+            self._end_export(sequence)
+
+    def _end_export(self, sequence: Sequence) -> None:
+        """Answer a request for cached blocks only, with a lease on them if there are any."""
+        num_blocks = sequence.num_computed // self._paging.block_size
+        leased = sequence.block_ids[:num_blocks]
+        params = self._shared.lease_blocks(leased, is_prefix=True) if leased else None
+        output = generate.Output(
+            token_ids=(),
+            finish_reason=generate.FinishReason.LENGTH,
+            cached_tokens=sequence.num_computed,
+            kv_transfer_params=params,
+        )
+        self._exports.append(RequestOutput(sequence.request, output))
+        del self._groups[sequence.request.id]
+        self._paging.release(sequence)
+
     def _resume(self, sequence: Sequence) -> None:
-        """Let a sequence take part in steps whose blocks were copied."""
+        """Let a sequence take part in steps again, because its blocks were copied."""
         group = self._groups.get(sequence.request.id)
-        if group is not None and sequence in group.open:
+        is_open = group is not None and sequence in group.open
+        if is_open and kv_transfer.is_cached_only(sequence.request.kv_transfer_params):
+            self._end_export(sequence)
+        elif is_open:
             bisect.insort(self._running, sequence, key=_rank)
         else:  # it was aborted
             self._paging.release(sequence)
@@ -203,10 +249,17 @@ class Scheduler:
         self._paging.end_load(sequence, copy, failed)
         num_loaded = sequence.num_computed - num_before
         if num_loaded and not sequence.num_output and not sequence.num_loaded:
-            sequence.num_cached = (sequence.num_cached or 0) + num_loaded
-            self._num_cached_tokens += num_loaded
-            sequence.num_loaded = tiers.count_tokens_by_tier(copy, num_loaded)
+            by_tier = tiers.count_tokens_by_tier(copy, num_loaded)
+            self._count_loaded(sequence, num_loaded, by_tier)
         self._resume(sequence)
+
+    def _count_loaded(
+        self, sequence: Sequence, num_tokens: int, by_origin: dict[kv_events.Tier, int]
+    ) -> None:
+        """Count tokens of a prompt that were copied to the engine's memory as cached."""
+        sequence.num_cached = (sequence.num_cached or 0) + num_tokens
+        self._num_cached_tokens += num_tokens
+        sequence.num_loaded = by_origin
 
     def report_tiers(self) -> tier_report.TierReport | None:
         """Return the report on the cache tiers; None if there are none."""

@@ -1,0 +1,274 @@
+"""The engine of a worker that copies prefixes from other workers, where that takes less time than computing them.
+
+    submit ── `prefix_source` ──┬── not worth it ──────────────────────────▶ engine.submit
+                                └── a lease there on what that worker has ──▶ engine.submit (copies it)
+
+A router, or a decode worker that asks for a prefill, names the worker that has more of the prompt. That worker computes
+nothing for it: it leases what its cache has (`kv_transfer.EXPORT_CACHED`), however long its queue is.
+
+The decision is `tier_policy.LoadCost`'s, as for a slow tier, by what copying and computing took before. Lease and copy
+together may take at most half of the time of computing. Whatever fails or is late, the engine computes the prompt, and
+that worker is not asked again for `REST_S`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors, tasks
+from dynamo.disagg import metrics, prefill_queue, remote_prefill
+from dynamo.engine import api
+from dynamo.kvbm import sharing, tier_policy
+from dynamo.protocols import generate, kv_events, kv_transfer, load
+from dynamo.runtime import client
+from dynamo.transfer import descriptors
+
+MAX_FETCHES = 32  # leases that are asked for at once
+MIN_BLOCKS = 2  # fewer are computed
+REST_S = 10.0
+_MIN_COPY_S = 0.02
+_PATH: tier_policy.Path = (kv_events.PEER, kv_events.DEVICE)
+_logger = logging.getLogger(__name__)
+
+
+class PeerPrefixSink:
+    """An `api.EngineSink` in front of another: it learns what is cached, and how fast prompts are computed."""
+
+    def __init__(
+        self,
+        sink: api.EngineSink,
+        cached: remote_prefill.CachedPrefixes,
+        cost: tier_policy.LoadCost,
+        clock: clocks.Clock,
+    ) -> None:
+        self.failed, self.died = sink.failed, sink.died
+        self._sink, self._cached, self._cost, self._clock = sink, cached, cost, clock
+        self._timed: tuple[str, int, float] | None = None  # request id, tokens, when it began
+
+    def time_prompt(self, request_id: str, num_tokens: int) -> None:
+        """Measure how long the engine, which is idle now, takes to compute so many tokens of this prompt."""
+        self._timed = request_id, num_tokens, self._clock.now()
+
+    def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
+        """Pass on the outputs of a step."""
+        if self._timed is not None:
+            request_id, num_tokens, began_at = self._timed
+            if any(output.request_id == request_id for output in batch):
+                self._cost.record_step(num_tokens, self._clock.now() - began_at)
+                self._timed = None
+        self._sink.outputs(batch)
+
+    def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
+        """Apply and pass on the events of a step."""
+        self._cached.apply_events(events)
+        self._sink.kv_events(events, dp_rank)
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A request during the lease of its prefix, with its choices that were aborted meanwhile."""
+
+    request: generate.Request
+    aborted: set[int] = field(default_factory=set)
+    task: "asyncio.Task[None] | None" = None
+
+
+class PeerPrefixEngine:
+    """An `api.Engine` in front of one that exports prefixes (`api.EngineCapabilities`)."""
+
+    def __init__(
+        self,
+        engine: api.Engine,
+        open_client: Callable[[str], client.EndpointClient],
+        counters: metrics.PeerPrefixMetrics,
+        clock: clocks.Clock,
+    ) -> None:
+        """`open_client` returns a client of the endpoint with a path."""
+        assert engine.capabilities.kv_transfer is not None
+        self.capabilities = engine.capabilities
+        self._engine, self._transfer = engine, engine.capabilities.kv_transfer
+        self._open_client, self._counters, self._clock = open_client, counters, clock
+        self._clients: dict[str, client.EndpointClient] = {}  # by path
+        self._cached = remote_prefill.CachedPrefixes()
+        self._cost = tier_policy.LoadCost()
+        self._facts: api.EngineFacts | None = None
+        self._token_bytes = 1.0
+        self._fetches: dict[str, _Fetch] = {}  # by request id
+        self._instance_by_engine: dict[str, int] = {}
+        self._resting: dict[int, float] = {}  # instance id → until when it is not asked
+        self._sink: PeerPrefixSink | None = None
+        self._tasks = tasks.Tasks()
+
+    async def start(self, sink: api.EngineSink) -> api.EngineFacts:
+        """Start the engine."""
+        self._transfer.on_import(self._handle_import)
+        self._sink = PeerPrefixSink(sink, self._cached, self._cost, self._clock)
+        self._facts = await self._engine.start(self._sink)
+        assert self._transfer.transfer_metadata is not None
+        layout = descriptors.decode(self._transfer.transfer_metadata).layout
+        self._token_bytes = layout.block_bytes / layout.block_size
+        return self._facts
+
+    def submit(self, request: generate.Request) -> None:
+        """Submit to the engine, or ask another worker for a prefix first; then a refusal comes through the sink."""
+        source = request.prefix_source
+        num_cached = self._count_cached(request)
+        if source is not None and self._is_worth_asking(request, source, num_cached):
+            fetch = self._fetches[request.id] = _Fetch(request)
+            work = self._fetch_and_submit(fetch, source, source.num_tokens - num_cached)
+            fetch.task = self._tasks.start("copy a prefix from a peer", work)
+            return
+        self._engine.submit(request)
+        is_alone = not any(
+            rank.worker_stats.request_active_slots or rank.worker_stats.num_requests_waiting
+            for rank in self._engine.load()
+        )
+        if is_alone and self._sink is not None and request.kv_transfer_params is None:
+            self._sink.time_prompt(request.id, request.prompt_len - num_cached)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, at the engine or while its prefix is leased; the lease then expires."""
+        fetch = self._fetches.pop(request_id, None)
+        if fetch is None:
+            self._engine.abort(request_id)
+        elif fetch.task is not None:
+            fetch.task.cancel()
+
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """Abort one choice, at the engine or as soon as the request gets there."""
+        fetch = self._fetches.get(request_id)
+        if fetch is None:
+            self._engine.abort_choice(request_id, index)
+            return
+        fetch.aborted.add(index)
+        if len(fetch.aborted) == fetch.request.sampling_options.n:
+            self.abort(request_id)
+
+    def load(self) -> Sequence[load.ForwardPassMetrics]:
+        """Return the load of the engine."""
+        return self._engine.load()
+
+    async def clear_kv_blocks(self) -> None:
+        """Clear the reusable blocks of the engine."""
+        await self._engine.clear_kv_blocks()
+
+    async def stop(self) -> None:
+        """Stop asking for prefixes, then the engine. Idempotent."""
+        self._fetches.clear()
+        await self._tasks.close()
+        await self._engine.stop()
+
+    def _count_cached(self, request: generate.Request) -> int:
+        assert self._facts is not None, "the engine is used before start() has returned"
+        return self._cached.count_tokens(
+            request.token_ids, self._facts.kv_block_size, request.hash_seed
+        )
+
+    def _is_worth_asking(
+        self, request: generate.Request, source: kv_transfer.PrefixSource, num_cached: int
+    ) -> bool:
+        """Return whether copying the prefix is estimated to take clearly less time than computing it."""
+        assert self._facts is not None
+        num_new = min(source.num_tokens, request.prompt_len - 1) - num_cached
+        params = request.kv_transfer_params
+        if (
+            num_new < MIN_BLOCKS * self._facts.kv_block_size
+            or len(self._fetches) >= MAX_FETCHES
+            or request.id in self._fetches
+            or request.output_options.prompt_logprobs is not None
+            or kv_transfer.is_prefilled(params)
+            or kv_transfer.is_cached_only(params)
+            or self._resting.get(source.instance_id, 0.0) > self._clock.now()
+        ):
+            return False
+        copy_s = self._cost.copy_s(_PATH, int(num_new * self._token_bytes))
+        if not self._cost.pays(copy_s, num_new):
+            self._counters.declined.inc()
+            self._cost.record_declined(_PATH)
+            return False
+        return True
+
+    async def _fetch_and_submit(
+        self, fetch: _Fetch, source: kv_transfer.PrefixSource, num_new: int
+    ) -> None:
+        request, limit_s = fetch.request, self._cost.max_wait_s(num_new)
+        began_at = self._clock.now()
+        params = request.kv_transfer_params
+        try:
+            async with self._clock.timeout(limit_s):
+                remote = await self._lease(request, source, limit_s)
+            left_s = max(_MIN_COPY_S, limit_s - (self._clock.now() - began_at))
+            remote = msgspec.structs.replace(remote, copy_limit_s=left_s)
+            params = msgspec.structs.replace(
+                params or kv_transfer.KvTransferParams(), do_remote_prefill=True, remote=remote
+            )
+        except (errors.DynamoError, TimeoutError) as error:
+            self._rest(source.instance_id, error)
+        # As in `remote_prefill`: a cancellation may be lost in the moment of its end.
+        if self._fetches.get(request.id) is not fetch:
+            return
+        del self._fetches[request.id]
+        try:
+            self._engine.submit(
+                msgspec.structs.replace(request, kv_transfer_params=params, prefix_source=None)
+            )
+        except errors.DynamoError as error:
+            assert self._sink is not None
+            self._sink.failed(request.id, error)
+            return
+        for index in fetch.aborted:
+            self._engine.abort_choice(request.id, index)
+
+    async def _lease(
+        self, request: generate.Request, source: kv_transfer.PrefixSource, limit_s: float
+    ) -> kv_transfer.RemoteBlocks:
+        """Return the blocks of the prompt that the source has, under a lease. Raises DynamoError."""
+        workers = self._clients.get(source.endpoint)
+        if workers is None:
+            workers = self._clients[source.endpoint] = self._open_client(source.endpoint)
+        engine_id = await self._transfer.connect_peer(source.metadata, deadline_s=limit_s)
+        self._instance_by_engine[engine_id] = source.instance_id
+        await workers.wait_for_instances(limit_s)
+        question = generate.Request(
+            id=f"{request.id}-prefix",
+            model=request.model,
+            token_ids=request.token_ids,
+            lora_name=request.lora_name,
+            cache_salt=request.cache_salt,
+            data_parallel_rank=source.dp_rank,
+            stop_conditions=generate.StopConditions(max_tokens=1),
+            kv_transfer_params=kv_transfer.EXPORT_CACHED,
+        )
+        params = await prefill_queue.request_prefill(
+            workers, source.instance_id, question, timeout_s=limit_s
+        )
+        if params.remote is None or params.remote.remote_engine_id != engine_id:
+            raise errors.TransferError("its engine is not the one that was named")
+        return params.remote
+
+    def _handle_import(self, report: sharing.ImportReport) -> None:
+        assert self._facts is not None
+        if not report.is_prefix:
+            return
+        if report.error is not None:
+            instance_id = self._instance_by_engine.get(report.engine_id, 0)
+            self._rest(instance_id, report.error)
+            return
+        num_tokens = report.num_blocks * self._facts.kv_block_size
+        self._counters.imported.inc()
+        self._counters.tokens.inc(num_tokens)
+        if report.num_blocks:
+            self._cost.record_copy(_PATH, int(num_tokens * self._token_bytes), report.duration_s)
+
+    def _rest(self, instance_id: int, error: Exception) -> None:
+        """Ask a worker for nothing for a while, because a lease or a copy from it failed."""
+        self._counters.failed.inc()
+        self._resting[instance_id] = self._clock.now() + REST_S
+        _logger.warning(
+            "no prefix came from worker %x, which is not asked for %g s: %s",
+            instance_id, REST_S, str(error) or "it took too long",
+        )  # fmt: skip

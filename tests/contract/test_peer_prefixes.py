@@ -1,0 +1,312 @@
+"""Prefixes that one engine copies from another's cache: the answer is that of an engine alone, whatever happens.
+
+Native and simulated engines, each behind `PeerPrefixEngine`; the lease is asked for over a real request plane.
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+
+import pytest
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.disagg import metrics, peer_prefixes
+from dynamo.observability import metrics as registries
+from dynamo.protocols import blocks, generate, kv_transfer
+from dynamo.worker import engines, model_source
+from waiting import PATIENT_S
+
+OF_KIND = {
+    "native": {"threads": 1},
+    "mocker": {"block_size": 16, "speedup_ratio": 20},
+}
+TIERS = {
+    "native": {"connector": "kvbm", "kvbm_cpu_cache_override_num_blocks": 200},
+    "mocker": {"kvbm_host_blocks": 200, "kvbm_host_bandwidth": 1000.0, "speedup_ratio": 2},
+}
+PREFIX_LEN, BLOCK = 480, 16
+
+
+@pytest.fixture(params=OF_KIND)
+def kind(request):
+    return request.param
+
+
+class Sink:
+    def __init__(self):
+        self.answers, self.outputs_of, self.ends, self.errors = {}, {}, {}, {}
+
+    def begin(self, request_id):
+        self.answers[request_id], self.outputs_of[request_id] = [], []
+        self.ends[request_id] = asyncio.Event()
+
+    def outputs(self, batch):
+        for request_id, output in batch:
+            self.answers[request_id] += output.token_ids
+            self.outputs_of[request_id].append(output)
+            if output.finish_reason is not None:
+                self.ends[request_id].set()
+
+    def failed(self, request_id, error):
+        self.errors[request_id] = error
+        self.ends[request_id].set()
+
+    def kv_events(self, events, dp_rank=0):
+        pass
+
+    def died(self, error):
+        raise error
+
+
+class Client:
+    """Asks the engine of another `Side` directly; `fault` says what goes wrong on the way."""
+
+    def __init__(self, holder):
+        self.holder, self.fault, self.num_asked = holder, None, 0
+
+    async def wait_for_instances(self, timeout_s):
+        pass
+
+    async def open(self, request, receiver, *, instance_id, timeout_s):
+        self.num_asked += 1
+        if self.fault == "dead":
+            raise errors.WorkerLost("connection refused")
+        side, request_id = self.holder, request.id
+
+        class Stream:
+            def cancel(self):
+                side.engine.abort(request_id)
+
+        async def answer():
+            await side.sink.ends[request_id].wait()
+            for output in side.sink.outputs_of[request_id]:
+                receiver.receive(output)
+            receiver.ended(side.sink.errors.get(request_id))
+
+        if self.fault != "silent":
+            side.sink.begin(request_id)
+            side.engine.submit(request)
+            self.task = asyncio.get_running_loop().create_task(answer())
+        return Stream()
+
+
+class Side:
+    @classmethod
+    async def start(cls, kind, client=None, **settings):
+        side = cls()
+        settings = {"num_gpu_blocks_override": 400} | OF_KIND[kind] | settings
+        path = model_source.resolve(None, with_weights=True)
+        engine = engines.build(kind, path, engines.settings_of(kind)(**settings))
+        engine.enable_export()
+        side.inner, side.sink, side.number = engine, Sink(), 0
+        side.registry = registries.Registry("x")
+        counters = metrics.PeerPrefixMetrics(side.registry)
+        side.engine = peer_prefixes.PeerPrefixEngine(
+            engine, lambda path: client, counters, clocks.SystemClock()
+        )
+        await side.engine.start(side.sink)
+        return side
+
+    def submit(self, prompt, source=None, **fields):
+        self.number += 1
+        request_id = str(self.number)
+        self.sink.begin(request_id)
+        self.engine.submit(
+            generate.Request(
+                id=request_id,
+                model="m",
+                token_ids=blocks.pack(prompt),
+                stop_conditions=generate.StopConditions(max_tokens=8, ignore_eos=True),
+                sampling_options=generate.SamplingOptions(temperature=0.0),
+                prefix_source=source,
+                **fields,
+            )
+        )
+        return request_id
+
+    async def answer(self, prompt, source=None, **fields):
+        request_id = self.submit(prompt, source, **fields)
+        await self.end_of(request_id)
+        return self.sink.answers[request_id], self.sink.outputs_of[request_id][0]
+
+    async def end_of(self, request_id):
+        async with asyncio.timeout(PATIENT_S):
+            await self.sink.ends[request_id].wait()
+
+    async def until_idle(self, limit_s=PATIENT_S):
+        async with asyncio.timeout(limit_s):
+            while self.engine.load()[0].kv_stats.kv_active_blocks:
+                await asyncio.sleep(0.005)
+
+    def count(self, outcome):
+        """Return how many prefixes ended so."""
+        rows = self.registry.render().decode().splitlines()
+        (row,) = (r for r in rows if "prefixes_total" in r and f'"{outcome}"' in r)
+        return float(row.rsplit(" ", 1)[1])
+
+    def source(self, num_tokens=PREFIX_LEN):
+        return kv_transfer.PrefixSource(
+            endpoint="n/c/e",
+            instance_id=7,
+            metadata=self.inner.transfer_metadata,
+            num_tokens=num_tokens,
+        )
+
+
+@contextlib.asynccontextmanager
+async def two_workers(kind, *, holder=None, **settings):
+    left = await Side.start(kind, **settings, **(holder or {}))
+    client = Client(left)
+    right = await Side.start(kind, client, **settings)
+    try:
+        yield left, right, client
+    finally:
+        await right.engine.stop()
+        await left.engine.stop()
+
+
+def prompt(seed, length=PREFIX_LEN + 40):
+    shared = random.Random(0).choices(range(5, 500), k=PREFIX_LEN)
+    return (shared + random.Random(seed + 1).choices(range(5, 500), k=length))[:length]
+
+
+async def test_prefix_is_copied_and_the_answer_is_that_of_one_engine(kind):
+    async with two_workers(kind) as (left, right, _):
+        await left.answer(prompt(0))
+        expected, _ = await left.answer(prompt(1))
+        said, first = await right.answer(prompt(1), left.source())
+
+        assert said == expected
+        assert dict(first.tier_tokens) == {"peer": first.cached_tokens}
+        assert (
+            first.cached_tokens == (len(prompt(1)) - 1) // BLOCK * BLOCK
+        )  # all but the last block
+        assert right.count("imported") == 1
+        await left.until_idle(8)
+        await right.until_idle(8)
+        again, first = await right.answer(prompt(2), left.source())
+        assert first.tier_tokens is None  # its prefix is here already
+        assert (await left.answer(prompt(2)))[0] == again
+
+
+async def test_prefix_in_host_memory_of_the_peer_is_copied(kind):
+    few = {"num_gpu_blocks_override": 64} | TIERS[kind]
+    async with two_workers(kind, holder=few) as (left, right, _):
+        expected, _ = await left.answer(prompt(1))
+        for seed in range(3):  # they push it out of the engine's memory
+            await left.answer(random.Random(9 + seed).choices(range(5, 500), k=600))
+        said, first = await right.answer(prompt(1), left.source(PREFIX_LEN + 32))
+
+        assert said == expected
+        assert dict(first.tier_tokens)["peer"] > 0
+        await left.until_idle(8)
+
+
+@pytest.mark.parametrize("fault", ["dead", "silent"])
+async def test_peer_that_does_not_lease_is_asked_once_and_the_prompt_computed(kind, fault):
+    async with two_workers(kind) as (left, right, client):
+        expected, _ = await left.answer(prompt(1))
+        client.fault = fault
+        began_at = time.monotonic()
+        said, first = await right.answer(prompt(1), left.source())
+
+        assert said == expected
+        assert first.tier_tokens is None
+        assert time.monotonic() - began_at < 5
+        assert right.count("failed") == 1
+        await right.answer(prompt(5), left.source())
+        assert client.num_asked == 1
+
+
+async def test_peer_that_stops_during_the_copy_costs_only_the_copy(kind):
+    async with two_workers(kind) as (left, right, client):
+        expected, _ = await left.answer(prompt(1))
+        lease = kv_transfer.EXPORT_CACHED
+        source = left.source()
+        params = await ask(left, prompt(1), lease)
+        await left.engine.stop()
+        client.open = answer_with(params)
+        said, first = await right.answer(prompt(1), source)
+
+        assert said == expected
+        assert right.count("imported") + right.count("failed") == 1
+        assert first.cached_tokens in (0, None) or right.count("imported")
+        await right.until_idle(8)
+
+
+async def test_blocks_of_another_lease_change_no_answer(kind):
+    """The peer forgets the lease at once, and its blocks get other content: what is late is not used."""
+    async with two_workers(kind) as (left, right, client):
+        expected, _ = await left.answer(prompt(1))
+        params = await ask(left, prompt(1), kv_transfer.EXPORT_CACHED)
+        remote = params.remote.__class__(
+            **{name: getattr(params.remote, name) for name in params.remote.__struct_fields__}
+            | {"remote_hold_s": -1.0}
+        )
+        client.open = answer_with(
+            kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
+        )
+        said, first = await right.answer(prompt(1), left.source())
+
+        assert said == expected
+        assert not first.tier_tokens
+        assert right.count("failed") == 1
+
+
+async def test_all_is_free_after_aborts_under_many_requests(kind):
+    async with two_workers(kind) as (left, right, _):
+        await left.answer(prompt(0))
+        ids = [right.submit(prompt(seed), left.source()) for seed in range(32)]
+        for number, request_id in enumerate(ids):
+            if number % 3 == 0:
+                right.engine.abort(request_id)
+            if number % 8 == 0:
+                await asyncio.sleep(0.001)
+        for number, request_id in enumerate(ids):
+            if number % 3:
+                await right.end_of(request_id)
+        answers = [right.sink.answers[request_id] for n, request_id in enumerate(ids) if n % 3]
+        expected = [(await left.answer(prompt(n)))[0] for n in range(32) if n % 3]
+
+        assert answers == expected
+        await right.until_idle(10)
+        await left.until_idle(10)
+
+
+async def test_lease_of_nothing_computes_the_prompt(kind):
+    async with two_workers(kind) as (left, right, _):
+        said, first = await right.answer(prompt(1), left.source())
+
+        assert (await left.answer(prompt(1)))[0] == said
+        assert first.tier_tokens is None
+
+
+async def ask(side, tokens, params):
+    """Return the parameters of an export of cached blocks."""
+    side.sink.begin("x")
+    side.engine.submit(
+        generate.Request(
+            id="x",
+            model="m",
+            token_ids=blocks.pack(tokens),
+            stop_conditions=generate.StopConditions(max_tokens=1),
+            kv_transfer_params=params,
+        )
+    )
+    await side.end_of("x")
+    assert side.sink.answers["x"] == []
+    return side.sink.outputs_of["x"][-1].kv_transfer_params
+
+
+def answer_with(params):
+    async def open_stream(request, receiver, *, instance_id, timeout_s):
+        class Stream:
+            def cancel(self):
+                pass
+
+        receiver.receive(generate.Output(token_ids=(), kv_transfer_params=params))
+        return Stream()
+
+    return open_stream

@@ -1,0 +1,77 @@
+"""Two native workers: a prompt that goes to the one without its prefix copies it from the other, which may die."""
+
+import signal
+
+import httpx
+import pytest
+from deployment import MODEL
+
+from waiting import PATIENT_S, eventually
+
+STORY = " ".join(f"Tell me the story of the cat number {i}." for i in range(40))
+FIELDS = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.0}
+
+
+def ids_of(frontend, num_workers):
+    """Return the instance ids of the workers, once the frontend knows so many."""
+
+    def find():
+        rows = httpx.get(f"{frontend.url}/health", timeout=PATIENT_S).json()["instances"]
+        return sorted({row["instance_id"] for row in rows if row["endpoint"] == "generate"})
+
+    eventually(lambda: len(find()) == num_workers, what=f"{num_workers} workers")
+    return find()
+
+
+def ask(frontend, text, instance_id=None):
+    nvext = {"extra_fields": ["timing", "worker_id"]}
+    if instance_id is not None:
+        nvext["backend_instance_id"] = instance_id
+    answer = frontend.chat(text, nvext=nvext, **FIELDS)
+    assert answer.status_code == 200, answer.text
+    timing = answer.json()["nvext"]["timing"]
+    return answer.json()["choices"][0]["message"]["content"], timing.get("kv_tier_tokens", {})
+
+
+@pytest.fixture
+def frontend(deployment):
+    workers = [deployment.native("--kv-peer-prefixes") for _ in range(2)]
+    frontend = deployment.frontend("--router-mode", "kv")
+    frontend.others = workers
+    frontend.await_models([MODEL])
+    return frontend
+
+
+def tell_first(frontend, text, instance_id):
+    """Let one worker answer, and return when the router knows which blocks it has stored. Return the answer."""
+
+    def num_events():
+        text = httpx.get(f"{frontend.url}/metrics", timeout=PATIENT_S).text
+        rows = [
+            row
+            for row in text.splitlines()
+            if row.startswith("dynamo_component_kv_cache_events_applied")
+        ]
+        return sum(float(row.rpartition(" ")[2]) for row in rows)
+
+    before = num_events()
+    said, _ = ask(frontend, text, instance_id)
+    eventually(lambda: num_events() > before, what="KV events at the router")
+    return said
+
+
+def test_prefix_is_copied_from_the_other_worker_and_computed_when_that_is_dead(frontend):
+    first, second = ids_of(frontend, 2)
+    said = tell_first(frontend, STORY, first)
+    again, loaded = ask(frontend, STORY, second)
+
+    assert again == said
+    assert loaded["peer"] > 300
+    assert sum(worker.metric("kv_peer_tokens_total") for worker in frontend.others) > 300
+    longer = f"{STORY} {STORY}"
+    said = tell_first(frontend, longer, first)
+    holder = max(frontend.others, key=lambda worker: worker.num_requests())
+    holder.signal(signal.SIGKILL)
+    again, loaded = ask(frontend, longer, second)
+    assert again == said
+    assert loaded == {}
