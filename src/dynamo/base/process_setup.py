@@ -20,6 +20,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from dynamo.base import errors
+
 RESERVED_FILES = 200  # for connections to workers, the planes, logs and libraries
 _YOUNG_OBJECTS = 10_000  # some MB, until they are looked through
 _OLDER_EVERY = 20
@@ -59,6 +61,26 @@ def stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, handle_signal, number)
     return stop
+
+
+def run_command(
+    prog: str,
+    action: Callable[[], int | None],
+    *,
+    expected: type[errors.DynamoError] = errors.ConfigError,
+) -> int:
+    """Do what a command is for, and return its exit status: that of `action`, or 0.
+
+    An error of the type `expected` is one sentence on standard error, with status 2 for wrong settings and 1 for the
+    rest; Ctrl-C ends with 130. Any other error is a bug and leaves with its trace.
+    """
+    try:
+        return action() or 0
+    except expected as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return 2 if isinstance(error, errors.ConfigError) else 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def end_now(exit_code: int) -> NoReturn:

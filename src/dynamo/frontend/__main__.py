@@ -5,7 +5,7 @@ import signal
 import sys
 
 from dynamo.base import config as configuration
-from dynamo.base import distribution, errors, process_setup
+from dynamo.base import distribution, process_setup
 from dynamo.disagg import config as disagg_config
 from dynamo.frontend import config, service
 from dynamo.frontend.processes import http_workers
@@ -14,29 +14,28 @@ from dynamo.protocols import generate
 from dynamo.router import config as router_config
 from dynamo.runtime import component
 
+_PROG = "python -m dynamo.frontend"
+
 
 def main() -> int:
     """Run the frontend and return the exit status of the process."""
+    return process_setup.run_command(_PROG, _run)
+
+
+def _run() -> int:
     if "--version" in sys.argv[1:]:
         sys.stdout.write(f"Dynamo Frontend {distribution.version()}\n")
         return 0
-    prog = "python -m dynamo.frontend"
-    try:
-        logs.configure()
-        parts = (
-            config.FrontendConfig,
-            router_config.RoutingConfig,
-            disagg_config.PrefillRoutingConfig,
-        )
-        settings, routing, prefill = configuration.load_parts(parts, prog=prog)
-        if settings.http_workers > 1:
-            return http_workers.serve(settings, sys.argv[1:])
-        asyncio.run(serve(settings, routing, prefill))
-    except errors.ConfigError as error:
-        sys.stderr.write(f"{prog}: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    logs.configure()
+    parts = (
+        config.FrontendConfig,
+        router_config.RoutingConfig,
+        disagg_config.PrefillRoutingConfig,
+    )
+    settings, routing, prefill = configuration.load_parts(parts, prog=_PROG)
+    if settings.http_workers > 1:
+        return http_workers.serve(settings, sys.argv[1:])
+    asyncio.run(serve(settings, routing, prefill))
     return 0
 
 

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import logging
-import signal
 import sys
 from dataclasses import dataclass
 from typing import Any, cast
@@ -161,15 +160,12 @@ class PickingProcessor(processor.StreamProcessor):
 
 def main() -> int:
     """Run the process and return its exit status."""
-    try:
-        logs.configure()
-        asyncio.run(serve(config.load(EndpointPickerConfig, prog=_PROG)))
-    except errors.ConfigError as error:
-        sys.stderr.write(f"{_PROG}: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+    return process_setup.run_command(_PROG, _run)
+
+
+def _run() -> None:
+    logs.configure()
+    asyncio.run(serve(config.load(EndpointPickerConfig, prog=_PROG)))
 
 
 async def serve(settings: EndpointPickerConfig) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from dynamo.runtime.http import exchange, parser
 from dynamo.runtime.http import server as http
 
 _logger = logging.getLogger(__name__)
+_PROG = "python -m dynamo.semantic_router"
 _GRACE_S = 2.0  # for running requests, after a signal
 
 
@@ -46,17 +46,13 @@ class GatewayConfig:
 
 def main() -> int:
     """Run the process and return its exit status."""
-    prog = "python -m dynamo.semantic_router"
-    try:
-        logs.configure()
-        settings = config.load(GatewayConfig, prog=prog, argv=translate_flags(sys.argv[1:]))
-        asyncio.run(serve(settings))
-    except errors.ConfigError as error:
-        sys.stderr.write(f"{prog}: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+    return process_setup.run_command(_PROG, _run)
+
+
+def _run() -> None:
+    logs.configure()
+    settings = config.load(GatewayConfig, prog=_PROG, argv=translate_flags(sys.argv[1:]))
+    asyncio.run(serve(settings))
 
 
 def translate_flags(argv: Sequence[str]) -> list[str]:
@@ -80,9 +76,8 @@ async def serve(settings: GatewayConfig) -> None:
         raise errors.ConfigError(
             "--secure: expected --cert-path, the directory of tls.crt and tls.key"
         )
-    feature, extra = "python -m dynamo.semantic_router", "gateway"
-    api = distribution.load_extra("dynamo.gateway.api", feature=feature, extra=extra)
-    grpc_server = distribution.load_extra("dynamo.gateway.server", feature=feature, extra=extra)
+    api = distribution.load_extra("dynamo.gateway.api", feature=_PROG, extra="gateway")
+    grpc_server = distribution.load_extra("dynamo.gateway.server", feature=_PROG, extra="gateway")
     clock = clocks.SystemClock()
     registry = metrics.Registry("llm")
     routing = api.service.RoutingService(Path(settings.router_config), registry, clock)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 
@@ -18,15 +17,12 @@ _PROG = "python -m dynamo.operator"
 
 def main() -> int:
     """Run the operator; return the exit status of the process."""
-    try:
-        logs.configure()
-        asyncio.run(serve(config.load(OperatorConfig, prog=_PROG)))
-    except errors.DynamoError as error:
-        sys.stderr.write(f"{_PROG}: {error}\n")
-        return 2 if isinstance(error, errors.ConfigError) else 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+    return process_setup.run_command(_PROG, _run, expected=errors.DynamoError)
+
+
+def _run() -> None:
+    logs.configure()
+    asyncio.run(serve(config.load(OperatorConfig, prog=_PROG)))
 
 
 async def serve(settings: OperatorConfig) -> None:

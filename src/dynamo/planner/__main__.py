@@ -4,11 +4,10 @@ import asyncio
 import logging
 import os
 import shlex
-import signal
 import sys
 from pathlib import Path
 
-from dynamo.base import addresses, distribution, errors, process_setup
+from dynamo.base import addresses, distribution, process_setup
 from dynamo.base import clock as clocks
 from dynamo.base import config as configuration
 from dynamo.launch import allocation, children, guard
@@ -27,20 +26,17 @@ _PROG = "python -m dynamo.planner"
 
 def main() -> int:
     """Run the planner; return the exit status of the process."""
-    try:
-        logs.configure()
-        settings, scaling = configuration.load_parts((PlannerConfig, ScalingConfig), prog=_PROG)
-        service.make_pipeline(scaling)  # a wrong target or profile is said before anything starts
-        if unreachable := service.unreachable_target(scaling):
-            logging.getLogger(__name__).warning("cannot be met: %s", unreachable)
-        with guard.Guard() as guardian:
-            asyncio.run(serve(settings, scaling, guardian))
-    except errors.ConfigError as error:
-        sys.stderr.write(f"{_PROG}: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+    return process_setup.run_command(_PROG, _run)
+
+
+def _run() -> None:
+    logs.configure()
+    settings, scaling = configuration.load_parts((PlannerConfig, ScalingConfig), prog=_PROG)
+    service.make_pipeline(scaling)  # a wrong target or profile is said before anything starts
+    if unreachable := service.unreachable_target(scaling):
+        logging.getLogger(__name__).warning("cannot be met: %s", unreachable)
+    with guard.Guard() as guardian:
+        asyncio.run(serve(settings, scaling, guardian))
 
 
 async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard.Guard) -> None:

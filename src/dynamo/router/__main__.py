@@ -3,18 +3,19 @@
 import asyncio
 import logging
 import os
-import signal
 import sys
 from dataclasses import dataclass
 
 from dynamo.base import clock as clocks
-from dynamo.base import config, errors, process_setup
+from dynamo.base import config, process_setup
 from dynamo.observability import logs
 from dynamo.observability import metrics as observed
 from dynamo.protocols import generate, instances
 from dynamo.router import config as router_config
 from dynamo.router import route_factory, service
 from dynamo.runtime import component
+
+_PROG = "python -m dynamo.router"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +29,15 @@ class RouterServiceConfig(component.RuntimeConfig):
 
 def main() -> int:
     """Run the service; return the exit status of the process."""
-    prog = "python -m dynamo.router"
-    try:
-        logs.configure()
-        settings, routing = config.load_parts(
-            (RouterServiceConfig, router_config.RoutingConfig), prog=prog
-        )
-        target = settings.endpoint or f"dyn://{settings.namespace}.backend.generate"
-        asyncio.run(serve(settings, routing, instances.EndpointName.parse(target)))
-    except errors.ConfigError as error:
-        sys.stderr.write(f"{prog}: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+    return process_setup.run_command(_PROG, _run)
+
+
+def _run() -> None:
+    logs.configure()
+    parts = (RouterServiceConfig, router_config.RoutingConfig)
+    settings, routing = config.load_parts(parts, prog=_PROG)
+    target = settings.endpoint or f"dyn://{settings.namespace}.backend.generate"
+    asyncio.run(serve(settings, routing, instances.EndpointName.parse(target)))
 
 
 async def serve(
