@@ -7,16 +7,45 @@
 import argparse
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dynamo.base import config, distribution, errors
-from dynamo.cli import completion, overview
+from dynamo.cli import completion
 from dynamo.sdk import graph as graphs
+
+ABOUT = (
+    "The Dynamo CLI is a CLI for serving, containerizing, and deploying Dynamo applications.",
+    "You use `serve` to run a model or a graph of services locally, `build` and `containerize` to package a graph, and"
+    " `deploy` to bring it to a Kubernetes cluster.",
+)
+_MOST_CHARS, _LEAST_CHARS = 100, 60
+
+
+def render(options: Mapping[str, str], commands: Mapping[str, str]) -> str:
+    """Return the page for a terminal's width."""
+    width = max(_LEAST_CHARS, min(_MOST_CHARS, shutil.get_terminal_size().columns))
+    about = "\n\n".join(
+        textwrap.fill(text, width - 2, initial_indent=" ", subsequent_indent=" ") for text in ABOUT
+    )
+    boxes = _box("Options", options, width) + _box("Commands", commands, width)
+    return f"\n Usage: dynamo [OPTIONS] COMMAND [ARGS]...\n\n{about}\n\n" + "\n".join(boxes)
+
+
+def _box(title: str, rows: Mapping[str, str], width: int) -> list[str]:
+    column = max(map(len, rows)) + 2
+    lines = [f"╭─ {title} {'─' * (width - len(title) - 5)}╮"]
+    for name, text in rows.items():
+        for number, line in enumerate(textwrap.wrap(text, width - column - 4) or [""]):
+            lines.append(f"│ {name if number == 0 else '':<{column}}{line:<{width - column - 4}} │")
+    return [*lines, f"╰{'─' * (width - 2)}╯"]
+
 
 _INTERRUPTED = 130
 
@@ -162,7 +191,7 @@ def _run(argv: Sequence[str]) -> int:
     config.complete(make_parser)
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
-        print(overview.render(_OPTIONS, {key: COMMANDS[key].summary for key in COMMANDS}))
+        print(render(_OPTIONS, {key: COMMANDS[key].summary for key in COMMANDS}))
         return 0
     if name in COMMANDS:
         is_graph = name == "serve" and any(map(graphs.is_target, argv[1:]))

@@ -12,7 +12,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import config, distribution, errors
 
 if typing.TYPE_CHECKING:
-    from dynamo.semantic import loading, router
+    from dynamo.semantic import router, service
 
 _FEATURE = "dynamo semantic"
 
@@ -35,8 +35,8 @@ def run(options: SemanticCommandConfig) -> int:
     """Check or explain, and return the exit code. Raises ConfigError."""
     if not options.subject:
         raise errors.ConfigError(f"dynamo semantic {options.action}: expected a file or a prompt")
-    module = distribution.load_extra("dynamo.semantic.loading", feature=_FEATURE, extra="semantic")
-    loader = typing.cast("type[loading.RouterLoader]", module.RouterLoader)
+    module = distribution.load_extra("dynamo.semantic.service", feature=_FEATURE, extra="semantic")
+    loader = typing.cast("type[service.RouterLoader]", module.RouterLoader)
     if options.action == "check":
         loaded = loader(Path(options.subject), clocks.SystemClock()).router.loaded
         for note in loaded.notes:

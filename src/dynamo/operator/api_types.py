@@ -3,6 +3,10 @@
 `make crds` writes the definitions, which the API server checks, from them; the operator reads stored objects by the
 same types (`read_spec`), so an object from before a stricter definition is refused with the field. Rules in CEL
 (`RULES`) check what concerns several fields. Names and meaning are those of NVIDIA Dynamo 0.4.1 and later.
+
+The fields of Kubernetes's PodSpec and Container are one level deep: they let the API server refuse a mistyped field of
+`extraPodSpec`; what is in a field is checked when the operator applies the Deployment. The complete schema of a pod
+would make each custom resource definition twenty times as large.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -11,7 +15,50 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.base import errors
-from dynamo.operator import pod_fields
+
+_OPEN = {"x-kubernetes-preserve-unknown-fields": True}
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "text": {"type": "string"},
+    "flag": {"type": "boolean"},
+    "number": {"type": "integer", "format": "int64"},
+    "object": {"type": "object", **_OPEN},
+    "objects": {"type": "array", "items": {"type": "object", **_OPEN}},
+    "texts": {"type": "array", "items": {"type": "string"}},
+}
+_CONTAINER = {
+    "text": "image imagePullPolicy name restartPolicy terminationMessagePath terminationMessagePolicy workingDir",
+    "flag": "stdin stdinOnce tty",
+    "object": "lifecycle livenessProbe readinessProbe resources securityContext startupProbe",
+    "objects": "env envFrom ports resizePolicy restartPolicyRules volumeDevices volumeMounts",
+    "texts": "args command",
+}
+_POD = {
+    "text": "dnsPolicy hostname hostnameOverride nodeName preemptionPolicy priorityClassName restartPolicy"
+    " runtimeClassName schedulerName serviceAccount serviceAccountName subdomain",
+    "flag": "automountServiceAccountToken enableServiceLinks hostIPC hostNetwork hostPID hostUsers setHostnameAsFQDN"
+    " shareProcessNamespace",
+    "number": "activeDeadlineSeconds priority terminationGracePeriodSeconds",
+    "object": "affinity dnsConfig nodeSelector os overhead resources securityContext",
+    "objects": "containers ephemeralContainers hostAliases imagePullSecrets initContainers readinessGates"
+    " resourceClaims schedulingGates tolerations topologySpreadConstraints volumes",
+}
+
+
+def _properties(names_by_kind: dict[str, str]) -> dict[str, Any]:
+    return {
+        name: _SCHEMAS[kind]
+        for kind, names in sorted(names_by_kind.items())
+        for name in names.split()
+    }
+
+
+CONTAINER_SCHEMA = {"type": "object", "properties": _properties(_CONTAINER)}
+EXTRA_POD_SCHEMA = {
+    "type": "object",
+    "properties": {**_properties(_POD), "mainContainer": CONTAINER_SCHEMA},
+}
+PROBE_SCHEMA = _SCHEMAS["object"]
+
 
 GROUP, VERSION = "nvidia.com", "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -32,8 +79,8 @@ Quantity = Annotated[int | str, Meta(extra_json_schema={"pattern": QUANTITY})]
 OpenObject = Annotated[
     dict[str, Any], Meta(extra_json_schema={"x-kubernetes-preserve-unknown-fields": True})
 ]
-Probe = Annotated[dict[str, Any], Meta(extra_json_schema=pod_fields.PROBE_SCHEMA)]
-ExtraPodSpec = Annotated[dict[str, Any], Meta(extra_json_schema=pod_fields.EXTRA_POD_SCHEMA)]
+Probe = Annotated[dict[str, Any], Meta(extra_json_schema=PROBE_SCHEMA)]
+ExtraPodSpec = Annotated[dict[str, Any], Meta(extra_json_schema=EXTRA_POD_SCHEMA)]
 OpenObjects = Annotated[list[OpenObject], Meta(max_length=256)]
 Framework = Literal["sglang", "vllm", "trtllm"]
 

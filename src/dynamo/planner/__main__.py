@@ -15,9 +15,13 @@ from dynamo.observability import logs
 from dynamo.planner import service
 from dynamo.planner.config import PlannerConfig, ScalingConfig
 from dynamo.planner.connectors import Connector, RegisteredWorkers, WakeUpPromise, endpoints
-from dynamo.planner.load_source import LoadSource
 from dynamo.planner.local_connector import LocalConnector, Pool
-from dynamo.planner.traffic_source import FrontendSource, PrometheusSource, TrafficSource
+from dynamo.planner.traffic_source import (
+    FrontendSource,
+    LoadSource,
+    PrometheusSource,
+    TrafficSource,
+)
 from dynamo.planner.virtual_connector import VirtualConnector
 from dynamo.runtime import component
 

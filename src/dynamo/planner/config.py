@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import config, errors
-from dynamo.planner import load_policy, policies, predictors
+from dynamo.planner import policies, predictors
 from dynamo.runtime import component
 
 _LEAST_TTFT_MS, _LEAST_ITL_MS = 10.0, 1.0
@@ -126,9 +126,9 @@ class ScalingConfig:
         )
 
     @property
-    def thresholds(self) -> load_policy.LoadThresholds:
+    def thresholds(self) -> policies.LoadThresholds:
         """Return the thresholds of scaling by load."""
-        return load_policy.LoadThresholds(
+        return policies.LoadThresholds(
             decode_kv_scale_up=self.decode_kv_scale_up_threshold,
             decode_kv_scale_down=self.decode_kv_scale_down_threshold,
             prefill_queue_scale_up=self.prefill_queue_scale_up_threshold,

@@ -1,12 +1,26 @@
-"""The seam of a scaling policy: from an observation to a proposal, without limits of budget and time.
+"""Scaling policies: from an observation to a proposal, without limits of budget and time; the seam and two policies.
 
 Limits, cool-down and workers that do not come are the matter of `scaling_pipeline`, and the same for every policy.
+
+The *load policy* needs no profile: it asks for one worker more or fewer by the use of the KV cache and the queue of
+prompts. Decode workers: more above a share of their KV cache in use, fewer below another. Prefill workers: more if the
+queue per worker is long now and, continued by its trend over some intervals, stays so; fewer if it is short. After a
+worker has become ready its pool waits for some intervals before it grows again. Aggregated workers do both: either
+reason adds one, and both must allow to take one away.
+
+The *SLA policy* is that of Dynamo 0.4.1, to the letter: for comparison, and for figures that are based on it. It
+multiplies the predicted traffic by what the profile says of one worker. Measured times over those of the profile
+correct it; while workers start these corrections keep their values, because they measure the lack of workers.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from dynamo.planner.observation import Observation, Replicas, Traffic
+from dynamo.planner.observation import Observation, PoolState, Replicas, Traffic
+from dynamo.planner.predictors import Predictor
+from dynamo.planner.profile import WorkerProfile
 
 Mode = Literal["agg", "disagg", "prefill", "decode"]
 
@@ -64,3 +78,184 @@ def in_mode(mode: Mode, proposal: Replicas, present: Replicas) -> Replicas:
             return Replicas(present.prefill, proposal.decode)
         case _:
             return proposal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadThresholds:
+    """The thresholds of Dynamo's load-based planner. Queues are requests per worker."""
+
+    decode_kv_scale_up: float = 0.9
+    decode_kv_scale_down: float = 0.5
+    prefill_queue_scale_up: float = 0.5
+    prefill_queue_scale_down: float = 0.2
+    decode_grace_intervals: int = 3
+    queue_trend_intervals: int = 3
+
+
+class _Growth:
+    """The grace period of a pool after a worker became ready."""
+
+    def __init__(self, num_intervals: int) -> None:
+        self._num_intervals = num_intervals
+        self._num_left = self._num_ready = 0
+
+    def may_grow(self, pool: PoolState) -> bool:
+        """Return True if no worker starts and the last one has served for the grace period."""
+        self._num_left = (
+            self._num_intervals if pool.num_ready > self._num_ready else max(0, self._num_left - 1)
+        )
+        if not self._num_ready:
+            self._num_left = 0  # the first workers are no growth
+        self._num_ready = pool.num_ready
+        return not self._num_left and not pool.num_starting
+
+
+class LoadPolicy:
+    """One step up or down per interval. With `is_literal` survivors are not examined, as in the original."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        thresholds: LoadThresholds = LoadThresholds(),
+        *,
+        is_literal: bool = False,
+    ) -> None:
+        self._targets = targets
+        self._limits = thresholds
+        self._is_literal = is_literal
+        self._last_queue = 0.0
+        self._decode_growth = _Growth(thresholds.decode_grace_intervals)
+
+    def propose(self, observation: Observation, traffic: Traffic) -> Proposal:
+        """Return the workers that there are, one more or one fewer in each pool."""
+        present = observation.num_ordered
+        is_aggregated = self._targets.mode == "agg"
+        usage = observation.decode_load.kv_usage
+        prefill = observation.decode if is_aggregated else observation.prefill
+        num_waiting = observation.prefill_load.num_waiting + (
+            observation.decode_load.num_waiting if is_aggregated else 0
+        )
+        queue = num_waiting / max(1, prefill.num_ready)
+        queue_step = self._queue_step(queue, num_waiting, prefill)
+        usage_step = self._usage_step(usage, observation.decode)
+        if is_aggregated:
+            up, down = max(queue_step, usage_step), min(queue_step, usage_step)
+            replicas = Replicas(0, present.decode + (up if up >= 0 else down))
+        else:
+            replicas = Replicas(present.prefill + queue_step, present.decode + usage_step)
+        if not _has_load(observation, traffic):
+            replicas = Replicas(0, 0)
+        return Proposal(
+            replicas=in_mode(self._targets.mode, replicas, present),
+            reason=f"KV cache {usage:.0%} in use, {queue:.2g} prompts waiting per worker",
+        )
+
+    def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:
+        """Return True if the KV use, spread over the workers that remain, stays below the threshold to grow."""
+        if self._is_literal or not _has_load(observation, traffic):
+            return True
+        if not fewer.decode:
+            return False
+        usage = observation.decode_load.kv_usage * observation.decode.num_ready / fewer.decode
+        return usage < 0.9 * self._limits.decode_kv_scale_up
+
+    def _usage_step(self, usage: float, pool: PoolState) -> int:
+        may_grow = self._decode_growth.may_grow(pool)
+        if usage > self._limits.decode_kv_scale_up:
+            return int(may_grow)
+        return -1 if usage < self._limits.decode_kv_scale_down and not pool.num_starting else 0
+
+    def _queue_step(self, queue: float, num_waiting: int, pool: PoolState) -> int:
+        trend, self._last_queue = queue - self._last_queue, queue
+        if not pool.num_ready:
+            return int(num_waiting > 0 and not pool.num_starting)
+        foretold = queue + trend * self._limits.queue_trend_intervals
+        threshold = self._limits.prefill_queue_scale_up
+        if queue > threshold and foretold > threshold:
+            return int(not pool.num_starting)
+        is_short = queue < self._limits.prefill_queue_scale_down
+        return -1 if is_short and not pool.num_starting else 0
+
+
+def _has_load(observation: Observation, traffic: Traffic) -> bool:
+    loads = (observation.prefill_load, observation.decode_load)
+    if traffic.num_requests > 0 or observation.num_open:
+        return True
+    return any(load.num_running or load.num_waiting for load in loads)
+
+
+class SlaPolicy:
+    """Workers from predicted traffic, profile and corrections."""
+
+    def __init__(
+        self,
+        profile: WorkerProfile,
+        targets: Targets,
+        make_predictor: Callable[[], Predictor],
+        *,
+        corrects: bool = True,
+    ) -> None:
+        self._profile = profile
+        self._targets = targets
+        self._num_requests, self._isl, self._osl = (make_predictor() for _ in range(3))
+        self._corrects = corrects
+        self._prefill_correction = self._decode_correction = 1.0
+
+    def propose(self, observation: Observation, traffic: Traffic) -> Proposal:
+        """Return the workers for the predicted traffic; those there are if a mean could not be measured."""
+        present = observation.num_ordered
+        means = (traffic.isl, traffic.osl, traffic.ttft_s, traffic.itl_s, traffic.duration_s)
+        if any(mean is None or not math.isfinite(mean) for mean in means):
+            return Proposal(replicas=present, reason="no request ended in the interval: skipped")
+        isl, osl = traffic.isl or 0.0, traffic.osl or 0.0
+        for predictor, value in (
+            (self._num_requests, traffic.num_requests),
+            (self._isl, isl),
+            (self._osl, osl),
+        ):
+            predictor.add(value)
+        if not (observation.prefill.num_starting or observation.decode.num_starting):
+            self._correct(observation, traffic, isl, osl)
+        next_requests, next_isl, next_osl = (
+            series.forecast(1)[0] for series in (self._num_requests, self._isl, self._osl)
+        )
+        rate = next_requests / observation.interval_s
+        num_prefill_gpus = (
+            rate
+            * next_isl
+            * min(1.0, self._prefill_correction)
+            / self._profile.prefill.tokens_per_s(next_isl)
+        )
+        itl_s = self._targets.itl_s
+        if self._decode_correction > 0:
+            itl_s /= self._decode_correction
+        best = self._profile.decode.best_rate(itl_s, next_isl + next_osl / 2)
+        replicas = Replicas(
+            math.ceil(num_prefill_gpus / self._targets.prefill_gpus),
+            math.ceil(rate * next_osl / best.throughput / self._targets.decode_gpus),
+        )
+        return Proposal(
+            replicas=in_mode(self._targets.mode, replicas, present),
+            reason=(
+                f"{rate:.3g} requests/s of {next_isl:.0f}+{next_osl:.0f} tokens predicted, corrections"
+                f" {self._prefill_correction:.2f} and {self._decode_correction:.2f}"
+            ),
+            prediction=Prediction(requests_per_s=rate, isl=next_isl, osl=next_osl),
+        )
+
+    def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:
+        """Return True: the original takes workers away as soon as the formula does."""
+        return True
+
+    def _correct(self, observation: Observation, traffic: Traffic, isl: float, osl: float) -> None:
+        if not self._corrects:
+            return
+        expected_s = self._profile.prefill.prompt_s(isl)
+        self._prefill_correction = (traffic.ttft_s or 0.0) / expected_s if expected_s else 1.0
+        busy = traffic.num_requests * (traffic.duration_s or 0.0) / observation.interval_s
+        concurrency = busy / max(1, observation.decode.num_ready)
+        context = isl + osl / 2
+        usage = concurrency * context / self._profile.decode.max_kv_tokens
+        self._decode_correction = (traffic.itl_s or 0.0) / self._profile.decode.itl_s(
+            usage, context
+        )

@@ -21,16 +21,13 @@ from dynamo.observability import metrics as observed
 from dynamo.planner import profile_files
 from dynamo.planner.config import ScalingConfig
 from dynamo.planner.connectors import Connector, WakeUpPromise
-from dynamo.planner.load_policy import LoadPolicy
-from dynamo.planner.load_source import LoadSource
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.observation import Observation
-from dynamo.planner.policies import Policy
+from dynamo.planner.policies import LoadPolicy, Policy, SlaPolicy
 from dynamo.planner.predictive_policy import Headroom, PredictivePolicy, RequestShape, Sizing
 from dynamo.planner.predictors import make_predictor
 from dynamo.planner.scaling_pipeline import Decision, Limits, ScalingPipeline
-from dynamo.planner.sla_policy import SlaPolicy
-from dynamo.planner.traffic_source import TrafficSource
+from dynamo.planner.traffic_source import LoadSource, TrafficSource
 from dynamo.runtime import discovery
 from dynamo.runtime.http import exchange, server
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamo.semantic import config
-from dynamo.semantic.classifiers import domain
+from dynamo.semantic.classifiers import profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class Signals:
 
     keyword_rule: str | None = None
     matched_keywords: tuple[str, ...] = ()
-    domain_score: domain.DomainScore | None = None
+    domain_score: profile.DomainScore | None = None
     domain_names: frozenset[str] = frozenset()  # the category and the configured names for it
 
 

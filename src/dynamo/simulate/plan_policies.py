@@ -5,14 +5,12 @@ import math
 
 from dynamo.base import errors
 from dynamo.planner import (
-    load_policy,
     observation,
     policies,
     predictive_policy,
     predictors,
     profile,
     scaling_pipeline,
-    sla_policy,
 )
 from dynamo.simulate.plan_run import Decide, PlanScenario, run_fixed
 from dynamo.simulate.plan_worker import StepTimes
@@ -70,9 +68,9 @@ def make_decide(
             stabilization_s = scenario.startup_s
         case "sla":
             arima = functools.partial(predictors.make_predictor, "arima")
-            policy = sla_policy.SlaPolicy(profile, targets, arima)
+            policy = policies.SlaPolicy(profile, targets, arima)
         case "load":
-            policy = load_policy.LoadPolicy(targets, is_literal=True)
+            policy = policies.LoadPolicy(targets, is_literal=True)
         case "hpa":
             return functools.partial(_hpa, scenario.max_gpus)
         case _:

@@ -3,7 +3,7 @@
 import pytest
 from frontend_rig import events, outputs
 
-from dynamo.semantic import loading
+from dynamo.semantic import service
 from semantic_configs import ATTACK, CARD
 
 CONFIG = """
@@ -25,7 +25,7 @@ semantic_cache: {enabled: true}
 
 @pytest.fixture
 async def routed(bare, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "RELOAD_INTERVAL_S", 0.01)
+    monkeypatch.setattr(service, "RELOAD_INTERVAL_S", 0.01)
     bare.config = tmp_path / "config.yaml"
     bare.config.write_text(CONFIG)
     await bare.start(semantic_router=str(bare.config))

@@ -1,6 +1,5 @@
-from dynamo.planner.load_policy import LoadPolicy
 from dynamo.planner.observation import PoolState, Replicas
-from dynamo.planner.policies import Targets
+from dynamo.planner.policies import LoadPolicy, Targets
 from planner_cases import observe
 
 

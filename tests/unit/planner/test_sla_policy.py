@@ -4,8 +4,7 @@ import pytest
 
 from dynamo.planner import predictors
 from dynamo.planner.observation import Fresh, PoolState, Traffic
-from dynamo.planner.policies import Targets
-from dynamo.planner.sla_policy import SlaPolicy
+from dynamo.planner.policies import SlaPolicy, Targets
 from planner_cases import make_profile, observe
 
 

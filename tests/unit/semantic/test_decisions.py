@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from dynamo.semantic import config, decisions
-from dynamo.semantic.classifiers import domain
+from dynamo.semantic.classifiers import profile
 
 
 def make_table(*rules, strategy="priority", **fields):
@@ -23,7 +23,7 @@ def condition(kind, name):
 
 MATH = decisions.Signals(
     keyword_rule="code",
-    domain_score=domain.DomainScore("math", 0.8, {"math": 0.8}),
+    domain_score=profile.DomainScore("math", 0.8, {"math": 0.8}),
     domain_names=frozenset({"math", "sums"}),
 )
 CODE, SUMS, LAW = (

@@ -1,6 +1,6 @@
 import pytest
 
-from dynamo.semantic.classifiers import names, profile
+from dynamo.semantic.classifiers import pii, profile
 
 FAST = profile.load_profile()
 
@@ -23,7 +23,7 @@ def test_name_is_found(text, name):
 def test_listed_name_stays_below_the_usual_threshold():
     (span,) = FAST.find_pii("Please ask Jennifer Okonkwo about it")[0]
 
-    assert span.confidence == names.SEVERAL_WORDS < 0.7
+    assert span.confidence == pii.SEVERAL_WORDS < 0.7
 
 
 def test_announced_name_is_marked_once_and_with_confidence():

@@ -4,7 +4,7 @@ import pytest
 
 import semantic_configs
 from dynamo.base import errors
-from dynamo.semantic import loading
+from dynamo.semantic import service
 from dynamo.testing import clock
 
 
@@ -16,7 +16,7 @@ def path(tmp_path):
 
 
 def test_changed_file_takes_effect(path):
-    loader = loading.RouterLoader(path, clock.VirtualClock())
+    loader = service.RouterLoader(path, clock.VirtualClock())
     path.write_text("default_model: other-model\n")
 
     assert loader.reload_if_changed()
@@ -24,7 +24,7 @@ def test_changed_file_takes_effect(path):
 
 
 def test_wrong_file_keeps_the_old_one_and_says_why(path):
-    loader = loading.RouterLoader(path, clock.VirtualClock())
+    loader = service.RouterLoader(path, clock.VirtualClock())
     path.write_text("strategy: best\n")
 
     assert not loader.reload_if_changed()
@@ -33,11 +33,11 @@ def test_wrong_file_keeps_the_old_one_and_says_why(path):
 
 
 def test_unchanged_file_is_not_read_again(path):
-    assert not loading.RouterLoader(path, clock.VirtualClock()).reload_if_changed()
+    assert not service.RouterLoader(path, clock.VirtualClock()).reload_if_changed()
 
 
 def test_wrong_first_file_stops_the_start(path):
     path.write_text("a list: [\n")
 
     with pytest.raises(errors.ConfigError, match="YAML"):
-        loading.RouterLoader(path, clock.VirtualClock())
+        service.RouterLoader(path, clock.VirtualClock())

@@ -1,9 +1,43 @@
-"""The fast profile: the three classifiers that ship with this package, loaded once for a process."""
+"""The fast profile: the three classifiers that ship with this package, loaded once for a process.
 
+The domain of a question is one of the 14 categories of MMLU-Pro.
+"""
+
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from dynamo.semantic.classifiers import attacks, domain, names, pii, words
+from dynamo.semantic.classifiers import attacks, pii, words
+
+OTHER = "other"
+LEAST_CONFIDENCE = 0.3  # below it a question is taken for `other`
+
+
+@dataclass(frozen=True, slots=True)
+class DomainScore:
+    """The most probable category, and the probability of each."""
+
+    category: str
+    confidence: float
+    probabilities: dict[str, float]
+
+
+class DomainClassifier:
+    """A word model over the text of the last user message."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = words.WordModel(path)
+        self.categories = tuple(self._model.classes)
+
+    def classify(self, text: words.TokenizedText) -> DomainScore:
+        """Return the category of a tokenized text; `other` where none is likely, or nothing is known of it."""
+        probabilities = words.softmax(self._model.logits(text))
+        by_name = dict(zip(self.categories, map(float, probabilities), strict=True))
+        best = max(by_name, key=by_name.__getitem__)
+        if by_name[best] < LEAST_CONFIDENCE or not text.words:
+            best = OTHER
+        return DomainScore(best, by_name[best], by_name)
+
 
 WEIGHTS = Path(__file__).with_name("weights")
 
@@ -12,12 +46,12 @@ class FastProfile:
     """Domain, attacks and personal data, for English text."""
 
     def __init__(self, weights: Path = WEIGHTS) -> None:
-        self._domain = domain.DomainClassifier(weights / "domain.npz")
+        self._domain = DomainClassifier(weights / "domain.npz")
         self._attacks = attacks.AttackClassifier(weights / "attacks.npz")
-        self._names = names.NameFinder(weights / "names.npz")
+        self._names = pii.NameFinder(weights / "names.npz")
         self.categories = frozenset(self._domain.categories)
 
-    def classify_domain(self, text: str) -> domain.DomainScore:
+    def classify_domain(self, text: str) -> DomainScore:
         """Return the category of a text; `other` where none is likely."""
         return self._domain.classify(words.tokenize(text))
 

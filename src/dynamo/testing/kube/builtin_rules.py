@@ -1,23 +1,19 @@
-"""What the API server does with built-in objects: defaults, allocated values and the checks that users meet."""
+"""What the API server does with built-in objects: defaults, allocated values and the checks that users meet.
+
+Quantities such as `500m` or `1Gi` are stored in a canonical form.
+"""
 
 import base64
 import ipaddress
 import json
+import re
 import secrets
 from collections.abc import Iterator, Set
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
-from dynamo.testing.kube import (
-    failures,
-    metadata,
-    pod_network,
-    quantities,
-    resources,
-    rules,
-    selectors,
-    store,
-)
+from dynamo.testing.kube import failures, metadata, pod_network, resources, rules, selectors, store
 
 Object = dict[str, Any]
 
@@ -73,7 +69,7 @@ def fill_pod_spec(spec: Object) -> None:
                 _fill(volume[kind], {"defaultMode": 420})
         if isinstance(volume.get("emptyDir"), dict) and "sizeLimit" in volume["emptyDir"]:
             limit = volume["emptyDir"]["sizeLimit"]
-            volume["emptyDir"]["sizeLimit"] = quantities.canonical(limit)
+            volume["emptyDir"]["sizeLimit"] = canonical(limit)
 
 
 def _fill_container(container: Object) -> None:
@@ -92,7 +88,7 @@ def _fill_container(container: Object) -> None:
         _fill(port, {"protocol": "TCP"})
     for values in container["resources"].values():
         if isinstance(values, dict):
-            values.update({name: quantities.canonical(value) for name, value in values.items()})
+            values.update({name: canonical(value) for name, value in values.items()})
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container.get(name)
         if probe is not None:
@@ -254,7 +250,7 @@ def _fill_claim(item: Object, old: Object | None, objects: "store.Store") -> Non
     spec = item.setdefault("spec", {})
     _fill(spec, {"volumeMode": "Filesystem"})
     requests = (spec.get("resources") or {}).get("requests") or {}
-    requests.update({name: quantities.canonical(value) for name, value in requests.items()})
+    requests.update({name: canonical(value) for name, value in requests.items()})
     if old is None:
         item["status"] = {"phase": "Pending"}
         finalizers = item["metadata"].setdefault("finalizers", [])
@@ -432,3 +428,38 @@ def new_event(about: Object, reason: str, message: str, source: str, kind: str) 
         "reportingComponent": source,
         "reportingInstance": "",
     }
+
+
+_BINARY_SUFFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+_BINARY = {suffix: Decimal(2 ** (10 * power)) for power, suffix in enumerate(_BINARY_SUFFIXES)}
+_DECIMAL = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_FORM = re.compile(r"^([+-]?[0-9.]+)((?:[KMGTPE]i)|[numkMGTPE]|(?:[eE][+-]?[0-9]+))?$")
+
+
+def parse_quantity(text: Any) -> Decimal:
+    """Return a quantity as a number. Raises ValueError for text that is none."""
+    match = _FORM.match(str(text))
+    if match is None:
+        raise ValueError(f"expected a quantity such as 500m or 1Gi, got {text!r}")
+    number, suffix = Decimal(match[1]), match[2] or ""
+    if suffix in _BINARY:
+        return number * _BINARY[suffix]
+    exponent = _DECIMAL.get(suffix)
+    return number.scaleb(int(suffix[1:]) if exponent is None else exponent)
+
+
+def canonical(text: Any) -> str:
+    """Return a quantity with the largest suffix that keeps it whole; what is no quantity is returned as it is."""
+    try:
+        value = parse_quantity(text)
+    except (ValueError, ArithmeticError):
+        return str(text)
+    if str(text).endswith("i"):
+        for suffix, size in reversed(_BINARY.items()):
+            if value and value % size == 0:
+                return f"{value // size:f}{suffix}"
+    for suffix, exponent in sorted(_DECIMAL.items(), key=lambda entry: -entry[1]):
+        scaled = value.scaleb(-exponent)
+        if value and scaled == scaled.to_integral_value():
+            return f"{scaled.to_integral_value():f}{suffix}"
+    return "0"

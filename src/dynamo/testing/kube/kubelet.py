@@ -15,7 +15,6 @@ from dynamo.testing.kube import (
     metadata,
     pod_runner,
     pod_streams,
-    quantities,
     resources,
     service_network,
     store,
@@ -175,7 +174,8 @@ class Kubelet:
             name
             for name, amount in sorted(desired.items())
             if amount
-            and amount + used.get(name, 0) > quantities.parse(self._capacity.amounts.get(name, "0"))
+            and amount + used.get(name, 0)
+            > builtin_rules.parse_quantity(self._capacity.amounts.get(name, "0"))
         ]
 
     async def tell(self, pod: Object, reason: str, message: str, kind: str = "Normal") -> None:
@@ -272,4 +272,4 @@ def _add_requests(amounts: dict[str, Decimal], pod: Object) -> None:
     amounts["pods"] = amounts.get("pods", Decimal(0)) + 1
     for container in pod["spec"]["containers"]:
         for name, value in ((container.get("resources") or {}).get("requests") or {}).items():
-            amounts[name] = amounts.get(name, Decimal(0)) + quantities.parse(value)
+            amounts[name] = amounts.get(name, Decimal(0)) + builtin_rules.parse_quantity(value)
