@@ -22,6 +22,7 @@ The default figures are those of H100 SXM and a Llama of 70 billion parameters i
 is an assumption, and flags of `simulate disagg` change it. Latencies are seconds, rates are per second.
 """
 
+import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
@@ -266,12 +267,7 @@ class Job:
     first_token_at: float = 0.0
     ended_at: float = 0.0
     num_computed: int = 0  # of the prompt
-    num_written: int = 0  # of the answer
-
-    @property
-    def num_context(self) -> int:
-        """Return the tokens of which a decode step reads keys and values."""
-        return self.num_prompt + self.num_written
+    num_written: int = 0  # of the answer; brought up to date when the job joins or leaves a worker
 
 
 @dataclass(slots=True)
@@ -299,7 +295,10 @@ class GpuWorker:
         self._is_prefill_only = is_prefill_only
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
-        self._decoding: list[Job] = []
+        # a heap: iteration that ends the answer, order of joining, iteration before the first token, job
+        self._decoding: list[tuple[int, int, int, Job]] = []
+        self._num_read = 0  # tokens of which a decode step reads keys and values
+        self._num_iterations = self._num_joined = 0
         self._chunks: list[tuple[Job, int]] = []  # of the iteration that runs
         self._num_free = group.num_kv_tokens
 
@@ -310,7 +309,7 @@ class GpuWorker:
 
     @property
     def num_open(self) -> int:
-        """Jobs that are not result."""
+        """Return the number of jobs that have not left the worker."""
         return len(self._waiting) + len(self._prefilling) + len(self._decoding)
 
     def submit(self, job: Job, now: float) -> None:
@@ -322,8 +321,8 @@ class GpuWorker:
     def advance(self, now: float) -> IterationResult:
         """End the iteration at `next_time`, and begin the next one."""
         result = IterationResult()
-        for job in self._decoding:
-            job.num_written += 1
+        self._num_iterations += 1
+        self._num_read += len(self._decoding)
         for job, num_tokens in self._chunks:
             job.num_computed += num_tokens
             if job.num_computed == job.num_prompt:
@@ -333,15 +332,21 @@ class GpuWorker:
                 if self._is_prefill_only:
                     self._num_free += self._tokens_needed(job)
                 else:
-                    self._decoding.append(job)
-        result.ended = [job for job in self._decoding if job.num_written >= job.num_output]
-        for job in result.ended:
-            job.ended_at = now
+                    self._decode(job)
+        while self._decoding and self._decoding[0][0] <= self._num_iterations:
+            _, _, before, job = heapq.heappop(self._decoding)
+            job.num_written, job.ended_at = self._num_iterations - before, now
+            self._num_read -= job.num_prompt + job.num_written
             self._num_free += self._tokens_needed(job)
-        if result.ended:
-            self._decoding = [job for job in self._decoding if job.num_written < job.num_output]
+            result.ended.append(job)
         self._begin(now)
         return result
+
+    def _decode(self, job: Job) -> None:
+        before = self._num_iterations - job.num_written
+        self._num_joined += 1
+        self._num_read += job.num_prompt + job.num_written
+        heapq.heappush(self._decoding, (before + job.num_output, self._num_joined, before, job))
 
     def _begin(self, now: float) -> None:
         self._admit_jobs()
@@ -363,7 +368,7 @@ class GpuWorker:
             ),
             num_prompt_tokens=sum(num for _, num in self._chunks),
             num_decoding=len(self._decoding),
-            num_read=sum(job.num_context for job in self._decoding),
+            num_read=self._num_read,
         )
 
     def _admit_jobs(self) -> None:
@@ -374,8 +379,10 @@ class GpuWorker:
             job = self._waiting.popleft()
             self._num_free -= need
             num_running += 1
-            has_prompt = job.num_computed == job.num_prompt
-            (self._decoding if has_prompt else self._prefilling).append(job)
+            if job.num_computed == job.num_prompt:
+                self._decode(job)
+            else:
+                self._prefilling.append(job)
 
     def _tokens_needed(self, job: Job) -> int:
         return job.num_prompt + (0 if self._is_prefill_only else job.num_output)
