@@ -44,7 +44,7 @@ def test_frontend_and_worker_with_one_token_connect(deployment, tmp_path, how):
 
 def test_worker_with_another_token_is_refused_and_both_log_why(deployment, tmp_path):
     deployment.environ["DYN_CLUSTER_TOKEN"] = members.TOKEN
-    frontend = deployment.frontend("--migration-limit", "0")
+    frontend = deployment.frontend("--migration-limit", "0", "--worker-wait-secs", "0.5")
     del deployment.environ["DYN_CLUSTER_TOKEN"]
     stranger = deployment.mocker(*token_file(tmp_path, "other", STRANGE))
     frontend.await_models([MODEL])

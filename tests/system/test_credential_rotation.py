@@ -150,7 +150,7 @@ def test_worker_whose_certificate_is_refused_and_frontend_both_say_why(
         ]
 
     worker = deployment.mocker(*(token if fault == "none" else flags(fault)))
-    frontend = deployment.frontend(*flags("member"))
+    frontend = deployment.frontend("--worker-wait-secs", "0.5", *flags("member"))
     frontend.others = [worker]
     frontend.await_models([MODEL])
     refused = [frontend.chat("Tell me a story", max_tokens=2) for _ in range(3)]

@@ -50,7 +50,8 @@ def test_request_goes_to_the_worker_with_its_prefix(mixed):
 
 
 def test_workers_join_and_leave(mixed):
-    frontend, worker = mixed.frontend(), mixed.mocker("--speedup-ratio", "1000")
+    frontend = mixed.frontend("--worker-wait-secs", "0.5")
+    worker = mixed.mocker("--speedup-ratio", "1000")
     frontend.await_models([MODEL])
 
     assert frontend.chat(max_tokens=4).status_code == 200

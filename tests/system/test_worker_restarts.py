@@ -33,7 +33,8 @@ def test_frontend_may_start_before_the_worker(deployment):
 
 
 def test_killed_worker_is_unlisted_and_replaced(deployment):
-    worker, frontend = deployment.mocker(*FAST), deployment.frontend()
+    worker = deployment.mocker(*FAST)
+    frontend = deployment.frontend("--worker-wait-secs", "0.5")
     frontend.await_models([MODEL])
     worker.kill()
     frontend.await_models([])
