@@ -66,6 +66,9 @@ test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an envi
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm \
 	  --ignore tests/with_vllm/test_vllm_kubernetes.py
 
+test-kubernetes: $(VENV)/.dev  ## the original's example deployments and the profiler on the laptop's cluster (root, kubectl; minutes)
+	@DYN_TEST_KUBERNETES=1 $(BIN)/python -m pytest tests/system/test_kubernetes_manifests.py
+
 test-vllm-kubernetes: $(VLLM_VENV)/.vllm-$(VLLM)  ## the first article's manifests on the laptop's cluster, with real vLLM (root, kubectl; minutes)
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm/test_vllm_kubernetes.py
 

@@ -132,14 +132,15 @@ def ask(url, *, prompt="Tell me a story about a cowardly cat"):
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENT_S)
 
 
-def make_hub_cache(folder, checkpoint):
-    """Put a checkpoint into a cache of the hub under the name that the articles type; return HF_HOME."""
+def make_hub_cache(folder, checkpoint, names=("Qwen/Qwen3-0.6B",)):
+    """Put a checkpoint into a cache of the hub under names that the articles type; return HF_HOME."""
     home = folder / "hub-home"
-    model = home / "hub" / "models--Qwen--Qwen3-0.6B"
-    commit = "0" * 40
-    (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text(commit)
-    shutil.copytree(checkpoint, model / "snapshots" / commit)
+    for name in names:
+        model = home / "hub" / f"models--{name.replace('/', '--')}"
+        commit = "0" * 40
+        (model / "refs").mkdir(parents=True)
+        (model / "refs" / "main").write_text(commit)
+        shutil.copytree(checkpoint, model / "snapshots" / commit)
     return home
 
 

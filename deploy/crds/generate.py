@@ -114,6 +114,12 @@ _NAME_RULE = {
     f" {api_types.MAX_DERIVED_NAME} characters together: Services and labels are named by them",
 }
 
+_PROFILED_RULE = {
+    "rule": "!has(oldSelf.status) || !has(oldSelf.status.state) || oldSelf.status.state in ['Pending', 'Failed']"
+    " || self.spec == oldSelf.spec",
+    "message": "spec is immutable once profiling has begun: make another request",
+}
+
 
 def _column(name: str, path: str, kind: str = "string", priority: int = 0) -> dict[str, Any]:
     column: dict[str, Any] = {"name": name, "type": kind, "jsonPath": path}
@@ -219,6 +225,7 @@ DEFINITIONS = (
         spec=api_types.RequestSpec,
         status=api_types.RequestStatus,
         columns=(_column("Model", ".spec.model"), _column("State", ".status.state")),
+        rules=(_PROFILED_RULE,),
     ),
     Definition(
         kind="DynamoGraphDeploymentScalingAdapter",

@@ -212,6 +212,10 @@ def convert_component(component: Mapping[str, Any], notes: list[str]) -> Documen
         service["sharedMemory"] = {"size": component["sharedMemorySize"]}
     main = next((dict(item) for item in containers if item.get("name") == "main"), {})
     main.pop("name", None)
+    match main.get("envFrom"):
+        case [{"secretRef": {"name": secret, **rest}}] if not rest:  # may be absent, as before
+            del main["envFrom"]
+            service["envFromSecret"] = secret
     pod["mainContainer"] = main
     if sidecars := [item for item in containers if item.get("name") != "main"]:
         pod["containers"] = sidecars

@@ -11,7 +11,12 @@ from dynamo.operator import objects
 from dynamo.operator.objects import Object
 
 Key = tuple[str, str, str]  # kind, namespace, name
-ROOTS = ("DynamoGraphDeployment", "DynamoComponentDeployment", "DynamoModel")
+ROOTS = (
+    "DynamoGraphDeployment",
+    "DynamoComponentDeployment",
+    "DynamoModel",
+    "DynamoGraphDeploymentRequest",
+)
 
 
 def key_of(resource: Object) -> Key:
@@ -83,14 +88,14 @@ class ObjectCache:
         return self._objects[namespace].get((kind, name))
 
     def observe(self, root: Object, now: str) -> objects.Observed:
-        """Return what concerns a root object: its namespace, and the pods of its graph, or all for a model."""
+        """Return what concerns a root object: its namespace, and the pods of its graph, or all of them."""
         namespace = root["metadata"]["namespace"]
         labels = root["metadata"].get("labels") or {}
         graph = labels.get(objects.GRAPH_LABEL, root["metadata"]["name"])
         pods = [
             pod
             for pod in self._pods[namespace].values()
-            if root["kind"] == "DynamoModel"
+            if root["kind"] in ROOTS[2:]
             or pod["metadata"].get("labels", {}).get(objects.GRAPH_LABEL) == graph
         ]
         existing = self._objects[namespace]
@@ -111,6 +116,8 @@ class ObjectCache:
             if owner["kind"] in ROOTS:
                 yield owner["kind"], namespace, owner["name"]
         labels = metadata.get("labels") or {}
+        if objects.REQUEST_LABEL in labels:
+            yield "DynamoGraphDeploymentRequest", namespace, labels[objects.REQUEST_LABEL]
         if kind == "Pod":
             if objects.GRAPH_LABEL in labels:
                 yield "DynamoGraphDeployment", namespace, labels[objects.GRAPH_LABEL]

@@ -23,6 +23,7 @@ CLASS_LABEL = f"{_PREFIX}dynamo-component-class"
 METRICS_LABEL = f"{_PREFIX}metrics-enabled"
 DISCOVERY_LABEL = f"{_PREFIX}dynamo-discovery-backend"
 HASH_LABEL = f"{_PREFIX}dynamo-worker-hash"
+REQUEST_LABEL = f"{_PREFIX}dgdr-name"
 TEMPLATE_LABEL = f"{_PREFIX}dynamo-template-hash"
 _LIST_KEYS = {
     "env": "name",

@@ -28,11 +28,13 @@ _LEAST_SHM, _MOST_SHM = 512 * _MIB, 8192 * _MIB
 _UNITS = {"": 1, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _UNITS |= {f"{unit}i": 1024 ** (power + 1) for power, unit in enumerate("KMGTPE")}
 _LEAST_GRACE_S, _MARGIN_S, _DRAIN_S = 60, 30, 30
-_FRAMEWORK_IMAGES = {
+FRAMEWORK_IMAGES = {
     "vllm": "nvidia/ai-dynamo/vllm-runtime",
     "sglang": "nvidia/ai-dynamo/sglang-runtime",
     "trtllm": "nvidia/ai-dynamo/tensorrtllm-runtime",
 }
+RESTRICTED_POD = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+RESTRICTED_CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _COMPILATION_CACHE = {"vllm": "/root/.cache/vllm"}
 
 
@@ -124,10 +126,7 @@ def make_template(component: ServiceComponent) -> Object:
     if component.service_account:
         pod["serviceAccountName"] = component.service_account
     if component.settings.restricted_security_context:
-        pod["securityContext"] = {
-            "runAsNonRoot": True,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
+        pod["securityContext"] = RESTRICTED_POD
     extra = {
         key: value for key, value in (spec.extra_pod_spec or {}).items() if key != "mainContainer"
     }
@@ -155,10 +154,7 @@ def make_main_container(component: ServiceComponent) -> Object:
         "volumeMounts": make_volume_mounts(component),
     }
     if component.settings.restricted_security_context:
-        defaults["securityContext"] = {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        defaults["securityContext"] = RESTRICTED_CONTAINER
     if spec.env_from_secret:
         defaults["envFrom"] = [{"secretRef": {"name": spec.env_from_secret, "optional": True}}]
     env = [
@@ -166,7 +162,7 @@ def make_main_container(component: ServiceComponent) -> Object:
         *(entry.render() for entry in spec.envs or ()),
         *overrides.pop("env", ()),
     ]
-    image = overrides.pop("image", None) or _FRAMEWORK_IMAGES.get(component.framework or "")
+    image = overrides.pop("image", None) or FRAMEWORK_IMAGES.get(component.framework or "")
     if not image:
         raise errors.ConfigError(
             f"service {component.service}: expected an image in extraPodSpec.mainContainer.image;"

@@ -14,7 +14,15 @@ from datetime import UTC, datetime
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.operator import api_types, component, graph, models, objects, pod_calls
+from dynamo.operator import (
+    api_types,
+    component,
+    graph,
+    models,
+    objects,
+    pod_calls,
+    profiling_requests,
+)
 from dynamo.operator.object_cache import Key, ObjectCache, key_of
 from dynamo.operator.objects import FIELD_MANAGER, Object, Reconciliation
 from dynamo.operator.settings import OperatorConfig
@@ -59,6 +67,12 @@ class Reconciler:
             return await self._reconcile_model(root, observed)
         if "deletionTimestamp" in root["metadata"]:
             return None
+        if key[0] == "DynamoGraphDeploymentRequest":
+            pod = profiling_requests.find_finished_pod(root, observed)
+            log = await self._cluster.read_log(pod, key[1], tail_lines=20) if pod else ""
+            decision = profiling_requests.decide(root, observed, self._settings, log)
+            await self._carry_out(root, decision, now)
+            return None
         is_updating = graph.is_updating(root, observed)
         if is_updating:
             instances = await pod_calls.count_admitted(observed.pods)
@@ -70,15 +84,18 @@ class Reconciler:
         else:
             await self._look_up_secret(key[1], root["spec"].get("envFromSecret"))
             decision = component.decide(root, observed, self._settings)
+        await self._carry_out(root, decision, now)
+        return _POLL_S if is_updating else None
+
+    async def _carry_out(self, root: Object, decision: Reconciliation, now: str) -> None:
         try:
-            await self._act(decision, key[1])
+            await self._act(decision, root["metadata"]["namespace"])
         except errors.RequestError as error:
             await self._write_failure(root, str(error), now)
             raise
         await self._write_status(root, decision.status)
         for item in decision.other_statuses:
             await self._write_status(self._cache.get(key_of(item)) or item, item["status"])
-        return _POLL_S if is_updating else None
 
     async def _reconcile_model(self, root: Object, observed: objects.Observed) -> float | None:
         """Have all workers of a base model load an adapter or, while it is being deleted, unload it."""
@@ -254,6 +271,8 @@ API_VERSION_BY_KIND = {
     "DynamoComponentDeployment": api_types.API_VERSION,
     "DynamoGraphDeploymentScalingAdapter": api_types.API_VERSION,
     "DynamoModel": api_types.API_VERSION,
+    "DynamoGraphDeploymentRequest": api_types.API_VERSION,
+    "Job": "batch/v1",
     "PersistentVolumeClaim": "v1",
     "Pod": "v1",
     "Service": "v1",

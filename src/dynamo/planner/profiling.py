@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -51,6 +52,9 @@ class ProfilerConfig:
         None,
         help="workers of the recommendation (default: as many as this machine has GPUs, else cores)",
         least=1,
+    )
+    report: Literal["text", "json"] = config.option(
+        "text", help="form of the recommendation on standard output; json: one line for programs"
     )
     output: str = config.option("profiling_results", help="directory of profile, plots and results")
 
@@ -202,7 +206,10 @@ class _Sweep:
         )
         text = describe(choice, settings)
         (self._directory / "recommendation.txt").write_text(text, "utf-8")
+        if settings.report == "json":
+            text = msgspec.json.encode(choice).decode() + "\n"
         sys.stdout.write(text)
+        sys.stdout.flush()
         if importlib.util.find_spec("matplotlib") is not None:
             plots = importlib.import_module("dynamo.planner.profile_plots")
             targets_ms = {

@@ -98,6 +98,7 @@ def test_tiers_of_vllm_are_named_as_missing():
 
 def test_later_form_keeps_containers_and_says_what_is_left_out():
     main = {"name": "main", "image": "i", "command": ["python3"], "args": ["-m", "dynamo.vllm"]}
+    secret = {"envFrom": [{"secretRef": {"name": "hf-token-secret"}}]}
     component = {
         "name": "Decode",
         "type": "decode",
@@ -107,7 +108,7 @@ def test_later_form_keeps_containers_and_says_what_is_left_out():
         "colour": "red",
         "podTemplate": {
             "metadata": {"labels": {"a": "b"}},
-            "spec": {"containers": [main, {"name": "side"}], "nodeSelector": {"x": "y"}},
+            "spec": {"containers": [main | secret, {"name": "side"}], "nodeSelector": {"x": "y"}},
         },
     }
     spec = {
@@ -125,6 +126,7 @@ def test_later_form_keeps_containers_and_says_what_is_left_out():
         k: v for k, v in main.items() if k != "name"
     }
     assert service["sharedMemory"] == {"size": "1Gi"}
+    assert service["envFromSecret"] == "hf-token-secret"
     assert converted.document["spec"]["envs"] == spec["env"]
     assert len(converted.notes) == 2
 

@@ -69,7 +69,7 @@ async def play_deployments(cluster):
         pods = {
             pod["metadata"]["name"]: pod
             for pod in await cluster.list("v1", "Pod")
-            if pod["metadata"]["labels"][objects.SELECTOR_LABEL] == metadata["name"]
+            if pod["metadata"]["labels"].get(objects.SELECTOR_LABEL) == metadata["name"]
         }
         labels = spec["template"]["metadata"]["labels"]
         for name, pod in pods.items():
@@ -344,13 +344,13 @@ async def test_frontend_tells_the_instances_of_each_namespace():
 
 @contextlib.asynccontextmanager
 async def played_worker(adapters, refusals):
-    """Serve the routes of a worker's adapters; yield the port. `refusals` are given before anything else."""
+    """Serve the routes of a worker's adapters; yield the port. `refusals` hold as long as there are any."""
 
     async def answer(reader, writer):
         method, path, _ = (await reader.readline()).decode().split()
         length = int((await reader.readuntil(b"\r\n\r\n")).split(b"content-length: ")[1].split()[0])
         body = json.loads(await reader.readexactly(length) or b"{}")
-        code, text = refusals.pop(0) if refusals else (200, "")
+        code, text = refusals[0] if refusals else (200, "")
         if code == 200 and method == "POST":
             adapters[body["lora_name"]] = body["source"]["uri"]
         elif code == 200:
@@ -384,6 +384,7 @@ async def test_adapter_is_loaded_until_it_holds_and_unloaded_before_its_model_go
         pod["status"]["podIP"] = "127.0.0.1"
         server.put_object(pod)
         await until(lambda: says("does not serve now"))
+        refusals.clear()
         await until(lambda: says("1 workers have the model"))
         found = await cluster.get(API, "DynamoModel", "m")
 
@@ -393,8 +394,99 @@ async def test_adapter_is_loaded_until_it_holds_and_unloaded_before_its_model_go
         ]
         refusals.append((500, "busy"))
         await cluster.delete(API, "DynamoModel", "m")
+        model = await until(lambda: cluster.get(API, "DynamoModel", "m"))
+        assert model["metadata"]["finalizers"]
+        assert adapters
+        refusals.clear()
         await until(lambda: gone(cluster, "DynamoModel", "m"))
         assert adapters == {}
+
+
+PROFILED = (
+    '{"mode":"disagg","num_prefill":1,"num_decode":3,"requests_per_s":2.5,"ttft_ms":90,"itl_ms":9}'
+)
+
+
+def make_request(**spec):
+    config = {"config": {"sla": {"isl": 64, "ttft": 150.5}, "hardware": {"num_gpus_per_node": 4}}}
+    spec = {"model": "m", "useMocker": True, "profilingConfig": config, **spec}
+    kind = "DynamoGraphDeploymentRequest"
+    return {"apiVersion": API, "kind": kind, "metadata": {"name": "r"}, "spec": spec}
+
+
+async def profile(server, cluster, phase="Succeeded", condition="Complete"):
+    """Let the profiler's Job end; return its container."""
+    job = await until(lambda: cluster.get("batch/v1", "Job", "r-profile"))
+    template = job["spec"]["template"]
+    metadata = {
+        "name": "r-profile-x",
+        "namespace": "default",
+        "labels": template["metadata"]["labels"],
+    }
+    ended = {"exitCode": 2, "reason": "Error", "message": "no such model"}
+    states = [{"name": "main", "ready": False, "state": {"terminated": ended}}]
+    status = {"phase": phase} | ({"containerStatuses": states} if phase == "Failed" else {})
+    server.log_by_pod["r-profile-x"] = f"starting\n{PROFILED}\nwrote /tmp/profile\n"
+    server.put_object({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": status})
+    changes = {"status": {"conditions": [{"type": condition, "status": "True"}]}}
+    await cluster.patch("batch/v1", "Job", "r-profile", changes, subresource="status")
+    return template["spec"]["containers"][0]
+
+
+async def test_request_profiles_writes_its_deployment_once_and_follows_it(server, cluster):
+    async def is_in(state):
+        found = await cluster.get(API, "DynamoGraphDeploymentRequest", "r")
+        return found if (found.get("status") or {}).get("state") == state else None
+
+    async with running(server) as operator:
+        await cluster.create(make_request(autoApply=True, deploymentOverrides={"name": "g"}))
+        container = await profile(server, cluster)
+        await until(lambda: is_ready(cluster))
+        await until(lambda: is_in("Ready"))
+        deployment = await cluster.get(API, DGD, "g")
+        await until(lambda: settled(server, operator))
+        await cluster.delete(API, DGD, "g")
+        request = await until(lambda: is_in("DeploymentDeleted"))
+
+    flags = dict(zip(container["args"][::2], container["args"][1::2], strict=True))
+    services = deployment["spec"]["services"]
+    assert (flags["--ttft"], flags["--isl"], flags["--workers"]) == ("150.5", "64", "4")
+    assert {name: service["replicas"] for name, service in services.items()} == {
+        "Frontend": 1,
+        "PrefillWorker": 1,
+        "Worker": 3,
+    }
+    assert request["status"]["generatedDeployment"]["spec"] == deployment["spec"]
+    assert [entry["type"] for entry in request["status"]["conditions"]] == [
+        "Validation",
+        "Profiling",
+        "SpecGenerated",
+        "DeploymentReady",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "message"),
+    [
+        ({}, "Profiling", "no such model"),
+        ({"profilingConfig": {"config": {"sla": {"isl": "x"}}}}, "Validation", "config.sla.isl"),
+        ({"deploymentOverrides": {"name": 1}}, "Validation", "deploymentOverrides.name"),
+    ],
+)
+async def test_request_that_fails_says_where(server, cluster, spec, kind, message):
+    async def has_failed():
+        found = await cluster.get(API, "DynamoGraphDeploymentRequest", "r")
+        status = found.get("status") or {}
+        return status["conditions"][-1] if status.get("state") == "Failed" else None
+
+    async with running(server):
+        await cluster.create(make_request(**spec))
+        if kind == "Profiling":
+            await profile(server, cluster, "Failed", "Failed")
+        condition = await until(has_failed)
+
+    assert (condition["type"], condition["status"]) == (kind, "False")
+    assert message in condition["message"]
 
 
 async def gone(cluster, kind, name):

@@ -1,0 +1,276 @@
+"""The decider of one DynamoGraphDeploymentRequest: profile a model's worker, then write the deployment for its targets.
+
+A Job runs `python -m dynamo.profiler`, whose last line is its recommendation in JSON; the operator reads it from the
+log, so the pod needs no rights. From it follows a DynamoGraphDeployment, which stands in the status and, with
+`autoApply`, is created once. The deployment is the user's from then on: it outlives its request, and is neither
+changed nor made again.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.operator import api_types, causes, objects, pod_template
+from dynamo.operator.objects import Object, Observed, Reconciliation
+from dynamo.operator.settings import OperatorConfig
+
+_GRAPH = "DynamoGraphDeployment"
+_FRONTEND_IMAGE = "nvidia/ai-dynamo/dynamo-frontend"
+_CONDITIONS = ("Validation", "Profiling", "SpecGenerated", "DeploymentReady")
+
+
+class _Targets(msgspec.Struct):
+    """The expected request, and the times that it may take in milliseconds."""
+
+    isl: int = 3000
+    osl: int = 150
+    ttft: float = 200.0
+    itl: float = 20.0
+
+
+class _Sweep(msgspec.Struct, rename="camel"):
+    """How long the profiler may measure."""
+
+    budget_minutes: float = 30.0
+
+
+class _Hardware(msgspec.Struct):
+    """What the deployment may use; each worker has one GPU."""
+
+    num_gpus_per_node: int = 1
+
+
+class _ProfilerSettings(msgspec.Struct):
+    """The part of `profilingConfig.config` that the profiler has; the original's other fields are let be."""
+
+    sla: _Targets = msgspec.field(default_factory=_Targets)
+    sweep: _Sweep = msgspec.field(default_factory=_Sweep)
+    hardware: _Hardware = msgspec.field(default_factory=_Hardware)
+
+
+class _ProfilingConfig(msgspec.Struct, rename="camel"):
+    """The `profilingConfig` of a request."""
+
+    profiler_image: str | None = None
+    config: _ProfilerSettings = msgspec.field(default_factory=_ProfilerSettings)
+
+
+class _Overrides(msgspec.Struct, rename="camel"):
+    """The `deploymentOverrides` of a request."""
+
+    name: str | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    workers_image: str | None = None
+
+
+class ProfiledSize(msgspec.Struct, frozen=True):
+    """The last line of the profiler: how many workers of which kind."""
+
+    mode: Literal["agg", "disagg"]
+    num_prefill: int
+    num_decode: int
+    unreachable: str = ""
+
+
+def find_finished_pod(resource: Object, observed: Observed) -> str | None:
+    """Return the name of the pod whose log has a recommendation that was not read yet."""
+    if (resource.get("status") or {}).get("generatedDeployment"):
+        return None
+    name = resource["metadata"]["name"]
+    for pod in observed.pods:
+        labels = pod["metadata"].get("labels") or {}
+        phase = (pod.get("status") or {}).get("phase")
+        if labels.get(objects.REQUEST_LABEL) == name and phase == "Succeeded":
+            return str(pod["metadata"]["name"])
+    return None
+
+
+def decide(
+    resource: Object, observed: Observed, settings: OperatorConfig, log: str
+) -> Reconciliation:
+    """Decide what a request needs next, and what its status is; `log` is that of the finished profiler, if any."""
+    status: Object = resource.get("status") or {}
+    try:
+        spec = api_types.read_spec(resource, api_types.RequestSpec)
+        job = make_job(resource, spec, settings)
+        _read_part(spec.deployment_overrides, _Overrides, "deploymentOverrides")
+    except errors.ConfigError as error:
+        return _report(resource, observed, "Failed", ("Validation", "InvalidSpec", str(error)))
+    generated = status.get("generatedDeployment")
+    try:
+        if generated is None and log:
+            generated = make_deployment(resource, spec, read_size(log))
+    except errors.ConfigError as error:
+        return _report(resource, observed, "Failed", ("SpecGenerated", "Unreadable", str(error)))
+    found_job = observed.find("Job", job["metadata"]["name"])
+    if generated is None:
+        failure = _find_failure(found_job, observed, resource)
+        if failure is not None:
+            return _report(resource, observed, "Failed", ("Profiling", "ProfilingFailed", failure))
+        state = "Profiling" if found_job else "Pending"
+        text = "the profiler measures a worker"
+        created = () if found_job else (job,)
+        return _report(
+            resource, observed, state, ("Profiling", "ProfilingRunning", text), create=created
+        )
+    status_change = {"generatedDeployment": generated}
+    if not spec.auto_apply:
+        text = "the deployment stands in status.generatedDeployment; apply it"
+        waiting = ("DeploymentReady", "NotApplied", text)
+        return _report(resource, observed, "Ready", waiting, **status_change)
+    found = observed.find(_GRAPH, generated["metadata"]["name"])
+    if found is None and status.get("state") in ("Deploying", "Ready", "DeploymentDeleted"):
+        text = f"the deployment {generated['metadata']['name']} was deleted"
+        gone = ("DeploymentReady", "DeploymentDeleted", text)
+        return _report(resource, observed, "DeploymentDeleted", gone, **status_change)
+    ready = objects.find_condition(found, "Ready")
+    if ready.get("status") == "True":
+        return _report(resource, observed, "Ready", None, **status_change)
+    cause = ("DeploymentReady", "Deploying", str(ready.get("message") or "the deployment is made"))
+    create = (generated,) if found is None else ()
+    return _report(resource, observed, "Deploying", cause, create=create, **status_change)
+
+
+def read_size(log: str) -> ProfiledSize:
+    """Return the recommendation in a profiler's log. Raises ConfigError."""
+    lines = [line for line in log.splitlines() if line.startswith("{")]
+    try:
+        return msgspec.json.decode(lines[-1] if lines else "", type=ProfiledSize)
+    except msgspec.MsgspecError as error:
+        raise errors.ConfigError(f"the profiler's log has no recommendation: {error}") from error
+
+
+def _read_part(part: Mapping[str, Any] | None, kind: type[Any], name: str) -> Any:
+    try:
+        return msgspec.convert(part or {}, kind)
+    except msgspec.ValidationError as error:
+        raise errors.ConfigError(str(error).replace("$", f"spec.{name}", 1)) from error
+
+
+def make_job(resource: Object, spec: api_types.RequestSpec, settings: OperatorConfig) -> Object:
+    """Return the Job that profiles one worker. Raises ConfigError."""
+    profiling = _read_part(spec.profiling_config, _ProfilingConfig, "profilingConfig")
+    config, name = profiling.config, resource["metadata"]["name"]
+    flags = {
+        "--backend": _engine(spec),
+        "--model": spec.model,
+        "--isl": config.sla.isl,
+        "--osl": config.sla.osl,
+        "--ttft": f"{config.sla.ttft:g}",
+        "--itl": f"{config.sla.itl:g}",
+        "--workers": config.hardware.num_gpus_per_node,
+        "--budget-minutes": f"{config.sweep.budget_minutes:g}",
+        "--output": "/tmp/profile",
+        "--report": "json",
+    }
+    image = profiling.profiler_image or pod_template.FRAMEWORK_IMAGES[spec.backend or "vllm"]
+    container: Object = {
+        "name": pod_template.MAIN,
+        "image": settings.substitute_image(image),
+        "command": ["python3", "-m", "dynamo.profiler"],
+        "args": [str(word) for pair in flags.items() for word in pair],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    pod: Object = {"restartPolicy": "Never", "containers": [container]}
+    if not spec.use_mocker:
+        container["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
+    if settings.restricted_security_context:
+        pod["securityContext"] = pod_template.RESTRICTED_POD
+        container["securityContext"] = pod_template.RESTRICTED_CONTAINER
+    labels = {objects.REQUEST_LABEL: name, objects.MANAGED_BY: objects.FIELD_MANAGER}
+    template = {"metadata": {"labels": labels}, "spec": pod}
+    job_spec = {"backoffLimit": 1, "template": template}
+    return objects.make_object(
+        "batch/v1", "Job", f"{name}-profile", resource, labels=labels, spec=job_spec
+    )
+
+
+def _engine(spec: api_types.RequestSpec) -> str:
+    return "mocker" if spec.use_mocker else spec.backend or "vllm"
+
+
+def make_deployment(resource: Object, spec: api_types.RequestSpec, size: ProfiledSize) -> Object:
+    """Return the deployment of a size. Raises ConfigError."""
+    overrides = _read_part(spec.deployment_overrides, _Overrides, "deploymentOverrides")
+    image = {"image": overrides.workers_image} if overrides.workers_image else {}
+
+    def make_worker(replicas: int, *flags: str) -> Object:
+        command = {
+            "command": ["python3", "-m", f"dynamo.{_engine(spec)}"],
+            "args": ["--model", spec.model, *flags],
+        }
+        worker: Object = {
+            "componentType": "worker",
+            "replicas": replicas,
+            "modelRef": {"name": spec.model},
+            "extraPodSpec": {"mainContainer": {**command, **image}},
+        }
+        return worker | ({} if spec.use_mocker else {"resources": {"limits": {"gpu": "1"}}})
+
+    frontend = {
+        "componentType": "frontend",
+        "replicas": 1,
+        "extraPodSpec": {"mainContainer": {"image": _FRONTEND_IMAGE}},
+    }
+    services: Object = {"Frontend": frontend, "Worker": make_worker(size.num_decode)}
+    if size.mode == "disagg":
+        services["Worker"]["subComponentType"] = "decode"
+        prefill = make_worker(size.num_prefill, "--is-prefill-worker")
+        services["PrefillWorker"] = {**prefill, "subComponentType": "prefill"}
+    metadata = resource["metadata"]
+    own: Object = {
+        "name": overrides.name or metadata["name"],
+        "namespace": metadata["namespace"],
+        "labels": {**overrides.labels, objects.REQUEST_LABEL: metadata["name"]},
+    }
+    if overrides.annotations:
+        own["annotations"] = overrides.annotations
+    return {
+        "apiVersion": api_types.API_VERSION,
+        "kind": _GRAPH,
+        "metadata": own,
+        "spec": {"services": services, "backendFramework": spec.backend or "vllm"},
+    }
+
+
+def _find_failure(job: Object | None, observed: Observed, resource: Object) -> str | None:
+    """Return why profiling has failed, or None if it has not."""
+    if objects.find_condition(job, "Failed").get("status") != "True":
+        return None
+    name = resource["metadata"]["name"]
+    pods = [
+        pod
+        for pod in observed.pods
+        if (pod["metadata"].get("labels") or {}).get(objects.REQUEST_LABEL) == name
+    ]
+    found = [cause for pod in pods if (cause := causes.pod_cause(pod)) is not None]
+    return causes.select_first(found, causes.Cause("Failed", "the profiler has failed")).message
+
+
+def _report(
+    resource: Object,
+    observed: Observed,
+    state: str,
+    cause: tuple[str, str, str] | None,
+    *,
+    create: tuple[Object, ...] = (),
+    **status: Any,
+) -> Reconciliation:
+    """Return the decision with conditions: true before that of the cause, which is the first that is not."""
+    conditions = []
+    for kind in _CONDITIONS:
+        if cause is not None and kind == cause[0]:
+            _, reason, message = cause
+            conditions.append(
+                objects.make_condition(kind, False, reason, message, resource, observed.now)
+            )
+            break
+        conditions.append(
+            objects.make_condition(kind, True, "Succeeded", "", resource, observed.now)
+        )
+    return Reconciliation(
+        status={"state": state, "conditions": conditions, **status}, create=create
+    )
