@@ -11,7 +11,7 @@ from dynamo.launch import allocation, children, guard
 from dynamo.planner import virtual_connector
 from dynamo.planner.connectors import RegisteredWorkers, endpoints
 from dynamo.planner.kubernetes_connector import KubernetesConnector
-from dynamo.planner.local_connector import LocalConnector
+from dynamo.planner.local_connector import LocalConnector, LocalWorkerOptions
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.runtime.backends import file
@@ -139,6 +139,7 @@ async def connector(request, tmp_path):
                 clocks.SystemClock(),
                 registered=registered,
                 allocator=allocation.Allocator(allocation.Allocation()),
+                options=LocalWorkerOptions(),
             )
         stack.push_async_callback(made.close)
         yield made

@@ -24,10 +24,10 @@ def prompt(length, seed=0):
 class Split:
     """A frontend, and workers of both kinds."""
 
-    def __init__(self, deployment, engine="native"):
+    def __init__(self, deployment, engine="native", frontend=None):
         self.deployment = deployment
         self._engine = engine
-        self.frontend = deployment.frontend()
+        self.frontend = frontend or deployment.frontend()
 
     def prefill(self, *flags):
         return self._worker("--is-prefill-worker", *flags)

@@ -1,6 +1,7 @@
 """The planner scales real worker processes under streams: 1 -> 2 -> 1, and no answer is cut."""
 
 import concurrent.futures
+import itertools
 import json
 import pathlib
 import re
@@ -10,6 +11,7 @@ import threading
 import httpx
 import pytest
 from deployment import MODEL, chat
+from split import ALWAYS, Split, prompt
 
 import ports
 import processes
@@ -27,10 +29,10 @@ NUM_TOKENS = 400  # of an answer: four seconds
 class Planner:
     """A planner that starts mocker workers, and questions to it."""
 
-    def __init__(self, deployment, frontend, *flags):
+    def __init__(self, deployment, frontend, *flags, worker=WORKER):
         port = ports.reserve()
         argv = ("dynamo.planner", "--environment", "local", "--backend", "mocker")
-        argv += ("--model-name", MODEL, "--frontend-url", frontend.url, "--worker-flags", WORKER)
+        argv += ("--model-name", MODEL, "--frontend-url", frontend.url, "--worker-flags", worker)
         self.process = deployment.run(*argv, "--planner-port", str(port), *SCALING, *flags)
         self.url = f"http://127.0.0.1:{port}"
 
@@ -108,6 +110,51 @@ def test_workers_come_and_go_under_streams_and_no_answer_is_cut(deployment, fron
     assert set(answers) == {(NUM_TOKENS, "[DONE]")}
     assert planner.metric("scaling_events_total") >= 2
     eventually(lambda: planner.metric("num_decode_replicas") == 1, what="one is left")
+
+
+def test_worker_changes_its_role_where_the_budget_is_full_and_no_answer_is_cut(
+    deployment, frontend
+):
+    flags = f"{WORKER} --max-num-batched-tokens 128 {' '.join(ALWAYS)}"
+    planner = Planner(
+        deployment, frontend, *("--mode", "disagg", "--max-gpu-budget", "3"), worker=flags
+    )
+    frontend.await_models([MODEL])
+    enough = threading.Event()
+
+    def stream_until_enough():
+        answers = []
+        while not enough.is_set():
+            answers.append(stream_to_the_end(frontend))
+        return answers
+
+    def prefill_until_enough(number):
+        split = Split(deployment, frontend=frontend)
+        for seed in itertools.takewhile(lambda _: not enough.is_set(), itertools.count()):
+            split.ask(prompt(900, 100 * seed + number), max_tokens=1)
+
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        streams = [pool.submit(stream_until_enough) for _ in range(10)]
+        prompts = []
+        try:
+            eventually(
+                lambda: planner.metric("num_decode_replicas") == 2,
+                what="there are two decode workers",
+            )
+            prompts += [pool.submit(prefill_until_enough, number) for number in range(12)]
+            eventually(
+                lambda: planner.metric("num_prefill_replicas") == 2,
+                what="one of them has become a prefill worker",
+            )
+        finally:
+            enough.set()
+        answers = [answer for each in streams for answer in each.result()]
+        for each in prompts:
+            each.result()
+
+    assert set(answers) == {(NUM_TOKENS, "[DONE]")}
+    assert "became a prefill worker" in planner.process.log.read_text()
+    assert any("1 from decode to prefill" in row["reason"] for row in planner.decisions())
 
 
 def test_killed_planner_cuts_no_answer_and_leaves_no_worker(deployment, frontend):

@@ -76,8 +76,10 @@ class PrefillWorkers:
             self._start_connecting(instance_id, RETRY_S)
 
     async def close(self) -> None:
-        """Stop following discovery, and connecting."""
+        """Stop following discovery, and disconnect from all workers."""
         await self._tasks.close()
+        for instance_id in list(self._engine_ids):
+            await self._forget_worker(instance_id)
 
     async def _log_number(self) -> None:
         """Log the number of prefill workers as long as there are some, in the words of Dynamo's worker."""

@@ -126,6 +126,13 @@ class SleepController(Protocol):
         """
 
 
+class RoleChanger(Protocol):
+    """Lets an engine change between prefill and decode after its start, at which its export was enabled."""
+
+    def leave_role(self) -> None:
+        """Forget all that listens to imports; no request runs."""
+
+
 class LoraAdapterStore(Protocol):
     """Loads and unloads LoRA adapters while an engine runs.
 
@@ -165,6 +172,7 @@ class EngineCapabilities:
     lora_adapters: LoraAdapterStore | None = None  # loads and unloads LoRA adapters
     kv_tiers: KvTierReporter | None = None  # keeps KV blocks in tiers below its memory
     exports_prefixes: bool = False  # answers `kv_transfer.EXPORT_CACHED`, and imports such blocks
+    role_changer: RoleChanger | None = None  # can become a prefill worker or a decode worker
 
 
 class Engine(Protocol):

@@ -41,6 +41,7 @@ class KvExchange:
         )
         self.enable_export = self._agent.enable_export
         self.on_import = self._importer.on_import
+        self.forget_listeners = self._importer.forget_listeners
         self.connect_peer = self._peers.connect
         self.disconnect_peer = self._peers.disconnect
         self.cancel_lease = self._exporter.cancel_lease
@@ -111,6 +112,10 @@ class ExchangesKv:
     def on_import(self, listener: Callable[[ImportReport], None]) -> None:
         """Call `listener` after every import."""
         self._exchange.on_import(listener)
+
+    def leave_role(self) -> None:
+        """Call no listener any more: the worker changes its role."""
+        self._exchange.forget_listeners()
 
     async def connect_peer(self, metadata: bytes, *, deadline_s: float) -> str:
         """Connect to an engine ahead of need. Return its id. Raises TransferError."""

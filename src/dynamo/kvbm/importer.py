@@ -63,6 +63,10 @@ class KvImporter:
         """Call `listener` after every import."""
         self._listeners.append(listener)
 
+    def forget_listeners(self) -> None:
+        """Call no listener any more."""
+        self._listeners.clear()
+
     def expect_import(self, request: generate.Request, remote: kv_transfer.RemoteBlocks) -> None:
         """Allow an import for this request; the time of its lease runs from now."""
         lease_ends_at = self._clock.now() + remote.remote_hold_s

@@ -102,8 +102,8 @@ class LocalAgent:
         self.description: descriptors.Metadata | None = None  # while the agent runs
 
     def enable_export(self) -> None:
-        """Make the agent now: peers on this host will map the memory, so it has to come from `allocate`."""
-        self._agent = self._make(self._on_notification)
+        """Make the agent now: peers on this host will map the memory, so it has to come from `allocate`. Idempotent."""
+        self._agent = self._agent or self._make(self._on_notification)
 
     @property
     def allocate(self) -> Callable[[int], memoryview] | None:

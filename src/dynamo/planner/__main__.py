@@ -15,7 +15,7 @@ from dynamo.observability import logs
 from dynamo.planner import service
 from dynamo.planner.config import PlannerConfig, ScalingConfig
 from dynamo.planner.connectors import Connector, RegisteredWorkers, WakeUpPromise, endpoints
-from dynamo.planner.local_connector import LocalConnector, Pool
+from dynamo.planner.local_connector import LocalConnector, LocalWorkerOptions, Pool
 from dynamo.planner.traffic_source import (
     FrontendSource,
     LoadSource,
@@ -26,6 +26,7 @@ from dynamo.planner.virtual_connector import VirtualConnector
 from dynamo.runtime import component
 
 _PROG = "python -m dynamo.planner"
+_CHANGING_ROLES = ("native", "mocker")  # backends with `worker.role_change`
 
 
 def main() -> int:
@@ -75,8 +76,11 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
                 clock,
                 registered=registered,
                 allocator=allocation.Allocator(children.machine_resources(os.environ)),
-                cores_per_worker=settings.cores_per_worker,
-                devices_per_worker=settings.devices_per_worker,
+                options=LocalWorkerOptions(
+                    cores=settings.cores_per_worker,
+                    devices=settings.devices_per_worker,
+                    can_change_roles=scaling.mode != "agg" and settings.backend in _CHANGING_ROLES,
+                ),
             )
         planner = make_service(settings, scaling, runtime, connector, clock)
         try:

@@ -2,13 +2,15 @@
 
 Each worker gets cores and devices of its own, if it is given any. A worker that is taken away gets SIGTERM: it leaves
 discovery, finishes or hands over what it runs, and ends; only then are its cores free again. Of several workers the
-youngest goes first, and one that has not served yet before all others. Workers that die are not restarted here: the
-next decision orders a new one, with the planner's pauses between failures. If the planner dies, its workers leave in
-the same way: no answer is cut, and no worker is left without owner.
+youngest goes first, and one that has not served yet before all others. A worker that changes its role gets SIGUSR1
+(prefill) or SIGUSR2 (decode), which `worker.role_change` obeys; it counts as starting until it serves in that role.
+Workers that die are not restarted here: the next decision orders a new one, with the planner's pauses between failures.
+If the planner dies, its workers leave in the same way: no answer is cut, and no worker is left without owner.
 """
 
 import asyncio
 import dataclasses
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,16 +24,19 @@ from dynamo.planner.scaling_pipeline import Decision
 
 Pool = Literal["prefill", "decode"]
 MakeSpec = Callable[[Pool, int, allocation.Allocation], children.ChildSpec]
-_SMOOTHING = 0.3  # weight of the newest start-up time
+_SMOOTHING = 0.3  # weight of the newest duration of a start or a change
+_SIGNAL_BY_ROLE: dict[Pool, signal.Signals] = {"prefill": signal.SIGUSR1, "decode": signal.SIGUSR2}
 
 
 @dataclass(slots=True, eq=False)
 class _LocalWorker:
+    pool: "_LocalPool"
     child: children.Child
     resources: allocation.Allocation
     ordered_at: float
     instance: str | None = None  # its key in discovery, once it serves
     is_draining: bool = False
+    is_changing: bool = False  # it was in the other pool
 
 
 @dataclass(slots=True)
@@ -39,8 +44,20 @@ class _LocalPool:
     registered: RegisteredWorkers
     workers: list[_LocalWorker] = field(default_factory=list)
     startup_s: float | None = None
+    role_change_s: float | None = None
+    left_keys: set[str] = field(default_factory=set)  # of workers that change into the other pool
     failure: str = ""
     num_started: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalWorkerOptions:
+    """What each worker process gets, and what it can do."""
+
+    cores: int = 0
+    devices: int = 0
+    stop_timeout_s: float = 35.0
+    can_change_roles: bool = False  # it obeys the two signals
 
 
 class LocalConnector:
@@ -54,9 +71,7 @@ class LocalConnector:
         *,
         registered: tuple[RegisteredWorkers, RegisteredWorkers],
         allocator: allocation.Allocator,
-        cores_per_worker: int = 0,
-        devices_per_worker: int = 0,
-        stop_timeout_s: float = 35.0,
+        options: LocalWorkerOptions,
     ) -> None:
         self._make_spec = make_spec
         self._guard = guardian
@@ -66,8 +81,7 @@ class LocalConnector:
             "decode": _LocalPool(registered[1]),
         }
         self._allocator = allocator
-        self._resources = (cores_per_worker, devices_per_worker)
-        self._stop_timeout_s = stop_timeout_s
+        self._options = options
         self._running = tasks.Tasks()
 
     async def observe(self) -> tuple[PoolState, PoolState]:
@@ -76,7 +90,11 @@ class LocalConnector:
         return prefill, decode
 
     async def scale(self, decision: Decision) -> None:
-        """Start and drain worker processes."""
+        """Start, change and drain worker processes."""
+        if decision.role_changes > 0:
+            self._change_roles("prefill", "decode", decision.role_changes)
+        elif decision.role_changes < 0:
+            self._change_roles("decode", "prefill", -decision.role_changes)
         numbers = zip(self._pools, decision.replicas, decision.withdrawals, strict=True)
         for name, target, num_withdrawn in numbers:
             pool = self._pools[name]
@@ -93,21 +111,25 @@ class LocalConnector:
     async def close(self) -> None:
         """Drain all workers, and wait until they have ended."""
         workers = [worker for pool in self._pools.values() for worker in pool.workers]
-        await asyncio.gather(*(worker.child.stop(self._stop_timeout_s) for worker in workers))
+        await asyncio.gather(
+            *(worker.child.stop(self._options.stop_timeout_s) for worker in workers)
+        )
         await self._running.close()
 
     async def _observe_pool(self, name: Pool) -> PoolState:
         pool = self._pools[name]
         keys = await pool.registered.read_ids()
         now = self._clock.now()
-        earlier_keys = {worker.instance for worker in pool.workers}
-        new_keys = sorted(keys - earlier_keys)
+        pool.left_keys &= keys
+        new_keys = sorted(keys - {worker.instance for worker in pool.workers} - pool.left_keys)
         for worker in pool.workers:
             if worker.instance is None and not worker.is_draining and new_keys:
                 worker.instance = new_keys.pop(0)
                 measured_s = now - worker.ordered_at
-                earlier_s = measured_s if pool.startup_s is None else pool.startup_s
-                pool.startup_s = earlier_s + _SMOOTHING * (measured_s - earlier_s)
+                if worker.is_changing:
+                    pool.role_change_s = _blend(pool.role_change_s, measured_s)
+                else:
+                    pool.startup_s = _blend(pool.startup_s, measured_s)
                 pool.failure = ""
         present = [worker for worker in pool.workers if not worker.is_draining]
         return PoolState(
@@ -118,18 +140,31 @@ class LocalConnector:
             num_draining=len(pool.workers) - len(present),
             startup_s=pool.startup_s,
             failure=pool.failure,
+            role_change_s=(pool.role_change_s or 0.0) if self._options.can_change_roles else None,
         )
 
+    def _change_roles(self, old: Pool, new: Pool, number: int) -> None:
+        giver, taker = self._pools[old], self._pools[new]
+        serving = [worker for worker in giver.workers if worker.instance and not worker.is_draining]
+        for worker in sorted(serving, key=lambda w: w.ordered_at)[-number:]:
+            giver.workers.remove(worker)
+            giver.left_keys.add(worker.instance or "")
+            worker.pool, worker.instance, worker.is_changing = taker, None, True
+            worker.ordered_at = self._clock.now()
+            taker.workers.append(worker)
+            worker.child.signal(_SIGNAL_BY_ROLE[new])
+
     async def _start(self, name: Pool, pool: _LocalPool) -> None:
-        num_cores, num_devices = self._resources
         try:
-            resources = self._allocator.acquire(num_cores=num_cores, num_devices=num_devices)
+            resources = self._allocator.acquire(
+                num_cores=self._options.cores, num_devices=self._options.devices
+            )
         except errors.ConfigError as error:
             pool.failure = str(error)
             return
         pool.num_started += 1
         spec = dataclasses.replace(
-            self._make_spec(name, pool.num_started, resources), grace_s=self._stop_timeout_s
+            self._make_spec(name, pool.num_started, resources), grace_s=self._options.stop_timeout_s
         )
         try:
             child = await children.start(spec, self._guard, self._running, self._clock)
@@ -137,20 +172,24 @@ class LocalConnector:
             pool.failure = f"{spec.name} cannot be started: {error}"
             self._allocator.release(resources)
             return
-        worker = _LocalWorker(child, resources, ordered_at=self._clock.now())
+        worker = _LocalWorker(pool, child, resources, ordered_at=self._clock.now())
         pool.workers.append(worker)
-        self._running.start(f"watch {spec.name}", self._watch(pool, worker))
+        self._running.start(f"watch {spec.name}", self._watch(worker))
 
     def _drain(self, pool: _LocalPool, worker: _LocalWorker) -> None:
         worker.is_draining = True
         if worker.instance is None and worker.child.last_line:
             pool.failure = f"last words: {worker.child.last_line}"
-        stop = worker.child.stop(self._stop_timeout_s)
+        stop = worker.child.stop(self._options.stop_timeout_s)
         self._running.start(f"drain {worker.child.spec.name}", stop)
 
-    async def _watch(self, pool: _LocalPool, worker: _LocalWorker) -> None:
+    async def _watch(self, worker: _LocalWorker) -> None:
         death = await worker.child.death()
-        pool.workers.remove(worker)
+        worker.pool.workers.remove(worker)
         self._allocator.release(worker.resources)
         if not worker.is_draining:
-            pool.failure = str(death)
+            worker.pool.failure = str(death)
+
+
+def _blend(earlier_s: float | None, measured_s: float) -> float:
+    return measured_s if earlier_s is None else earlier_s + _SMOOTHING * (measured_s - earlier_s)

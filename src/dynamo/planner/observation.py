@@ -72,6 +72,7 @@ class PoolState:
     num_draining: int = 0
     startup_s: float | None = None  # measured, from the order to readiness
     failure: str = ""  # why the last start failed, if the connector knows
+    role_change_s: float | None = None  # for a worker of the other pool to come; None: it cannot
 
     @property
     def num_starting(self) -> int:

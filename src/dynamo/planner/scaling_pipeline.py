@@ -3,22 +3,25 @@
 - Observe: without a fresh reading nothing changes, except that a pool below its minimum is filled up.
 - Reconcile: a worker that is not ready after three start-up times is withdrawn, and the pool waits, longer each time,
   before it tries again; what comes and goes without our order is said.
+- Where one pool shrinks while the other grows, workers change their role, if that is quicker than starting others; a
+  quarter of a pool at a time, because each of them leaves it before it serves the other.
 - Constrain: minimum, maximum and GPU budget. A worker that drains still holds its GPUs, so a change of two pools takes
   away before it gives. A pool shrinks only to the largest number that was proposed within the stabilization window, and
   only if the workers that remain would hold the targets.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dynamo.planner.observation import Fresh, Missing, Observation, PoolState, Replicas, Stale
+from dynamo.planner.observation import Fresh, Missing, Observation, Replicas, Stale
 from dynamo.planner.policies import Policy, Proposal, Targets
 
 _OVERDUE = 3.0  # start-up times
 _LONGEST_PAUSE_S = 600.0
 PREFILL, DECODE = "prefill", "decode"
 _NONE = Replicas(0, 0)
+_PLENTY = 1_000_000_000  # workers of a pool that does not shrink, for the question whether the others carry the load
+_SHARE_OF_CHANGES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,9 @@ class Decision:
     reason: str
     proposal: Proposal | None = None
     withdrawals: Replicas = _NONE  # starts to give up
+    role_changes: int = (
+        0  # workers that go from prefill to decode; negative: from decode to prefill
+    )
 
     @property
     def line(self) -> str:
@@ -92,9 +98,11 @@ class ScalingPipeline:
             case Fresh(traffic):
                 proposal = self._policy.propose(observation, traffic)
                 target = self._shrink_slowly(observation, proposal.replicas)
-                fewer = Replicas(*map(min, target, present))
-                if fewer != present and not self._policy.survivors_hold(
-                    observation, traffic, fewer
+                survivors = Replicas(
+                    *(n if n < now else _PLENTY for n, now in zip(target, present, strict=True))
+                )
+                if min(survivors) < _PLENTY and not self._policy.survivors_hold(
+                    observation, traffic, survivors
                 ):
                     target = Replicas(*map(max, target, present))
                     notes.append("the workers that remain could not carry the load")
@@ -108,6 +116,11 @@ class ScalingPipeline:
                 target = present
                 notes.insert(0, f"skipped, metrics are {age_s:.0f} s old: {reason}")
         target = self._constrain(observation, target, withdrawals)
+        target, role_changes = self._change_roles(observation, target)
+        if role_changes:
+            way = "prefill to decode" if role_changes > 0 else "decode to prefill"
+            notes.append(f"{abs(role_changes)} from {way}, quicker than a start")
+        target = self._give_what_is_free(observation, target, role_changes)
         if proposal is None and target != present and not sum(withdrawals):
             notes.append("filled up to the minimum")
         for name, number in zip((PREFILL, DECODE), target, strict=True):
@@ -120,6 +133,7 @@ class ScalingPipeline:
             reason="; ".join(notes),
             proposal=proposal,
             withdrawals=withdrawals,
+            role_changes=role_changes,
         )
 
     def _outcome(self, present: Replicas, target: Replicas, proposal: Proposal | None) -> str:
@@ -185,7 +199,7 @@ class ScalingPipeline:
     def _constrain(
         self, observation: Observation, target: Replicas, withdrawals: Replicas
     ) -> Replicas:
-        """Return the target within minimum, maximum, back-off and budget."""
+        """Return the target within minimum, maximum, back-off and the budget without what drains."""
         pools = (observation.prefill, observation.decode)
         minimum = self._limits.min_workers
         least = Replicas(0 if self._targets.mode == "agg" else minimum, minimum)
@@ -197,8 +211,30 @@ class ScalingPipeline:
             if observation.at < self._memory[name].retry_at:
                 bounded = min(bounded, pool.num_ordered - num_withdrawn)
             numbers.append(bounded)
-        bounded_target = self._within_budget(Replicas(*numbers), least)
-        return self._give_what_is_free(bounded_target, pools)
+        return self._within_budget(Replicas(*numbers), least)
+
+    def _change_roles(self, observation: Observation, target: Replicas) -> tuple[Replicas, int]:
+        """Return how many workers change from prefill to decode, negative for the other way, and the target meanwhile.
+
+        Workers that are to change later stay where they are, and nothing is started in their stead.
+        """
+        pools = (observation.prefill, observation.decode)
+        surplus = [pool.num_ordered - number for pool, number in zip(pools, target, strict=True)]
+        giving = 0 if surplus[0] > 0 else 1
+        giver, taker = pools[giving], pools[1 - giving]
+        num_in_all = min(surplus[giving], -surplus[1 - giving], giver.num_ready)
+        startup_s = taker.startup_s or self._limits.startup_s
+        is_quicker = taker.role_change_s is not None and taker.role_change_s < startup_s
+        if (
+            num_in_all <= 0
+            or not is_quicker
+            or self._targets.prefill_gpus != self._targets.decode_gpus
+        ):
+            return target, 0
+        num_now = min(num_in_all, max(1, giver.num_ready // _SHARE_OF_CHANGES))
+        num_later = (num_in_all - num_now) * (1 if giving == 0 else -1)
+        meanwhile = Replicas(target.prefill + num_later, target.decode - num_later)
+        return meanwhile, num_now if giving == 0 else -num_now
 
     def _within_budget(self, target: Replicas, least: Replicas) -> Replicas:
         """Return the target scaled down to the budget in proportion, as the original does."""
@@ -212,15 +248,21 @@ class ScalingPipeline:
         num_decode = min(target.decode, (budget - num_prefill * gpus[0]) // gpus[1])
         return Replicas(max(0, num_prefill), max(least.decode, num_decode))
 
-    def _give_what_is_free(self, target: Replicas, pools: Sequence[PoolState]) -> Replicas:
+    def _give_what_is_free(
+        self, observation: Observation, target: Replicas, role_changes: int
+    ) -> Replicas:
         """Return the target with as many new workers as fit beside all that hold GPUs now."""
+        pools = (observation.prefill, observation.decode)
         gpus = (self._targets.prefill_gpus, self._targets.decode_gpus)
         free = self._limits.max_gpus - sum(
             pool.num_billed * size for pool, size in zip(pools, gpus, strict=True)
         )
         numbers = []
-        for pool, size, number in zip(pools, gpus, target, strict=True):
-            num_new = min(max(0, number - pool.num_ordered), max(0, free) // size)
+        for pool, size, number, num_leaving in zip(
+            pools, gpus, target, (role_changes, -role_changes), strict=True
+        ):
+            num_there = pool.num_ordered - num_leaving
+            num_new = min(max(0, number - num_there), max(0, free) // size)
             free -= num_new * size
-            numbers.append(min(number, pool.num_ordered) + num_new)
+            numbers.append(min(number, num_there) + num_new)
         return Replicas(*numbers)

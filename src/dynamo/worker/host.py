@@ -129,17 +129,24 @@ class Host:
         self._tiers = kv_tiers.KvTierMonitor(reporter, self._metrics.registry) if reporter else None
         parts = (self._sleep, self._lora_adapters, self._tiers)
         commands = [part for part in parts if part is not None]
+        self.command_routes = {
+            path: route for part in commands for path, route in part.routes().items()
+        }
         self._system_port = health.SystemPort(
             endpoints=(endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._metrics.uptime_s,
-            render=self._render_metrics,
-            command_routes={
-                path: route for part in commands for path, route in part.routes().items()
-            },
+            render=self.render_metrics,
+            command_routes=self.command_routes,
         )
 
-    def _render_metrics(self) -> bytes:
+    @property
+    def is_ready(self) -> bool:
+        """True while the worker is registered and accepts requests."""
+        return self._is_ready
+
+    def render_metrics(self) -> bytes:
+        """Return the exposition of the worker's metrics."""
         if self._tiers is not None:
             self._tiers.update()
         return self._metrics.render(self._engine.load() if self._is_ready else ())

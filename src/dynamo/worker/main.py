@@ -35,11 +35,12 @@ from dynamo.worker import (
     health,
     host,
     model_source,
+    role_change,
     settings,
 )
 
 _logger = logging.getLogger(__name__)
-AnyHost = host.Host | host.Fleet | embedding_host.EmbeddingHost
+AnyHost = host.Host | host.Fleet | embedding_host.EmbeddingHost | role_change.RoleHost
 MakeAnyHost = Callable[[component.DistributedRuntime], AnyHost]
 
 
@@ -130,6 +131,8 @@ def _host_factory(
     built = engines.build_all(engine_name, directory, engine_settings, _model_name(worker))
     if len(built) == 1:
         prefix = engines.kind_of(engine_name).metrics
+        if role_change.can_change_role(worker, built[0]):
+            return lambda runtime: make_role_host(worker, built[0], runtime, directory)
         return lambda runtime: make_host(worker, built[0], runtime, directory, engine_prefix=prefix)
     return lambda runtime: _make_fleet(worker, built, runtime, directory)
 
@@ -191,6 +194,23 @@ def make_host(
         counters=counters,
         hooks=role.hooks,
     )
+
+
+def make_role_host(
+    worker: settings.WorkerConfig,
+    engine: api.Engine,
+    runtime: component.DistributedRuntime,
+    directory: Path,
+) -> role_change.RoleHost:
+    """Make the host of the model in `directory` that can change between prefill and decode."""
+
+    def make(
+        kept: api.Engine, sibling: component.DistributedRuntime, role: role_change.Role
+    ) -> host.Host:
+        settled = dataclasses.replace(worker, disaggregation_mode=role, is_prefill_worker=False)
+        return make_host(settled, kept, sibling, directory)
+
+    return role_change.RoleHost(engine, runtime, make, worker=worker, clock=clocks.SystemClock())
 
 
 def _make_fleet(

@@ -5,7 +5,7 @@ import pytest
 
 from dynamo.base import clock as clocks
 from dynamo.launch import allocation, children, guard
-from dynamo.planner.local_connector import LocalConnector
+from dynamo.planner.local_connector import LocalConnector, LocalWorkerOptions
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
 from waiting import PATIENT_S
@@ -21,7 +21,7 @@ class Registered:
         return self.ids
 
 
-def decide(*replicas, withdrawals=(0, 0)):
+def decide(*replicas, withdrawals=(0, 0), role_changes=0):
     return Decision(
         at=0.0,
         present=Replicas(0, 0),
@@ -29,6 +29,7 @@ def decide(*replicas, withdrawals=(0, 0)):
         outcome="",
         reason="",
         withdrawals=Replicas(*withdrawals),
+        role_changes=role_changes,
     )
 
 
@@ -52,10 +53,10 @@ async def make():
                     clocks.SystemClock(),
                     registered=registered,
                     allocator=allocation.Allocator(allocation.Allocation(tuple(range(num_cores)))),
-                    stop_timeout_s=5.0,
-                    **more,
+                    options=LocalWorkerOptions(stop_timeout_s=5.0, **more),
                 )
             )
+            made[-1].registered = registered
             return made[-1], registered[1]
 
         yield make_connector
@@ -97,7 +98,7 @@ async def test_worker_that_dies_leaves_its_reason(make):
 
 
 async def test_cores_are_handed_out_and_come_back(make):
-    connector, _ = make(num_cores=2, cores_per_worker=1)
+    connector, _ = make(num_cores=2, cores=1)
     await connector.scale(decide(0, 3))
     state = await decode_state(connector)
 
@@ -131,3 +132,71 @@ async def test_withdrawn_start_is_drained(make):
     await connector.scale(decide(0, 0, withdrawals=(0, 1)))
 
     assert (await decode_state(connector)).num_starting == 0
+
+
+OBEDIENT = """
+import signal, sys
+orders = {signal.SIGUSR1, signal.SIGUSR2}
+signal.pthread_sigmask(signal.SIG_BLOCK, orders)
+print("ready", flush=True)
+print(signal.Signals(signal.sigwait(orders)).name, flush=True)
+signal.pause()
+"""
+
+
+async def test_worker_that_changes_is_starting_in_its_new_pool_until_it_is_registered_there(make):
+    connector, decode = make(OBEDIENT, can_change_roles=True)
+    await connector.scale(decide(1, 2))
+    connector.registered[0].ids, decode.ids = frozenset({"p"}), frozenset({"a", "b"})
+    await connector.observe()
+    await are_ready(connector)
+    await connector.scale(decide(2, 1, role_changes=-1))
+    during = await connector.observe()  # the key of the worker that leaves is still there
+    connector.registered[0].ids, decode.ids = frozenset({"p", "q"}), frozenset({"a"})
+    after = await connector.observe()
+
+    assert [(s.num_ready, s.num_starting) for s in during] == [(1, 1), (1, 0)]
+    assert [(s.num_ready, s.num_starting) for s in after] == [(2, 0), (1, 0)]
+    assert after[0].role_change_s > 0
+    assert after[1].role_change_s == 0.0
+
+
+def all_workers(connector):
+    return [worker for pool in connector._pools.values() for worker in pool.workers]
+
+
+async def are_ready(connector):
+    async def have_spoken():
+        return all(worker.child.last_line == "ready" for worker in all_workers(connector))
+
+    await until(have_spoken)
+
+
+@pytest.mark.parametrize(("role_changes", "name"), [(1, "SIGUSR2"), (-1, "SIGUSR1")])
+async def test_change_is_ordered_by_a_signal(make, role_changes, name):
+    connector, decode = make(OBEDIENT, can_change_roles=True)
+    await connector.scale(decide(1, 1))
+    connector.registered[0].ids, decode.ids = frozenset({"p"}), frozenset({"d"})
+    await connector.observe()
+    await are_ready(connector)
+    await connector.scale(decide(1 - role_changes, 1 + role_changes, role_changes=role_changes))
+
+    async def is_ordered():
+        changing = [worker for worker in all_workers(connector) if worker.is_changing]
+        return [worker.child.last_line for worker in changing] == [name]
+
+    await until(is_ordered)
+
+
+async def test_worker_that_dies_while_it_changes_is_gone(make):
+    connector, decode = make(can_change_roles=True)
+    await connector.scale(decide(0, 1))
+    decode.ids = frozenset({"a"})
+    await connector.observe()
+    await connector.scale(decide(1, 0, role_changes=-1))  # this child dies of the signal
+
+    async def has_died():
+        return not sum(state.num_billed for state in await connector.observe())
+
+    await until(has_died)
+    assert "SIGUSR1" in (await connector.observe())[0].failure

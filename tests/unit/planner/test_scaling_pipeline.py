@@ -162,3 +162,63 @@ def test_foreign_change_of_replicas_is_said():
 
 def test_advisory_decisions_are_marked():
     assert make(FixedPolicy(2, 2), is_advisory=True).decide(observe()).outcome == "advisory"
+
+
+def changeable(num_prefill, num_decode, role_change_s=2.0, **more):
+    pools = {
+        name: PoolState(num_ready=number, startup_s=30.0, role_change_s=role_change_s)
+        for name, number in (("prefill", num_prefill), ("decode", num_decode))
+    }
+    return observe(**(pools | more))
+
+
+def test_worker_changes_its_role_where_that_is_quicker_than_a_start():
+    decision = make(FixedPolicy(1, 3)).decide(changeable(2, 2))
+
+    assert (decision.replicas, decision.role_changes) == ((1, 3), 1)
+    assert decision.outcome == "rebalance"
+    assert "1 from prefill to decode, quicker than a start" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("role_change_s", "sizes"), [(31.0, {}), (None, {}), (2.0, {"prefill_gpus": 2})]
+)
+def test_worker_keeps_its_role_where_a_start_is_quicker_or_it_cannot_change(role_change_s, sizes):
+    pipeline = ScalingPipeline(FixedPolicy(1, 3), Targets(mode="disagg", **sizes), Limits())
+
+    assert pipeline.decide(changeable(2, 2, role_change_s)).role_changes == 0
+
+
+def test_quarter_of_a_pool_changes_at_a_time_and_nothing_starts_instead_of_the_rest():
+    decision = make(FixedPolicy(4, 4)).decide(changeable(0, 8))
+
+    assert (decision.replicas, decision.role_changes) == ((2, 6), -2)
+
+
+def test_changes_need_no_free_gpus_and_further_workers_do():
+    decision = make(FixedPolicy(3, 2), max_gpus=4).decide(changeable(1, 3))
+
+    assert (decision.replicas, decision.role_changes) == ((2, 2), -1)
+
+
+def test_pool_that_grows_is_not_asked_whether_the_rest_carries_the_load():
+    class DecodeIsFull(FixedPolicy):
+        def survivors_hold(self, observation, traffic, fewer):
+            return fewer.decode > 3 and fewer.prefill >= 1
+
+    assert make(DecodeIsFull(1, 3)).decide(changeable(2, 2)).role_changes == 1
+
+
+@given(
+    present=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    proposed=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    budget=st.integers(2, 20),
+)
+def test_changes_exceed_neither_their_pool_nor_the_budget(present, proposed, budget):
+    decision = make(FixedPolicy(*proposed), max_gpus=budget).decide(changeable(*present))
+    changes = decision.role_changes
+
+    assert -present[1] <= changes <= present[0]
+    assert decision.replicas.prefill >= -changes
+    assert decision.replicas.decode >= changes
+    assert sum(decision.replicas) <= max(budget, sum(present))

@@ -251,6 +251,7 @@ class MockEngine(exchange.ExchangesKv):
             sleep=self,
             lora_adapters=self,
             exports_prefixes=True,
+            role_changer=self,
         )
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:

@@ -254,6 +254,7 @@ class NativeEngine(exchanges.ExchangesKv):
             kv_exports=self,
             kv_tiers=self if has_tiers else None,
             exports_prefixes=True,
+            role_changer=self,
         )
 
     def report_tiers(self) -> tier_report.TierReport | None:
