@@ -23,7 +23,7 @@ _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _DEVICES = "UCX_NET_DEVICES"
 TIER_TOKENS = "kv_tier_tokens"  # of a finished request's parameters: loaded tokens by tier
 NIXL_PAUSE_US = (
-    1000  # between two looks of NIXL's progress thread: some 2 % of a core instead of all of it
+    5000  # between two looks of NIXL's progress thread: 0.4 % of a core instead of all of it
 )
 
 
