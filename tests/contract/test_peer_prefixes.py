@@ -5,6 +5,7 @@ Native and simulated engines, each behind `PeerPrefixEngine`; the lease is asked
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 
@@ -15,6 +16,7 @@ from dynamo.base import errors
 from dynamo.disagg import metrics, peer_prefixes
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, kv_transfer
+from dynamo.transfer import agent
 from dynamo.worker import engines, model_source
 from waiting import PATIENT_S
 
@@ -255,22 +257,32 @@ async def test_blocks_of_another_lease_change_no_answer(kind):
         assert right.count("failed") == 1
 
 
-async def test_all_is_free_after_aborts_under_many_requests(kind):
-    async with two_workers(kind) as (left, right, _):
-        await left.answer(prompt(0))
-        ids = [right.submit(prompt(seed), left.source()) for seed in range(32)]
-        for number, request_id in enumerate(ids):
-            if number % 3 == 0:
-                right.engine.abort(request_id)
-            if number % 8 == 0:
-                await asyncio.sleep(0.001)
-        for number, request_id in enumerate(ids):
-            if number % 3:
-                await right.end_of(request_id)
-        answers = [right.sink.answers[request_id] for n, request_id in enumerate(ids) if n % 3]
-        expected = [(await left.answer(prompt(n)))[0] for n in range(32) if n % 3]
+async def test_all_is_free_though_leases_and_copies_fail_stall_and_are_late(kind, monkeypatch):
+    """32 requests at once, on so few blocks that some are preempted, and every third aborted."""
+    monkeypatch.setattr(peer_prefixes, "REST_S", 0.0)
+    real_post, numbers = agent.PreparedTransfer.post, itertools.count()
 
-        assert answers == expected
+    def post(transfer, *, deadline_s, **options):
+        number = next(numbers) % 3
+        if number == 0:
+            raise errors.TransferError("made to fail")
+        return real_post(transfer, deadline_s=1e-6 if number == 1 else deadline_s, **options)
+
+    async with two_workers(kind, num_gpu_blocks_override=120) as (left, right, client):
+        expected = {n: (await left.answer(prompt(n)))[0] for n in range(32) if n % 3}
+        monkeypatch.setattr(agent.PreparedTransfer, "post", post)
+        ids = []
+        for number in range(32):
+            client.fault = ("dead", "silent", None, None)[number % 4]
+            ids.append(right.submit(prompt(number), left.source()))
+            await asyncio.sleep(0)  # it asks
+        for request_id in ids[::3]:
+            right.engine.abort(request_id)
+        for number in expected:
+            await right.end_of(ids[number])
+
+        assert {n: right.sink.answers[ids[n]] for n in expected} == expected
+        assert right.count("failed") > 0
         await right.until_idle(10)
         await left.until_idle(10)
 
