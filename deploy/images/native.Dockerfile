@@ -10,6 +10,7 @@ COPY src ./src
 RUN pip install --constraint constraints.txt ".[${EXTRAS}]" && rm -rf /src/*
 # The folders that manifests name as their working directory.
 RUN mkdir -p /workspace/components/backends/vllm /workspace/components/src/dynamo/planner /workspace/examples/backends/vllm /models \
+    && cp "$(python3 -c 'import importlib.util as u; print(u.find_spec("dynamo.planner.planner_sla").origin)')" /workspace/components/src/dynamo/planner/ \
     && useradd --uid 65532 --user-group --create-home dynamo \
     && chown -R dynamo:dynamo /workspace /models
 WORKDIR /workspace

@@ -16,12 +16,6 @@ from dynamo.operator import api_types, causes, component, identity, objects, pod
 from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.settings import OperatorConfig
 
-_HASHED = (
-    "componentType", "subComponentType", "dynamoNamespace", "globalDynamoNamespace", "resources", "envs",
-    "envFromSecret", "pvc", "volumeMounts", "sharedMemory", "extraPodMetadata", "extraPodSpec", "livenessProbe",
-    "readinessProbe",
-)  # fmt: skip
-_HASHED_OF_GRAPH = ("envs", "backendFramework")
 SPEC_ANNOTATION = f"{api_types.GROUP}/dynamo-spec-hash"
 
 
@@ -72,6 +66,15 @@ class Graph:
                 f"services: dynamoNamespace must be the same in all of them, got {', '.join(names)}"
             )
         return names[0] if names else f"dynamo-{self.name}"
+
+    @property
+    def frontend_urls(self) -> list[str]:
+        """Return the addresses of the frontends' Services, where a planner reads the traffic."""
+        return [
+            f"http://{self.base_name(name)}:{pod_template.HTTP_PORT}"
+            for name, service in self.services.items()
+            if service.role == "frontend"
+        ]
 
     def base_name(self, service: str) -> str:
         """Return the name of a service's component in the first generation."""
@@ -174,27 +177,6 @@ def read_graph(resource: Object, observed: Observed, settings: OperatorConfig) -
 _ADAPTER = "DynamoGraphDeploymentScalingAdapter"
 
 
-def worker_digits(resource: Object, workers: list[str]) -> str:
-    """Return eight digits of the hash of the worker services, as the user wrote them."""
-    spec = resource["spec"]
-    content = {name: _select(spec["services"][name] or {}, _HASHED) for name in sorted(workers)}
-    return objects.digest([content, _select(spec, _HASHED_OF_GRAPH)])
-
-
-def _select(source: Object, names: tuple[str, ...]) -> Object:
-    return {name: _prune(source[name]) for name in names if source.get(name) not in _EMPTY}
-
-
-_EMPTY: tuple[Any, ...] = (None, {}, [], "")
-
-
-def _prune(value: Any) -> Any:
-    """Leave out what is empty: the API server adds and drops such fields."""
-    if isinstance(value, dict):
-        return {key: _prune(entry) for key, entry in value.items() if entry not in _EMPTY}
-    return [_prune(entry) for entry in value] if isinstance(value, list) else value
-
-
 def read_generations(graph: Graph, observed: Observed) -> list[WorkerGeneration]:
     """Return the generations of workers that the cluster has, oldest first."""
     components_by_digits: dict[str, dict[str, Object]] = {}
@@ -228,7 +210,7 @@ def make_components(graph: Graph, observed: Observed) -> list[Object]:
     services = [name for name in graph.services if name not in graph.workers]
     if not graph.workers:
         return [_make_component(graph, name) for name in services]
-    target = worker_digits(graph.resource, graph.workers)
+    target = rollout.worker_digits(graph.resource, graph.workers)
     generations = read_generations(graph, observed)
     current = next((entry for entry in generations if entry.digits == target), None)
     suffix = current.suffix if current else (f"-{target}" if generations else "")
@@ -307,14 +289,19 @@ def _make_component(
 ) -> Object:
     """Return the component of a service; with `digits`, of that generation of workers."""
     service_spec = graph.services[service]
+    common = graph.spec.envs
     if service_spec.role == "planner":
         suffix = planner_suffix
+        variable = api_types.EnvironmentVariable(
+            name="DYN_PLANNER_FRONTEND_URL", value=",".join(graph.frontend_urls)
+        )
+        common = [variable, *(common or ())]
     changes = {
         "dynamo_component": service,
         "service_name": service,
         "dynamo_namespace": f"{graph.dynamo_namespace}{suffix}",
         "replicas": graph.replicas[service] if replicas is None else replicas,
-        "envs": merge_environments(graph.spec.envs, service_spec.envs),
+        "envs": merge_environments(common, service_spec.envs),
         "scaling_adapter": None,
     }
     fields = {name: getattr(service_spec, name) for name in service_spec.__struct_fields__}

@@ -11,8 +11,18 @@ every ready frontend has admitted them; decode workers serve without prefill wor
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from dynamo.operator import objects
 
 Replicas = dict[str, int]  # by service
+
+_HASHED = (
+    "componentType", "subComponentType", "dynamoNamespace", "globalDynamoNamespace", "resources", "envs",
+    "envFromSecret", "pvc", "volumeMounts", "sharedMemory", "extraPodMetadata", "extraPodSpec", "livenessProbe",
+    "readinessProbe",
+)  # fmt: skip
+_HASHED_OF_GRAPH = ("envs", "backendFramework")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,3 +116,24 @@ def plan(
         for service in generation.workers.keys() - wanted.keys():
             planned[generation.digits][service] = 0
     return planned
+
+
+def worker_digits(resource: objects.Object, workers: list[str]) -> str:
+    """Return eight digits of the hash of the worker services, as the user wrote them."""
+    spec = resource["spec"]
+    content = {name: _select(spec["services"][name] or {}, _HASHED) for name in sorted(workers)}
+    return objects.digest([content, _select(spec, _HASHED_OF_GRAPH)])
+
+
+def _select(source: objects.Object, names: tuple[str, ...]) -> objects.Object:
+    return {name: _prune(source[name]) for name in names if source.get(name) not in _EMPTY}
+
+
+_EMPTY: tuple[Any, ...] = (None, {}, [], "")
+
+
+def _prune(value: Any) -> Any:
+    """Leave out what is empty: the API server adds and drops such fields."""
+    if isinstance(value, dict):
+        return {key: _prune(entry) for key, entry in value.items() if entry not in _EMPTY}
+    return [_prune(entry) for entry in value] if isinstance(value, list) else value

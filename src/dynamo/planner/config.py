@@ -167,6 +167,7 @@ class PlannerConfig(component.RuntimeConfig):
     )
     frontend_url: tuple[str, ...] = config.option(
         ("http://127.0.0.1:8000",),
+        env="DYN_PLANNER_FRONTEND_URL",
         help="frontends whose /metrics tell the traffic, comma-separated",
     )
     prometheus_url: str | None = config.option(

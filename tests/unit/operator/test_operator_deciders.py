@@ -263,6 +263,8 @@ def test_kubernetes_discovery_brings_accounts_and_headless_services():
     planner_pod = cluster.get("Deployment", "g-planner")["spec"]["template"]["spec"]
     assert planner_pod["serviceAccountName"] == "planner-serviceaccount"
     assert planner_pod["containers"][0]["command"] == ["python3", "-m", "dynamo.planner"]
+    variables = env_of(planner_pod["containers"][0])
+    assert variables["DYN_PLANNER_FRONTEND_URL"] == "http://g-frontend:8000"
 
 
 def test_two_graphs_of_one_namespace_share_the_token_and_the_last_one_takes_it():
