@@ -48,3 +48,22 @@ def observe(
         "decode_load": PoolLoad(kv_usage=kv_usage, num_running=int(num_requests > 0)),
     }
     return Observation(at=at, interval_s=interval_s, **(values | pools))
+
+
+def make_steady_profile(prompt_tokens_per_s: float = 1e4) -> WorkerProfile:
+    """Decode that hardly slows down as the cache fills: prompts computed beside it are what an ITL suffers from."""
+    isl = (100.0, 1000.0, 10_000.0)
+    points = [
+        DecodePoint(
+            usage, 1000.0, 0.01 + 0.002 * usage, 100_000 * usage / 1000 / (0.01 + 0.002 * usage)
+        )
+        for usage in (0.05, 0.5, 1.0)
+    ]
+    return WorkerProfile(
+        prefill=PrefillCurve(
+            isl=isl,
+            ttft_s=tuple(n / prompt_tokens_per_s for n in isl),
+            throughput=(prompt_tokens_per_s,) * 3,
+        ),
+        decode=DecodeSurface(points, max_kv_tokens=100_000),
+    )

@@ -15,6 +15,8 @@ from split import ALWAYS, Split, prompt
 
 import ports
 import processes
+from dynamo.planner import profile_files
+from planner_cases import make_steady_profile
 from waiting import PATIENT_S, eventually
 
 pytestmark = pytest.mark.system
@@ -155,6 +157,42 @@ def test_worker_changes_its_role_where_the_budget_is_full_and_no_answer_is_cut(
     assert set(answers) == {(NUM_TOKENS, "[DONE]")}
     assert "became a prefill worker" in planner.process.log.read_text()
     assert any("1 from decode to prefill" in row["reason"] for row in planner.decisions())
+
+
+def test_mode_auto_moves_to_disaggregated_and_back_and_no_answer_is_cut(
+    deployment, frontend, tmp_path
+):
+    profile = make_steady_profile(prompt_tokens_per_s=1000)
+    profile_files.write_profile(profile, tmp_path / "profile")
+    sizes = ("--mode", "auto", "--max-gpu-budget", "3", "--adjustment-interval", "0.5")
+    targets = ("--policy", "predictive", "--ttft", "2000", "--itl", "12.5", "--startup-time", "2")
+    series = ("--load-predictor", "constant", "--profile-results-dir", str(tmp_path / "profile"))
+    flags = f"{WORKER} {' '.join(ALWAYS)}"
+    planner = Planner(deployment, frontend, *sizes, *targets, *series, worker=flags)
+    frontend.await_models([MODEL])
+    enough = threading.Event()
+    split = Split(deployment, frontend=frontend)
+
+    def ask_until_enough(number):
+        for seed in itertools.takewhile(lambda _: not enough.is_set(), itertools.count()):
+            split.ask(prompt(200, 100 * seed + number), max_tokens=20)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask_until_enough, number) for number in range(8)]
+        try:
+            eventually(
+                lambda: planner.metric("num_prefill_replicas") > 0,
+                what="a prefill worker serves",
+            )
+        finally:
+            enough.set()
+        for each in asking:
+            each.result()
+    eventually(lambda: planner.metric("num_prefill_replicas") == 0, what="it is aggregated again")
+    split.ask(prompt(200), max_tokens=20)
+
+    reasons = " ".join(row["reason"] for row in planner.decisions())
+    assert "disaggregated needs less than aggregated" in reasons
 
 
 def test_killed_planner_cuts_no_answer_and_leaves_no_worker(deployment, frontend):

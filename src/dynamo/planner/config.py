@@ -36,9 +36,10 @@ def parse_duration_s(text: str, flag: str, least_ms: float) -> float:
 class ScalingConfig:
     """Targets, limits and policy."""
 
-    mode: Literal["agg", "disagg", "prefill", "decode"] = config.option(
+    mode: Literal["agg", "disagg", "auto", "prefill", "decode"] = config.option(
         "agg",
-        help="workers that are scaled: agg (all do both), disagg (both pools), or one pool of a disaggregated model",
+        help="workers that are scaled: agg (all do both), disagg (both pools), auto (agg or disagg, whichever needs"
+        " fewer GPUs; with --policy predictive), or one pool of a disaggregated model",
     )
     policy: Literal["load", "predictive", "sla"] = config.option(
         "load",
@@ -124,6 +125,11 @@ class ScalingConfig:
             prefill_gpus=self.prefill_engine_num_gpu,
             decode_gpus=self.decode_engine_num_gpu,
         )
+
+    @property
+    def stabilization_s(self) -> float:
+        """Return the seconds for which fewer workers, or another form, must suffice before the planner acts."""
+        return self.startup_time if self.scale_down_delay < 0 else self.scale_down_delay
 
     @property
     def thresholds(self) -> policies.LoadThresholds:

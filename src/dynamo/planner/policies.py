@@ -22,7 +22,7 @@ from dynamo.planner.observation import Observation, PoolState, Replicas, Traffic
 from dynamo.planner.predictors import Predictor
 from dynamo.planner.profile import WorkerProfile
 
-Mode = Literal["agg", "disagg", "prefill", "decode"]
+Mode = Literal["agg", "disagg", "auto", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class Proposal:
     reason: str
     prediction: Prediction | None = None
     unreachable: str = ""
+    is_move: bool = False  # between aggregated and disaggregated: earlier proposals bind no more
 
 
 class Policy(Protocol):

@@ -144,6 +144,7 @@ class PredictivePolicy:
         self._targets = targets
         self._headroom = headroom
         self._forecast = Forecast(make_predictor())
+        self._sizing: Sizing | None = None  # of the last proposal
 
     def propose(self, observation: Observation, traffic: Traffic) -> Proposal:
         """Return the workers for the traffic one start-up time ahead."""
@@ -157,7 +158,7 @@ class PredictivePolicy:
             replicas = Replicas(1, 1) if num_waiting else Replicas(0, 0)
             reason = "requests wait" if num_waiting else "no request yet"
             return Proposal(replicas=in_mode(self._targets.mode, replicas, present), reason=reason)
-        sizing = Sizing(
+        self._sizing = sizing = Sizing(
             self._profile, self._targets, self._headroom, shape, self._forecast.burstiness
         )
         num_steps = max(1, math.ceil(lead_s / interval_s))
@@ -191,15 +192,21 @@ class PredictivePolicy:
             unreachable=sizing.unreachable,
         )
 
+    def workers(self, requests_per_s: float) -> Replicas:
+        """Return the least workers for requests as they come now at this rate."""
+        sizing = self._sizing
+        return Replicas(0, 0) if sizing is None else sizing.workers(requests_per_s)
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """True if no number of workers can hold the targets for the present mean request."""
+        return self._sizing is not None and bool(self._sizing.unreachable)
+
     def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:
         """Return True if fewer workers would hold the targets at the present rate with a tenth more."""
-        shape = self._forecast.shape
-        if shape is None:
+        if self._sizing is None:
             return True
-        sizing = Sizing(
-            self._profile, self._targets, self._headroom, shape, self._forecast.burstiness
-        )
-        needed = sizing.workers(1.1 * traffic.num_requests / observation.interval_s)
+        needed = self.workers(1.1 * traffic.num_requests / observation.interval_s)
         match self._targets.mode:
             case "agg" | "decode":
                 return needed.decode <= fewer.decode

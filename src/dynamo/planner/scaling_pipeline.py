@@ -97,7 +97,7 @@ class ScalingPipeline:
         match observation.traffic:
             case Fresh(traffic):
                 proposal = self._policy.propose(observation, traffic)
-                target = self._shrink_slowly(observation, proposal.replicas)
+                target = self._shrink_slowly(observation, proposal)
                 survivors = Replicas(
                     *(n if n < now else _PLENTY for n, now in zip(target, present, strict=True))
                 )
@@ -177,7 +177,7 @@ class ScalingPipeline:
                 )
         return Replicas(*counts), notes
 
-    def _shrink_slowly(self, observation: Observation, proposal: Replicas) -> Replicas:
+    def _shrink_slowly(self, observation: Observation, proposal: Proposal) -> Replicas:
         """Return the proposal, but no fewer workers than the most that were proposed in the window.
 
         Before a whole window was observed nothing shrinks: a planner that has just started knows no peak.
@@ -186,9 +186,11 @@ class ScalingPipeline:
         if self._observing_since is None:
             self._observing_since = observation.at
         is_informed = observation.at - self._observing_since >= self._limits.stabilization_s
-        pairs = zip((PREFILL, DECODE), proposal, observation.num_ordered, strict=True)
+        pairs = zip((PREFILL, DECODE), proposal.replicas, observation.num_ordered, strict=True)
         for name, number, present in pairs:
             proposals = self._memory[name].proposals
+            if proposal.is_move:
+                proposals.clear()
             proposals.append((observation.at, number))
             while proposals[0][0] < observation.at - self._limits.stabilization_s:
                 proposals.popleft()
@@ -202,7 +204,7 @@ class ScalingPipeline:
         """Return the target within minimum, maximum, back-off and the budget without what drains."""
         pools = (observation.prefill, observation.decode)
         minimum = self._limits.min_workers
-        least = Replicas(0 if self._targets.mode == "agg" else minimum, minimum)
+        least = Replicas(0 if self._targets.mode in ("agg", "auto") else minimum, minimum)
         numbers = []
         for name, pool, number, lowest, num_withdrawn in zip(
             (PREFILL, DECODE), pools, target, least, withdrawals, strict=True

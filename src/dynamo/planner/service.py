@@ -19,11 +19,12 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.observability import metrics as observed
 from dynamo.planner import profile_files
+from dynamo.planner.auto_policy import AutoPolicy
 from dynamo.planner.config import ScalingConfig
 from dynamo.planner.connectors import Connector, WakeUpPromise
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.observation import Observation
-from dynamo.planner.policies import LoadPolicy, Policy, SlaPolicy
+from dynamo.planner.policies import LoadPolicy, Mode, Policy, SlaPolicy, Targets
 from dynamo.planner.predictive_policy import Headroom, PredictivePolicy, RequestShape, Sizing
 from dynamo.planner.predictors import make_predictor
 from dynamo.planner.scaling_pipeline import Decision, Limits, ScalingPipeline
@@ -38,6 +39,10 @@ _logger = logging.getLogger(__name__)
 def make_policy(settings: ScalingConfig) -> Policy:
     """Make the policy. Raises ConfigError if it needs a profile that cannot be read."""
     targets = settings.targets
+    if settings.mode == "auto" and settings.policy != "predictive":
+        raise errors.ConfigError(
+            f"--mode auto: expected --policy predictive and a profile, got --policy {settings.policy}"
+        )
     if settings.policy == "load":
         return LoadPolicy(targets, settings.thresholds)
     profile = profile_files.read_profile(Path(settings.profile_results_dir))
@@ -47,7 +52,13 @@ def make_policy(settings: ScalingConfig) -> Policy:
     if settings.policy == "sla":
         return SlaPolicy(profile, targets, predictor, corrects=settings.correction)
     headroom = Headroom(startup_s=settings.startup_time)
-    return PredictivePolicy(profile, targets, predictor, headroom)
+
+    def make_predictive(targets: Targets) -> PredictivePolicy:
+        return PredictivePolicy(profile, targets, predictor, headroom)
+
+    if settings.mode == "auto":
+        return AutoPolicy(targets, make_predictive, settle_s=settings.stabilization_s)
+    return make_predictive(targets)
 
 
 def unreachable_target(settings: ScalingConfig) -> str:
@@ -58,17 +69,22 @@ def unreachable_target(settings: ScalingConfig) -> str:
     shape = RequestShape(
         isl=settings.isl, osl=settings.osl, context=settings.isl + settings.osl / 2
     )
-    return Sizing(profile, settings.targets, Headroom(), shape, burstiness=1.0).unreachable
+    modes: tuple[Mode, ...] = ("agg", "disagg") if settings.mode == "auto" else (settings.mode,)
+    all_targets = [dataclasses.replace(settings.targets, mode=mode) for mode in modes]
+    reasons = [
+        Sizing(profile, targets, Headroom(), shape, burstiness=1.0).unreachable
+        for targets in all_targets
+    ]
+    return reasons[0] if all(reasons) else ""
 
 
 def make_pipeline(settings: ScalingConfig) -> ScalingPipeline:
     """Make the decider of a planner. Raises ConfigError."""
-    delay_s = settings.scale_down_delay
     limits = Limits(
         max_gpus=settings.max_gpu_budget,
         min_workers=settings.min_endpoint,
         max_workers=settings.max_workers,
-        stabilization_s=settings.startup_time if delay_s < 0 else delay_s,
+        stabilization_s=settings.stabilization_s,
         startup_s=settings.startup_time,
         is_advisory=not settings.operation,
     )
