@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from dynamo.base import errors
-from dynamo.semantic import config
+from dynamo.semantic import config, config_v03
 
 MAX_BYTES = 2**20
 MAX_VALUES = 50_000  # aliases count as often as they are used
@@ -55,12 +55,12 @@ def parse(data: bytes, categories: frozenset[str]) -> LoadedConfig:
     """Return the configuration in the bytes of a file. Raises ConfigError, which names the key."""
     tree = _read_yaml(data)
     version = tree.get("version")
-    if version is not None and str(version) not in ("v0.1", "0.1"):
-        raise errors.ConfigError(
-            f"version: expected v0.1 or none, got {version}; write the keys of v0.1 "
-            "(decisions, keyword_rules, model_config)"
-        )
-    notes = [f"{key}: unknown key, it has no effect" for key in _unknown_keys(tree)]
+    notes: list[str] = []
+    if str(version) in ("v0.3", "0.3"):
+        tree, notes = config_v03.translate(tree)
+    elif version is not None and str(version) not in ("v0.1", "0.1"):
+        raise errors.ConfigError(f"version: expected v0.1, v0.3 or none, got {version}")
+    notes += [f"{key}: unknown key, it has no effect" for key in _unknown_keys(tree)]
     tree.pop("version", None)
     try:
         settings = msgspec.convert(tree, config.SemanticConfig)

@@ -1,0 +1,217 @@
+"""The form v0.3 of the configuration, translated into that of v0.1 before anything reads it.
+
+Signals that block, `jailbreak` and `pii` with a `fast_response`, become the guards of v0.1. What has no counterpart is
+refused by the name that it has in the file; keys without a consequence are named in notes.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from dynamo.base import errors
+
+_GUARD_SIGNALS = ("jailbreak", "pii")
+_SIGNALS = {"keywords": "keyword_rules", "embeddings": "embedding_rules", "domains": "categories"}
+_MODEL_KEYS = (
+    "name",
+    "reasoning_family",
+    "provider_model_id",
+    "api_format",
+    "pricing",
+    "backend_refs",
+)
+_GLOBAL_ROUTER = (
+    "config_source",
+    "auto_model_name",
+    "include_config_models_in_list",
+    "clear_route_cache",
+)
+_Tree = dict[str, Any]
+
+
+def translate(tree: Mapping[str, Any]) -> tuple[_Tree, list[str]]:
+    """Return the same configuration in the form v0.1, with notes. Raises ConfigError for what v0.1 cannot say."""
+    routing, shared = _section(tree, "routing"), _section(tree, "global")
+    notes = [
+        f"{key}: no key of v0.3 that has an effect here"
+        for key in tree
+        if key not in ("version", "providers", "routing", "global")
+    ]
+    _refuse_rest("routing", routing, ("strategy", "signals", "decisions", "modelCards"))
+    result: _Tree = {**_providers(_section(tree, "providers")), **_shared(shared, notes)}
+    if "strategy" in routing:
+        result["strategy"] = routing["strategy"]
+    for card in _list(routing, "modelCards", "routing.modelCards"):
+        if card.get("loras"):
+            entry = result["model_config"].setdefault(str(card.get("name")), {})
+            entry["loras"] = card["loras"]
+    signals = _section(routing, "signals", "routing.signals")
+    _refuse_rest("routing.signals", signals, (*_SIGNALS, *_GUARD_SIGNALS))
+    for name, counterpart in _SIGNALS.items():
+        if rules := _list(signals, name, f"routing.signals.{name}"):
+            result[counterpart] = [_signal(name, rule) for rule in rules]
+    result["decisions"] = _decisions(routing, signals, result, notes)
+    return result, notes
+
+
+def _providers(providers: _Tree) -> _Tree:
+    _refuse_rest("providers", providers, ("defaults", "models"))
+    defaults = _section(providers, "defaults", "providers.defaults")
+    known = ("default_model", "default_reasoning_effort", "reasoning_families")
+    _refuse_rest("providers.defaults", defaults, known)
+    models: _Tree = {}
+    endpoints: list[_Tree] = []
+    for model in _list(providers, "models", "providers.models"):
+        name = str(model.get("name"))
+        path = f"providers.models.{name}"
+        _refuse_rest(path, model, _MODEL_KEYS)
+        if model.get("provider_model_id", name) != name:
+            raise errors.ConfigError(f"{path}.provider_model_id: expected {name!r}, or none")
+        if model.get("api_format", "openai") != "openai":
+            raise errors.ConfigError(f"{path}.api_format: expected openai, or none")
+        entry = {key: model[key] for key in ("reasoning_family", "pricing") if model.get(key)}
+        references = _list(model, "backend_refs", f"{path}.backend_refs")
+        added = [_endpoint(f"{path}.backend_refs[{n}]", ref) for n, ref in enumerate(references)]
+        if added:
+            entry["preferred_endpoints"] = [endpoint["name"] for endpoint in added]
+        endpoints += [endpoint for endpoint in added if endpoint not in endpoints]
+        models[name] = entry
+    return {**defaults, "model_config": models, "vllm_endpoints": endpoints}
+
+
+def _endpoint(path: str, reference: _Tree) -> _Tree:
+    _refuse_rest(path, reference, ("name", "endpoint", "base_url", "protocol", "weight"))
+    written = str(reference.get("base_url") or reference.get("endpoint") or "")
+    address = urlsplit(written if "//" in written else f"//{written}")
+    if not address.hostname or reference.get("protocol", "http") not in ("http", "https"):
+        raise errors.ConfigError(f"{path}: expected an endpoint HOST:PORT or a base_url over HTTP")
+    is_https = "https" in (address.scheme, reference.get("protocol"))
+    return {
+        "name": str(reference.get("name") or written),
+        "address": address.hostname,
+        "port": address.port or (443 if is_https else 80),
+        "weight": reference.get("weight", 1.0),
+    }
+
+
+def _shared(shared: _Tree, notes: list[str]) -> _Tree:
+    _refuse_rest(
+        "global", shared, ("router", "services", "stores", "integrations", "model_catalog")
+    )
+    router = _section(shared, "router", "global.router")
+    result = {key: router[key] for key in _GLOBAL_ROUTER if key in router}
+    notes += [f"global.router.{key}: it has no effect here" for key in router if key not in result]
+    notes += [
+        f"global.{key}: it has no effect here"
+        for key in ("services", "model_catalog")
+        if shared.get(key)
+    ]
+    stores = _section(shared, "stores", "global.stores")
+    integrations = _section(shared, "integrations", "global.integrations")
+    _refuse_rest(
+        "global.stores", {k: v for k, v in stores.items() if _is_on(v)}, ("response_cache",)
+    )
+    _refuse_rest(
+        "global.integrations", {k: v for k, v in integrations.items() if _is_on(v)}, ("tools",)
+    )
+    if stores.get("response_cache"):
+        result["semantic_cache"] = stores["response_cache"]
+    if integrations.get("tools"):
+        result["tools"] = integrations["tools"]
+    return result
+
+
+def _signal(kind: str, rule: _Tree) -> _Tree:
+    method = rule.get("method", "regex")
+    if kind == "keywords" and method != "regex":
+        raise errors.ConfigError(
+            f"routing.signals.keywords.{rule.get('name')}.method: {method} is not supported; expected regex"
+        )
+    return {key: value for key, value in rule.items() if key != "method"}
+
+
+def _decisions(routing: _Tree, signals: _Tree, result: _Tree, notes: list[str]) -> list[_Tree]:
+    """Return the decisions; those that only block are turned into guards, for all others."""
+    guards = {
+        (kind, str(rule.get("name"))): rule
+        for kind in _GUARD_SIGNALS
+        for rule in _list(signals, kind, f"routing.signals.{kind}")
+    }
+    kept: list[_Tree] = []
+    added: list[_Tree] = []  # plugins for every decision that is kept
+    for decision in _list(routing, "decisions", "routing.decisions"):
+        path = f"routing.decisions.{decision.get('name')}"
+        conditions = _list(_section(decision, "rules", path), "conditions", path)
+        if any("conditions" in condition for condition in conditions):
+            raise errors.ConfigError(f"{path}: conditions inside conditions are not supported")
+        if not any(condition.get("type") in _GUARD_SIGNALS for condition in conditions):
+            kept.append({**decision, "plugins": list(_plugins(path, decision))})
+            continue
+        added += _guard_plugins(path, decision, conditions, guards, result)
+        notes.append(f"{path}: it blocks in the router's own words, as the guards of v0.1 do")
+    for decision in kept:
+        decision["plugins"] += added
+    return kept
+
+
+def _guard_plugins(
+    path: str,
+    decision: _Tree,
+    conditions: list[_Tree],
+    guards: Mapping[tuple[str, str], _Tree],
+    result: _Tree,
+) -> Iterator[_Tree]:
+    """Yield the plugin for personal data that a blocking decision stands for; the guard against attacks is set."""
+    kinds = [plugin.get("type") for plugin in _list(decision, "plugins", path)]
+    condition = conditions[0]
+    signal = guards.get((str(condition.get("type")), str(condition.get("name"))))
+    if len(conditions) != 1 or kinds != ["fast_response"] or signal is None:
+        raise errors.ConfigError(
+            f"{path}: expected one declared jailbreak or pii signal and the plugin fast_response, "
+            "which become a guard; other uses of these signals are not supported"
+        )
+    kind = condition["type"]
+    known = ("name", "description", "threshold", "include_history")
+    _refuse_rest(
+        f"routing.signals.{kind}.{signal['name']}",
+        {key: value for key, value in signal.items() if value},
+        known if kind == "jailbreak" else (*known, "pii_types_allowed"),
+    )
+    limits = {key: signal[key] for key in ("threshold", "pii_types_allowed") if key in signal}
+    if kind == "jailbreak":
+        result["prompt_guard"] = {"enabled": True, **limits}
+    else:
+        yield {"type": "pii", "configuration": {"enabled": True, **limits}}
+
+
+def _plugins(path: str, decision: _Tree) -> Iterator[_Tree]:
+    for plugin in _list(decision, "plugins", path):
+        is_cache = plugin.get("type") == "response_cache"
+        yield {**plugin, "type": "semantic-cache"} if is_cache else plugin
+
+
+def _section(tree: Mapping[str, Any], key: str, path: str = "") -> _Tree:
+    value = tree.get(key) or {}
+    if not isinstance(value, dict):
+        raise errors.ConfigError(f"{path or key}: expected keys and values, got something else")
+    return value
+
+
+def _list(tree: Mapping[str, Any], key: str, path: str) -> list[_Tree]:
+    value = tree.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise errors.ConfigError(f"{path}: expected a list of keys and values")
+    return value
+
+
+def _is_on(section: Any) -> bool:
+    return not isinstance(section, dict) or bool(section.get("enabled"))
+
+
+def _refuse_rest(path: str, tree: _Tree, known: tuple[str, ...]) -> None:
+    """Raise ConfigError for a key that cannot be translated."""
+    for key, value in tree.items():
+        if key not in known and value:
+            raise errors.ConfigError(
+                f"{path}.{key}: not supported here; expected only {', '.join(known)}"
+            )

@@ -1,0 +1,136 @@
+"""The form v0.3: what it says is the same as in the form v0.1, and what v0.1 cannot say is refused by name."""
+
+import pytest
+import yaml
+
+from dynamo.base import clock, errors
+from dynamo.semantic import config_file, router
+from dynamo.semantic.classifiers import profile
+
+FAST = profile.load_profile()
+NEW = """
+version: v0.3
+listeners: [{name: http, port: 8801}]
+providers:
+  defaults:
+    default_model: small
+    reasoning_families: {gpt: {type: reasoning_effort, parameter: reasoning_effort}}
+  models:
+    - {name: small, backend_refs: [{name: a, endpoint: "10.0.0.1:8000", weight: 2}]}
+    - {name: coder, reasoning_family: gpt, backend_refs: [{base_url: "https://models.example/v1"}]}
+routing:
+  strategy: priority
+  modelCards: [{name: coder, loras: [{name: sql}]}]
+  signals:
+    keywords: [{name: code, operator: OR, method: regex, keywords: [python]}]
+    domains: [{name: sums, mmlu_categories: [math]}]
+    jailbreak: [{name: attack, threshold: 0.8}]
+    pii: [{name: personal, threshold: 0.7, pii_types_allowed: [EMAIL_ADDRESS]}]
+  decisions:
+    - name: refuse
+      priority: 100
+      rules: {operator: OR, conditions: [{type: jailbreak, name: attack}]}
+      plugins: [{type: fast_response, configuration: {message: No.}}]
+    - name: refuse_data
+      rules: {operator: OR, conditions: [{type: pii, name: personal}]}
+      plugins: [{type: fast_response, configuration: {message: No.}}]
+    - name: code
+      priority: 10
+      rules: {operator: AND, conditions: [{type: keyword, name: code}]}
+      modelRefs: [{model: coder, use_reasoning: true}]
+      plugins: [{type: response_cache, configuration: {similarity_threshold: 0.9}}]
+global:
+  router: {auto_model_name: any}
+  stores: {response_cache: {enabled: true, max_entries: 7}, memory: {enabled: false}}
+"""
+OLD = """
+default_model: small
+auto_model_name: any
+strategy: priority
+reasoning_families: {gpt: {type: reasoning_effort, parameter: reasoning_effort}}
+vllm_endpoints:
+  - {name: a, address: 10.0.0.1, port: 8000, weight: 2}
+  - {name: "https://models.example/v1", address: models.example, port: 443}
+model_config:
+  small: {preferred_endpoints: [a]}
+  coder: {reasoning_family: gpt, preferred_endpoints: ["https://models.example/v1"], loras: [{name: sql}]}
+keyword_rules: [{name: code, operator: OR, keywords: [python]}]
+categories: [{name: sums, mmlu_categories: [math]}]
+prompt_guard: {enabled: true, threshold: 0.8}
+semantic_cache: {enabled: true, max_entries: 7}
+decisions:
+  - name: code
+    priority: 10
+    rules: {operator: AND, conditions: [{type: keyword, name: code}]}
+    modelRefs: [{model: coder, use_reasoning: true}]
+    plugins:
+      - {type: semantic-cache, configuration: {similarity_threshold: 0.9}}
+      - {type: pii, configuration: {enabled: true, threshold: 0.7, pii_types_allowed: [EMAIL_ADDRESS]}}
+"""
+
+
+def load(text):
+    return config_file.parse(text.encode(), FAST.categories)
+
+
+def test_new_form_means_the_same_as_the_old_one():
+    new, old = load(NEW), load(OLD)
+
+    assert new.settings == old.settings
+    assert new.plugins == old.plugins
+
+
+def test_translated_configuration_routes_a_request():
+    routing = router.SemanticRouter(load(NEW), FAST, clock.SystemClock())
+
+    outcome = routing.route(
+        b'{"model": "any", "messages": [{"role": "user", "content": "fix my python"}]}', {}
+    )
+
+    assert outcome.explanation.model == "coder"
+    assert b'"reasoning_effort":"medium"' in outcome.body.replace(b": ", b":")
+
+
+def test_keys_without_effect_are_named():
+    notes = load(NEW).notes
+
+    assert any(note.startswith("listeners: ") for note in notes)
+    assert any(note.startswith("routing.decisions.refuse: ") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "name"),
+    [
+        ("routing.projections", [{"name": "x"}], "routing.projections"),
+        ("routing.signals.complexity", [{"name": "x"}], "routing.signals.complexity"),
+        ("routing.signals.keywords", [{"name": "x", "method": "bm25"}], "method: bm25"),
+        ("routing.signals.jailbreak", [{"name": "other"}], "routing.decisions.refuse"),
+        ("routing.decisions", "all", "routing.decisions: expected a list"),
+        ("routing.signals", [1], "routing.signals: expected keys"),
+        ("global.stores.memory", {"enabled": True}, "global.stores.memory"),
+        ("global.integrations", {"looper": {"enabled": True}}, "global.integrations.looper"),
+        ("providers.models", [{"name": "a", "provider_model_id": "b"}], "provider_model_id"),
+        ("providers.models", [{"name": "a", "api_format": "anthropic"}], "api_format"),
+        (
+            "providers.models",
+            [{"name": "a", "backend_refs": [{"api_key_env": "K"}]}],
+            "api_key_env",
+        ),
+        ("providers.models", [{"name": "a", "backend_refs": [{"name": "b"}]}], "HOST:PORT"),
+    ],
+)
+def test_what_v01_cannot_say_is_refused_by_name(path, value, name):
+    tree = yaml.safe_load(NEW)
+    *sections, key = path.split(".")
+    section = tree
+    for part in sections:
+        section = section.setdefault(part, {})
+    section[key] = value
+
+    with pytest.raises(errors.ConfigError, match=name):
+        load(yaml.safe_dump(tree))
+
+
+def test_unknown_version_is_refused():
+    with pytest.raises(errors.ConfigError, match=r"v0\.1, v0\.3"):
+        load("version: v0.9")
