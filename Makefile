@@ -138,8 +138,8 @@ simulate-planner: $(VENV)/.dev  ## scaling policies on the original's experiment
 hostile: $(VENV)/.dev  ## hostile clients of every kind beside 16 honest streams, whose answers are compared (MINUTES=1; 15 before a release)
 	@PYTHONPATH=tests:tests/system $(BIN)/python -m benchmarks.hostile --minutes $(or $(MINUTES),1)
 
-train-semantic: $(VENV)/.dev  ## train the semantic router's classifiers anew (TEXTS=directory; some five minutes of two cores)
-	@$(BIN)/python -m training.semantic.train $(if $(TEXTS),--texts $(TEXTS))
+train-semantic: $(VENV)/.dev  ## train the semantic router's classifiers anew (TEXTS=directory; NAMES=directory of the package names; some five minutes of two cores)
+	@$(BIN)/python -m training.semantic.train $(if $(TEXTS),--texts $(TEXTS)) $(if $(NAMES),--names $(NAMES))
 	@$(BIN)/python -m training.semantic.evaluate $(if $(TEXTS),--texts $(TEXTS))
 
 bench-semantic: $(VENV)/.dev  ## measure what the semantic router costs a request

@@ -61,9 +61,9 @@ def fit(
 
 def write(fitted: Fitted, classes: Sequence[str], path: Path) -> None:
     """Write the model as integers of 8 bits with a scale for each class."""
-    rows, scale = _quantise(fitted.rows)
+    rows, scale = quantise(fitted.rows)
     rows = np.vstack([rows, np.zeros_like(rows[:1])])  # the last row is that of unknown entries
-    ngrams, ngram_scale = _quantise(fitted.ngrams)
+    ngrams, ngram_scale = quantise(fitted.ngrams)
     np.savez_compressed(
         path,
         classes=np.frombuffer(json.dumps(list(classes)).encode(), np.uint8),
@@ -76,7 +76,8 @@ def write(fitted: Fitted, classes: Sequence[str], path: Path) -> None:
     )
 
 
-def _quantise(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantise(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return integers of 8 bits, and a scale for each column."""
     if not values.size:
         return values.astype(np.int8), np.zeros(values.shape[1], np.float32)
     scale = np.maximum(np.percentile(np.abs(values), 99.95, axis=0), 1e-9) / 127

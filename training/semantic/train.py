@@ -4,9 +4,8 @@ The domain classifier is fitted to whole questions, that of attacks to windows o
 """
 
 import argparse
-import collections
+import functools
 import random
-import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dynamo.semantic.classifiers import attacks, domain, words
-from training.semantic import linear, texts
+from dynamo.semantic.classifiers import attacks, profile, words
+from training.semantic import entities, linear, texts
 
 ATTACK_SETTINGS = linear.FitSettings(
     max_entries=25_000, ngram_buckets=2**14, ngram_weight=0.3, penalty=1e-5, steps=80
@@ -27,8 +26,7 @@ PLAIN_WEIGHT = 6.0  # of a plainly worded question beside one of an exam: there 
 SHORT_SOURCES = ("mmlu", "clinc150", "banking77", "gsm8k")  # too easy to set a threshold by
 FALSE_ALARMS = (0.02, 0.005)  # among the other harmless texts, by the windows of each size alone
 LEFT_OUT = ("harmful", "indirect", "bipia-clean")  # what words cannot tell apart, or no attack
-_LOWER_WORD = re.compile(r"(?<![\w'])[a-z]{2,20}(?![\w'])")
-OUT = Path(domain.__file__).with_name("weights")
+OUT = profile.WEIGHTS
 
 
 def main() -> None:
@@ -36,14 +34,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=Path, default=Path("../shared/data/text"))
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--only", choices=("domain", "attacks", "names"))
+    parser.add_argument(
+        "--names", type=Path, help="directory with the lists of the package `names`"
+    )
+    parser.add_argument("--only", choices=("domain", "attacks", "entities"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     warnings.filterwarnings("ignore", category=UserWarning, module="training")
     for name, train in (
         ("domain", train_domain),
         ("attacks", train_attacks),
-        ("names", pack_names),
+        ("entities", functools.partial(train_entities, names=arguments.names)),
     ):
         if arguments.only in (None, name):
             start = time.process_time()
@@ -124,27 +125,12 @@ def _calibrate(rows: Sequence[texts.Row], path: Path) -> np.ndarray:
     return np.array(offsets, np.float32)
 
 
-def pack_names(source: Path, out: Path) -> None:
-    """Pack first names, where `source` has the lists of the package `names`, and the common words of the texts."""
-    files = [source / f"dist.{kind}" for kind in ("male.first", "female.first")]
-    if not all(file.exists() for file in files):
-        print("names: no dist.* lists in the directory of texts; the packed ones stay")
-        return
-    counts: collections.Counter[str] = collections.Counter()
-    for name in ("domain_train", "jailbreak_train"):
-        for row in texts.read(source, name):
-            counts.update(_LOWER_WORD.findall(row["text"]))
-    lists = {
-        "first": {line.split()[0].lower() for file in files for line in file.open()},
-        "common": {word for word, count in counts.items() if count > 1},
-    }
-    np.savez_compressed(
-        out / "names.npz",
-        **{
-            name: np.frombuffer("\n".join(sorted(entries)).encode(), np.uint8)
-            for name, entries in lists.items()
-        },
-    )
+def train_entities(source: Path, out: Path, names: Path | None) -> None:
+    """Fit the tagger of names and addresses, where the lists of the package `names` are given."""
+    if names is None:
+        print("entities: no --names, the directory with dist.all.last; the shipped tagger stays")
+    else:
+        entities.train(source, names, out)
 
 
 def _tokens(rows: Sequence[texts.Row]) -> list[linear.Tokens]:

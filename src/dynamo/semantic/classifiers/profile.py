@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from dynamo.semantic.classifiers import attacks, pii, words
+from dynamo.semantic.classifiers import attacks, entities, pii, words
 
 OTHER = "other"
 LEAST_CONFIDENCE = 0.3  # below it a question is taken for `other`
@@ -48,7 +48,7 @@ class FastProfile:
     def __init__(self, weights: Path = WEIGHTS) -> None:
         self._domain = DomainClassifier(weights / "domain.npz")
         self._attacks = attacks.AttackClassifier(weights / "attacks.npz")
-        self._names = pii.NameFinder(weights / "names.npz")
+        self._entities = entities.EntityTagger(weights / "entities.npz")
         self.categories = frozenset(self._domain.categories)
 
     def classify_domain(self, text: str) -> DomainScore:
@@ -61,7 +61,7 @@ class FastProfile:
 
     def find_pii(self, text: str) -> tuple[list[pii.PiiSpan], bool]:
         """Return the personal data in a text, and whether all of it was read."""
-        return pii.find_spans(text, self._names.find(text))
+        return pii.find_spans(text, self._entities.find(text))
 
 
 @lru_cache(1)

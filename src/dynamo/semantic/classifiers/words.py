@@ -22,7 +22,7 @@ MAX_WORD = 40  # letters of a word; a longer run of letters is cut into several 
 _TOKEN = re.compile(rf"[^\W\d_]{{1,{MAX_WORD}}}|\d|[!-/:-@\[-`{{-~]|[\xa1-\xbf×÷\u2190-\u22ff]")
 _DIGIT = "0"  # stands for every digit
 _NGRAM_SIZES = (3, 4, 5)
-_MAX_UNKNOWN_WORDS = 100_000  # whose rows are kept, of all models together
+_MAX_UNKNOWN_WORDS = 100_000  # with their rows, of all models together
 
 
 class TokenizedText(NamedTuple):
