@@ -50,6 +50,7 @@ the strongest of them: it finds nearly every prefix, whatever that costs in bala
 prompts that a prefill worker has computed.
 """
 
+import abc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -197,16 +198,6 @@ def potential_decode_blocks(active_blocks: int | None, new_blocks: int, prefill:
     return math.floor(prefill) if active_blocks is None else active_blocks + new_blocks
 
 
-def logit(weight: float, prefill: float, decode: float) -> float:
-    """Return the cost of version 0.4: a weighted sum."""
-    return weight * prefill + decode
-
-
-def lmetric(prefill: float, decode: float) -> float:
-    """Return the cost lmetric of version 1.x: a product, so that either factor can rule a worker out."""
-    return prefill * (decode + 1)
-
-
 def probabilities(costs: Sequence[float], temperature: float) -> list[float]:
     """Return the probability of each choice: softmax of the negated costs, scaled to a range of 1, over temperature."""
     spread = max(costs) - min(costs)
@@ -233,21 +224,22 @@ def pick(costs: Sequence[float], temperature: float, draw: Draw) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dynamo:
-    """The weighted sum of blocks to compute and blocks in use (`--router-policy dynamo`)."""
+class _BlockPolicy(abc.ABC):
+    """Selects the lowest cost, which is made of blocks to compute and blocks in use."""
 
     uses_cache: ClassVar[bool] = True
     waits_for_worker: ClassVar[bool] = False
     draw: Draw
-    overlap_weight: float = 1.0
     temperature: float = 0.0
 
+    @abc.abstractmethod
+    def cost(self, prefill: float, decode: float) -> float:
+        """Return the cost of a worker with so many blocks to compute and in use."""
+
     def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
-        """Select the worker with the lowest logit."""
+        """Select the worker with the lowest cost."""
         workers = list(candidates.loads)
-        costs = [
-            logit(self.overlap_weight, *_prefill_and_decode(prompt, candidates, w)) for w in workers
-        ]
+        costs = [self.cost(*_prefill_and_decode(prompt, candidates, w)) for w in workers]
         worker = workers[pick(costs, self.temperature, self.draw)]
         return Decision(worker, candidates.cached.get(worker, 0))
 
@@ -256,37 +248,40 @@ class Dynamo:
     ) -> dict[str, float]:
         """Return the two parts of a worker's cost, in blocks."""
         prefill, decode = _prefill_and_decode(prompt, candidates, worker)
-        return {"prefill": self.overlap_weight * prefill, "decode": decode}
+        return {"prefill": prefill, "decode": decode}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LMetric:
-    """The product of blocks to compute and blocks in use (`--router-policy lmetric`)."""
+class Dynamo(_BlockPolicy):
+    """The weighted sum of blocks to compute and blocks in use (`--router-policy dynamo`)."""
 
-    uses_cache: ClassVar[bool] = True
-    waits_for_worker: ClassVar[bool] = False
-    draw: Draw
-    temperature: float = 0.0
+    overlap_weight: float = 1.0
 
-    def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
-        """Select the worker with the lowest product."""
-        workers = list(candidates.loads)
-        costs = [lmetric(*_prefill_and_decode(prompt, candidates, w)) for w in workers]
-        worker = workers[pick(costs, self.temperature, self.draw)]
-        return Decision(worker, candidates.cached.get(worker, 0))
+    def cost(self, prefill: float, decode: float) -> float:
+        """Return the cost of version 0.4."""
+        return self.overlap_weight * prefill + decode
 
     def cost_parts(
         self, prompt: Prompt, candidates: Candidates, worker: Worker
     ) -> dict[str, float]:
-        """Return the two factors of a worker's cost, in blocks."""
-        prefill, decode = _prefill_and_decode(prompt, candidates, worker)
-        return {"prefill": prefill, "decode": decode}
+        """Return the two terms of a worker's cost, in blocks."""
+        parts = _BlockPolicy.cost_parts(self, prompt, candidates, worker)
+        return parts | {"prefill": self.overlap_weight * parts["prefill"]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LMetric(_BlockPolicy):
+    """The product of blocks to compute and blocks in use (`--router-policy lmetric`)."""
+
+    def cost(self, prefill: float, decode: float) -> float:
+        """Return the cost of version 1.x: either factor can rule a worker out."""
+        return prefill * (decode + 1)
 
 
 def total_cost(policy: api.RoutingPolicy, parts: Mapping[str, float]) -> float:
     """Return the cost that these parts make under a policy."""
     if isinstance(policy, LMetric):
-        return lmetric(parts["prefill"], parts["decode"])
+        return policy.cost(parts["prefill"], parts["decode"])
     return sum(parts.values())
 
 

@@ -19,7 +19,7 @@ W1, W2, W3 = Worker(1), Worker(2), Worker(3)
 def test_logits_equal_those_of_dynamos_documents():
     blocks = {"W1": (8, 10), "W2": (5, 5), "W3": (2, 9)}
 
-    logits = {name: policies.logit(1.0, *b) for name, b in blocks.items()}
+    logits = {name: policies.Dynamo(draw=random.random).cost(*b) for name, b in blocks.items()}
 
     assert logits == {"W1": 18, "W2": 10, "W3": 11}
 
@@ -87,7 +87,7 @@ def test_device_weight_below_one_scales_device_blocks():
 
 
 def test_lmetric_is_a_product():
-    assert policies.lmetric(3, 4) == 15
+    assert policies.LMetric(draw=random.random).cost(3, 4) == 15
 
 
 def test_a_tier_without_a_weight_counts_like_the_lowest_one():
