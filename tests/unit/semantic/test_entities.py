@@ -31,6 +31,7 @@ def test_name_or_address_is_found_at_the_usual_threshold(text, kind, found):
     "text",
     [
         "Will the Mark be back in May?",
+        "haskell",
         "The Power Of Rose Gardens",
         "Solve x^2 = 4 for x",
         "Explain Kant's categorical imperative",

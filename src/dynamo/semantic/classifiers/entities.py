@@ -23,7 +23,7 @@ _SHAPES = ("other", "newline", "lower", "title", "upper", "letter", "mixed", *"1
 _SIGNS = ".,:;'\"-/@#()!?&|"
 _CHUNK = 8192  # tokens that are tagged at a time
 _MAX_KNOWN_TOKENS = 30_000  # with their features
-_ARTICLES = ("the", "a", "an")  # "the Mark" is a thing
+_ARTICLES = ("the", "a", "an")
 _MOST_GAP = 40  # characters between two tokens of one span
 _GAPS = {  # what may stand between two tokens of one span
     "PERSON": re.compile(
@@ -43,9 +43,12 @@ class TokenFeatures:
 
     num_groups = 1 + len(_SHAPES) * 8 + len(_SIGNS)
 
-    def is_common(self, token: str) -> bool:
-        """Return whether a token is also a word that is written small."""
-        return token.lower() in self._common
+    def is_thing(self, token: str, before: str) -> bool:
+        """Return whether a name of one word is more likely a thing: "the Mark", or a last name written small."""
+        lowered = token.lower()
+        if token == lowered:
+            return lowered not in self._first
+        return before.lower() in _ARTICLES and lowered in self._common
 
     def is_name(self, token: str) -> bool:
         """Return whether a token is a listed name and no common word."""
@@ -130,8 +133,9 @@ class EntityTagger:
                     continue
             confidence = sum(confidences[part] for part in run) / len(run)
             first = labels[run[0]][0]
-            is_noun = len(run) == 1 and tokens[max(0, first - 1)].lower() in _ARTICLES
-            if is_noun and self._features.is_common(tokens[first]):
+            before = tokens[first - 1] if first else ""
+            is_word = label == "PERSON" and len(run) == 1
+            if is_word and self._features.is_thing(tokens[first], before):
                 run = [number]
                 continue
             yield pii.PiiSpan(label, matches[first].start(), last.end(), confidence)
