@@ -113,7 +113,7 @@ def test_the_default_side_channel_is_on_loopback():
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "7",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "UCX_NET_DEVICES": "lo",
-        "DYN_VLLM_NIXL_PAUSE_US": "5000",
+        "DYN_VLLM_NIXL_PAUSE_US": "10000",
         "UCX_RCACHE_MAX_UNRELEASED": "1024",
     }
     assert "UCX_NET_DEVICES" not in chosen

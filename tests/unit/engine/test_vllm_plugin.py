@@ -76,4 +76,4 @@ def test_progress_thread_of_nixl_pauses_unless_it_was_given_a_delay(monkeypatch)
     polling, chosen = bindings.nixlAgentConfig(), bindings.nixlAgentConfig()
     polling.pthrDelay, chosen.pthrDelay = 0, 7
 
-    assert (polling.pthrDelay, chosen.pthrDelay) == (5000, 7)
+    assert (polling.pthrDelay, chosen.pthrDelay) == (10_000, 7)

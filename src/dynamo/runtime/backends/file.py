@@ -26,7 +26,7 @@ from dynamo.runtime.discovery import Change, KeyView
 POLL_S = 0.5
 KEYS_EVERY = 10
 POLLS_TO_SETTLE = 3  # until a new notifier has surely begun, each poll lists the keys
-_STEP_MS = 20  # how often the notifying thread checks for changes and for its stop
+_STEP_MS = 50  # how often the notifying thread checks for changes and for its stop
 _DEBOUNCE_MS = 200  # how long a storm of changes may delay the notification
 
 log = logging.getLogger(__name__)
