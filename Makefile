@@ -69,6 +69,10 @@ test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an envi
 test-kubernetes: $(VENV)/.dev  ## the original's example deployments and the profiler on the laptop's cluster (root, kubectl; minutes)
 	@DYN_TEST_KUBERNETES=1 $(BIN)/python -m pytest tests/system/test_kubernetes_manifests.py
 
+test-operator-chaos: $(VENV)/.dev  ## 200 random runs of dying operators, broken watches and failing calls; 500 deployments (minutes)
+	@DYN_TEST_CHAOS_RUNS=200 $(BIN)/python -m pytest tests/unit/operator/test_operator_service.py -k chaos
+	@DYN_TEST_KUBERNETES=1 $(BIN)/python -m pytest tests/system/test_operator_process.py -k five_hundred
+
 test-vllm-kubernetes: $(VLLM_VENV)/.vllm-$(VLLM)  ## the first article's manifests on the laptop's cluster, with real vLLM (root, kubectl; minutes)
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm/test_vllm_kubernetes.py
 

@@ -25,7 +25,7 @@ WORKERS = "nvidia.com/dynamo-component=Worker"
 REQUESTS_PER_S = 20
 
 
-def make_deployment(flags="", replicas=2):
+def make_deployment(flags=""):
     """Return the example with two workers that are looked at every second and replaced one by one."""
     manifest = yaml.safe_load(EXAMPLE.read_text())
     limits = {f"{ANNOTATION}surge": "0", f"{ANNOTATION}unavailable": "1"}
@@ -36,7 +36,11 @@ def make_deployment(flags="", replicas=2):
         if name == "Worker":
             main["startupProbe"] = {"periodSeconds": 1}
             main["command"] += ["--speedup-ratio", "0", *flags.split()]
-            service |= {"replicas": replicas, "modelRef": {"name": MODEL}}
+            service |= {
+                "replicas": 2,
+                "modelRef": {"name": MODEL},
+                "scalingAdapter": {"enabled": True},
+            }
     return json.dumps(manifest)
 
 
@@ -125,6 +129,30 @@ def test_adapter_of_a_model_is_loaded_by_every_worker_and_unloaded_with_it(clust
     assert (status["readyEndpoints"], status["totalEndpoints"]) == (2, 2)
     assert (answer.status_code, answer.json()["model"]) == (200, "poet")
     assert "a model is immutable" in refused.stderr
+
+
+def test_scale_of_the_adapter_sets_the_workers_and_ready_comes_back(cluster):
+    counts = "jsonpath={.spec.replicas} {.status.replicas}"
+    seen = []
+    for replicas in (3, 2):
+        run(cluster, "scale", "dgdsa/mocker-worker", f"--replicas={replicas}")
+        eventually(
+            lambda replicas=replicas: len(worker_pods(cluster)) == replicas,
+            what=f"{replicas} workers",
+            every_s=0.2,
+        )
+        await_ready(cluster)
+        eventually(
+            lambda replicas=replicas: (
+                run(cluster, "get", "dgdsa/mocker-worker", "-o", counts) == f"{replicas} {replicas}"
+            ),
+            what="the adapter's status",
+            every_s=0.2,
+        )
+        apply(cluster, make_deployment())  # as a GitOps tool does: replicas are the adapter's
+        seen.append(len(worker_pods(cluster)))
+
+    assert seen == [3, 2]
 
 
 @contextlib.asynccontextmanager

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -32,11 +34,11 @@ def kubectl(cluster, *arguments, **options):
 
 
 @contextlib.contextmanager
-def operator(cluster, log):
+def operator(cluster, log, *flags):
     """Run an operator, and end it as Kubernetes does."""
     with log.open("a") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dynamo.operator", *FLAGS],
+            [sys.executable, "-m", "dynamo.operator", *FLAGS, *flags],
             env=cluster.environ,
             stdout=output,
             stderr=output,
@@ -110,3 +112,57 @@ def test_wrong_manifest_is_refused_with_the_field(cluster, manifest, message):
 
     assert result.returncode != 0
     assert message in result.stderr
+
+
+def cpu_s(process):
+    """Return the processor seconds of a process so far."""
+    fields = pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_reconciled(item):
+    status = item.get("status") or {}
+    return status.get("observedGeneration") == item["metadata"]["generation"]
+
+
+@pytest.mark.skipif(
+    "DYN_TEST_KUBERNETES" not in os.environ, reason="takes minutes: make test-operator-chaos"
+)
+def test_five_hundred_deployments_need_a_minute_of_processor_time_and_then_no_writes(
+    cluster, tmp_path, record_property
+):
+    def listed(kind):
+        return json.loads(kubectl(cluster, "get", kind, "-o", "json", "-n", "many"))
+
+    def num_reconciled():
+        return sum(map(is_reconciled, listed("dgd")["items"]))
+
+    kubectl(cluster, "create", "namespace", "many")
+    manifests = "\n---\n".join(graph(f"g{number}") for number in range(500))
+    with operator(cluster, tmp_path / "log", "--no-leader-elect", "--resync-s=5") as process:
+        command = ("apply", "--server-side", "-n", "many", "-f", "-")
+        kubectl(cluster, *command, stdin=manifests, timeout_s=5 * PATIENT_S)
+        eventually(
+            lambda: num_reconciled() == 500,
+            what="500 deployments",
+            every_s=1,
+            within_s=5 * PATIENT_S,
+        )
+        eventually(
+            lambda: len(listed("deployments")["items"]) == 1000,
+            what="1,000 Deployments",
+            every_s=1,
+        )
+        used_s = cpu_s(process)
+        revision, idle_from_s = "", used_s
+        while revision != (now := listed("dgd")["metadata"]["resourceVersion"]):
+            revision = now  # of the whole cluster: the last writes come to rest
+            time.sleep(1)
+        time.sleep(10)  # promised: two resyncs of all objects, which must write nothing
+        last = listed("dgd")["metadata"]["resourceVersion"]
+        record_property("operator_cpu_s", round(used_s, 1))
+        record_property("idle_cpu_s", round(cpu_s(process) - idle_from_s, 1))
+    kubectl(cluster, "delete", "namespace", "many", timeout_s=5 * PATIENT_S)
+
+    assert used_s <= 60
+    assert last == revision

@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 
 import httpx2
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
@@ -493,53 +496,82 @@ async def gone(cluster, kind, name):
     return await cluster.get(API, kind, name) is None
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_chaos_of_the_cluster_ends_as_an_undisturbed_run(seed):
-    """Operators die, watches break, histories are lost, calls fail, specs change and revert."""
+NUM_CHAOS_RUNS = int(os.environ.get("DYN_TEST_CHAOS_RUNS", "3"))  # make test-operator-chaos: 200
+SPECS = st.fixed_dictionaries(
+    {"seed": st.integers(0, 2), "replicas": st.integers(1, 4), "has_prefill": st.booleans()}
+)
+EVENTS = st.sampled_from(["cut", "forget", "replace", "revert", "fail", "settle"])
+
+
+@hypothesis.settings(
+    max_examples=NUM_CHAOS_RUNS,
+    database=None,
+    derandomize=NUM_CHAOS_RUNS < 10,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(
+    specs=st.lists(SPECS, min_size=2, max_size=4),
+    lives=st.lists(st.lists(EVENTS, min_size=1, max_size=4), min_size=2, max_size=6),
+    seed=st.integers(0, 2**16),
+)
+async def test_chaos_of_the_cluster_ends_as_an_undisturbed_run(specs, lives, seed):
+    """Operators die, watches break, histories are lost, a tenth of the calls fails, specs change and revert."""
     rng = random.Random(seed)
     server = memory_kubernetes.MemoryKubernetes()
-    number = 0
+    answer, is_failing = server.handle_async_request, True
+
+    async def fail_sometimes(request):
+        if is_failing and rng.random() < 0.1:
+            return httpx2.Response(rng.choice((429, 500, 503)), json={"message": "chaos"})
+        return await answer(request)
+
+    spec = specs[0]
     async with server.connect() as cluster:
-        await cluster.create(graph_of(0))
-        for _ in range(6):
+        await cluster.create(graph_of(**spec))
+        server.handle_async_request = fail_sometimes
+        for life in lives:
             async with running(server):
-                for _ in range(rng.randint(1, 4)):
-                    match rng.randint(0, 4):
-                        case 0:
+                for event in life:
+                    match event:
+                        case "cut":
                             server.cut_watches()
-                        case 1:
+                        case "forget":
                             server.forget_history()
-                        case 2:
-                            number = rng.randint(0, 2)
+                        case "replace" | "revert":
+                            spec = specs[0] if event == "revert" else rng.choice(specs)
                             with contextlib.suppress(errors.DynamoError):
-                                spec = graph_of(number)["spec"]
-                                await cluster.patch(API, DGD, "g", {"spec": spec})
-                        case 3:
+                                changes = {"spec": graph_of(**spec)["spec"]}
+                                await cluster.patch(API, DGD, "g", changes)
+                        case "fail":
                             server.failures += [httpx2.ReadError("cut")] * rng.randint(1, 3)
-                        case 4:
+                        case "settle":
                             await is_ready(cluster)
-                    await asyncio.sleep(rng.random() * 0.05)
+                    await asyncio.sleep(rng.random() * 0.02)
+        is_failing = False
         server.failures.clear()
-        await cluster.patch(API, DGD, "g", {"spec": graph_of(number)["spec"]})
+        server.put_object({**await cluster.get(API, DGD, "g"), "spec": graph_of(**spec)["spec"]})
         async with running(server):
             await until(lambda: is_ready(cluster))
-            await until(lambda: has_one_generation(cluster))
+            await until(lambda: has_one_generation(cluster, spec))
         found = await specs_of(cluster)
     undisturbed = memory_kubernetes.MemoryKubernetes()
     async with undisturbed.connect() as cluster:
-        await cluster.create(graph_of(number))
+        await cluster.create(graph_of(**spec))
         async with running(undisturbed):
             await until(lambda: is_ready(cluster))
         assert await specs_of(cluster) == found
 
 
-def graph_of(number):
-    return make_graph(services={"Frontend": frontend(), "Decode": worker(f"--seed {number}", 2)})
+def graph_of(seed, replicas, has_prefill):
+    services = {"Frontend": frontend(), "Decode": worker(f"--seed {seed}", replicas)}
+    if has_prefill:
+        services["Prefill"] = worker(f"--is-prefill-worker --seed {seed}")
+    return make_graph(services=services)
 
 
-async def has_one_generation(cluster):
+async def has_one_generation(cluster, spec):
     await is_ready(cluster)
-    return len(await cluster.list("apps/v1", "Deployment")) == 2
+    return len(await cluster.list("apps/v1", "Deployment")) == 2 + spec["has_prefill"]
 
 
 async def specs_of(cluster):
