@@ -65,12 +65,13 @@ class Forecast:
 
     def add(self, traffic: Traffic, elapsed_s: float, interval_s: float) -> None:
         """Record traffic; the series has a value for each `interval_s` seconds or a little more."""
-        self._open_work += traffic.num_requests * (traffic.isl or 0.0)
-        self._open_s += elapsed_s
         if traffic.num_requests:
             self._isl = _blend(self._isl, traffic.isl)
             self._osl = _blend(self._osl, traffic.osl)
             self._hit_rate = _blend(self._hit_rate, traffic.hit_rate)
+        is_known = traffic.isl is not None and math.isfinite(traffic.isl)
+        self._open_work += traffic.num_requests * ((traffic.isl if is_known else self._isl) or 0.0)
+        self._open_s += elapsed_s
         if self._open_s < 0.99 * interval_s and self._num_intervals:
             return
         work = self._open_work * interval_s / self._open_s

@@ -87,6 +87,11 @@ class ScalingPipeline:
         self._memory = {PREFILL: _PoolMemory(), DECODE: _PoolMemory()}
         self._observing_since: float | None = None
 
+    def forget(self) -> None:
+        """Forget what was observed and proposed, so that nothing shrinks before a whole window was observed again."""
+        self._memory = {PREFILL: _PoolMemory(), DECODE: _PoolMemory()}
+        self._observing_since = None
+
     def decide(self, observation: Observation) -> Decision:
         """Return the decision for an interval that has ended."""
         present = observation.num_ordered

@@ -1,8 +1,9 @@
 """The planner as a service: in each interval observe, decide, order, and tell.
 
-A decision is one line of the log, a change of the metrics, and an entry of `GET /planner/decisions`. Of several
-one namespace the oldest acts; the others decide as well and say that they stand by. A failure of a source or of the
-connector costs one decision, and is told as its reason.
+A decision is one line of the log, a change of the metrics, and an entry of `GET /planner/decisions`. Of several in
+one namespace the oldest acts; the others decide as well and say that they stand by. One that takes over changes nothing
+in its first interval, and takes nothing away before it has observed a whole window; the latter holds for one that stood
+still as well. A failure of a source or of the connector costs one decision, and is told as its reason.
 """
 
 import asyncio
@@ -23,16 +24,17 @@ from dynamo.planner.auto_policy import AutoPolicy
 from dynamo.planner.config import ScalingConfig
 from dynamo.planner.connectors import Connector, WakeUpPromise
 from dynamo.planner.metrics import PlannerMetrics
-from dynamo.planner.observation import Observation
+from dynamo.planner.observation import Observation, Stale
 from dynamo.planner.policies import LoadPolicy, Mode, Policy, SlaPolicy, Targets
 from dynamo.planner.predictive_policy import Headroom, PredictivePolicy, RequestShape, Sizing
 from dynamo.planner.predictors import make_predictor
 from dynamo.planner.scaling_pipeline import Decision, Limits, ScalingPipeline
-from dynamo.planner.traffic_source import LoadSource, TrafficSource
+from dynamo.planner.traffic_source import STALE_INTERVALS, LoadSource, TrafficSource
 from dynamo.runtime import discovery
 from dynamo.runtime.http import exchange, server
 
 _NUM_DECISIONS = 1000  # that /planner/decisions shows
+_STOOD_STILL_S = 10.0  # between two decisions, if their interval is short
 _logger = logging.getLogger(__name__)
 
 
@@ -135,6 +137,7 @@ class PlannerService:
         self._metrics = PlannerMetrics(settings.targets, wake_up.model if wake_up else "")
         self._wake_up = wake_up
         self._log_file = log_file
+        self._is_leader: bool | None = None  # at the last decision
         self._decisions: deque[dict[str, object]] = deque(maxlen=_NUM_DECISIONS)
         self._running = tasks.Tasks()
         routes = {
@@ -167,19 +170,27 @@ class PlannerService:
         await self._server.close()
 
     async def _decide_for_ever(self) -> None:
-        last_at = self._clock.now()
+        last_at = self._clock.now() - self._settings.adjustment_interval
         while True:
             try:
                 now = self._clock.now()
-                elapsed_s = max(now - last_at, 1e-3)
-                last_at = now
+                elapsed_s, last_at = now - last_at, now
                 await self._decide_once(elapsed_s)
             except errors.DynamoError as error:
                 _logger.warning("no decision: %s", error)
             await self._clock.sleep(self._settings.adjustment_interval)
 
     async def _decide_once(self, elapsed_s: float) -> None:
-        traffic = await self._source.read(self._settings.adjustment_interval)
+        is_leader = await self._leadership.is_leader()
+        takes_over = is_leader and self._is_leader is False
+        self._is_leader = is_leader
+        interval_s = self._settings.adjustment_interval
+        traffic = await self._source.read(interval_s)
+        stood_still = not 0 < elapsed_s < max(_STOOD_STILL_S, STALE_INTERVALS * interval_s)
+        if stood_still:
+            traffic = Stale(elapsed_s, "the planner stood still, or its clock jumped")
+        if takes_over or stood_still:
+            self._pipeline.forget()
         prefill, decode = await self._connector.observe()
         prefill_load, decode_load = (load.read() for load in self._loads)
         if not (decode.num_ready or prefill.num_ready):  # frontends hold what no worker can take
@@ -195,9 +206,13 @@ class PlannerService:
             num_open=self._source.num_open,
         )
         decision = self._pipeline.decide(observation)
-        is_leader = await self._leadership.is_leader()
+        if takes_over:
+            reason = f"another planner is gone, this one observes first; {decision.reason}"
+            decision = dataclasses.replace(
+                decision, outcome="skipped", replicas=decision.present, reason=reason
+            )
         self._tell(observation, decision, is_leader=is_leader)
-        if is_leader and self._settings.operation:
+        if is_leader and not takes_over and self._settings.operation:
             await self._connector.scale(decision)
             if self._wake_up is not None and self._settings.min_endpoint == 0:
                 startup_s = decode.startup_s or self._settings.startup_time

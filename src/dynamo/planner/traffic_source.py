@@ -75,8 +75,11 @@ async def get(url: str) -> bytes:
 def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:
     """Return the sum of each frontend metric over its labels, those of one model if one is named.
 
-    Buckets are left out, and so are values that are no finite number.
+    Buckets are left out, and so are values that are no finite number of at least 0. Raises Unavailable if there is no
+    metric of a frontend, or such a value counts requests: a zero in its place would take workers away.
     """
+    if _PREFIX not in exposition:
+        raise errors.Unavailable(f"expected metrics {_PREFIX}..., got none")
     totals: dict[str, float] = {}
     for line in exposition.splitlines():
         if not line.startswith(_PREFIX):
@@ -90,10 +93,12 @@ def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:
         try:
             number = float(value)
         except ValueError:
-            continue
-        if math.isfinite(number):
-            key = name.removeprefix(_PREFIX)
+            number = math.nan
+        key = name.removeprefix(_PREFIX)
+        if 0 <= number < math.inf:
             totals[key] = totals.get(key, 0.0) + number
+        elif key in (_STARTED, _INFLIGHT, _HELD):
+            raise errors.Unavailable(f"expected a number of at least 0 as {name}, got {value}")
     return totals
 
 
@@ -150,7 +155,7 @@ def traffic_of(changes: Mapping[str, float]) -> Traffic:
     means = {
         field: changes[f"{metric}_sum"] / count
         for field, metric in _MEANS.items()
-        if (count := changes.get(f"{metric}_count", 0.0)) > 0
+        if (count := changes.get(f"{metric}_count", 0.0)) > 0 and f"{metric}_sum" in changes
     }
     return Traffic(
         num_requests=changes.get(_STARTED, 0.0),

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import types
 
 import httpx
 import pytest
@@ -72,6 +73,7 @@ async def parts():
             clocks.SystemClock(),
             loads=(Load(), load),
         )
+        load.service = service
         made.append(service)
         url = f"http://127.0.0.1:{await service.start('127.0.0.1', 0)}"
         return source, load, orders, url
@@ -175,6 +177,47 @@ async def test_younger_planner_stands_by(parts):
     await until(has_decided)
     assert orders.decisions == []
     assert not (await decisions_of(url))[0]["is_leader"]
+
+
+async def test_planner_that_takes_over_observes_before_it_acts(parts):
+    _, first_load, _, _ = await parts()
+    _, _, orders, url = await parts(max_gpu_budget=3)
+
+    async def stands_by():
+        return [row for row in await decisions_of(url) if row["outcome"] == "up"]
+
+    await until(stands_by)  # it would add workers, if it were to act
+    await first_load.service.close()
+
+    async def has_acted():
+        return orders.decisions
+
+    await until(has_acted)
+    rows = (await decisions_of(url))[::-1]
+    first = next(row for row in rows if row["is_leader"])
+    assert first["outcome"] == "skipped"
+    assert first["replicas"] == first["present"]
+    assert "another planner is gone, this one observes first" in first["reason"]
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+async def test_jump_of_the_clock_changes_nothing_and_is_said(parts, jump_s):
+    _, load, orders, url = await parts(max_gpu_budget=3)
+
+    async def has_grown():
+        return orders.num_ready == 3
+
+    await until(has_grown)
+    load.value = PoolLoad()
+    clock = load.service._clock
+    load.service._clock = types.SimpleNamespace(now=lambda: clock.now() + jump_s, sleep=clock.sleep)
+
+    async def has_said():
+        return [row for row in await decisions_of(url) if "clock jumped" in row["reason"]]
+
+    await until(has_said)
+    (row,) = await has_said()
+    assert (row["outcome"], row["replicas"]) == ("skipped", row["present"])
 
 
 async def test_decisions_are_json_for_people(parts):

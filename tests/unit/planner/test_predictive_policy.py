@@ -126,3 +126,12 @@ def test_one_worker_does_not_carry_the_load_of_many(mode):
 
     fewer = observation.num_ordered._replace(prefill=1, decode=1)
     assert not policy.survivors_hold(observation, traffic, fewer)
+
+
+@pytest.mark.parametrize("isl", [None, float("nan"), float("inf")])
+def test_prompts_of_unknown_length_count_as_those_before(isl):
+    policy = make_policy()
+    before = [propose(policy, observe(at, 300)) for at in (0.0, 10.0, 20.0)][-1]
+    after = propose(policy, observe(30.0, traffic=Fresh(Traffic(num_requests=300, isl=isl))))
+
+    assert after.replicas.prefill == before.replicas.prefill

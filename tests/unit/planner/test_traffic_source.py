@@ -81,6 +81,7 @@ async def test_counter_that_fell_counts_from_zero(page):
 async def test_frontend_that_does_not_answer_is_missing_then_stale(page):
     clock = virtual.VirtualClock()
     source = FrontendSource([page.url], "m", clock)
+    page.text = PAGE.format(started=5, tokens=500, cached=0)
     await source.read(10)
     source._urls = ["http://127.0.0.1:1/metrics"]
     soon = await source.read(10)
@@ -109,3 +110,30 @@ async def test_prometheus_without_a_value_is_missing(page, answer):
 
     reading = await PrometheusSource(page.url, "m", virtual.VirtualClock()).read(30)
     assert isinstance(reading, Missing)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "many"])
+async def test_count_of_requests_that_is_no_number_is_missing_and_no_zero(page, value):
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    page.text = PAGE.format(started=5, tokens=500, cached=0)
+    await source.read(10)
+    page.text = PAGE.format(started=value, tokens=500, cached=0)
+
+    assert isinstance(await source.read(10), Missing)
+
+
+async def test_page_without_metrics_of_a_frontend_is_missing(page):
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    page.text = "<html>under maintenance</html>"
+
+    assert isinstance(await source.read(10), Missing)
+
+
+async def test_mean_with_a_sum_that_is_no_number_is_left_out(page):
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    page.text = PAGE.format(started=5, tokens="NaN", cached=0)
+    await source.read(10)
+    page.text = PAGE.format(started=9, tokens="NaN", cached=0)
+    traffic = (await source.read(10)).value
+
+    assert (traffic.num_requests, traffic.isl) == (4, None)
