@@ -1,10 +1,11 @@
 """A Kubernetes API server in memory, without sockets, for tests: `MemoryKubernetes.connect()` gives a connection to it.
 
 It is the transport below `KubernetesConnection`, so the paths, bodies and errors of the connection are tested with it.
-It stores any kind that it is told of, with resource versions, generations, label selectors, paged lists, watches with
-bookmarks and 410, merge patches, server-side apply, status and scale subresources, preconditions, finalizers, and
-deletion of what a deleted object owns. It runs no controllers, defaults and validates nothing, and owns fields by leaf:
-a list is one field. `tests/contract/test_kubernetes_connection.py` runs one suite over it and over real servers.
+It stores the kinds that are built into `testing.kube` and those of this project, with resource versions, generations,
+label selectors, paged lists, watches with bookmarks and 410, merge patches, server-side apply, status and scale
+subresources, preconditions, finalizers, and deletion of what a deleted object owns. It runs no controllers, defaults
+and validates nothing, and owns fields by leaf: a list is one field. `tests/contract/test_kubernetes_connection.py`
+runs one suite over it and over real servers.
 """
 
 import asyncio
@@ -19,23 +20,16 @@ import msgspec
 
 from dynamo.base import ids
 from dynamo.runtime.backends.kubernetes import connection
+from dynamo.testing.kube import failures, patches, resources, selectors
 
 Object = dict[str, Any]
 Path = tuple[str, ...]
-_BUILT_IN = {
-    "v1": "Pod Service ConfigMap Secret Event PersistentVolumeClaim ServiceAccount Namespace- Node-",
-    "apps/v1": "Deployment StatefulSet ReplicaSet",
-    "discovery.k8s.io/v1": "EndpointSlice",
-    "coordination.k8s.io/v1": "Lease",
-    "autoscaling/v2": "HorizontalPodAutoscaler",
-    "networking.k8s.io/v1": "Ingress NetworkPolicy",
-    "rbac.authorization.k8s.io/v1": "Role RoleBinding ClusterRole- ClusterRoleBinding-",
-    "batch/v1": "Job",
-    "nvidia.com/v1alpha1": (
-        "DynamoGraphDeployment DynamoComponentDeployment DynamoGraphDeploymentRequest"
-        " DynamoGraphDeploymentScalingAdapter DynamoModel DynamoWorkerMetadata"
-    ),
-}
+_REGISTRY = resources.ResourceRegistry()
+_GROUP = "nvidia.com/v1alpha1"
+_OWN_KINDS = (
+    "DynamoGraphDeployment DynamoComponentDeployment DynamoGraphDeploymentRequest"
+    " DynamoGraphDeploymentScalingAdapter DynamoModel DynamoWorkerMetadata"
+)
 _PATH = re.compile(
     r"/(?:api/(?P<core>[^/]+)|apis/(?P<group>[^/]+/[^/]+))(?:/namespaces/(?P<namespace>[^/]+)(?=/))?"
     r"(?:/(?P<plural>[^/]+))?(?:/(?P<name>[^/]+))?(?:/(?P<subresource>[^/]+))?$"
@@ -47,29 +41,14 @@ _KEPT = ("uid", "creationTimestamp", "resourceVersion", "generation", "deletionT
 class _Kind(NamedTuple):
     api_version: str
     kind: str
+    plural: str
     is_namespaced: bool
-
-    @property
-    def plural(self) -> str:
-        lower = self.kind.lower()
-        if lower.endswith("s"):
-            return lower + "es"
-        return lower[:-1] + "ies" if lower.endswith(("cy", "ry")) else lower + "s"
 
 
 class _Key(NamedTuple):
     kind: _Kind
     namespace: str
     name: str
-
-
-class _Refusal(Exception):
-    """An answer other than 200."""
-
-    def __init__(self, code: int, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.reason = reason
 
 
 class MemoryKubernetes(httpx2.AsyncBaseTransport):
@@ -91,13 +70,10 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
         self._changed = asyncio.Event()
         self._generation_of_streams = 0
         self._kinds: dict[str, list[_Kind]] = {}
-        for api_version, kinds in _BUILT_IN.items():
-            for kind in kinds.split():
-                self.define(api_version, kind.rstrip("-"), is_namespaced=not kind.endswith("-"))
-
-    def define(self, api_version: str, kind: str, *, is_namespaced: bool = True) -> None:
-        """Make a kind known, as a custom resource definition does."""
-        self._kinds.setdefault(api_version, []).append(_Kind(api_version, kind, is_namespaced))
+        built_in = ((r.api_version, r.kind, r.plural, r.is_namespaced) for r in _REGISTRY)
+        own = ((_GROUP, kind, kind.lower() + "s", True) for kind in _OWN_KINDS.split())
+        for kind in itertools.starmap(_Kind, (*built_in, *own)):
+            self._kinds.setdefault(kind.api_version, []).append(kind)
 
     def undefine(self, api_version: str) -> None:
         """Forget all kinds of an apiVersion."""
@@ -139,14 +115,8 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
             return failure
         try:
             return self._answer(request)
-        except _Refusal as refusal:
-            status = {
-                "kind": "Status",
-                "code": refusal.code,
-                "reason": refusal.reason,
-                "message": str(refusal),
-            }
-            return httpx2.Response(refusal.code, content=msgspec.json.encode(status))
+        except failures.ApiError as refusal:
+            return _json(refusal.body, refusal.code)
 
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
         if request.url.path == "/version":
@@ -180,19 +150,12 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
         if request.method == "POST":
             return _json(self._create(kind, namespace, msgspec.json.decode(request.content)), 201)
 
+        has_labels = selectors.parse_labels(query.get("labelSelector", ""))
+        has_fields = selectors.parse_fields(query.get("fieldSelector", ""))
+
         def is_selected(key: _Key, obj: Object) -> bool:
-            return (
-                key.kind == kind
-                and namespace in ("", key.namespace)
-                and _matches(obj["metadata"].get("labels", {}), query.get("labelSelector", ""))
-                and _matches(
-                    {
-                        "metadata.name": key.name,
-                        **{".".join(path): value for path, value in _leaves(obj)},
-                    },
-                    query.get("fieldSelector", ""),
-                )
-            )
+            is_here = key.kind == kind and namespace in ("", key.namespace)
+            return is_here and has_labels(obj) and has_fields(obj)
 
         if query.get("watch") == "true":
             since = int(query["resourceVersion"])
@@ -239,7 +202,7 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
             )
         stored = self.objects.get(key)
         if stored is None:
-            raise _Refusal(
+            raise failures.ApiError(
                 404,
                 "NotFound",
                 f'{key.kind.plural}.{key.kind.api_version.rpartition("/")[0]} "{key.name}" not found',
@@ -250,9 +213,9 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
             return _json(self._delete(key, body))
         _check_preconditions(stored, body.get("metadata", {}))
         if subresource == "scale":
-            self._store(key, _merged(stored, {"spec": body["spec"]}))
+            self._store(key, patches.merge(stored, {"spec": body["spec"]}))
             return _json({"kind": "Scale", "spec": body["spec"]})
-        return _json(self._store(key, _merged(stored, _of_subresource(body, subresource))))
+        return _json(self._store(key, patches.merge(stored, _of_subresource(body, subresource))))
 
     def _create(self, kind: _Kind, namespace: str, obj: Object) -> Object:
         obj = copy.deepcopy(obj)
@@ -263,7 +226,9 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
             metadata["namespace"] = namespace or metadata.get("namespace", "default")
         key = _Key(kind, metadata.get("namespace", ""), metadata["name"])
         if key in self.objects:
-            raise _Refusal(409, "AlreadyExists", f'{kind.plural} "{key.name}" already exists')
+            raise failures.ApiError(
+                409, "AlreadyExists", f'{kind.plural} "{key.name}" already exists'
+            )
         return self._store(key, obj)
 
     def _apply(
@@ -271,7 +236,7 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
     ) -> Object:
         stored = self.objects.get(key)
         if stored is None and subresource:
-            raise _Refusal(404, "NotFound", f'{key.kind.plural} "{key.name}" not found')
+            raise failures.ApiError(404, "NotFound", f'{key.kind.plural} "{key.name}" not found')
         body = _of_subresource(body, subresource)
         applied = dict(_leaves(body))
         applied = {path: value for path, value in applied.items() if path[:1] != ("apiVersion",)}
@@ -284,7 +249,7 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
                 continue
             if not force:
                 field = "." + ".".join(min(taken))
-                raise _Refusal(
+                raise failures.ApiError(
                     409,
                     "Conflict",
                     f'Apply failed with 1 conflict: conflict with "{other}": {field}',
@@ -295,7 +260,7 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
         for path in owners.get(manager_key, set()) - applied.keys() - others:
             _remove(result, path)
         owners[manager_key] = set(applied) - {("kind",), ("metadata", "name")}
-        result = _merged(result, body)
+        result = patches.merge(result, body)
         if stored is None:
             return self._create(key.kind, key.namespace, result)
         return self._store(key, result)
@@ -365,42 +330,12 @@ def _seen(type_: str, obj: Object, was_selected: bool, is_selected: bool) -> str
     return "DELETED" if was_selected else None
 
 
-def _matches(values: dict[str, Any], selector: str) -> bool:
-    """Decide by `a=b`, `a==b`, `a!=b`, `a` and `!a`, separated by commas."""
-    for term in filter(None, selector.split(",")):
-        if "!=" in term:
-            name, value = term.split("!=")
-            if str(values.get(name)) == value:
-                return False
-        elif "=" in term:
-            name, value = term.replace("==", "=").split("=")
-            if str(values.get(name)) != value:
-                return False
-        elif (term.lstrip("!") in values) == term.startswith("!"):
-            return False
-    return True
-
-
 def _leaves(value: Object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     for name, part in value.items():
         if isinstance(part, dict) and part:
             yield from _leaves(part, (*path, name))
         else:
             yield (*path, name), part
-
-
-def _merged(target: Object, changes: Object) -> Object:
-    """Return `target` after a JSON merge patch (RFC 7386)."""
-    result = dict(target)
-    for name, value in changes.items():
-        if value is None:
-            result.pop(name, None)
-        elif isinstance(value, dict):
-            old = result.get(name)
-            result[name] = _merged(old if isinstance(old, dict) else {}, value)
-        else:
-            result[name] = value
-    return result
 
 
 def _remove(obj: Object, path: Path) -> None:
@@ -427,7 +362,7 @@ def _counted(obj: Object) -> Object:
 def _check_preconditions(stored: Object, conditions: Object) -> None:
     for name in ("uid", "resourceVersion"):
         if name in conditions and conditions[name] != stored["metadata"][name]:
-            raise _Refusal(
+            raise failures.ApiError(
                 409,
                 "Conflict",
                 f"the {name} {conditions[name]} does not match {stored['metadata'][name]}",

@@ -94,15 +94,16 @@ def format_labels(labels: Mapping[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
-def parse_fields(selector: str, resource: "resources.ApiResource") -> Test:
-    """Return a test of an object's fields. Raises ApiError for a field that cannot be selected."""
+def parse_fields(selector: str, resource: "resources.ApiResource | None" = None) -> Test:
+    """Return a test of an object's fields. Raises ApiError for a field of `resource` that cannot be selected."""
     requirements = []
     for part in split(selector):
         match = re.match(r"^\s*([^=!\s]+)\s*(==|=|!=)\s*(\S*)\s*$", part)
         if match is None:
             raise failures.bad_request(f"invalid selector: '{part}'; can't understand '{part}'")
         name, operator, value = match.groups()
-        _check_field(name, resource)
+        if resource is not None:
+            _check_field(name, resource)
         requirements.append((name.split("."), operator == "!=", value))
 
     def test(item: Object) -> bool:
