@@ -42,14 +42,17 @@ def connect(cluster, namespace):
     return helm.Config(kubeconfig_path=cluster.kubeconfig, namespace=namespace)
 
 
-def install(cluster, charts):
-    """Install both charts as the article does, and wait until all pods are ready."""
+def install(cluster, charts, values="dynamo-operator.namespaceRestriction.enabled=false"):
+    """Install both charts, by default as the article does, and wait until all pods are ready."""
     connect(cluster, "default").install(charts["dynamo-crds"], "dynamo-crds", namespace="default")
     run(cluster, "create", "namespace", NAMESPACE)
     helm = importlib.import_module("helm_python")
-    values = helm.parse_set_string("dynamo-operator.namespaceRestriction.enabled=false")
-    platform = charts["dynamo-platform"]
-    connect(cluster, NAMESPACE).install(platform, "dynamo-platform", values, namespace=NAMESPACE)
+    connect(cluster, NAMESPACE).install(
+        charts["dynamo-platform"],
+        "dynamo-platform",
+        helm.parse_set_string(values) if values else {},
+        namespace=NAMESPACE,
+    )
     await_pods(cluster, NAMESPACE, 4)
 
 

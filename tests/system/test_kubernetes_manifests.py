@@ -223,3 +223,21 @@ def test_manifest_of_several_nodes_stops_at_its_groups(cluster):
         assert template["size"] == 2
         assert lines[0].startswith("ray start --head --port=6379 && python3 -m dynamo.vllm ")
         assert lines[1] == "ray start --address=$(LWS_LEADER_ADDRESS):6379 --block"
+
+
+def test_operator_of_one_namespace_serves_it_without_rights_in_the_cluster(tmp_path):
+    kube_articles.skip_without_tools()
+    charts = kube_articles.package_charts(tmp_path / "charts")
+    manifest = yaml.safe_load((ROOT / "deploy" / "examples" / "mocker.yaml").read_text())
+    with kube_cluster.running_cluster(tmp_path, "--backoff-s", "1", "--no-operator") as cluster:
+        kube_articles.install(cluster, charts, values="")
+        cluster_wide = run(cluster, "get", "clusterroles,clusterrolebindings", "-o", "name")
+        for namespace in (kube_articles.NAMESPACE, "default"):
+            run(cluster, "apply", "-n", namespace, "-f", "-", stdin=json.dumps(manifest))
+        flags = ("-n", kube_articles.NAMESPACE, "--timeout=115s")
+        ready = cluster.kubectl("wait", "--for=condition=Ready", "dgd/mocker", *flags)
+        elsewhere = run(cluster, "get", "dgd/mocker", "-o", "jsonpath={.status}")
+
+    assert cluster_wide == ""
+    assert ready.returncode == 0, ready.stderr
+    assert elsewhere == ""
