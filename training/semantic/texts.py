@@ -20,6 +20,16 @@ def is_held_out(cluster: object) -> bool:
     return zlib.crc32(str(cluster).encode()) % 6 == 0
 
 
+def read_topic_terms() -> list[Row]:
+    """Return the terms of the categories, written for this project."""
+    rows: list[Row] = []
+    for line in Path(__file__).with_name("topic_terms.txt").read_text().splitlines():
+        category, _, terms = line.partition(": ")
+        if not line.startswith("#"):
+            rows += [{"category": category, "text": term} for term in terms.split(", ")]
+    return rows
+
+
 def read_plain_questions() -> tuple[list[Row], list[Row]]:
     """Return plainly worded questions written for this project: those to train on, and those never trained on."""
     fitted: list[Row] = []

@@ -23,6 +23,23 @@ SEED = 20
 FRAGMENTS, LEAST_WORDS, MOST_WORDS = 3, 5, 16
 FRAGMENT_WEIGHT = 0.25
 PLAIN_WEIGHT = 6.0  # of a plainly worded question beside one of an exam: there are few
+TERM_WEIGHT, FRAMES_OF_TERM = 0.6, 4
+FRAMES = (  # how people ask of a term
+    "{}",
+    "What is {}?",
+    "What does {} mean?",
+    "Explain {} to me",
+    "How does {} work?",
+    "Tell me about {}",
+    "I have a question about {}",
+    "Why is {} important?",
+    "Can you help me with {}?",
+    "Give me an example of {}",
+    "What causes {}?",
+    "Who or what was {}?",
+    "How do I {}?",
+    "What is the difference between {} and the rest?",
+)
 SHORT_SOURCES = ("mmlu", "clinc150", "banking77", "gsm8k")  # too easy to set a threshold by
 FALSE_ALARMS = (0.02, 0.005)  # among the other harmless texts, by the windows of each size alone
 LEFT_OUT = ("harmful", "indirect", "bipia-clean")  # what words cannot tell apart, or no attack
@@ -64,6 +81,11 @@ def train_domain(source: Path, out: Path) -> None:
             samples += [tokens, *fragments]
             labels += [classes.index(row["category"])] * (1 + len(fragments))
             weights += [weight] + [FRAGMENT_WEIGHT] * len(fragments)
+    for row in texts.read_topic_terms():
+        for frame in draw.sample(FRAMES, FRAMES_OF_TERM):
+            samples.append(words.tokenize(frame.format(row["text"]))[0])
+            labels.append(classes.index(row["category"]))
+            weights.append(TERM_WEIGHT)
     settings = linear.FitSettings(max_entries=80_000)
     fitted = linear.fit(samples, np.array(labels), len(classes), settings, np.array(weights))
     linear.write(fitted, classes, out / "domain.npz")
