@@ -51,9 +51,15 @@ class BodyRouter(Protocol):
     """Chooses the model of a request by what it says, changes its body, or answers it."""
 
     async def route(
-        self, client: exchange.Exchange, endpoint: str
+        self,
+        client: exchange.Exchange,
+        endpoint: str,
+        ask_again: Callable[[exchange.Exchange, bytes], None],
     ) -> tuple[exchange.Exchange, bytes]:
-        """Return the exchange to answer and the body to decode; a closed exchange was answered. Raises RequestError."""
+        """Return the exchange to answer and the body to decode; a closed exchange was answered. Raises RequestError.
+
+        `ask_again` takes the same for another model, if the first one fails.
+        """
         ...
 
 
@@ -92,20 +98,36 @@ class Pipeline:
         arrival = record_arrival(client, self._metrics, self._start_trace)
         if self._watch is not None:
             client = self._watch(client)
+        body = None
+        if self._semantic is not None:
+
+            def ask_again(client: exchange.Exchange, body: bytes) -> None:
+                self._dispatcher.tasks.start(
+                    "ask another model", self._answer(api, client, arrival, body)
+                )
+
+            try:
+                client, body = await self._semantic.route(client, api.endpoint, ask_again)
+            except errors.DynamoError as error:
+                self._refuse(api, client, arrival, error)
+                return
+            if client.is_closed:  # the router has answered, or the client is gone
+                return
+        await self._answer(api, client, arrival, body)
+
+    async def _answer(
+        self,
+        api: GenerationApi[R, F],
+        client: exchange.Exchange,
+        arrival: metrics.Arrival,
+        body: bytes | None,
+    ) -> None:
+        """Take one request from its body, or the one in its place, to the workers."""
         try:
-            if self._semantic is None:
-                request = await self.unknown.decode(client, api.decode)
-            else:
-                client, body = await self._semantic.route(client, api.endpoint)
-                if client.is_closed:  # the router has answered, or the client is gone
-                    return
-                request = await self.unknown.decode(client, api.decode, body)
+            request = await self.unknown.decode(client, api.decode, body)
             model = await self.find_model(request.model, client)
-        except errors.DynamoError as error:  # for no known model
-            unknown = self._metrics.for_model(metrics.UNKNOWN_MODEL)
-            meter = metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival)
-            meter.record_failure(error)
-            delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
+        except errors.DynamoError as error:
+            self._refuse(api, client, arrival, error)
             return
         meter = metrics.RequestMeter(
             self._metrics.for_model(model.name),
@@ -144,6 +166,19 @@ class Pipeline:
         deliver = api.stream if request.stream else delivery.WholeDelivery
         reply = deliver(client, prepared, meter)
         await self._dispatcher.dispatch_request(model, reply, meter, instance_id)
+
+    def _refuse(
+        self,
+        api: GenerationApi[R, F],
+        client: exchange.Exchange,
+        arrival: metrics.Arrival,
+        error: errors.DynamoError,
+    ) -> None:
+        """Answer a request for no known model with an error."""
+        unknown = self._metrics.for_model(metrics.UNKNOWN_MODEL)
+        meter = metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival)
+        meter.record_failure(error)
+        delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
 
     async def find_model(self, name: str, client: exchange.Exchange) -> RegisteredModel:
         """Return the model of this name, as soon as a worker has registered it. Raises ModelNotFound or NoWorkers."""

@@ -56,20 +56,40 @@ class SemanticRouting:
         await self._service.loader.watch()
 
     async def route(
-        self, client: exchange.Exchange, endpoint: str
+        self,
+        client: exchange.Exchange,
+        endpoint: str,
+        ask_again: Callable[[exchange.Exchange, bytes], None],
     ) -> tuple[exchange.Exchange, bytes]:
         """Return the exchange to answer and the body to decode; a closed exchange was answered.
 
+        If the chosen model fails before its first token, `ask_again` is called once with the same for the next model.
         Raises InvalidRequest for a body that is not JSON, Forbidden for one that a guard refuses, NoWorkers.
         """
         headers = client.request.headers
         if endpoint != _CHAT:
             headers = {**headers, "x-vsr-skip-cache": "true"}
         tenant = service.tenant_of(headers)
+        original = client.request.body
         outcome = await client.decode_body(lambda body: self._service.route(body, headers, tenant))
         if outcome.answer is None:
             record = self._service.record_answer
-            return RoutedExchange(client, outcome, record), outcome.body
+            first = outcome  # of a large body no copy is kept for a second model
+
+            def ask_next(status: int) -> bool:
+                reason = f"failed before its first token, with status {status}"
+                failed = {first.explanation.model: reason}
+                try:
+                    second = self._service.route(original, headers, tenant, failed)
+                except errors.DynamoError:
+                    return False
+                if second.answer is None:
+                    ask_again(RoutedExchange(client, second, record), second.body)
+                return second.answer is None
+
+            has_next = outcome.is_chosen and len(original) <= exchange.SMALL_BODY_BYTES
+            routed = RoutedExchange(client, outcome, record, ask_next if has_next else None)
+            return routed, outcome.body
         if endpoint != _CHAT:
             guard = outcome.explanation.verdicts[-1]
             raise errors.Forbidden(
@@ -91,15 +111,18 @@ class SemanticRouting:
 class RoutedExchange(exchange.WrappedExchange):
     """Passes everything on to another exchange, adds the router's headers, and keeps the answer for the cache."""
 
-    __slots__ = ("_outcome", "_recorder", "_store")
+    __slots__ = ("_ask_next", "_outcome", "_recorder", "_store")
 
     def __init__(
         self,
         inner: exchange.Exchange,
         outcome: router.RoutedRequest,
         store: Callable[[router.RoutedRequest, bytes | None], None],
+        ask_next: Callable[[int], bool] | None = None,
     ) -> None:
+        """`ask_next` gets the status of a failure, and returns whether another model answers in its place."""
         super().__init__(inner)
+        self._ask_next = ask_next
         self._outcome = outcome
         self._store = store
         self._recorder: cache.StreamRecorder | None = None
@@ -112,6 +135,9 @@ class RoutedExchange(exchange.WrappedExchange):
         content_type: str = "application/json",
         headers: exchange.Headers = (),
     ) -> None:
+        ask_next, self._ask_next = self._ask_next, None
+        if status >= 500 and ask_next is not None and not self.is_closed and ask_next(status):
+            return
         if status == 200:
             self._store(self._outcome, body)
         all_headers = (*headers, *self._outcome.explanation.headers())

@@ -41,6 +41,7 @@ class Explanation:
     has_system_prompt: bool = False
     conversation: str = ""  # why the conversation stayed with its model or left it
     struck_out: dict[str, str] = field(default_factory=dict)  # why a model cannot serve the request
+    failed: str = ""  # the model that was asked before and failed
     verdicts: list[guards.GuardVerdict] = field(default_factory=list)
     observed: str = ""  # the decision that is only observed
     path: str = "upstream"  # upstream, cache or blocked
@@ -68,6 +69,7 @@ class Explanation:
             "x-vsr-response-path": self.path,
             "x-vsr-conversation": self.conversation,
             "x-vsr-observed-decision": self.observed,
+            "x-vsr-failed-model": self.failed,
             "x-vsr-cache-hit": "true" if self.path == "cache" else "",
             "x-vsr-cache-similarity": "" if self.similarity is None else f"{self.similarity:.4f}",
             "x-vsr-unread-text": "" if all(v.is_complete for v in self.verdicts) else "true",
@@ -92,6 +94,7 @@ class RoutedRequest:
     answer: immediate.ImmediateAnswer | None = None  # to give at once
     upstream_headers: list[tuple[str, str]] = field(default_factory=list)
     removed_headers: list[str] = field(default_factory=list)
+    is_chosen: bool = False  # the router has chosen the model, so another may take its place
     cache_key: cache.CacheKey | None = None  # under which the answer is to be stored
 
 
@@ -129,15 +132,25 @@ class SemanticRouter:
             names += self.settings.model_config
         return immediate.list_models(names, int(self._clock.wall()))
 
-    def route(self, body: bytes, headers: Mapping[str, str], tenant: str = "") -> RoutedRequest:
-        """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it."""
+    def route(
+        self,
+        body: bytes,
+        headers: Mapping[str, str],
+        tenant: str = "",
+        failed: Mapping[str, str] | None = None,
+    ) -> RoutedRequest:
+        """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it.
+
+        `failed` are models that were asked and failed, each with its reason; they are struck out.
+        """
         view = request_view.RequestView(body)
         if not view.model:
             raise errors.InvalidRequest(
                 f'"model": expected the name of a model, or "{self.settings.auto_model_name}" to have one chosen',
                 param="model",
             )
-        explanation = Explanation(requested_model=view.model)
+        explanation = Explanation(requested_model=view.model, failed=", ".join(failed or ()))
+        explanation.struck_out.update(failed or {})
         outcome = RoutedRequest(explanation=explanation, body=body)
         signals = explanation.signals = self.find_signals(view.user_text)
         matches = list(self._table.matches(signals))
@@ -164,7 +177,7 @@ class SemanticRouter:
             self._add_headers(outcome, plugins)
             return outcome
         reference = self._choose(match, route_to or kept, view, explanation)
-        explanation.model = reference.served_name
+        explanation.model, outcome.is_chosen = reference.served_name, True
         self._rewrite(outcome, view, match, reference, plugins)
         self.conversations.remember(present, explanation.decision, explanation.model)
         return outcome
@@ -238,7 +251,9 @@ class SemanticRouter:
             return match, ""
         stays, reason = model_choice.stays_with(turn, matches, view, self.settings.conversations)
         if stays:
-            refusal = model_choice.refusal_of(turn.model, view, self._served, self.settings)
+            refusal = explanation.struck_out.get(turn.model) or model_choice.refusal_of(
+                turn.model, view, self._served, self.settings
+            )
             if refusal is not None:
                 stays, reason = False, refusal
         explanation.conversation = f"{'stayed' if stays else 'switched'}: {reason}"
@@ -299,6 +314,8 @@ class SemanticRouter:
             references.append(config.ModelReference(model=self.settings.default_model))
         for reference in references:
             name = reference.served_name
+            if name in explanation.struck_out:
+                continue
             refusal = model_choice.refusal_of(name, view, self._served, self.settings)
             if refusal is None:
                 return reference

@@ -95,12 +95,16 @@ class RoutingService:
         return self.loader.router
 
     def route(
-        self, body: bytes, headers: Mapping[str, str], tenant: str = ""
+        self,
+        body: bytes,
+        headers: Mapping[str, str],
+        tenant: str = "",
+        failed: Mapping[str, str] | None = None,
     ) -> semantic_router.RoutedRequest:
-        """Return the outcome of a request. Raises InvalidRequest and NoWorkers."""
+        """Return the outcome of a request, without the models that `failed`. Raises InvalidRequest and NoWorkers."""
         start = self._clock.now()
         try:
-            outcome = self.router.route(body, headers, tenant)
+            outcome = self.router.route(body, headers, tenant, failed)
         except errors.InvalidRequest:
             self.metrics.record_refusal("unknown", "parse_error")
             raise

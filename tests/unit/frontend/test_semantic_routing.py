@@ -3,6 +3,7 @@
 import pytest
 from frontend_rig import events, outputs
 
+from dynamo.base import errors
 from dynamo.semantic import service
 from semantic_configs import ATTACK, CARD
 
@@ -155,3 +156,53 @@ async def test_lost_model_is_named_with_its_reason(routed):
             break
 
     assert "gone: no live worker" in answer.json()["error"]["message"]
+
+
+def fail_at_once(call, request):
+    call.fail(errors.EngineFailed("the engine is out of order"))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_next_model_is_asked_once_when_the_chosen_one_fails_before_its_first_token(
+    routed, is_stream
+):
+    routed.coder.script = fail_at_once
+
+    answer = await routed.chat("some python", model="auto", stream=is_stream)
+
+    assert answer.status_code == 200
+    assert answer.headers["x-vsr-selected-model"] == "m"
+    assert answer.headers["x-vsr-failed-model"] == "coder"
+    assert '"content":"h' in answer.text
+    assert len(routed.coder.requests) == len(routed.general.requests) == 1
+
+
+async def test_failure_of_the_second_model_is_the_answer(routed):
+    routed.coder.script = routed.general.script = fail_at_once
+
+    answer = await routed.chat("some python", model="auto")
+
+    assert answer.status_code == 500
+    assert len(routed.coder.requests) == len(routed.general.requests) == 1
+
+
+async def test_no_other_model_is_asked_for_a_model_that_the_client_named(routed):
+    routed.coder.script = fail_at_once
+
+    answer = await routed.chat("some python", model="coder")
+
+    assert answer.status_code == 500
+    assert routed.general.requests == []
+
+
+async def test_stream_that_fails_after_its_first_token_is_not_asked_again(routed):
+    def fail_late(call, request):
+        call.send(outputs("print", "eos")[0])
+        fail_at_once(call, request)
+
+    routed.coder.script = fail_late
+
+    answer = await routed.chat("some python", model="auto", stream=True)
+
+    assert "x-vsr-failed-model" not in answer.headers
+    assert routed.general.requests == []
