@@ -8,6 +8,7 @@ object goes: so this is the one kind with a finalizer, since an adapter is what 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dynamo.base import addresses
 from dynamo.operator import api_types, objects
 from dynamo.operator.objects import Object, Observed
 from dynamo.operator.pod_template import SYSTEM_PORT
@@ -77,7 +78,7 @@ def make_status(resource: Object, failures: Mapping[ModelEndpoint, str], now: st
         "endpoints": [
             {
                 "podName": endpoint.pod,
-                "address": f"http://{endpoint.address}:{endpoint.port}",
+                "address": f"http://{addresses.join(endpoint.address, endpoint.port)}",
                 "ready": not failure,
             }
             for endpoint, failure in failures.items()

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 from dynamo.operator import objects
 from dynamo.operator.objects import Object
 from dynamo.operator.pod_template import HTTP_PORT
@@ -23,7 +23,7 @@ async def call_pod(
 ) -> tuple[int, Any]:
     """Send a request and return the status and the decoded answer. Raises Unavailable."""
     content = b"" if body is None else msgspec.json.encode(body)
-    head = f"{method} {path} HTTP/1.0\r\nhost: {address}\r\ncontent-length: {len(content)}\r\n"
+    head = f"{method} {path} HTTP/1.0\r\nhost: {addresses.join(address, port)}\r\ncontent-length: {len(content)}\r\n"
     try:
         async with asyncio.timeout(_HTTP_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(address, port)

@@ -103,7 +103,7 @@ class Reconciler:
         is_leaving, finalizers = "deletionTimestamp" in metadata, metadata.get("finalizers") or []
         endpoints = models.find_endpoints(spec.base_model_name, observed)
         failures = dict.fromkeys(endpoints, "the worker is not ready yet")
-        ready = [endpoint for endpoint in endpoints if endpoint.is_ready]
+        asked = [endpoint for endpoint in endpoints if endpoint.is_ready or is_leaving]
         if models.needs_adapter(spec) and spec.source is not None:
             if not is_leaving and models.FINALIZER not in finalizers:
                 await self._set_finalizers(root, [*finalizers, models.FINALIZER])
@@ -111,19 +111,20 @@ class Reconciler:
             outcomes = await asyncio.gather(
                 *(
                     pod_calls.change_adapter(entry.address, entry.port, spec.model_name, uri)
-                    for entry in ready
+                    for entry in asked
                 )
             )
         else:
-            outcomes = [""] * len(ready)
-        failures |= dict(zip(ready, outcomes, strict=True))
+            outcomes = [""] * len(asked)
+        failures |= dict(zip(asked, outcomes, strict=True))
+        is_unfinished = any(failures[entry] for entry in asked if entry.is_ready)
         if not is_leaving:
             await self._write_status(root, models.make_status(root, failures, observed.now))
-        elif models.FINALIZER in finalizers and not any(outcomes):
+        elif models.FINALIZER in finalizers and not is_unfinished:
             remaining = [name for name in finalizers if name != models.FINALIZER]
             await self._set_finalizers(root, remaining)
             return None
-        return _POLL_S if any(outcomes) else None
+        return _POLL_S if is_unfinished else None
 
     async def _set_finalizers(self, root: Object, finalizers: list[str]) -> None:
         metadata = root["metadata"]

@@ -188,7 +188,10 @@ class Authority:
         if body.startswith(protobuf.MAGIC):
             spec = protobuf.decode(body, _AUTHORIZATION, kind).get("spec") or {}
         else:
-            spec = json.loads(body).get("spec") or {}
+            try:
+                spec = json.loads(body)["spec"]
+            except (ValueError, LookupError, TypeError) as error:
+                raise failures.bad_request(f"{kind}: expected an object with a spec") from error
         wanted = spec.get("resourceAttributes") or {}
         if plural == "subjectaccessreviews":
             user = User(spec.get("user", ""), (*(spec.get("groups") or ()), _AUTHENTICATED))
