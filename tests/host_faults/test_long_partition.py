@@ -39,9 +39,9 @@ def belongings(process) -> collections.Counter:
     return collections.Counter(connections=states.count("01"), threads=threads)
 
 
-def load_of(cluster, seed):
+def load_of(cluster, seed, num_streams=12):
     frontends = cluster.frontends
-    return FaultLoad(frontends, seed=seed, num_streams=12, num_tokens=60, prompt_len=300)
+    return FaultLoad(frontends, seed=seed, num_streams=num_streams, num_tokens=60, prompt_len=300)
 
 
 @pytest.mark.skipif(not IS_WHOLE, reason="it takes two minutes: make test-hosts")
@@ -51,8 +51,9 @@ def test_partition_leaves_nothing_deaf_and_nothing_behind(mix, tmp_path):
         for host in cluster.hosts:
             for name, value in KERNEL.items():
                 host.sysctl(name, value)
-        with load_of(cluster, "warm") as load:
-            eventually(lambda: load.num_begun >= 60, what="connections on every path")
+        # So many that each pool of connections for copies, and of threads, has all that it ever gets.
+        with load_of(cluster, "warm", num_streams=48) as load:
+            eventually(lambda: load.num_begun >= 192, what="connections on every path")
         processes = cluster.processes()
         until_idle(cluster.decode, cluster.steady)
         before = {name: belongings(process) for name, process in processes.items()}

@@ -10,7 +10,7 @@ An option is declared once, with its name, variable, type, default and help:
 and `load(FrontendConfig, prog="python -m dynamo.frontend")` reads `--config FILE` (TOML), then `DYN_HTTP_PORT`, then
 `--http-port`; the later wins. Unknown keys, values of the wrong type and numbers out of range are refused in one
 sentence (ConfigError). Types: str, int, float, bool (`--flag`, `--no-flag`), Literal choices, tuple[str, ...]
-(comma-separated, a JSON list, or the flag several times), PortRange (`7000` or `7000-7099`), each also `| None`.
+(comma-separated, a JSON list, or the flag several times), PortRange (`7000-7099`), each also `| None` (ports: `-1`).
 
 `python -m dynamo.x` and the subcommands of `dynamo` declare their options in this way. A shell asks each of them for
 completions by argcomplete's protocol, which `load` answers before it does anything else.
@@ -346,17 +346,17 @@ def _parse(hint: Any, value: Any, source: str) -> Any:
         if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
             raise errors.ConfigError(f"{source}: expected a list of texts, got {value!r}")
         return tuple(part.strip() for part in parts if part.strip())
-    return _parse_plain(kind, value, source)
+    return _parse_plain(hint, value, source)
 
 
-def _parse_plain(kind: type, value: Any, source: str) -> Any:
-    try:
+def _parse_plain(hint: Any, value: Any, source: str) -> Any:
+    kind = _plain(hint)
+    with contextlib.suppress(ValueError):
         if kind is addresses.PortRange:
-            return addresses.PortRange.parse(str(value))
+            is_none = kind is not hint and str(value) == "-1"
+            return None if is_none else addresses.PortRange.parse(str(value))
         if isinstance(value, str) or (kind is float and type(value) is int):
             return kind(value)
-    except ValueError:
-        pass
     if type(value) is kind:  # from TOML: true is no number, and 1.5 no whole number
         return value
     expected = {

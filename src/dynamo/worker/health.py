@@ -30,7 +30,6 @@ from dynamo.protocols import blocks, generate, instances, load, model_errors
 from dynamo.runtime import credentials, requests
 from dynamo.runtime.http import exchange, server
 
-PORT_DISABLED = -1
 STATISTICS_S = 5.0
 _logger = logging.getLogger(__name__)
 _STATUS_BY_ERROR: tuple[tuple[type[errors.DynamoError], int], ...] = (

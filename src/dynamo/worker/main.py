@@ -9,6 +9,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import os
@@ -20,8 +21,8 @@ from typing import Any
 
 import msgspec
 
+from dynamo.base import addresses, config, errors, process_setup
 from dynamo.base import clock as clocks
-from dynamo.base import config, errors, process_setup
 from dynamo.engine import api
 from dynamo.observability import logs
 from dynamo.preprocess import loading
@@ -88,8 +89,8 @@ async def _serve(worker: settings.WorkerConfig, make_any_host: MakeAnyHost) -> N
                     "/health does not wait for %s (--system-use-endpoint-health-status), which workers do not serve",
                     ", ".join(absent),
                 )
-            if worker.used_system_port != health.PORT_DISABLED:
-                await served.open_system_port(worker.system_host, worker.used_system_port)
+            if worker.used_system_port is not None:
+                await open_system_port(served, worker.system_host, worker.used_system_port)
             async with _announced_start(runtime, worker):
                 await (
                     served.start()
@@ -98,6 +99,17 @@ async def _serve(worker: settings.WorkerConfig, make_any_host: MakeAnyHost) -> N
             await served.run_until(stop)
         finally:
             await served.stop(worker.graceful_shutdown_timeout_s, worker.grace_period_s)
+
+
+async def open_system_port(served: AnyHost, host: str, ports: addresses.PortRange) -> int:
+    """Serve health and metrics at the first free port, and return it. Raises ConfigError if none is free."""
+    for port in range(ports.first, ports.last):
+        try:
+            return await served.open_system_port(host, port)
+        except errors.ConfigError as error:
+            if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
+                raise
+    return await served.open_system_port(host, ports.last)
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dynamo.base import config, errors
+from dynamo.base import addresses, config, errors
 from dynamo.disagg import policy
 from dynamo.preprocess import infill
 from dynamo.preprocess.parsers import formats
@@ -159,12 +159,11 @@ class WorkerConfig(component.RuntimeConfig):
         env="DYN_SYSTEM_HOST",
         help="address of /live, /health and /metrics; 0.0.0.0 for all networks",
     )
-    system_port: int = config.option(
-        health.PORT_DISABLED,
+    system_port: addresses.PortRange | None = config.option(  # noqa: RUF009 (a declaration)
+        None,
         env="DYN_SYSTEM_PORT",
-        help="port of /live, /health and /metrics; -1 for none, 0 for any",
-        least=health.PORT_DISABLED,
-        most=65535,
+        help="port of /live, /health and /metrics, or a range of which the first free one is used; 0: any,"
+        " -1 (default): none",
     )
     system_enabled: bool | None = config.option(
         None,
@@ -187,12 +186,12 @@ class WorkerConfig(component.RuntimeConfig):
         formats.check_names(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
 
     @property
-    def used_system_port(self) -> int:
-        """Return the port to serve /health at, `health.PORT_DISABLED` for none."""
+    def used_system_port(self) -> addresses.PortRange | None:
+        """Return the ports of which /health takes the first free one, None for no system port."""
         if self.system_enabled is False:
-            return health.PORT_DISABLED
-        if self.system_enabled and self.system_port == health.PORT_DISABLED:
-            return DEFAULT_SYSTEM_PORT
+            return None
+        if self.system_enabled and self.system_port is None:
+            return addresses.PortRange(DEFAULT_SYSTEM_PORT, DEFAULT_SYSTEM_PORT)
         return self.system_port
 
     @property

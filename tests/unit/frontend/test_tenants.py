@@ -210,6 +210,10 @@ async def test_health_without_a_key_tells_health_only(start):
         (errors.EngineFailed("cannot read /run/user/1000/x.sock"), "cannot read …"),
         (errors.NoWorkers("the model 'Qwen/Qwen3-0.6B' has no worker"), "the model 'Qwen/Qwen3-0.6B' has no worker"),
         (errors.WorkerLost("cannot connect to fd77::3 or ::1, or [fd77::3]:80"), "cannot connect to … or …, or …"),
+        (errors.WorkerLost("no address for decode-0.pool.example.org"), "no address for …"),
+        (errors.WorkerLost("worker-1.internal does not answer."), "… does not answer."),
+        (errors.WorkerLost("certificate is not valid for 'decode-host'."), "certificate is not valid for '…'."),
+        (errors.NoWorkers("the model 'Qwen2.5-0.6B' has no worker"), "the model 'Qwen2.5-0.6B' has no worker"),
         (errors.InvalidRequest("stop: got '10.0.0.7:80'"), "stop: got '10.0.0.7:80'"),
     ],
 )  # fmt: skip

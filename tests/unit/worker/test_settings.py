@@ -50,17 +50,21 @@ def test_unknown_parser_is_refused_with_the_known_parsers(flag):
 
 
 @pytest.mark.parametrize(
-    ("options", "port"),
+    ("environ", "port"),
     [
-        ({}, -1),
-        ({"system_enabled": True}, 9090),
-        ({"system_enabled": True, "system_port": 8081}, 8081),
-        ({"system_port": 8081}, 8081),
-        ({"system_enabled": False, "system_port": 8081}, -1),
+        ({}, "None"),
+        ({"DYN_SYSTEM_PORT": "-1"}, "None"),
+        ({"DYN_SYSTEM_ENABLED": "true"}, "9090"),
+        ({"DYN_SYSTEM_ENABLED": "true", "DYN_SYSTEM_PORT": "8081"}, "8081"),
+        ({"DYN_SYSTEM_PORT": "0"}, "0"),
+        ({"DYN_SYSTEM_PORT": "8081-8089"}, "8081-8089"),
+        ({"DYN_SYSTEM_ENABLED": "false", "DYN_SYSTEM_PORT": "8081"}, "None"),
     ],
 )
-def test_system_port_is_served_as_enabled(options, port):
-    assert settings.WorkerConfig(**options).used_system_port == port
+def test_system_port_is_served_as_enabled(environ, port):
+    worker = config.load(settings.WorkerConfig, prog="x", argv=[], environ=environ)
+
+    assert str(worker.used_system_port) == port
 
 
 def test_variables_of_a_deployment_by_an_operator_are_honoured():
@@ -70,5 +74,5 @@ def test_variables_of_a_deployment_by_an_operator_are_honoured():
     }
     worker = config.load(settings.WorkerConfig, prog="x", argv=[], environ=environ)
 
-    assert worker.used_system_port == 9090
+    assert str(worker.used_system_port) == "9090"
     assert worker.system_use_endpoint_health_status == ("generate",)

@@ -1,13 +1,14 @@
 """A worker process, by its exit code."""
 
 import shutil
+import socket
 import sys
 
 import httpx
 import msgspec
 import pytest
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
@@ -30,7 +31,10 @@ def run(monkeypatch):
     ("argv", "says"),
     [
         (["--no-such-flag"], "unrecognized argument: --no-such-flag (see --help)"),
-        (["--system-port", "70000"], "--system-port: expected -1 to 65535, got 70000"),
+        (
+            ["--system-port", "70000"],
+            "--system-port: expected a whole number up to 65535, or a range of ports like 7000-7099, got '70000'",
+        ),
         (
             ["--tcp-rpc-port", "-1"],
             "--tcp-rpc-port: expected a whole number up to 65535, or a range of ports like 7000-7099, got '-1'",
@@ -111,6 +115,35 @@ async def test_worker_that_takes_from_a_queue_cannot_sleep(fields, status):
         await made.stop(0)
 
     assert answer.status_code == status
+
+
+@pytest.mark.parametrize(("last", "is_served"), [(0, False), (9, True)])
+async def test_system_port_is_the_first_free_one_of_its_range(last, is_served):
+    async with await component.DistributedRuntime.in_memory(
+        component.MemoryCluster(), item_type=generate.Output
+    ) as runtime:
+        with socket.create_server(("127.0.0.1", 0)) as occupant:
+            port = occupant.getsockname()[1]
+            ports = addresses.PortRange(port, port + last)
+            worker = settings.WorkerConfig(model_name="m")
+            made = main.make_host(
+                worker,
+                MockEngine(MockConfig(), cycle=TokenCycle((1, 2)), context_length=64),
+                runtime,
+                model_source.built_in(),
+            )
+            try:
+                if is_served:
+                    assert (
+                        port < await main.open_system_port(made, "127.0.0.1", ports) <= port + last
+                    )
+                else:
+                    with pytest.raises(
+                        errors.ConfigError, match=f"port {port} is in use.*--system-port"
+                    ):
+                        await main.open_system_port(made, "127.0.0.1", ports)
+            finally:
+                await made.stop(0)
 
 
 @pytest.mark.parametrize(("fields", "num_announced"), [({}, 1), ({"is_prefill_worker": True}, 0)])
