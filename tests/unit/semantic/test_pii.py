@@ -21,6 +21,7 @@ def types_of(text):
         ("at 2001:db8::ff00:42:8329", "IP_ADDRESS"),
         ("call (212) 555-0187", "PHONE_NUMBER"),
         ("call +44 20 7946 0958 now", "PHONE_NUMBER"),
+        ("the message on my registered 668 5702", "PHONE_NUMBER"),
         ("my name is Jane Doe", "PERSON"),
         ("I live at 12 Elm Street", "STREET_ADDRESS"),
         ("born on 10/5/1971", "DATE_TIME"),

@@ -189,7 +189,7 @@ def _check_phone(match: re.Match[str]) -> float:
         return 0.9
     has_word = re.search(
         r"\b(?:phone|call|tel|telephone|mobile|cell|fax|number|whatsapp|text|dial|contact|answering|"
-        r"reach)\b[^\n]{0,40}$",
+        r"reach|messages?|sms|registered)\b[^\n]{0,40}$",
         match.string[max(0, match.start() - 60) : match.start()],
         re.IGNORECASE,
     )
