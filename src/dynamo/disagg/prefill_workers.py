@@ -73,7 +73,7 @@ class PrefillWorkers:
         instance_id = self.instance_of(engine_id)
         if instance_id is not None:
             del self._engine_ids[instance_id]
-            self._start_connecting(instance_id, RETRY_S)
+            self._start_connecting(instance_id)
 
     async def close(self) -> None:
         """Stop following discovery, and disconnect from all workers."""
@@ -106,17 +106,16 @@ class PrefillWorkers:
             await self._forget_worker(instance_id)
             if is_usable:
                 self._metadata[instance_id] = metadata
-                self._start_connecting(instance_id, 0)
+                self._start_connecting(instance_id)
         if is_usable:
             self._lora_names[instance_id] = card.lora_names
 
-    def _start_connecting(self, instance_id: int, pause_s: float) -> None:
-        connecting = self._connect(instance_id, self._metadata[instance_id], pause_s)
+    def _start_connecting(self, instance_id: int) -> None:
+        connecting = self._connect(instance_id, self._metadata[instance_id])
         self._connecting[instance_id] = self._tasks.start("connect to a prefill worker", connecting)
 
-    async def _connect(self, instance_id: int, metadata: bytes, pause_s: float) -> None:
+    async def _connect(self, instance_id: int, metadata: bytes) -> None:
         """Try until it succeeds; the task is cancelled when the worker is gone."""
-        await self._clock.sleep(pause_s)
         while True:
             try:
                 engine_id = await self._engine.connect_peer(metadata, deadline_s=CONNECT_S)

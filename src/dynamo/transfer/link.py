@@ -400,8 +400,10 @@ def enter(
         )
     except errors.RemoteProtocolError as error:
         raise errors.TransferError(f"the peer {error}") from error
-    link.send(messages.AgentHello(name, epoch), limit)
-    link.receive(messages.AgentWelcome, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
+    padding_bytes = messages.MAX_PADDING_BYTES
+    link.send(messages.AgentHello(name, epoch, padding_bytes), limit)
+    max_bytes = padding_bytes + messages.MAX_GREETING_BYTES
+    link.receive(messages.AgentWelcome, limit=limit, max_bytes=max_bytes)
 
 
 def admit(
@@ -427,7 +429,8 @@ def welcome(link: Link, *, epoch: str, limit: TimeLimit) -> str:
         raise errors.RemoteProtocolError(
             "the worker has restarted since it gave out its metadata; ask for its new one"
         )
-    link.send(messages.AgentWelcome(), limit)
+    padding_bytes = min(max(hello.padding_bytes, 0), messages.MAX_PADDING_BYTES)
+    link.send(messages.AgentWelcome(bytes(padding_bytes)), limit)
     return hello.name
 
 

@@ -3,7 +3,7 @@
     server                          client
                                     (first both prove that they are of one cluster: `handshake`)
                             ◀──     AgentHello(its name, the epoch it expects)
-    AgentWelcome            ──▶
+    AgentWelcome(padding)   ──▶     longer than a packet: a path that drops long ones is no path for blocks
                             ◀──     Attach                      shared memory: the answer brings a descriptor
                             ◀──     Read(pieces)                bytes follow the answer (and their checksum)
                             ◀──     Write(pieces), bytes (and their checksum)
@@ -24,6 +24,7 @@ import msgspec
 from dynamo.base import errors
 
 MAX_GREETING_BYTES = 1024
+MAX_PADDING_BYTES = 16 * 1024  # more than a jumbo frame
 MAX_PIECES = 16_384  # per operation; a longer transfer is several
 MAX_NOTIFICATION_BYTES = 64 * 1024
 MAX_FRAME_BYTES = 16 * MAX_PIECES + 1024
@@ -33,10 +34,11 @@ CHECKSUM_BYTES = 8
 class AgentHello(msgspec.Struct, frozen=True, tag="hello"):
     name: str
     epoch: str
+    padding_bytes: int = 0  # that the answer is to have, up to MAX_PADDING_BYTES
 
 
 class AgentWelcome(msgspec.Struct, frozen=True, tag="welcome"):
-    pass
+    padding: bytes = b""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

@@ -123,7 +123,6 @@ async def test_worker_with_a_failed_copy_is_used_again_after_a_new_connection(wo
     await until(lambda: world.workers.connected == [1])
     world.workers.reconnect("e1")
     assert not world.workers.connected
-    await world.clock.advance(prefill_workers.RETRY_S)
 
     await until(lambda: world.workers.connected == [1])
     assert world.engine.connected == ["e1", "e1"]

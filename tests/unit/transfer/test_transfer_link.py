@@ -11,6 +11,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.transfer import link as links
+from dynamo.transfer import messages
 from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link
 
@@ -120,3 +121,13 @@ def await_acknowledgement(sock):
     left = array.array("i", [1])
     while left[0]:
         fcntl.ioctl(sock, termios.TIOCOUTQ, left)
+
+
+@pytest.mark.parametrize(("wanted", "sent"), [(-1, 0), (0, 0), (16_384, 16_384), (10**9, 16_384)])
+def test_welcome_is_padded_beyond_a_packet_for_a_client_that_asks(ends, wanted, sent):
+    link, far = ends
+    limit = TimeLimit(30)
+    link.send(messages.AgentHello("client", "epoch", wanted), limit)
+
+    assert links.welcome(Link(far), epoch="epoch", limit=limit) == "client"
+    assert len(link.receive(messages.AgentWelcome, limit=limit, max_bytes=20_000).padding) == sent
