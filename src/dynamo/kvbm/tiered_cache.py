@@ -62,6 +62,9 @@ class _Preparation:
     kept_blocks: list[TierBlock] = field(
         default_factory=list
     )  # in host memory, until it is admitted
+    held_blocks: list[TierBlock] = field(
+        default_factory=list
+    )  # that host memory had before: the blocks from disk must not take their place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +336,10 @@ class TieredCache:
             return
         limit_s = self.cost.max_wait_s(num_tokens)
         preparation = _Preparation(copies=[])
+        for name in sequence_hashes[: len(sequence_hashes) - len(missing)]:
+            if (held := self.host.find(name)) is not None:
+                preparation.held_blocks.append(self.host.acquire(held, is_read=False))
+        self._preparations[waiting] = preparation
         entries = entries[: self.host.num_slots // 2]
         for start in range(0, len(entries), BATCH_BLOCKS):
             batch = entries[start : start + BATCH_BLOCKS]
@@ -352,8 +359,8 @@ class TieredCache:
                 waiting=waiting,
             )
             preparation.copies.append(self._begin(copy))
-        if preparation.copies:
-            self._preparations[waiting] = preparation
+        if not preparation.copies:
+            self._release_preparation(waiting)
 
     def is_preparing(self, waiting: Hashable) -> bool:
         """Return whether copies from disk run for a sequence that queues."""
@@ -474,11 +481,11 @@ class TieredCache:
         return targets
 
     def _release_preparation(self, waiting: Hashable) -> list[TierBlock]:
-        """Let the blocks go that were kept for a sequence, and return them."""
+        """Let the blocks go that were kept for a sequence, and return those that came from below host memory."""
         preparation = self._preparations.pop(waiting, None)
         if preparation is None:
             return []
-        for block in preparation.kept_blocks:
+        for block in preparation.kept_blocks + preparation.held_blocks:
             self.host.release(block)
         return preparation.kept_blocks
 

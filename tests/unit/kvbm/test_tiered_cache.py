@@ -240,6 +240,19 @@ def test_prepared_blocks_stay_until_their_sequence_is_admitted():
     assert not any(rig.host.find(name) for name in CHAINS[0])
 
 
+def test_blocks_from_disk_do_not_take_the_place_of_the_prompts_first_blocks():
+    rig = Rig(num_host=8, num_disk=32)
+    rig.compute(CHAINS[0])
+    rig.settle()
+    rig.cache.touch(CHAINS[0])
+    rig.compute(CHAINS[1][:6])
+    rig.settle()
+    rig.evict_device()
+
+    assert [name for name in CHAINS[0] if rig.host.find(name)] == CHAINS[0][:2]
+    assert rig.load(CHAINS[0]) == 2 + 4  # the half of host memory from disk
+
+
 def test_load_that_does_not_pay_is_computed():
     rig = Rig(num_disk=0)
     rig.compute(CHAINS[0])
