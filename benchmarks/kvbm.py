@@ -12,7 +12,8 @@ overload4      they hold a quarter
 unique         every prompt is new, so nothing can be loaded
 short          turns of 16 + 8 tokens, which are computed sooner than loaded
 visits         each user's last prompt comes a second time, from each place in turn: the disk, an object store (a
-               directory), and the tier that another worker of the host has filled; beside computing it
+               directory, and S3 as moto plays it), the tier that another worker of the host has filled, and the
+               engine's memory of another worker (native engine); beside computing it
 
 `--engine vllm` runs the same over vLLM on a CPU, in its environment.
 
@@ -22,23 +23,32 @@ percentile over a whole run.
 
 import argparse
 import asyncio
+import contextlib
+import http.client
+import logging
 import multiprocessing
 import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from dynamo.base import errors
+import msgspec
+
+from dynamo.base import clock, errors
+from dynamo.disagg import metrics as disagg_metrics
+from dynamo.disagg import peer_prefixes
 from dynamo.engine import api
 from dynamo.engine.native.engine import NativeEngine
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.protocols import blocks, generate, kv_events
+from dynamo.observability import metrics
+from dynamo.protocols import blocks, generate, kv_events, kv_transfer
+from dynamo.runtime import client
 
 BLOCK = 16  # tokens
 VOCABULARY = 8192
@@ -55,7 +65,8 @@ SHAPE = {
     "max_position_embeddings": 8192,
 }
 CASES = ("conversation", "disk", "overload", "overload4", "unique", "short", "visits")
-SOURCES = ("disk", "object store", "other worker")
+SOURCES = ("disk", "object store", "S3 (moto)", "other worker", "peer")
+BUCKET = "s3://cache"
 
 
 @dataclass(frozen=True)
@@ -102,8 +113,93 @@ class Watch:
         raise error
 
 
+class PeerPair:
+    """Two native engines: the second copies the prefixes of its prompts from the first, by shared memory."""
+
+    capabilities = api.EngineCapabilities()
+
+    def __init__(self, model: Path, num_first: int, options: dict[str, Any]) -> None:
+        """The first `num_first` requests go to the first engine."""
+        self._num_first = num_first
+        self._first, second = (NativeEngine(model, NativeConfig(**options)) for _ in range(2))
+        for engine in (self._first, second):
+            engine.enable_export()
+        self._counts = metrics.Registry("bench")
+        self._second = peer_prefixes.PeerPrefixEngine(
+            second,
+            lambda _: cast(client.EndpointClient, self),
+            disagg_metrics.PeerPrefixMetrics(self._counts),
+            clock.SystemClock(),
+        )
+        self._questions: dict[str, Any] = {}  # receivers, by request id
+
+    async def start(self, watch: Watch) -> None:
+        """Start both engines."""
+        self._watch = watch
+        await self._first.start(self)
+        await self._second.start(watch)
+
+    def submit(self, request: generate.Request) -> None:
+        """Submit to the engine whose turn it is."""
+        if self._num_first:
+            self._num_first -= 1
+            self._first.submit(request)
+            return
+        assert self._first.transfer_metadata is not None
+        source = kv_transfer.PrefixSource(
+            endpoint="n/c/e",
+            instance_id=1,
+            metadata=self._first.transfer_metadata,
+            num_tokens=request.prompt_len,
+        )
+        self._second.submit(msgspec.structs.replace(request, prefix_source=source))
+
+    def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
+        """Answer questions for leases; pass on the outputs of the first engine."""
+        for item in batch:
+            if item.request_id in self._questions:
+                self._questions.pop(item.request_id).receive(item.output)
+            else:
+                self._watch.outputs([item])
+
+    def failed(self, request_id: str, error: errors.DynamoError) -> None:
+        """Fail the run."""
+        raise error
+
+    died = Watch.died
+    kv_events = Watch.kv_events
+
+    async def wait_for_instances(self, timeout_s: float) -> None:
+        """Return at once: the first engine runs."""
+
+    async def open(self, request: generate.Request, receiver: Any, **_: Any) -> "PeerPair":
+        """Ask the first engine for a lease."""
+        self._questions[request.id] = receiver
+        self._first.submit(request)
+        return self
+
+    def cancel(self) -> None:
+        """Do nothing: the question is answered."""
+
+    async def stop(self) -> None:
+        """Stop both engines."""
+        rows = self._counts.render().decode().splitlines()
+        print(
+            "  peer: "
+            + ", ".join(
+                row for row in rows if row.startswith("bench_kv_peer_") and "created" not in row
+            )
+        )
+        await self._second.stop()
+        await self._first.stop()
+
+
 def make_engine(model: Path, options: dict[str, Any]) -> Any:
-    """Return the native engine, or vLLM if the options have its name."""
+    """Return the native engine, or vLLM if the options have its name, or a pair of native engines."""
+    num_first = options.pop("peer_pair", None)
+    if num_first is not None:
+        del options["engine"]
+        return PeerPair(model, num_first, options)
     if options.pop("engine", "native") == "native":
         return NativeEngine(model, NativeConfig(**options))
     from dynamo.engine.adapters.settings import VllmConfig
@@ -246,8 +342,11 @@ def bench_visits(model: Path, args: argparse.Namespace) -> None:
     prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(args.users)]
     print(f"\nvisits: {args.users} prompts of {length} tokens, one after the other")
     print("  source             first visit    second   change   loaded tokens by tier")
-    for source in SOURCES:
-        with tempfile.TemporaryDirectory(dir=args.disk) as directory:
+    for source in SOURCES if args.engine == "native" else SOURCES[:-1]:
+        with (
+            tempfile.TemporaryDirectory(dir=args.disk) as directory,
+            contextlib.ExitStack() as stack,
+        ):
             tiers: dict[str, Any] = {
                 "connector": "kvbm",
                 "kvbm_cpu_cache_override_num_blocks": 2 * per_user,
@@ -257,6 +356,15 @@ def bench_visits(model: Path, args: argparse.Namespace) -> None:
                 tiers["kvbm_disk_cache_override_num_blocks"] = 2 * args.users * per_user
             elif source == "object store":
                 tiers["kvbm_object_store"] = Path(directory).as_uri()
+            elif source == "S3 (moto)":
+                if not stack.enter_context(moto_server()):
+                    continue
+                tiers["kvbm_object_store"] = f"{BUCKET}{directory}"
+            elif source == "peer":
+                tiers = {
+                    "num_gpu_blocks_override": (args.users + 1) * per_user,
+                    "peer_pair": len(prompts),
+                }
             else:
                 tiers["kvbm_cpu_cache_override_num_blocks"] = 3 * args.users * per_user
                 tiers |= {"kvbm_sharing_workers": 2, "kvbm_shared_memory_dir": directory}
@@ -271,10 +379,37 @@ def bench_visits(model: Path, args: argparse.Namespace) -> None:
             reports = [
                 engine.stop() for engine in {id(each): each for each in (second, first)}.values()
             ]
-            print(
-                f"  {source:<16} {means[0]:13.3f} {means[1]:9.3f} {100 * (means[1] / means[0] - 1):+7.1f} %"
-                f"   {reports[0].counts['matched_tokens']} of {length * args.users}, {reports[0].copied}"
-            )
+            row = f"  {source:<16} {means[0]:13.3f} {means[1]:9.3f} {100 * (means[1] / means[0] - 1):+7.1f} %"
+            if reports[0] is not None:
+                row += f"   {reports[0].counts['matched_tokens']} of {length * args.users}, {reports[0].copied}"
+            print(row)
+
+
+@contextlib.contextmanager
+def moto_server() -> Iterator[bool]:
+    """Serve S3 with the bucket, for engines that start meanwhile; False if moto is not installed."""
+    try:
+        from moto.server import ThreadedMotoServer
+    except ImportError:
+        print("  S3 (moto)        not measured: moto is not installed")
+        yield False
+        return
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    connection = http.client.HTTPConnection(host, port)
+    connection.request("PUT", f"/{BUCKET.removeprefix('s3://')}")
+    connection.getresponse().read()
+    connection.close()
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x",
+    }  # fmt: skip
+    try:
+        yield True
+    finally:
+        server.stop()
 
 
 def bench(case: str, model: Path, args: argparse.Namespace) -> None:

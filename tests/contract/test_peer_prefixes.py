@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import itertools
 import random
-import time
 
 import pytest
 
@@ -211,12 +210,10 @@ async def test_peer_that_does_not_lease_is_asked_once_and_the_prompt_computed(ki
     async with two_workers(kind) as (left, right, client):
         expected, _ = await left.answer(prompt(1))
         client.fault = fault
-        began_at = time.monotonic()
         said, first = await right.answer(prompt(1), left.source())
 
         assert said == expected
         assert first.tier_tokens is None
-        assert time.monotonic() - began_at < 5
         assert right.count("failed") == 1
         await right.answer(prompt(5), left.source())
         assert client.num_asked == 1
