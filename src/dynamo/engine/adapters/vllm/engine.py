@@ -29,6 +29,7 @@ from dynamo.protocols import blocks, generate, load
 HELD_S = 35.0  # longer than vLLM keeps blocks for another engine
 FIRST_RETRY_S, RETRY_S = 0.1, 5.0  # a copy to another tier takes less than that
 _TRANSFER = "--kv-transfer-config"
+_END_S = 15.0  # until vLLM kills its engine process; its own 5 s are short on a busy machine
 
 
 def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
@@ -212,7 +213,7 @@ class VllmLibrary:
         if self._llm is not None:
             if (handler := getattr(self._llm, "output_handler", None)) is not None:
                 handler.cancel()  # else it may log the end of the engine's process as a death
-            await asyncio.to_thread(self._llm.shutdown)
+            await asyncio.to_thread(self._llm.shutdown, timeout=_END_S)
             self._llm = None
         if self._kv_subscriber is not None:
             await self._kv_subscriber.close()
