@@ -23,16 +23,70 @@ class _Member:
     role: Role
     ordered_at: float
     ready_at: float
+    number: int = -1  # of its pool's ready workers, in the order in which they became ready
     is_draining: bool = False
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Return the prompt tokens that are not computed yet, and the tokens in the KV cache of open requests."""
+        return self.worker.num_queued_tokens, self.worker.num_active_tokens
 
 
 @dataclass(slots=True)
 class _Pool:
+    """The workers of one role. With thousands of them, no request may look at each."""
+
     role: Role
     ready: list[_Member] = field(default_factory=list)
     starting: list[_Member] = field(default_factory=list)
     draining: list[_Member] = field(default_factory=list)
     held: list[Request] = field(default_factory=list)  # no worker is ready
+    by_number: dict[int, _Member] = field(default_factory=dict)  # those that are ready
+    by_load: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # a heap; what is outdated stays a while
+    with_block: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # their numbers, by a prompt's first block
+    num_ever_ready: int = 0
+
+    def add_ready(self, member: _Member) -> None:
+        """Let a worker serve."""
+        member.number, self.num_ever_ready = self.num_ever_ready, self.num_ever_ready + 1
+        self.ready.append(member)
+        self.by_number[member.number] = member
+        self.record_load(member)
+
+    def remove_ready(self, member: _Member) -> None:
+        """Let a worker serve no longer."""
+        self.ready.remove(member)
+        del self.by_number[member.number]
+
+    def record_load(self, member: _Member) -> None:
+        """Take over the load of a worker, after each change of it."""
+        if member.number not in self.by_number:
+            return
+        heapq.heappush(self.by_load, (*member.load, member.number))
+        if len(self.by_load) > 64 + 4 * len(self.ready):
+            self.by_load = [(*each.load, each.number) for each in self.ready]
+            heapq.heapify(self.by_load)
+
+    def least_loaded(self) -> _Member:
+        """Return the ready worker with the least load, the oldest of several."""
+        while True:
+            *load, number = self.by_load[0]
+            member = self.by_number.get(number)
+            if member is not None and member.load == tuple(load):
+                return member
+            heapq.heappop(self.by_load)
+
+    def holders(self, request: Request) -> list[_Member]:
+        """Return the ready workers that have the beginning of a prompt in their cache."""
+        numbers = self.with_block.get(request.names[0], set()) if request.names else set()
+        members = {number: self.by_number.get(number) for number in numbers}
+        found = [m for m in members.values() if m is not None and m.worker.cached_tokens(request)]
+        numbers.intersection_update([member.number for member in found])
+        return found
 
 
 @dataclass(slots=True)
@@ -65,7 +119,7 @@ class PlanCluster:
         """Add workers that serve at once: those that were there before the first request."""
         for pool, number in zip((self._prefill, self._decode), replicas, strict=True):
             for _ in range(number):
-                pool.ready.append(self._make(pool, ready_at=self.now))
+                pool.add_ready(self._make(pool, ready_at=self.now))
 
     def scale(self, target: observation.Replicas) -> None:
         """Order starts, give up starts, and begin to drain, until the pools have this many workers."""
@@ -155,14 +209,17 @@ class PlanCluster:
     def _begin_serving(self, member: _Member) -> None:
         pool = self._pool_of(member)
         pool.starting.remove(member)
-        pool.ready.append(member)
+        pool.add_ready(member)
         self._send_held(pool)
         if pool is self._entry and len(pool.ready) > 1:
             self._share_queue(pool)
 
     def _share_queue(self, pool: _Pool) -> None:
         """Give a new worker its share of the prompts that no other has begun."""
-        waiting = [r for other in pool.ready for r in other.worker.withdraw_waiting()]
+        waiting: list[Request] = []
+        for other in pool.ready:
+            waiting += other.worker.withdraw_waiting()
+            pool.record_load(other)
         for request in sorted(waiting, key=lambda r: r.at):
             self._send(request, pool)
 
@@ -175,17 +232,24 @@ class PlanCluster:
         if not pool.ready:
             pool.held.append(request)
             return
-        if pool is self._entry:
-            member = min(pool.ready, key=lambda m: _queued_after(m.worker, request))
-        else:
-            member = min(pool.ready, key=lambda m: m.worker.num_active_tokens)
+        member = pool.least_loaded()
+        if pool is self._entry and (holders := pool.holders(request)):
+            member = min(
+                [member, *holders], key=lambda m: (_queued_after(m.worker, request), m.number)
+            )
         next_time = member.worker.next_time
         member.worker.submit(request, self.now)
+        pool.record_load(member)
         if member.worker.next_time != next_time:
             self._push(member.worker.next_time, member)
 
     def _step(self, member: _Member) -> None:
         result: StepResult = member.worker.advance(self.now)
+        pool = self._pool_of(member)
+        pool.record_load(member)
+        for request in result.prefilled:
+            if request.names:
+                pool.with_block.setdefault(request.names[0], set()).add(member.number)
         if member.worker.next_time < math.inf:
             self._push(member.worker.next_time, member)
         self._interval.first_tokens += result.prefilled
@@ -198,12 +262,12 @@ class PlanCluster:
                     num_bytes = request.num_prompt * times.kv_bytes_per_token
                     self._push(self.now + num_bytes / times.kv_bytes_per_s, request)
         if member.is_draining and not member.worker.num_open:
-            self._pool_of(member).draining.remove(member)
+            pool.draining.remove(member)
             self._bill(member)
 
     def _drain(self, pool: _Pool) -> None:
         member = min(pool.ready, key=lambda m: (m.worker.num_active_tokens, m.worker.num_open))
-        pool.ready.remove(member)
+        pool.remove_ready(member)
         member.is_draining = True
         for request in member.worker.withdraw_waiting():
             self._send(request, pool)
@@ -234,7 +298,7 @@ def _load(pool: _Pool) -> observation.PoolLoad:
     ready = [member.worker for member in pool.ready]
     return observation.PoolLoad(
         kv_usage=_mean([worker.kv_usage for worker in ready]) or 0.0,
-        num_running=sum(worker.num_open - worker.num_waiting for worker in workers),
+        num_running=sum(worker.num_running for worker in workers),
         num_waiting=sum(worker.num_waiting for worker in workers) + len(pool.held),
         waiting_tokens=sum(worker.num_queued_tokens for worker in workers),
     )

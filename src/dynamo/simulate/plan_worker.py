@@ -108,9 +108,14 @@ class PlanWorker:
         return len(self._waiting)
 
     @property
+    def num_running(self) -> int:
+        """Return the number of requests that have been admitted."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
     def num_open(self) -> int:
         """Return the number of requests in the worker."""
-        return len(self._waiting) + len(self._prefilling) + len(self._decoding)
+        return self.num_waiting + self.num_running
 
     @property
     def kv_usage(self) -> float:
@@ -198,9 +203,10 @@ class PlanWorker:
         while self._waiting:
             request = self._waiting[0]
             need = request.num_prompt if self.role == "prefill" else request.num_tokens
-            num_running = len(self._prefilling) + len(self._decoding)
-            has_room = self._num_reserved + need <= self._times.num_kv_tokens or not num_running
-            if not has_room or num_running >= self._times.max_num_seqs:
+            has_room = (
+                self._num_reserved + need <= self._times.num_kv_tokens or not self.num_running
+            )
+            if not has_room or self.num_running >= self._times.max_num_seqs:
                 return
             self._waiting.popleft()
             self._num_reserved += need

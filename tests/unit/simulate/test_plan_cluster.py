@@ -1,7 +1,9 @@
+import random
+
 import pytest
 
 from dynamo.planner.observation import Replicas
-from dynamo.simulate import plan_arrivals
+from dynamo.simulate import plan_arrivals, plan_cluster, plan_worker
 from dynamo.simulate.plan_cluster import PlanCluster
 from dynamo.simulate.plan_run import PlanScenario, feed, run, run_fixed
 from dynamo.simulate.plan_worker import Request, h100_8b
@@ -95,3 +97,38 @@ def test_three_prefill_workers_beat_two_of_the_published_split():
 
     assert published.mean_latency > 3 * better.mean_latency
     assert better.gpu_seconds == pytest.approx(published.gpu_seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 3])
+def test_each_prompt_goes_to_the_worker_that_will_have_computed_it_first(monkeypatch, num_blocks):
+    rng = random.Random(7)
+    workers, chosen, best = [], [], []
+
+    class RecordedWorker(plan_worker.PlanWorker):
+        def __init__(self, role, times):
+            super().__init__(role, times)
+            workers.append(self)
+
+        def load_after(self, request):
+            num_new = request.num_prompt - self.cached_tokens(request)
+            return self.num_queued_tokens + num_new, self.num_active_tokens
+
+        def submit(self, request, now):
+            if self.role == "prefill":
+                chosen.append(self.load_after(request))
+                others = [worker for worker in workers if worker.role == "prefill"]
+                best.append(min(worker.load_after(request) for worker in others))
+            super().submit(request, now)
+
+    monkeypatch.setattr(plan_cluster, "PlanWorker", RecordedWorker)
+    cluster = make_cluster(6, 3)
+    for number in range(400):
+        names = tuple(rng.choice(((1, 2, 3), (4, 5, 6), (7, 8, 9)))[:num_blocks])
+        cluster.run_until(number / 40)
+        cluster.submit(
+            Request(at=number / 40, num_prompt=rng.randint(600, 6000), num_output=9, names=names)
+        )
+
+    assert chosen == best
+    assert len(chosen) == 400
+    assert len(set(chosen)) > 100
