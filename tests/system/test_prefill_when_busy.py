@@ -1,11 +1,12 @@
 """A frontend that keeps prompts where they are answered while the prefill workers are busy."""
 
-import concurrent.futures
+import contextlib
+import http.client
 import json
 import re
 
 import httpx
-from deployment import MODEL
+from deployment import MODEL, chat
 
 from waiting import PATIENT_S, eventually
 
@@ -23,21 +24,26 @@ def test_prompt_stays_local_while_the_prefill_worker_is_busy(deployment):
     frontend = deployment.frontend(
         "--router-mode", "kv", "--router-conditional-disagg", "--router-conditional-disagg-config", CONDITION
     )  # fmt: skip
-    prefill = deployment.mocker("--is-prefill-worker", "--tick-ms", "1500")
+    # A step takes 8 tokens of a prompt, so the first one is there until its client leaves.
+    slow = ("--tick-ms", "300", "--max-num-batched-tokens", "8", "--max-num-seqs", "8")
+    prefill = deployment.mocker("--is-prefill-worker", *slow)
     decode = deployment.mocker("--disaggregation-mode", "decode")
     frontend.others = [prefill, decode]
     frontend.await_models([MODEL])
     for log, words in ((frontend.log, "by prefill workers of"), (decode.log, " is connected")):
         eventually(lambda log=log, words=words: words in log.read_text(), what=words)
 
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        first = threads.submit(frontend.chat, "Tell me a story", max_tokens=2)
+    body = json.dumps(chat("Tell me a story. " * 200, max_tokens=2))
+    client = http.client.HTTPConnection(frontend.url.removeprefix("http://"), timeout=PATIENT_S)
+    with contextlib.closing(client):
+        client.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
         eventually(lambda: prefill.metric("inflight_requests") == 1, what="a prompt there")
         second = frontend.chat("And another one", max_tokens=2)
         while_busy = routed(frontend)
-        assert first.result().status_code == 200
+        still_there = prefill.metric("inflight_requests")
+    eventually(lambda: prefill.metric("inflight_requests") == 0, what="its client has left")
     third = frontend.chat("And a last one", max_tokens=2)
 
     assert (second.status_code, third.status_code) == (200, 200)
-    assert while_busy["local"] == 1
-    assert routed(frontend) == while_busy | {"remote": 2}
+    assert (still_there, while_busy["local"]) == (1, 1)
+    assert routed(frontend) == while_busy | {"remote": 1}
