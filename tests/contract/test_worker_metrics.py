@@ -40,7 +40,7 @@ async def test_worker_exports_the_families_of_every_worker(make_engine):  # noqa
     await worker.start()
     try:
         worker._requests.handle(Call())  # so that a failure is counted
-        worker_families.check(worker._render_metrics().decode())
+        worker_families.check(worker.render_metrics().decode())
     finally:
         await worker.stop(0)
         await runtime.close()
