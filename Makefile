@@ -35,7 +35,7 @@ known-topology:
 
 test: $(VENV)/.dev  ## run every test
 	@tests/install_services.sh
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-hosts: $(VENV)/.dev  ## as root: every fault of a network of several hosts (namespaces) on every mix, with a table (an hour; CASES='nats and cut')
 	@tests/install_services.sh
@@ -43,12 +43,12 @@ test-hosts: $(VENV)/.dev  ## as root: every fault of a network of several hosts 
 
 test-busy: $(VENV)/.dev  ## run every test beside eight busy processes (TESTS=tests/system: a part; hours)
 	@tests/install_services.sh
-	@$(BIN)/python -m benchmarks.busy --processes 8 -- $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	@$(BIN)/python -m benchmarks.busy --processes 8 -- $(BIN)/python -m pytest -n 3 --dist loadfile $(TESTS)
 
 coverage: $(VENV)/.dev  ## run every test, and fail if they reach too few lines (half again as much computing as make test)
 	@tests/install_services.sh
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -n 2 --dist loadfile
+	@$(BIN)/coverage run -m pytest -n 3 --dist loadfile
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage json --quiet -o .coverage.json
 	@$(BIN)/python tests/coverage_floors.py .coverage.json
