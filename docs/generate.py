@@ -22,6 +22,7 @@ from dynamo.planner import profiling
 from dynamo.protocols import instances
 from dynamo.router import __main__ as router_main
 from dynamo.router import config as router_config
+from dynamo.router import load_metrics
 from dynamo.router import metrics as router_metrics
 from dynamo.worker import engines, health, settings
 
@@ -58,6 +59,7 @@ def reference() -> str:
     sections += _settings(
         "python -m dynamo.planner", planner_config.PlannerConfig, planner_config.ScalingConfig
     )
+    sections += _settings("python -m dynamo.metrics", load_metrics.AggregatorConfig)
     sections += _settings("python -m dynamo.profiler", profiling.ProfilerConfig)
     sections += _settings("python -m dynamo.operator", operator_settings.OperatorConfig)
     for name in engines.KIND_BY_NAME:

@@ -1,7 +1,13 @@
 """The calls of the articles, to a frontend and a worker that runs without a model's weights."""
 
-import httpx
+import http.server
+import threading
+from typing import ClassVar
 
+import httpx
+from deployment import MODEL
+
+import ports
 from waiting import PATIENT_S, eventually
 
 ARTICLE_MODEL = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
@@ -55,3 +61,63 @@ def test_curl_lines_answer_as_printed_and_metrics_have_the_articles_names(deploy
         what="the worker's histogram",
     )
     assert "Prefilling locally for request" in worker.log.read_text()
+
+
+def test_aggregator_shows_and_pushes_the_load_of_all_workers(deployment):
+    frontend = deployment.frontend("--router-mode", "kv", "--router-replica-sync")
+    workers = [deployment.mocker("--speedup-ratio", "10") for _ in range(2)]
+    frontend.others += workers
+    frontend.await_models([MODEL])
+    gateway = http.server.HTTPServer(("127.0.0.1", 0), PushGateway)
+    threading.Thread(target=gateway.serve_forever, name="push gateway").start()
+    try:
+        port = ports.reserve()
+        flags = ("--component", "backend", "--endpoint", "generate", "--poll-interval", "0.1")
+        aggregator = deployment.run("dynamo.metrics", *flags, "--port", str(port))
+        gateway_flags = ("--push", "--push-interval", "0.1", "--port", str(gateway.server_port))
+        deployment.run("dynamo.metrics", *flags, *gateway_flags, "--model-name", MODEL)
+        url = f"http://127.0.0.1:{port}"
+        eventually(lambda: "metrics at" in aggregator.log.read_text(), what="the aggregator")
+
+        def has_both_workers() -> bool:
+            return metrics(url).count("llm_kv_blocks_total{") == 2
+
+        eventually(has_both_workers, what="the load of both workers")
+
+        def is_counted() -> bool:
+            assert frontend.chat("Tell me. " * 50, max_tokens=1).status_code == 200
+            return "llm_kv_hit_rate_isl_blocks_total{" in metrics(url)
+
+        eventually(is_counted, what="the prompt blocks that the router publishes")
+        labels = 'component="backend",endpoint="generate"'
+        for name in ("kv_blocks_active", "requests_active_slots", "requests_total_slots"):
+            assert metrics(url).count(f"llm_{name}{{{labels},worker_id=") == 2
+        assert metrics(url).count(f"llm_kv_hit_rate_percent{{{labels},worker_id=") == 2
+        assert f"llm_load_avg{{{labels}}} " in metrics(url)
+        assert f"llm_load_std{{{labels}}} " in metrics(url)
+        eventually(lambda: PushGateway.pages, what="a page at the push gateway")
+        path, page = PushGateway.pages[-1]
+        assert path == "/metrics/job/dynamo"
+        assert f'llm_load_avg{{{labels},model="{MODEL}"}}' in page
+        workers[0].kill()
+        eventually(
+            lambda: metrics(url).count("llm_kv_blocks_total{") == 1, what="only the living worker"
+        )
+    finally:
+        gateway.shutdown()
+        gateway.server_close()
+
+
+class PushGateway(http.server.BaseHTTPRequestHandler):
+    """Keeps what it is sent, as Prometheus's push gateway does."""
+
+    pages: ClassVar[list[tuple[str, str]]] = []
+
+    def do_PUT(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.pages.append((self.path, body.decode()))
+        self.send_response(202)
+        self.end_headers()
+
+    def log_message(self, *_):
+        """Say nothing."""

@@ -14,7 +14,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import prometheus_client
 from prometheus_client import core
 
-from dynamo.base import clock
+from dynamo.base import clock, errors
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
@@ -183,6 +183,13 @@ class Registry:
     def render(self) -> bytes:
         """Return the exposition, to be served with `CONTENT_TYPE`."""
         return prometheus_client.generate_latest(self._registry)
+
+    def push(self, gateway: str, job: str) -> None:
+        """Replace what a push gateway at `host:port` has of this job, and wait for it. Raises Unavailable."""
+        try:
+            prometheus_client.push_to_gateway(gateway, job, self._registry)
+        except OSError as error:
+            raise errors.Unavailable(f"cannot push metrics to {gateway}: {error}") from error
 
 
 class _PrefixedFamilies:
