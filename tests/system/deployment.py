@@ -206,6 +206,7 @@ class Deployment:
         self._processes: list[Process] = []
         self.environ = dict(os.environ) | {
             "DYN_FILE_KV": str(directory / "discovery"),
+            "DYNAMO_HOME": str(directory / "home"),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }

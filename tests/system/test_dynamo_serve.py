@@ -14,6 +14,8 @@ import pytest
 from deployment import Frontend, Process
 
 import ports
+from dynamo.cli import processes
+from dynamo.launch import state
 from waiting import PATIENT_S, eventually
 
 MOCK = ("--engine", "mocker", "--worker-flags", "--speedup-ratio 1000")
@@ -68,6 +70,33 @@ def test_printed_curl_line_works_and_ctrl_c_leaves_nothing(deployment):
 
     assert process.exit_code() == 0
     assert not any(map(is_alive, pids))
+
+
+def test_model_is_listed_stopped_and_its_log_shown_by_name(deployment, monkeypatch, capsys):
+    monkeypatch.setenv("DYNAMO_HOME", deployment.environ["DYNAMO_HOME"])
+    port = ports.reserve()
+    process = serve(deployment, port, *MOCK, "--model-name", "org/My Model")
+    processes.list_processes(processes.ProcessListConfig(verbose=True))
+    listed = capsys.readouterr().out
+    (served,) = state.running()
+    pid_by_name = {each.name: each.pid for each in served.processes}
+    os.kill(pid_by_name["worker 1"], signal.SIGKILL)
+    eventually(
+        lambda: state.find("My-Model").processes[-1].pid not in pid_by_name.values(),
+        what="the worker that was started in its place is listed",
+    )
+    process.may_end = True
+
+    assert [served.pid, *pid_by_name.values()] == pids_of(process)
+    assert re.search(rf"My-Model +{process.pid} .* http://127.0.0.1:{port} +org/My Model", listed)
+    assert f"DYN_FILE_KV={deployment.environ['DYN_FILE_KV']} " in listed
+    assert "-m dynamo.mocker" in listed
+    assert processes.stop(processes.StopConfig()) == 0
+    assert process.exit_code() == 0
+    assert state.running() == []
+    capsys.readouterr()
+    processes.show_logs(processes.LogsConfig(name="My-Model"))
+    assert capsys.readouterr().out.endswith("dynamo: stopped\n")
 
 
 def test_closed_terminal_ends_all_processes_in_order(deployment):

@@ -26,7 +26,6 @@ MOCKER = "--VllmWorker.ServiceArgs.module=dynamo.mocker"
 @pytest.fixture
 def home(deployment, tmp_path, monkeypatch):
     monkeypatch.setenv("DYNAMO_HOME", str(tmp_path / "home"))
-    deployment.environ["DYNAMO_HOME"] = str(tmp_path / "home")
     return tmp_path / "home"
 
 

@@ -8,7 +8,6 @@ by which its guard finds it.
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,9 +108,12 @@ def run(options: GraphConfig) -> int:
     if options.service_name is not None:
         chosen = [graph.find(loaded.specs, options.service_name)]
     joined = state.find(options.join) if options.join is not None else None
-    name = state.free_name(options.namespace or loaded.namespace)
-    namespace = joined.namespace if joined else name  # no other `dynamo serve` has it
-    with guard.Guard() as guardian:
+    with (
+        state.registered(options.namespace or loaded.namespace, options.target) as registration,
+        guard.Guard() as guardian,
+    ):
+        name = registration.state.name
+        namespace = joined.namespace if joined else name  # no other `dynamo serve` has it
         environ = dict(joined.variables) if joined else {}
         if not joined and DISCOVERY not in os.environ:
             environ[DISCOVERY] = str(
@@ -139,12 +141,11 @@ def run(options: GraphConfig) -> int:
         port = loaded.port if loaded.specs[0] in chosen else None
         if port is not None:
             serve.check_port("127.0.0.1", port)
-        serving = _Serving(options, plan, namespace, name, port, environ, guardian)
+        variables = environ | {"DYN_NAMESPACE": namespace}
+        registration.update(namespace=namespace, variables=variables)
+        serving = _Serving(options, plan, registration, port, guardian)
         with state.logged(name):
-            try:
-                return asyncio.run(serving.run(loaded.specs[0]))
-            finally:
-                state.remove(name)
+            return asyncio.run(serving.run(loaded.specs[0]))
 
 
 class _Serving:
@@ -154,17 +155,20 @@ class _Serving:
         self,
         options: GraphConfig,
         plan: commands.GraphPlan,
-        namespace: str,
-        name: str,
+        registration: state.Registration,
         port: int | None,
-        environ: dict[str, str],
         guardian: guard.Guard,
     ) -> None:
-        self._options, self._plan, self._namespace = options, plan, namespace
-        self._name, self._port, self._environ = name, port, environ
+        self._options, self._plan = options, plan
+        self._registration, self._port = registration, port
         self._clock = clocks.SystemClock()
+        self._shells = {command.name: command.shell() for command in plan.commands}
         self._supervisor = supervisor.Supervisor(
-            guardian, self._clock, serve.say, stop_timeout_s=serve.STOP_TIMEOUT_S
+            guardian,
+            self._clock,
+            serve.say,
+            stop_timeout_s=serve.STOP_TIMEOUT_S,
+            on_start=self._list_child,
         )
 
     async def run(self, root: declaration.DeclaredService) -> int:
@@ -217,35 +221,27 @@ class _Serving:
                 f"{root.name} did not answer within {limit_s:g} s; last words: {last_words}"
             ) from None
 
-    def _announce(self) -> None:
-        """Save the state and print where the graph answers."""
-        started = self._supervisor.child_by_name
-        shells = {command.name: command.shell() for command in self._plan.commands}
-        url = f"http://127.0.0.1:{self._port}" if self._port is not None else ""
-        state.save(
-            state.ServeState(
-                name=self._name,
-                namespace=self._namespace,
-                pid=os.getpid(),
-                started_at=time.time(),
-                url=url,
-                model=self._options.target,
-                variables=self._environ | {"DYN_NAMESPACE": self._namespace},
-                processes=[
-                    state.ProcessState(name=name, pid=child.pid, shell=shells[name])
-                    for name, child in started.items()
-                ],
-            )
+    def _list_child(self, child: children.Child) -> None:
+        name = child.spec.name
+        self._registration.add_process(
+            state.ProcessState(name=name, pid=child.pid, shell=self._shells[name])
         )
-        pids = ", ".join(f"{name} {child.pid}" for name, child in started.items())
+
+    def _announce(self) -> None:
+        """Show in the state, and print, where the graph answers."""
+        url = f"http://127.0.0.1:{self._port}" if self._port is not None else ""
+        self._registration.update(url=url)
+        name, namespace = self._registration.state.name, self._registration.state.namespace
+        started = self._supervisor.child_by_name
+        pids = ", ".join(f"{child.spec.name} {child.pid}" for child in started.values())
         file = f" -f {self._options.file}" if self._options.file else ""
-        more = f"dynamo serve {self._options.target}{file} --service-name NAME --join {self._name}"
+        more = f"dynamo serve {self._options.target}{file} --service-name NAME --join {name}"
         print(
             f"\n{self._options.target} {'answers at ' + url if url else 'runs'}\n\n"
-            f"  namespace {self._namespace}\n"
+            f"  namespace {namespace}\n"
             f"  pids      dynamo {os.getpid()}, {pids}\n"
-            f"  commands  dynamo ps -v {self._name}\n"
+            f"  commands  dynamo ps -v {name}\n"
             f"  one more  {more}\n"
-            f"  stop      Ctrl-C, or dynamo stop {self._name}\n",
+            f"  stop      Ctrl-C, or dynamo stop {name}\n",
             flush=True,
         )

@@ -47,7 +47,7 @@ def list_processes(options: ProcessListConfig) -> int:
     print(f"{'NAME':<16} {'PID':>8} {'AGE':>8}  {'ADDRESS':<24} SERVES")
     for served in states:
         age = _age(time.time() - served.started_at)
-        print(f"{served.name:<16} {served.pid:>8} {age:>8}  {served.url:<24} {served.model}")
+        print(f"{served.name:<16} {served.pid:>8} {age:>8}  {served.url or '-':<24} {served.model}")
         for process in served.processes:
             print(f"  {process.name:<14} {process.pid:>8}")
             if options.verbose:

@@ -15,6 +15,7 @@ import errno
 import functools
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -27,7 +28,7 @@ import msgspec
 from dynamo.base import addresses, config, errors
 from dynamo.base import clock as clocks
 from dynamo.cli import workers as cli_workers
-from dynamo.launch import allocation, children, guard, supervisor
+from dynamo.launch import allocation, children, guard, state, supervisor
 from dynamo.worker import engines, model_source
 
 PROBE_TIMEOUT_S = 1.0
@@ -122,13 +123,17 @@ def serve(options: ServeConfig) -> int:
     directory = engines.find_model(engine, options.model)
     if engines.kind_of(engine).reads_gguf and options.model:
         directory = Path(options.model).expanduser().resolve()  # commands name the file itself
-    with guard.Guard() as guardian:
-        environ = dict(os.environ)
+    model = options.model_name or model_source.display_name(options.model)
+    name = re.sub(r"[^\w.-]", "-", model.rpartition("/")[2]) or "model"
+    with state.registered(name, model) as registration, guard.Guard() as guardian:
         folder = guardian.make_folder("dynamo-serve-")
-        environ.setdefault(_DISCOVERY, str(folder / "discovery"))
-        if len(str(folder)) <= _SOCKET_FOLDER_CHARS:
-            environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # sockets of vLLM's processes
-        return asyncio.run(_Serving(options, directory, environ, guardian).run())
+        variables = {_DISCOVERY: os.environ.get(_DISCOVERY, str(folder / "discovery"))}
+        if len(str(folder)) <= _SOCKET_FOLDER_CHARS:  # for sockets of vLLM's processes
+            variables["VLLM_RPC_BASE_PATH"] = os.environ.get("VLLM_RPC_BASE_PATH", str(folder))
+        namespace = os.environ.get("DYN_NAMESPACE", "dynamo")
+        registration.update(namespace=namespace, variables=variables)
+        with state.logged(registration.state.name):
+            return asyncio.run(_Serving(options, directory, registration, guardian).run())
 
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by what stands for all addresses of a host
@@ -156,13 +161,15 @@ class _Serving:
         self,
         options: ServeConfig,
         directory: Path,
-        environ: dict[str, str],
+        registration: state.Registration,
         guardian: guard.Guard,
     ) -> None:
         self._options = options
         self._directory = directory
-        self._name = options.model_name or model_source.display_name(options.model)
-        self._environ = environ
+        self._registration = registration
+        self._name = registration.state.model
+        self._variables = registration.state.variables
+        self._environ = os.environ | self._variables
         self._clock = clocks.SystemClock()
         self._topology = options.topology
         if model_source.task("auto", directory) == "embed":  # it has no prompts to compute apart
@@ -170,7 +177,11 @@ class _Serving:
         self._planner_port = 0
         self._specs = self._make_specs()
         self._supervisor = supervisor.Supervisor(
-            guardian, self._clock, say, stop_timeout_s=STOP_TIMEOUT_S
+            guardian,
+            self._clock,
+            say,
+            stop_timeout_s=STOP_TIMEOUT_S,
+            on_start=self._list_child,
         )
 
     async def run(self) -> int:
@@ -195,10 +206,20 @@ class _Serving:
             await self._supervisor.start(spec)
         if not await self._wait_until_ready():
             return
+        self._registration.update(url=self._url)
         print(self._banner(), flush=True)
         for name in self._specs:
             self._supervisor.watch(name)
         await self._supervisor.run()
+
+    def _list_child(self, child: children.Child) -> None:
+        spec = child.spec
+        shell = children.shell_line(
+            spec.argv, environ=self._variables, resources=spec.resources, directory=os.getcwd()
+        )
+        self._registration.add_process(
+            state.ProcessState(name=spec.name, pid=child.pid, shell=shell)
+        )
 
     def _make_specs(self) -> dict[str, children.ChildSpec]:
         options = self._options
@@ -232,7 +253,6 @@ class _Serving:
 
     def _planner_spec(self) -> children.ChildSpec:
         options = self._options
-        host = _LOOPBACK.get(options.http_host, options.http_host)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._planner_port = listener.getsockname()[1]
         values = {
@@ -240,7 +260,7 @@ class _Serving:
             "--model": self._directory,
             "--model-name": self._name,
             "--mode": "disagg" if options.prefill else "agg",
-            "--frontend-url": f"http://{addresses.join(host, options.http_port)}",
+            "--frontend-url": self._url,
             "--planner-port": self._planner_port,
             "--adjustment-interval": 2,
             "--min-endpoint": options.planner_min_workers,
@@ -284,8 +304,7 @@ class _Serving:
 
     def _banner(self) -> str:
         options = self._options
-        host = _LOOPBACK.get(options.http_host, options.http_host)
-        url = f"http://{addresses.join(host, options.http_port)}"
+        url = self._url
         name = _PLANNER if options.planner else self._topology.answering[0]
         join = shlex.join(self._specs[name].argv)
         started = self._supervisor.child_by_name.items()
@@ -296,9 +315,15 @@ class _Serving:
             f"  pids    dynamo {os.getpid()}, {pids}\n"
             f"  engine  {options.engine}, model {self._directory}\n"
             f"  join    {_DISCOVERY}={self._environ[_DISCOVERY]} {join}\n"
-            f"  stop    Ctrl-C\n\n"
+            f"  stop    Ctrl-C, or dynamo stop {self._registration.state.name}\n\n"
             f"  {curl_line(url, self._name)}\n"
         )
+
+    @property
+    def _url(self) -> str:
+        """The address of the frontend on this machine."""
+        host = _LOOPBACK.get(self._options.http_host, self._options.http_host)
+        return f"http://{addresses.join(host, self._options.http_port)}"
 
     @property
     def _starts_asleep(self) -> bool:

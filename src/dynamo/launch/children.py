@@ -10,6 +10,7 @@ from the guard instead, once (the kernel may send its signal for each thread of 
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,21 @@ class ChildSpec:
     is_relayed: bool = True  # its output comes through the parent, marked with its name
     resources: allocation.Allocation = field(default_factory=allocation.Allocation)
     grace_s: float = 0.0  # for which it may finish what it runs after its parent's death
+
+
+def shell_line(
+    argv: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    resources: allocation.Allocation,
+    directory: str,
+) -> str:
+    """Return a line to paste into a shell, which starts such a process by itself; `environ` is added to the shell's."""
+    variables = {**environ, **resources.environ}
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    if resources.cores:
+        words += ["taskset", "-c", ",".join(map(str, resources.cores))]
+    return f"cd {shlex.quote(directory)} && {' '.join([*words, shlex.join(argv)])}"
 
 
 class Child:

@@ -1,15 +1,18 @@
 """The files by which commands find each other: one for each `dynamo serve` that runs, in ~/.dynamo/state.
 
 `NAME.json` holds the namespace, discovery and processes of the `dynamo serve` called NAME, `NAME.log` what they said.
+It is there from the start, and names the processes that run now, also after one was restarted.
 The file of a process that has ended is removed by the next command that reads it.
 """
 
 import contextlib
+import itertools
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -81,28 +84,78 @@ def find(name: str | None) -> ServeState:
     raise errors.ConfigError(f"no `dynamo serve` is called {name}; there are {names}")
 
 
-def free_name(preferred_name: str) -> str:
-    """Return a name that no running `dynamo serve` has: the preferred one, or one with a number."""
-    names = {state.name for state in running()}
-    return next(
-        name
-        for n in range(1, len(names) + 2)
-        if (name := preferred_name if n == 1 else f"{preferred_name}-{n}") not in names
-    )
+class Registration:
+    """The state of this process's `dynamo serve`, in a file as long as it runs."""
+
+    def __init__(self, state: ServeState) -> None:
+        self.state = state
+        self._is_listed = False
+
+    def open(self) -> None:
+        """Write the state under the first free name: the present one, or that with a number."""
+        running()  # which removes the files of processes that have ended
+        preferred_name = self.state.name
+        for number in itertools.count(2):
+            new = self._write()
+            try:
+                os.link(new, _path(self.state.name))  # which fails if it exists
+            except FileExistsError:
+                self.update(name=f"{preferred_name}-{number}")
+            else:
+                self._is_listed = True
+                return
+            finally:
+                new.unlink()
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the state. A full disk must not end what is served."""
+        self.state = msgspec.structs.replace(self.state, **changes)
+        if self._is_listed:
+            with contextlib.suppress(OSError):
+                self._write().replace(_path(self.state.name))
+
+    def add_process(self, process: ProcessState) -> None:
+        """Add a process that was started, in place of a former one of its name."""
+        others = [each for each in self.state.processes if each.name != process.name]
+        self.update(processes=[*others, process])
+
+    def close(self) -> None:
+        """Remove the state; its log stays."""
+        if self._is_listed:
+            _path(self.state.name).unlink(missing_ok=True)
+
+    def _write(self) -> Path:
+        """Write the state into a file of this process, for this user alone, and return its path."""
+        path = directory() / f"{os.getpid()}.new"
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(self.state))
+        return path
 
 
-def save(state: ServeState) -> None:
-    """Write the state, for this user alone."""
-    path = directory() / f"{state.name}.json"
-    temporary = path.with_suffix(".new")
-    temporary.touch(mode=0o600)
-    temporary.write_bytes(msgspec.json.encode(state))
-    temporary.replace(path)
+@contextlib.contextmanager
+def registered(name: str, model: str) -> Iterator[Registration]:
+    """List a `dynamo serve` of this name, or of this name with a number, while the block runs.
+
+    Where no file can be written (a container without a home), it is served all the same, but not listed.
+    """
+    registration = Registration(
+        ServeState(
+            name=name, namespace=name, pid=os.getpid(), started_at=time.time(), url="", model=model,
+            variables={}, processes=[],
+        )
+    )  # fmt: skip
+    try:
+        registration.open()
+    except OSError as error:
+        sys.stderr.write(f"dynamo: `dynamo ps` will not list this: {error}\n")
+    try:
+        yield registration
+    finally:
+        registration.close()
 
 
-def remove(name: str) -> None:
-    """Remove a state; its log stays."""
-    (directory() / f"{name}.json").unlink(missing_ok=True)
+def _path(name: str) -> Path:
+    return directory() / f"{name}.json"
 
 
 def log_path(name: str) -> Path:
@@ -147,9 +200,13 @@ class _Tee:
 
 @contextlib.contextmanager
 def logged(name: str) -> Iterator[None]:
-    """Copy what is written to standard error inside to the log."""
+    """Copy what is written to standard error inside to the log, if one can be written."""
     terminal = sys.stderr
-    tee = _Tee(terminal, log_path(name))
+    try:
+        tee = _Tee(terminal, log_path(name))
+    except OSError:
+        yield
+        return
     sys.stderr = tee
     try:
         yield

@@ -32,7 +32,10 @@ class Supervisor:
         report: Callable[[str], None],
         *,
         stop_timeout_s: float,
+        on_start: Callable[[children.Child], None] = lambda child: None,
     ) -> None:
+        """`on_start` gets each process that was started, also those in place of a dead one."""
+        self._on_start = on_start
         self._guard = guardian
         self._clock = clock
         self._report = report
@@ -77,9 +80,9 @@ class Supervisor:
 
     async def start(self, spec: children.ChildSpec) -> None:
         """Start a child that is not watched yet."""
-        self._child_by_name[spec.name] = await children.start(
-            spec, self._guard, self._running, self._clock
-        )
+        child = await children.start(spec, self._guard, self._running, self._clock)
+        self._child_by_name[spec.name] = child
+        self._on_start(child)
 
     async def wait_until(
         self,

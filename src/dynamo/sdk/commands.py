@@ -1,14 +1,13 @@
 """The commands that a graph becomes: a pure function of its services, the configuration and the machine."""
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.launch import allocation
+from dynamo.launch import allocation, children
 from dynamo.sdk import declaration, settings
 
 _UNITS = {"m": 0.001}
@@ -28,11 +27,12 @@ class ServiceCommand:
 
     def shell(self) -> str:
         """Return a line to paste into a shell, which runs this process alone in the same graph."""
-        variables = {**self.environ, **self.resources.environ}
-        words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        if self.resources.cores:
-            words += ["taskset", "-c", ",".join(map(str, self.resources.cores))]
-        return f"cd {shlex.quote(self.directory)} && {' '.join(words)} {shlex.join(self.argv)}"
+        return children.shell_line(
+            self.argv,
+            environ=self.environ,
+            resources=self.resources,
+            directory=self.directory,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,7 @@
 import json
 import pathlib
 import tarfile
-import time
 
-import msgspec
 import pytest
 import yaml
 
@@ -170,19 +168,26 @@ def test_mistake_says_what_to_do(home, call, says):
 
 
 def test_states_of_dead_processes_are_removed(home):
-    served = state.ServeState(
-        name="a", namespace="a", pid=2**22 + 1, started_at=time.time(), url="", model="m",
-        variables={}, processes=[],
-    )  # fmt: skip
-    state.save(served)
-    state.save(msgspec.structs.replace(served, name="b", pid=1))
+    with state.registered("a", "m") as first, state.registered("a", "m") as second:
+        first.update(pid=2**22 + 1)
+        second.add_process(state.ProcessState(name="frontend", pid=1, shell="x"))
+        second.add_process(state.ProcessState(name="frontend", pid=2, shell="x"))
+        with state.registered("a", "m") as third:
+            assert third.state.name == "a"  # which is free again
+            assert [each.name for each in state.running()] == ["a-2", "a"]
+        assert [process.pid for process in state.find(None).processes] == [2]
+        assert state.find(None).name == "a-2"
+        with pytest.raises(errors.ConfigError, match="there are a-2"):
+            state.find("c")
+    assert [path.name for path in (home / "state").iterdir()] == []
 
-    assert [each.name for each in state.running()] == ["b"]
-    assert state.free_name("b") == "b-2"
-    assert state.free_name("c") == "c"
-    assert state.find(None).name == "b"
-    with pytest.raises(errors.ConfigError, match="there are b"):
-        state.find("c")
+
+def test_what_cannot_be_listed_is_served_all_the_same(home, capsys):
+    (home / "state").write_text("in the way")
+    with state.registered("a", "m") as registration, state.logged("a"):
+        registration.update(url="http://127.0.0.1:1")
+
+    assert "`dynamo ps` will not list this" in capsys.readouterr().err
 
 
 def test_log_is_bounded(home, monkeypatch, capsys):
