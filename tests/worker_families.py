@@ -6,6 +6,7 @@ ENDPOINT = ("dynamo_component", "dynamo_endpoint", "dynamo_namespace")
 FAMILIES = {
     "dynamo_component_requests": ENDPOINT,
     "dynamo_component_request_bytes": ENDPOINT,
+    "dynamo_component_response_bytes": ENDPOINT,
     "dynamo_component_inflight_requests": ENDPOINT,
     "dynamo_component_request_duration_seconds": ENDPOINT,
     "dynamo_component_cancellation": ENDPOINT,

@@ -218,6 +218,30 @@ async def test_outputs_replies_and_a_failure_keep_their_order(held):
     assert (type(error), str(error)) == (errors.EngineFailed, "six")
 
 
+async def test_bytes_are_counted_at_both_sides_and_for_each_endpoint(world):
+    server, holder = world.plane(), Holder()
+    address = await server.serve(ECHO, holder)
+    await server.serve("dynamo/backend/other", holder)
+    client, asked = world.plane(), (Recorder(), Recorder())
+    for endpoint, recorder in zip((ECHO, "dynamo/backend/other"), asked, strict=True):
+        await client.open(address, endpoint, b"?", recorder)
+    await holder.until(lambda: len(holder.calls) == 2)
+    greeting = server.traffic.sent.value
+    for call, tokens in zip(holder.calls, ((1,) * 500, (2, 2)), strict=True):
+        call.send(output(*tokens))  # both in one turn of the event loop
+        call.reply("end")
+        call.finish()
+    for recorder in asked:
+        assert await recorder.end() is None
+    few, many = sorted(server.traffic.responses(call.endpoint).value for call in holder.calls)
+
+    assert client.traffic.sent.value == server.traffic.received.value > 0
+    assert client.traffic.received.value == server.traffic.sent.value
+    assert few + many == server.traffic.sent.value - greeting
+    assert 0 < few < 100
+    assert many > 500
+
+
 async def test_request_error_names_the_field(held):
     plane, holder, address = held
     receiver = Recorder()

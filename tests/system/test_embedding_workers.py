@@ -68,6 +68,8 @@ def test_any_model_embeds_with_the_task_flag_and_ends_on_sigterm(deployment):
     answer = httpx.post(f"{frontend.url}/v1/embeddings", json=body, timeout=PATIENT_S)
     assert [len(one["embedding"]) for one in answer.json()["data"]] == [256] * 3
     assert worker.metric("requests_total") == 1
+    sent_bytes = worker.metric("response_bytes_total")
+    assert frontend.metric("dynamo_transport_tcp_bytes_received_total") >= sent_bytes > 1000
 
     worker.signal(signal.SIGTERM)
     assert worker.exit_code() == 0

@@ -17,7 +17,7 @@ from dynamo.frontend import migration, stage_metrics
 from dynamo.observability import metrics
 from dynamo.protocols import embed, generate, model_card, model_errors, trace_context
 from dynamo.router import explanation, route
-from dynamo.runtime import credentials
+from dynamo.runtime import component, credentials
 
 _TOKENS_IN = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 _TOKENS_OUT = (0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
@@ -164,6 +164,11 @@ class FrontendMetrics:
             name: registry.gauge(name, "From the model's card", by_model) for name in _CARD_GAUGES
         }
         self._by_model: dict[str, ModelMetrics] = {}
+
+    def follow(self, runtime: component.DistributedRuntime) -> None:
+        """Show the certificate that the process presents to workers, and the bytes of its request plane."""
+        self.certificates.follow("cluster", runtime.credential_watch.expiry)
+        self.stages.follow(runtime.requests)
 
     def for_model(self, name: str) -> "ModelMetrics":
         """Return the metrics of one model, with its labels looked up."""

@@ -203,7 +203,7 @@ class Frontend:
         self._certificate = http_certificate.HttpCertificate(
             settings, frontend_metrics.certificates
         )
-        frontend_metrics.certificates.follow("cluster", runtime.credential_watch.expiry)
+        frontend_metrics.follow(runtime)
         self._server = server.HttpServer(
             browsers.BrowserGuard(handler, policy, self._app.dialect_of),
             limits=parser.HttpLimits(

@@ -1,6 +1,7 @@
 """The times of the stages of requests, with the original's names and buckets: prompt, route, request plane."""
 
 from dynamo.observability import metrics
+from dynamo.runtime import requests
 
 STAGE_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5)
 _TEMPLATE = (1e-05, 5e-05, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05)
@@ -31,6 +32,11 @@ class StageMetrics:
             ("operation",),
             buckets=_TOKENIZE_MS,
         ).labels("tokenize")
+        transport = registry.with_prefix("dynamo_transport_tcp")
+        self._sent = transport.fast_counter("bytes_sent_total", "Bytes sent to workers", ())
+        self._received = transport.fast_counter(
+            "bytes_received_total", "Bytes received from workers", ()
+        )
         plane = registry.with_prefix("dynamo_request_plane")
         self.plane_inflight = plane.fast_gauge(
             "inflight_requests", "Requests that workers have", ()
@@ -47,3 +53,9 @@ class StageMetrics:
             (),
             buckets=_PLANE_TTFT,
         ).labels()
+
+    def follow(self, plane: requests.RequestPlane) -> None:
+        """Show the bytes of the request plane, if it is TCP."""
+        if plane.name == "tcp":
+            self._sent.adopt(plane.traffic.sent)
+            self._received.adopt(plane.traffic.received)

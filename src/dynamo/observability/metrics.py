@@ -109,6 +109,10 @@ class FastFamily(Generic[C]):
             child = self._children[values] = self._make_child()
         return child
 
+    def adopt(self, child: C, *values: str) -> None:
+        """Show a metric that another object made and updates under these label values."""
+        self._children[values] = child
+
     def collect(self) -> Iterable[core.Metric]:
         """Return the samples, as prometheus_client asks a collector for them."""
         family: Any = self._make_family()

@@ -24,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from dynamo.base import errors
+from dynamo.observability import metrics
 from dynamo.protocols import wire
 
 SILENCE_LIMIT_S = 3.0
@@ -109,12 +110,30 @@ class Call(Protocol):
 Handler = Callable[[Call], None]
 
 
+class Traffic:
+    """The bytes that one process exchanges on its request plane, before encryption, for the registries of metrics."""
+
+    def __init__(self) -> None:
+        self.sent = metrics.FastNumber()
+        self.received = metrics.FastNumber()
+        self._responses: dict[str, metrics.FastNumber] = {}
+
+    def responses(self, endpoint: str) -> metrics.FastNumber:
+        """Return the count of the bytes that answer requests to an endpoint of this process."""
+        return self._responses.setdefault(endpoint, metrics.FastNumber())
+
+
 class RequestPlane(Protocol):
     """Both sides of the request plane, for one process."""
 
     @property
     def name(self) -> str:
         """The key of this process's address in `Instance.transport`: tcp, memory, nats."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that this process has sent and received."""
         ...
 
     async def listen(self) -> str:

@@ -56,7 +56,7 @@ class EmbeddingHost:
         self._request_limit = request_limit
         self._clock = clock
         self._metrics = health.WorkerMetrics(endpoint, clock)
-        self._metrics.certificates.follow("cluster", runtime.credential_watch.expiry)
+        self._metrics.follow(runtime)
         self._files = cards.FileSharing(runtime, clock)
         self._tasks = tasks.Tasks()
         self._is_ready = False

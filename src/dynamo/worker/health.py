@@ -27,7 +27,7 @@ from dynamo.base import errors
 from dynamo.kvbm import tier_report, tiered_cache
 from dynamo.observability import metrics
 from dynamo.protocols import blocks, generate, instances, load, model_errors
-from dynamo.runtime import credentials, requests
+from dynamo.runtime import component, credentials, requests
 from dynamo.runtime.http import exchange, server
 
 STATISTICS_S = 5.0
@@ -138,6 +138,9 @@ class WorkerMetrics:
         self._bytes = registry.counter(
             "request_bytes_total", "bytes of request bodies", _LABELS
         ).labels(*labels)
+        self._response_bytes = registry.fast_counter(
+            "response_bytes_total", "bytes of the frames that carried answers", _LABELS
+        )
         self._inflight = registry.gauge(
             "inflight_requests", "requests that are not answered in full yet", _LABELS
         ).labels(*labels)
@@ -154,6 +157,7 @@ class WorkerMetrics:
             "errors_total", "requests that failed, by kind of error", (*_LABELS, "error_type")
         )
         self._label_values = labels
+        self._endpoint_path = endpoint.path
         self._prefill_latency = (
             registry.with_prefix("dynamo_worker")
             .histogram(
@@ -174,6 +178,13 @@ class WorkerMetrics:
         )
         self._hit_rate = registry.gauge(
             "kvstats_gpu_prefix_cache_hit_rate", "cached prompt tokens as a share of all, 0 to 1"
+        )
+
+    def follow(self, runtime: component.DistributedRuntime) -> None:
+        """Show the certificate that the worker's runtime presents, and the bytes of its answers."""
+        self.certificates.follow("cluster", runtime.credential_watch.expiry)
+        self._response_bytes.adopt(
+            runtime.requests.traffic.responses(self._endpoint_path), *self._label_values
         )
 
     @property

@@ -97,7 +97,7 @@ class Host:
         self._options = options
         self._clock = clock
         self._metrics = counters or health.WorkerMetrics(endpoint, clock)
-        self._metrics.certificates.follow("cluster", runtime.credential_watch.expiry)
+        self._metrics.follow(runtime)
         self._hooks = hooks
         self._requests = inflight.InFlight(
             engine,

@@ -81,6 +81,21 @@ def test_request_without_a_worker_is_counted_as_rejected():
     assert families.rejections.labels("completions", "m")._value.get() == 1
 
 
+def test_length_of_cached_prompts_has_the_label_and_buckets_of_dynamo():
+    registry = observed.Registry("dynamo_frontend")
+    metrics.FrontendMetrics(registry, lambda: 1.0).for_model("M")
+    (family,) = (
+        family
+        for family in registry.collectors.collect()
+        if family.name == "dynamo_frontend_cached_tokens"
+    )
+    buckets = [sample.labels for sample in family.samples if sample.name.endswith("_bucket")]
+    bounds = "0 100 210 430 870 1800 3600 7400 15000 31000 63000 130000 inf"
+
+    assert [float(labels["le"]) for labels in buckets] == [float(x) for x in bounds.split()]
+    assert {labels["model"] for labels in buckets} == {"m"}
+
+
 @pytest.mark.parametrize("gauge", ["inflight_requests", "queued_requests", "active_requests"])
 async def test_gauges_return_to_zero(rig, gauge):
     await rig.chat()

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from dynamo.base import clock, errors
@@ -45,11 +45,12 @@ class ConnectionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
-    """The limits, the clock and the frame decoder that all connections of one plane share."""
+    """The limits, the clock, the frame decoder and the byte counts that all connections of one plane share."""
 
     limits: ConnectionLimits
     time: clock.Clock
     decode: wire.Decode
+    traffic: requests.Traffic = field(default_factory=requests.Traffic)
 
 
 class FrameHandler(Protocol):
@@ -94,6 +95,7 @@ class FrameConnection(asyncio.Protocol):
         """`patience`: how many times the limit of silence the peer may be silent."""
         self.limits = settings.limits
         self.clock = settings.time
+        self.traffic = settings.traffic
         self.loop = asyncio.get_running_loop()
         self.reader = wire.FrameReader(self.limits.max_hello_bytes, decode=settings.decode)
         self.was_dropped = False  # by this side, for a reason
@@ -138,7 +140,9 @@ class FrameConnection(asyncio.Protocol):
         if self._timer is None:
             self._schedule_tick()
         self._mute_ticks = 0
-        self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
+        data = unsent[0] if len(unsent) == 1 else b"".join(unsent)
+        self.traffic.sent.value += len(data)
+        self._transport.write(data)
         if self._transport.get_write_buffer_size() > self.limits.max_backlog_bytes:
             self.drop(f"is too slow: more than {self.limits.max_backlog_bytes} bytes wait for it")
 
@@ -155,8 +159,8 @@ class FrameConnection(asyncio.Protocol):
         """Send a last frame and end the connection."""
         if self._transport is None or self.is_lost:
             return
+        self._unsent.append(last_frame)
         self._flush()
-        self._transport.write(last_frame)
         self._transport.close()
         self.was_dropped = True
         self._end(reason)
@@ -181,6 +185,7 @@ class FrameConnection(asyncio.Protocol):
         self._handler.handle_connected()
 
     def data_received(self, data: bytes) -> None:
+        self.traffic.received.value += len(data)
         self._silent_ticks = 0
         if self._timer is None:
             self._schedule_tick()

@@ -83,6 +83,10 @@ class MultiplexedPlane:
         return self._network.name
 
     @property
+    def traffic(self) -> requests.Traffic:
+        return self._settings.traffic
+
+    @property
     def is_away(self) -> bool:
         return False  # there is no server between two processes
 

@@ -2,7 +2,7 @@
 
 The items that all calls of a connection send within one turn of the event loop leave as one `Step` frame: the first one
 schedules the flush, the others join it. A `Reply` or `Fail` first flushes what was sent before it, so the order within
-a stream is kept.
+a stream is kept. So does an item of another endpoint: the bytes of each frame are counted for one endpoint.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import clock, errors
-from dynamo.observability import logs
+from dynamo.observability import logs, metrics
 from dynamo.protocols import wire
 from dynamo.runtime import authentication, requests
 from dynamo.runtime.backends import frame_connection
@@ -90,6 +90,7 @@ class ServerCall:
         "_is_over",
         "_on_cancel",
         "_on_signal",
+        "_response_bytes",
         "_timer",
         "_was_cancelled",
     )
@@ -97,6 +98,7 @@ class ServerCall:
     def __init__(self, connection: "ServerConnection", frame: wire.Open) -> None:
         self._connection = connection
         self._frame = frame
+        self._response_bytes = connection.frames.traffic.responses(frame.endpoint)
         self._is_over = False
         self._was_cancelled = False
         self._on_cancel: Callable[[], None] | None = None
@@ -129,17 +131,19 @@ class ServerCall:
 
     def send(self, item: Any) -> None:
         if not self._is_over:
-            self._connection.put_item(wire.StepItem(self._frame.stream, item))
+            self._connection.put_item(wire.StepItem(self._frame.stream, item), self._response_bytes)
 
     def reply(self, value: Any) -> None:
         if not self._is_over:
             body = msgspec.Raw(_encode_body(value))
-            self._connection.write(wire.encode(wire.Reply(self._frame.stream, body)))
+            frame = wire.encode(wire.Reply(self._frame.stream, body))
+            self._response_bytes.inc(len(frame))
+            self._connection.write(frame)
 
     def finish(self) -> None:
         if not self._is_over:
             self.close()
-            self._connection.finish_stream(self._frame.stream)
+            self._connection.finish_stream(self._frame.stream, self._response_bytes)
 
     def fail(self, error: errors.DynamoError) -> None:
         if not self._is_over:
@@ -188,16 +192,21 @@ class ServerConnection:
         self._last = 0  # number of the newest stream
         self._items: list[wire.StepItem[Any]] = []
         self._ended: list[int] = []
+        self._step_bytes = metrics.FastNumber()  # of the endpoint that the next Step answers
         self._is_flush_due = False
 
-    def put_item(self, item: wire.StepItem[Any]) -> None:
-        """Add an item to this turn's Step."""
+    def put_item(self, item: wire.StepItem[Any], response_bytes: metrics.FastNumber) -> None:
+        """Add an item to this turn's Step, and count the frame in `response_bytes`."""
+        if response_bytes is not self._step_bytes:
+            self._begin_step(response_bytes)
         self._items.append(item)
         if not self._is_flush_due:
             self._schedule()
 
-    def finish_stream(self, number: int) -> None:
-        """Complete a stream with this turn's Step."""
+    def finish_stream(self, number: int, response_bytes: metrics.FastNumber) -> None:
+        """Complete a stream with this turn's Step, and count the frame in `response_bytes`."""
+        if response_bytes is not self._step_bytes:
+            self._begin_step(response_bytes)
         self._ended.append(number)
         if not self._is_flush_due:
             self._schedule()
@@ -352,6 +361,11 @@ class ServerConnection:
         self._is_flush_due = True
         self.frames.loop.call_soon(self._flush_due)
 
+    def _begin_step(self, response_bytes: metrics.FastNumber) -> None:
+        """Write what answers another endpoint, so that each Step is counted for one."""
+        self._flush()
+        self._step_bytes = response_bytes
+
     def _flush_due(self) -> None:
         self._is_flush_due = False
         self._flush()
@@ -374,6 +388,7 @@ class ServerConnection:
                 self._write_step(items[half:], ended)
                 return
             frame = self._drop_item(items[0].stream, ended, error)
+        self._step_bytes.inc(len(frame))
         self.frames.write(frame)
 
     def _drop_item(
