@@ -5,10 +5,11 @@ needs, and is shared by frontend and standalone router.
 """
 
 import dataclasses
+import importlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from dynamo.base import config
+from dynamo.base import config, errors
 from dynamo.protocols import kv_events
 from dynamo.router import active_sequences, api, policies, selection
 
@@ -33,11 +34,11 @@ _TEMPERED = ("dynamo", "lmetric")  # the policies that use --router-temperature
 class RouterConfig:
     """How a KV router compares workers, and queues requests."""
 
-    router_policy: PolicyName | None = config.option(  # noqa: RUF009 (options are frozen values)
+    router_policy: str | None = config.option(
         None,
         env="DYN_ROUTER_POLICY",
         help="policy by which router mode kv selects a worker (default: estimated-ttft; dynamo with one of the next two"
-        " options)",
+        f" options): {', '.join(get_args(PolicyName))}, or a class of your own, as module:Class",
     )
     kv_overlap_score_weight: float | None = config.option(
         None,
@@ -102,7 +103,7 @@ class RouterConfig:
     )
 
     @property
-    def policy_name(self) -> PolicyName:
+    def policy_name(self) -> str:
         """Return the policy: the one that is named, or else the one that uses the options that are given."""
         if self.router_policy is not None:
             return self.router_policy
@@ -134,7 +135,7 @@ class RouterConfig:
 
 
 def make_policy(settings: RouterConfig, draw: api.Draw) -> api.RoutingPolicy:
-    """Make the policy that the settings name. `draw` returns random numbers in [0, 1)."""
+    """Make the policy that the settings name. `draw` returns random numbers in [0, 1). Raises ConfigError."""
     temperature = settings.router_temperature or 0.0
     weight = settings.kv_overlap_score_weight
     match settings.policy_name:
@@ -158,6 +159,22 @@ def make_policy(settings: RouterConfig, draw: api.Draw) -> api.RoutingPolicy:
             return policies.Direct()
         case "round-robin":
             return policies.RoundRobin()
+        case name:
+            return _make_own_policy(name)
+
+
+def _make_own_policy(name: str) -> api.RoutingPolicy:
+    """Import `module:Class` and return an instance of the class."""
+    module, _, class_name = name.partition(":")
+    try:
+        policy: api.RoutingPolicy = getattr(importlib.import_module(module), class_name)()
+        policy.select_worker, policy.uses_cache, policy.waits_for_worker  # noqa: B018 (they must be there)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise errors.ConfigError(
+            f"--router-policy {name}: expected a policy ({', '.join(get_args(PolicyName))}), or module:Class with the"
+            f" members of router.api.RoutingPolicy: {error}"
+        ) from error
+    return policy
 
 
 def make_selector(

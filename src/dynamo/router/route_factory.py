@@ -49,6 +49,7 @@ class RouteFactory:
         self._counts: dict[str, metrics.RouteMetrics] = {}  # by model
         self._components: dict[tuple[str, str], _ComponentState] = {}
         self._tasks = tasks.Tasks()
+        config.make_policy(settings.policy_config, random.random)  # a wrong one is refused now
         for note in settings.policy_config.find_notes():
             _logger.warning("%s", note)
 

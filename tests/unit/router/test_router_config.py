@@ -1,7 +1,10 @@
 """The options of a router: which policy they choose, and what an operator is told of them."""
 
+import random
+
 import pytest
 
+from dynamo.base import errors
 from dynamo.router import config, policies
 
 
@@ -51,3 +54,11 @@ def test_operator_is_told_what_options_choose_or_that_they_have_no_effect(option
 
     assert len(notes) == len(expected)
     assert all(part in note for part, note in zip(expected, notes, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["fastest", "no.such.module:Policy", "json:NoSuchClass", "json:JSONDecoder"]
+)
+def test_wrong_policy_is_refused_by_name(name):
+    with pytest.raises(errors.ConfigError, match=f"--router-policy {name}: expected a policy"):
+        config.make_policy(config.RouterConfig(router_policy=name), random.random)
