@@ -160,6 +160,35 @@ export interface UsageRow {
   duration_s: number;
 }
 
+export interface WorkerCounts {
+  prefill: number;
+  decode: number;
+}
+
+export interface PlannerDecision {
+  time: number;
+  outcome: string;
+  is_leader: boolean;
+  present: WorkerCounts;
+  replicas: WorkerCounts;
+  reason: string;
+  requests_per_s?: number;
+  predicted_requests_per_s?: number;
+  ttft_ms?: number;
+  kv_usage?: number;
+  num_running?: number;
+  num_waiting?: number;
+}
+
+export interface PlannerReport {
+  namespace: string;
+  policy: string;
+  mode: string;
+  interval_s: number;
+  decisions: PlannerDecision[];
+  what_if?: PlannerDecision[] | null;
+}
+
 export interface LogLine {
   number: number;
   at: number;

@@ -9,6 +9,7 @@ import { Chat } from "./chat";
 import { Logs } from "./logs";
 import { Metrics } from "./metrics";
 import { Models } from "./models";
+import { Planner } from "./planner";
 import { Requests } from "./requests";
 import { Topology } from "./topology";
 import { Usage } from "./usage";
@@ -32,6 +33,7 @@ const VIEWS: View[] = [
   { name: "requests", title: "Requests", question: "Where did each request go, and why?", component: Requests },
   { name: "cache", title: "KV map", question: "Which worker has which prefix?", component: Cache, forAdmins: true },
   { name: "metrics", title: "Metrics", question: "How fast is it, and how full?", component: Metrics },
+  { name: "planner", title: "Planner", question: "How many workers, and why?", component: Planner, forAdmins: true },
   { name: "models", title: "Models", question: "What is served, and with which limits?", component: Models },
   { name: "usage", title: "Usage", question: "Who used how much?", component: Usage },
   { name: "logs", title: "Logs", question: "What did the frontend report?", component: Logs, forAdmins: true },

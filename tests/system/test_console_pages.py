@@ -17,7 +17,7 @@ from waiting import PATIENT_S, eventually
 CHROMIUM = shutil.which("chromium")
 PLAYWRIGHT = importlib.util.find_spec("playwright")
 AXE = importlib.util.find_spec("axe_core_python")
-VIEWS = ("chat", "topology", "requests", "cache", "metrics", "models", "usage", "logs")
+VIEWS = ("chat", "topology", "requests", "cache", "metrics", "planner", "models", "usage", "logs")
 QUESTION = (
     "Tell me a story about a brave cat that crossed the river and met an old and friendly bear"
 )
@@ -204,3 +204,47 @@ def test_nothing_is_shown_without_a_key_and_a_key_sees_its_own(deployment, page,
     assert page.locator("tr[data-request]").count() == 1
     assert "alice" in page.locator("tr[data-request]").inner_text()
     assert page.get_by_role("link", name="Logs").count() == 0
+
+
+def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
+    frontend = deployment.frontend()
+    planner = deployment.run(
+        "dynamo.planner", "--environment", "local", "--backend", "mocker", "--model-name", MODEL,
+        "--frontend-url", frontend.url, "--planner-port", "0", "--adjustment-interval", "0.5",
+        "--max-workers", "4", "--worker-flags", "--num-gpu-blocks-override 40 --block-size 64 --tick-ms 20",
+        "--startup-time", "2",
+    )  # fmt: skip
+    frontend.others = [planner]
+    frontend.await_models([MODEL])
+    url = f"{frontend.url}/console/api/planner"
+    ask_api = lambda **query: httpx.get(url, params=query, timeout=PATIENT_S).json()["planners"]  # noqa: E731
+    with frontend.stream("Tell me a story. " * 120, max_tokens=1400, ignore_eos=True) as lines:
+        next(lines)
+        eventually(
+            lambda: ask_api()[0]["decisions"][0].get("kv_usage", 0) > 0.1, what="load in a decision"
+        )
+        show(page, frontend.url, "planner")
+        page.wait_for_selector("tr[data-decision]")
+        row = page.locator("tr[data-decision]").first
+        shown = [cell.inner_text() for cell in row.locator("td").all()]
+        decided_at = float(row.get_attribute("data-decision"))
+        decisions = ask_api()[0]["decisions"]
+        (decision,) = [each for each in decisions if each["time"] == decided_at]
+        before, after = decision["present"]["decode"], decision["replicas"]["decode"]
+
+        assert shown[1] == decision["outcome"]
+        assert shown[3] == (str(after) if before == after else f"{before} → {after}")
+        assert shown[4] == f"{decision['requests_per_s']:.2f}"
+        assert shown[5] == f"{round(decision['kv_usage'] * 100)} %"
+        assert shown[6] == decision["reason"]
+        page.get_by_label("Times the present load").fill("20")
+        page.get_by_role("button", name="Simulate").click()
+        future = page.get_by_role("region", name="Changes under 20 × the load")
+        future.locator("tr[data-decision]").first.wait_for()
+        changes = [each.inner_text() for each in future.locator("td:nth-child(4)").all()]
+
+        assert changes[0] == "1 → 2"
+        assert changes[-1].endswith("→ 4")
+        steps = ask_api(factor=20)[0]["what_if"]
+        assert {each["outcome"] for each in steps} == {"up"}
+        assert steps[-1]["replicas"] == {"prefill": 0, "decode": 4}

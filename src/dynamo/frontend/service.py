@@ -25,7 +25,7 @@ from dynamo.frontend import (
 from dynamo.frontend.admission import authentication, controller
 from dynamo.frontend.apis import operation
 from dynamo.frontend.apis.kserve import grpc_loading
-from dynamo.frontend.console import feed, recorder, views
+from dynamo.frontend.console import feed, planners, recorder, views
 from dynamo.frontend.model_registry import file_fetcher, registry
 from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
@@ -174,7 +174,12 @@ class Frontend:
                 ),
                 peers=self._peers,
                 metrics_registry=metrics_registry,
-                console=feed.Console(recorder=self._recorder, views=console_views, feed=self._feed),
+                console=feed.Console(
+                    recorder=self._recorder,
+                    views=console_views,
+                    feed=self._feed,
+                    planners=planners.Planners(runtime, self.models, settings.namespace),
+                ),
                 start_trace=self._records.enter_trace,
                 request_timeout_s=timeout_s,
             )

@@ -23,6 +23,7 @@ from dynamo.planner.traffic_source import (
     TrafficSource,
 )
 from dynamo.planner.virtual_connector import VirtualConnector
+from dynamo.protocols import instances
 from dynamo.runtime import component
 
 _PROG = "python -m dynamo.planner"
@@ -46,6 +47,7 @@ def _run() -> None:
 
 async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard.Guard) -> None:
     """Plan until SIGTERM or SIGINT; then local workers drain. Raises ConfigError."""
+    settings = component.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(settings) as runtime:
         stop = process_setup.stop_on_signals()
         clock = clocks.SystemClock()
@@ -88,6 +90,8 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
             sys.stderr.write(
                 f"{_PROG}: decisions at http://{addresses.join(settings.planner_host, port)}/planner/decisions\n"
             )
+            name = instances.EndpointName(settings.namespace, "planner", "decisions")
+            await runtime.register(name, planner.answer_report)
             await planner.run(stop)
         finally:
             await planner.close()

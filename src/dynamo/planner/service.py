@@ -1,6 +1,7 @@
 """The planner as a service: in each interval observe, decide, order, and tell.
 
-A decision is one line of the log, a change of the metrics, and an entry of `GET /planner/decisions`. Of several in
+A decision is one line of the log, a change of the metrics, an entry of `GET /planner/decisions`, and one of the report
+for consoles (`protocols.planner_report`). Of several in
 one namespace the oldest acts; the others decide as well and say that they stand by. One that takes over changes nothing
 in its first interval, and takes nothing away before it has observed a whole window; the latter holds for one that stood
 still as well. A failure of a source or of the connector costs one decision, and is told as its reason.
@@ -19,18 +20,19 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.observability import metrics as observed
-from dynamo.planner import profile_files
+from dynamo.planner import profile_files, what_if
 from dynamo.planner.auto_policy import AutoPolicy
 from dynamo.planner.config import ScalingConfig
 from dynamo.planner.connectors import Connector, WakeUpPromise
 from dynamo.planner.metrics import PlannerMetrics
-from dynamo.planner.observation import Observation, Stale
+from dynamo.planner.observation import Fresh, Observation, Stale
 from dynamo.planner.policies import LoadPolicy, Mode, Policy, SlaPolicy, Targets
 from dynamo.planner.predictive_policy import Headroom, PredictivePolicy, RequestShape, Sizing
 from dynamo.planner.predictors import make_predictor
 from dynamo.planner.scaling_pipeline import Decision, Limits, ScalingPipeline
 from dynamo.planner.traffic_source import STALE_INTERVALS, LoadSource, TrafficSource
-from dynamo.runtime import discovery
+from dynamo.protocols import planner_report
+from dynamo.runtime import discovery, requests
 from dynamo.runtime.http import exchange, server
 
 _NUM_DECISIONS = 1000  # that /planner/decisions shows
@@ -98,6 +100,7 @@ class Leadership:
 
     def __init__(self, registry: discovery.Discovery, namespace: str, instance_id: int) -> None:
         self._registry = registry
+        self.namespace = namespace
         self._prefix = f"v1/planners/{namespace}/"
         self._key = f"{self._prefix}{time.time_ns():020d}-{instance_id:x}"
 
@@ -138,7 +141,8 @@ class PlannerService:
         self._wake_up = wake_up
         self._log_file = log_file
         self._is_leader: bool | None = None  # at the last decision
-        self._decisions: deque[dict[str, object]] = deque(maxlen=_NUM_DECISIONS)
+        self._decisions: deque[planner_report.PlannerDecision] = deque(maxlen=_NUM_DECISIONS)
+        self._last: Observation | None = None  # with fresh traffic
         self._running = tasks.Tasks()
         routes = {
             ("GET", "/planner/decisions"): self._answer_decisions,
@@ -223,14 +227,9 @@ class PlannerService:
         line = decision.line if is_leader else f"standing by, another planner acts; {decision.line}"
         level = logging.DEBUG if decision.outcome == "hold" else logging.INFO
         _logger.log(level, "%s", line)
-        entry: dict[str, object] = {
-            "time": time.time(),
-            "outcome": decision.outcome,
-            "is_leader": is_leader,
-            "present": decision.present._asdict(),
-            "replicas": decision.replicas._asdict(),
-            "reason": decision.reason,
-        }
+        if isinstance(observation.traffic, Fresh):
+            self._last = observation
+        entry = _make_entry(time.time(), observation, decision, is_leader=is_leader)
         self._decisions.append(entry)
         if self._log_file is not None:
             with self._log_file.open("ab") as file:
@@ -240,5 +239,81 @@ class PlannerService:
         rows = list(self._decisions)[::-1]
         request.respond(200, msgspec.json.encode({"decisions": rows}))
 
+    def answer_report(self, call: requests.Call) -> None:
+        """Answer a `PlannerQuery` of a frontend."""
+        try:
+            query = msgspec.msgpack.decode(call.body, type=planner_report.PlannerQuery)
+        except msgspec.MsgspecError as error:
+            call.fail(errors.InvalidRequest(f"expected a query for a planner: {error}"))
+            return
+        self._running.start("report", self._report(call, query))
+
+    async def _report(self, call: requests.Call, query: planner_report.PlannerQuery) -> None:
+        rows = list(self._decisions)[: -planner_report.MOST_DECISIONS - 1 : -1]
+        what_if = None
+        if query.factor is not None and self._last is not None:
+            what_if = await asyncio.to_thread(self._simulate, self._last, query.factor)
+        call.reply(
+            planner_report.PlannerReport(
+                namespace=self._leadership.namespace,
+                policy=self._settings.policy,
+                mode=self._settings.mode,
+                interval_s=self._settings.adjustment_interval,
+                decisions=rows,
+                what_if=what_if,
+            )
+        )
+        call.finish()
+
+    def _simulate(self, last: Observation, factor: float) -> list[planner_report.PlannerDecision]:
+        """Return what the policy would do under `factor` times the last load, if the planner might act."""
+        settings = dataclasses.replace(self._settings, operation=True)
+        assert isinstance(last.traffic, Fresh)
+        interval_s = settings.adjustment_interval
+        startup_s = last.decode.startup_s or settings.startup_time
+        traffic = last.traffic.value
+        per_interval = traffic.num_requests * interval_s / last.interval_s
+        steps = what_if.simulate(
+            make_pipeline(settings),
+            last,
+            dataclasses.replace(traffic, num_requests=per_interval),
+            factor=factor,
+            interval_s=interval_s,
+            horizon_s=2 * settings.stabilization_s + 5 * startup_s,
+            startup_s=startup_s,
+        )
+        return [_make_entry(seen.at, seen, decision, is_leader=True) for seen, decision in steps]
+
     def _answer_metrics(self, request: exchange.Exchange) -> None:
         request.respond(200, self._metrics.registry.render(), content_type=observed.CONTENT_TYPE)
+
+
+def _make_entry(
+    at: float, observation: Observation, decision: Decision, *, is_leader: bool
+) -> planner_report.PlannerDecision:
+    """Return a decision as it is reported."""
+    measured: dict[str, float | None] = {}
+    if isinstance(observation.traffic, Fresh):
+        traffic = observation.traffic.value
+        measured = {
+            "requests_per_s": traffic.num_requests / observation.interval_s,
+            "isl": traffic.isl,
+            "osl": traffic.osl,
+            "ttft_ms": None if traffic.ttft_s is None else 1000 * traffic.ttft_s,
+            "itl_ms": None if traffic.itl_s is None else 1000 * traffic.itl_s,
+        }
+    prediction = decision.proposal.prediction if decision.proposal is not None else None
+    if prediction is not None:
+        measured["predicted_requests_per_s"] = prediction.requests_per_s
+    return planner_report.PlannerDecision(
+        time=at,
+        outcome=decision.outcome,
+        is_leader=is_leader,
+        present=planner_report.Workers(*decision.present),
+        replicas=planner_report.Workers(*decision.replicas),
+        reason=decision.reason,
+        kv_usage=observation.decode_load.kv_usage,
+        num_running=observation.decode_load.num_running,
+        num_waiting=observation.prefill_load.num_waiting + observation.decode_load.num_waiting,
+        **measured,
+    )

@@ -229,4 +229,5 @@ async def test_decisions_are_json_for_people(parts):
     await until(has_decided)
     assert set(json.loads(json.dumps((await decisions_of(url))[0]))) == {
         "time", "outcome", "is_leader", "present", "replicas", "reason",
+        "requests_per_s", "kv_usage", "num_running",
     }  # fmt: skip

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from dynamo.base import errors, tasks
 from dynamo.console import request_rows, topology
+from dynamo.frontend.console import planners, views
 from dynamo.frontend.console import recorder as recording
-from dynamo.frontend.console import views
 from dynamo.frontend.delivery import sse
 from dynamo.frontend.model_registry import registry
 from dynamo.runtime import events
@@ -40,6 +40,7 @@ class Console:
     recorder: recording.ConsoleRecorder
     views: views.Views
     feed: "Feed"
+    planners: planners.Planners
 
 
 class Feed:

@@ -6,8 +6,9 @@ and files are open to all, because a browser asks for them before a person can g
 
 import functools
 import importlib.resources
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import parse_qsl
 
@@ -24,15 +25,16 @@ from dynamo.frontend.apis.operation import (
     Operation,
     add_request_id,
 )
-from dynamo.frontend.console import feed, views
+from dynamo.frontend.console import feed, planners, views
 from dynamo.frontend.delivery import delivery, sse
+from dynamo.protocols import planner_report
 from dynamo.runtime.http import exchange
 
 Q = TypeVar("Q")
 API = "/console/api"
 EVENTS = f"{API}/events"
 USAGE = "/usage"
-_ADMIN_PATHS = frozenset((f"{API}/cache", f"{API}/log"))
+_ADMIN_PATHS = frozenset((f"{API}/cache", f"{API}/log", f"{API}/planner"))
 _OTHER_ERRORS = {f"{API}/requests/{ANY_ID}": (404,), EVENTS: (503,)}
 _FILES = {
     "/": ("index.html", HTML),
@@ -91,6 +93,12 @@ class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class PlannerPageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A what-if: the multiple of the last load for which each planner simulates its decisions."""
+
+    factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] | None = None
+
+
 class EventQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The views of a stream, separated by commas."""
 
@@ -119,9 +127,12 @@ class ConsoleApi:
     def make_handler(
         self, query_type: type[Q], answer: Answer, *, for_admins: bool = False
     ) -> exchange.Handler:
-        """Return a handler that decodes the query and answers what `answer` returns; None: it has answered itself."""
+        """Return a handler that decodes the query and answers what `answer` returns, or what it returns later.
 
-        def handle(client: exchange.Exchange) -> None:
+        None: it has answered itself.
+        """
+
+        def handle(client: exchange.Exchange) -> Awaitable[None] | None:
             try:
                 viewer = views.Viewer(
                     entry=self._context.admission.key_of(client),
@@ -130,10 +141,13 @@ class ConsoleApi:
                 if for_admins:
                     _check_administrator(viewer, client.request.path)
                 result = answer(client, viewer, decode_query(client.request.query, query_type))
+                if inspect.isawaitable(result):
+                    return _answer_later(client, result)
                 if result is not None:
                     client.respond(200, sse.encode(result))
             except errors.DynamoError as error:
                 delivery.respond_error(client, error, error_dialects.OPENAI)
+            return None
 
         return add_request_id(handle)
 
@@ -202,6 +216,12 @@ class ConsoleApi:
             )
         )
 
+    def show_planners(
+        self, _: exchange.Exchange, __: views.Viewer, query: PlannerPageQuery
+    ) -> Awaitable[planners.PlannerPage]:
+        """Return the reports of all planners, with a simulated future if the query asks for one."""
+        return self._console.planners.ask(planner_report.PlannerQuery(factor=query.factor))
+
     async def show_usage_of_all(self, client: exchange.Exchange) -> None:
         """Answer the usage of all processes at this port: the sums of each, added up."""
         own = self._console.recorder.usage
@@ -263,6 +283,10 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         f"{API}/cache": (
             NoQuery, api.show_cache, views.CachePage, "Which workers have the prefixes that recent prompts share"
         ),
+        f"{API}/planner": (
+            PlannerPageQuery, api.show_planners, planners.PlannerPage,
+            "The planners: load, prediction, decisions and reasons; ?factor=2 simulates twice the load",
+        ),
         f"{API}/log": (LogQuery, api.show_log, LogPage, "The last lines of this process's log"),
         EVENTS: (EventQuery, api.open_events, sse.CONTENT_TYPE, "Once a second some of these views, for ever"),
     }  # fmt: skip
@@ -299,6 +323,13 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         errors=(400, *ACCESS_ERRORS),
     )
     return (*files, *data, sums)
+
+
+async def _answer_later(client: exchange.Exchange, result: Awaitable[object]) -> None:
+    try:
+        client.respond(200, sse.encode(await result))
+    except errors.DynamoError as error:
+        delivery.respond_error(client, error, error_dialects.OPENAI)
 
 
 def answer_usage(context: ApiContext, client: exchange.Exchange) -> None:
