@@ -69,7 +69,6 @@ def test_model_type_stands_in_for_a_missing_architecture():
             {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 9},
             "num_experts_per_tok 9 is more than 8 experts",
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"num_experts": 8}, "num_experts"),
         (
             {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 1},

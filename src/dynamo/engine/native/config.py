@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.engine.native import rope
+from dynamo.engine.native import quantization, rope
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -28,7 +28,7 @@ BODIES = {
 }
 ACTIVATIONS = ("silu", "swish")
 SUPPORTED = (
-    f"supported are {', '.join(FAMILIES)} checkpoints in safetensors, not quantized, "
+    f"supported are {', '.join(FAMILIES)} checkpoints in safetensors, plain or {quantization.SUPPORTED}, "
     f"with full attention, the activation silu, and the RoPE scalings {', '.join(rope.SCALINGS)}"
 )
 
@@ -66,6 +66,7 @@ class ModelConfig:
     has_qk_norm: bool
     experts: ExpertsConfig | None = None
     dtype: str  # of the stored weights
+    gptq_zero_offset: int = 0  # to add to the zero points of quantized weights
 
 
 def read(model_path: Path) -> ModelConfig:
@@ -115,6 +116,7 @@ def parse(fields: dict[str, Any]) -> ModelConfig:
         has_qk_norm=family in ("qwen3", "qwen3_moe"),
         experts=_experts(fields) if family == "qwen3_moe" else None,
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
+        gptq_zero_offset=quantization.gptq_zero_offset(fields.get("quantization_config") or {}),
     )
     if config.num_heads % config.num_kv_heads:
         raise errors.ConfigError(
@@ -153,16 +155,18 @@ def _experts(fields: dict[str, Any]) -> ExpertsConfig:
 
 def _refuse_unsupported(fields: dict[str, Any], family: str) -> None:
     unsupported = {
-        "quantization_config": bool(fields.get("quantization_config")),
         "a mixture of experts (num_experts)": family != "qwen3_moe"
         and bool(fields.get("num_experts") or fields.get("num_local_experts")),
         "sliding-window attention": _has_sliding_window(fields),
         f"the activation {fields.get('hidden_act')}": fields.get("hidden_act", "silu")
         not in ACTIVATIONS,
     }
-    for feature, is_present in unsupported.items():
-        if is_present:
-            raise errors.ConfigError(f"{feature} is not supported; {SUPPORTED}")
+    quantized = fields.get("quantization_config") or {}
+    for feature in (
+        *(feature for feature, is_present in unsupported.items() if is_present),
+        *quantization.unsupported_features(quantized),
+    ):
+        raise errors.ConfigError(f"{feature} is not supported; {SUPPORTED}")
 
 
 def _has_sliding_window(fields: dict[str, Any]) -> bool:

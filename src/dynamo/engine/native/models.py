@@ -99,7 +99,7 @@ def _stacked(
 ) -> Linear:
     """Stack projections of the same input to one, by their names and numbers of rows."""
     return Linear(
-        [checkpoint.take(f"{prefix}.{name}.weight", num, width) for name, num in rows.items()],
+        [checkpoint.take_matrix(f"{prefix}.{name}", num, width) for name, num in rows.items()],
         [checkpoint.take(f"{prefix}.{name}.bias", num) for name, num in rows.items() if has_bias],
     )
 
@@ -190,7 +190,7 @@ class SparseMlp:
         assert config.experts is not None
         self._experts_config, hidden = config.experts, config.hidden_size
         self._router = Linear(
-            [checkpoint.take(f"{prefix}.gate.weight", config.experts.number, hidden)], []
+            [checkpoint.take_matrix(f"{prefix}.gate", config.experts.number, hidden)], []
         )
         inner = config.experts.intermediate_size
         self._experts = [
@@ -248,6 +248,7 @@ class Body:
 
     def __init__(self, config: ModelConfig, checkpoint: weights.Checkpoint) -> None:
         """Take the tensors from the checkpoint. Raises ConfigError."""
+        checkpoint.gptq_zero_offset = config.gptq_zero_offset
         self._shape = config.vocab_size, config.hidden_size
         self._embedding = checkpoint.take("model.embed_tokens.weight", *self._shape)
         self._layers = [DecoderLayer(config, checkpoint, i) for i in range(config.num_layers)]
@@ -274,7 +275,7 @@ class Decoder(Body):
             self._output = Linear([self._embedding], [])
             checkpoint.refuse_rest("lm_head.weight")
         else:
-            self._output = Linear([checkpoint.take("lm_head.weight", *self._shape)], [])
+            self._output = Linear([checkpoint.take_matrix("lm_head", *self._shape)], [])
             checkpoint.refuse_rest()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import safetensors
 import torch
 
 from dynamo.base import errors
+from dynamo.engine.native import quantization
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
@@ -28,6 +29,7 @@ class Checkpoint:
 
     def __init__(self, model_path: Path, *, dtype: torch.dtype, device: str) -> None:
         self._path, self._dtype, self._device = model_path, dtype, device
+        self.gptq_zero_offset = 0  # set by a decoder, from its configuration
         self._files = contextlib.ExitStack()
         self._file_by_tensor: dict[str, Any] = {}
         self._prefix = ""  # that the names in the files lack
@@ -64,12 +66,46 @@ class Checkpoint:
             )
         return file.get_tensor(stored_name).to(self._device, self._dtype)
 
+    def take_matrix(self, name: str, num_rows: int, width: int) -> torch.Tensor:
+        """Return the weight of a projection, expanded if it is stored quantized. Raises ConfigError."""
+        parts = self._take_quantized(name)
+        if not parts:
+            return self.take(f"{name}.weight", num_rows, width)
+        try:
+            matrix = quantization.expand(
+                parts, num_rows, width, gptq_zero_offset=self.gptq_zero_offset
+            )
+        except ValueError as error:
+            raise errors.ConfigError(f"{self._path}: the quantized {name}: {error}") from error
+        return matrix.to(self._device, self._dtype)
+
+    def _take_quantized(self, name: str) -> dict[str, torch.Tensor]:
+        """Take the tensors of a projection by their suffixes; none if it is stored as floats."""
+        parts = {s for s in quantization.SUFFIXES if f"{name}.{s}" in self._file_by_tensor}
+        if "weight_scale" in parts and "weight_packed" not in parts:
+            parts.add("weight")
+        return {
+            suffix: self._file_by_tensor.pop(f"{name}.{suffix}").get_tensor(
+                f"{name}.{suffix}".removeprefix(self._prefix)
+            )
+            for suffix in parts
+            if f"{name}.{suffix}" in self._file_by_tensor
+        }
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Tell whether a tensor is a bias without effect, as GPTQ's writers add to every projection."""
+        if not name.endswith(".bias"):
+            return False
+        return not self._file_by_tensor[name].get_tensor(name.removeprefix(self._prefix)).any()
+
     def refuse_rest(self, *ignored: str) -> None:
         """Raise ConfigError if a tensor was not taken, except derived ones and those with a prefix in `ignored`."""
         unknown = [
             name
             for name in self._file_by_tensor
-            if not name.startswith(ignored) and not _DERIVED.fullmatch(name)
+            if not name.startswith(ignored)
+            and not _DERIVED.fullmatch(name)
+            and not self._is_zero_bias(name)
         ]
         if unknown:
             raise errors.ConfigError(
