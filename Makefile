@@ -76,6 +76,10 @@ test-operator-chaos: $(VENV)/.dev  ## 200 random runs of dying operators, broken
 test-vllm-kubernetes: $(VLLM_VENV)/.vllm-$(VLLM)  ## the first article's manifests on the laptop's cluster, with real vLLM (root, kubectl; minutes)
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm/test_vllm_kubernetes.py
 
+test-dashboards: $(VENV)/.dev  ## every expression of dashboards and alerts on a real Prometheus over real processes (kubectl; a minute)
+	@tests/install_services.sh
+	@DYN_TEST_PROMETHEUS=1 $(BIN)/python -m pytest tests/system/test_prometheus_expressions.py
+
 test-clients: $(VENV)/.run  ## test with the clients of others (openai, anthropic, litellm, ollama …), in an environment of its own (2 GB)
 	@tests/clients/install.sh .venv-clients
 	@.venv-clients/bin/python -m pytest tests/clients

@@ -40,6 +40,11 @@ class OperatorMetrics:
         )
         self.total = registry.counter("reconcile_total", "looks at objects", labels)
         self.errors = registry.counter("reconcile_errors_total", "looks that failed", labels)
+        for (
+            kind
+        ) in ROOTS:  # shown as 0 before the first: a dashboard sees the difference from no operator
+            self.total.labels(kind)
+            self.errors.labels(kind)
         self.resources = registry.gauge("resources", "objects by kind", labels)
         self.is_leader = registry.gauge("is_leader", "1 while this operator acts")
 

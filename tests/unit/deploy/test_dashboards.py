@@ -11,6 +11,8 @@ import yaml
 from docs import generate
 
 from dynamo.observability import metrics
+from dynamo.operator import objects, pod_template
+from dynamo.operator.service import OperatorMetrics
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.policies import Targets
 from dynamo.worker import kv_tiers
@@ -20,11 +22,14 @@ METRICS = ROOT / "deploy/metrics"
 BOARDS = sorted((METRICS / "grafana_dashboards").glob("*.json"))
 ALERTS = yaml.safe_load((METRICS / "alerts.yml").read_text())["groups"][0]["rules"]
 NAME = re.compile(r"\b(?:dynamo|kvbm)_[a-z0-9_]+")
+DCGM = "dcgm"  # its metrics are those of NVIDIA's exporter
 
 
 def expressions():
     found = {rule["alert"]: [rule["expr"]] for rule in ALERTS}
     for board in BOARDS:
+        if board.stem == DCGM:
+            continue
         for panel in json.loads(board.read_text())["panels"]:
             key = f"{board.stem}: {panel['title']}"
             found[key] = [target["expr"] for target in panel["targets"]]
@@ -36,12 +41,12 @@ EXPRESSIONS = expressions()
 
 @pytest.fixture(scope="module")
 def exported():
-    """The names of all samples of frontend, worker and planner."""
+    """The names of all samples of frontend, worker, planner and operator."""
     worker = metrics.Registry("dynamo_component")
     kv_tiers.KvTierMonitor(None, worker)
     planner = PlannerMetrics(Targets(ttft_s=1.0, itl_s=1.0), "m").registry
     names = set(NAME.findall(generate.reference()))
-    for registry in (worker, planner):
+    for registry in (worker, planner, OperatorMetrics().registry):
         for family in registry.collectors.collect():
             suffix = "_total" if family.type == "counter" else ""
             names.add(family.name + suffix)
@@ -71,7 +76,7 @@ def test_every_alert_has_a_runbook(rule):
 def test_dashboards_have_the_names_of_the_original():
     titles = {json.loads(board.read_text())["title"] for board in BOARDS}
 
-    assert titles == {"Dynamo", "KVBM", "Disagg", "Planner", "LLM worker"}
+    assert titles == {*("Dynamo", "KVBM", "Disagg", "Planner", "LLM worker", "Operator", "DCGM")}
 
 
 def test_panels_of_a_dashboard_do_not_overlap():
@@ -82,6 +87,29 @@ def test_panels_of_a_dashboard_do_not_overlap():
         ]
 
         assert len(set(places)) == len(places)
+
+
+def test_gpu_dashboard_names_metrics_of_the_exporter_and_says_that_it_is_unrun():
+    board = json.loads((METRICS / "grafana_dashboards" / f"{DCGM}.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+
+    assert all("DCGM_FI_DEV_" in expression for expression in expressions)
+    assert "has not run" in board["description"]
+
+
+@pytest.mark.parametrize("path", sorted((METRICS / "podmonitors").glob("*.yaml")))
+def test_pod_monitor_names_a_port_and_labels_that_the_pods_have(path):
+    monitor = yaml.safe_load(path.read_text())
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    labels = monitor["spec"]["selector"]["matchLabels"]
+    if path.stem == "operator":
+        chart = (ROOT / "deploy/helm/dynamo-platform/templates/operator.yaml").read_text()
+        assert f"name: {endpoint['port']}, containerPort" in chart
+        assert "app.kubernetes.io/name: dynamo-operator" in chart
+        assert labels == {"app.kubernetes.io/name": "dynamo-operator"}
+    else:
+        assert endpoint["port"] in {port["name"] for port in pod_template.make_ports(path.stem)}
+        assert labels == {objects.TYPE_LABEL: path.stem, objects.METRICS_LABEL: "true"}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool of Prometheus")
