@@ -6,7 +6,7 @@ import openai
 import pytest
 from frontend_rig import EOS, events, outputs
 
-from dynamo.frontend.delivery import choices, streaming
+from dynamo.frontend.delivery import choices, sse, streaming
 from dynamo.protocols import generate, model_card
 
 TOOLS = [
@@ -53,6 +53,26 @@ def without_ids(calls):
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
     assert len({call["id"] for call in calls}) == len(calls)
     return [{key: value for key, value in call.items() if key != "id"} for call in calls]
+
+
+@pytest.mark.parametrize("fields", [{}, {"include_reasoning": False}, {"service_tier": "flex"}])
+async def test_chunks_from_templates_are_those_that_the_encoder_makes(parsed, fields, monkeypatch):
+    text = CALLS.replace('"x"', r'"a \" \n b"')
+    parsed.two.script = [*outputs(text, "eos", 0), *outputs(text, "eos", 1)]
+    body = {"model": "p", "tools": TOOLS, "stream": True, "n": 2} | fields
+
+    async def chunks():
+        drawn = iter(range(10**9))
+        monkeypatch.setattr(choices, "new_tool_call_id", lambda: f"call{next(drawn):05}")
+        told = [event for event in events((await parsed.chat(**body)).text) if event != "[DONE]"]
+        return [{k: v for k, v in event.items() if k not in ("id", "created")} for event in told]
+
+    found = await chunks()
+    monkeypatch.setattr(sse, "make_template", lambda *_: None)
+    expected = await chunks()
+
+    assert found == expected
+    assert len(found) == 56
 
 
 async def test_whole_answer_is_parsed(parsed):

@@ -136,9 +136,14 @@ class Choice:
         return self.text.stop_reason is not None
 
     @property
+    def has_only_pieces(self) -> bool:
+        """True if chunks carry nothing but its pieces."""
+        return self.reporter is None and self.token_ids is None
+
+    @property
     def is_plain(self) -> bool:
         """True if chunks carry nothing but its text."""
-        return self.reporter is None and self.token_ids is None
+        return self.has_only_pieces
 
     def take_token_ids(self) -> Sequence[int] | None:
         """Return the ids of the tokens since the last call; None if the client wants none."""
@@ -205,7 +210,7 @@ class ParsedChoice(Choice):
 
     @property
     def is_plain(self) -> bool:
-        return self._is_plain_now and super().is_plain
+        return self._is_plain_now and self.has_only_pieces
 
     def take_pieces(self, text: str) -> Sequence[Piece]:
         """Return all pieces since the last call, neighbours of one kind joined."""
@@ -270,8 +275,8 @@ class ParsedChoice(Choice):
             case parser.CallBegin(name):
                 self._begin_call(name, "")
             case parser.CallArguments(text):
-                part = dataclasses.replace(self._call, arguments=text, is_start=False)
-                self._pieces.append(part)
+                call = self._call
+                self._pieces.append(Call(call.number, call.id, call.name, text, is_start=False))
             case parser.CallEnd():
                 self._end_call()
 

@@ -4,6 +4,7 @@ The bytes of a chunk that carries only text are `head + JSON of the text + tail`
 encoding a chunk with a mark in the place of the text.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -135,11 +136,21 @@ def annotation(name: str, value: str) -> bytes:
     return b"event: " + name.encode() + b"\n: " + encode(value) + b"\n\n"
 
 
-def make_template(formatter: ChunkFormatter, index: int, extra: dict[str, Any]) -> Template:
-    """Return head and tail of the events of one choice; `extra` are further fields of each chunk."""
-    marked = event({**formatter.chunk(ChoicePart(index, _TEXT_MARK)), **extra})
-    head, _, tail = marked.rpartition(encode(_TEXT_MARK))
-    return Template(head, tail)
+def make_template(
+    formatter: ChunkFormatter, index: int, extra: dict[str, Any], piece: choices.Piece = ""
+) -> Template | None:
+    """Return head and tail of the events for pieces like this one of a choice; None if they do not show the text.
+
+    `extra` are further fields of each chunk.
+    """
+    marked: choices.Piece = _TEXT_MARK
+    if isinstance(piece, choices.Call):
+        marked = dataclasses.replace(piece, arguments=_TEXT_MARK)
+    elif not isinstance(piece, str):
+        marked = dataclasses.replace(piece, text=_TEXT_MARK)
+    chunk = event({**formatter.chunk(ChoicePart(index, marked)), **extra})
+    head, mark, tail = chunk.rpartition(encode(_TEXT_MARK))
+    return Template(head, tail) if mark else None
 
 
 def finish_reason(choice: choices.Choice) -> str:

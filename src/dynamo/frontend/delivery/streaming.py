@@ -9,6 +9,7 @@ from typing import Any
 from dynamo.base import errors
 from dynamo.frontend import metrics
 from dynamo.frontend.delivery import choices, delivery, sse
+from dynamo.preprocess.parsers import parser
 from dynamo.protocols import generate, kv_transfer
 from dynamo.runtime.http import exchange
 
@@ -36,6 +37,8 @@ class StreamDelivery(delivery.Delivery):
         # None until a choice has begun, and always if its chunks carry more than text
         self._templates: list[sse.Template | None] = [None] * len(self.choices)
         self._begun: set[int] = set()  # choices with a first chunk
+        # of the other pieces: by choice, kind, and the number of a call
+        self._piece_templates: dict[tuple[int, type, int], sse.Template | None] = {}
 
     def deliver(self, output: generate.Output, first: int = 0) -> None:
         number = first + output.index
@@ -86,6 +89,10 @@ class StreamDelivery(delivery.Delivery):
         is_first = choice.index not in self._begun
         if is_first:
             self._begin(choice)
+        elif choice.has_only_pieces and not self._has_continuous_usage:
+            events = b"".join([self._piece_event(choice.index, piece) for piece in pieces])
+            self._use_template(choice)
+            return events
         formatter, extra, events = self._formatter, self._extra(), b""
         for piece in pieces or ("",):
             part = sse.ChoicePart(
@@ -98,14 +105,38 @@ class StreamDelivery(delivery.Delivery):
             )
             events += sse.event({**formatter.chunk(part), **extra})
             is_first, reports = False, None
+        self._use_template(choice)
+        return events
+
+    def _use_template(self, choice: choices.Choice) -> None:
+        """Use a template for all that is to come of a choice, if its chunks differ only in their text from now on."""
         if (
             choice.is_plain
             and not choice.is_over
             and not self._has_continuous_usage
             and not self._has_metrics
-        ):  # from now on its chunks differ only in their text
-            self._templates[choice.index] = sse.make_template(formatter, choice.index, extra)
-        return events
+        ):
+            template = sse.make_template(self._formatter, choice.index, self._extra())
+            self._templates[choice.index] = template
+
+    def _piece_event(self, index: int, piece: choices.Piece) -> bytes:
+        """Return the event for a piece of a choice that has begun, by the template for pieces of its kind."""
+        number, text = 0, piece
+        if isinstance(piece, choices.Call):
+            number, text = piece.number, piece.arguments
+        elif isinstance(piece, parser.Reasoning):
+            text = piece.text
+        key = index, type(piece), number
+        template = None
+        if not isinstance(piece, choices.Call) or not piece.is_start:
+            if key not in self._piece_templates:
+                new = sse.make_template(self._formatter, index, self._extra(), piece)
+                self._piece_templates[key] = new
+            template = self._piece_templates[key]
+        if template is None:
+            chunk = self._formatter.chunk(sse.ChoicePart(index, piece))
+            return sse.event({**chunk, **self._extra()})
+        return template.head + sse.encode(text) + template.tail
 
     def _extra(self, *, is_last: bool = False) -> dict[str, Any]:
         """Return the fields of a chunk beside its choices. With include_usage, `usage` is null until the end."""

@@ -177,6 +177,8 @@ class ChainedParser:
         return self._first.is_plain and self._second.is_plain
 
     def push(self, text: str) -> Sequence[Event]:
+        if self._first.is_plain:
+            return self._second.push(text)
         return self._push_content(self._first.push(text))
 
     def finish(self) -> Sequence[Event]:
