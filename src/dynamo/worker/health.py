@@ -3,6 +3,7 @@
 GET /live       200 as long as the event loop of the process runs
 GET /health     200 once the worker serves; 503 before, while it drains, while it sleeps and after its engine died
 GET /metrics    the metrics, in Prometheus's format
+POST /engine/drain   end the process as SIGTERM does: it leaves discovery and finishes its requests
 
 Commands bring their own routes (`sleep`, `lora_adapters`) and answer through `respond`. Metrics have the names that
 NVIDIA Dynamo's dashboards use (`dynamo_component_*`).
@@ -14,6 +15,7 @@ gives up only an engine that neither answers the probe nor makes any progress.
 
 import asyncio
 import logging
+import signal
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +62,7 @@ class SystemPort:
             ("GET", "/live"): self._live,
             ("GET", "/health"): self._health,
             ("GET", "/metrics"): self._metrics,
+            ("POST", "/engine/drain"): self._drain,
             **command_routes,
         }
         self._server = server.HttpServer(
@@ -79,6 +82,10 @@ class SystemPort:
 
     def _health(self, request: exchange.Exchange) -> None:
         request.respond(200 if self._is_ready() else 503, self._status_body())
+
+    def _drain(self, request: exchange.Exchange) -> None:
+        request.respond(200, b'{"status":"draining"}')
+        signal.raise_signal(signal.SIGTERM)
 
     def _metrics(self, request: exchange.Exchange) -> None:
         request.respond(200, self._render(), content_type=metrics.CONTENT_TYPE)
