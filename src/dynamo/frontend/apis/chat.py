@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import error_dialects
+from dynamo.frontend.apis import error_dialects, request_schemas
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, HELLO, ApiContext, Operation
 from dynamo.frontend.delivery import choices, identity, sse, streaming
 from dynamo.preprocess import conversation, inputs, preprocessor
@@ -324,9 +324,6 @@ class ChatFormatter:
         return {"id": call.id, "type": "function", "function": function}
 
 
-Schema = dict[str, Any]
-
-
 async def prepare(
     preparer: preprocessor.Preprocessor,
     chat: inputs.Conversation,
@@ -347,67 +344,6 @@ API = pipeline.GenerationApi(
 )
 
 
-def _object(required: tuple[str, ...], **properties: Schema) -> Schema:
-    return {"type": "object", "required": list(required), "properties": properties}
-
-
-# Messages and tools are decoded to dictionaries and checked afterwards (`preprocess.conversation`); here as schemas.
-_ASSISTANT = "assistant"
-_OTHER_ROLES = [role for role in conversation.ROLES if role != _ASSISTANT]
-_TEXT: Schema = {"type": "string"}
-_PARTS: Schema = {
-    "type": "array",
-    "items": {
-        "anyOf": [
-            _object(("type", "text"), type={"const": "text"}, text=_TEXT),
-            _object(("type", "refusal"), type={"const": "refusal"}, refusal=_TEXT),
-        ]
-    },
-}
-_CALL = _object(
-    ("function",),
-    function=_object(("name",), name=_TEXT, arguments={"type": ["string", "object"]}),
-)
-_OTHER_KEYS: dict[str, Schema] = {
-    "tool_calls": {"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
-    "audio": {"type": "null"},
-    "function_call": {"type": "null"},
-}
-_MESSAGES = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [
-            _object(
-                ("role", "content"),
-                role={"enum": _OTHER_ROLES},
-                content={"anyOf": [_TEXT, _PARTS]},
-                **_OTHER_KEYS,
-            ),
-            _object(
-                ("role",),
-                role={"const": _ASSISTANT},
-                content={"anyOf": [_TEXT, _PARTS, {"type": "null"}]},
-                **_OTHER_KEYS,
-            ),
-        ]
-    },
-}
-_TOOL_NAME = {"type": "string", "minLength": 1, "maxLength": conversation.MAX_TOOL_NAME}
-_TOOLS = {
-    "type": "array",
-    "maxItems": inputs.MAX_TOOLS,
-    "items": {
-        "anyOf": [
-            _object(
-                ("type", kind), type={"const": kind}, **{kind: _object(("name",), name=_TOOL_NAME)}
-            )
-            for kind in ("function", "custom")
-        ]
-    },
-}
-
-
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
     return (
@@ -419,9 +355,10 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             tag="OpenAI",
             request=ChatRequest,
             request_details={
-                "messages": _MESSAGES,
-                "tools": {"anyOf": [_TOOLS, {"type": "null"}], "default": None},
+                "messages": request_schemas.MESSAGES,
+                "tools": request_schemas.or_null(request_schemas.TOOLS),
             },
+            request_rules=(request_schemas.LOGPROBS_RULE,),
             answer=ChatCompletion,
             events=ChatChunk,
             ends_with_done=True,

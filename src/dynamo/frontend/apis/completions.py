@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import error_dialects
+from dynamo.frontend.apis import error_dialects, request_schemas
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
 from dynamo.frontend.delivery import choices, identity, sse, streaming
 from dynamo.preprocess import inputs, preprocessor
@@ -258,20 +258,16 @@ API = pipeline.GenerationApi(
     stream=streaming.StreamDelivery,
     dialect=error_dialects.OPENAI,
 )
-_TEXT = {"type": "string"}
-_IDS = {
-    "type": "array",
-    "minItems": 1,
-    "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
-}
-_PROMPT = {
-    "anyOf": [
-        _TEXT,
-        _IDS,
-        {"type": "array", "minItems": 1, "items": _TEXT},
-        {"type": "array", "minItems": 1, "items": _IDS},
-    ]
-}
+
+_NO_THINKING = request_schemas.make_object(
+    (),
+    nvext={
+        "anyOf": [
+            request_schemas.NULL,
+            request_schemas.make_object((), max_thinking_tokens=request_schemas.NULL),
+        ]
+    },
+)
 
 
 def operations(context: ApiContext) -> Sequence[Operation]:
@@ -284,7 +280,8 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="Continue a text",
             tag="OpenAI",
             request=CompletionRequest,
-            request_details={"prompt": _PROMPT},
+            request_details={"prompt": request_schemas.PROMPTS},
+            request_rules=(_NO_THINKING,),
             answer=Completion,
             events=Completion,
             ends_with_done=True,

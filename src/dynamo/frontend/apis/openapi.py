@@ -48,6 +48,7 @@ Refs = Mapping[type, dict[str, Any]]
 
 def make_document(operations: Sequence[Operation], version: str) -> dict[str, Any]:
     """Return the OpenAPI document of these operations."""
+    operations = [named for each in operations for named in each.described_as or (each,)]
     refs, schemas = _make_schemas(operations)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
@@ -80,6 +81,8 @@ def _make_schemas(operations: Iterable[Operation]) -> tuple[Refs, dict[str, Any]
             continue
         schema = schemas[refs[operation.request]["$ref"].removeprefix(_SCHEMAS)]
         schema["properties"].update(operation.request_details)
+        if operation.request_rules:
+            schema["allOf"] = list(operation.request_rules)
     for schema in schemas.values():
         schema.pop("additionalProperties", None)  # what is unknown is accepted, and has no effect
     return refs, schemas

@@ -53,6 +53,7 @@ class Operation:
     request: type | None = None
     body_factor: int = 1  # its body may be larger than others by this factor
     request_details: Mapping[str, Any] = field(default_factory=dict)  # JSON schemas by field name
+    request_rules: Sequence[Mapping[str, Any]] = ()  # JSON schemas that hold between the fields
     events: type | None = None  # of the data of a streamed answer
     streams_lines: bool = False  # a streamed answer is lines, each of the type of the answer
     ends_with_done: bool = False  # the last event of a stream is [DONE]
@@ -60,6 +61,7 @@ class Operation:
     errors: Sequence[int] = ()  # statuses
     dialect: delivery.ErrorDialect = error_dialects.OPENAI
     example: Mapping[str, Any] = field(default_factory=dict)  # a body without `model`
+    described_as: Sequence["Operation"] = ()  # in its place, where one route stands for several
 
 
 class DrainState:

@@ -6,13 +6,13 @@ Each text is embedded once, on the path of requests for embeddings.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.frontend.apis import embeddings, error_dialects
+from dynamo.frontend.apis import embeddings, error_dialects, request_schemas
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
 from dynamo.runtime.http import json_body
 
@@ -174,6 +174,19 @@ def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
     return max(-1.0, min(1.0, product))  # rounding may exceed it
 
 
+_DOCUMENT = request_schemas.make_object(("text",), text=request_schemas.SOME_TEXT)
+_DETAILS: Mapping[type, Mapping[str, Any]] = {
+    ScoreRequest: {
+        "text_1": request_schemas.EMBEDDED_TEXTS,
+        "text_2": request_schemas.EMBEDDED_TEXTS,
+    },
+    RerankRequest: {
+        "query": request_schemas.SOME_TEXT,
+        "documents": request_schemas.list_of({"anyOf": [request_schemas.SOME_TEXT, _DOCUMENT]}),
+    },
+}
+
+
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
     pipeline, clock = embeddings.EmbeddingPipeline(context), clocks.SystemClock()
@@ -224,6 +237,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             ),
             tag="Texts compared",
             request=request,
+            request_details=_DETAILS[request],
             body_factor=4,
             errors=GENERATION_ERRORS,
             **fields,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
+from dynamo.frontend.apis import request_schemas
 from dynamo.frontend.apis.operation import READ_ERRORS, ApiContext, Operation
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
@@ -134,6 +135,21 @@ class Tokenization:
         )
 
 
+_TEXT_OR_CONVERSATION = {
+    "anyOf": [
+        request_schemas.make_object(
+            ("prompt",), prompt=request_schemas.TEXT, messages=request_schemas.NULL
+        ),
+        request_schemas.make_object(
+            ("messages",),
+            prompt=request_schemas.NULL,
+            messages={"type": "array"},
+            add_special_tokens={"enum": [False, None]},
+        ),
+    ]
+}
+
+
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
     tokenization = Tokenization(context.models)
@@ -145,6 +161,11 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="From text, or a conversation, to token ids",
             tag="Tokens",
             request=TokenizeRequest,
+            request_details={
+                "messages": request_schemas.or_null(request_schemas.MESSAGES),
+                "tools": request_schemas.or_null(request_schemas.TOOLS),
+            },
+            request_rules=(_TEXT_OR_CONVERSATION,),
             answer=TokenizeAnswer,
             errors=READ_ERRORS,
             example={"prompt": "Once upon a time"},

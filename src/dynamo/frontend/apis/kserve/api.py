@@ -8,6 +8,7 @@ POST  /v2/models/{name}[/versions/1]/infer       tensors as JSON; .../generate, 
 The gRPC service (`grpc_server`) answers through the same handlers.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Awaitable, Sequence
@@ -174,28 +175,52 @@ def describe_config(model: RegisteredModel) -> dict[str, Any]:
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
     handlers = KserveHandlers(context)
+    answering = Operation(
+        method="POST",
+        path=_MODELS + ANY_NAME,
+        handler=handlers.infer,
+        summary="Answer tensors",
+        tag="KServe",
+        request=request.InferBody,
+        answer=dict[str, Any],
+        errors=(*GENERATION_ERRORS, 405),
+        dialect=error_dialects.KSERVE,
+    )
+    showing = Operation(
+        method="GET",
+        path=_MODELS + ANY_NAME,
+        handler=handlers.show_model,
+        summary="A model's tensors",
+        tag="KServe",
+        answer=dict[str, Any],
+        errors=(400, *ACCESS_ERRORS, 404, 405, 503),
+        dialect=error_dialects.KSERVE,
+    )
+
+    def describe(operation: Operation, action: str, summary: str, **fields: Any) -> Operation:
+        path = f"{operation.path}/{action}"
+        return dataclasses.replace(operation, path=path, summary=summary, **fields)
+
+    text = {"request": request.GenerateBody}
     return (
-        Operation(
-            method="POST",
-            path=_MODELS + ANY_NAME,
-            handler=handlers.infer,
-            summary="Answer, where /infer or /infer_stream follows the model's name; "
-            "/generate and /generate_stream take a text_input instead of tensors",
-            tag="KServe",
-            request=request.InferBody,
-            answer=dict[str, Any],
-            errors=(*GENERATION_ERRORS, 405),
-            dialect=error_dialects.KSERVE,
+        dataclasses.replace(
+            answering,
+            described_as=(
+                describe(answering, "infer", "Answer tensors"),
+                describe(answering, "infer_stream", "Answer tensors by a stream of events"),
+                describe(answering, "generate", "Answer a text", **text),
+                describe(
+                    answering, "generate_stream", "Answer a text by a stream of events", **text
+                ),
+            ),
         ),
-        Operation(
-            method="GET",
-            path=_MODELS + ANY_NAME,
-            handler=handlers.show_model,
-            summary="A model's tensors; /config or /ready may follow its name",
-            tag="KServe",
-            answer=dict[str, Any],
-            errors=(400, *ACCESS_ERRORS, 404, 405, 503),
-            dialect=error_dialects.KSERVE,
+        dataclasses.replace(
+            showing,
+            described_as=(
+                showing,
+                describe(showing, "config", "A model's configuration"),
+                describe(showing, "ready", "200 if the model is ready, else 503"),
+            ),
         ),
         Operation(
             method="GET",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import chat, error_dialects
+from dynamo.frontend.apis import chat, error_dialects, request_schemas
 from dynamo.frontend.apis.messages import answer, request
 from dynamo.frontend.apis.operation import (
     GENERATION_ERRORS,
@@ -18,6 +18,20 @@ from dynamo.frontend.delivery import streaming
 
 PATH = "/v1/messages"
 _TURNS = {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/Turn"}}
+_FORCED_TOOL = request_schemas.make_object(
+    (),
+    tool_choice={
+        "anyOf": [
+            request_schemas.NULL,
+            request_schemas.make_object(
+                ("type", "name"), type={"const": "tool"}, name=request_schemas.TEXT
+            ),
+            request_schemas.make_object(
+                ("type",), type={"enum": ["auto", "any", "none"]}, name=request_schemas.NULL
+            ),
+        ]
+    },
+)
 
 
 class MessageTokens(msgspec.Struct, frozen=True):
@@ -51,7 +65,8 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="Answer a conversation, as Anthropic's messages do",
             tag="Anthropic",
             request=request.MessageRequest,
-            request_details={"messages": _TURNS},
+            request_details={"messages": _TURNS, "thread": request_schemas.NULL},
+            request_rules=(_FORCED_TOOL,),
             answer=answer.MessageAnswer,
             events=answer.MessageEvent,
             errors=(*GENERATION_ERRORS, 529),
@@ -66,6 +81,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             tag="Anthropic",
             request=request.MessageCountRequest,
             request_details={"messages": _TURNS},
+            request_rules=(_FORCED_TOOL,),
             answer=MessageTokens,
             errors=READ_ERRORS,
             dialect=error_dialects.ANTHROPIC,

@@ -13,7 +13,7 @@ import xxhash
 
 from dynamo.base import distribution, errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import chat, embeddings, error_dialects
+from dynamo.frontend.apis import chat, embeddings, error_dialects, request_schemas
 from dynamo.frontend.apis.ollama import answer, request
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
@@ -198,6 +198,10 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             handler=handlers.generate(request.decode_chat, "ollama_chat"),
             summary="Answer a conversation, as Ollama does",
             request=request.OllamaChatRequest,
+            request_details={
+                "messages": request_schemas.or_null(request_schemas.MESSAGES),
+                "tools": request_schemas.or_null(request_schemas.TOOLS),
+            },
             answer=answer.OllamaChatAnswer,
             streams_lines=True,
             errors=GENERATION_ERRORS,
@@ -220,6 +224,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             handler=handlers.embed,
             summary="Vectors of texts, as Ollama gives them",
             request=request.OllamaEmbedRequest,
+            request_details={"input": request_schemas.EMBEDDED_TEXTS},
             answer=OllamaEmbeddings,
             errors=GENERATION_ERRORS,
             example={"input": ["A cat sat on a mat."]},
@@ -246,6 +251,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             handler=add_request_id(handlers.show_model),
             summary="What is known of a model, as Ollama shows it",
             request=request.OllamaModelRequest,
+            request_rules=(_NAMED,),
             answer=OllamaModelFacts,
             errors=READ_ERRORS,
         ),
@@ -260,6 +266,14 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             errors=ACCESS_ERRORS,
         ),
     )
+
+
+_NAMED = {
+    "anyOf": [
+        request_schemas.make_object((name,), **{name: request_schemas.SOME_TEXT})
+        for name in ("model", "name")
+    ]
+}
 
 
 def _is_empty(client: exchange.Exchange) -> bool:

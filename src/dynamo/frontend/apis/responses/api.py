@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import chat, error_dialects
+from dynamo.frontend.apis import chat, error_dialects, request_schemas
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_ID,
@@ -202,6 +202,28 @@ class Responses:
         self._store.put(response["id"], stored)
 
 
+_TOOL_CHOICE = request_schemas.make_object(
+    (),
+    tool_choice={
+        "anyOf": [
+            request_schemas.NULL,
+            request_schemas.TEXT,
+            request_schemas.make_object(
+                ("type", "name"),
+                type={"enum": ["function", "custom"]},
+                name=request_schemas.SOME_TEXT,
+            ),
+            request_schemas.make_object(
+                ("type", "mode", "tools"),
+                type={"const": "allowed_tools"},
+                mode=request_schemas.TEXT,
+                tools={"type": "array"},
+            ),
+        ]
+    },
+)
+
+
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
     responses = Responses(context)
@@ -214,6 +236,8 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="Answer, and store the answer so that a request can continue it",
             tag="OpenAI",
             request=request.ResponsesRequest,
+            request_details={"background": {"enum": [False, None]}},
+            request_rules=(_TOOL_CHOICE,),
             answer=answer.Response,
             events=answer.ResponseEvent,
             errors=GENERATION_ERRORS,
@@ -271,6 +295,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="Count the tokens of such a request",
             tag="OpenAI",
             request=request.ResponseCountRequest,
+            request_rules=(_TOOL_CHOICE,),
             answer=ResponseTokens,
             errors=READ_ERRORS,
             example={"input": "Who are you?"},
