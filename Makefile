@@ -66,8 +66,8 @@ test-build: $(VENV)/.run wheel  ## dynamo build, its archive served in an empty 
 	@tests/build_and_serve.sh dist/*.whl $(BIN)/python
 
 # pytest is told not to look for what others forget to close: vLLM leaves sockets to the garbage collector.
-test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (4 GB; VLLM=0.28.0 for the oldest)
-	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm \
+test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (8 GB; VLLM=0.28.0 for the oldest)
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile -p no:unraisableexception tests/with_vllm \
 	  --ignore tests/with_vllm/test_vllm_kubernetes.py
 
 test-kubernetes: $(VENV)/.dev  ## the original's example deployments and the profiler on the laptop's cluster (root, kubectl; minutes)
@@ -228,7 +228,7 @@ $(VLLM_VENV)/.vllm-$(VLLM): pyproject.toml constraints.txt
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[kube]' \
-	  pytest pytest-asyncio pytest-timeout hypothesis httpx safetensors
+	  pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis httpx safetensors
 	@rm -f $(VLLM_VENV)/.vllm-* && touch $@
 
 $(VENV)/bin/python:

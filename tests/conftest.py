@@ -5,6 +5,7 @@ of the system for every request that is made without a client, 44 ms of processo
 """
 
 import functools
+import os
 
 import hypothesis
 import pytest
@@ -18,3 +19,31 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 default.create_ssl_context = functools.cache(default.create_ssl_context)
+
+# Under `make coverage`, the processes of these modules count; tracing makes each process half as expensive again.
+_TRACED = {
+    "test_dynamo_run",
+    "test_dynamo_serve",
+    "test_endpoint_picker",
+    "test_http_worker_processes",
+    "test_kube_cluster",
+    "test_kubernetes_articles",
+    "test_kubernetes_updates",
+    "test_operator_process",
+    "test_planner",
+    "test_profiler",
+    "test_sdk_graphs",
+    "test_semantic_gateway",
+    "test_worker_commands",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def traced_processes(request):
+    settings = os.environ.get("COVERAGE_PROCESS_CONFIG")
+    if settings is None or request.module.__name__.rpartition(".")[2] in _TRACED:
+        yield
+        return
+    del os.environ["COVERAGE_PROCESS_CONFIG"]
+    yield
+    os.environ["COVERAGE_PROCESS_CONFIG"] = settings

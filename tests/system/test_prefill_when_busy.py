@@ -45,5 +45,5 @@ def test_prompt_stays_local_while_the_prefill_worker_is_busy(deployment):
     third = frontend.chat("And a last one", max_tokens=2)
 
     assert (second.status_code, third.status_code) == (200, 200)
-    assert (still_there, while_busy["local"]) == (1, 1)
+    assert (still_there, while_busy["local"]) == (1, 1), frontend.log.read_text()
     assert routed(frontend) == while_busy | {"remote": 1}

@@ -20,7 +20,7 @@ from waiting import PATIENT_S
 
 DEVICE, HOST, DISK, REMOTE = kv_events.TIERS
 PROMPTS = [text(7, 24) + text(100 + n, 20) for n in range(32)]
-FREE_S, ANSWER = 10, 8
+FREE_S, ANSWER = 10, 16
 
 
 @pytest.fixture(scope="module")
