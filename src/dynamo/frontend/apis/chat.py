@@ -358,7 +358,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
                 "messages": request_schemas.MESSAGES,
                 "tools": request_schemas.or_null(request_schemas.TOOLS),
             },
-            request_rules=(request_schemas.LOGPROBS_RULE,),
+            request_rules=(request_schemas.LOGPROBS_RULE, request_schemas.FORMAT_RULE),
             answer=ChatCompletion,
             events=ChatChunk,
             ends_with_done=True,

@@ -48,7 +48,6 @@ Refs = Mapping[type, dict[str, Any]]
 
 def make_document(operations: Sequence[Operation], version: str) -> dict[str, Any]:
     """Return the OpenAPI document of these operations."""
-    operations = [named for each in operations for named in each.described_as or (each,)]
     refs, schemas = _make_schemas(operations)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:

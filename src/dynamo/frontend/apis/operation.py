@@ -61,7 +61,6 @@ class Operation:
     errors: Sequence[int] = ()  # statuses
     dialect: delivery.ErrorDialect = error_dialects.OPENAI
     example: Mapping[str, Any] = field(default_factory=dict)  # a body without `model`
-    described_as: Sequence["Operation"] = ()  # in its place, where one route stands for several
 
 
 class DrainState:

@@ -97,3 +97,16 @@ LOGPROBS_RULE: Schema = {
         make_object(("logprobs",), logprobs={"const": True}),
     ]
 }
+_JSON_SCHEMA = "json_schema"
+FORMAT_RULE = make_object(
+    (),
+    response_format={
+        "anyOf": [
+            NULL,
+            make_object(("type",), type={"enum": ["text", "json_object"]}, json_schema=NULL),
+            make_object(
+                ("type", _JSON_SCHEMA), type={"const": _JSON_SCHEMA}, json_schema={"type": "object"}
+            ),
+        ]
+    },
+)

@@ -8,7 +8,6 @@ POST  /v2/models/{name}[/versions/1]/infer       tensors as JSON; .../generate, 
 The gRPC service (`grpc_server`) answers through the same handlers.
 """
 
-import dataclasses
 import functools
 import re
 from collections.abc import Awaitable, Sequence
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dynamo.base import distribution, errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import completions, error_dialects
+from dynamo.frontend.apis import completions, error_dialects, request_schemas
 from dynamo.frontend.apis.kserve import answer, request
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
@@ -32,11 +31,11 @@ from dynamo.runtime.http import exchange
 PREFIX = "/v2"
 EXTENSIONS = ["generate", "model_configuration", "binary_tensor_data"]
 _MODELS = "/v2/models/"
+_MODEL = _MODELS + ANY_NAME
 _TARGET = re.compile(
     r"(?P<model>.+?)(/versions/(?P<version>[^/]+))?"
     r"(/(?P<action>ready|config|infer|infer_stream|generate|generate_stream))?"
 )
-_POST_ACTIONS = ("infer", "infer_stream", "generate", "generate_stream")
 _JSON_LENGTH = "inference-header-content-length"  # where raw tensors follow the JSON
 InferApi = pipeline.GenerationApi[request.InferRequest, answer.GenerateFormatter]
 
@@ -86,14 +85,9 @@ class KserveHandlers:
             case "ready":
                 body = {"name": model.name, "ready": model.is_ready}
                 _respond(client, body, 200 if model.is_ready else 503)
-            case _:
-                _refuse(client, 405, f"{client.request.path} takes POST, not GET")
 
     def infer(self, client: exchange.Exchange) -> Awaitable[None] | None:
         target = parse_target(client.request.path)
-        if target.action not in _POST_ACTIONS:
-            _refuse(client, 405, f"{client.request.path} takes GET, not POST")
-            return None
         header = client.request.headers.get(_JSON_LENGTH, "")
         is_binary = bool(header) and target.action.startswith("infer")
         if not self._context.accept(client, error_dialects.KSERVE, is_binary=is_binary):
@@ -172,84 +166,98 @@ def describe_config(model: RegisteredModel) -> dict[str, Any]:
     }
 
 
+def _describe_tensor(name: str, datatype: str, element: request_schemas.Schema) -> Any:
+    return request_schemas.make_object(
+        ("name", "datatype", "shape", "data"),
+        name={"const": name},
+        datatype={"const": datatype},
+        shape={"type": "array", "items": {"const": 1}},
+        data={
+            "anyOf": [element, {"type": "array", "minItems": 1, "maxItems": 1, "items": element}]
+        },
+    )
+
+
+_PROMPT = _describe_tensor(request.TEXT_INPUT, "BYTES", request_schemas.SOME_TEXT)
+_STREAM = _describe_tensor(request.STREAMING, "BOOL", {"const": False})
+_INPUTS = {"type": "array", "minItems": 1, "maxItems": 2, "prefixItems": [_PROMPT, _STREAM]}
+
+
+_OUTPUT = request_schemas.make_object(
+    ("name",), name={"enum": [request.TEXT_OUTPUT, request.FINISH_REASON]}
+)
+_OUTPUTS = request_schemas.or_null({"type": "array", "items": _OUTPUT})
+_TEXT_DETAILS = {
+    "text_input": request_schemas.SOME_TEXT,
+    "stream": {"enum": [False, None]},
+    "parameters": request_schemas.or_null({"type": "object"}),
+}
+
+
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
     handlers = KserveHandlers(context)
-    answering = Operation(
+    describe = functools.partial(Operation, tag="KServe", dialect=error_dialects.KSERVE)
+    answer_tensors = functools.partial(
+        describe,
         method="POST",
-        path=_MODELS + ANY_NAME,
         handler=handlers.infer,
-        summary="Answer tensors",
-        tag="KServe",
+        answer=dict[str, Any],
         request=request.InferBody,
-        answer=dict[str, Any],
-        errors=(*GENERATION_ERRORS, 405),
-        dialect=error_dialects.KSERVE,
+        request_details={"inputs": _INPUTS, "outputs": _OUTPUTS},
+        errors=GENERATION_ERRORS,
     )
-    showing = Operation(
+    answer_text = functools.partial(
+        answer_tensors,
+        request=request.GenerateBody,
+        request_details=_TEXT_DETAILS,
+        example={"text_input": "Once upon a time", "parameters": {"max_tokens": 60}},
+    )
+    show_model = functools.partial(
+        describe,
         method="GET",
-        path=_MODELS + ANY_NAME,
         handler=handlers.show_model,
-        summary="A model's tensors",
-        tag="KServe",
         answer=dict[str, Any],
-        errors=(400, *ACCESS_ERRORS, 404, 405, 503),
-        dialect=error_dialects.KSERVE,
+        errors=(400, *ACCESS_ERRORS, 404, 503),
     )
-
-    def describe(operation: Operation, action: str, summary: str, **fields: Any) -> Operation:
-        path = f"{operation.path}/{action}"
-        return dataclasses.replace(operation, path=path, summary=summary, **fields)
-
-    text = {"request": request.GenerateBody}
     return (
-        dataclasses.replace(
-            answering,
-            described_as=(
-                describe(answering, "infer", "Answer tensors"),
-                describe(answering, "infer_stream", "Answer tensors by a stream of events"),
-                describe(answering, "generate", "Answer a text", **text),
-                describe(
-                    answering, "generate_stream", "Answer a text by a stream of events", **text
-                ),
-            ),
+        answer_tensors(path=_MODEL + "/infer", summary="Answer a text in a tensor"),
+        answer_tensors(
+            path=_MODEL + "/infer_stream", summary="Stream such an answer", events=dict[str, Any]
         ),
-        dataclasses.replace(
-            showing,
-            described_as=(
-                showing,
-                describe(showing, "config", "A model's configuration"),
-                describe(showing, "ready", "200 if the model is ready, else 503"),
-            ),
+        answer_text(path=_MODEL + "/generate", summary="Answer a text"),
+        answer_text(
+            path=_MODEL + "/generate_stream",
+            summary="Stream such an answer",
+            events=dict[str, Any],
+            request=request.StreamedGenerateBody,
+            request_details={**_TEXT_DETAILS, "stream": {"enum": [True, None]}},
         ),
-        Operation(
+        show_model(path=_MODEL, summary="A model's tensors"),
+        show_model(path=_MODEL + "/config", summary="A model's configuration"),
+        show_model(path=_MODEL + "/ready", summary="200 if the model is ready, else 503"),
+        describe(
             method="GET",
             path=PREFIX,
             handler=lambda client: _respond(client, describe_server()),
             summary="Name and version of this server",
-            tag="KServe",
             answer=dict[str, Any],
             errors=ACCESS_ERRORS,
-            dialect=error_dialects.KSERVE,
         ),
-        Operation(
+        describe(
             method="GET",
             path="/v2/health/live",
             handler=lambda client: _respond(client, {"live": True}),
             summary="200 as long as the process runs",
-            tag="KServe",
             answer=dict[str, Any],
-            dialect=error_dialects.KSERVE,
         ),
-        Operation(
+        describe(
             method="GET",
             path="/v2/health/ready",
             handler=handlers.show_readiness,
             summary="200 if a model is ready, else 503",
-            tag="KServe",
             answer=dict[str, Any],
             other_answers={503: dict[str, Any]},
-            dialect=error_dialects.KSERVE,
         ),
     )
 

@@ -72,12 +72,16 @@ class InferBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v2/models/{name}/generate` and `generate_stream`."""
+    """The body of `POST /v2/models/{name}/generate`."""
 
     text_input: str
     id: str | None = None
     parameters: dict[str, Any] | None = None
     stream: bool | None = None
+
+
+class StreamedGenerateBody(GenerateBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The same for `generate_stream`, where `stream` may be true instead of false."""
 
 
 _infer_decoder = json_body.RequestDecoder(InferBody)
