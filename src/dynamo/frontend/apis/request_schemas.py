@@ -53,25 +53,26 @@ _CALL = make_object(
     ("function",),
     function=make_object(("name",), name=TEXT, arguments={"type": ["string", "object"]}),
 )
-_OTHER_KEYS: dict[str, Schema] = {
+OTHER_KEYS: dict[str, Schema] = {
     "tool_calls": {"anyOf": [{"type": "array", "items": _CALL}, NULL]},
     "audio": NULL,
     "function_call": NULL,
 }
+CONTENT: Schema = {"anyOf": [TEXT, _PARTS]}
 MESSAGES = list_of(
     {
         "anyOf": [
             make_object(
                 ("role", "content"),
                 role={"enum": _OTHER_ROLES},
-                content={"anyOf": [TEXT, _PARTS]},
-                **_OTHER_KEYS,
+                content=CONTENT,
+                **OTHER_KEYS,
             ),
             make_object(
                 ("role",),
                 role={"const": _ASSISTANT},
                 content={"anyOf": [TEXT, _PARTS, NULL]},
-                **_OTHER_KEYS,
+                **OTHER_KEYS,
             ),
         ]
     }

@@ -44,10 +44,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise errors.InvalidRequest(
                 f"prompt: expected either prompt or messages, got {got}", param="prompt"
             )
+        conversation.check_tools(self.tools or [])
         if self.messages is None:
             return
         conversation.check_messages(self.messages)
-        conversation.check_tools(self.tools or [])
         if self.add_special_tokens:
             raise errors.InvalidRequest(
                 "add_special_tokens: a conversation gets them from the model's template; "

@@ -26,6 +26,7 @@ from dynamo.frontend.apis.operation import (
 )
 from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
+from dynamo.preprocess import conversation
 from dynamo.runtime.http import exchange
 
 _NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
@@ -199,7 +200,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="Answer a conversation, as Ollama does",
             request=request.OllamaChatRequest,
             request_details={
-                "messages": request_schemas.or_null(request_schemas.MESSAGES),
+                "messages": request_schemas.or_null(_MESSAGES),
                 "tools": request_schemas.or_null(request_schemas.TOOLS),
             },
             answer=answer.OllamaChatAnswer,
@@ -268,6 +269,15 @@ def operations(context: ApiContext) -> Sequence[Operation]:
     )
 
 
+_MESSAGES = {
+    "type": "array",
+    "items": request_schemas.make_object(
+        ("role",),
+        role={"enum": list(conversation.ROLES)},
+        content={"anyOf": [request_schemas.CONTENT, request_schemas.NULL]},
+        **request_schemas.OTHER_KEYS,
+    ),
+}
 _NAMED = {
     "anyOf": [
         request_schemas.make_object((name,), **{name: request_schemas.SOME_TEXT})

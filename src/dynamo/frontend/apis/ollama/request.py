@@ -200,6 +200,8 @@ def decode_embed(body: bytes) -> embeddings.TextEmbeddingRequest:
 def _checked(turn: OllamaConversation) -> OllamaConversation:
     if turn.messages:
         turn.check()
+    else:
+        conversation.check_tools(turn.tools or [])
     return turn
 
 
