@@ -15,7 +15,7 @@ MAX_DAYS = 400
 _DAY_S = 86_400
 
 
-class UsageCounts(msgspec.Struct, kw_only=True):
+class UsageCounts(msgspec.Struct, kw_only=True, gc=False):
     """The sums of one row. `duration_s`: of the requests, from arrival to end."""
 
     num_requests: int = 0
@@ -26,7 +26,7 @@ class UsageCounts(msgspec.Struct, kw_only=True):
     duration_s: float = 0.0
 
 
-class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row. `day`: UTC, as 2026-11-23; `key` and `tenant` are empty where no API keys are used."""
 
     day: str
@@ -63,10 +63,13 @@ class UsageTable:
 
     def rows(self, matches: Callable[[UsageRow], bool] = lambda row: True) -> Sequence[UsageRow]:
         """Return the matching rows, the latest day first."""
+        names = {day: day_name(day) for day in self._num_rows_by_day}
         rows = (
             UsageRow(
-                day=day_name(day), key=key, tenant=tenant, model=model, api=api,
-                **msgspec.structs.asdict(counts),
+                day=names[day], key=key, tenant=tenant, model=model, api=api,
+                num_requests=counts.num_requests, num_errors=counts.num_errors,
+                prompt_tokens=counts.prompt_tokens, cached_tokens=counts.cached_tokens,
+                output_tokens=counts.output_tokens, duration_s=counts.duration_s,
             )
             for (day, key, tenant, model, api), counts in sorted(self._counts.items(), reverse=True)
         )  # fmt: skip
@@ -111,8 +114,6 @@ def to_csv(rows: Iterable[UsageRow]) -> str:
     writer.writerow(UsageRow.__struct_fields__)
     for row in rows:
         values = msgspec.structs.astuple(row)
-        writer.writerow(
-            "'" + value if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
-            for value in values
-        )
+        texts = ["'" + text if text[:1] in ("=", "+", "-", "@") else text for text in values[:5]]
+        writer.writerow((*texts, *values[5:]))
     return output.getvalue()
