@@ -333,3 +333,54 @@ def test_the_status_of_a_pod_tells_why_it_does_not_run(node):
     assert crashed.returncode == 0, crashed.stderr
     assert unschedulable == "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
     assert log == "bye\n"
+
+
+BUSY = """
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: busy}
+spec:
+  selector: {matchLabels: {app: busy}}
+  template:
+    metadata: {labels: {app: busy}}
+    spec:
+      terminationGracePeriodSeconds: 1
+      containers:
+      - name: main
+        image: python:3.11
+        command: [sh, -c, 'while [ ! -e $0 ]; do :; done; exec sleep infinity', IDLE]
+        resources: {requests: {cpu: 50m}}
+---
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata: {name: busy}
+spec:
+  scaleTargetRef: {apiVersion: apps/v1, kind: Deployment, name: busy}
+  maxReplicas: 2
+  metrics: [{type: Resource, resource: {name: cpu, target: {type: Utilization, averageUtilization: 50}}}]
+  behavior: {scaleDown: {stabilizationWindowSeconds: 0}}
+"""
+
+
+def test_autoscaler_follows_the_cpu_of_the_pods_processes(node, tmp_path):
+    idle = tmp_path / "idle"
+    node.kubectl("apply", "-f", "-", stdin=BUSY.replace("IDLE", str(idle)))
+    grown = node.kubectl(
+        "wait", "--for=jsonpath={.spec.replicas}=2", "deployment/busy", "--timeout=60s"
+    )
+    usage = node.kubectl("top", "pods", "-l", "app=busy", "--no-headers").stdout.split()
+    shown = node.kubectl("get", "hpa", "busy", "--no-headers").stdout
+    idle.touch()
+    shrunk = node.kubectl(
+        "wait", "--for=jsonpath={.spec.replicas}=1", "deployment/busy", "--timeout=60s"
+    )
+    events = node.kubectl("get", "events", "--field-selector", "reason=SuccessfulRescale").stdout
+    node.kubectl("delete", "hpa/busy", "deployment/busy")
+
+    assert grown.returncode == 0, grown.stderr
+    assert shrunk.returncode == 0, shrunk.stderr
+    assert re.match(r"busy-\S+", usage[0])
+    assert int(usage[1].removesuffix("m")) > 25
+    assert re.match(r"busy +Deployment/busy +cpu: [1-9]\d*%/50% +1 +2 ", shown)
+    assert "New size: 2; reason: usage of resources is above its target" in events
+    assert "New size: 1; reason: usage of resources is below its target" in events

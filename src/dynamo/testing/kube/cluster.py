@@ -15,6 +15,7 @@ from dynamo.launch import guard
 from dynamo.testing.kube import (
     access,
     api,
+    autoscaling,
     definitions,
     garbage,
     http_front,
@@ -151,6 +152,9 @@ async def run_cluster(
                 queue.register(node)
                 queue.register(node.names)
                 front.pod_handler = node.serve_pod
+                metrics = autoscaling.PodMetrics(served, node.processes_of, clocks.SystemClock())
+                queue.register(autoscaling.Autoscalers(served, metrics, clocks.SystemClock()))
+                front.pod_metrics = metrics
             yield running_cluster
         finally:
             queue.close()

@@ -11,6 +11,7 @@ from dynamo.runtime.http import exchange as exchanges
 from dynamo.runtime.http import parser, server
 from dynamo.testing.kube import (
     api,
+    autoscaling,
     calls,
     discovery,
     failures,
@@ -50,6 +51,7 @@ class HttpFront:
         self.api = served
         self._authority = authority
         self.pod_handler: PodHandler | None = None
+        self.pod_metrics: autoscaling.PodMetrics | None = None
         self.host = ""
         limits = parser.HttpLimits(body_bytes=MAX_BODY_BYTES, write_buffer_bytes=64 * 2**20)
         self._server = server.HttpServer(
@@ -131,6 +133,8 @@ class HttpFront:
         )
         if resource.warning:
             call.warnings.append(resource.warning)
+        if self.pod_metrics is not None and group == autoscaling.GROUP:
+            await self.pod_metrics.refresh()
         await self._dispatch(call, resource, is_old_watch=is_old_watch)
         return True
 
@@ -331,14 +335,16 @@ class HttpFront:
             call.respond(200, current)
             return
         replicas = (body.get("spec") or {}).get("replicas", 0)
-        patch: Any = replicas
-        for name in reversed(paths.spec.strip(".").split(".")):
-            patch = {name: patch}
         version = (body.get("metadata") or {}).get("resourceVersion")
         if version and version != current["metadata"]["resourceVersion"]:
             raise failures.conflict(resource, call.name)
         changed, _ = await self.api.patch(
-            resource, call.namespace, call.name, api.MERGE_PATCH, patch, call.write_options()
+            resource,
+            call.namespace,
+            call.name,
+            api.MERGE_PATCH,
+            paths.change(replicas),
+            call.write_options(),
         )
         call.respond(200, tables.scale_of(changed, paths))
 

@@ -223,6 +223,11 @@ class Kubelet:
 
     # What the API server asks of it.
 
+    def processes_of(self, pod: Object) -> dict[str, int]:
+        """Return the first process of each running container of a pod."""
+        runner = self._runners.get(pod["metadata"]["uid"])
+        return runner.processes() if runner is not None else {}
+
     async def serve_pod(self, call: "calls.ApiCall", pod: Object, subresource: str) -> bool:
         """Answer a request for a pod's subresource; return False for one that is not served."""
         runner = self._runners.get(pod["metadata"]["uid"])

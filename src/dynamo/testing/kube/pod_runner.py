@@ -365,6 +365,11 @@ class PodRunner:
             process_group=0,
         )
 
+    def processes(self) -> dict[str, int]:
+        """Return the first process of each running container."""
+        names = [state.spec["name"] for state in self.states]
+        return {name: self._children[name].pid for name in names if name in self._children}
+
     async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to a port of the pod, as from inside. Raises OSError."""
         pid = self._sandbox.pid if self._sandbox is not None else 0

@@ -65,6 +65,13 @@ class ScalePaths:
     status: str = ".status.replicas"
     selector: str = ""
 
+    def change(self, replicas: int) -> Any:
+        """Return the merge patch that sets the replicas."""
+        patch: Any = replicas
+        for name in reversed(self.spec.strip(".").split(".")):
+            patch = {name: patch}
+        return patch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiResource:

@@ -301,6 +301,26 @@ def _joined(field: str, path: str) -> Reader:
     return read
 
 
+def _reference(item: Object, spec: Object, status: Object) -> str:
+    return f"{spec['scaleTargetRef']['kind']}/{spec['scaleTargetRef']['name']}"
+
+
+def _targets(item: Object, spec: Object, status: Object) -> str:
+    current = {
+        metric["resource"]["name"]: metric["resource"]["current"]
+        for metric in status.get("currentMetrics") or ()
+    }
+    parts = []
+    for metric in spec.get("metrics") or ():
+        if metric["type"] == "Resource":
+            name, target = metric["resource"]["name"], metric["resource"]["target"]
+            field = f"average{target['type'].removeprefix('Average')}"
+            unit = "%" if target["type"] == "Utilization" else ""
+            value = f"{current[name][field]}{unit}" if name in current else "<unknown>"
+            parts.append(f"{name}: {value}/{target[field]}{unit}")
+    return ", ".join(parts) or "<none>"
+
+
 def _last_seen(item: Object, spec: Object, status: Object) -> str:
     created = item["metadata"]["creationTimestamp"]
     return age(item.get("lastTimestamp") or item.get("eventTime") or created)
@@ -341,8 +361,8 @@ _CELLS: dict[tuple[str, str], Reader | str] = {  # a path stands for the value t
     ("persistentvolumeclaims", "Capacity"): ".status.capacity.storage",
     ("persistentvolumeclaims", "Access_Modes"): ".spec.accessModes[0]",
     ("persistentvolumeclaims", "StorageClass"): ".spec.storageClassName",
-    ("horizontalpodautoscalers", "Reference"): ".spec.scaleTargetRef.name",
-    ("horizontalpodautoscalers", "Targets"): lambda item, spec, status: "<unknown>",
+    ("horizontalpodautoscalers", "Reference"): _reference,
+    ("horizontalpodautoscalers", "Targets"): _targets,
     ("horizontalpodautoscalers", "MinPods"): ".spec.minReplicas",
     ("horizontalpodautoscalers", "MaxPods"): ".spec.maxReplicas",
     ("horizontalpodautoscalers", "Replicas"): ".status.currentReplicas",

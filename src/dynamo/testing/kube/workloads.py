@@ -26,14 +26,15 @@ class Workload(abc.ABC):
     plural = ""
     dependents = "pods"
     group = "apps"
+    version = "v1"
 
     def __init__(self, served: "api.Api") -> None:
         self.api = served
-        self.resource = self._find(self.group, self.plural)
+        self.resource = self._find(self.group, self.plural, self.version)
         self.pods = self._find("", "pods")
 
-    def _find(self, group: str, plural: str) -> "resources.ApiResource":
-        findings = self.api.registry.find(group, "v1", plural)
+    def _find(self, group: str, plural: str, version: str = "v1") -> "resources.ApiResource":
+        findings = self.api.registry.find(group, version, plural)
         assert findings is not None
         return findings
 
@@ -124,7 +125,8 @@ def owner_reference(item: Object) -> Object:
             "controller": True, "blockOwnerDeletion": True}  # fmt: skip
 
 
-def _live(findings: list[Object]) -> list[Object]:
+def live_pods(findings: list[Object]) -> list[Object]:
+    """Return the pods that neither have ended nor are being deleted."""
     return [
         pod
         for pod in findings
@@ -139,7 +141,7 @@ class ReplicaSets(Workload):
     plural = "replicasets"
 
     async def step(self, item: Object) -> float | None:
-        live, replicas = _live(self.owned(item)), item["spec"]["replicas"]
+        live, replicas = live_pods(self.owned(item)), item["spec"]["replicas"]
         meta = item["metadata"]
         for _ in range(replicas - len(live)):
             await self.create_pod(item, {"generateName": f"{meta['name']}-"})
@@ -148,7 +150,7 @@ class ReplicaSets(Workload):
         )
         for pod in victims[: max(len(live) - replicas, 0)]:
             await self.delete_pod(pod)
-        live = _live(self.owned(item))
+        live = live_pods(self.owned(item))
         ready = sum(map(pods.is_ready, live))
         counts = {"readyReplicas": ready, "availableReplicas": ready}
         status = {"replicas": len(live), "fullyLabeledReplicas": len(live), **counts}
@@ -274,8 +276,8 @@ class Deployments(Workload):
         words = "has successfully progressed." if is_done else "is progressing."
         step = "NewReplicaSetAvailable" if is_done else "ReplicaSetUpdated"
         conditions = [
-            _condition(item, "Available", is_available, reason, text),
-            _condition(item, "Progressing", True, step, f'ReplicaSet "{name}" {words}'),
+            make_condition(item, "Available", is_available, reason, text),
+            make_condition(item, "Progressing", True, step, f'ReplicaSet "{name}" {words}'),
         ]  # fmt: skip
         status = {
             "observedGeneration": item["metadata"]["generation"],
@@ -314,7 +316,8 @@ def template_hash(template: Object) -> str:
     return "".join("bcdfghjklmnpqrstvwxz2456789"[number // 27**n % 27] for n in range(10))
 
 
-def _condition(item: Object, kind: str, is_true: bool, reason: str, message: str) -> Object:
+def make_condition(item: Object, kind: str, is_true: bool, reason: str, message: str) -> Object:
+    """Return a condition; its times stay as they were while it says the same."""
     now = metadata.timestamp()
     status = "True" if is_true else "False"
     condition = {
@@ -353,7 +356,7 @@ class StatefulSets(Workload):
                 break
         else:
             await self._shrink(item, by_number, revision)
-        live = _live(self.owned(item))
+        live = live_pods(self.owned(item))
         ready = sum(map(pods.is_ready, live))
         updated = sum(
             pod["metadata"]["labels"].get("controller-revision-hash") == revision for pod in live
@@ -408,7 +411,7 @@ class Jobs(Workload):
             return None
         phases = [(pod.get("status") or {}).get("phase") for pod in owned]
         succeeded, failed = phases.count("Succeeded"), phases.count("Failed")
-        active = len(_live(owned))
+        active = len(live_pods(owned))
         status |= {
             "startTime": status.get("startTime") or metadata.timestamp(),
             "succeeded": succeeded,
@@ -417,7 +420,7 @@ class Jobs(Workload):
         if succeeded >= spec["completions"]:
             status["completionTime"] = metadata.timestamp()
             status["conditions"] = [
-                _condition(
+                make_condition(
                     item,
                     "Complete",
                     True,
@@ -427,7 +430,7 @@ class Jobs(Workload):
             ]
         elif failed > spec["backoffLimit"]:
             status["conditions"] = [
-                _condition(
+                make_condition(
                     item,
                     "Failed",
                     True,
@@ -435,7 +438,7 @@ class Jobs(Workload):
                     "Job has reached the specified backoff limit",
                 )
             ]
-            for pod in _live(owned):
+            for pod in live_pods(owned):
                 await self.delete_pod(pod)
         else:
             missing = min(spec["parallelism"], spec["completions"] - succeeded) - active
