@@ -49,7 +49,7 @@ class ShmBackend:
         greet = functools.partial(
             enter, name=own.name, epoch=target.epoch, authenticator=self._authenticator
         )
-        links = LinkPool(lambda limit: _connect(target.address, limit), greet)
+        links = LinkPool(lambda limit: connect(target.address, limit), greet)
         with links.borrow(limit) as link:
             link.send(messages.Attach(), limit)
             link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
@@ -88,9 +88,11 @@ def check_user(link: Link) -> None:
         )
 
 
-def _connect(address: str, limit: TimeLimit) -> Link:
+def connect(address: str, limit: TimeLimit) -> Link:
+    """Return a link to the worker of our user at this abstract address. Raises TransferError."""
+    timeout_s = limit.remaining_s()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(limit.remaining_s())
+    sock.settimeout(timeout_s)
     try:
         sock.connect("\0" + address)
     except (OSError, UnicodeError) as error:

@@ -144,8 +144,8 @@ def _connect(host: str, port: int, limit: TimeLimit, make_link: server.MakeLink)
         raise errors.TransferError(
             f"cannot connect to the worker at {addresses.join(host, port)}: {error}"
         ) from error
-    _tune(sock, host)
     try:
+        _tune(sock, host)
         return make_link(sock)
     except OSError as error:
         sock.close()
