@@ -94,7 +94,7 @@ class Forecast:
 
     @property
     def margin(self) -> float:
-        """Return the factor that nine of ten forecasts would have needed, at least 1."""
+        """Return the factor that eight of ten forecasts would have needed, at least 1."""
         if len(self._ratios) < 5:
             return _FIRST_MARGIN
         ratios = sorted(self._ratios)

@@ -5,6 +5,7 @@ a = arrivals * s busy workers and burstiness b: 1 for Poisson arrivals of equal 
 lengths and for bursts. Times are seconds.
 """
 
+import functools
 import math
 
 _MOST_WORKERS = 100_000
@@ -14,10 +15,16 @@ def erlang_c(num_workers: int, busy: float) -> float:
     """Return the probability that a request waits, with `busy` workers busy on average."""
     if busy >= num_workers:
         return 1.0
-    blocking = 1.0  # Erlang's formula B, by its recursion
-    for k in range(1, num_workers + 1):
-        blocking = busy * blocking / (k + busy * blocking)
-    return blocking / (1 - busy / num_workers * (1 - blocking))
+    blocking = _blocking_by_workers(busy)
+    for k in range(len(blocking), num_workers + 1):
+        blocking.append(busy * blocking[-1] / (k + busy * blocking[-1]))
+    return blocking[num_workers] / (1 - busy / num_workers * (1 - blocking[num_workers]))
+
+
+@functools.lru_cache(maxsize=8)  # a search asks for many numbers of workers under one load
+def _blocking_by_workers(busy: float) -> list[float]:
+    """Return Erlang's formula B by the number of workers, as far as its recursion has come for this load."""
+    return [1.0]
 
 
 def late_share(
