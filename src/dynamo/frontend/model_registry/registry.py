@@ -62,13 +62,14 @@ class PrefillPools:
         """Give the routes of a model the prefill workers that there are now."""
         for name, replicas in model.replicas.items():
             if isinstance(replicas.route, prefill_route.PrefillRoute):
-                replicas.route.set_prefill_router(await self._find_router(model, name.namespace))
+                router = await self._find_router(model, name.namespace)
+                replicas.route.set_prefill_router(router)
+                self._log_change(model.name, name.namespace, has_workers=router is not None)
 
     async def _find_router(
         self, model: RegisteredModel, namespace: str
     ) -> kv_router.KvRouter | None:
         endpoint, cards = self._find_pool(model, namespace)
-        self._log_change(model.name, namespace, len(cards))
         if endpoint is None:
             return None
         key = model.name, endpoint
@@ -99,12 +100,12 @@ class PrefillPools:
             cards[record.instance_id] = card
         return endpoint, cards
 
-    def _log_change(self, model: str, namespace: str, num_workers: int) -> None:
+    def _log_change(self, model: str, namespace: str, *, has_workers: bool) -> None:
         key = model, namespace
-        if num_workers and key not in self._active:
+        if has_workers and key not in self._active:
             _logger.info("prompts of %r go by prefill workers of %s", model, namespace)
             self._active.add(key)
-        elif not num_workers and key in self._active:
+        elif not has_workers and key in self._active:
             _logger.info("%r has lost its last prefill worker in %s", model, namespace)
             self._active.discard(key)
 
