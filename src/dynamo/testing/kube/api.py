@@ -9,18 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo.testing.kube import (
+    admission,
     builtin_rules,
     failures,
     managed_fields,
     metadata,
     patches,
     resources,
+    rights,
     schema,
     writes,
 )
 
 Object = dict[str, Any]
-WriteOptions = writes.WriteOptions
+WriteOptions = admission.WriteOptions
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
@@ -38,6 +40,7 @@ class DeleteOptions:
     uid: str = ""
     resource_version: str = ""
     is_dry_run: bool = False
+    user: "rights.User | None" = None  # None: a controller
 
 
 _PLAIN_DELETE = DeleteOptions()
@@ -53,7 +56,7 @@ class Api(writes.ObjectWrites):
         name: str,
         media_type: str,
         patch: Any,
-        options: writes.WriteOptions = writes.PLAIN,
+        options: admission.WriteOptions = writes.PLAIN,
     ) -> tuple[Object, bool]:
         """Change an object by a patch; return it, and whether the patch created it. Raises ApiError."""
         if media_type == APPLY_PATCH:
@@ -63,10 +66,10 @@ class Api(writes.ObjectWrites):
         if media_type not in (MERGE_PATCH, JSON_PATCH, STRATEGIC_PATCH):
             raise unsupported_media_type(resource)
         for attempt in range(_MAX_ATTEMPTS):
-            old = self.get(resource, namespace, name)
+            old = await self.get(resource, namespace, name)
             body = self._patched(resource, old, media_type, patch)
             given_metadata = body.get("metadata") or {}
-            writes.check_name(given_metadata, name)
+            metadata.check_name(given_metadata, name)
             if given_metadata.get("uid") != old["metadata"]["uid"] and given_metadata.get("uid"):
                 error = failures.invalid_value(
                     "metadata.uid", json.dumps(given_metadata["uid"]), "field is immutable"
@@ -124,7 +127,7 @@ class Api(writes.ObjectWrites):
                 raise failures.conflict(resource, name, why)
             live = {"metadata": {}}
         else:
-            live = self.present(resource, live)
+            (live,) = await self.present(resource, [live])
             self.check_version(
                 resource, live, given_metadata.get("resourceVersion"), given_metadata.get("uid")
             )
@@ -145,7 +148,7 @@ class Api(writes.ObjectWrites):
             raise failures.ApiError(500, "", message)
         writer = self.make_writer(resource, options, "Apply")
         applied = managed_fields.apply(live, config, shape, writer, is_forced=options.is_forced)
-        writes.check_name(given_metadata, name)
+        metadata.check_name(given_metadata, name)
         self.check_namespace(resource, namespace, given_metadata)
         body = {**applied.item, "apiVersion": resource.api_version, "kind": resource.kind}
         body["metadata"] = {**body.get("metadata", {}), "managedFields": applied.entries}
@@ -180,13 +183,9 @@ class Api(writes.ObjectWrites):
     ) -> Object:
         self.check_create(resource, namespace, body, is_dry_run=True)
         meta = metadata.for_create(body, resource, namespace)
+        meta["managedFields"] = list(entries)
         item = self._shape(resource, None, {**body, "metadata": meta}, options)
-        item = await self._admit(resource, "CREATE", item, None, options)
-        self._validate(resource, None, item)
-        if self.store.get(resource.key, (meta.get("namespace", ""), meta["name"])) is not None:
-            raise failures.already_exists(resource, meta["name"])
-        item["metadata"]["managedFields"] = list(entries)
-        return self._store(resource, item, options)
+        return await self.store_new(resource, item, options)
 
     async def bind(self, namespace: str, name: str, node: str) -> None:
         """Assign a pod to a node. Raises ApiError (404, 409)."""
@@ -215,10 +214,11 @@ class Api(writes.ObjectWrites):
         options: DeleteOptions = _PLAIN_DELETE,
     ) -> tuple[Object, bool]:
         """Delete an object, or mark it; return its last state, and whether it is gone. Raises ApiError."""
-        old = self.get(resource, namespace, name)
+        old = self.store.get(resource.key, (namespace, name))
+        if old is None:
+            raise failures.not_found(resource, name)
         self._check_preconditions(resource, old, options)
-        if self.admit is not None:
-            await self.admit(resource, "DELETE", None, old, WriteOptions())
+        await self._admit_deletion(resource, old, options)
         stored = self.store.get(resource.key, (namespace, name))
         if stored is None:
             raise failures.not_found(resource, name)
@@ -226,7 +226,7 @@ class Api(writes.ObjectWrites):
         finalizers = _deletion_finalizers(resource, meta, options.policy)
         grace_s = _grace(resource, stored, options)
         if options.is_dry_run:
-            return stored, not finalizers
+            return (await self.present(resource, [stored]))[0], not finalizers
         if not finalizers and not grace_s:
             if resource.plural == "pods" and meta.get("deletionTimestamp") and options.grace_s == 0:
                 meta["deletionGracePeriodSeconds"] = 0
@@ -234,7 +234,7 @@ class Api(writes.ObjectWrites):
             return self.store.delete(resource.key, (namespace, name)), True
         if meta.get("deletionTimestamp"):
             if grace_s >= meta.get("deletionGracePeriodSeconds", 0):
-                return self.present(resource, stored), False
+                return (await self.present(resource, [stored]))[0], False
         elif "generation" in meta:
             meta["generation"] += 1
         meta["deletionTimestamp"] = builtin_rules.timestamp_after(grace_s)
@@ -242,7 +242,21 @@ class Api(writes.ObjectWrites):
         if finalizers:
             meta["finalizers"] = finalizers
         item = self.store.put(resource.key, {**stored, "metadata": meta})
-        return self.present(resource, item), False
+        return (await self.present(resource, [item]))[0], False
+
+    async def _admit_deletion(
+        self, resource: "resources.ApiResource", old: Object, options: DeleteOptions
+    ) -> None:
+        """Ask admission for a deletion. Raises ApiError."""
+        request = admission.AdmissionRequest(
+            resource=self.registry.storage_resource(resource),
+            operation="DELETE",
+            item=None,
+            old=old,
+            options=admission.WriteOptions(user=options.user, is_dry_run=options.is_dry_run),
+        )
+        await self._admission.mutate(request)
+        await self._admission.validate(request)
 
     def _check_preconditions(
         self, resource: "resources.ApiResource", old: Object, options: DeleteOptions

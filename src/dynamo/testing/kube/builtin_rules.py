@@ -13,7 +13,16 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
-from dynamo.testing.kube import failures, metadata, pod_network, resources, rules, selectors, store
+from dynamo.testing.kube import (
+    failures,
+    metadata,
+    pod_network,
+    resources,
+    rules,
+    selectors,
+    store,
+    webhooks,
+)
 
 Object = dict[str, Any]
 
@@ -293,12 +302,18 @@ def _fill_status(item: Object, old: Object | None, objects: "store.Store") -> No
     _fill(item, {"status": {"loadBalancer": {}}})
 
 
+def _fill_webhooks(item: Object, old: Object | None, objects: "store.Store") -> None:
+    webhooks.fill_configuration(item)
+
+
+_WEBHOOKS = ("mutatingwebhookconfigurations", "validatingwebhookconfigurations")
 _FILLERS = {
     "pods": _fill_pod, "deployments": _fill_deployment, "replicasets": _fill_replica_set,
     "statefulsets": _fill_stateful_set, "jobs": _fill_job, "services": _fill_service,
     "secrets": _fill_secret, "namespaces": _fill_namespace, "persistentvolumeclaims": _fill_claim,
     "customresourcedefinitions": _fill_definition, "horizontalpodautoscalers": _fill_autoscaler,
     "ingresses": _fill_status,
+    **dict.fromkeys(_WEBHOOKS, _fill_webhooks),
 }  # fmt: skip
 
 
@@ -313,6 +328,9 @@ def check(
         yield from _check_containers(spec, "spec")
     if resource.plural == "customresourcedefinitions":
         yield from rules.check_definition(item)
+        yield from webhooks.check_conversion(spec)
+    if resource.plural in _WEBHOOKS:
+        yield from webhooks.check_configuration(item)
     if resource.plural == "services":
         yield from _check_service(spec, (old or {}).get("spec"))
     if resource.plural in ("configmaps", "secrets"):

@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from dynamo.base import certificates, errors, tasks
 from dynamo.base import clock as clocks
-from dynamo.base import errors, tasks
 from dynamo.launch import guard
 from dynamo.testing.kube import (
-    access,
     api,
     autoscaling,
     definitions,
@@ -87,10 +86,10 @@ async def _listen(
     served: "api.Api", authority: "rights.Authority", token: str, host: str, port: int
 ) -> Cluster:
     """Serve the API at an address, by TLS. Raises ConfigError."""
-    certificate = await access.make_certificate(host)
-    front = http_front.HttpFront(served, tls=certificate.context, authority=authority)
+    made = await certificates.make_certificate([host])
+    front = http_front.HttpFront(served, tls=made.open_context(), authority=authority)
     bound = await front.start(host, port)
-    return Cluster(served, front, f"https://{host}:{bound}", certificate.pem, token)
+    return Cluster(served, front, f"https://{host}:{bound}", made.certificate, token)
 
 
 @contextlib.asynccontextmanager
@@ -110,7 +109,9 @@ async def run_cluster(
     first. The custom resource definitions are there from the start.
     """
     registry, objects = resources.ResourceRegistry(), store.Store(max_history=max_history)
-    served = api.Api(registry, objects)
+    token = token or secrets.token_urlsafe(32)
+    authority = rights.Authority(objects, token)
+    served = api.Api(registry, objects, authority)
     definer = definitions.Definitions(served)
     unsubscribe = objects.subscribe(definer.on_change)
     controllers = (
@@ -119,21 +120,6 @@ async def run_cluster(
         *(workloads.StatefulSets(served), services.EndpointSlices(served), services.Claims(served)),
     )
     queue = work_queue.ReconcileQueue(objects, controllers, clocks.SystemClock())
-    token = token or secrets.token_urlsafe(32)
-    authority = rights.Authority(objects, token)
-
-    async def admit(
-        resource: "resources.ApiResource",
-        operation: str,
-        item: dict[str, Any] | None,
-        _: dict[str, Any] | None,
-        options: "api.WriteOptions",
-    ) -> None:
-        if options.user is not None and item is not None:
-            is_applied = options.is_apply and operation == "CREATE"
-            authority.check_write(options.user, resource, item, is_applied=is_applied)
-
-    served.admit = admit
     running_cluster = await _listen(served, authority, token, _HOST, port)
     front = running_cluster.front
     await definer.define(custom_resources)

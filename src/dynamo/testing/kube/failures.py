@@ -126,4 +126,5 @@ def expired(message: str, details: Mapping[str, Any] | None = None) -> ApiError:
 
 def internal(message: str) -> ApiError:
     """Return the answer for an error inside the server."""
-    return ApiError(500, "InternalError", f"Internal error occurred: {message}")
+    details = {"causes": [{"message": message}]}
+    return ApiError(500, "InternalError", f"Internal error occurred: {message}", details)

@@ -147,7 +147,7 @@ class HttpFront:
         ):
             await self._serve_subresource(call, resource)
         elif method in ("GET", "HEAD"):
-            self._read(call, resource, is_old_watch=is_old_watch)
+            await self._read(call, resource, is_old_watch=is_old_watch)
         elif method == "POST" and not call.name:
             body = call.decode(resource)
             _check_object(body, resource, call)
@@ -203,6 +203,7 @@ class HttpFront:
             uid=preconditions.get("uid") or "",
             resource_version=preconditions.get("resourceVersion") or "",
             is_dry_run=call.query.get("dryRun") == "All" or "All" in (body.get("dryRun") or ()),
+            user=call.user,
         )
         if not call.name:
             await self._delete_collection(call, resource, options)
@@ -230,7 +231,8 @@ class HttpFront:
     ) -> None:
         labels, fields = call.query.get("labelSelector"), call.query.get("fieldSelector")
         items = []
-        for item in self.api.list_items(resource, call.namespace, labels=labels, fields=fields):
+        found = await self.api.list_items(resource, call.namespace, labels=labels, fields=fields)
+        for item in found:
             meta = item["metadata"]
             try:
                 items.append(
@@ -247,24 +249,24 @@ class HttpFront:
             200, _make_list(resource, items, {"resourceVersion": str(self.api.store.revision)})
         )
 
-    def _read(
+    async def _read(
         self, call: calls.ApiCall, resource: "resources.ApiResource", *, is_old_watch: bool
     ) -> None:
         tables.check_accept(call.accept, _ACCEPTED)
         is_watch = is_old_watch or call.query.flag("watch")
         if call.name and not (is_watch and is_old_watch):
-            item = self.api.get(resource, call.namespace, call.name)
+            item = await self.api.get(resource, call.namespace, call.name)
             call.respond(
                 200,
                 tables.present(resource, [item], call.accept, call.query.get("includeObject"), item)
                 or item,
             )
         elif is_watch:
-            watches.Watch(self.api, resource, call).start()
+            await watches.Watch(self.api, resource, call).start()
         else:
-            self._list(call, resource)
+            await self._list(call, resource)
 
-    def _list(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
+    async def _list(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
         query = call.query
         test = self.api.make_test(resource, query.get("labelSelector"), query.get("fieldSelector"))
         limit, token = query.number("limit") or 0, query.get("continue")
@@ -290,7 +292,7 @@ class HttpFront:
             meta["continue"] = encode_token(at, _position(page[-1]))
             if not query.get("labelSelector") and not query.get("fieldSelector"):
                 meta["remainingItemCount"] = additional
-        shown = [self.api.present(resource, item) for item in page]
+        shown = await self.api.present(resource, page)
         table = tables.present(resource, shown, call.accept, query.get("includeObject"), None, meta)
         call.respond(200, table or _make_list(resource, shown, meta))
 
@@ -304,7 +306,7 @@ class HttpFront:
             if call.subresource in ("binding", "eviction"):
                 await self._bind_or_evict(call, resource)
                 return
-            pod = self.api.get(resource, call.namespace, call.name)
+            pod = await self.api.get(resource, call.namespace, call.name)
             if self.pod_handler is not None and await self.pod_handler(call, pod, call.subresource):
                 return
         call.exchange.respond(404, b"404 page not found\n", content_type="text/plain; charset=utf-8")  # fmt: skip
@@ -312,7 +314,7 @@ class HttpFront:
     async def _scale(
         self, call: calls.ApiCall, resource: "resources.ApiResource", paths: "resources.ScalePaths"
     ) -> None:
-        item = self.api.get(resource, call.namespace, call.name)
+        item = await self.api.get(resource, call.namespace, call.name)
         current = tables.scale_of(item, paths)
         method = call.request.method
         if method == "PATCH":

@@ -187,7 +187,7 @@ class Kubelet:
         meta = pod["metadata"]
         options = api.WriteOptions(manager="kubelet", subresource="status")
         with contextlib.suppress(failures.ApiError):  # the pod may be gone
-            current = self._api.get(self._resource("pods"), meta["namespace"], meta["name"])
+            current = await self._api.get(self._resource("pods"), meta["namespace"], meta["name"])
             if current["metadata"]["uid"] == meta["uid"] and current.get("status") != status:
                 body = {**current, "status": status}
                 await self._api.update(

@@ -204,3 +204,22 @@ def warnings(item: Object) -> list[str]:
         for name in item["metadata"].get("finalizers") or ()
         if "/" not in name and name not in ("foregroundDeletion", "orphan", "kubernetes")
     ]
+
+
+def check_new_finalizers(old: Object, item: Object) -> list["failures.FieldError"]:
+    """Return the error of finalizers that are added to an object which is being deleted."""
+    before = old["metadata"].get("finalizers") or ()
+    added = [name for name in item["metadata"].get("finalizers") or () if name not in before]
+    if not added:
+        return []
+    listed = ", ".join(json.dumps(name) for name in added)
+    text = f"no new finalizers can be added if the object is being deleted, found new finalizers []string{{{listed}}}"
+    return [failures.forbidden_value("metadata.finalizers", text)]
+
+
+def check_name(given_metadata: Object, name: str) -> None:
+    """Refuse a body whose name is not that of the path. Raises ApiError (400)."""
+    shown = given_metadata.get("name", name)
+    if shown != name:
+        text = f"the name of the object ({shown}) does not match the name on the URL ({name})"
+        raise failures.bad_request(text)

@@ -34,7 +34,8 @@ def apply_operations(target: Any, operations: Sequence[Mapping[str, Any]]) -> An
         try:
             _apply_operation(document, operation)
         except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
-            raise PatchFailed(f"operation {operation} does not fit the object") from error
+            text = f"doc is missing path: {operation.get('path')}: missing value"
+            raise PatchFailed(f"{operation.get('op')} operation does not apply: {text}") from error
     return document[""]
 
 

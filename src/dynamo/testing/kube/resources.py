@@ -1,7 +1,7 @@
 """The resources of an API server: those that are built in, and those of custom resource definitions."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynamo.testing.kube import builtin_schemas
@@ -94,6 +94,7 @@ class ApiResource:
     selectable: tuple[str, ...] = ()
     is_custom: bool = False
     warning: str = ""  # of a deprecated version
+    conversion: Mapping[str, Any] = field(default_factory=dict)  # the webhook's clientConfig
 
     @property
     def key(self) -> tuple[str, str]:
@@ -169,9 +170,14 @@ class ResourceRegistry:
         version = self._storage_version.get(resource.key)
         return f"{resource.group}/{version}" if version else resource.api_version
 
+    def storage_resource(self, resource: ApiResource) -> ApiResource:
+        """Return the resource in the version in which its objects are stored."""
+        return replace(resource, version=self._storage_version.get(resource.key, resource.version))
+
     def resources_of(self, key: tuple[str, str]) -> list[ApiResource]:
-        """Return the served versions of one table of the store."""
-        return [resource for resource in self._by_path.values() if resource.key == key]
+        """Return the served versions of one table of the store, that of the storage first."""
+        found = [resource for resource in self._by_path.values() if resource.key == key]
+        return sorted(found, key=lambda entry: entry.version != self._storage_version.get(key))
 
     def define(self, definition: Object) -> None:
         """Serve the versions of an established custom resource definition instead of its earlier ones."""
@@ -220,4 +226,5 @@ def _custom_resource(spec: Object, version: Object) -> ApiResource:
         or f"{spec['group']}/{version['name']} {names['kind']} is deprecated"
         if version.get("deprecated")
         else "",
+        conversion=((spec.get("conversion") or {}).get("webhook") or {}).get("clientConfig") or {},
     )

@@ -36,16 +36,32 @@ def _compile(rule: str) -> cel.Program:
     return cel.compile(rule)
 
 
+def is_true(expression: str, variables: Object) -> bool:
+    """Return whether an expression holds; one that cannot be evaluated does."""
+    context = cel.Context()
+    for name, value in variables.items():
+        context.add_variable(name, value)
+    try:
+        return bool(_compile(expression).execute(context))
+    except (RuntimeError, ValueError, TypeError):
+        return True
+
+
+def check_expression(expression: str, field: str) -> Iterator[failures.FieldError]:
+    """Yield the mistake of an expression that cannot be compiled."""
+    try:
+        _compile(expression)
+    except ValueError as error:
+        text = f"compilation failed: {str(error).partition('ERROR: ')[2] or error}"
+        yield failures.invalid_value(field, json.dumps(expression), text)
+
+
 def find_mistakes(schema: Schema, path: str) -> Iterator[failures.FieldError]:
     """Yield the rules of a schema that cannot be compiled."""
     for n, rule in enumerate(schema.get(RULES) or ()):
         for name in ("rule", "messageExpression"):
-            try:
-                _compile(rule.get(name) or "true")
-            except ValueError as error:
-                text = f"compilation failed: {str(error).partition('ERROR: ')[2] or error}"
-                field = f"{path}.{RULES}[{n}].{name}"
-                yield failures.invalid_value(field, json.dumps(rule[name]), text)
+            field = f"{path}.{RULES}[{n}].{name}"
+            yield from check_expression(rule.get(name) or "true", field)
     for name, child in (schema.get("properties") or {}).items():
         yield from find_mistakes(child, f"{path}.properties[{name}]")
     for name in ("items", "additionalProperties"):
@@ -63,6 +79,14 @@ def check_definition(item: Object) -> Iterator[failures.FieldError]:
         text = 'must be spec.names.plural+"."+spec.group'
         yield failures.invalid_value("metadata.name", shown, text)
     versions = spec.get("versions") or []
+    for n, name in enumerate((item.get("status") or {}).get("storedVersions") or ()):
+        if name not in [version["name"] for version in versions]:
+            text = (
+                f"missing from spec.versions; {name} was previously a storage version, and must remain in spec.versions"
+                f" until a storage migration ensures no data remains persisted in {name} and removes {name} from"
+                " status.storedVersions"
+            )
+            yield failures.invalid_value(f"status.storedVersions[{n}]", json.dumps(name), text)
     if sum(bool(version.get("storage")) for version in versions) != 1:
         shown = json.dumps(versions)[:100]
         text = "must have exactly one version marked as storage version"

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dynamo.testing.kube import failures, rules
+from dynamo.testing.kube import failures, resources, rules
 
 Object = dict[str, Any]
 Schema = Mapping[str, Any]
@@ -239,3 +239,34 @@ def blocked_rules(findings: list[FieldError], schema: Schema) -> list[FieldError
     if rules.has_rules(schema) and any(error.reason in _BLOCKING for error in findings):
         return [failures.invalid_value("<nil>", "null", _NOT_CHECKED)]
     return []
+
+
+def check_scale(
+    resource: "resources.ApiResource", item: Object, checked: list["failures.FieldError"]
+) -> list["failures.FieldError"]:
+    """Return the schema's errors with those of the scale subresource's field, before the errors of rules."""
+    if resource.scale is None:
+        return checked
+    value: Any = item
+    for name in resource.scale.spec.strip(".").split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    extra = []
+    if isinstance(value, int | float) and value < 0:
+        extra.append(
+            failures.invalid_value(
+                resource.scale.spec, json.dumps(value), "should be a non-negative integer"
+            )
+        )
+    elif isinstance(value, int | float) and value > 2**31 - 1:
+        extra.append(
+            failures.invalid_value(
+                resource.scale.spec, json.dumps(value), "should be less than or equal to 2147483647"
+            )
+        )
+    position = len(checked)
+    for n, error in enumerate(checked):
+        is_rule = error.reason == "FieldValueInvalid" and " in body " not in error.message
+        if is_rule and "Checked value" not in error.message:
+            position = n
+            break
+    return checked[:position] + extra + checked[position:]

@@ -64,7 +64,10 @@ def check_list_options(query: "calls.Query", *, is_watch: bool = False) -> None:
 
 
 class Watch:
-    """One open watch. It writes from the store's own callback, so events keep their order and cost no task."""
+    """One open watch. It writes from the store's own callback, so events keep their order and cost no task.
+
+    Objects that a webhook converts wait in a queue instead, which the request's own task empties.
+    """
 
     def __init__(
         self, served: "api.Api", resource: "resources.ApiResource", call: "calls.ApiCall"
@@ -92,8 +95,9 @@ class Watch:
         self._limit_s = limit_s or random.uniform(*_DEFAULT_S)
         self._timers: list[asyncio.TimerHandle] = []
         self._unsubscribe: Callable[[], object] = lambda: None
+        self._queue: asyncio.Queue[tuple[str, Object] | None] = asyncio.Queue()
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin the stream: existing objects or missed changes, then whatever comes."""
         query, objects = self._call.query, self._api.store
         begins_with_state = self._revision in ("", "0") or query.flag("sendInitialEvents")
@@ -116,6 +120,16 @@ class Watch:
         self._unsubscribe = objects.subscribe(self._on_change)
         self._start_timers()
         self._exchange.on_disconnect(self._stop)
+        while self._resource.conversion and (event := await self._queue.get()) is not None:
+            kind, item = event
+            try:
+                if kind != "BOOKMARK":
+                    (item,) = await self._api.present(self._resource, [item])
+            except failures.ApiError as error:
+                self._stop()
+                self._exchange.end(_line({"type": "ERROR", "object": error.body}))
+                return
+            self._write(kind, item)
 
     def _start_timers(self) -> None:
         loop = asyncio.get_running_loop()
@@ -146,8 +160,16 @@ class Watch:
             self._send("MODIFIED" if was_chosen else "ADDED", item=change.item)
 
     def _send(self, kind: str, item: Object) -> None:
-        shown = self._api.present(self._resource, item)
-        meta = {"resourceVersion": item["metadata"]["resourceVersion"]}
+        if self._resource.conversion:
+            self._queue.put_nowait((kind, item))
+        else:
+            self._write(kind, self._api.complete(self._resource, item))
+
+    def _write(self, kind: str, shown: Object) -> None:
+        if kind == "BOOKMARK":
+            self._exchange.write(_line({"type": kind, "object": shown}))
+            return
+        meta = {"resourceVersion": shown["metadata"]["resourceVersion"]}
         table = tables.present(
             self._resource,
             [shown],
@@ -168,7 +190,11 @@ class Watch:
         if annotations:
             meta["annotations"] = annotations
         head = {"kind": self._resource.kind, "apiVersion": self._resource.api_version}
-        self._exchange.write(_line({"type": "BOOKMARK", "object": {**head, "metadata": meta}}))
+        bookmark = {**head, "metadata": meta}
+        if self._resource.conversion:
+            self._queue.put_nowait(("BOOKMARK", bookmark))
+        else:
+            self._write("BOOKMARK", bookmark)
 
     def _tick(self) -> None:
         self._bookmark()
@@ -183,6 +209,7 @@ class Watch:
         self._unsubscribe()
         for timer in self._timers:
             timer.cancel()
+        self._queue.put_nowait(None)
 
 
 def _line(event: Object) -> bytes:

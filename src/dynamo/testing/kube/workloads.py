@@ -107,7 +107,7 @@ class Workload(abc.ABC):
             if value not in (0, [], None) or name == "replicas"
         }
         if status != item.get("status"):
-            current = self.api.get(self.resource, meta["namespace"], meta["name"])
+            current = await self.api.get(self.resource, meta["namespace"], meta["name"])
             options = api.WriteOptions(manager=_MANAGER, subresource="status")
             body = {**current, "status": status}
             await self.api.update(self.resource, meta["namespace"], meta["name"], body, options)

@@ -5,11 +5,11 @@ store. A write that changes nothing is not stored.
 """
 
 import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from dynamo.testing.kube import (
+    admission,
     builtin_rules,
     failures,
     managed_fields,
@@ -19,59 +19,59 @@ from dynamo.testing.kube import (
     schema,
     selectors,
     store,
+    webhooks,
 )
 
 Object = dict[str, Any]
 _MAX_OBJECT_BYTES = 3 * 2**19
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteOptions:
-    """The query parameters of a write; `warnings` collects what the client is to be told."""
-
-    manager: str = "unknown"
-    user: "rights.User | None" = None  # None: a controller, which may do everything
-    is_dry_run: bool = False
-    is_forced: bool = False
-    field_validation: str = "Warn"
-    subresource: str = ""
-    is_apply: bool = False
-    warnings: list[str] = field(default_factory=list)
-
-
-PLAIN = WriteOptions(field_validation="Ignore")  # of controllers, which take no warnings
-
-
-Admit = Callable[
-    ["resources.ApiResource", str, Object | None, Object | None, WriteOptions],
-    Awaitable[Object | None],
-]  # resource, operation, object, old object → object
+PLAIN = admission.WriteOptions(field_validation="Ignore")  # of controllers, which take no warnings
 
 
 class ObjectWrites:
     """Reads, creates and replaces the objects of one cluster; `api.Api` adds patches and deletions."""
 
-    def __init__(self, registry: "resources.ResourceRegistry", objects: "store.Store") -> None:
+    def __init__(
+        self,
+        registry: "resources.ResourceRegistry",
+        objects: "store.Store",
+        authority: "rights.Authority",
+    ) -> None:
         self.registry = registry
         self.store = objects
-        self.admit: Admit | None = None  # the checks of admission
+        self._client = webhooks.WebhookClient(objects)
+        self._admission = admission.Admission(objects, registry, authority, self._client)
 
     # Reading.
 
-    def get(self, resource: "resources.ApiResource", namespace: str, name: str) -> Object:
+    async def get(self, resource: "resources.ApiResource", namespace: str, name: str) -> Object:
         """Return an object in this version. Raises ApiError (404)."""
         item = self.store.get(resource.key, (namespace, name))
         if item is None:
             raise failures.not_found(resource, name)
-        return self.present(resource, item)
+        return (await self.present(resource, [item]))[0]
 
     def find(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
         """Return an object by its kind, or None; for controllers."""
         resource = self.registry.find_kind(api_version, kind)
         return self.store.get(resource.key, (namespace, name)) if resource else None
 
-    def present(self, resource: "resources.ApiResource", item: Object) -> Object:
-        """Return a stored object as this version shows it, with defaults that came later."""
+    async def present(
+        self, resource: "resources.ApiResource", items: Sequence[Object]
+    ) -> list[Object]:
+        """Return stored objects as this version shows them, converted by its webhook. Raises ApiError (500)."""
+        shown = list(items)
+        others = [n for n, item in enumerate(items) if needs_conversion(resource, item)]
+        for version in {items[n]["apiVersion"] for n in others}:
+            chosen = [n for n in others if items[n]["apiVersion"] == version]
+            converted = await self._client.convert(resource, [items[n] for n in chosen])
+            for n, item in zip(chosen, converted, strict=True):
+                shown[n] = item
+        return [self.complete(resource, item) for item in shown]
+
+    def complete(self, resource: "resources.ApiResource", item: Object) -> Object:
+        """Return an object that needs no conversion as this version shows it, with defaults that came later."""
         if not resource.is_custom:
             if resource.group == "events.k8s.io":
                 return builtin_rules.newer_event(item)
@@ -79,7 +79,7 @@ class ObjectWrites:
         shown = schema.fill_defaults({**item, "apiVersion": resource.api_version}, resource.schema)
         return dict(sorted(shown.items()))
 
-    def list_items(
+    async def list_items(
         self,
         resource: "resources.ApiResource",
         namespace: str = "",
@@ -90,7 +90,7 @@ class ObjectWrites:
         """Return the present objects that two selectors choose."""
         test = self.make_test(resource, labels, fields)
         items = self.store.list_items(resource.key, namespace)
-        return [self.present(resource, item) for item in items if test(item)]
+        return await self.present(resource, [item for item in items if test(item)])
 
     def make_test(
         self, resource: "resources.ApiResource", labels: str, fields: str
@@ -107,7 +107,7 @@ class ObjectWrites:
         resource: "resources.ApiResource",
         namespace: str,
         body: Object,
-        options: WriteOptions = PLAIN,
+        options: admission.WriteOptions = PLAIN,
     ) -> Object:
         """Store a new object. Raises ApiError."""
         body = self._decode(resource, body)
@@ -118,13 +118,21 @@ class ObjectWrites:
         if resource.has_status:
             item.pop("status", None)
         item = self._shape(resource, None, item, options)
-        item = await self._admit(resource, "CREATE", item, None, options)
+        item = self._own(resource, None, item, options)
+        return await self.store_new(resource, item, options)
+
+    async def store_new(
+        self, resource: "resources.ApiResource", item: Object, options: admission.WriteOptions
+    ) -> Object:
+        """Admit, check and store an object that is complete. Raises ApiError."""
+        item = await self._mutate(resource, "CREATE", item, None, options)
         self._validate(resource, None, item)
-        name = (meta.get("namespace", ""), meta.get("name", ""))
+        await self._check_admission(resource, "CREATE", item, None, options)
+        stored = await self._convert_to_stored(resource, item)
+        name = _name(item)
         if self.store.get(resource.key, name) is not None:
             raise failures.already_exists(resource, name[1])
-        item = self._own(resource, None, item, options)
-        return self._store(resource, item, options)
+        return await self._store(resource, item, stored, options)
 
     async def update(
         self,
@@ -132,14 +140,14 @@ class ObjectWrites:
         namespace: str,
         name: str,
         body: Object,
-        options: WriteOptions = PLAIN,
+        options: admission.WriteOptions = PLAIN,
     ) -> Object:
         """Replace an object. Raises ApiError."""
         body = self._decode(resource, body)
         given_metadata = body.get("metadata") or {}
-        check_name(given_metadata, name)
+        metadata.check_name(given_metadata, name)
         self.check_namespace(resource, namespace, given_metadata)
-        old = self.get(resource, namespace, name)
+        old = await self.get(resource, namespace, name)
         version = given_metadata.get("resourceVersion")
         if resource.is_custom and not version:
             text = "must be specified for an update"
@@ -149,28 +157,42 @@ class ObjectWrites:
         return await self.replace_stored(resource, old, body, options)
 
     async def replace_stored(
-        self, resource: "resources.ApiResource", old: Object, body: Object, options: WriteOptions
+        self,
+        resource: "resources.ApiResource",
+        old: Object,
+        body: Object,
+        options: admission.WriteOptions,
     ) -> Object:
         """Store the new state of an object: the part that the subresource may change."""
         item = self._restrict(resource, old, body, options)
         item = self._shape(resource, old, item, options)
-        item = await self._admit(resource, "UPDATE", item, old, options)
+        item = await self._mutate(resource, "UPDATE", item, old, options)
+        self._check_current(resource, old)
+        self._validate(resource, old, item)
+        await self._check_admission(resource, "UPDATE", item, old, options)
+        if not options.is_apply:
+            item = self._own(resource, old, item, options)
+        item = self._count_generation(resource, old, item)
+        stored = await self._convert_to_stored(resource, item)
+        self._check_current(resource, old)
+        if self._is_same(item, old):
+            return old
+        return await self._store(resource, item, stored, options, old)
+
+    def _check_current(self, resource: "resources.ApiResource", old: Object) -> None:
         current = self.store.get(resource.key, _name(old))
         if (
             current is None
             or current["metadata"]["resourceVersion"] != old["metadata"]["resourceVersion"]
         ):
             raise failures.conflict(resource, old["metadata"]["name"])
-        self._validate(resource, old, item)
-        if not options.is_apply:
-            item = self._own(resource, old, item, options)
-        item = self._count_generation(resource, old, item)
-        if self._is_same(item, old):
-            return old
-        return self._store(resource, item, options, old)
 
     def _restrict(
-        self, resource: "resources.ApiResource", old: Object, body: Object, options: WriteOptions
+        self,
+        resource: "resources.ApiResource",
+        old: Object,
+        body: Object,
+        options: admission.WriteOptions,
     ) -> Object:
         entries = (body.get("metadata") or {}).get("managedFields")
         if options.subresource == "status":
@@ -264,7 +286,7 @@ class ObjectWrites:
             raise failures.conflict(resource, old["metadata"]["name"], text)
 
     def prune(
-        self, resource: "resources.ApiResource", item: Object, options: WriteOptions
+        self, resource: "resources.ApiResource", item: Object, options: admission.WriteOptions
     ) -> Object:
         """Return an object without unknown fields, and warn of them or refuse them. Raises ApiError."""
         unknown = metadata.unknown_fields(item)
@@ -287,7 +309,7 @@ class ObjectWrites:
         resource: "resources.ApiResource",
         old: Object | None,
         item: Object,
-        options: WriteOptions,
+        options: admission.WriteOptions,
     ) -> Object:
         """Return the object without unknown fields and with defaults, in the storage version."""
         item = self.prune(resource, item, options)
@@ -297,28 +319,49 @@ class ObjectWrites:
             item = builtin_rules.complete(resource, item, old, self.store)
         return item
 
-    async def _admit(
+    async def _mutate(
         self,
         resource: "resources.ApiResource",
         operation: str,
         item: Object,
         old: Object | None,
-        options: WriteOptions,
+        options: admission.WriteOptions,
     ) -> Object:
-        if self.admit is None:
-            return item
-        admitted = await self.admit(resource, operation, item, old, options)
-        return item if admitted is None else self._shape(resource, old, admitted, options)
+        request = admission.AdmissionRequest(
+            resource=resource, operation=operation, item=item, old=old, options=options
+        )
+        mutated = await self._admission.mutate(request)
+        return item if mutated is item or mutated is None else self._shape(resource, old, mutated, options)  # fmt: skip
+
+    async def _check_admission(
+        self,
+        resource: "resources.ApiResource",
+        operation: str,
+        item: Object | None,
+        old: Object | None,
+        options: admission.WriteOptions,
+    ) -> None:
+        request = admission.AdmissionRequest(
+            resource=resource, operation=operation, item=item, old=old, options=options
+        )
+        await self._admission.validate(request)
+
+    async def _convert_to_stored(self, resource: "resources.ApiResource", item: Object) -> Object:
+        """Return an object in the version in which it is stored. Raises ApiError (500)."""
+        storage = self.registry.storage_resource(resource)
+        if needs_conversion(storage, item):
+            (item,) = await self._client.convert(storage, [item])
+        return item
 
     def _validate(
         self, resource: "resources.ApiResource", old: Object | None, item: Object
     ) -> None:
         findings = list(metadata.check(item, resource))
         if old is not None and old["metadata"].get("deletionTimestamp"):
-            findings += _check_new_finalizers(old, item)
+            findings += metadata.check_new_finalizers(old, item)
         if resource.is_custom:
             checked = schema.validate(item, old, resource.schema)
-            findings += _check_scale(resource, item, checked)
+            findings += schema.check_scale(resource, item, checked)
             if findings and findings[0].field.startswith("metadata") and not checked:
                 findings += schema.blocked_rules(findings, resource.schema)
         else:
@@ -330,7 +373,7 @@ class ObjectWrites:
             raise failures.ApiError(500, "", "etcdserver: request is too large")
 
     def make_writer(
-        self, resource: "resources.ApiResource", options: WriteOptions, operation: str
+        self, resource: "resources.ApiResource", options: admission.WriteOptions, operation: str
     ) -> "managed_fields.Writer":
         """Return the manager that writes with these options."""
         return managed_fields.Writer(
@@ -346,7 +389,7 @@ class ObjectWrites:
         resource: "resources.ApiResource",
         old: Object | None,
         item: Object,
-        options: WriteOptions,
+        options: admission.WriteOptions,
     ) -> Object:
         """Return the object with managedFields after a write that is no apply."""
         entries = item["metadata"].get("managedFields")
@@ -392,85 +435,41 @@ class ObjectWrites:
 
         return content(item) == content(old)
 
-    def _store(
+    async def _store(
         self,
         resource: "resources.ApiResource",
         item: Object,
-        options: WriteOptions,
+        stored: Object,
+        options: admission.WriteOptions,
         old: Object | None = None,
     ) -> Object:
+        """Store an object, at once, and return it in the version of the request."""
         if options.is_dry_run:
             if old is None:
                 item["metadata"].pop("resourceVersion", None)
-            return self.present(resource, item)
-        item = {**item, "apiVersion": self.registry.storage_api_version(resource)}
+            return self.complete(resource, item)
+        stored = {**stored, "apiVersion": self.registry.storage_api_version(resource)}
         if resource.group == "events.k8s.io":
-            item["apiVersion"] = "v1"
-        meta = item["metadata"]
+            stored["apiVersion"] = "v1"
+        meta = stored["metadata"]
         if (
             meta.get("deletionTimestamp")
             and not meta.get("finalizers")
             and (resource.plural != "pods" or not meta.get("deletionGracePeriodSeconds"))
         ):
             if old is not None and old["metadata"].get("finalizers"):
-                item = {**item, "metadata": {**meta, "finalizers": old["metadata"]["finalizers"]}}
-            return self.present(resource, self.store.delete(resource.key, _name(item), item))
-        return self.present(resource, self.store.put(resource.key, item))
+                finalizers = old["metadata"]["finalizers"]
+                stored = {**stored, "metadata": {**meta, "finalizers": finalizers}}
+            stored = self.store.delete(resource.key, _name(stored), stored)
+        else:
+            stored = self.store.put(resource.key, stored)
+        return (await self.present(resource, [stored]))[0]
 
 
-def _check_new_finalizers(old: Object, item: Object) -> list["failures.FieldError"]:
-    before = old["metadata"].get("finalizers") or ()
-    added = [name for name in item["metadata"].get("finalizers") or () if name not in before]
-    if not added:
-        return []
-    listed = ", ".join(json.dumps(name) for name in added)
-    text = f"no new finalizers can be added if the object is being deleted, found new finalizers []string{{{listed}}}"
-    return [failures.forbidden_value("metadata.finalizers", text)]
-
-
-def _check_scale(
-    resource: "resources.ApiResource", item: Object, checked: list["failures.FieldError"]
-) -> list["failures.FieldError"]:
-    """Return the schema's errors with those of the scale subresource's field, before the errors of rules."""
-    if resource.scale is None:
-        return checked
-    value = read_path(item, resource.scale.spec)
-    extra = []
-    if isinstance(value, int | float) and value < 0:
-        extra.append(
-            failures.invalid_value(
-                resource.scale.spec, json.dumps(value), "should be a non-negative integer"
-            )
-        )
-    elif isinstance(value, int | float) and value > 2**31 - 1:
-        extra.append(
-            failures.invalid_value(
-                resource.scale.spec, json.dumps(value), "should be less than or equal to 2147483647"
-            )
-        )
-    position = len(checked)
-    for n, error in enumerate(checked):
-        is_rule = error.reason == "FieldValueInvalid" and " in body " not in error.message
-        if is_rule and "Checked value" not in error.message:
-            position = n
-            break
-    return checked[:position] + extra + checked[position:]
-
-
-def read_path(item: Any, path: str) -> Any:
-    """Return the value at a simple JSON path such as `.spec.replicas`, or None."""
-    for name in path.strip(".").split("."):
-        item = item.get(name) if isinstance(item, dict) else None
-    return item
+def needs_conversion(resource: "resources.ApiResource", item: Object) -> bool:
+    """Return whether only the webhook of its definition can turn a stored object into this version."""
+    return bool(resource.conversion) and item["apiVersion"] != resource.api_version
 
 
 def _name(item: Object) -> "store.Name":
     return item["metadata"].get("namespace", ""), item["metadata"]["name"]
-
-
-def check_name(given_metadata: Object, name: str) -> None:
-    """Refuse a body whose name is not that of the path. Raises ApiError (400)."""
-    shown = given_metadata.get("name", name)
-    if shown != name:
-        text = f"the name of the object ({shown}) does not match the name on the URL ({name})"
-        raise failures.bad_request(text)

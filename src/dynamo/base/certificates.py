@@ -1,0 +1,72 @@
+"""Certificates that a process makes for itself, by openssl: self-signed, so clients trust the certificate itself."""
+
+import asyncio
+import ipaddress
+import ssl
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.base import errors
+
+_OPENSSL = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-subj", "/CN=dynamo", "-addext", "keyUsage=critical,digitalSignature,keyCertSign",
+            "-addext", "extendedKeyUsage=serverAuth")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCertificate:
+    """A certificate, which clients trust, and its key, both in PEM."""
+
+    certificate: bytes
+    key: bytes
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Let a server present this certificate on connections from now on. Raises ConfigError."""
+        with tempfile.TemporaryDirectory(prefix="dynamo-tls-") as folder:
+            chain, key = Path(folder, "chain.pem"), Path(folder, "key.pem")
+            chain.write_bytes(self.certificate)
+            key.write_bytes(self.key)
+            try:
+                context.load_cert_chain(chain, key)
+            except ssl.SSLError as error:
+                raise errors.ConfigError(f"the certificate cannot be used: {error}") from error
+
+    def open_context(self) -> ssl.SSLContext:
+        """Return what a server listens with. Raises ConfigError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.load_into(context)
+        return context
+
+
+async def make_certificate(names: Iterable[str], *, days: int = 365) -> ServerCertificate:
+    """Make a key and a certificate for IP addresses and host names. Raises ConfigError."""
+    kinds = ",".join(f"{'IP' if _is_address(name) else 'DNS'}:{name}" for name in names)
+    with tempfile.TemporaryDirectory(prefix="dynamo-tls-") as folder:
+        key, chain = Path(folder, "key.pem"), Path(folder, "chain.pem")
+        alternatives = ("-addext", f"subjectAltName={kinds}")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *_OPENSSL, "-days", str(days), *alternatives, "-keyout", key, "-out", chain,
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        except FileNotFoundError as error:
+            raise errors.ConfigError(
+                "certificates are made by openssl, which is not installed: install it"
+            ) from error
+        _, message = await process.communicate()
+        if process.returncode:
+            text = " ".join(message.decode("utf-8", "replace").split())[-500:]
+            raise errors.ConfigError(f"openssl made no certificate for {kinds}: {text}")
+        return ServerCertificate(
+            await asyncio.to_thread(chain.read_bytes), await asyncio.to_thread(key.read_bytes)
+        )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
