@@ -574,3 +574,138 @@ async def test_handler_switches_to_another_protocol_where_the_server_takes_offer
     assert head == b"HTTP/1.1 101 Switching Protocols\r\nupgrade: echo/1\r\n\r\n"
     assert rest == b"HELLO"
     assert ignored.startswith(b"HTTP/1.1 200")
+
+
+class Sink:
+    """Keeps the body of a request; refuses what has more than ten bytes, as a full disk would."""
+
+    max_bytes = 1000
+
+    def __init__(self):
+        self.body, self.is_closed = b"", False
+
+    def write(self, piece):
+        self.body += piece
+        if len(self.body) > 10:
+            raise parser.RequestRefused(503, "the disk is full")
+
+    def close(self):
+        self.is_closed = True
+
+
+@contextlib.asynccontextmanager
+async def sinking(handler=hello):
+    """A server whose bodies go to sinks, which it has opened."""
+    opened = []
+
+    def open_sink(request):
+        opened.append(Sink())
+        return opened[-1]
+
+    limits = parser.HttpLimits(body_bytes=5, linger_s=0.05, sweep_s=0.01)
+    async with serving(handler, limits, open_sink=open_sink) as running:
+        running.sinks = opened
+        yield running
+
+
+async def test_sink_takes_a_body_that_is_larger_than_others_may_be():
+    taken = []
+
+    def handle(client):
+        taken.append((client.request.body, client.request.sink.body, client.request.sink.is_closed))
+        hello(client)
+
+    async with sinking(handle) as running:
+        head = "content-length: 10\r\n"
+        answered = await talk(running, last(method="POST", head=head, body=b"0123456789"))
+
+        assert answered.startswith(b"HTTP/1.1 200 ")
+        assert taken == [(b"", b"0123456789", False)]
+        await until(lambda: running.sinks[0].is_closed)
+
+
+async def test_sink_that_is_full_refuses_the_rest():
+    async with sinking() as running:
+        head = "content-length: 900\r\n"
+        answered = await talk(running, last(method="POST", head=head, body=b"x" * 11))
+
+        assert answered.startswith(b"HTTP/1.1 503 ")
+        assert b"the disk is full" in answered
+        assert running.sinks[0].is_closed
+
+
+async def test_sink_is_closed_when_its_client_goes_midway():
+    async with sinking() as running:
+        async with connected(running) as (_, writer):
+            writer.write(b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\nhalf")
+            await until(lambda: running.sinks and running.sinks[0].body == b"half")
+
+        await until(lambda: running.sinks[0].is_closed)
+
+
+async def test_sink_of_a_request_behind_another_is_closed_when_the_client_goes():
+    answering = []
+    async with sinking(answering.append) as running:
+        async with connected(running) as (_, writer):
+            one = b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\nhi"
+            writer.write(one + one)
+            await until(lambda: len(running.sinks) == 2 and answering)
+
+        await until(lambda: all(sink.is_closed for sink in running.sinks))
+
+
+PIECE, NUM_PIECES = b"x" * 2**18, 200  # 50 MB, six times what may wait for a client
+
+
+async def send_all(client, sent=None):
+    client.start_stream(200, content_type="text/plain")
+    for _ in range(NUM_PIECES):
+        await client.send(PIECE)
+        if sent is not None:
+            sent.append(1)
+    client.end()
+
+
+async def test_long_stream_is_sent_as_fast_as_its_client_reads():
+    sent = []
+    async with (
+        serving(lambda client: send_all(client, sent)) as running,
+        connected(running) as (reader, writer),
+    ):
+        writer.write(last())
+        await until(lambda: len(sent) >= 4)
+        num_sent = len(sent)
+        answered = await reader.read()
+
+    assert num_sent < NUM_PIECES / 2
+    assert answered.count(PIECE) == NUM_PIECES
+
+
+async def test_client_that_stops_reading_a_long_stream_is_cut_off():
+    ended = asyncio.Event()
+
+    async def handle(client):
+        await send_all(client)
+        ended.set()
+
+    async with serving(handle, QUICK) as running, connected(running) as (_, writer):
+        writer.write(last())
+        async with asyncio.timeout(PATIENT_S):
+            await ended.wait()
+        await until(lambda: not running.connections)
+
+
+async def test_client_that_goes_ends_the_wait_of_a_long_stream():
+    sending, ended = asyncio.Event(), asyncio.Event()
+
+    async def handle(client):
+        sending.set()
+        await send_all(client)
+        ended.set()
+
+    async with serving(handle) as running:
+        async with connected(running) as (_, writer):
+            writer.write(last())
+            await sending.wait()
+        async with asyncio.timeout(PATIENT_S):
+            await ended.wait()

@@ -38,6 +38,20 @@ async def decode_apart(body: bytes, decode: Callable[[bytes], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_large_bodies, decode, body)
 
 
+class BodySink(Protocol):
+    """Takes the body of a request while it arrives."""
+
+    max_bytes: int  # that the body may have
+
+    def write(self, piece: bytes) -> None:
+        """Take the next bytes. Raises `parser.RequestRefused`."""
+        ...
+
+    def close(self) -> None:
+        """Delete what was not taken over: the request is answered, or its client is gone. Idempotent."""
+        ...
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A complete request. Header names are in lower case; a header that came twice is joined by commas."""
 
@@ -47,6 +61,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str]
     body: bytes
     peer: str
+    sink: BodySink | None = None  # has taken the body, which is empty here
     is_http_1_0: bool = False
     keeps_alive: bool = True  # the connection may be used again
 
@@ -78,9 +93,36 @@ class Wire(Protocol):
         """Take note that the body of the request, of this length, is no longer kept."""
         ...
 
+    async def drain(self) -> None:
+        """Wait until the client has read most of what was written, or is gone."""
+        ...
+
     def divert(self, receive: Callable[[bytes], None]) -> None:
         """Pass all further bytes of the client to `receive`."""
         ...
+
+
+class NoConnection:
+    """The connection of an exchange that has none, for a request that this process makes itself."""
+
+    def write(self, data: bytes) -> None:
+        raise errors.LocalProtocolError(f"expected no write to a connection, got {len(data)} bytes")
+
+    write_soon = write
+
+    def keep_body(self, num_bytes: int) -> bool:
+        """Return True: the maker of the request has bounds of its own."""
+        del num_bytes
+        return True
+
+    def release_body(self, num_bytes: int) -> None:
+        """Do nothing: the maker of the request has bounds of its own."""
+
+    async def drain(self) -> None:
+        """Return at once: nothing waits for a client."""
+
+    def divert(self, receive: Callable[[bytes], None]) -> None:
+        """Do nothing: no further bytes come."""
 
 
 class Exchange:
@@ -211,6 +253,12 @@ class Exchange:
         else:
             self._wire.write(self._framed(chunk))
 
+    async def send(self, chunk: bytes) -> None:
+        """Send a piece of a long stream as soon as the client has read most of those before."""
+        self.write(chunk)
+        if not self._closed:
+            await self._wire.drain()
+
     def end(self, chunk: bytes = b"") -> None:
         """Complete the stream, with a last piece in the same write."""
         if self._closed:
@@ -307,6 +355,9 @@ class WrappedExchange(Exchange):
 
     def write(self, chunk: bytes) -> None:
         self._inner.write(chunk)
+
+    async def send(self, chunk: bytes) -> None:
+        await self._inner.send(chunk)
 
     def end(self, chunk: bytes = b"") -> None:
         self._inner.end(chunk)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from urllib.parse import unquote
 
 import httptools
+import msgspec
 
-from dynamo.runtime.http.exchange import Headers, Request
+from dynamo.runtime.http.exchange import BodySink, Headers, Request
 
 NUM_CONNECTIONS = 10_000
 FREE_BODY_BYTES = (
@@ -66,6 +67,9 @@ class RequestRefused(Exception):
 CheckHead = Callable[
     [Request], int
 ]  # returns how many bytes a body may have; raises RequestRefused
+OpenSink = Callable[
+    [Request], BodySink | None
+]  # returns what takes the body of a request as it arrives; raises RequestRefused
 KeepBytes = Callable[[int], bool]  # takes room for bytes of a body; false: there is none
 
 
@@ -83,11 +87,14 @@ class RequestParser:
         peer: str,
         check_head: CheckHead | None = None,
         keep_bytes: KeepBytes = lambda num_bytes: True,
+        open_sink: OpenSink = lambda request: None,
     ) -> None:
         self._limit = limit
         self._peer = peer
         self._check_head = check_head
         self._keep_bytes = keep_bytes
+        self._open_sink = open_sink
+        self._sink: BodySink | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._ready: list[Request | Refusal] = []
         self._dead = False
@@ -108,6 +115,14 @@ class RequestParser:
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._max_body_bytes = self._limit.body_bytes
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None
+
+    @property
+    def has_sink(self) -> bool:
+        """Whether the body that arrives goes to a sink."""
+        return self._sink is not None
 
     @property
     def is_midway(self) -> bool:
@@ -230,10 +245,12 @@ class RequestParser:
             message = f"expected the header Host once, got {host or 'none'!r}"
             raise RequestRefused(400, message[:300])
         announced = self._headers.get("content-length", "0")
-        if self._check_head is not None and (
-            announced != "0" or "transfer-encoding" in self._headers
-        ):
-            self._max_body_bytes = self._check_head(self._request)
+        if announced != "0" or "transfer-encoding" in self._headers:
+            if self._check_head is not None:
+                self._max_body_bytes = self._check_head(self._request)
+            self._sink = self._open_sink(self._request)
+            if self._sink is not None:
+                self._max_body_bytes = self._sink.max_bytes
         if announced.isdigit() and int(announced[:20]) > self._max_body_bytes:
             raise self._body_too_large()
         expectation = self._headers.get("expect")
@@ -246,6 +263,9 @@ class RequestParser:
         earlier, self._body_bytes = self._body_bytes, self._body_bytes + len(piece)
         if self._body_bytes > self._max_body_bytes:
             raise self._body_too_large()
+        if self._sink is not None:
+            self._sink.write(piece)
+            return
         if self._body_bytes > FREE_BODY_BYTES and not self._keep_bytes(
             counted_bytes(self._body_bytes) - counted_bytes(earlier)
         ):
@@ -261,7 +281,10 @@ class RequestParser:
         if self._is_offer:
             return
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._ready.append(self._request.with_body(body) if body else self._request)
+        request = self._request.with_body(body) if body else self._request
+        if self._sink is not None:
+            request, self._sink = msgspec.structs.replace(request, sink=self._sink), None
+        self._ready.append(request)
         self.wants_continue = False
         self._reset()
 

@@ -26,6 +26,7 @@ from dynamo.runtime.http.parser import (
     NO_ROOM,
     CheckHead,
     HttpLimits,
+    OpenSink,
     Refusal,
     RequestParser,
     counted_bytes,
@@ -43,7 +44,8 @@ def plain_error(status: int, message: str, path: str) -> bytes:
 class HttpServer:
     """Serves `handler` until closed.
 
-    `error_body` shapes what the server itself refuses; `check_head` refuses a request before its body has come.
+    `error_body` shapes what the server itself refuses; `check_head` refuses a request before its body has come, and
+    `open_sink` says where a large body goes as it arrives.
     With `takes_upgrades` the handler gets requests that offer another protocol, and may switch to it
     (`Exchange.switch_protocol`); otherwise such offers are ignored.
     """
@@ -56,11 +58,13 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         error_body: ErrorBody = plain_error,
         check_head: CheckHead | None = None,
+        open_sink: OpenSink = lambda request: None,
         takes_upgrades: bool = False,
     ) -> None:
         self.handler = handler
         self.takes_upgrades = takes_upgrades
         self.check_head = check_head
+        self.open_sink = open_sink
         self.limits = limits or HttpLimits()
         self.error_body = error_body
         self.answering: set[asyncio.Task[None]] = set()
@@ -196,6 +200,7 @@ def _cannot_listen(error: OSError, host: str, port: int, port_flag: str) -> str:
 
 
 _NEVER = float("inf")
+_PACED_BYTES = 2**20  # that wait for a client while a long stream is sent
 
 
 class _Connection(asyncio.Protocol):
@@ -212,6 +217,7 @@ class _Connection(asyncio.Protocol):
         self._read_paused = False
         self._waiting: list[bytes] = []  # to be written at the end of this turn
         self._kept_body_bytes = 0  # that count, of all its requests
+        self._drained: asyncio.Future[None] | None = None  # while a writer waits for the client
         self._receiver: Callable[[bytes], None] | None = None  # after a switch of protocols
         self.deadline = _NEVER  # when `expire` is due
 
@@ -221,7 +227,11 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
             return
         self._parser = RequestParser(
-            self._server.limits, _peer(transport), self._server.check_head, self._keep_body_bytes
+            self._server.limits,
+            _peer(transport),
+            self._server.check_head,
+            self._keep_body_bytes,
+            self._server.open_sink,
         )
         self._parser.takes_upgrades = self._server.takes_upgrades
         self._transport.set_write_buffer_limits(high=self._server.limits.write_buffer_bytes)
@@ -240,7 +250,7 @@ class _Connection(asyncio.Protocol):
         was_midway = self._parser.is_midway
         self._pending.extend(self._parser.feed(data))
         if self._active is None:
-            if self._parser.is_midway and not was_midway:
+            if self._parser.is_midway and (self._parser.has_sink or not was_midway):
                 self.deadline = self._loop.time() + self._server.limits.request_s
             self._advance()
         elif self._pending and not self._read_paused:
@@ -253,6 +263,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
+        self._parser.abandon()
         self._drop()
         self._release_bytes(self._kept_body_bytes)
 
@@ -270,6 +281,20 @@ class _Connection(asyncio.Protocol):
     def keep_body(self, num_bytes: int) -> bool:
         """Take room for a body of this length; return False if there is none."""
         return self._keep_body_bytes(counted_bytes(num_bytes))
+
+    async def drain(self) -> None:
+        """Wait until the client has read most of what was written, or is gone.
+
+        A client that reads nothing for `HttpLimits.request_s` is cut off.
+        """
+        self.flush()
+        if self._transport.get_write_buffer_size() <= _PACED_BYTES or self._active is None:
+            return
+        self._drained = self._loop.create_future()
+        self._transport.set_write_buffer_limits(high=_PACED_BYTES)  # pauses at once
+        await self._drained
+        self._drained = None
+        self._transport.set_write_buffer_limits(high=self._server.limits.write_buffer_bytes)
 
     def divert(self, receive: Callable[[bytes], None]) -> None:
         """Pass all further bytes of the client to `receive`."""
@@ -307,16 +332,29 @@ class _Connection(asyncio.Protocol):
 
     def _drop(self) -> None:
         """Forget all requests, because the client is gone."""
-        self._pending.clear()
+        self._clear_pending()
         self._waiting = []
         exchange, self._active = self._active, None
         if exchange is not None:
             self._server.exchange_ended()
             exchange.disconnected()
+            _close_sink(exchange.request)
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def _clear_pending(self) -> None:
+        for item in self._pending:
+            _close_sink(item)
+        self._pending.clear()
 
     def pause_writing(self) -> None:
         self._write_paused = True
-        if self._active is not None and self._active.is_streaming:
+        if self._drained is not None:
+            self.deadline = self._loop.time() + self._server.limits.request_s
+        elif self._active is not None and self._active.is_streaming:
             _logger.info("a client reads its stream too slowly: it is cut off")
             self.abort()
         else:
@@ -325,6 +363,9 @@ class _Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._write_paused = False
         self.deadline = self._loop.time() + self._server.limits.idle_s
+        if self._drained is not None:
+            self.deadline = _NEVER
+            self._end_wait()
         self._advance()
 
     def abort(self) -> None:
@@ -336,6 +377,7 @@ class _Connection(asyncio.Protocol):
         """The deadline has passed."""
         if self._parser.is_midway and not self._lingering:
             limit_s = self._server.limits.request_s
+            self._parser.abandon()
             self._refuse(Refusal(408, f"the request did not arrive within {limit_s:g} s"))
         else:
             self.abort()
@@ -408,6 +450,7 @@ class _Connection(asyncio.Protocol):
             return
         self._server.exchange_ended()
         self.release_body(len(exchange.request.body))
+        _close_sink(exchange.request)
         limits = self._server.limits
         wait_s = limits.request_s if self._parser.is_midway else limits.idle_s
         self.deadline = self._loop.time() + wait_s
@@ -418,7 +461,7 @@ class _Connection(asyncio.Protocol):
 
     def _refuse(self, refusal: Refusal) -> None:
         """Answer, then let the client finish talking for a moment: a reset could take the answer away from it."""
-        self._pending.clear()
+        self._clear_pending()
         self._release_bytes(self._kept_body_bytes)
         self._lingering = True
         self.deadline = self._loop.time() + self._server.limits.linger_s
@@ -432,6 +475,11 @@ class _Connection(asyncio.Protocol):
         exchange.respond(refusal.status, body, headers=refusal.headers)
         if self._transport.can_write_eof():
             self._transport.write_eof()
+
+
+def _close_sink(item: Request | Refusal) -> None:
+    if isinstance(item, Request) and item.sink is not None:
+        item.sink.close()
 
 
 def _peer(transport: asyncio.BaseTransport) -> str:

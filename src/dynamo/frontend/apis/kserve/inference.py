@@ -7,7 +7,7 @@ had disconnected. This module knows the messages, but no gRPC.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,7 +43,7 @@ class QueuedExchange(exchange.Exchange):
     __slots__ = ("_pieces",)
 
     def __init__(self, request: exchange.Request) -> None:
-        super().__init__(request, _NoConnection(), _ignore_end)
+        super().__init__(request, exchange.NoConnection(), _ignore_end)
         self._pieces: asyncio.Queue[WholeAnswer | bytes | None] = asyncio.Queue()
 
     def respond(
@@ -95,26 +95,6 @@ class QueuedExchange(exchange.Exchange):
             for event in piece.split(b"\n\n"):
                 if event.startswith(_DATA):
                     yield msgspec.json.decode(event.removeprefix(_DATA))
-
-
-class _NoConnection:
-    """The connection of an exchange that has none."""
-
-    def write(self, data: bytes) -> None:
-        raise errors.LocalProtocolError(f"expected no write to a connection, got {len(data)} bytes")
-
-    write_soon = write
-
-    def keep_body(self, num_bytes: int) -> bool:
-        """Return True: gRPC has bounds of its own."""
-        del num_bytes
-        return True
-
-    def release_body(self, num_bytes: int) -> None:
-        """Do nothing: gRPC has bounds of its own."""
-
-    def divert(self, receive: Callable[[bytes], None]) -> None:
-        """Do nothing: gRPC brings no further bytes."""
 
 
 def _ignore_end() -> None:
