@@ -51,7 +51,7 @@ def keep_it_short(body):
     """Ask for the model that there is, and for few tokens; what is wrong stays wrong."""
     if not isinstance(body, dict):
         return
-    if isinstance(body.get("model"), str):
+    if isinstance(body.get("model"), str) and body["model"]:
         body["model"] = MODEL
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int) and body[name] > 8:

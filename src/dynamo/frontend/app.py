@@ -8,11 +8,13 @@ import functools
 from dynamo.frontend.admission import load_thresholds
 from dynamo.frontend.apis import (
     administration,
+    batches,
     chat,
     completions,
     description,
     embeddings,
     error_dialects,
+    files,
     models,
     operation,
     scores,
@@ -36,6 +38,8 @@ _APIS = (
     messages.operations,
     embeddings.operations,
     scores.operations,
+    files.operations,
+    batches.operations,
     kserve.operations,
     ollama.operations,
     tokenize.operations,

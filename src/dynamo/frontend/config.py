@@ -3,6 +3,7 @@
 The names of the environment variables are the original's. Records and admission are off by default.
 """
 
+import os
 import re
 import tempfile
 from dataclasses import dataclass
@@ -351,11 +352,37 @@ class FrontendConfig(AdmissionConfig):
         help="file in which the sums of /usage survive a restart, by default none; one for each frontend, and with"
         " --http-workers FILE.2 and so on beside it",
     )
+    files_dir: str | None = config.option(
+        None,
+        env="DYN_FILES_DIR",
+        help="folder of this host for files and batches (/v1/files, /v1/batches), which the frontends of one namespace"
+        " share (default: dynamo/files/NAMESPACE in XDG_STATE_HOME)",
+    )
+    files_limit_gb: float = config.option(
+        10.0,
+        env="DYN_FILES_LIMIT_GB",
+        help="gigabytes that uploaded files may take together; more are refused",
+        least=0,
+    )
+    batch_concurrency: int = config.option(
+        64,
+        env="DYN_BATCH_CONCURRENCY",
+        help="lines of batches that are answered at once",
+        least=1,
+    )
     semantic_router: str | None = config.option(
         None,
         env="DYN_SEMANTIC_ROUTER",
         help="configuration (YAML) of the semantic router, which chooses models by what requests say; by default none",
     )
+
+    @property
+    def files_folder(self) -> Path:
+        """Return the folder of files and batches."""
+        if self.files_dir:
+            return Path(self.files_dir).expanduser()
+        state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        return state / "dynamo" / "files" / (self.namespace or "all")
 
     def check(self) -> None:
         """Check settings that depend on one another. Raises ConfigError."""

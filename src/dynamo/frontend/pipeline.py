@@ -142,7 +142,7 @@ class Pipeline:
             self._admission.check_rights(
                 client,
                 chooses_worker=is_explained or routing.chooses_worker(request),
-                sets_priority=request.scheduling_priority != 0
+                sets_priority=request.scheduling_priority > 0  # anyone may wait for others
                 or getattr(request.extensions.cache_control, "pin", False),
             )
             salt = self._admission.cache_salt(client, model, request.cache_salt)

@@ -23,8 +23,9 @@ from dynamo.frontend import (
     waiting,
 )
 from dynamo.frontend.admission import authentication, controller
-from dynamo.frontend.apis import operation
+from dynamo.frontend.apis import files, operation
 from dynamo.frontend.apis.kserve import grpc_loading
+from dynamo.frontend.batches import journal, runner, upload
 from dynamo.frontend.console import feed, planners, recorder, views
 from dynamo.frontend.model_registry import file_fetcher, registry
 from dynamo.frontend.processes import peers, response_store
@@ -44,6 +45,8 @@ class Frontend:
     Reads as the story of the frontend: records and metrics of requests, the models and the routes to their workers,
     admission, dispatch and the APIs in front of it, and the servers in front of these. Raises ConfigError.
     """
+
+    port = grpc_port = 0  # the real ones once it listens
 
     def __init__(
         self,
@@ -146,6 +149,14 @@ class Frontend:
             find_matches=self._routes.find_matches,
             list_starting=lambda: self._expected_workers.starts,
         )
+        self._batches = runner.BatchRunner(
+            journal.BatchJournal(
+                settings.files_folder, max_bytes=int(settings.files_limit_gb * 10**9)
+            ),
+            self._clock,
+            concurrency=settings.batch_concurrency,
+            max_body_bytes=settings.http_body_limit_mb * 2**20,
+        )
         self._feed = feed.Feed(console_views, self.models, runtime.events)
         self._app = app.App(
             operation.ApiContext(
@@ -173,6 +184,7 @@ class Frontend:
                     store, self._peers, self._admission.tenant_of
                 ),
                 peers=self._peers,
+                batches=self._batches,
                 metrics_registry=metrics_registry,
                 console=feed.Console(
                     recorder=self._recorder,
@@ -219,14 +231,20 @@ class Frontend:
             tls=self._certificate.tls,
             error_body=self._app.error_body,
             check_head=check_head,
+            open_sink=self._open_sink,
         )
         self._grpc = grpc_loading.make_server(settings, handler, check_head)
-        self.port = self.grpc_port = 0  # the real ones once it listens
 
     def _max_body_bytes(self, request: exchange.Request) -> int:
         """Return how many bytes the body of a request may have, compressed or inflated."""
         factor = self._app.body_factor_of(request.path)
         return factor * self._settings.http_body_limit_mb * 2**20
+
+    def _open_sink(self, request: exchange.Request) -> exchange.BodySink | None:
+        """Return what writes an uploaded file to disk while it arrives. Raises RequestRefused."""
+        if (request.method, request.path) != ("POST", files.PATH):
+            return None
+        return upload.FileUpload(request, self._batches.journal)
 
     def _make_prefill_route(
         self,
@@ -263,6 +281,8 @@ class Frontend:
         self._tasks.start("watch the certificate", self._certificate.follow(self._clock))
         self._tasks.start("watch models", self.models.watch())
         self._tasks.start("watch starting workers", self._expected_workers.watch())
+        batches = self._batches.run(self._app.routes, self._admission.headers_of)
+        self._tasks.start("run the batches", batches)
         if self._semantic is not None:
             self._tasks.start("watch the semantic router's file", self._semantic.watch())
         self._tasks.start("watch the event loop", self._loop_delay.watch())

@@ -102,7 +102,10 @@ async def test_answers_are_as_described(rig, path):
     [
         entry
         for entry in OPERATIONS
-        if entry.method == "POST" and "*" not in entry.path and entry.answer is not None
+        if entry.method == "POST"
+        and "*" not in entry.path
+        and entry.answer is not None
+        and entry.tag != "Files and batches"  # they need a file first: `test_batches`
     ],
     ids=lambda operation: operation.path,
 )

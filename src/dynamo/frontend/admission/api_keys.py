@@ -20,6 +20,7 @@ the look-up could tell something about a hash, and a hash tells nothing about a 
 
 import hashlib
 import hmac
+import secrets
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,6 +101,9 @@ class ApiKeyRegistry:
 
     def __init__(self) -> None:
         self._key_by_digest: dict[bytes, ApiKey] = {}
+        # within this process, a key can be presented by its name behind this secret
+        self._name_prefix = secrets.token_urlsafe(32)
+        self._key_by_name_digest: dict[bytes, ApiKey] = {}
         self._accounts: dict[str, rate_limits.RateAccount] = {}
         self.shares_prefix_cache = False  # between tenants
 
@@ -120,6 +124,15 @@ class ApiKeyRegistry:
             digest: ApiKey(entry, digest, _accounts_of(entry, accounts))
             for digest, entry in entry_by_digest.items()
         }
+        self._key_by_name_digest = {
+            digest: ApiKey(entry, digest, _accounts_of(entry, accounts))
+            for entry in entry_by_digest.values()
+            for digest in (hash_key(self._name_prefix + entry.name),)
+        }
+
+    def headers_of(self, name: str) -> Mapping[str, str]:
+        """Return the headers by which this process itself asks with the rights of the key of this name."""
+        return {"x-api-key": self._name_prefix + name}
 
     def authenticate(self, headers: Mapping[str, str]) -> ApiKey:
         """Return the key that a request with these headers presents. Raises Unauthenticated."""
@@ -129,7 +142,7 @@ class ApiKeyRegistry:
                 "expected an API key: Authorization: Bearer KEY, or x-api-key: KEY"
             )
         digest = hash_key(key)
-        api_key = self._key_by_digest.get(digest)
+        api_key = self._key_by_digest.get(digest) or self._key_by_name_digest.get(digest)
         if api_key is None or not hmac.compare_digest(api_key.digest, digest):
             raise errors.Unauthenticated("the API key is not valid: check it, or ask for a new one")
         return api_key

@@ -7,7 +7,7 @@ that the settings ask for run; `is_active` is false while none of them can refus
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dynamo.base import clock as clocks
@@ -192,6 +192,12 @@ class AdmissionController:
         if self._key_file is None:
             return None
         return self._key_file.api_keys.authenticate(client.request.headers).entry
+
+    def headers_of(self, key_name: str | None) -> Mapping[str, str]:
+        """Return the headers by which this process itself asks with the rights of an API key; none without keys."""
+        if self._key_file is None or key_name is None:
+            return {}
+        return self._key_file.api_keys.headers_of(key_name)
 
     def has_valid_key(self, client: exchange.Exchange) -> bool:
         """Return whether the client's API key is valid; always true without keys."""

@@ -81,7 +81,7 @@ def make_page(document: Document, *, host: str, model: str) -> bytes:
     sections: dict[str, str] = {}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            curl = _curl(method.upper(), base + path, operation, model)
+            curl = _curl(document, method.upper(), base + path, operation, model)
             (tag,) = operation["tags"]
             section = _section(document, method.upper(), path, operation, curl)
             sections[tag] = sections.get(tag, f"<h2>{html.escape(tag)}</h2>") + section
@@ -102,8 +102,9 @@ def _section(
         f"<pre>{html.escape(curl)}</pre>",
     ]
     if "requestBody" in operation:
-        schema = operation["requestBody"]["content"]["application/json"]["schema"]
-        parts.append(_table("Body", _fields(document, _resolve(document, schema))))
+        ((_, content),) = operation["requestBody"]["content"].items()
+        fields = _fields(document, _resolve(document, content["schema"]))
+        parts.append(_table("Body", fields))
     parameters = operation.get("parameters", ())
     rows = ((row["name"], row["in"], row.get("description", "")) for row in parameters)
     parts.append(_table("Parameters", rows))
@@ -115,14 +116,22 @@ def _section(
     return f"<details>{''.join(parts)}</details>"
 
 
-def _curl(method: str, url: str, operation: Mapping[str, Any], model: str) -> str:
+def _curl(
+    document: Document, method: str, url: str, operation: Mapping[str, Any], model: str
+) -> str:
     words = ["curl", url.replace("{id}", "ID")]
     if method != "GET":
         words += ["-X", method]
     if "requestBody" in operation:
-        example = operation["requestBody"]["content"]["application/json"].get("example", {})
-        body = json.dumps({**example, "model": model})
-        words += ["-H", "Content-Type: application/json", "-d", body]
+        ((media_type, content),) = operation["requestBody"]["content"].items()
+        fields = _resolve(document, content["schema"])["properties"]
+        if media_type == "application/json":
+            chosen = {"model": model} if "model" in fields else {}
+            body = json.dumps({**content.get("example", {}), **chosen})
+            words += ["-H", "Content-Type: application/json", "-d", body]
+        else:
+            for name, value in content.get("example", {}).items():
+                words += ["-F", f"{name}={value}"]
     return shlex.join(words)
 
 

@@ -33,6 +33,7 @@ _REASONS = {
     401: "No API key, or an unknown one",
     403: "This API key does not allow it",
     404: "There is no such thing, or no such model",
+    409: "Its present state does not allow it",
     405: "There is another method at this path",
     408: "The request did not arrive in time",
     413: "The body is too large",
@@ -111,8 +112,12 @@ def _describe(operation: Operation, refs: Refs) -> dict[str, Any]:
     if operation.request is not None:
         content: dict[str, Any] = {"schema": refs[operation.request]}
         if operation.example:
-            content["example"] = {"model": "MODEL", **operation.example}
-        described["requestBody"] = {"required": True, "content": {_JSON: content}}
+            chosen = {"model": "MODEL"} if hasattr(operation.request, "model") else {}
+            content["example"] = {**chosen, **operation.example}
+        described["requestBody"] = {
+            "required": True,
+            "content": {operation.request_media_type: content},
+        }
     return described
 
 

@@ -12,6 +12,7 @@ from dynamo.base import errors, ids
 from dynamo.frontend import cache_clearing, metrics
 from dynamo.frontend.admission import controller
 from dynamo.frontend.apis import error_dialects
+from dynamo.frontend.batches import runner
 from dynamo.frontend.console import feed
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry import registry
@@ -51,6 +52,7 @@ class Operation:
         type | str | None
     )  # the type of its JSON, or the media type of its text; None: it refuses
     request: type | None = None
+    request_media_type: str = _JSON
     body_factor: int = 1  # its body may be larger than others by this factor
     request_details: Mapping[str, Any] = field(default_factory=dict)  # JSON schemas by field name
     request_rules: Sequence[Mapping[str, Any]] = ()  # JSON schemas that hold between the fields
@@ -83,6 +85,7 @@ class ApiContext:
     cache_clearer: cache_clearing.CacheClearer
     response_store: response_store.ResponseStore
     shared_responses: peers.SharedResponses
+    batches: runner.BatchRunner
     peers: peers.Peers
     metrics_registry: observed.Registry
     console: feed.Console

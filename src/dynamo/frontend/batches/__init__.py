@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: uploads on disk, a journal of batches, and the runner that answers their lines."""

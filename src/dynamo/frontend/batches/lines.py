@@ -1,0 +1,168 @@
+"""The lines of a batch: what is read from its input file, and what is written to its output and error file.
+
+A line is {"custom_id", "method": "POST", "url", "body"}; its answer has the same custom_id.
+"""
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from dynamo.frontend.batches import objects
+from dynamo.protocols import model_errors
+
+MAX_LINES = 50_000  # of one file, as with OpenAI
+MAX_ERRORS = 100  # of a file that are reported
+LOW_PRIORITY = 2**20  # as vLLM and OpenAI's body write it: a higher value is served later
+_WITHOUT_PRIORITY = frozenset(("/v1/embeddings",))
+_RETRIED = frozenset(
+    (429, 503, 529)
+)  # there is no worker now, or no room: as long as the batch may take
+_FAILED = frozenset((500, 502, 504))  # perhaps because of a worker that died: a few times
+MAX_ATTEMPTS = 3
+_MAX_PAUSE_S = 30.0
+
+
+class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of a batch."""
+
+    custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+class _ErrorFields(msgspec.Struct):
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorFields
+
+
+_decode_line = msgspec.json.Decoder(BatchLine).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class LineRequest(NamedTuple):
+    """The request of a line, as the frontend's handlers take it."""
+
+    number: int
+    custom_id: str
+    model: str
+    body: bytes
+
+
+class InvalidLine(Exception):
+    """A line is no request of this batch; `args[0]` is the `objects.LineError`."""
+
+    @property
+    def reason(self) -> objects.LineError:
+        """Return what is wrong with the line."""
+        reason: objects.LineError = self.args[0]
+        return reason
+
+
+def parse(row: bytes, number: int, endpoint: str, max_body_bytes: int) -> BatchLine:
+    """Return the request in this row, the first of which has the number 1. Raises InvalidLine."""
+    if len(row) > max_body_bytes:
+        message = f"expected at most {max_body_bytes} bytes, got more"
+        raise _invalid("line_too_large", message, number)
+    try:
+        line = _decode_line(row)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        message = f"expected a JSON object with custom_id, method, url and body: {error}"
+        raise _invalid("invalid_json_line", message, number) from error
+    if line.url != endpoint:
+        message = f"expected the url {endpoint}, which the batch names, got {line.url[:100]!r}"
+        raise _invalid("mismatched_url", message, number, "url")
+    if line.body.get("stream"):
+        message = "expected no stream, because an answer goes to a file: leave `stream` out"
+        raise _invalid("invalid_request", message, number, "body.stream")
+    return line
+
+
+def _invalid(code: str, message: str, number: int, param: str | None = None) -> InvalidLine:
+    return InvalidLine(objects.LineError(code=code, message=message, line=number, param=param))
+
+
+class FileCheck:
+    """The check of a whole file, row by row: each is a request, and no custom_id comes twice."""
+
+    def __init__(self, endpoint: str, max_body_bytes: int) -> None:
+        self.num_lines = 0
+        self.errors: list[objects.LineError] = []
+        self._endpoint = endpoint
+        self._max_body_bytes = max_body_bytes
+        self._number_by_id: dict[str, int] = {}
+
+    def add(self, row: bytes, number: int) -> None:
+        """Check the row of this number."""
+        self.num_lines += 1
+        try:
+            line = parse(row, number, self._endpoint, self._max_body_bytes)
+            first = self._number_by_id.setdefault(line.custom_id, number)
+            if first != number:
+                message = (
+                    f"expected a custom_id of its own, got {line.custom_id[:100]!r} of line {first}"
+                )
+                raise _invalid("duplicate_custom_id", message, number, "custom_id")
+        except InvalidLine as error:
+            self.errors.append(error.reason)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the file is refused whatever follows."""
+        return len(self.errors) >= MAX_ERRORS or self.num_lines > MAX_LINES
+
+    def result(self) -> list[objects.LineError]:
+        """Return what is wrong with the file; nothing if its lines can be answered."""
+        if not self.num_lines:
+            return [
+                objects.LineError(code="empty_file", message="expected a line at least, got none")
+            ]
+        if self.num_lines > MAX_LINES:
+            message = f"expected at most {MAX_LINES} lines, got more: use several batches"
+            return [objects.LineError(code="too_many_lines", message=message)]
+        return self.errors
+
+
+def request_body(line: BatchLine) -> bytes:
+    """Return the JSON body of the line's request, which waits behind requests of clients that look on."""
+    if line.url in _WITHOUT_PRIORITY:
+        return _encode(line.body)
+    return _encode(line.body | {"priority": LOW_PRIORITY})
+
+
+def lacks_model(status: int, body: bytes) -> bool:
+    """Return whether the answer says that there is no such model."""
+    if status != 404:
+        return False
+    error = msgspec.json.decode(body, type=_ErrorBody).error
+    return error.code == model_errors.ModelNotFound.code
+
+
+def pause_s(status: int, num_attempts: int) -> float | None:
+    """Return the seconds until the line is asked again after so many attempts; None if its answer stands.
+
+    What lacks a model that may come (again) counts as 503.
+    """
+    if status in _RETRIED or (status in _FAILED and num_attempts < MAX_ATTEMPTS):
+        return min(0.25 * 2.0 ** min(num_attempts, 10), _MAX_PAUSE_S)
+    return None
+
+
+def answer_row(line_id: str, custom_id: str, status: int, body: bytes) -> bytes:
+    """Return the row of an answer with this status and JSON body, for the output file or the error file."""
+    response = {"status_code": status, "request_id": line_id, "body": msgspec.Raw(body)}
+    row = {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
+    return _encode(row) + b"\n"
+
+
+def expired_row(line_id: str, custom_id: str) -> bytes:
+    """Return the row of a line that was not answered before its batch expired."""
+    error = {
+        "code": "batch_expired",
+        "message": "the batch expired before this line was answered: ask for it in another batch",
+    }
+    row = {"id": line_id, "custom_id": custom_id, "response": None, "error": error}
+    return _encode(row) + b"\n"

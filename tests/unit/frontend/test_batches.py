@@ -1,0 +1,380 @@
+"""Files and batches, asked over HTTP of a frontend with a scripted worker."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+from frontend_rig import outputs
+
+from dynamo.frontend.batches import journal, objects, runner
+from waiting import PATIENT_S
+
+CHAT = "/v1/chat/completions"
+KEYS = """
+[tenants.acme]
+[tenants.other]
+
+[[keys]]
+name = "ann"
+key = "sk-ann-00001"
+tenant = "acme"
+
+[[keys]]
+name = "bob"
+key = "sk-bob-00001"
+tenant = "other"
+"""
+ANN, BOB = ({"authorization": f"Bearer sk-{name}-00001"} for name in ("ann", "bob"))
+
+
+def chat_line(number, **fields):
+    body = {"model": "m", "messages": [{"role": "user", "content": f"hi {number}"}]}
+    return {"custom_id": f"line {number}", "method": "POST", "url": CHAT, "body": body | fields}
+
+
+def as_jsonl(lines):
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+@pytest.fixture
+def start(bare, tmp_path, monkeypatch):
+    """Start a frontend with a worker, whose batches are looked at every 10 ms."""
+
+    async def start(**settings):
+        monkeypatch.setattr(runner, "POLL_S", 0.01)
+        await bare.start(files_dir=str(tmp_path / "files"), **settings)
+        bare.one = await bare.worker()
+        return bare
+
+    return start
+
+
+async def upload(rig, content, headers=(), **fields):
+    return await rig.client.post(
+        "/v1/files",
+        files={"file": ("questions.jsonl", content)},
+        data={"purpose": "batch", **fields},
+        headers=dict(headers),
+    )
+
+
+async def begin(rig, lines, headers=(), endpoint=CHAT, **fields):
+    """Upload lines, and begin their batch."""
+    file_id = (await upload(rig, as_jsonl(lines), headers)).json()["id"]
+    asked = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h", **fields}
+    response = await rig.client.post("/v1/batches", json=asked, headers=dict(headers))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def ended(rig, batch, headers=()):
+    """Wait until a batch has ended."""
+    async with asyncio.timeout(PATIENT_S):
+        while batch["status"] not in objects.ENDED:
+            await asyncio.sleep(0.005)
+            path = f"/v1/batches/{batch['id']}"
+            batch = (await rig.client.get(path, headers=dict(headers))).json()
+    return batch
+
+
+async def rows(rig, file_id, headers=()):
+    content = await rig.client.get(f"/v1/files/{file_id}/content", headers=dict(headers))
+    assert content.status_code == 200, content.text
+    return [json.loads(row) for row in content.text.splitlines()]
+
+
+async def test_batch_answers_each_line_in_the_order_of_its_file(start):
+    rig = await start()
+    batch = await begin(rig, [chat_line(number) for number in range(50)], metadata={"a": "b"})
+    batch = await ended(rig, batch)
+
+    answers = await rows(rig, batch["output_file_id"])
+    assert [row["custom_id"] for row in answers] == [f"line {number}" for number in range(50)]
+    assert {row["response"]["status_code"] for row in answers} == {200}
+    assert answers[7]["response"]["body"]["choices"][0]["message"]["content"] == "hello"
+    assert (batch["status"], batch["error_file_id"]) == ("completed", None)
+    assert batch["request_counts"] == {"total": 50, "completed": 50, "failed": 0}
+    assert batch["metadata"] == {"a": "b"}
+
+
+async def test_lines_wait_behind_requests_of_clients(start):
+    rig = await start()
+    await ended(rig, await begin(rig, [chat_line(1)]))
+    await rig.chat()
+
+    assert [one.priority for one in rig.one.requests] == [-(2**20), 0]
+
+
+async def test_line_that_fails_stands_in_the_error_file(start, monkeypatch):
+    monkeypatch.setattr(runner, "MODEL_WAIT_S", 0)
+    rig = await start(worker_wait_secs=0)
+    lines = [chat_line(1), chat_line(2, model="unknown"), chat_line(3, temperature=99)]
+    batch = await ended(rig, await begin(rig, lines))
+
+    failed = await rows(rig, batch["error_file_id"])
+    assert [(row["custom_id"], row["response"]["status_code"]) for row in failed] == [
+        ("line 2", 404),
+        ("line 3", 400),
+    ]
+    assert "temperature" in failed[1]["response"]["body"]["error"]["message"]
+    assert [row["custom_id"] for row in await rows(rig, batch["output_file_id"])] == ["line 1"]
+    assert batch["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
+
+
+async def test_line_waits_for_a_model_that_has_lost_its_workers(start):
+    rig = await start(worker_wait_secs=0, batch_concurrency=1)
+    await ended(rig, await begin(rig, [chat_line(0)]))
+    await rig.one.runtime.close()
+    await rig.until(lambda: not rig.instances)
+    batch = await begin(rig, [chat_line(1)])
+    await rig.until(lambda: rig.frontend._batches._slots.locked())
+    await rig.worker()
+
+    assert (await ended(rig, batch))["request_counts"]["completed"] == 1
+
+
+async def test_line_waits_for_a_model_that_has_answered_before(start, monkeypatch):
+    monkeypatch.setattr(runner, "MODEL_WAIT_S", 0)
+    rig = await start(worker_wait_secs=0, batch_concurrency=1)
+    gone = []
+
+    def answer_and_go(call, request):
+        for output in outputs("hello"):
+            call.send(output)
+        call.finish()
+        gone.append(rig.start_task(rig.one.runtime.close()))
+
+    rig.one.script = answer_and_go
+    batch = await begin(rig, [chat_line(1), chat_line(2)])
+    await rig.until(lambda: gone and gone[0].done())
+    await rig.worker()
+    batch = await ended(rig, batch)
+
+    assert batch["request_counts"]["completed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "line"),
+    [
+        (b"", "empty_file", None),
+        (b"\n \n", "empty_file", None),
+        (b"hello\n", "invalid_json_line", 1),
+        (as_jsonl([chat_line(1), chat_line(1)]), "duplicate_custom_id", 2),
+        (as_jsonl([chat_line(1) | {"url": "/v1/embeddings"}]), "mismatched_url", 1),
+        (as_jsonl([chat_line(1) | {"method": "GET"}]), "invalid_json_line", 1),
+        (as_jsonl([chat_line(1, stream=True)]), "invalid_request", 1),
+        (as_jsonl([chat_line("x" * 2**20)]), "line_too_large", 1),
+        (as_jsonl([chat_line(n) for n in range(50_001)]), "too_many_lines", None),
+    ],
+)
+async def test_file_with_a_wrong_line_fails_the_batch(start, content, code, line):
+    rig = await start(http_body_limit_mb=1)
+    file_id = (await upload(rig, content)).json()["id"]
+    asked = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    batch = await ended(rig, (await rig.client.post("/v1/batches", json=asked)).json())
+
+    assert batch["status"] == "failed"
+    [error] = batch["errors"]["data"]
+    assert (error["code"], error["line"]) == (code, line)
+    assert rig.one.requests == []
+
+
+async def test_cancelled_batch_keeps_what_is_answered(start):
+    rig = await start(batch_concurrency=4)
+    hung = []
+
+    def answer_two(call, request):
+        if len(rig.one.requests) > 2:
+            hung.append(call)
+            return
+        for output in outputs("hello"):
+            call.send(output)
+        call.finish()
+
+    rig.one.script = answer_two
+    batch = await begin(rig, [chat_line(number) for number in range(20)])
+    path = f"/v1/batches/{batch['id']}"
+
+    async with asyncio.timeout(PATIENT_S):
+        while (await rig.client.get(path)).json()["request_counts"]["completed"] < 2:
+            await asyncio.sleep(0.005)
+    cancelling = (await rig.client.post(f"{path}/cancel")).json()
+    batch = await ended(rig, cancelling)
+
+    assert cancelling["status"] == "cancelling"
+    assert batch["status"] == "cancelled"
+    assert len(await rows(rig, batch["output_file_id"])) == 2
+    await rig.until(lambda: rig.one.num_cancelled == len(hung) > 0)
+    assert (await rig.client.post(f"{path}/cancel")).status_code == 409
+
+
+async def test_lines_of_an_expired_batch_stand_in_the_error_file(start, monkeypatch):
+    monkeypatch.setattr(objects, "DAY_S", 1)
+    rig = await start()
+    rig.one.script = lambda call, request: None
+    batch = await ended(rig, await begin(rig, [chat_line(1), chat_line(2)]))
+
+    assert batch["status"] == "expired"
+    failed = await rows(rig, batch["error_file_id"])
+    assert [(row["custom_id"], row["error"]["code"]) for row in failed] == [
+        ("line 1", "batch_expired"),
+        ("line 2", "batch_expired"),
+    ]
+
+
+@pytest.fixture
+async def guarded(start, tmp_path):
+    """A frontend with API keys."""
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    return await start(api_keys_file=str(path))
+
+
+async def test_lines_have_the_rights_of_their_key(guarded):
+    batch = await ended(guarded, await begin(guarded, [chat_line(1)], ANN), ANN)
+
+    assert batch["request_counts"]["completed"] == 1
+    assert len(guarded.one.requests) == 1
+
+
+async def test_nobody_without_a_key_reads_files(guarded):
+    for path in ("/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/batches", "/v1/batches/x"):
+        assert (await guarded.client.get(path)).status_code == 401, path
+    assert (await upload(guarded, b"x")).status_code == 401
+
+
+async def test_another_tenant_finds_neither_file_nor_batch(guarded):
+    batch = await ended(guarded, await begin(guarded, [chat_line(1)], ANN), ANN)
+    output = batch["output_file_id"]
+
+    for method, path in [
+        ("GET", f"/v1/files/{output}"),
+        ("GET", f"/v1/files/{output}/content"),
+        ("DELETE", f"/v1/files/{output}"),
+        ("GET", f"/v1/batches/{batch['id']}"),
+        ("POST", f"/v1/batches/{batch['id']}/cancel"),
+        ("GET", f"/v1/files?after={output}"),
+    ]:
+        response = await guarded.client.request(method, path, headers=BOB)
+        assert response.status_code == 404, path
+    for path in ("/v1/files", "/v1/batches"):
+        assert (await guarded.client.get(path, headers=BOB)).json()["data"] == []
+    asked = {"input_file_id": batch["input_file_id"], "endpoint": CHAT, "completion_window": "24h"}
+    assert (await guarded.client.post("/v1/batches", json=asked, headers=BOB)).status_code == 404
+
+
+async def test_files_are_listed_page_by_page(start):
+    rig = await start()
+    ids = [(await upload(rig, b"%d" % number)).json()["id"] for number in range(5)]
+    newest = (await rig.client.get("/v1/files?limit=2")).json()
+    older = (await rig.client.get(f"/v1/files?limit=3&after={newest['last_id']}")).json()
+    oldest = (await rig.client.get("/v1/files?order=asc&limit=1&purpose=batch")).json()
+
+    assert [file["id"] for file in newest["data"]] == [ids[4], ids[3]]
+    assert newest["has_more"]
+    assert [file["id"] for file in older["data"]] == [ids[2], ids[1], ids[0]]
+    assert not older["has_more"]
+    assert [file["id"] for file in oldest["data"]] == [ids[0]]
+    assert (await rig.client.get("/v1/files?purpose=batch_output")).json()["data"] == []
+    for query in ("limit=0", "limit=x", "limit=99999", "order=up", "after=file-unknown"):
+        assert (await rig.client.get(f"/v1/files?{query}")).status_code in (400, 404), query
+
+
+async def test_deleted_file_is_gone(start):
+    rig = await start()
+    file_id = (await upload(rig, b"text")).json()["id"]
+    deleted = await rig.client.delete(f"/v1/files/{file_id}")
+
+    assert deleted.json() == {"id": file_id, "object": "file", "deleted": True}
+    assert (await rig.client.get(f"/v1/files/{file_id}")).status_code == 404
+    assert list((rig.frontend._batches.journal.folder / "content").iterdir()) == []
+
+
+async def test_file_that_a_batch_reads_cannot_be_deleted(start):
+    rig = await start()
+    rig.one.script = lambda call, request: None
+    batch = await begin(rig, [chat_line(1)])
+    refused = await rig.client.delete(f"/v1/files/{batch['input_file_id']}")
+
+    assert refused.status_code == 409
+    assert "cancel the batch" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"endpoint": "/v1/other"}, {"completion_window": "1h"}, {"input_file_id": ""}]
+)
+async def test_batch_that_cannot_be_is_refused(start, changes):
+    rig = await start()
+    asked = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"} | changes
+    response = await rig.client.post("/v1/batches", json=asked)
+
+    assert response.status_code == 400
+    assert next(iter(changes)) in response.json()["error"]["message"]
+
+
+async def test_without_a_file_nothing_is_written(start):
+    rig = await start()
+
+    assert (await rig.client.get("/v1/files")).json()["data"] == []
+    assert (await rig.client.get("/v1/batches")).json()["data"] == []
+    assert (await rig.client.delete("/v1/files/file-1")).status_code == 404
+    assert (await rig.client.post("/v1/batches/batch_1/cancel")).status_code == 404
+    assert not rig.frontend._batches.journal.folder.exists()
+
+
+async def test_more_files_than_may_be_kept_are_refused(start):
+    rig = await start(files_limit_gb=1e-6)
+
+    assert (await upload(rig, b"x" * 900)).status_code == 200
+    refused = await upload(rig, b"x" * 101)
+    assert refused.status_code == 400
+    assert "expected at most 1000 bytes of files together, got 1001" in refused.text
+
+
+async def test_only_one_of_two_frontends_asks_the_lines(start, bare):
+    rig = await start()
+    other = runner.BatchRunner(
+        journal.BatchJournal(rig.frontend._batches.journal.folder, max_bytes=10**9),
+        rig.frontend._clock, concurrency=4, max_body_bytes=2**20,
+    )  # fmt: skip
+    asked = []
+    await upload(rig, b"so that there is a journal")
+    await rig.until(lambda: not _is_free(other))
+    rig.start_task(other.run(asked.append, lambda name: {}))
+    await ended(rig, await begin(rig, [chat_line(number) for number in range(20)]))
+
+    assert asked == []
+    assert len(rig.one.requests) == 20
+
+
+def _is_free(batch_runner):
+    with batch_runner._hold_lock() as is_held:
+        return is_held
+
+
+async def test_official_client_runs_a_batch(start):
+    rig = await start()
+    async with openai.AsyncOpenAI(base_url=f"{rig.frontend.url}/v1", api_key="none") as client:
+        file = await client.files.create(
+            file=("lines.jsonl", as_jsonl([chat_line(1)])),
+            purpose="batch",
+            expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}
+        )
+        await ended(rig, batch.to_dict())
+        batch = await client.batches.retrieve(batch.id)
+        content = await client.files.content(batch.output_file_id)
+        listed = [one.id async for one in client.batches.list()]
+        kept = {one.id async for one in client.files.list()}
+
+        assert file.expires_at - file.created_at == 3600
+        assert batch.request_counts.completed == 1
+        assert json.loads(content.text)["custom_id"] == "line 1"
+        assert listed == [batch.id]
+        assert kept == {file.id, batch.output_file_id}
+        with pytest.raises(openai.ConflictError, match="nothing to cancel"):
+            await client.batches.cancel(batch.id)
+        assert (await client.files.delete(file.id)).deleted

@@ -1,0 +1,142 @@
+"""Uploads: forms that arrive in pieces, well and badly."""
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.base import errors
+from dynamo.frontend.batches import journal, upload
+from dynamo.runtime.http import exchange, parser
+
+KIND = "multipart/form-data; boundary=edge"
+PART = b'--edge\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+FILE = b'--edge\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n%s\r\n'
+END = b"--edge--\r\n"
+BAD = parser.Refusal(400, "")
+PURPOSE = PART % (b"purpose", b"batch")
+
+
+@pytest.fixture
+def files(tmp_path):
+    return journal.BatchJournal(tmp_path / "files", max_bytes=10**9)
+
+
+def open_upload(files, kind=KIND, **headers):
+    headers = {"content-type": kind} | headers
+    request = exchange.Request(
+        method="POST", path="/v1/files", query="", headers=headers, body=b"", peer=""
+    )
+    return upload.FileUpload(request, files)
+
+
+def take(arriving, form):
+    arriving.write(form)
+    return arriving.complete()
+
+
+def left(files):
+    return list((files.folder / "partial").iterdir())
+
+
+@given(content=st.binary(max_size=300), cuts=st.lists(st.integers(0, 600), max_size=6))
+def test_file_is_the_same_however_it_arrives(tmp_path_factory, content, cuts):
+    files = journal.BatchJournal(tmp_path_factory.mktemp("uploads"), max_bytes=10**9)
+    arriving = open_upload(files)
+    form = PURPOSE + FILE % content.replace(b"--edge", b"") + END
+    edges = [0, *sorted(min(cut, len(form)) for cut in cuts), len(form)]
+    for start, end in itertools.pairwise(edges):
+        arriving.write(form[start:end])
+
+    assert arriving.complete() == 30 * 24 * 3600
+    assert arriving.filename == "a.jsonl"
+    assert arriving.partial.read_bytes() == content.replace(b"--edge", b"")
+    arriving.close()
+
+
+@given(form=st.binary(max_size=300))
+def test_no_form_breaks_the_upload(tmp_path_factory, form):
+    files = journal.BatchJournal(tmp_path_factory.mktemp("uploads"), max_bytes=10**9)
+    arriving = open_upload(files)
+    try:
+        arriving.write(form)
+        arriving.complete()
+    except (parser.RequestRefused, errors.InvalidRequest):
+        pass
+    finally:
+        arriving.close()
+
+    assert left(files) == []
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (FILE % b"x" + END, "expected the purpose batch"),
+        (PART % (b"purpose", b"fine-tune") + FILE % b"x" + END, "got 'fine-tune'"),
+        (PURPOSE + END, "expected a part `file`"),
+        (PURPOSE + FILE % b"x", "expected a complete form"),
+        (PURPOSE + PART % (b"expires_after[seconds]", b"5") + FILE % b"x" + END, "from 3600 to"),
+        (PURPOSE + PURPOSE + FILE % b"x" + END, "once each, got 'purpose'"),
+        (FILE % b"x" + FILE % b"y" + END, "expected one file"),
+        (PART % (b"other", b"x") + FILE % b"x" + END, "got 'other'"),
+        (PART % (b"purpose", b"x" * 2000) + END, "at most 1024 bytes"),
+        (b"--other\r\n\r\n", "expected a form"),
+    ],
+)
+def test_form_that_is_none_is_refused_with_the_reason(files, form, message):
+    arriving = open_upload(files)
+    with pytest.raises((parser.RequestRefused, errors.InvalidRequest), match=message) as refused:
+        take(arriving, form)
+    arriving.close()
+
+    assert getattr(refused.value, "refusal", BAD).status == 400
+    assert left(files) == []
+
+
+def test_body_that_is_no_form_is_refused_before_it_comes(files):
+    for kind in ("application/json", "multipart/form-data", ""):
+        with pytest.raises(parser.RequestRefused, match="multipart/form-data with a boundary"):
+            open_upload(files, kind)
+    with pytest.raises(parser.RequestRefused, match="without Content-Encoding"):
+        open_upload(files, **{"content-encoding": "gzip"})
+
+
+def test_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "files").write_text("a file stands in the way")
+    with pytest.raises(parser.RequestRefused, match="choose another --files-dir") as refused:
+        open_upload(journal.BatchJournal(tmp_path / "files", max_bytes=10**9))
+
+    assert refused.value.refusal.status == 503
+
+
+async def test_upload_that_breaks_off_leaves_nothing(bare, tmp_path):
+    await bare.start(files_dir=str(tmp_path / "files"))
+    _, writer = await asyncio.open_connection("127.0.0.1", bare.frontend.port)
+    head = (
+        f"POST /v1/files HTTP/1.1\r\nhost: h\r\ncontent-type: {KIND}\r\ncontent-length: 99999\r\n"
+    )
+    writer.write(head.encode() + b"\r\n" + PURPOSE + (FILE % bytes(20_000))[:-2])
+    partial = tmp_path / "files" / "partial"
+    await bare.until(
+        lambda: partial.is_dir() and any(one.stat().st_size for one in partial.iterdir())
+    )
+    writer.close()
+    await writer.wait_closed()
+
+    await bare.until(lambda: not any(partial.iterdir()))
+
+
+async def test_large_upload_and_download_are_not_held_to_the_limit_of_requests(bare, tmp_path):
+    await bare.start(files_dir=str(tmp_path / "files"), http_body_limit_mb=1)
+    content = b"0123456789abcdef" * 2**20  # 16 MB, sixteen times what a JSON request may have
+    response = await bare.client.post(
+        "/v1/files", files={"file": ("large.jsonl", content)}, data={"purpose": "batch"}
+    )
+    file = response.json()
+    got = await bare.client.get(f"/v1/files/{file['id']}/content")
+
+    assert (file["bytes"], file["filename"]) == (len(content), "large.jsonl")
+    assert got.content == content
