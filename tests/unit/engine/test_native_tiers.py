@@ -142,6 +142,12 @@ def tiers(host=None, disk=None, path=None, **options):
     } | options
 
 
+@pytest.fixture(autouse=True)
+def loading_pays(monkeypatch):
+    """The decision is by measured times, and on a busy machine a copy may take longer than this small model."""
+    monkeypatch.setattr(tier_policy.LoadCost, "pays", lambda *_: True)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("tiers"), "qwen3", vocab_size=VOCABULARY)
@@ -559,7 +565,6 @@ async def test_blocks_of_another_tenant_are_not_loaded_even_from_a_shared_tier(m
 
 async def test_decoding_goes_on_while_a_prompt_is_loaded(model, monkeypatch):
     monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
-    monkeypatch.setattr(tier_policy.LoadCost, "pays", lambda *_: True)
     prompt = text(1, 80)
     async with serving(model, num_gpu_blocks_override=64, **tiers(200)) as served:
         first = await served.answer(prompt)
