@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from dynamo.operator import api_types
+from dynamo.operator import api_types, versions
 
 Schema = dict[str, Any]
 _BOUNDS = {"ge": "minimum", "le": "maximum", "pattern": "pattern"}
@@ -114,6 +114,11 @@ _NAME_RULE = {
     f" {api_types.MAX_DERIVED_NAME} characters together: Services and labels are named by them",
 }
 
+_BETA_NAME_RULE = {
+    "rule": "!has(self.spec) || !has(self.spec.components) || self.spec.components.all(a, size(self.metadata.name) + 1"
+    f" + size(a.name) <= {api_types.MAX_DERIVED_NAME})",
+    "message": _NAME_RULE["message"].replace("service", "component"),
+}
 _PROFILED_RULE = {
     "rule": "!has(oldSelf.status) || !has(oldSelf.status.state) || oldSelf.status.state in ['Pending', 'Failed']"
     " || self.spec == oldSelf.spec",
@@ -142,20 +147,25 @@ class Definition:
     columns: tuple[dict[str, Any], ...] = ()
     scale: dict[str, str] | None = None
     rules: tuple[dict[str, str], ...] = ()
+    beta_spec: type | None = None  # of v1beta1
+    beta_rules: tuple[dict[str, str], ...] = ()
 
     def render(self) -> dict[str, Any]:
         """Return the definition as Kubernetes takes it."""
         subresources: dict[str, Any] = {} if self.status is None else {"status": {}}
         if self.scale is not None:
             subresources["scale"] = self.scale
-        version = {
-            "name": api_types.VERSION,
-            "served": True,
-            "storage": True,
-            "schema": {"openAPIV3Schema": self._schema()},
+        common = {
             "subresources": subresources,
             "additionalPrinterColumns": [*self.columns, _AGE],
         }
+        schema = {"openAPIV3Schema": self._schema(self.spec, self.rules)}
+        version = {"name": api_types.VERSION, "served": True, "storage": True, "schema": schema}
+        listed = [{**version, **common}]
+        if self.beta_spec is not None:  # served once an operator's webhook converts it
+            schema = {"openAPIV3Schema": self._schema(self.beta_spec, self.beta_rules)}
+            version = {"name": versions.BETA_VERSION, "served": False, "storage": False}
+            listed.append({**version, "schema": schema, **common})
         names = {
             "kind": self.kind,
             "listKind": f"{self.kind}List",
@@ -171,24 +181,24 @@ class Definition:
                 "group": api_types.GROUP,
                 "names": names,
                 "scope": "Namespaced",
-                "versions": [version],
+                "versions": listed,
             },
         }
 
-    def _schema(self) -> Schema:
+    def _schema(self, spec: type, rules: tuple[dict[str, str], ...]) -> Schema:
         texts = {
             name: {"type": kind}
             for name, kind in (("apiVersion", "string"), ("kind", "string"), ("metadata", "object"))
         }
         complete_schema: Schema = {
             "type": "object",
-            "description": schema_of(self.spec)["description"],
-            "properties": {**texts, "spec": schema_of(self.spec)},
+            "description": schema_of(spec)["description"],
+            "properties": {**texts, "spec": schema_of(spec)},
         }
         if self.status is not None:
             complete_schema["properties"]["status"] = schema_of(self.status)
-        if self.rules:
-            complete_schema["x-kubernetes-validations"] = list(self.rules)
+        if rules:
+            complete_schema["x-kubernetes-validations"] = list(rules)
         return complete_schema
 
 
@@ -205,6 +215,8 @@ DEFINITIONS = (
             _column("Message", _condition("Ready", "message")),
         ),
         rules=(_NAME_RULE,),
+        beta_spec=versions.BetaGraphSpec,
+        beta_rules=(_BETA_NAME_RULE,),
     ),
     Definition(
         kind="DynamoComponentDeployment",

@@ -7,7 +7,8 @@ import runpy
 import pytest
 import yaml
 
-from dynamo.operator import identity
+from dynamo.operator import identity, webhooks
+from dynamo.operator.settings import OperatorConfig
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -126,7 +127,7 @@ def test_rules_of_the_operator_name_each_verb_and_resource(platform):
     objects = render(platform, CLUSTER_WIDE)
     roles = [*of_kind(objects, "ClusterRole").values(), *of_kind(objects, "Role").values()]
 
-    assert len(roles) == 3
+    assert len(roles) == 4
     for rule in itertools.chain(*(role["rules"] for role in roles)):
         assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
         assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"])
@@ -155,6 +156,47 @@ def test_operator_may_grant_what_it_grants(platform):
     }
 
     assert granted <= held
+
+
+def test_webhooks_are_those_that_the_operator_registers(platform):
+    objects = render(platform, CLUSTER_WIDE)
+    name, namespace = "dynamo-platform-dynamo-operator", "dynamo-kubernetes"
+    settings = OperatorConfig(webhook_name=name, webhook_service=f"{namespace}/{name}-webhook")
+    registered = webhooks.make_configurations(
+        settings,
+        lambda path: {
+            "service": {
+                "namespace": namespace,
+                "name": f"{name}-webhook",
+                "path": path,
+                "port": 443,
+            }
+        },
+    )
+
+    for configuration in registered:
+        rendered = of_kind(objects, configuration["kind"])[name]
+        assert rendered["webhooks"] == configuration["webhooks"]
+    assert of_kind(objects, "Job").keys() == {f"{name}-cleanup"}
+    assert f"{name}-webhook" in of_kind(objects, "Service")
+    restricted = {obj["kind"] for obj in render(platform)}
+    assert not restricted & {
+        "ValidatingWebhookConfiguration",
+        "MutatingWebhookConfiguration",
+        "Job",
+    }
+
+
+def test_certificate_can_come_from_an_issuer(platform):
+    webhook = {"certManager": {"enabled": True, "issuerRef": {"name": "own"}}}
+    values = {"dynamo-operator": {**CLUSTER_WIDE["dynamo-operator"], "webhook": webhook}}
+    objects = render(platform, values)
+    (certificate,) = of_kind(objects, "Certificate").values()
+    pod = of_kind(objects, "Deployment")["dynamo-platform-dynamo-operator-controller-manager"]
+    volumes = pod["spec"]["template"]["spec"]["volumes"]
+
+    assert certificate["spec"]["issuerRef"]["name"] == "own"
+    assert {"secretName": certificate["spec"]["secretName"]} in [v.get("secret") for v in volumes]
 
 
 def test_network_policies_cover_operator_etcd_and_nats(platform):

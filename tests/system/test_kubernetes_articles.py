@@ -66,6 +66,31 @@ def test_operator_runs_as_its_own_account_with_the_rights_of_the_chart(cluster):
     assert can_do == {**dict.fromkeys(can_do, "no"), "patch deployments.apps": "yes"}
 
 
+def test_webhooks_are_reached_through_their_service(cluster):
+    def is_served():
+        return cluster.kubectl("get", "--raw", "/apis/nvidia.com/v1beta1").returncode == 0
+
+    eventually(is_served, what="v1beta1 is served")
+    container = {"name": "main", "image": "x"}
+    template = {"spec": {"containers": [container]}}
+    component = {"name": "Frontend", "type": "frontend", "replicas": 0, "podTemplate": template}
+    graph = {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": {"name": "later"},
+        "spec": {"components": [component]},
+    }
+    run(cluster, "apply", "-f", "-", stdin=json.dumps(graph))
+    path = "/apis/nvidia.com/v1alpha1/namespaces/default/dynamographdeployments/later"
+    stored = json.loads(run(cluster, "get", "--raw", path))
+    container["image"] = ""
+    refused = cluster.kubectl("apply", "-f", "-", stdin=json.dumps(graph))
+    run(cluster, "delete", "dgd", "later")
+
+    assert stored["spec"]["services"]["Frontend"]["componentType"] == "frontend"
+    assert "denied the request: service Frontend: expected an image" in refused.stderr
+
+
 def test_manifests_of_the_article_answer_through_port_forward(cluster):
     workers = ("VllmDecodeWorker", "VllmPrefillWorker")
     texts = [
@@ -149,6 +174,7 @@ def test_upgrade_and_rollback_restart_only_what_changed_and_uninstall_leaves_not
     platform.rollback("dynamo-platform", version=1, wait="legacy", timeout=int(PATIENT_S))
     rolled_back = uids()
     platform.uninstall("dynamo-platform")
+    remaining_versions = run(cluster, "get", "--raw", "/apis/nvidia.com")
     connect(cluster, "default").uninstall("dynamo-crds")
     kinds = "all,secrets,configmaps,roles,rolebindings,serviceaccounts,networkpolicies"
     eventually(
@@ -172,3 +198,4 @@ def test_upgrade_and_rollback_restart_only_what_changed_and_uninstall_leaves_not
         "serviceaccount/default",
     ]  # every namespace's
     assert cluster_wide == []
+    assert "v1beta1" not in remaining_versions  # nothing converts it any more

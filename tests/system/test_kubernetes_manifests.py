@@ -73,12 +73,15 @@ _GROUPS = {
 
 @contextlib.contextmanager
 def running_operator(cluster):
-    """Run an operator that may make LeaderWorkerSets."""
+    """Run an operator that may make LeaderWorkerSets, until v1beta1 is served."""
     flags = ("--enable-lws", "--metrics-bind-address=0", "--health-probe-bind-address=0")
+    flags += ("--webhook-bind-address=127.0.0.1:0",)
     process = subprocess.Popen(
         [sys.executable, "-m", "dynamo.operator", *flags], env=cluster.environ
     )
+    path = "/apis/nvidia.com/v1beta1"
     try:
+        eventually(lambda: cluster.kubectl("get", "--raw", path).returncode == 0, what=path)
         yield
     finally:
         process.terminate()
@@ -151,7 +154,7 @@ def read_manifest(name):
 def test_manifest_of_the_original_becomes_ready_and_answers(cluster, name):
     manifest = read_manifest(name)
     graph, services = manifest["metadata"]["name"], manifest["spec"]["services"]
-    run(cluster, "apply", "-f", "-", stdin=json.dumps(manifest))
+    run(cluster, "apply", "-f", str(MANIFESTS / f"{name}.yaml"))
     ready = cluster.kubectl("wait", "--for=condition=Ready", f"dgd/{graph}", "--timeout=110s")
     assert ready.returncode == 0, run(cluster, "get", "dgd,pods")
     replicas = sum(service.get("replicas", 1) for service in services.values())

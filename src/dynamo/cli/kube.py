@@ -108,6 +108,7 @@ async def _run_operator(path: pathlib.Path, stop: asyncio.Event) -> int:
     """Run the operator until a signal comes, and start it again when it dies; return the exit code."""
     argv = [sys.executable, "-m", "dynamo.operator"]
     argv += ["--metrics-bind-address", "127.0.0.1:0", "--health-probe-bind-address", "127.0.0.1:0"]
+    argv += ["--webhook-bind-address", "127.0.0.1:0"]
     environ = {**os.environ, "KUBECONFIG": str(path)}
     with guard.Guard() as guardian:
         async with supervisor.Supervisor(

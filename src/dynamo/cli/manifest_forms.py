@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from dynamo.base import errors
-from dynamo.operator import api_types
+from dynamo.operator import api_types, versions
 
 Document = dict[str, Any]
 SHORT_VERSION = f"{api_types.VERSION}.dynamo.{api_types.GROUP}"
-_LATER_VERSION = f"{api_types.GROUP}/v1beta1"
 _IMAGE = "nvidia/ai-dynamo/{}-runtime"
 _IMAGE_NAMES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrtllm"}
 _PREFIXES = {"vllm": "Vllm", "sglang": "SGLang", "trtllm": "Trtllm"}
 _SHORT_FIELDS = {
     "version", "backend", "model", "deployment_mode", "frontend", "workers", "kvbm", "planner",
 }  # fmt: skip
-_LATER_FIELDS = {"name", "type", "replicas", "multinode", "sharedMemorySize", "podTemplate"}
 _HOST_GB, _DISK_GB = 16, 100  # of KV cache tiers whose size is not given
 _DISK_PATH = "/kv-cache"
 
@@ -39,7 +39,7 @@ def convert(document: Document) -> ConvertedManifest:
     is_graph = document.get("kind") == "DynamoGraphDeployment"
     if is_graph and document.get("apiVersion") == SHORT_VERSION:
         return _convert_short(document)
-    if is_graph and document.get("apiVersion") == _LATER_VERSION:
+    if is_graph and document.get("apiVersion") == versions.BETA_API_VERSION:
         return _convert_later(document)
     return ConvertedManifest(document)
 
@@ -178,52 +178,27 @@ def _make_planner(
 
 
 def _convert_later(document: Document) -> ConvertedManifest:
-    """Turn the components of v1beta1 with their pod templates into services."""
+    """Turn the components of v1beta1 with their pod templates into services, without fields that there are not."""
     spec = dict(document.get("spec") or {})
+    unknown = sorted(spec.keys() - _field_names(versions.BetaGraphSpec))
     notes = [
         f"spec.{name}: {api_types.API_VERSION} has no such field; it is left out"
-        for name in sorted(spec.keys() - {"components", "env", "backendFramework"})
+        for name in unknown
     ]
-    services = {
-        component["name"]: convert_component(component, notes)
-        for component in spec.get("components") or ()
-    }
-    converted: Document = {"services": services}
-    if "env" in spec:
-        converted["envs"] = spec["env"]
-    if "backendFramework" in spec:
-        converted["backendFramework"] = spec["backendFramework"]
-    return ConvertedManifest(
-        {**document, "apiVersion": api_types.API_VERSION, "spec": converted}, notes
-    )
+    known = {key: value for key, value in spec.items() if key not in unknown}
+    components = []
+    for component in spec.get("components") or ():
+        unknown = sorted(component.keys() - _field_names(versions.BetaComponent))
+        notes += [
+            f"component {component['name']}: {key} has no counterpart; it is left out"
+            for key in unknown
+        ]
+        components.append({key: value for key, value in component.items() if key not in unknown})
+    if components:
+        known["components"] = components
+    converted = versions.convert({**document, "spec": known}, api_types.API_VERSION)
+    return ConvertedManifest(converted, notes)
 
 
-def convert_component(component: Mapping[str, Any], notes: list[str]) -> Document:
-    """Return the service that a component of v1beta1 stands for, and note what it cannot express."""
-    template = component.get("podTemplate") or {}
-    pod = dict(template.get("spec") or {})
-    containers = pod.pop("containers", [])
-    kind = component.get("type", "")
-    service: Document = {"componentType": kind}
-    if kind in ("prefill", "decode"):
-        service = {"componentType": "worker", "subComponentType": kind}
-    service |= {key: component[key] for key in ("replicas", "multinode") if key in component}
-    if "sharedMemorySize" in component:
-        service["sharedMemory"] = {"size": component["sharedMemorySize"]}
-    main = next((dict(item) for item in containers if item.get("name") == "main"), {})
-    main.pop("name", None)
-    match main.get("envFrom"):
-        case [{"secretRef": {"name": secret, **rest}}] if not rest:  # may be absent, as before
-            del main["envFrom"]
-            service["envFromSecret"] = secret
-    pod["mainContainer"] = main
-    if sidecars := [item for item in containers if item.get("name") != "main"]:
-        pod["containers"] = sidecars
-    service["extraPodSpec"] = pod
-    if metadata := template.get("metadata"):
-        service["extraPodMetadata"] = metadata
-    notes.extend(
-        f"component {component['name']}: {key} has no counterpart; it is left out"
-        for key in sorted(component.keys() - _LATER_FIELDS)
-    )
-    return service
+def _field_names(kind: type) -> set[str]:
+    return {field.encode_name for field in msgspec.structs.fields(kind)}

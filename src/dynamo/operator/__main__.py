@@ -8,7 +8,7 @@ import sys
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
 from dynamo.observability import logs
-from dynamo.operator import service
+from dynamo.operator import service, webhooks
 from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.backends.kubernetes import connection
 
@@ -30,6 +30,9 @@ async def serve(settings: OperatorConfig) -> None:
     settings.substitute_image("")  # a wrong table is said before anything starts
     identity = f"{os.environ.get('HOSTNAME') or socket.gethostname()}-{os.getpid()}"
     async with connection.KubernetesConnection.open() as cluster:
+        if settings.remove_webhooks:
+            await webhooks.WebhookService(cluster, settings, clocks.SystemClock()).end_serving()
+            return
         stop = process_setup.stop_on_signals()
         operator = service.OperatorService(
             cluster, settings, clocks.SystemClock(), identity=identity

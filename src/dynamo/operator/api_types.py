@@ -57,6 +57,21 @@ EXTRA_POD_SCHEMA = {
     "type": "object",
     "properties": {**_properties(_POD), "mainContainer": CONTAINER_SCHEMA},
 }
+_TEXTS_BY_NAME = {
+    "type": "object",
+    "additionalProperties": {"type": "string"},
+    "maxProperties": 256,
+}
+POD_TEMPLATE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "metadata": {
+            "type": "object",
+            "properties": {"labels": _TEXTS_BY_NAME, "annotations": _TEXTS_BY_NAME},
+        },
+        "spec": {"type": "object", "properties": _properties(_POD)},
+    },
+}
 PROBE_SCHEMA = _SCHEMAS["object"]
 
 
@@ -214,13 +229,12 @@ class ServedModelReference(Resource):
     revision: Name | None = None
 
 
-class ServiceSpec(Resource):
-    """One service of a graph: its role, its pods and what leads to them."""
+class ServiceFields(Resource):
+    """The fields of one service that all versions spell alike."""
 
     annotations: Texts | None = None
     labels: Texts | None = None
     service_name: Name | None = None
-    component_type: Name | None = None
     sub_component_type: Literal["prefill", "decode"] | None = None
     dynamo_namespace: Namespace | None = None
     global_dynamo_namespace: bool | None = None
@@ -234,12 +248,18 @@ class ServiceSpec(Resource):
     model_ref: ServedModelReference | None = None
     shared_memory: SharedMemorySpec | None = None
     scaling_adapter: ScalingAdapterSpec | None = None
-    extra_pod_metadata: ExtraPodMetadata | None = None
-    extra_pod_spec: ExtraPodSpec | None = None
     liveness_probe: Probe | None = None
     readiness_probe: Probe | None = None
     replicas: Count | None = None
     multinode: Multinode | None = None
+
+
+class ServiceSpec(ServiceFields):
+    """One service of a graph: its role, its pods and what leads to them."""
+
+    component_type: Name | None = None
+    extra_pod_metadata: ExtraPodMetadata | None = None
+    extra_pod_spec: ExtraPodSpec | None = None
 
     @property
     def role(self) -> str:

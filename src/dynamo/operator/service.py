@@ -15,6 +15,7 @@ from dynamo.operator.election import Election
 from dynamo.operator.object_cache import ROOTS, ObjectCache, key_of
 from dynamo.operator.reconciler import API_VERSION_BY_KIND, Reconciler
 from dynamo.operator.settings import OperatorConfig, parse_address
+from dynamo.operator.webhooks import WebhookService
 from dynamo.operator.work_queue import WorkQueue
 from dynamo.runtime.backends.kubernetes import connection
 from dynamo.runtime.http import exchange, server
@@ -78,6 +79,9 @@ class OperatorService:
         self._synced = asyncio.Event()
         self._running = tasks.Tasks()
         self._servers: list[server.HttpServer] = []
+        self._webhooks: WebhookService | None = None
+        if settings.webhook_bind_address != "0":
+            self._webhooks = WebhookService(cluster, settings, clock)
 
     @property
     def num_queued(self) -> int:
@@ -88,6 +92,9 @@ class OperatorService:
         """Reconcile until `stop`. Raises ConfigError, Forbidden, KindMissing, and LeaseLost."""
         await self._listen()
         try:
+            if self._webhooks is not None:
+                await self._webhooks.start()
+                self._running.start("renew the certificate", self._webhooks.keep_certificate())
             if self._settings.leader_elect:
                 self._running.start("acquire the lease", self._lead_when_elected())
             else:
@@ -95,6 +102,8 @@ class OperatorService:
             await self._running.run_until(stop)
         finally:
             await self._running.close()
+            if self._webhooks is not None:
+                await self._webhooks.close()
             for listening in self._servers:
                 await listening.close()
             if self._settings.leader_elect:
@@ -111,6 +120,8 @@ class OperatorService:
     def _lead(self) -> None:
         """Begin to watch and to act."""
         self._metrics.is_leader.set(1)
+        if self._webhooks is not None:
+            self._running.start("register the webhooks", self._webhooks.keep_registered())
         self._unsynced = set(API_VERSION_BY_KIND)
         for kind, api_version in API_VERSION_BY_KIND.items():
             self._running.start(f"watch {kind}", self._watch(kind, api_version))

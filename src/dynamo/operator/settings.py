@@ -62,6 +62,29 @@ class OperatorConfig:
     health_probe_bind_address: str = config.option(
         "127.0.0.1:8081", help="address of /healthz and /readyz"
     )
+    webhook_bind_address: str = config.option(
+        "0",
+        help="address of the webhooks that check DynamoGraphDeployments and convert v1beta1, for which it needs"
+        " rights in the whole cluster; 0: none, and v1beta1 is not served",
+    )
+    webhook_service: str = config.option(
+        "",
+        help="NAMESPACE/NAME of the Service by which the API server reaches the webhooks, at port 443; empty: at their"
+        " own address",
+    )
+    webhook_name: str = config.option(
+        "dynamo-operator",
+        help="name of the webhook configurations, and of the Secret of their certificate, before -webhook-certificate",
+    )
+    webhook_certificate_dir: str = config.option(
+        "",
+        help="folder with tls.crt, tls.key and ca.crt, such as cert-manager's Secret; empty: the operator makes and"
+        " renews a certificate",
+    )
+    remove_webhooks: bool = config.option(
+        False,
+        help="only have v1beta1 served no longer, and end: after an uninstallation nothing converts it",
+    )
     resync_s: float = config.option(
         600.0, help="seconds after which every object is looked at again", least=1
     )

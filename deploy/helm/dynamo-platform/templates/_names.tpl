@@ -8,6 +8,12 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ printf "%s-dynamo-operator" .Release.Name | trunc 44 | trimSuffix "-" }}
 {{- end }}
 
+{{- /* Definitions and webhooks belong to the whole cluster: an operator of one namespace has none. */}}
+{{- define "platform.hasWebhooks" -}}
+{{- $operator := index .Values "dynamo-operator" -}}
+{{- if and $operator.enabled $operator.webhook.enabled (not (include "platform.restrictedNamespace" .)) }}yes{{ end -}}
+{{- end }}
+
 {{- define "platform.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 65532

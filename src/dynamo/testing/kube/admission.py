@@ -46,7 +46,7 @@ class WriteOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionRequest:
+class WriteAttempt:
     """One write: `item` is None for a deletion, and `old` for a creation."""
 
     resource: "resources.ApiResource"
@@ -82,7 +82,7 @@ class Admission:
         self._authority = authority
         self._client = client
 
-    async def mutate(self, request: AdmissionRequest) -> Object | None:
+    async def mutate(self, request: WriteAttempt) -> Object | None:
         """Return the object as mutating webhooks want it. Raises ApiError."""
         options = request.options
         if options.user is not None and request.item is not None:
@@ -106,13 +106,13 @@ class Admission:
             request = replace(request, item=changed)
         return request.item
 
-    async def validate(self, request: AdmissionRequest) -> None:
+    async def validate(self, request: WriteAttempt) -> None:
         """Ask all validating webhooks. Raises ApiError for a refusal."""
         for webhook, version in self._select_webhooks("validatingwebhookconfigurations", request):
             await self._review(webhook, request, await self._convert(request, version))
 
     def _select_webhooks(
-        self, plural: str, request: AdmissionRequest
+        self, plural: str, request: WriteAttempt
     ) -> Iterator[tuple[Object, "resources.ApiResource"]]:
         """Yield the webhooks that a write concerns, and the version of the object that each wants to see."""
         if request.resource.group == GROUP:
@@ -124,7 +124,7 @@ class Admission:
                     yield webhook, version
 
     def _match_rules(
-        self, webhook: Object, request: AdmissionRequest
+        self, webhook: Object, request: WriteAttempt
     ) -> "resources.ApiResource | None":
         resource = request.resource
         if _has_rule(webhook, request, resource):
@@ -134,7 +134,7 @@ class Admission:
         others = self._registry.resources_of(resource.key)
         return next((other for other in others if _has_rule(webhook, request, other)), None)
 
-    def _is_selected(self, webhook: Object, request: AdmissionRequest) -> bool:
+    def _is_selected(self, webhook: Object, request: WriteAttempt) -> bool:
         """Return True if both selectors and all conditions of a webhook choose the object."""
         namespace = request.metadata.get("namespace")
         if namespace:
@@ -149,8 +149,8 @@ class Admission:
         return all(rules.is_true(entry["expression"], variables) for entry in conditions)
 
     async def _convert(
-        self, request: AdmissionRequest, version: "resources.ApiResource"
-    ) -> AdmissionRequest:
+        self, request: WriteAttempt, version: "resources.ApiResource"
+    ) -> WriteAttempt:
         """Return the request with the objects in the version that a webhook wants."""
         if version == request.resource:
             return request
@@ -161,7 +161,7 @@ class Admission:
         return replace(request, resource=version, item=item, old=old)
 
     async def _review(
-        self, webhook: Object, request: AdmissionRequest, seen: AdmissionRequest
+        self, webhook: Object, request: WriteAttempt, seen: WriteAttempt
     ) -> Object | None:
         """Return the answer of a webhook; None if its failure is to be ignored. Raises ApiError for a refusal."""
         review = _make_review(request, seen)
@@ -183,9 +183,7 @@ class Admission:
         return response
 
 
-def _has_rule(
-    webhook: Object, request: AdmissionRequest, resource: "resources.ApiResource"
-) -> bool:
+def _has_rule(webhook: Object, request: WriteAttempt, resource: "resources.ApiResource") -> bool:
     scope = "Namespaced" if resource.is_namespaced else "Cluster"
     expected = {
         "operations": {request.operation},
@@ -204,14 +202,14 @@ def _is_chosen(selector: Object | None, item: Object) -> bool:
     return not selector or selectors.matches(selector, item["metadata"].get("labels") or {})
 
 
-def _shown(request: AdmissionRequest, item: Object) -> Object:
+def _shown(request: WriteAttempt, item: Object) -> Object:
     """Return an object as a webhook sees it: of the scale subresource a Scale."""
     if request.options.subresource == "scale" and request.resource.scale is not None:
         return tables.scale_of(item, request.resource.scale)
     return item
 
 
-def _make_review(request: AdmissionRequest, seen: AdmissionRequest) -> Object:
+def _make_review(request: WriteAttempt, seen: WriteAttempt) -> Object:
     """Return the AdmissionReview of a write, whose objects a webhook sees in the version of `seen`."""
     options, user, metadata = request.options, request.options.user, request.metadata
     subresource = options.subresource

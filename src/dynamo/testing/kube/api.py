@@ -248,7 +248,7 @@ class Api(writes.ObjectWrites):
         self, resource: "resources.ApiResource", old: Object, options: DeleteOptions
     ) -> None:
         """Ask admission for a deletion. Raises ApiError."""
-        request = admission.AdmissionRequest(
+        request = admission.WriteAttempt(
             resource=self.registry.storage_resource(resource),
             operation="DELETE",
             item=None,

@@ -327,7 +327,7 @@ class ObjectWrites:
         old: Object | None,
         options: admission.WriteOptions,
     ) -> Object:
-        request = admission.AdmissionRequest(
+        request = admission.WriteAttempt(
             resource=resource, operation=operation, item=item, old=old, options=options
         )
         mutated = await self._admission.mutate(request)
@@ -341,7 +341,7 @@ class ObjectWrites:
         old: Object | None,
         options: admission.WriteOptions,
     ) -> None:
-        request = admission.AdmissionRequest(
+        request = admission.WriteAttempt(
             resource=resource, operation=operation, item=item, old=old, options=options
         )
         await self._admission.validate(request)

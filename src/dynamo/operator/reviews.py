@@ -1,0 +1,111 @@
+"""The decider behind the operator's webhooks: reviews of DynamoGraphDeployments that the API server sends, and answers.
+
+What the operator would refuse in the status is refused at apply instead, by the same deciders. A change that leaves
+the spec as it is passes, so that an object from before a stricter operator can still be labelled and deleted.
+"""
+
+import base64
+from typing import Any
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.operator import component, graph, objects, versions
+from dynamo.operator.objects import Object
+from dynamo.operator.settings import OperatorConfig
+
+
+class ConversionRequest(msgspec.Struct):
+    """Objects that are wanted in another version."""
+
+    uid: str
+    desiredAPIVersion: str
+    objects: list[dict[str, Any]]
+
+
+class ConversionReview(msgspec.Struct):
+    """What the API server sends for a conversion."""
+
+    request: ConversionRequest
+
+
+class AdmissionRequest(msgspec.Struct):
+    """A write of one object, of which there is none in a deletion."""
+
+    uid: str
+    object: dict[str, Any] | None = None
+    oldObject: dict[str, Any] | None = None
+
+
+class AdmissionReview(msgspec.Struct):
+    """What the API server sends before it stores an object."""
+
+    request: AdmissionRequest
+
+
+def answer_conversion(review: ConversionReview) -> Object:
+    """Return the objects of a review in the version that it asks for."""
+    request, result, converted = review.request, {"status": "Success"}, []
+    try:
+        converted = [
+            versions.convert(entry, request.desiredAPIVersion) for entry in request.objects
+        ]
+    except errors.ConfigError as error:
+        result = {"status": "Failed", "message": str(error)}
+    response = {"uid": request.uid, "result": result, "convertedObjects": converted}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "ConversionReview",
+        "response": response,
+    }
+
+
+def answer_validation(review: AdmissionReview, settings: OperatorConfig) -> Object:
+    """Refuse a deployment with a mistake that the schema cannot know."""
+    request = review.request
+    written, old = request.object, request.oldObject
+    if written is None or (old is not None and written.get("spec") == old.get("spec")):
+        return _answer(request, {"allowed": True})
+    try:
+        _check(written, settings)
+    except errors.ConfigError as error:
+        status = {"code": 422, "reason": "Invalid", "message": str(error)}
+        return _answer(request, {"allowed": False, "status": status})
+    return _answer(request, {"allowed": True})
+
+
+def answer_defaulting(review: AdmissionReview) -> Object:
+    """Write the number of replicas into services that name none and that nothing else scales."""
+    request = review.request
+    services = ((request.object or {}).get("spec") or {}).get("services") or {}
+    patch = [
+        {"op": "add", "path": f"/spec/services/{name}/replicas", "value": 1}
+        for name, service in services.items()
+        if service.get("replicas") is None
+        and not (service.get("autoscaling") or {}).get("enabled")
+        and not (service.get("scalingAdapter") or {}).get("enabled")
+    ]
+    response: Object = {"allowed": True}
+    if patch:
+        encoded = base64.b64encode(msgspec.json.encode(patch)).decode()
+        response |= {"patchType": "JSONPatch", "patch": encoded}
+    return _answer(request, response)
+
+
+def _answer(request: AdmissionRequest, response: Object) -> Object:
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "response": {"uid": request.uid, **response},
+    }
+
+
+def _check(resource: Object, settings: OperatorConfig) -> None:
+    """Make the objects of a deployment as if nothing of it existed. Raises ConfigError."""
+    metadata = resource["metadata"]
+    name = metadata.get("name") or metadata.get("generateName", "")
+    resource = {**resource, "metadata": {"uid": "", "namespace": "", **metadata, "name": name}}
+    nothing = objects.Observed(now="")
+    for item in graph.make_components(graph.read_graph(resource, nothing, settings), nothing):
+        item["metadata"]["uid"] = ""
+        list(component.make_objects(component.read_component(item, settings), item))

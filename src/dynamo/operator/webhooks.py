@@ -1,0 +1,300 @@
+"""The webhooks of the operator: their HTTPS server, its certificate, and their registration with the API server.
+
+The certificate is self-signed and lies in a Secret, which all operators of a release share; it is renewed before it
+ends, and the API server trusts the new one beside the old one before any operator presents it. v1beta1 is served as
+long as a webhook can convert it: the definition is changed when one can be reached, changed again when an installation
+sets it back, and restored when the operator stops.
+"""
+
+import base64
+import logging
+import ssl
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from dynamo.base import certificates, errors
+from dynamo.base import clock as clocks
+from dynamo.operator import api_types, objects, reviews, versions
+from dynamo.operator.objects import Object
+from dynamo.operator.settings import OperatorConfig, parse_address
+from dynamo.runtime.backends.kubernetes import connection
+from dynamo.runtime.http import exchange, parser, server
+
+_DEFINITION = f"dynamographdeployments.{api_types.GROUP}"
+_CRD = ("apiextensions.k8s.io/v1", "CustomResourceDefinition")
+_ADMISSION = "admissionregistration.k8s.io/v1"
+_RENEW_ANNOTATION = f"{api_types.GROUP}/renew-after"
+_LIFETIME_DAYS, _RENEW_DAYS = 90, 60
+_CHECK_S = 600.0  # between two looks at the certificate
+_WAIT_S = 1.0  # between two looks whether the Service has an endpoint
+_MAX_BODY_BYTES = 64 * 2**20  # a list of deployments is converted in one request
+_logger = logging.getLogger(__name__)
+R = TypeVar("R", reviews.ConversionReview, reviews.AdmissionReview)
+
+
+class WebhookService:
+    """Serves the webhooks of one operator process."""
+
+    def __init__(
+        self,
+        cluster: connection.KubernetesConnection,
+        settings: OperatorConfig,
+        clock: clocks.Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._clock = clock
+        self._namespace = settings.lease_namespace or cluster.namespace
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._certificate = self._bundle = b""
+        self._address = ""  # host and port
+        self._is_registered = False
+        routes = {
+            ("POST", "/convert"): self._convert,
+            ("POST", "/validate"): self._validate,
+            ("POST", "/default"): self._default,
+        }
+        self._server = server.HttpServer(
+            exchange.HttpRouter(routes, error_body=server.plain_error),
+            limits=parser.HttpLimits(body_bytes=_MAX_BODY_BYTES),
+            tls=self._context,
+            error_body=server.plain_error,
+        )
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError, Forbidden and Unavailable."""
+        flag = "--webhook-bind-address"
+        host, port = parse_address(self._settings.webhook_bind_address, flag)
+        self._address = f"{host}:{port}"
+        await self._load_certificate()
+        self._address = f"{host}:{await self._server.start(host, port, port_flag=flag)}"
+
+    async def keep_registered(self) -> None:
+        """Tell the API server of the webhooks, and again when it has forgotten them. For the operator that leads."""
+        self._is_registered = True
+        while True:
+            try:
+                await self._wait_for_endpoint()
+                await self._register_admission()
+                async for event, definition in self._cluster.watch(
+                    *_CRD, fields=f"metadata.name={_DEFINITION}"
+                ):
+                    if event in ("ADDED", "MODIFIED"):
+                        await self._load_certificate()  # another operator may have renewed it
+                        await self._change_definition(definition, is_served=True)
+            except (errors.Unavailable, errors.Conflict) as error:
+                _logger.warning("the webhooks are to be registered: %s", error)
+                await self._clock.sleep(_WAIT_S)
+
+    async def keep_certificate(self) -> None:
+        """Renew the certificate before it ends, and present one that another operator has renewed."""
+        while True:
+            await self._clock.sleep(_CHECK_S)
+            try:
+                await self._load_certificate()
+                await self._register_admission()
+            except errors.DynamoError as error:
+                _logger.warning("the certificate of the webhooks is not renewed: %s", error)
+
+    async def end_serving(self) -> None:
+        """Have v1beta1 served no longer. Raises Conflict, Forbidden and Unavailable."""
+        definition = await self._cluster.get(*_CRD, _DEFINITION)
+        if definition is not None:
+            await self._change_definition(definition, is_served=False)
+
+    async def close(self) -> None:
+        """Have v1beta1 served no longer, if this operator had it served, and stop listening."""
+        try:
+            if self._is_registered:
+                await self.end_serving()
+        except errors.DynamoError as error:
+            _logger.warning("%s goes on to be served: %s", versions.BETA_VERSION, error)
+        await self._server.close()
+
+    async def _wait_for_endpoint(self) -> None:
+        """Return when the API server can reach an operator through the Service."""
+        namespace, _, name = self._settings.webhook_service.partition("/")
+        labels = f"kubernetes.io/service-name={name}"
+        while name:
+            slices = await self._cluster.list(
+                "discovery.k8s.io/v1", "EndpointSlice", namespace, labels=labels
+            )
+            endpoints = [entry for item in slices for entry in item.get("endpoints") or ()]
+            if any((entry.get("conditions") or {}).get("ready") for entry in endpoints):
+                return
+            await self._clock.sleep(_WAIT_S)
+
+    # The certificate.
+
+    async def _load_certificate(self) -> None:
+        """Present the present certificate; the API server is told first if there was another."""
+        folder = self._settings.webhook_certificate_dir
+        content = _read_folder(Path(folder)) if folder else await self._read_secret()
+        if content["tls.crt"] == self._certificate:
+            return
+        self._bundle = content["ca.crt"]
+        if self._certificate:
+            await self._register_admission()
+            definition = await self._cluster.get(*_CRD, _DEFINITION)
+            if definition is not None:
+                await self._change_definition(definition, is_served=True)
+        certificate = certificates.ServerCertificate(content["tls.crt"], content["tls.key"])
+        certificate.load_into(self._context)
+        self._certificate = content["tls.crt"]
+
+    async def _read_secret(self) -> dict[str, bytes]:
+        """Return the content of the Secret, which is made or renewed if need be."""
+        name = f"{self._settings.webhook_name}-webhook-certificate"
+        while True:
+            secret = await self._cluster.get("v1", "Secret", name, self._namespace)
+            annotations = (secret or {}).get("metadata", {}).get("annotations") or {}
+            content = {
+                key: base64.b64decode(value)
+                for key, value in ((secret or {}).get("data") or {}).items()
+            }
+            if annotations.get(_RENEW_ANNOTATION, "") > self._timestamp(0):
+                return content
+            made = await certificates.make_certificate(self._names(), days=_LIFETIME_DAYS)
+            content = {
+                "tls.crt": made.certificate,
+                "tls.key": made.key,
+                "ca.crt": made.certificate + content.get("tls.crt", b""),
+            }
+            metadata: Object = {"annotations": {_RENEW_ANNOTATION: self._timestamp(_RENEW_DAYS)}}
+            data = {key: base64.b64encode(value).decode() for key, value in content.items()}
+            try:
+                if secret is None:
+                    metadata |= {"name": name, "namespace": self._namespace}
+                    head = {"apiVersion": "v1", "kind": "Secret"}
+                    await self._cluster.create({**head, "metadata": metadata, "data": data})
+                else:
+                    metadata["resourceVersion"] = secret["metadata"]["resourceVersion"]
+                    changes = {"metadata": metadata, "data": data}
+                    await self._cluster.patch("v1", "Secret", name, changes, self._namespace)
+            except errors.Conflict:  # another operator was quicker: take its certificate
+                continue
+            _logger.info("the webhooks have a new certificate, for %s days", _LIFETIME_DAYS)
+            return content
+
+    def _timestamp(self, days: int) -> str:
+        at = datetime.fromtimestamp(self._clock.wall(), UTC) + timedelta(days=days)
+        return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def _names(self) -> list[str]:
+        namespace, _, name = self._settings.webhook_service.partition("/")
+        return [f"{name}.{namespace}.svc"] if name else [self._address.rpartition(":")[0]]
+
+    # Registration.
+
+    def _client_config(self, path: str) -> Object:
+        config: Object = {"caBundle": base64.b64encode(self._bundle).decode()}
+        namespace, _, name = self._settings.webhook_service.partition("/")
+        if name:
+            service = {"namespace": namespace, "name": name, "path": path, "port": 443}
+            return {**config, "service": service}
+        return {**config, "url": f"https://{self._address}{path}"}
+
+    async def _register_admission(self) -> None:
+        for configuration in make_configurations(self._settings, self._client_config):
+            await self._cluster.apply(configuration, objects.FIELD_MANAGER, force=True)
+
+    async def _change_definition(self, definition: Object, *, is_served: bool) -> None:
+        """Have v1beta1 served, and converted by this webhook, or not any longer. Raises Conflict."""
+        spec = definition["spec"]
+        if versions.BETA_VERSION not in [version["name"] for version in spec["versions"]]:
+            return  # an older definition, until it is upgraded
+        conversion: Object = {"strategy": "None", "webhook": None}
+        if is_served:
+            webhook = {
+                "conversionReviewVersions": ["v1"],
+                "clientConfig": self._client_config("/convert"),
+            }
+            conversion = {"strategy": "Webhook", "webhook": webhook}
+        listed = [
+            {**version, "served": is_served}
+            if version["name"] == versions.BETA_VERSION
+            else version
+            for version in spec["versions"]
+        ]
+        is_same = (spec.get("conversion") or {}).get("webhook") == conversion["webhook"]
+        if is_same and listed == spec["versions"]:
+            return
+        metadata = {"resourceVersion": definition["metadata"]["resourceVersion"]}
+        changes = {"metadata": metadata, "spec": {"conversion": conversion, "versions": listed}}
+        await self._cluster.patch(*_CRD, _DEFINITION, changes)
+        _logger.info("%s is %sserved", versions.BETA_API_VERSION, "" if is_served else "no longer ")
+
+    # The answers.
+
+    def _convert(self, request: exchange.Exchange) -> None:
+        review = _decode(request, reviews.ConversionReview)
+        if review is not None:
+            request.respond(200, msgspec.json.encode(reviews.answer_conversion(review)))
+
+    def _validate(self, request: exchange.Exchange) -> None:
+        review = _decode(request, reviews.AdmissionReview)
+        if review is not None:
+            answer = reviews.answer_validation(review, self._settings)
+            request.respond(200, msgspec.json.encode(answer))
+
+    def _default(self, request: exchange.Exchange) -> None:
+        review = _decode(request, reviews.AdmissionReview)
+        if review is not None:
+            request.respond(200, msgspec.json.encode(reviews.answer_defaulting(review)))
+
+
+def make_configurations(
+    settings: OperatorConfig, client_config: Callable[[str], Object]
+) -> list[Object]:
+    """Return the configurations of the admission webhooks, as the chart has them too."""
+    rule = {
+        "apiGroups": [api_types.GROUP],
+        "apiVersions": [api_types.VERSION],
+        "operations": ["CREATE", "UPDATE"],
+        "resources": ["dynamographdeployments"],
+        "scope": "Namespaced",
+    }
+    configurations = []
+    for kind, name, path in (
+        ("Mutating", "default", "/default"),
+        ("Validating", "validate", "/validate"),
+    ):
+        webhook = {
+            "name": f"{name}.dynamographdeployments.{api_types.GROUP}",
+            "clientConfig": client_config(path),
+            "rules": [rule],
+            "failurePolicy": "Ignore",  # the status says what was not checked here
+            "matchPolicy": "Equivalent",
+            "sideEffects": "None",
+            "timeoutSeconds": 5,
+            "admissionReviewVersions": ["v1"],
+        }
+        configurations.append(
+            {
+                "apiVersion": _ADMISSION,
+                "kind": f"{kind}WebhookConfiguration",
+                "metadata": {"name": settings.webhook_name},
+                "webhooks": [webhook],
+            }
+        )
+    return configurations
+
+
+def _read_folder(folder: Path) -> dict[str, bytes]:
+    try:
+        return {name: (folder / name).read_bytes() for name in ("tls.crt", "tls.key", "ca.crt")}
+    except OSError as error:
+        raise errors.ConfigError(f"--webhook-certificate-dir {folder}: {error}") from error
+
+
+def _decode(request: exchange.Exchange, kind: type[R]) -> R | None:
+    """Return the review in a request; one that cannot be read is refused."""
+    try:
+        return msgspec.json.decode(request.request.body, type=kind)
+    except msgspec.DecodeError as error:
+        request.respond(400, str(error).encode(), content_type="text/plain")
+        return None

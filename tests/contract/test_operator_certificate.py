@@ -1,0 +1,114 @@
+"""The certificate of the operator's webhooks on the API server emulator: shared, renewed, trusted before it is used."""
+
+import asyncio
+import base64
+import contextlib
+import importlib.resources
+import json
+import ssl
+
+from dynamo.base import clock as clocks
+from dynamo.operator import webhooks
+from dynamo.operator.settings import OperatorConfig
+from dynamo.runtime.backends.kubernetes import connection
+from dynamo.testing.kube import cluster as clusters
+
+SETTINGS = OperatorConfig(webhook_bind_address="127.0.0.1:0")
+CRD = ("apiextensions.k8s.io/v1", "CustomResourceDefinition", "dynamographdeployments.nvidia.com")
+DAY_S = 86_400.0
+
+
+class ShiftedClock(clocks.SystemClock):
+    """A clock whose calendar can be moved on, and whose long sleeps end at a word."""
+
+    def __init__(self):
+        super().__init__()
+        self.days = 0
+        self.is_time = asyncio.Event()
+
+    def wall(self):
+        return super().wall() + self.days * DAY_S
+
+    async def sleep(self, seconds):
+        if seconds < 100:
+            await super().sleep(seconds / 100)
+        else:
+            await self.is_time.wait()
+            self.is_time.clear()
+
+
+@contextlib.asynccontextmanager
+async def running_webhooks(cluster, clock):
+    service = webhooks.WebhookService(cluster, SETTINGS, clock)
+    await service.start()
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(service.keep_registered()),
+            tasks.create_task(service.keep_certificate()),
+        ]
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()
+    await service.close()
+
+
+async def until(condition):
+    while not (found := await condition()):
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def test_certificate_is_renewed_while_conversions_go_on(tmp_path):
+    definitions = importlib.resources.files("dynamo.operator").joinpath("definitions.json")
+    clock = ShiftedClock()
+
+    async def read_config():
+        """Return where and by which certificates the API server calls the webhook, once it does."""
+        spec = (await cluster.get(*CRD))["spec"]
+        webhook = spec.get("conversion", {}).get("webhook")
+        return webhook and webhook["clientConfig"]
+
+    async def presented(config):
+        host, port = config["url"].removeprefix("https://").partition("/")[0].split(":")
+        return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
+
+    def graph(name):
+        template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
+        component = {"name": "Frontend", "type": "frontend", "podTemplate": template}
+        return {
+            "apiVersion": "nvidia.com/v1beta1",
+            "kind": "DynamoGraphDeployment",
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {"components": [component]},
+        }
+
+    async with clusters.run_cluster(
+        custom_resources=json.loads(definitions.read_text())
+    ) as running:
+        running.write_kubeconfig(tmp_path / "kubeconfig")
+        environ = {"KUBECONFIG": str(tmp_path / "kubeconfig")}
+        async with connection.KubernetesConnection.open(environ) as cluster:
+            async with running_webhooks(cluster, clock):
+                config = await until(read_config)
+                first = await presented(config)
+                await cluster.create(graph("before"))
+                clock.days = 61
+                clock.is_time.set()
+
+                async def renewed():
+                    return (now := await presented(config)) != first and now
+
+                second = await until(renewed)
+                bundle = base64.b64decode((await read_config())["caBundle"]).decode()
+                await cluster.create(graph("after"))
+                shown = await cluster.get("nvidia.com/v1beta1", "DynamoGraphDeployment", "before")
+            async with running_webhooks(cluster, clock):
+                third = await presented(await until(read_config))
+            served = [v["served"] for v in (await cluster.get(*CRD))["spec"]["versions"]]
+
+    assert (first in bundle, second in bundle) == (True, True)
+    assert third == second  # the next operator takes the same
+    assert shown["spec"]["components"][0]["name"] == "Frontend"
+    assert served == [True, False]
