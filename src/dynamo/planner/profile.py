@@ -92,17 +92,18 @@ class DecodeSurface:
         self.points = tuple(sorted(points, key=lambda p: (p.context, p.kv_usage)))
         self.max_kv_tokens = max_kv_tokens
         self._contexts = sorted({p.context for p in points})
-        self._curves = [[p for p in self.points if p.context == c] for c in self._contexts]
+        curves = [[p for p in self.points if p.context == c] for c in self._contexts]
+        self._usages = [[point.kv_usage for point in curve] for curve in curves]  # by context
+        self._itls = [[point.itl_s for point in curve] for curve in curves]
+        self._throughputs = [[point.throughput for point in curve] for curve in curves]
 
     def itl_s(self, kv_usage: float, context: float) -> float:
         """Return the seconds between two tokens of a sequence."""
-        curves = [self._along(curve, kv_usage)[0] for curve in self._curves]
-        return interpolate(self._contexts, curves, context)
+        return self._interpolate(self._itls, kv_usage, context)
 
     def throughput(self, kv_usage: float, context: float) -> float:
         """Return the output tokens that a GPU writes in a second."""
-        curves = [self._along(curve, kv_usage)[1] for curve in self._curves]
-        return interpolate(self._contexts, curves, context)
+        return self._interpolate(self._throughputs, kv_usage, context)
 
     def best_rate(self, itl_s: float, context: float) -> DecodeRate:
         """Return the fullest operating point that holds a time between tokens; the emptiest if none does."""
@@ -113,11 +114,11 @@ class DecodeSurface:
                 break
         return DecodeRate(self.throughput(usage, context), self.itl_s(usage, context), usage)
 
-    @staticmethod
-    def _along(curve: Sequence[DecodePoint], kv_usage: float) -> tuple[float, float]:
-        usages = [point.kv_usage for point in curve]
-        itl = interpolate(usages, [point.itl_s for point in curve], kv_usage)
-        return itl, interpolate(usages, [point.throughput for point in curve], kv_usage)
+    def _interpolate(self, curves: list[list[float]], kv_usage: float, context: float) -> float:
+        """Return a value of curves over the use of the KV cache, one for each context."""
+        pairs = zip(self._usages, curves, strict=True)
+        by_context = [interpolate(usages, curve, kv_usage) for usages, curve in pairs]
+        return interpolate(self._contexts, by_context, context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
