@@ -87,9 +87,10 @@ class Forecast:
     def rates(self, num_steps: int, interval_s: float) -> list[float]:
         """Return the requests per second of the next intervals."""
         work = self._predictor.forecast(num_steps)
-        due = self._num_intervals + num_steps - 1
+        lead = max(1, num_steps - 1)
+        due = self._num_intervals + lead
         if not self._pending or self._pending[-1][0] < due:
-            self._pending.append((due, work[num_steps - 2]))
+            self._pending.append((due, work[lead - 1]))
         return [tokens / (self._isl or 1.0) / interval_s for tokens in work]
 
     @property
@@ -233,14 +234,22 @@ class PredictivePolicy:
         interval_s: float,
         num_waiting: int,
     ) -> float:
-        """Return the prompts that wait when a worker ordered now would serve."""
+        """Return the prompts that wait when a worker ordered now would serve.
+
+        Decode workers that no predicted rate needs help from now on, if they can change their role.
+        """
         is_aggregated = self._targets.mode == "agg"
         pool = observation.decode if is_aggregated else observation.prefill
+        lead_s, change_s = self._lead_s(observation), pool.role_change_s
+        num_helpers = 0
+        is_quicker = change_s is not None and change_s < lead_s - observation.interval_s
+        if self._targets.mode == "disagg" and is_quicker:
+            num_helpers = observation.decode.num_ready - sizing.workers(max(rates)).decode
         backlog = float(num_waiting)
         for step, rate in enumerate(rates[:-1]):
-            served_since = observation.at + step * interval_s - self._lead_s(observation)
+            served_since = observation.at + step * interval_s - lead_s
             num_workers = pool.num_ready + sum(at <= served_since for at in pool.starting_since)
-            capacity = num_workers * sizing.prompts_per_s
+            capacity = (num_workers + max(0, num_helpers)) * sizing.prompts_per_s
             backlog = max(0.0, backlog + (rate - capacity) * interval_s)
         return backlog
 

@@ -7,7 +7,8 @@
   quarter of a pool at a time, because each of them leaves it before it serves the other.
 - Constrain: minimum, maximum and GPU budget. A worker that drains still holds its GPUs, so a change of two pools takes
   away before it gives. A pool shrinks only to the largest number that was proposed within the stabilization window, and
-  only if the workers that remain would hold the targets.
+  only if the workers that remain would hold the targets. For workers that another pool takes over by a change of role
+  there is no window, because they can be back as quickly.
 """
 
 from collections import deque
@@ -185,7 +186,8 @@ class ScalingPipeline:
     def _shrink_slowly(self, observation: Observation, proposal: Proposal) -> Replicas:
         """Return the proposal, but no fewer workers than the most that were proposed in the window.
 
-        Before a whole window was observed nothing shrinks: a planner that has just started knows no peak.
+        Before a whole window was observed nothing shrinks: a planner that has just started knows no peak. Neither holds
+        for workers that change their role.
         """
         numbers = []
         if self._observing_since is None:
@@ -201,6 +203,9 @@ class ScalingPipeline:
                 proposals.popleft()
             most = max(n for _, n in proposals) if is_informed else present
             numbers.append(number if number >= present else min(present, most))
+        giving, num_changes = self._num_role_changes(observation, proposal.replicas)
+        if num_changes:
+            numbers[giving] = min(numbers[giving], observation.num_ordered[giving] - num_changes)
         return Replicas(*numbers)
 
     def _constrain(
@@ -225,23 +230,24 @@ class ScalingPipeline:
 
         Workers that are to change later stay where they are, and nothing is started in their stead.
         """
+        giving, num_in_all = self._num_role_changes(observation, target)
+        num_ready = (observation.prefill, observation.decode)[giving].num_ready
+        num_now = min(num_in_all, max(1, num_ready // _SHARE_OF_CHANGES))
+        num_later = (num_in_all - num_now) * (1 if giving == 0 else -1)
+        meanwhile = Replicas(target.prefill + num_later, target.decode - num_later)
+        return meanwhile, num_now if giving == 0 else -num_now
+
+    def _num_role_changes(self, observation: Observation, target: Replicas) -> tuple[int, int]:
+        """Return which pool gives (0: prefill, 1: decode) and how many; none if a start is quicker."""
         pools = (observation.prefill, observation.decode)
         surplus = [pool.num_ordered - number for pool, number in zip(pools, target, strict=True)]
         giving = 0 if surplus[0] > 0 else 1
         giver, taker = pools[giving], pools[1 - giving]
-        num_in_all = min(surplus[giving], -surplus[1 - giving], giver.num_ready)
         startup_s = taker.startup_s or self._limits.startup_s
         is_quicker = taker.role_change_s is not None and taker.role_change_s < startup_s
-        if (
-            num_in_all <= 0
-            or not is_quicker
-            or self._targets.prefill_gpus != self._targets.decode_gpus
-        ):
-            return target, 0
-        num_now = min(num_in_all, max(1, giver.num_ready // _SHARE_OF_CHANGES))
-        num_later = (num_in_all - num_now) * (1 if giving == 0 else -1)
-        meanwhile = Replicas(target.prefill + num_later, target.decode - num_later)
-        return meanwhile, num_now if giving == 0 else -num_now
+        if not is_quicker or self._targets.prefill_gpus != self._targets.decode_gpus:
+            return giving, 0
+        return giving, max(0, min(surplus[giving], -surplus[1 - giving], giver.num_ready))
 
     def _within_budget(self, target: Replicas, least: Replicas) -> Replicas:
         """Return the target scaled down to the budget in proportion, as the original does."""

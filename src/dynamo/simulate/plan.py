@@ -61,6 +61,12 @@ class PlanConfig:
     startup: float = config.option(
         60.0, help="seconds from the order of a worker to readiness", least=0
     )
+    role_change: float = config.option(
+        2.0,
+        help="seconds in which a worker that has drained changes between prefill and decode, which policy predictive"
+        " orders where it takes less than --startup",
+        least=0,
+    )
     interval: float = config.option(10.0, help="seconds between two decisions", least=0.1)
     max_gpu_budget: int = config.option(8, help="most GPUs; a worker has one", least=1)
     initial: str = config.option(
@@ -127,6 +133,7 @@ def make_scenarios(settings: PlanConfig, times: StepTimes) -> list[PlanScenario]
                 itl_s=settings.itl / 1e3,
                 interval_s=settings.interval,
                 startup_s=settings.startup,
+                role_change_s=settings.role_change,
                 max_gpus=settings.max_gpu_budget,
                 initial=observation.Replicas(0, sum(initial)) if is_aggregated else initial,
                 is_aggregated=is_aggregated,

@@ -2,7 +2,8 @@
 
 It is what a connector orders from, and what an observation measures. A worker is billed from the order of its start
 until it has drained. A prompt goes to the worker that will have computed it first, its cached prefix included; what a
-draining prefill worker has not begun goes to another one. Without a ready worker requests wait.
+draining prefill worker has not begun goes to another one. Without a ready worker requests wait. A worker that changes
+its role drains first, and serves `role_change_s` seconds later; until then it counts as starting.
 """
 
 import heapq
@@ -10,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dynamo.planner import observation
 from dynamo.simulate.plan_worker import PlanWorker, Request, Role, StepResult, StepTimes
@@ -21,10 +23,11 @@ class _Member:
 
     worker: PlanWorker
     role: Role
-    ordered_at: float
+    ordered_at: float  # or asked to change its role
     ready_at: float
     number: int = -1  # of its pool's ready workers, in the order in which they became ready
     is_draining: bool = False
+    is_changing: bool = False  # it drains, and then serves in the other pool
 
     @property
     def load(self) -> tuple[int, int]:
@@ -98,16 +101,31 @@ class _Interval:
     ended: list[Request] = field(default_factory=list)
 
 
+class WorkerOrder(NamedTuple):
+    """Numbers of workers, and how many of them come from the prefill pool to decode; negative: the other way."""
+
+    replicas: observation.Replicas
+    role_changes: int = 0
+
+
 class PlanCluster:
     """Two pools, or one of aggregated workers, and the requests that are on their way."""
 
-    def __init__(self, times: StepTimes, *, startup_s: float, is_aggregated: bool = False) -> None:
+    def __init__(
+        self,
+        times: StepTimes,
+        *,
+        startup_s: float,
+        role_change_s: float | None = None,
+        is_aggregated: bool = False,
+    ) -> None:
         self.now = 0.0
         self.gpu_seconds = 0.0
         self.num_scalings = 0
         self.num_ended = 0
         self._times = times
         self._startup_s = startup_s
+        self._role_change_s = role_change_s  # None: workers keep their roles
         self._prefill = _Pool("prefill")
         self._decode = _Pool("agg" if is_aggregated else "decode")
         self._entry = self._decode if is_aggregated else self._prefill
@@ -121,18 +139,25 @@ class PlanCluster:
             for _ in range(number):
                 pool.add_ready(self._make(pool, ready_at=self.now))
 
-    def scale(self, target: observation.Replicas) -> None:
-        """Order starts, give up starts, and begin to drain, until the pools have this many workers."""
-        for pool, number in zip((self._prefill, self._decode), target, strict=True):
+    def scale(self, target: observation.Replicas, role_changes: int = 0) -> None:
+        """Order changes of roles and starts, give up starts, and drain, until the pools have this many workers."""
+        pools = (self._prefill, self._decode)
+        self.num_scalings += sum(
+            len(pool.ready) + len(pool.starting) != number
+            for pool, number in zip(pools, target, strict=True)
+        )
+        giver, taker = pools if role_changes > 0 else pools[::-1]
+        for _ in range(abs(role_changes)):
+            self._begin_role_change(giver, taker)
+        for pool, number in zip(pools, target, strict=True):
             num_present = len(pool.ready) + len(pool.starting)
-            self.num_scalings += num_present != number
             for _ in range(number - num_present):
                 member = self._make(pool, ready_at=self.now + self._startup_s)
                 pool.starting.append(member)
                 self._push(member.ready_at, member)
             for _ in range(num_present - number):
                 if pool.starting:
-                    self._bill(pool.starting.pop())
+                    self._give_up(pool.starting.pop())
                 else:
                     self._drain(pool)
 
@@ -214,6 +239,31 @@ class PlanCluster:
         if pool is self._entry and len(pool.ready) > 1:
             self._share_queue(pool)
 
+    def _begin_role_change(self, giver: _Pool, taker: _Pool) -> None:
+        member = self._withdraw_idlest(giver)
+        self._bill(member)
+        member.ordered_at, member.ready_at, member.is_changing = self.now, math.inf, True
+        taker.starting.append(member)
+        if not member.worker.num_open:
+            self._end_role(member)
+
+    def _end_role(self, member: _Member) -> None:
+        """Let a worker that has drained begin in its new role."""
+        assert self._role_change_s is not None
+        member.is_changing = False
+        member.role = self._decode.role if member.role == "prefill" else "prefill"
+        member.worker = PlanWorker(member.role, self._times)
+        member.ready_at = self.now + self._role_change_s
+        self._push(member.ready_at, member)
+
+    def _give_up(self, member: _Member) -> None:
+        """End a worker that does not serve yet, or a change of its role; it ends what it still runs in the old one."""
+        if member.is_changing:
+            member.is_changing, member.is_draining = False, True
+            self._pool_of(member).draining.append(member)
+        else:
+            self._bill(member)
+
     def _share_queue(self, pool: _Pool) -> None:
         """Give a new worker its share of the prompts that no other has begun."""
         waiting: list[Request] = []
@@ -261,16 +311,23 @@ class PlanCluster:
                 if request.num_output > 1:
                     num_bytes = request.num_prompt * times.kv_bytes_per_token
                     self._push(self.now + num_bytes / times.kv_bytes_per_s, request)
-        if member.is_draining and not member.worker.num_open:
+        if member.is_changing and not member.worker.num_open:
+            self._end_role(member)
+        elif member.is_draining and not member.worker.num_open:
             pool.draining.remove(member)
             self._bill(member)
 
-    def _drain(self, pool: _Pool) -> None:
+    def _withdraw_idlest(self, pool: _Pool) -> _Member:
+        """Take the worker with the least load out of service; others get the requests that it has not begun."""
         member = min(pool.ready, key=lambda m: (m.worker.num_active_tokens, m.worker.num_open))
         pool.remove_ready(member)
-        member.is_draining = True
         for request in member.worker.withdraw_waiting():
             self._send(request, pool)
+        return member
+
+    def _drain(self, pool: _Pool) -> None:
+        member = self._withdraw_idlest(pool)
+        member.is_draining = True
         if member.worker.num_open:
             pool.draining.append(member)
         else:
@@ -285,6 +342,7 @@ class PlanCluster:
             starting_since=tuple(sorted(member.ordered_at for member in pool.starting)),
             num_draining=len(pool.draining),
             startup_s=self._startup_s,
+            role_change_s=self._role_change_s,
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from dynamo.planner import observation
 from dynamo.simulate import plan_run
-from dynamo.simulate.plan_cluster import PlanCluster
+from dynamo.simulate.plan_cluster import PlanCluster, WorkerOrder
 from dynamo.simulate.plan_run import PlanResult, PlanScenario
 from dynamo.simulate.plan_worker import Request
 
@@ -32,8 +32,8 @@ def run_oracle(scenario: PlanScenario) -> PlanResult:
         ]
         return observation.Replicas(max(n.prefill for n in window), max(n.decode for n in window))
 
-    def decide(observation: observation.Observation) -> observation.Replicas:
-        return target(observation.at)
+    def decide(observation: observation.Observation) -> WorkerOrder:
+        return WorkerOrder(target(observation.at))
 
     return plan_run.run(scenario, "oracle", decide, target(0.0))
 

@@ -1,5 +1,6 @@
 """The policies of the planner's simulation: those of the planner itself, and others to compare them with."""
 
+import dataclasses
 import functools
 import math
 
@@ -12,6 +13,7 @@ from dynamo.planner import (
     profile,
     scaling_pipeline,
 )
+from dynamo.simulate.plan_cluster import WorkerOrder
 from dynamo.simulate.plan_run import Decide, PlanScenario, run_fixed
 from dynamo.simulate.plan_worker import StepTimes
 
@@ -81,10 +83,21 @@ def make_decide(
         startup_s=scenario.startup_s,
     )
     pipeline = scaling_pipeline.ScalingPipeline(policy, targets, limits)
-    return lambda observation: pipeline.decide(observation).replicas
+
+    def decide(observed: observation.Observation) -> WorkerOrder:
+        if name != "predictive":  # the original's planner knows no change of roles
+            observed = dataclasses.replace(
+                observed,
+                prefill=dataclasses.replace(observed.prefill, role_change_s=None),
+                decode=dataclasses.replace(observed.decode, role_change_s=None),
+            )
+        decision = pipeline.decide(observed)
+        return WorkerOrder(decision.replicas, decision.role_changes)
+
+    return decide
 
 
-def _hpa(max_gpus: int, observed: observation.Observation) -> observation.Replicas:
+def _hpa(max_gpus: int, observed: observation.Observation) -> WorkerOrder:
     """Scale each pool as Kubernetes' HPA does for a queue of one request per worker, with its tolerance of 10 %."""
     numbers = []
     for pool, load in (
@@ -97,7 +110,7 @@ def _hpa(max_gpus: int, observed: observation.Observation) -> observation.Replic
         numbers.append(max(1, number))
     while sum(numbers) > max_gpus:
         numbers[numbers.index(max(numbers))] -= 1
-    return observation.Replicas(*numbers)
+    return WorkerOrder(observation.Replicas(*numbers))
 
 
 def fixed_splits(num_workers: int, *, is_aggregated: bool) -> list[observation.Replicas]:

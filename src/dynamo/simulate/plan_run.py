@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dynamo.planner import observation
-from dynamo.simulate.plan_cluster import PlanCluster
+from dynamo.simulate.plan_cluster import PlanCluster, WorkerOrder
 from dynamo.simulate.plan_worker import Request, StepTimes
 
 INITIAL = observation.Replicas(1, 1)
-Decide = Callable[[observation.Observation], observation.Replicas]
+Decide = Callable[[observation.Observation], WorkerOrder]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +23,19 @@ class PlanScenario:
     itl_s: float = 0.05
     interval_s: float = 10.0
     startup_s: float = 60.0
+    role_change_s: float | None = None  # None: workers keep their roles
     max_gpus: int = 8
     initial: observation.Replicas = INITIAL
     is_aggregated: bool = False
 
     def cluster(self) -> PlanCluster:
         """Return a cluster without workers."""
-        return PlanCluster(self.times, startup_s=self.startup_s, is_aggregated=self.is_aggregated)
+        return PlanCluster(
+            self.times,
+            startup_s=self.startup_s,
+            role_change_s=None if self.is_aggregated else self.role_change_s,
+            is_aggregated=self.is_aggregated,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +70,7 @@ def run(
         position = feed(cluster, requests, position, tick_at)
         cluster.run_until(tick_at)
         if cluster.num_ended < len(requests):
-            cluster.scale(decide(cluster.observe(scenario.interval_s)))
+            cluster.scale(*decide(cluster.observe(scenario.interval_s)))
         tick_at += scenario.interval_s
     cluster.now = max((r.ended_at for r in requests if r.ended_at < math.inf), default=cluster.now)
     cluster.stop()
@@ -73,7 +79,7 @@ def run(
 
 def run_fixed(scenario: PlanScenario, replicas: observation.Replicas) -> PlanResult:
     """Simulate a number of workers that never changes."""
-    return run(scenario, "fixed", lambda _: replicas, replicas)
+    return run(scenario, "fixed", lambda _: WorkerOrder(replicas), replicas)
 
 
 def feed(cluster: PlanCluster, requests: Sequence[Request], position: int, until: float) -> int:

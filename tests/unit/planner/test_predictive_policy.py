@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dynamo.planner import predictors
 from dynamo.planner.observation import Fresh, PoolState, Traffic
 from dynamo.planner.policies import Targets
-from dynamo.planner.predictive_policy import PredictivePolicy
+from dynamo.planner.predictive_policy import Forecast, PredictivePolicy
 from planner_cases import make_profile, observe
 
 
@@ -36,6 +36,19 @@ def test_worker_that_starts_counts_against_the_queue():
     assert with_starts.replicas.prefill <= max(6, without.replicas.prefill)
 
 
+@pytest.mark.parametrize(("role_change_s", "num_decode"), [(2.0, 2), (31.0, 3), (None, 3)])
+def test_idle_decode_workers_that_can_change_are_expected_to_help_with_prompts(
+    role_change_s, num_decode
+):
+    pools = {
+        name: PoolState(num_ready=number, startup_s=30.0, role_change_s=role_change_s)
+        for name, number in (("prefill", 1), ("decode", 3))
+    }
+    proposal = propose(make_policy(), observe(num_requests=150, **pools))
+
+    assert proposal.replicas.decode == num_decode
+
+
 def test_cached_prefixes_need_fewer_workers():
     def traffic(hit_rate):
         return Fresh(Traffic(num_requests=400, isl=1000, osl=10, hit_rate=hit_rate))
@@ -45,6 +58,25 @@ def test_cached_prefixes_need_fewer_workers():
 
     assert plain >= 4
     assert cached < plain / 2
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_margin_compares_a_forecast_with_the_interval_that_it_was_for(num_steps):
+    class Numbered:
+        num_values = 0
+
+        def add(self, value):
+            self.num_values += 1
+
+        def forecast(self, number):
+            return [1000.0 * (self.num_values + k) for k in range(1, number + 1)]
+
+    forecast = Forecast(Numbered())
+    for number in range(1, 30):  # work of 1,100 tokens, 2,200, 3,300 …
+        forecast.add(Traffic(num_requests=1.1 * number, isl=1000), 10.0, 10.0)
+        forecast.rates(num_steps, 10.0)
+
+    assert forecast.margin == pytest.approx(1.1)
 
 
 def test_no_request_yet_asks_for_no_worker():

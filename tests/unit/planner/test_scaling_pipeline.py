@@ -201,6 +201,15 @@ def test_changes_need_no_free_gpus_and_further_workers_do():
     assert (decision.replicas, decision.role_changes) == ((2, 2), -1)
 
 
+def test_change_of_a_role_does_not_wait_until_a_pool_may_shrink():
+    pipeline = make(FixedPolicy(3, 1), stabilization_s=60.0)
+    decision = pipeline.decide(changeable(2, 2))
+    starting = make(FixedPolicy(3, 1), stabilization_s=60.0).decide(changeable(2, 2, None))
+
+    assert (decision.replicas, decision.role_changes) == ((3, 1), -1)
+    assert (starting.replicas, starting.role_changes) == ((3, 2), 0)
+
+
 def test_pool_that_grows_is_not_asked_whether_the_rest_carries_the_load():
     class DecodeIsFull(FixedPolicy):
         def survivors_hold(self, observation, traffic, fewer):

@@ -4,7 +4,7 @@ import pytest
 
 from dynamo.planner.observation import Replicas
 from dynamo.simulate import plan_arrivals, plan_cluster, plan_worker
-from dynamo.simulate.plan_cluster import PlanCluster
+from dynamo.simulate.plan_cluster import PlanCluster, WorkerOrder
 from dynamo.simulate.plan_run import PlanScenario, feed, run, run_fixed
 from dynamo.simulate.plan_worker import Request, h100_8b
 
@@ -12,7 +12,7 @@ TIMES = h100_8b()
 
 
 def make_cluster(*replicas, startup_s=60.0):
-    cluster = PlanCluster(TIMES, startup_s=startup_s)
+    cluster = PlanCluster(TIMES, startup_s=startup_s, role_change_s=2.0)
     cluster.add_ready(Replicas(*replicas))
     return cluster
 
@@ -84,10 +84,73 @@ def test_scaling_up_and_down_loses_no_request():
     requests = plan_arrivals.sinusoidal(seed=2, duration_s=100)
     scenario = PlanScenario(requests=requests, times=TIMES, startup_s=3.0)
     turns = iter(range(10_000))
-    result = run(scenario, "swing", lambda _: Replicas(1 + next(turns) % 3, 1 + next(turns) % 2))
+
+    def swing(_):
+        return WorkerOrder(Replicas(1 + next(turns) % 3, 1 + next(turns) % 2))
+
+    result = run(scenario, "swing", swing)
 
     assert result.num_lost == 0
     assert result.num_scalings > 5
+
+
+def test_worker_changes_its_role_once_it_has_drained_and_is_billed_once():
+    cluster = make_cluster(2, 1)
+    requests = [Request(at=0.0, num_prompt=3000, num_output=2) for _ in range(4)]
+    for request in requests:
+        cluster.submit(request)
+    cluster.run_until(0.1)
+    cluster.scale(Replicas(1, 2), 1)
+    changing = cluster.observe(10)
+    drained_at = 0.155  # its first prompt is computed, and the other worker gets its second one
+    cluster.run_until(drained_at + 1.999)
+    early = cluster.observe(10)
+    cluster.run_until(drained_at + 2.001)
+    cluster.stop()
+
+    assert [changing.prefill.num_billed, changing.decode.starting_since] == [1, (0.1,)]
+    assert [early.decode.num_ready, cluster.observe(10).decode.num_ready] == [1, 2]
+    assert max(request.ended_at for request in requests) < 1
+    assert cluster.gpu_seconds == pytest.approx(3 * cluster.now)
+
+
+def test_change_of_a_role_that_is_given_up_ends_the_worker_after_its_requests():
+    cluster = make_cluster(2, 1)
+    requests = [Request(at=0.0, num_prompt=3000, num_output=2) for _ in range(2)]
+    for request in requests:
+        cluster.submit(request)
+    cluster.run_until(0.1)
+    cluster.scale(Replicas(1, 2), 1)
+    cluster.scale(Replicas(1, 1))
+    draining = cluster.observe(10)
+    cluster.run_until(5)
+
+    assert [draining.prefill.num_draining, draining.decode.num_ordered] == [1, 1]
+    assert cluster.observe(10).num_ordered == (1, 1)
+    assert max(request.ended_at for request in requests) < 1
+
+
+def test_changes_of_roles_at_random_lose_no_request():
+    rng = random.Random(3)
+    requests = plan_arrivals.sinusoidal(seed=2, duration_s=100)
+    scenario = PlanScenario(
+        requests=requests, times=TIMES, startup_s=3.0, role_change_s=0.5, interval_s=1.0
+    )
+
+    def change(observed):
+        present = observed.num_ordered
+        most = observed.prefill.num_ready - 1
+        least = 1 - observed.decode.num_ready
+        changes = rng.randint(min(0, least), max(0, most))
+        target = Replicas(present.prefill - changes, present.decode + changes)
+        return WorkerOrder(
+            Replicas(max(1, target.prefill + rng.randint(-1, 1)), max(1, target.decode)), changes
+        )
+
+    result = run(scenario, "changes", change, Replicas(3, 3))
+
+    assert result.num_lost == 0
+    assert result.num_scalings > 20
 
 
 def test_three_prefill_workers_beat_two_of_the_published_split():
