@@ -39,8 +39,11 @@ def cluster(tmp_path_factory, charts):
 
 def test_pods_of_the_platform_are_those_of_the_article(cluster):
     definitions = run(cluster, "get", "crd", "-o", "name")
+    selector = ("--field-selector", "type=helm.sh/release.v1", "-o", "jsonpath={.items[*].data}")
+    releases = run(cluster, "get", "secrets", "-A", *selector)
     rows = kube_articles.shown_rows(run(cluster, "get", "pods", "-n", NAMESPACE))
 
+    assert 0 < len(releases) < 1 << 20  # both together: a Secret, so a release, has at most 1 MiB
     assert "dynamographdeployments.nvidia.com" in definitions
     assert "dynamocomponentdeployments.nvidia.com" in definitions
     assert rows == [

@@ -79,6 +79,18 @@ def test_status_of_the_graph_names_the_first_cause(status, reason, words):
     assert component["status"]["conditions"][0]["reason"] == reason
 
 
+def test_name_that_is_too_long_is_the_cause_with_what_to_shorten():
+    cluster, name = DictCluster(), "g" * 48
+    cluster.put(make_graph(name, services={"Decode": worker()}))
+    cluster.settle()
+    condition = cluster.ready(name)
+
+    assert condition["status"] == "False"
+    assert f"the name {name}-decode has 55 characters; at most 54 fit" in condition["message"]
+    assert "shorten the name of the deployment or of the service" in condition["message"]
+    assert cluster.of_kind("DynamoComponentDeployment") == []
+
+
 def test_ready_pod_has_no_cause():
     pod = {"metadata": {"name": "p"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}  # fmt: skip
 

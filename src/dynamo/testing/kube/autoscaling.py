@@ -2,7 +2,7 @@
 
 `metrics.k8s.io` says what the processes of each container use, from /proc; it is measured when somebody asks, so a
 cluster without autoscalers pays nothing. `count_replicas` is the rule of Kubernetes: pods without a figure neither
-cause a change nor hinder one. Policies of `behavior` are not followed, its stabilization windows are.
+cause a change nor hinder one. `ScalingHistory` follows the stabilization windows and policies of `behavior`.
 """
 
 import asyncio
@@ -33,6 +33,12 @@ _OLDEST_S = 60.0  # an earlier measurement says too little about the present
 _WINDOW_S = 1.0  # of a measurement that has no recent one before it
 _TOLERANCE = 0.1
 _DOWN_WINDOW_S = 300
+_KEPT_S = 3600.0  # the longest window and period
+_DOUBLE = {"type": "Percent", "value": 100, "periodSeconds": 15}
+_POLICIES = {
+    "scaleUp": (_DOUBLE, {"type": "Pods", "value": 4, "periodSeconds": 15}),
+    "scaleDown": (_DOUBLE,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,52 @@ def count_replicas(loads: Sequence[PodLoad], current: int) -> int | None:
 
 def _ratio(measured: Sequence[tuple[float, float]]) -> float:
     return sum(usage for usage, _ in measured) / sum(target for _, target in measured)
+
+
+class ScalingHistory:
+    """What one autoscaler has recommended and changed, as far as its `behavior` looks back."""
+
+    def __init__(self, now: float, current: int) -> None:
+        self._recommended = [(now, current)]
+        self._changes: list[tuple[float, int]] = []  # replicas that were added
+
+    def record_change(self, now: float, added: int) -> None:
+        """Note that replicas were added, or taken away for a negative number."""
+        self._changes = [entry for entry in self._changes if entry[0] > now - _KEPT_S]
+        self._changes.append((now, added))
+
+    def limit(self, behavior: Object, now: float, current: int, desired: int) -> int:
+        """Return the replicas that the windows and policies of `behavior` let through now."""
+        kept = [entry for entry in self._recommended if entry[0] > now - _KEPT_S]
+        self._recommended = [*kept, (now, desired)]
+
+        def recent(direction: str, default_s: float) -> list[int]:
+            window_s = (behavior.get(direction) or {}).get("stabilizationWindowSeconds", default_s)
+            return [desired, *(count for at, count in kept if at > now - window_s)]
+
+        least, most = min(recent("scaleUp", 0)), max(recent("scaleDown", _DOWN_WINDOW_S))
+        settled = min(max(current, least), most)
+        direction = "scaleUp" if settled > current else "scaleDown"
+        rule = behavior.get(direction) or {}
+        choice = rule.get("selectPolicy", "Max")
+        if settled == current or choice == "Disabled":
+            return current
+        sign = 1 if settled > current else -1
+        steps = [
+            self._step_of(policy, now, current, sign)
+            for policy in rule.get("policies") or _POLICIES[direction]
+        ]
+        step = max(steps) if choice == "Max" else min(steps)
+        return current + sign * min(abs(settled - current), max(step, 0))
+
+    def _step_of(self, policy: Object, now: float, current: int, sign: int) -> int:
+        """Return how many replicas a policy lets be added now, or taken away for the sign -1."""
+        changed = sum(n for at, n in self._changes if at > now - policy["periodSeconds"])
+        at_start = current - changed
+        allowed = policy["value"]
+        if policy["type"] == "Percent":
+            allowed = math.ceil(at_start * policy["value"] / 100)
+        return int(allowed - sign * changed)
 
 
 class PodMetrics:
@@ -166,7 +218,7 @@ class Autoscalers(workloads.Workload):
         super().__init__(served)
         self._metrics = metrics
         self._clock = clock
-        self._history: dict[str, list[tuple[float, int]]] = {}  # recommendations by uid
+        self._histories: dict[str, ScalingHistory] = {}  # by uid
 
     async def step(self, item: Object) -> float | None:
         """Measure, and scale the target if that is due."""
@@ -243,23 +295,14 @@ class Autoscalers(workloads.Workload):
         return shown, counted, problem
 
     def _stabilize(self, item: Object, current: int, desired: int) -> int:
-        """Return the replicas within the limits, after the windows in which earlier recommendations count."""
-        spec, now = item["spec"], self._clock.now()
-        history = self._history.setdefault(item["metadata"]["uid"], [(now, current)])
-        history.append((now, desired))
-        rules = spec.get("behavior") or {}
-
-        def recent(direction: str, default_s: float) -> list[int]:
-            rule = rules.get(direction) or {}
-            window_s = rule.get("stabilizationWindowSeconds", default_s)
-            is_off = rule.get("selectPolicy") == "Disabled"
-            return [count for at, count in history if at > now - window_s] + [desired] + [current] * is_off  # fmt: skip
-
-        least, most = min(recent("scaleUp", 0)), max(recent("scaleDown", _DOWN_WINDOW_S))
-        settled = min(max(current, least), most)
-        settled = min(settled, max(2 * current, current + 4))
-        self._history[item["metadata"]["uid"]] = [entry for entry in history if entry[0] > now - 3600]  # fmt: skip
-        return int(min(max(settled, spec["minReplicas"]), spec["maxReplicas"]))
+        """Return the replicas within the limits, and within what `behavior` lets through."""
+        spec, now, uid = item["spec"], self._clock.now(), item["metadata"]["uid"]
+        history = self._histories.setdefault(uid, ScalingHistory(now, current))
+        settled = history.limit(spec.get("behavior") or {}, now, current, desired)
+        settled = int(min(max(settled, spec["minReplicas"]), spec["maxReplicas"]))
+        if settled != current:
+            history.record_change(now, settled - current)
+        return settled
 
     async def _report(
         self, item: Object, counts: Object, failed: str = "", reason: str = "", message: str = ""
