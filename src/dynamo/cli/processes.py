@@ -48,6 +48,8 @@ def list_processes(options: ProcessListConfig) -> int:
     for served in states:
         age = _age(time.time() - served.started_at)
         print(f"{served.name:<16} {served.pid:>8} {age:>8}  {served.url or '-':<24} {served.model}")
+        for name, words in served.models.items():
+            print(f"  {name:<32} {words}")
         for process in served.processes:
             print(f"  {process.name:<14} {process.pid:>8}")
             if options.verbose:

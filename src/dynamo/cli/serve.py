@@ -35,7 +35,7 @@ PROBE_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 35.0  # a worker drains for at most 30 s
 ANY_MODEL = "*"
 PROMPT = "Tell me a story about a brave cat"
-_DISCOVERY = "DYN_FILE_KV"
+DISCOVERY = "DYN_FILE_KV"
 _FRONTEND, _PLANNER = "frontend", "planner"
 _SOCKET_FOLDER_CHARS = 70  # a socket's path has 107 characters at most, and vLLM appends 37
 
@@ -58,10 +58,11 @@ class HttpConfig:
 class ServeConfig(HttpConfig):
     """Locally serve a model, or a graph of services (module:Class)."""
 
-    model: str | None = config.option(
-        None,
+    models: tuple[str, ...] = config.option(
+        (),
         flag="",
-        help="model directory, GGUF file, or name on the Hugging Face hub; without it, the built-in model",
+        help="model directory, GGUF file, or name on the Hugging Face hub; without it, the built-in model; of several,"
+        " each is loaded when a request comes for it",
     )
     model_name: str | None = config.option(
         None,
@@ -105,9 +106,27 @@ class ServeConfig(HttpConfig):
         help='more flags for the planner, as one argument: "--policy predictive --ttft 300"',
         takes="text",
     )
+    memory_budget_gb: float = config.option(
+        0.0,
+        help="with several models: gigabytes that the loaded ones may take together (default: 80 % of what is free)",
+        least=0,
+    )
+    pin: tuple[str, ...] = config.option(
+        (), help="with several models: a model that stays loaded, by its name"
+    )
+    idle_minutes: float = config.option(
+        5.0,
+        help="with several models: minutes without a request after which one is unloaded",
+        least=0,
+    )
     ready_timeout: float = config.option(
         300.0, help="seconds to wait until the model answers; more for a large model", least=0
     )
+
+    @property
+    def model(self) -> str | None:
+        """The only model; None: the built-in one."""
+        return self.models[0] if self.models else None
 
     @property
     def topology(self) -> cli_workers.Topology:
@@ -127,7 +146,7 @@ def serve(options: ServeConfig) -> int:
     name = re.sub(r"[^\w.-]", "-", model.rpartition("/")[2]) or "model"
     with state.registered(name, model) as registration, guard.Guard() as guardian:
         folder = guardian.make_folder("dynamo-serve-")
-        variables = {_DISCOVERY: os.environ.get(_DISCOVERY, str(folder / "discovery"))}
+        variables = {DISCOVERY: os.environ.get(DISCOVERY, str(folder / "discovery"))}
         if len(str(folder)) <= _SOCKET_FOLDER_CHARS:  # for sockets of vLLM's processes
             variables["VLLM_RPC_BASE_PATH"] = os.environ.get("VLLM_RPC_BASE_PATH", str(folder))
         namespace = os.environ.get("DYN_NAMESPACE", "dynamo")
@@ -136,7 +155,7 @@ def serve(options: ServeConfig) -> int:
             return asyncio.run(_Serving(options, directory, registration, guardian).run())
 
 
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by what stands for all addresses of a host
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by what stands for all addresses of a host
 
 
 def check_port(host: str, port: int) -> None:
@@ -314,7 +333,7 @@ class _Serving:
             f"  workers {self._describe_workers()}\n"
             f"  pids    dynamo {os.getpid()}, {pids}\n"
             f"  engine  {options.engine}, model {self._directory}\n"
-            f"  join    {_DISCOVERY}={self._environ[_DISCOVERY]} {join}\n"
+            f"  join    {DISCOVERY}={self._environ[DISCOVERY]} {join}\n"
             f"  stop    Ctrl-C, or dynamo stop {self._registration.state.name}\n\n"
             f"  {curl_line(url, self._name)}\n"
         )
@@ -322,7 +341,7 @@ class _Serving:
     @property
     def _url(self) -> str:
         """The address of the frontend on this machine."""
-        host = _LOOPBACK.get(self._options.http_host, self._options.http_host)
+        host = LOOPBACK.get(self._options.http_host, self._options.http_host)
         return f"http://{addresses.join(host, self._options.http_port)}"
 
     @property

@@ -4,6 +4,7 @@
 plane's callbacks through a `Delivery` to the client, without any task.
 """
 
+import functools
 import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -14,7 +15,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
 from dynamo.frontend import audit, dispatch, metrics, nvext, unknown_parameters, waiting
 from dynamo.frontend.admission import controller
-from dynamo.frontend.delivery import delivery, identity, sse
+from dynamo.frontend.delivery import delivery, identity, sse, streaming
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import logs, tracing
@@ -26,6 +27,7 @@ REQUEST_ID_HEADERS = ("x-request-id", "x-dynamo-request-id")
 QUERY_INSTANCE_ID = "query_instance_id"  # the annotation that asks which worker would answer
 _CLIENT_REQUEST_ID = re.compile(r"[!-~]{1,200}")
 _logger = logging.getLogger(__name__)
+Notify = Callable[[waiting.WaitNotice], None]
 R = TypeVar("R", bound=inputs.GenerationInput)
 F = TypeVar("F", bound=sse.AnswerFormatter)
 
@@ -125,7 +127,10 @@ class Pipeline:
         """Take one request from its body, or the one in its place, to the workers."""
         try:
             request = await self.unknown.decode(client, api.decode, body)
-            model = await self.find_model(request.model, client)
+            notify: Notify = _ignore_notice
+            if request.stream and api.stream is streaming.StreamDelivery:
+                notify = functools.partial(_tell_wait, client, _id_headers(api, arrival))
+            model = await self.find_model(request.model, client, notify)
         except errors.DynamoError as error:
             self._refuse(api, client, arrival, error)
             return
@@ -180,13 +185,19 @@ class Pipeline:
         meter.record_failure(error)
         delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
 
-    async def find_model(self, name: str, client: exchange.Exchange) -> RegisteredModel:
+    async def find_model(
+        self, name: str, client: exchange.Exchange, notify: Notify = lambda notice: None
+    ) -> RegisteredModel:
         """Return the model of this name, as soon as a worker has registered it. Raises ModelNotFound or NoWorkers."""
 
         async def find() -> RegisteredModel:
             try:
                 return self._models.find(name)
-            except model_errors.ModelNotFound:
+            except (model_errors.ModelNotFound, errors.NoWorkers) as error:
+                if failure := self.worker_wait.failure_of(name):
+                    raise errors.NoWorkers(f"{name!r} could not be loaded: {failure}") from None
+                if isinstance(error, errors.NoWorkers):
+                    raise
                 if self.worker_wait.is_expected(name):
                     raise errors.NoWorkers(
                         f"the first worker of {name!r} is starting: try again shortly"
@@ -197,7 +208,9 @@ class Pipeline:
                     ) from None
                 raise
 
-        return await self.worker_wait.until_served(find, name, is_over=lambda: client.is_closed)
+        return await self.worker_wait.until_served(
+            find, name, is_over=lambda: client.is_closed, notify=notify
+        )
 
     async def _prepare(
         self,
@@ -265,6 +278,10 @@ class Pipeline:
         client.end(events + sse.DONE)
 
 
+def _ignore_notice(notice: waiting.WaitNotice) -> None:
+    """Do nothing: a client without a stream is told nothing before its answer."""
+
+
 def record_arrival(
     client: exchange.Exchange,
     frontend_metrics: metrics.FrontendMetrics,
@@ -286,6 +303,21 @@ def client_request_id(client: exchange.Exchange) -> str | None:
         if request_id is not None and _CLIENT_REQUEST_ID.fullmatch(request_id):
             return request_id
     return None
+
+
+def _tell_wait(
+    client: exchange.Exchange, id_headers: exchange.Headers, notice: waiting.WaitNotice
+) -> None:
+    """Begin the stream by a comment that says how long it is expected to take."""
+    if client.is_closed:
+        return
+    if not client.is_streaming:
+        headers = (("cache-control", "no-cache"), *id_headers)
+        client.start_stream(200, content_type=sse.CONTENT_TYPE, headers=headers)
+    client.write(
+        b": %s is being loaded: about %d s, number %d in the queue\n\n"
+        % (sse.encode(notice.model), round(notice.estimate_s), notice.position)
+    )
 
 
 def _id_headers(api: GenerationApi[R, F], arrival: metrics.Arrival) -> exchange.Headers:

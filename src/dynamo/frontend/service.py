@@ -185,6 +185,7 @@ class Frontend:
                 ),
                 peers=self._peers,
                 batches=self._batches,
+                list_on_demand=lambda: self._expected_workers.on_demand,
                 metrics_registry=metrics_registry,
                 console=feed.Console(
                     recorder=self._recorder,

@@ -3,9 +3,11 @@
 A worker announces its start in discovery, with an estimate of how long that takes (`instances.WorkerStart`).
 """
 
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -18,6 +20,7 @@ from dynamo.router import wait_policy
 from dynamo.runtime import discovery
 
 PAUSE_S = 0.1  # between two tries to find a worker
+NOTICE_S = 5.0  # between two notices to a client that waits; the first one comes after NOTICE_S / 5
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _decode_start = msgspec.json.Decoder(instances.WorkerStart).decode
@@ -31,15 +34,32 @@ class ExpectedWorkers:
         self._namespace = namespace
         self._starts: dict[str, instances.WorkerStart] = {}  # by key
 
-    def estimate_start(self, model: str) -> float | None:
-        """Return the seconds that the start of a worker of this model takes in all; None if none is starting."""
-        estimates = (start.estimate_s for start in self._starts.values() if start.model == model)
+    def estimate_start(self, model: str, waited_s: float = 0.0) -> float | None:
+        """Return the seconds that a start of this model takes in all, for a request that has waited; None without one.
+
+        A model on demand is announced again and again, by the seconds that remain.
+        """
+        estimates = [
+            start.estimate_s + (waited_s if start.is_on_demand else 0.0)
+            for start in self._starts.values()
+            if start.model == model and not start.failure
+        ]
         return max(estimates, default=None)
+
+    def failure_of(self, model: str) -> str:
+        """Return why the last start of a model on demand failed; "" if it did not."""
+        failures = (start.failure for start in self._starts.values() if start.model == model)
+        return next(filter(None, failures), "")
 
     @property
     def starts(self) -> Collection[instances.WorkerStart]:
         """Return what the workers that are starting have announced."""
-        return self._starts.values()
+        return [start for start in self._starts.values() if not start.is_on_demand]
+
+    @property
+    def on_demand(self) -> Collection[instances.WorkerStart]:
+        """Return the models that are loaded when a request comes for them, by one name each."""
+        return [start for start in self._starts.values() if start.context_length is not None]
 
     async def watch(self) -> None:
         """Follow the starts in discovery until cancelled."""
@@ -54,6 +74,20 @@ class ExpectedWorkers:
                 continue
             if instances.covers_namespace(self._namespace, start.namespace):
                 self._starts[change.key] = start
+
+
+class WaitNotice(NamedTuple):
+    """What a client that waits for a model is told."""
+
+    model: str
+    position: int  # among the requests of this frontend for the same model, from 1
+    estimate_s: float  # until a worker serves it
+
+
+@dataclass(slots=True, eq=False)
+class _WaitingRequest:
+    model: str
+    notice_at: float  # when its client is told something
 
 
 class WorkerWait:
@@ -73,11 +107,15 @@ class WorkerWait:
         self._policy = policy
         self._clock = clock
         self._expected = expected
-        self._num_waiting = 0
+        self._waiting: dict[object, _WaitingRequest] = {}  # the oldest first
 
     def is_expected(self, model: str) -> bool:
         """Return whether a worker of this model is starting."""
         return self._expected.estimate_start(model) is not None
+
+    def failure_of(self, model: str) -> str:
+        """Return why the last start of this model failed; "" if it did not, or requests wait for another one."""
+        return "" if self.is_expected(model) else self._expected.failure_of(model)
 
     async def until_served(
         self,
@@ -86,14 +124,16 @@ class WorkerWait:
         *,
         is_over: Callable[[], bool],
         is_under_way: bool = False,
+        notify: Callable[[WaitNotice], None] = lambda notice: None,
     ) -> T:
         """Return what `ask` returns, which is called until a worker of the model can be asked.
 
         A request that is under way (its worker was lost) waits for busy workers too, and however many others wait; and
         for the request plane's server, if that is away.
+        `notify` gets what to tell the client, every `NOTICE_S` while a worker is expected.
         Raises the last error of `ask` when the wait is over, or as soon as `is_over` returns True.
         """
-        asked_at, label = self._clock.now(), ""
+        asked_at, label, ticket = self._clock.now(), "", object()
         began_at = asked_at
         try:
             while True:
@@ -103,13 +143,16 @@ class WorkerWait:
                     if is_over() or (isinstance(error, errors.Overloaded) and not is_under_way):
                         raise
                     if not (label or is_under_way):
-                        if not self._policy.has_room(self._num_waiting):
+                        if not self._policy.has_room(len(self._waiting)):
                             raise
                         _logger.info("a request waits for a worker of %r: %s", model, error)
-                        self._num_waiting += 1
+                        self._waiting[ticket] = _WaitingRequest(model, asked_at + NOTICE_S / 5)
                     if not is_under_way:
                         label = self._show(model, label)
-                    limit_s = self._policy.limit_s(self._expected.estimate_start(model))
+                    waited_s = self._clock.now() - began_at
+                    estimate_s = self._expected.estimate_start(model, waited_s)
+                    self._notify(ticket, (estimate_s or 0.0) - waited_s, notify)
+                    limit_s = self._policy.limit_s(estimate_s)
                     has_patience = self._clock.now() - asked_at < self._policy.outage_s
                     if is_under_way and has_patience and self._is_plane_away():
                         began_at = self._clock.now()  # workers can return once the server is back
@@ -117,9 +160,21 @@ class WorkerWait:
                         raise
                 await self._clock.sleep(PAUSE_S)
         finally:
-            self._num_waiting -= bool(label)
+            self._waiting.pop(ticket, None)
             if label and self._gauge is not None:
                 self._gauge.labels(label).dec()
+
+    def _notify(
+        self, ticket: object, estimate_s: float, notify: Callable[[WaitNotice], None]
+    ) -> None:
+        """Tell the client of a new request how long it still waits, if a worker is expected and it is time to."""
+        request = self._waiting.get(ticket)
+        if request is None or estimate_s <= 0 or self._clock.now() < request.notice_at:
+            return
+        request.notice_at = self._clock.now() + NOTICE_S
+        older = itertools.takewhile(lambda other: other is not request, self._waiting.values())
+        position = 1 + sum(other.model == request.model for other in older)
+        notify(WaitNotice(request.model, position, estimate_s))
 
     def _show(self, model: str, shown_as: str) -> str:
         """Count a waiting request under its model as soon as a worker of it is expected; return the label.

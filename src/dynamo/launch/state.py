@@ -41,6 +41,7 @@ class ServeState(msgspec.Struct, kw_only=True):
     model: str
     variables: dict[str, str]  # by which another process joins: discovery and namespace
     processes: list[ProcessState]
+    models: dict[str, str] = {}  # the state in words of each model that is loaded on demand
 
 
 def home() -> Path:

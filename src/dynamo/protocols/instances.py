@@ -116,3 +116,6 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     namespace: str
     estimate_s: float
+    is_on_demand: bool = False  # it starts when a request waits for it
+    context_length: int | None = None  # of a model that is listed though no worker serves it
+    failure: str = ""  # why its last start failed: requests do not wait for it

@@ -4,6 +4,7 @@ DynamoError
 ├── RequestError
 │   ├── ContextTooLong           prompt and requested answer exceed the context     400
 │   ├── ModelNotFound            no worker serves a model of this name              404
+│   ├── ObjectNotFound           there is no such file or batch                     404
 │   └── ResponseNotFound         the stored response to continue from is not kept   400
 └── SuspectRequest           workers died while they had it: ask no other       500
 """
@@ -23,6 +24,12 @@ class ModelNotFound(errors.RequestError):
     """No worker serves a model of this name."""
 
     code = "model_not_found"
+
+
+class ObjectNotFound(errors.RequestError):
+    """There is no file or batch of this id, or it belongs to another tenant."""
+
+    code = "not_found"
 
 
 class ResponseNotFound(errors.RequestError):

@@ -23,7 +23,7 @@ class Expected:
     def __init__(self, start_s=None):
         self.start_s = start_s
 
-    def estimate_start(self, model):
+    def estimate_start(self, model, waited_s=0.0):
         return self.start_s
 
 
@@ -221,3 +221,63 @@ async def test_begun_answer_waits_for_the_plane_within_a_limit(asked):
 
     with pytest.raises(errors.NoWorkers):
         await waits
+
+
+ON_DEMAND = instances.WorkerStart(
+    model="q", namespace="dynamo", estimate_s=12.0, is_on_demand=True, context_length=99
+)
+
+
+async def announce(rig, start):
+    """Announce a model that is loaded when a request comes for it."""
+    await rig.one.runtime.discovery.put(f"{instances.STARTS}1", msgspec.json.encode(start))
+    await rig.until(lambda: start in rig.frontend._expected_workers._starts.values())
+
+
+async def test_waiting_stream_says_how_long_it_takes(rig, monkeypatch):
+    monkeypatch.setattr(waiting, "NOTICE_S", 0.0)
+    await announce(rig, ON_DEMAND)
+    first = rig.start_task(rig.complete(model="q", stream=True))
+    waiting_ones = rig.frontend._dispatcher.worker_wait._waiting
+    await rig.until(lambda: len(waiting_ones) == 1)
+    second = rig.start_task(rig.complete(model="q", stream=True))
+    await rig.until(lambda: len(waiting_ones) == 2)
+    await asyncio.sleep(2 * waiting.PAUSE_S)
+    await rig.register(Worker, "q", rig.one.name)
+    texts = [(await answer).text for answer in (first, second)]
+
+    assert texts[0].startswith(': "q" is being loaded: about 12 s, number 1 in the queue\n\n')
+    assert texts[1].startswith(': "q" is being loaded: about 12 s, number 2 in the queue\n\n')
+    assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+
+
+async def test_model_on_demand_is_listed_before_it_is_loaded(rig):
+    await announce(rig, ON_DEMAND)
+    listed = (await rig.client.get("/v1/models")).json()["data"]
+
+    assert [(row["id"], row["num_workers"], row["max_model_len"]) for row in listed] == [
+        ("m", 1, 200),
+        ("q", 0, 99),
+    ]
+
+
+async def test_model_that_could_not_be_loaded_is_refused_with_the_reason(impatient):
+    await announce(impatient, msgspec.structs.replace(ON_DEMAND, failure="it has no weights"))
+    answer = await impatient.complete(model="q", stream=True)
+
+    assert answer.status_code == 503
+    assert "'q' could not be loaded: it has no weights" in answer.json()["error"]["message"]
+
+
+async def test_request_waits_as_long_as_its_model_is_promised():
+    clock, expected = clocks.VirtualClock(), Expected()
+    expected.estimate_start = lambda model, waited_s=0.0: waited_s + 10.0
+    asked = Asked(clock, expected)
+    waits = asked.begin()
+    await clock.advance(1000)
+    still_waits = not waits.done()
+    asked.error = None
+    await clock.advance(waiting.PAUSE_S)
+
+    assert still_waits
+    assert await waits == "answer"

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.batches import objects
 from dynamo.protocols import model_errors
 
 _encode = msgspec.json.Encoder().encode
@@ -18,7 +17,7 @@ _ErrorTypes = Mapping[type[errors.DynamoError], tuple[int, str]]  # status and t
 _INVALID = "invalid_request_error"
 _OPENAI_TYPES: _ErrorTypes = {
     model_errors.ModelNotFound: (404, _INVALID),
-    objects.NoSuchObject: (404, _INVALID),
+    model_errors.ObjectNotFound: (404, _INVALID),
     errors.Conflict: (409, _INVALID),
     errors.Unauthenticated: (401, _INVALID),
     errors.Forbidden: (403, _INVALID),

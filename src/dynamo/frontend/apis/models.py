@@ -17,6 +17,7 @@ from dynamo.frontend.apis.operation import (
 )
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
+from dynamo.protocols import instances
 from dynamo.runtime.http import exchange
 
 PATH = "/v1/models"
@@ -53,6 +54,12 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             model for model in context.models.ready if context.admission.may_see(client, model.name)
         ]
         rows = [_model_object(model) for model in visible]
+        names = {model.name for model in visible}
+        rows += [
+            _unloaded_object(start)
+            for start in context.list_on_demand()
+            if start.model not in names and context.admission.may_see(client, start.model)
+        ]
         if "anthropic-version" in client.request.headers:
             client.respond(200, sse.encode(_anthropic_page(rows)))
         else:
@@ -112,6 +119,23 @@ def _anthropic_model(row: dict[str, Any]) -> dict[str, Any]:
         "max_input_tokens": row["context_window"],
         "max_tokens": row["context_window"],
         "capabilities": None,
+    }
+
+
+def _unloaded_object(start: instances.WorkerStart) -> dict[str, Any]:
+    """Return a model that is loaded when a request comes for it."""
+    return {
+        "id": start.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "dynamo",
+        "context_window": start.context_length or 0,
+        "max_model_len": start.context_length or 0,
+        "root": start.model,
+        "parent": None,
+        "capabilities": [],
+        "num_workers": 0,
+        "adapters": [],
     }
 
 

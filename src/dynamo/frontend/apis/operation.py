@@ -4,7 +4,7 @@ Each API folder has a function `operations(context)` that returns its operations
 `/openapi.json` and `/docs` are all made from that one list, so there is no route without a description.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
 from dynamo.observability import tracing
 from dynamo.preprocess import inputs
-from dynamo.protocols import blocks
+from dynamo.protocols import blocks, instances
 from dynamo.runtime.http import exchange
 
 R = TypeVar("R")
@@ -86,6 +86,7 @@ class ApiContext:
     response_store: response_store.ResponseStore
     shared_responses: peers.SharedResponses
     batches: runner.BatchRunner
+    list_on_demand: Callable[[], Collection[instances.WorkerStart]]
     peers: peers.Peers
     metrics_registry: observed.Registry
     console: feed.Console

@@ -23,6 +23,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend.batches import lines, objects
+from dynamo.protocols import model_errors
 
 MAX_FILE_BYTES = 512 * 2**20  # as with OpenAI
 _PARTIAL_S = 24 * 3600.0  # after which what is partial belongs to a process that is gone
@@ -96,14 +97,12 @@ class BatchJournal:
     def _open(self) -> Iterator[sqlite3.Connection]:
         """Open the database for one transaction. Raises Unavailable if it cannot be used."""
         try:
-            database = sqlite3.connect(self.folder / "journal.sqlite3", timeout=30)
-            try:
+            path = self.folder / "journal.sqlite3"
+            with contextlib.closing(sqlite3.connect(path, timeout=30)) as database:
                 database.execute("PRAGMA journal_mode=WAL")
                 database.execute("PRAGMA synchronous=NORMAL")
                 with database:
                     yield database
-            finally:
-                database.close()
         except sqlite3.Error as error:
             raise errors.Unavailable(
                 f"the journal in {self.folder} cannot be used: {error}"
@@ -165,11 +164,11 @@ class BatchJournal:
         return self.folder / "content" / file_id
 
     def find_file(self, file_id: str, tenant: str) -> objects.FileObject:
-        """Return a file of a tenant. Raises NoSuchObject."""
+        """Return a file of a tenant. Raises ObjectNotFound."""
         return _decode_file(self._find("files", file_id, tenant))
 
     def read_file(self, file_id: str, tenant: str, offset: int, num_bytes: int) -> bytes:
-        """Return bytes of the content of a file; none at its end. Raises NoSuchObject."""
+        """Return bytes of the content of a file; none at its end. Raises ObjectNotFound."""
         if not offset:
             self.find_file(file_id, tenant)
         try:
@@ -182,12 +181,12 @@ class BatchJournal:
     def list_files(
         self, tenant: str, options: PageOptions, purpose: str | None = None
     ) -> objects.FilePage:
-        """Return a page of a tenant's files. Raises NoSuchObject for an unknown `after`."""
+        """Return a page of a tenant's files. Raises ObjectNotFound for an unknown `after`."""
         rows, has_more = self._page("files", tenant, options, purpose)
         return objects.FilePage(**_page_fields([_decode_file(row) for row in rows], has_more))
 
     def delete_file(self, file_id: str, tenant: str) -> None:
-        """Delete a file. Raises NoSuchObject, or Conflict while a batch reads it."""
+        """Delete a file. Raises ObjectNotFound, or Conflict while a batch reads it."""
         self.find_file(file_id, tenant)
         with self._exclusive() as database:
             for (row,) in database.execute("SELECT json FROM batches WHERE NOT is_ended"):
@@ -204,7 +203,7 @@ class BatchJournal:
     def add_batch(
         self, asked: objects.BatchRequest, tenant: str, key_name: str | None
     ) -> objects.Batch:
-        """Begin a batch. Raises NoSuchObject for an unknown input file, InvalidRequest for one that is an output."""
+        """Begin a batch. Raises ObjectNotFound for an unknown input file, InvalidRequest for one that is an output."""
         source = self.find_file(asked.input_file_id, tenant)
         if source.purpose != "batch":
             raise errors.InvalidRequest(
@@ -237,11 +236,11 @@ class BatchJournal:
         return batch
 
     def find_batch(self, batch_id: str, tenant: str) -> objects.Batch:
-        """Return a batch of a tenant with its present counts. Raises NoSuchObject."""
+        """Return a batch of a tenant with its present counts. Raises ObjectNotFound."""
         return self._with_counts(_decode_batch(self._find("batches", batch_id, tenant)))
 
     def list_batches(self, tenant: str, options: PageOptions) -> objects.BatchPage:
-        """Return a page of a tenant's batches. Raises NoSuchObject for an unknown `after`."""
+        """Return a page of a tenant's batches. Raises ObjectNotFound for an unknown `after`."""
         rows, has_more = self._page("batches", tenant, options)
         batches = [self._with_counts(_decode_batch(row)) for row in rows]
         return objects.BatchPage(**_page_fields(batches, has_more))
@@ -255,7 +254,7 @@ class BatchJournal:
         return [OpenBatch(_decode_batch(row), tenant, key) for row, tenant, key in rows]
 
     def cancel_batch(self, batch_id: str, tenant: str) -> objects.Batch:
-        """Have a batch cancelled. Raises NoSuchObject, or Conflict if it has ended."""
+        """Have a batch cancelled. Raises ObjectNotFound, or Conflict if it has ended."""
         self.find_batch(batch_id, tenant)
 
         def cancel(batch: objects.Batch) -> objects.Batch:
@@ -493,8 +492,8 @@ def open_private(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
-def _no_such(table: str, object_id: str) -> objects.NoSuchObject:
+def _no_such(table: str, object_id: str) -> model_errors.ObjectNotFound:
     kind = "file" if table == "files" else "batch"
-    return objects.NoSuchObject(
+    return model_errors.ObjectNotFound(
         f"there is no {kind} {object_id[:100]!r}: it has expired, or was deleted, or never was"
     )

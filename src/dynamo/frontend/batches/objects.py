@@ -154,9 +154,3 @@ class BatchPage(msgspec.Struct, frozen=True, kw_only=True):
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-class NoSuchObject(errors.RequestError):
-    """There is no file or batch of this id, or it belongs to another tenant."""
-
-    code = "not_found"

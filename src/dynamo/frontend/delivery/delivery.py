@@ -328,6 +328,9 @@ def respond_error(
 ) -> None:
     """Answer by an error; a temporary one carries Retry-After, in whole seconds."""
     _log_failure(error)
+    if client.is_streaming:  # the client was told that it waits
+        client.end(b"data: " + dialect.body_of(error) + b"\n\n")
+        return
     headers = (*headers, *retry_headers(error))
     client.respond(dialect.status_of(error), dialect.body_of(error), headers=headers)
 

@@ -157,11 +157,12 @@ class StreamDelivery(delivery.Delivery):
     def _begin(self, choice: choices.Choice) -> None:
         """Start the stream, unless another choice has, and note that this choice has begun."""
         if not self._begun:
-            self.client.start_stream(
-                200,
-                content_type=sse.CONTENT_TYPE,
-                headers=(("cache-control", "no-cache"), *self.prepared.headers),
-            )
+            if not self.client.is_streaming:  # it is if the client was told that it waits
+                self.client.start_stream(
+                    200,
+                    content_type=sse.CONTENT_TYPE,
+                    headers=(("cache-control", "no-cache"), *self.prepared.headers),
+                )
             for name in self.prepared.annotations:
                 if name not in _NOT_AT_START:
                     value = self.prepared.annotation_value(name)

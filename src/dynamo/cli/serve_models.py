@@ -1,0 +1,305 @@
+"""`dynamo serve A B C`: several models behind one frontend, each loaded when a request comes for it.
+
+The models share a budget of memory (`planner.model_turns` decides, `planner.model_loader` starts and drains workers).
+Before anything starts it is known what each one is estimated to take: its weights, and `OVERHEAD_GB` for the process
+and its KV cache.
+"""
+
+import asyncio
+import functools
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.base import addresses, config, errors
+from dynamo.base import clock as clocks
+from dynamo.cli import serve
+from dynamo.cli.serve import ServeConfig
+from dynamo.launch import children, guard, state, supervisor
+from dynamo.planner import model_loader, model_turns
+from dynamo.protocols import instances
+from dynamo.runtime import component
+from dynamo.worker import engines, model_source
+
+OVERHEAD_GB = 1.0
+_FREE_SHARE = 0.8  # of the memory that is free now, for the models together
+_FRONTEND = "frontend"
+
+
+def serve_any(options: ServeConfig) -> int:
+    """Serve one model, or several, until a signal comes, and return the exit code. Raises ConfigError."""
+    return serve_models(options) if len(options.models) > 1 else serve.serve(options)
+
+
+def serve_models(options: ServeConfig) -> int:
+    """Serve until a signal comes, and return the exit code. Raises ConfigError."""
+    serve.check_port(options.http_host, options.http_port)
+    models = [_resolve(options, name) for name in options.models]
+    names = [model.name for model in models]
+    _check_options(options, names)
+    budget_gb = options.memory_budget_gb or _FREE_SHARE * free_memory_gb()
+    servable = [
+        model_turns.ServableModel(
+            name=model.name, memory_gb=model.memory_gb, is_pinned=model.name in options.pin
+        )
+        for model in models
+    ]
+    turns = model_turns.ModelTurns(
+        servable, budget_gb=budget_gb, idle_s=60.0 * options.idle_minutes
+    )
+    with state.registered("models", ", ".join(names)) as registration, guard.Guard() as guardian:
+        folder = guardian.make_folder("dynamo-serve-")
+        discovery = os.environ.get(serve.DISCOVERY, str(folder / "discovery"))
+        namespace = os.environ.get("DYN_NAMESPACE", "dynamo")
+        registration.update(namespace=namespace, variables={serve.DISCOVERY: discovery})
+        os.environ[serve.DISCOVERY] = discovery  # for the children, and for this process
+        with state.logged(registration.state.name):
+            run = _Run(options, models, turns, registration, guardian)
+            return asyncio.run(run.run(budget_gb))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """A model as it was typed, and what is known of it."""
+
+    typed: str
+    name: str
+    engine: str
+    path: Path
+    memory_gb: float
+    context_length: int
+
+
+def _resolve(options: ServeConfig, typed: str) -> _Model:
+    """Find a model. Raises ConfigError."""
+    engine = options.engine or engines.default_for(typed)
+    path = directory = engines.find_model(engine, typed)
+    if engines.kind_of(engine).reads_gguf:
+        path = Path(typed).expanduser().resolve()
+    return _Model(
+        typed=typed,
+        name=model_source.display_name(typed),
+        engine=engine,
+        path=path,
+        memory_gb=weights_gb(path) + OVERHEAD_GB,
+        context_length=_context_length(directory),
+    )
+
+
+def _context_length(directory: Path) -> int:
+    """Return the context that the model's own settings name, in tokens; 0 if they name none."""
+    settings = json.loads((directory / "config.json").read_text("utf-8"))
+    length = settings.get("text_config", settings).get("max_position_embeddings")
+    return length if isinstance(length, int) else 0
+
+
+def weights_gb(path: Path) -> float:
+    """Return the size of a model's weights, which are in this file or directory."""
+    files = (
+        [path]
+        if path.is_file()
+        else [file for pattern in ("*.safetensors", "*.gguf") for file in path.glob(pattern)]
+    )
+    return sum(file.stat().st_size for file in files) / 1e9
+
+
+def free_memory_gb() -> float:
+    """Return the memory of this machine that is free, or could be; all of it where that is not known."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+        available = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    except OSError:
+        available = None
+    if available is None:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    return int(available[1]) * 1024 / 1e9
+
+
+def _check_options(options: ServeConfig, names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        raise errors.ConfigError(f"expected models of different names, got {', '.join(names)}")
+    if unknown := sorted(set(options.pin) - set(names)):
+        raise errors.ConfigError(
+            f"--pin {unknown[0]}: expected one of the models {', '.join(names)}"
+        )
+    single = {"--model-name": options.model_name, "--planner": options.planner,
+              "--prefill": options.prefill, "--workers": options.workers > 1}  # fmt: skip
+    if wrong := [flag for flag, value in single.items() if value]:
+        raise errors.ConfigError(
+            f"{wrong[0]} is for one model, got {len(names)}: leave it out, or serve them apart"
+        )
+
+
+class _Run:
+    """One run of the command."""
+
+    def __init__(
+        self,
+        options: ServeConfig,
+        models: list[_Model],
+        turns: model_turns.ModelTurns,
+        registration: state.Registration,
+        guardian: guard.Guard,
+    ) -> None:
+        self._options = options
+        self._models = models
+        self._turns = turns
+        self._registration = registration
+        self._guard = guardian
+        self._clock = clocks.SystemClock()
+        host = serve.LOOPBACK.get(options.http_host, options.http_host)
+        self._url = f"http://{addresses.join(host, options.http_port)}"
+
+    async def run(self, budget_gb: float) -> int:
+        """Start the frontend, then load models as they are asked for, until a signal comes; return the exit code."""
+        end, exit_code = "stopped", 0
+        owner = supervisor.Supervisor(
+            self._guard,
+            self._clock,
+            serve.say,
+            stop_timeout_s=serve.STOP_TIMEOUT_S,
+            on_start=self._list_child,
+        )
+        settings = config.load(component.RuntimeConfig, argv=(), prog="dynamo serve")
+        async with await component.DistributedRuntime.open(settings) as runtime, owner:
+            notice = "stopping; running requests finish first (once more: at once)"
+            owner.stop_on((signal.SIGINT, signal.SIGTERM), functools.partial(serve.say, notice))
+            loader = self._make_loader(runtime)
+            try:
+                await loader.announce()
+                await owner.start(self._frontend_spec())
+                if await self._wait_for_frontend(owner):
+                    self._registration.update(url=self._url)
+                    print(self._banner(budget_gb), flush=True)
+                    owner.watch(_FRONTEND)
+                    loading = asyncio.create_task(loader.run())
+                    try:
+                        await owner.run()
+                    finally:
+                        loading.cancel()
+            except children.ChildDied as death:
+                end, exit_code = str(death), death.exit_code
+            finally:
+                await loader.close()
+        serve.say(end)
+        return exit_code
+
+    async def _wait_for_frontend(self, owner: supervisor.Supervisor) -> bool:
+        options = self._options
+        probe = functools.partial(
+            serve.lists_model, options.http_host, options.http_port, None, self._clock
+        )
+        return await owner.wait_until(probe, timeout_s=options.ready_timeout)
+
+    def _frontend_spec(self) -> children.ChildSpec:
+        options = self._options
+        flags = ["--http-host", options.http_host, "--http-port", str(options.http_port)]
+        return children.ChildSpec(
+            name=_FRONTEND,
+            argv=[sys.executable, "-m", "dynamo.frontend", *flags],
+            environ=os.environ,
+        )
+
+    def _make_loader(self, runtime: component.DistributedRuntime) -> model_loader.ModelLoader:
+        namespace = self._registration.state.namespace
+        local_models = [
+            self._local_model(
+                model, instances.EndpointName(namespace, f"model{number}", "generate")
+            )
+            for number, model in enumerate(self._models)
+        ]
+        return model_loader.ModelLoader(
+            local_models,
+            self._turns,
+            runtime.discovery,
+            self._guard,
+            self._clock,
+            model_loader.LoaderOptions(
+                frontend_url=self._url,
+                owner=f"{runtime.instance_id:x}",
+                namespace=namespace,
+                stop_timeout_s=serve.STOP_TIMEOUT_S,
+            ),
+            on_start=self._list_child,
+            on_change=self._list_states,
+        )
+
+    def _local_model(
+        self, model: _Model, endpoint: instances.EndpointName
+    ) -> model_loader.LocalModel:
+        aliases = model_source.aliases(model.typed)
+        flags = ["--model", str(model.path), "--model-name", model.name]
+        flags += ["--endpoint", str(endpoint), "--start-estimate-s", "1"]
+        flags += ["--graceful-shutdown-timeout", str(int(model_loader.UNLOAD_S))]
+        for alias in aliases:
+            flags += ["--model-alias", alias]
+        spec = children.ChildSpec(
+            name=_process_name(model.name),
+            argv=[
+                *(sys.executable, "-m", f"dynamo.{model.engine}"),
+                *flags,
+                *shlex.split(self._options.worker_flags),
+            ],
+            environ=os.environ,
+        )
+        return model_loader.LocalModel(
+            name=model.name,
+            aliases=aliases,
+            endpoint=endpoint,
+            spec=spec,
+            context_length=model.context_length,
+        )
+
+    def _list_child(self, child: children.Child) -> None:
+        shell = children.shell_line(
+            child.spec.argv,
+            environ=self._registration.state.variables,
+            resources=child.spec.resources,
+            directory=os.getcwd(),
+        )
+        self._registration.add_process(
+            state.ProcessState(name=child.spec.name, pid=child.pid, shell=shell)
+        )
+
+    def _list_states(self, state_by_name: Mapping[str, str]) -> None:
+        """List the states of the models, and the processes that there are now."""
+        former = self._registration.state.models
+        for name, words in state_by_name.items():
+            phase = words.partition(",")[0]
+            if phase != former.get(name, "unloaded").partition(",")[0]:
+                serve.say(f"{name} is {phase}")
+        loaded = {
+            _process_name(name)
+            for name, words in state_by_name.items()
+            if not words.startswith(("unloaded", "failed"))
+        }
+        processes = [
+            process
+            for process in self._registration.state.processes
+            if process.name == _FRONTEND or process.name in loaded
+        ]
+        self._registration.update(models=dict(state_by_name), processes=processes)
+
+    def _banner(self, budget_gb: float) -> str:
+        rows = "".join(
+            f"  {model.name:<32} {model.memory_gb:6.1f} GB"
+            f"{'  stays loaded' if model.name in self._options.pin else ''}\n"
+            for model in self._models
+        )
+        return (
+            f"\n{len(self._models)} models at {self._url}, loaded when they are asked for,"
+            f" in {budget_gb:.1f} GB:\n\n{rows}\n"
+            f"  state   dynamo ps {self._registration.state.name}\n"
+            f"  stop    Ctrl-C, or dynamo stop {self._registration.state.name}\n\n"
+            f"  {serve.curl_line(self._url, self._models[0].name)}\n"
+        )
+
+
+def _process_name(model: str) -> str:
+    return re.sub(r"[^\w.-]", "-", model)

@@ -1,0 +1,54 @@
+"""What `dynamo serve A B` refuses before it starts anything."""
+
+import shutil
+
+import pytest
+
+from dynamo.base import config, errors
+from dynamo.cli import serve_models
+from dynamo.cli.serve import ServeConfig
+from dynamo.engine import native
+
+
+@pytest.fixture
+def models(tmp_path):
+    """Two copies of the built-in model."""
+    paths = [tmp_path / name for name in ("alpha", "beta")]
+    for path in paths:
+        shutil.copytree(f"{native.__path__[0]}/storyteller", path)
+    return [str(path) for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--memory-budget-gb", "0.5"], "alpha can never be loaded: it takes about 1.0 GB, of 0.5"),
+        (["--pin", "gamma"], "--pin gamma: expected one of the models alpha, beta"),
+        (["--planner"], "--planner is for one model, got 2"),
+        (["--model-name", "m"], "--model-name is for one model, got 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_numbers(models, flags, message, unused_tcp_port):
+    argv = [*models, "--http-port", str(unused_tcp_port), *flags]
+    options = config.load(ServeConfig, prog="dynamo serve", argv=argv)
+
+    with pytest.raises(errors.ConfigError, match=message):
+        serve_models.serve_any(options)
+
+
+def test_models_of_one_name_are_refused(models, tmp_path, unused_tcp_port):
+    shutil.copytree(models[0], tmp_path / "other" / "alpha")
+    argv = [models[0], str(tmp_path / "other" / "alpha"), "--http-port", str(unused_tcp_port)]
+
+    with pytest.raises(errors.ConfigError, match="different names, got alpha, alpha"):
+        serve_models.serve_any(config.load(ServeConfig, prog="dynamo serve", argv=argv))
+
+
+def test_weights_count_as_gigabytes_of_their_files(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(3_000_000))
+    (tmp_path / "tokenizer.json").write_bytes(bytes(5_000_000))
+    (tmp_path / "model.gguf").write_bytes(bytes(1_000_000))
+
+    assert serve_models.weights_gb(tmp_path) == pytest.approx(0.004)
+    assert serve_models.weights_gb(tmp_path / "model.gguf") == pytest.approx(0.001)
+    assert serve_models.free_memory_gb() > 0.1

@@ -1,0 +1,155 @@
+"""The loader of models with real child processes; what the frontend says of requests is given."""
+
+import asyncio
+import contextlib
+import sys
+
+import msgspec
+import pytest
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.launch import children, guard
+from dynamo.planner import model_loader, model_turns, traffic_source
+from dynamo.protocols import instances
+from dynamo.runtime.backends import memory
+from waiting import PATIENT_S
+
+SLEEP = "import time; time.sleep(600)"
+PAGE = """# HELP dynamo_frontend_inflight_requests Requests
+dynamo_frontend_inflight_requests{{endpoint="chat",model="m0"}} {running}
+dynamo_frontend_requests_waiting_for_worker{{model="m0"}} {m0}
+dynamo_frontend_requests_waiting_for_worker{{model="m1"}} {m1}
+"""
+
+
+class Rig:
+    """Two models of 1 GB in 1.5 GB, and a frontend that says what the test says."""
+
+    def __init__(self, codes, guardian):
+        self.counts = {"m0": 0, "m1": 0, "running": 0}
+        self.started, self.states = [], {}
+        self.registry = memory.MemoryDiscovery(memory.MemoryRegistry())
+        models = [
+            model_loader.LocalModel(
+                name=f"m{number}",
+                aliases=(f"org/m{number}",),
+                endpoint=instances.EndpointName("dynamo", f"model{number}", "generate"),
+                spec=children.ChildSpec(
+                    name=f"m{number}", argv=[sys.executable, "-S", "-c", code], environ={}
+                ),
+                context_length=99,
+            )
+            for number, code in enumerate(codes)
+        ]
+        servable = [model_turns.ServableModel(name=one.name, memory_gb=1.0) for one in models]
+        self.loader = model_loader.ModelLoader(
+            models,
+            model_turns.ModelTurns(servable, budget_gb=1.5, idle_s=300),
+            self.registry,
+            guardian,
+            clocks.SystemClock(),
+            model_loader.LoaderOptions(
+                frontend_url="http://frontend", owner="a", namespace="dynamo", stop_timeout_s=5.0
+            ),
+            on_start=lambda child: self.started.append(child.spec.name),
+            on_change=self.states.update,
+        )
+
+    async def register(self, number):
+        """Have the worker of a model serve."""
+        endpoint = instances.EndpointName("dynamo", f"model{number}", "generate")
+        await self.registry.put(f"{instances.INSTANCES}{endpoint.path}/1", b"{}")
+
+    async def until(self, condition):
+        async with asyncio.timeout(PATIENT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def announced(self):
+        """What is announced, by name."""
+        entries = (await self.registry.get_prefix(instances.STARTS)).values()
+        starts = [msgspec.json.decode(entry, type=instances.WorkerStart) for entry in entries]
+        return {start.model: start for start in starts}
+
+
+@pytest.fixture
+async def make(monkeypatch):
+    monkeypatch.setattr(model_loader, "POLL_S", 0.01)
+    async with contextlib.AsyncExitStack() as stack:
+        guardian = stack.enter_context(guard.Guard())
+
+        async def make_rig(*codes):
+            made = Rig(codes, guardian)
+
+            async def get(url):
+                return PAGE.format(**made.counts).encode()
+
+            monkeypatch.setattr(traffic_source, "get", get)
+            await made.loader.announce()
+            stack.push_async_callback(made.loader.close)
+            running = asyncio.ensure_future(made.loader.run())
+            stack.callback(running.cancel)
+            return made
+
+        yield make_rig
+
+
+async def test_all_models_are_announced_under_all_their_names(make):
+    rig = await make(SLEEP, SLEEP)
+    announced = await rig.announced()
+
+    assert set(announced) == {"m0", "org/m0", "m1", "org/m1"}
+    assert all(start.is_on_demand for start in announced.values())
+    assert [announced[name].context_length for name in ("m0", "org/m0")] == [99, None]
+
+
+async def test_two_requests_start_one_worker(make):
+    rig = await make(SLEEP, SLEEP)
+    rig.counts["m0"] = 2
+    await rig.until(lambda: rig.states.get("m0", "").startswith("loading, 2 waiting for about"))
+    await rig.register(0)
+    rig.counts.update(m0=0, running=2)
+    await rig.until(lambda: rig.states["m0"] == "loaded, 2 running")
+
+    assert rig.started == ["m0"]
+
+
+async def test_model_leaves_for_another_one_after_its_stay(make, monkeypatch):
+    monkeypatch.setattr(model_turns, "MIN_STAY_S", 0.3)
+    rig = await make(SLEEP, SLEEP)
+    rig.counts["m0"] = 1
+    await rig.until(lambda: rig.started == ["m0"])
+    await rig.register(0)
+    rig.counts.update(m0=0, m1=1, running=1)
+    await rig.until(lambda: rig.started == ["m0", "m1"])
+
+    assert rig.states["m0"].startswith("unloaded")
+
+
+async def test_model_that_cannot_be_loaded_says_why(make):
+    rig = await make("import sys; sys.exit('no such weights')", SLEEP)
+    rig.counts["m0"] = 1
+    await rig.until(lambda: rig.states.get("m0", "").startswith("failed"))
+    async with asyncio.timeout(PATIENT_S):
+        while not (failure := (await rig.announced())["m0"].failure):
+            await asyncio.sleep(0.005)
+
+    assert failure == "m0 exited with 1; its last words: no such weights"
+    assert rig.started == ["m0"]
+
+
+async def test_loader_goes_on_after_a_frontend_that_did_not_answer(make, monkeypatch):
+    rig = await make(SLEEP, SLEEP)
+    tries = []
+
+    async def get(url):
+        tries.append(url)
+        if len(tries) < 3:
+            raise errors.Unavailable("no answer")
+        return PAGE.format(m0=1, m1="NaN", running=0).encode()
+
+    monkeypatch.setattr(traffic_source, "get", get)
+    await rig.until(lambda: rig.started == ["m0"])
+
+    assert set(tries) == {"http://frontend/metrics"}
