@@ -38,6 +38,11 @@ def started(deployment, tmp_path, monkeypatch):
     return start
 
 
+def num_workers(url):
+    listed = httpx.get(f"{url}/models", timeout=PATIENT_S).json()["data"]
+    return {row["id"]: row["num_workers"] for row in listed}
+
+
 def ask(url, model):
     body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     return httpx.post(f"{url}/chat/completions", json=body, timeout=PATIENT_S)
@@ -47,14 +52,13 @@ def test_pinned_model_is_loaded_at_once_and_another_one_by_its_first_requests(st
     process, url = started(
         *models, "--engine", "mocker", "--memory-budget-gb", "4", "--pin", "alpha"
     )
-    eventually(lambda: state.find(None).models.get("alpha") == "loaded", what="the pinned model")
-    listed = httpx.get(f"{url}/models", timeout=PATIENT_S).json()["data"]
+    eventually(lambda: num_workers(url) == {"alpha": 1, "beta": 0}, what="the pinned model")
+    eventually(lambda: state.find(None).models.get("alpha") == "loaded", what="its state")
     before = state.find(None)
     with futures.ThreadPoolExecutor() as pool:
         answers = list(pool.map(ask, [url] * 3, ["beta"] * 3))
     eventually(lambda: state.find(None).models.get("beta") == "loaded", what="the other model")
 
-    assert {row["id"]: row["num_workers"] for row in listed} == {"alpha": 1, "beta": 0}
     assert [each.name for each in before.processes] == ["frontend", "alpha"]
     assert [answer.status_code for answer in answers] == [200] * 3
     assert process.log.read_text().count("dynamo: beta is loading") == 1

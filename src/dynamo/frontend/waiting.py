@@ -158,7 +158,9 @@ class WorkerWait:
                         began_at = self._clock.now()  # workers can return once the server is back
                     if self._clock.now() - began_at >= limit_s:
                         raise
-                await self._clock.sleep(PAUSE_S)
+                    await self._clock.sleep(PAUSE_S)
+                    if is_over():  # nobody reads what a worker would compute now
+                        raise
         finally:
             self._waiting.pop(ticket, None)
             if label and self._gauge is not None:

@@ -71,6 +71,16 @@ async def test_request_is_refused_after_the_limit(asked):
         await waits
 
 
+async def test_worker_that_comes_after_the_client_has_left_gets_nothing(asked):
+    waits = asked.begin()
+    await asked.clock.advance(1)
+    asked.is_over, asked.error = True, None
+    await asked.clock.advance(waiting.PAUSE_S)
+
+    with pytest.raises(errors.NoWorkers):
+        await waits
+
+
 async def test_request_waits_longer_while_a_worker_is_starting():
     asked = Asked(clocks.VirtualClock(), Expected(40.0))
     waits = asked.begin()
