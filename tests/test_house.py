@@ -1,6 +1,6 @@
 """The house rules that no linter knows.
 
-Each failure names the file and the rule. Budgets are in pyproject.toml, and move by a visible edit with its reason in the commit.
+Each failure names the file and the rule. Budgets are in pyproject.toml; the commit that moves one has the reason.
 """
 
 import ast

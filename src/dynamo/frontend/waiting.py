@@ -158,13 +158,17 @@ class WorkerWait:
                         began_at = self._clock.now()  # workers can return once the server is back
                     if self._clock.now() - began_at >= limit_s:
                         raise
-                    await self._clock.sleep(PAUSE_S)
-                    if is_over():  # nobody reads what a worker would compute now
-                        raise
+                    await self._pause(error, is_over)
         finally:
             self._waiting.pop(ticket, None)
             if label and self._gauge is not None:
                 self._gauge.labels(label).dec()
+
+    async def _pause(self, error: errors.DynamoError, is_over: Callable[[], bool]) -> None:
+        """Wait until the next try. Raises `error` if nobody reads any more what a worker would compute."""
+        await self._clock.sleep(PAUSE_S)
+        if is_over():
+            raise error
 
     def _notify(
         self, ticket: object, estimate_s: float, notify: Callable[[WaitNotice], None]
