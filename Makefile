@@ -87,7 +87,7 @@ test-dashboards: $(VENV)/.dev  ## every expression of dashboards and alerts on a
 test-vllm-graph: $(VLLM_VENV)/.vllm-$(VLLM)  ## the third article's disaggregated graph on real vLLM, on a CPU (a minute)
 	@DYN_TEST_GRAPH=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm/test_vllm_graph.py
 
-test-clients: $(VENV)/.run  ## test with the clients of others (openai, anthropic, litellm, ollama …), in an environment of its own (2 GB)
+test-clients: $(VENV)/.run  ## test with the clients of others (openai, anthropic, litellm, aiperf …), in an environment of its own (3 GB)
 	@tests/clients/install.sh .venv-clients
 	@.venv-clients/bin/python -m pytest tests/clients
 
