@@ -42,6 +42,9 @@ class ServeState(msgspec.Struct, kw_only=True):
     variables: dict[str, str]  # by which another process joins: discovery and namespace
     processes: list[ProcessState]
     models: dict[str, str] = {}  # the state in words of each model that is loaded on demand
+    process_start: str = (
+        ""  # of `pid`, as `process_start` returns it: a later process may get the same id
+    )
 
 
 def home() -> Path:
@@ -62,7 +65,7 @@ def running() -> list[ServeState]:
     for path in directory().glob("*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             state = msgspec.json.decode(path.read_bytes(), type=ServeState)
-            if _is_alive(state.pid):
+            if _is_alive(state):
                 states.append(state)
             else:
                 path.unlink()
@@ -142,7 +145,7 @@ def registered(name: str, model: str) -> Iterator[Registration]:
     registration = Registration(
         ServeState(
             name=name, namespace=name, pid=os.getpid(), started_at=time.time(), url="", model=model,
-            variables={}, processes=[],
+            variables={}, processes=[], process_start=process_start(os.getpid()),
         )
     )  # fmt: skip
     try:
@@ -216,11 +219,23 @@ def logged(name: str) -> Iterator[None]:
         tee.close()
 
 
-def _is_alive(pid: int) -> bool:
+def process_start(pid: int) -> str:
+    """Return when the kernel started a process, in ticks since the boot; "" where it does not say (macOS)."""
     try:
-        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return ""
+    return (
+        stat.rpartition(b")")[2].split()[19].decode()
+    )  # field 22 of proc(5); a name may hold spaces
+
+
+def _is_alive(state: ServeState) -> bool:
+    """Return whether the process of a state runs, and not another one that has got its id since."""
+    try:
+        os.kill(state.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass
+    return process_start(state.pid) == state.process_start

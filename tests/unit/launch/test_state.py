@@ -1,0 +1,63 @@
+"""Which `dynamo serve` runs, by the files that each one keeps."""
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from dynamo.launch import state
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv(state.HOME_VARIABLE, str(tmp_path))
+
+
+@pytest.fixture
+def stranger():
+    """A process that is no `dynamo serve`."""
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def leave_behind(name, **changes):
+    """Write the file of a `dynamo serve` that was killed."""
+    with state.registered(name, "m") as registration:
+        left = msgspec.structs.replace(registration.state, **changes)
+    path = state.directory() / f"{name}.json"
+    path.write_bytes(msgspec.json.encode(left))
+    return path
+
+
+def test_process_that_registers_runs_until_it_ends():
+    with state.registered("one", "m"):
+        during = [each.name for each in state.running()]
+
+    assert during == ["one"]
+    assert state.running() == []
+
+
+def test_second_one_of_a_name_gets_a_number():
+    with state.registered("one", "m"), state.registered("one", "m") as second:
+        assert second.state.name == "one-2"
+
+
+def test_file_of_a_process_that_was_killed_is_removed(stranger):
+    stranger.kill()
+    stranger.wait()
+    path = leave_behind("one", pid=stranger.pid)
+
+    assert state.running() == []
+    assert not path.exists()
+
+
+def test_process_that_has_got_the_id_of_a_killed_one_is_not_taken_for_it(stranger):
+    path = leave_behind("one", pid=stranger.pid)
+
+    assert state.process_start(stranger.pid) != state.process_start(os.getpid())
+    assert state.running() == []
+    assert not path.exists()
