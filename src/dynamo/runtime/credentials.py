@@ -6,6 +6,7 @@ of them, and has the seconds until expiry for a metric.
 
 import datetime
 import logging
+import math
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -108,14 +109,18 @@ def find_expiry(certificate: str, key: str) -> float | None:
     """Return when a certificate expires, in seconds since the epoch; None if it does not say so in the usual form.
 
     It is shown in a handshake in memory, because `ssl` reads only certificates that a peer has shown.
+    Also None if the files cannot be used, as between the writing of two: whoever follows them calls again.
     """
     shown, looking = (
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
     )
-    shown.load_cert_chain(certificate, key)
+    try:
+        shown.load_cert_chain(certificate, key)
+        looking.load_verify_locations(certificate)
+    except OSError:  # of which ssl.SSLError is one
+        return None
     looking.check_hostname = False
-    looking.load_verify_locations(certificate)
     looking.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = shown.wrap_bio(to_server, to_client, server_side=True)
@@ -144,7 +149,12 @@ class ExpiryMetric:
     def follow(self, use: str, expiry: CertificateExpiry) -> None:
         """Show the expiry of one certificate, if there is one."""
         if expiry.remaining_s is not None:
-            self._gauge.labels(use).set_function(lambda: expiry.remaining_s or 0.0)
+            self._gauge.labels(use).set_function(lambda: _number(expiry.remaining_s))
+
+
+def _number(remaining_s: float | None) -> float:
+    """Return NaN, which fires no alert, for what is not known."""
+    return math.nan if remaining_s is None else remaining_s
 
 
 async def follow_files(
