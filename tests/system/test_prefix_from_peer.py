@@ -1,10 +1,15 @@
-"""Two native workers: a prompt that goes to the one without its prefix copies it from the other, which may die."""
+"""Two native workers: a prefix that one has is copied to the other, for a prompt that goes there or ahead of need.
 
+And a prefill worker copies what the decode worker has of a prompt.
+"""
+
+import contextlib
 import signal
 
 import httpx
 import pytest
 from deployment import MODEL
+from split import ALONE, Split, prefills, prompt
 
 from waiting import PATIENT_S, eventually
 
@@ -34,12 +39,22 @@ def ask(frontend, text, instance_id=None):
 
 
 @pytest.fixture
-def frontend(deployment):
-    workers = [deployment.native("--kv-peer-prefixes") for _ in range(2)]
-    frontend = deployment.frontend("--router-mode", "kv")
-    frontend.others = workers
-    frontend.await_models([MODEL])
-    return frontend
+def start(deployment):
+    """Start two workers and a frontend with these flags."""
+
+    def start(*flags):
+        workers = [deployment.native("--kv-peer-prefixes") for _ in range(2)]
+        frontend = deployment.frontend("--router-mode", "kv", *flags)
+        frontend.others = workers
+        frontend.await_models([MODEL])
+        return frontend
+
+    return start
+
+
+@pytest.fixture
+def frontend(start):
+    return start()
 
 
 def tell_first(frontend, text, instance_id):
@@ -75,3 +90,43 @@ def test_prefix_is_copied_from_the_other_worker_and_computed_when_that_is_dead(f
     again, loaded = ask(frontend, longer, second)
     assert again == said
     assert loaded == {}
+
+
+def num_copies_ahead(frontend):
+    return frontend.metric(f'dynamo_frontend_router_prefix_copies_total{{model="{MODEL}"}}')
+
+
+def test_prefix_for_which_a_queue_grows_is_copied_ahead_of_need(start):
+    frontend = start("--kv-overlap-score-weight", "1000")  # a queue never sends one away
+    first, second = ids_of(frontend, 2)
+    said = tell_first(frontend, STORY, first)
+    with contextlib.ExitStack() as streams:
+        for i in range(6):
+            text = f"{STORY} {i}"
+            stream = frontend.stream(text, max_tokens=600, ignore_eos=True)
+            next(streams.enter_context(stream))
+        eventually(lambda: num_copies_ahead(frontend) == 1, what="a copy ahead of need")
+        other = min(frontend.others, key=lambda worker: worker.num_requests())
+        eventually(lambda: other.metric("kv_peer_tokens_total") > 300, what="the copied blocks")
+    again, loaded = ask(frontend, STORY, second)
+
+    assert again == said
+    assert loaded == {}  # it has the blocks itself
+    assert "copying a prefix ahead of need: 4 prompts in" in frontend.log.read_text()
+
+
+def test_prefill_worker_copies_what_the_decode_worker_has_of_a_prompt(deployment):
+    split = Split(deployment)
+    peers = ("--kv-peer-prefixes",)
+    decode, _ = split.decode(*peers), split.alone()
+    split.frontend.await_models([ALONE, MODEL])
+    known, new = prompt(640), prompt(320, 1)
+    expected = [split.ask(tokens, model=ALONE) for tokens in (known, known + new)]
+    first = split.ask(known)  # computed by the decode worker: there is no other yet
+    prefill = split.prefill(*peers)
+    split.ready(decode, models=[ALONE, MODEL])
+    second = split.ask(known + new)
+
+    assert [first, second] == expected
+    assert prefills(decode, "remote") == 1
+    assert prefill.metric("kv_peer_tokens_total") == 640
