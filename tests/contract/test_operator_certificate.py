@@ -51,7 +51,7 @@ async def running_webhooks(cluster, clock):
         finally:
             for task in running:
                 task.cancel()
-    await service.close()
+    await service.close(is_stopped=True)
 
 
 async def until(condition):

@@ -165,3 +165,46 @@ def test_dead_webhook_holds_up_nothing_that_is_stored(cluster, tmp_path):
         kubectl(cluster, "apply", "--server-side", "--force-conflicts", "-f", str(path))
         eventually(lambda: is_served(cluster), what="v1beta1 is served after an upgrade")
     assert log.read_text().count("new certificate") == 0
+
+
+LEASE = "lease/dynamo-operator"
+
+
+def take_lease(cluster, holder):
+    """Write another holder into the Lease, as an operator does that has waited for its end."""
+    kubectl(
+        cluster,
+        *("patch", LEASE, "--type=merge", "-p", json.dumps({"spec": {"holderIdentity": holder}})),
+    )
+
+
+def reads_as_later_version(cluster):
+    names = "dynamographdeployments.v1beta1.nvidia.com", "later"
+    return cluster.kubectl("get", *names).returncode == 0
+
+
+def test_operator_that_loses_its_lease_leaves_v1beta1_to_the_next(cluster, tmp_path):
+    log = tmp_path / "operator.log"
+    with operator(cluster, log) as process:
+        kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(BETA))
+        take_lease(cluster, "another")
+        assert process.wait(timeout=PATIENT_S) != 0
+        assert "was taken by another operator" in log.read_text()
+        assert is_served(cluster)
+    take_lease(cluster, "")
+    with operator(cluster, log):
+        eventually(lambda: reads_as_later_version(cluster), what="the next one converts")
+
+
+def test_second_operator_converts_when_the_first_is_gone(cluster, tmp_path):
+    first_log, second_log = tmp_path / "first.log", tmp_path / "second.log"
+    with operator(cluster, first_log) as first, operator(cluster, second_log):
+        kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(BETA))
+        assert "has the lease" not in second_log.read_text()
+        assert reads_as_later_version(cluster)
+        first.kill()
+        first.wait(timeout=PATIENT_S)
+        take_lease(cluster, "")  # rather than wait for its end
+        eventually(lambda: reads_as_later_version(cluster), what="the second converts")
+        assert second_log.read_text().count("new certificate") == 0
+    assert not is_served(cluster)

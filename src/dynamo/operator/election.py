@@ -8,7 +8,9 @@ from dynamo.base import errors
 from dynamo.operator.objects import Object
 from dynamo.runtime.backends.kubernetes import connection
 
-LEASE_S, RENEW_S = 15.0, 5.0
+LEASE_S, RENEW_S = 30.0, 5.0
+_ATTEMPT_S, _RETRY_S = 5.0, 1.0  # a busy cluster gets several attempts within one lease
+_GIVE_UP_S = LEASE_S - 2 * _ATTEMPT_S  # the last attempt ends before others may take the lease
 _API, _KIND = "coordination.k8s.io/v1", "Lease"
 _logger = logging.getLogger(__name__)
 
@@ -48,25 +50,28 @@ class Election:
                 if await self._try():
                     _logger.info("%s has the lease %s", self._identity, self._name)
                     return
-            except errors.Unavailable as error:
+            except (errors.Unavailable, errors.Conflict) as error:
                 _logger.warning("no lease yet: %s", error)
             await self._clock.sleep(RENEW_S / 2)
 
     async def keep(self) -> None:
         """Renew the Lease until cancelled. Raises LeaseLost when it is another's, or could not be renewed in time."""
+        pause_s = RENEW_S
         while True:
-            await self._clock.sleep(RENEW_S)
-            is_held = True
+            await self._clock.sleep(pause_s)
             try:
                 is_held = await self._try()
             except errors.DynamoError as error:
-                if self._clock.now() - self._renewed_at > LEASE_S - RENEW_S:
+                if self._clock.now() - self._renewed_at > _GIVE_UP_S:
                     raise LeaseLost(
                         f"the lease {self._name} could not be renewed: {error}"
                     ) from error
                 _logger.warning("the lease is to be renewed: %s", error)
+                pause_s = _RETRY_S
+                continue
             if not is_held:
                 raise LeaseLost(f"the lease {self._name} was taken by another operator")
+            pause_s = RENEW_S
 
     async def release(self) -> None:
         """Give the Lease to others at once."""
@@ -75,8 +80,18 @@ class Election:
             await self._write(lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
 
     async def _try(self) -> bool:
-        """Take or renew the Lease; return False while it is another's."""
+        """Take or renew the Lease; return False while it is another's. Raises Conflict if it changed meanwhile."""
         started_at = self._clock.now()
+        try:
+            async with self._clock.timeout(_ATTEMPT_S):
+                is_held = await self._take()
+        except TimeoutError as error:
+            raise errors.Unavailable(f"no answer within {_ATTEMPT_S:g} s") from error
+        if is_held:
+            self._renewed_at = started_at
+        return is_held
+
+    async def _take(self) -> bool:
         lease = await self._cluster.get(_API, _KIND, self._name, self._namespace)
         now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec: Object = {
@@ -84,21 +99,17 @@ class Election:
             "leaseDurationSeconds": int(LEASE_S),
             "renewTime": now,
         }
-        try:
-            if lease is None:
-                metadata = {"name": self._name, "namespace": self._namespace}
-                new_lease = {"apiVersion": _API, "kind": _KIND, "metadata": metadata}
-                await self._cluster.create({**new_lease, "spec": {**spec, "acquireTime": now}})
-            else:
-                if lease["spec"].get("holderIdentity") != self._identity:
-                    if not self._has_expired(lease):
-                        return False
-                    transitions = lease["spec"].get("leaseTransitions") or 0
-                    spec |= {"acquireTime": now, "leaseTransitions": transitions + 1}
-                await self._write(lease, spec)
-        except errors.Conflict:  # another candidate was quicker
-            return False
-        self._renewed_at = started_at
+        if lease is None:
+            metadata = {"name": self._name, "namespace": self._namespace}
+            new_lease = {"apiVersion": _API, "kind": _KIND, "metadata": metadata}
+            await self._cluster.create({**new_lease, "spec": {**spec, "acquireTime": now}})
+            return True
+        if lease["spec"].get("holderIdentity") != self._identity:
+            if not self._has_expired(lease):
+                return False
+            transitions = lease["spec"].get("leaseTransitions") or 0
+            spec |= {"acquireTime": now, "leaseTransitions": transitions + 1}
+        await self._write(lease, spec)
         return True
 
     async def _write(self, lease: Object, spec: Object) -> None:

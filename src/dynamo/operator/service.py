@@ -103,7 +103,7 @@ class OperatorService:
         finally:
             await self._running.close()
             if self._webhooks is not None:
-                await self._webhooks.close()
+                await self._webhooks.close(is_stopped=stop.is_set())
             for listening in self._servers:
                 await listening.close()
             if self._settings.leader_elect:

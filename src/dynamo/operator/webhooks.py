@@ -2,8 +2,9 @@
 
 The certificate is self-signed and lies in a Secret, which all operators of a release share; it is renewed before it
 ends, and the API server trusts the new one beside the old one before any operator presents it. v1beta1 is served as
-long as a webhook can convert it: the definition is changed when one can be reached, changed again when an installation
-sets it back, and restored when the operator stops.
+long as a webhook can convert it: the definition is changed when one can be reached, and changed again when an
+installation sets it back. It is restored by `--remove-webhooks` after an uninstallation, and when an operator is
+stopped at an address of its own; behind a Service, and after an error, another one or a restart goes on.
 """
 
 import base64
@@ -106,10 +107,10 @@ class WebhookService:
         if definition is not None:
             await self._change_definition(definition, is_served=False)
 
-    async def close(self) -> None:
-        """Have v1beta1 served no longer, if this operator had it served, and stop listening."""
+    async def close(self, *, is_stopped: bool) -> None:
+        """Stop listening; an operator that is stopped at an address of its own has v1beta1 served no longer."""
         try:
-            if self._is_registered:
+            if self._is_registered and is_stopped and not self._settings.webhook_service:
                 await self.end_serving()
         except errors.DynamoError as error:
             _logger.warning("%s goes on to be served: %s", versions.BETA_VERSION, error)

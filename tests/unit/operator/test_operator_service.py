@@ -298,6 +298,55 @@ async def test_lease_that_cannot_be_renewed_is_lost(server):
             await keeping
 
 
+@contextlib.asynccontextmanager
+async def keeping_lease(server):
+    """Hold a lease; yield the clock and the task that keeps it."""
+    clock = virtual.VirtualClock()
+    async with server.connect() as cluster:
+        holder = election.Election(cluster, clock, identity="one", name="l", namespace="default")
+        await holder.acquire()
+        keeping = asyncio.create_task(holder.keep())
+        yield clock, keeping
+        keeping.cancel()
+
+
+async def test_lease_outlives_calls_without_answer(server):
+    """A client waits 30 s for an answer: a call that hangs must not be the only one within a lease."""
+    answer, num_hanging = server.handle_async_request, 2
+
+    async def hang(request):
+        nonlocal num_hanging
+        num_hanging -= 1
+        return await (answer(request) if num_hanging < 0 else asyncio.Event().wait())
+
+    async with keeping_lease(server) as (clock, keeping):
+        server.handle_async_request = hang
+        for _ in range(8):
+            await clock.advance(election.RENEW_S)
+
+        assert num_hanging < -2
+        assert not keeping.done()
+
+
+async def test_lease_that_changed_under_its_holder_is_read_again(server):
+    """A renewal without an answer may be stored late, between the reading and the writing of the next."""
+    answer, num_refused = server.handle_async_request, 0
+
+    async def refuse_first(request):
+        nonlocal num_refused
+        if request.method == "PATCH" and not num_refused:
+            num_refused = 1
+            return httpx2.Response(409, json={"message": "the object has been modified"})
+        return await answer(request)
+
+    async with keeping_lease(server) as (clock, keeping):
+        server.handle_async_request = refuse_first
+        await clock.advance(3 * election.RENEW_S)
+
+        assert num_refused == 1
+        assert not keeping.done()
+
+
 async def test_failed_key_comes_later_after_each_failure():
     clock = virtual.VirtualClock()
     queue = work_queue.WorkQueue(clock)
