@@ -6,8 +6,8 @@
     WorkerClient("http://127.0.0.1:8081").load_lora("poet", "file:///adapters/poet")
 
 A frontend knows workers by their instance ids; commands go to a worker's own system port (`--system-port`). With keys a
-client needs one with `admin = true` to see all. The number of workers belongs to whoever starts them: `dynamo serve`,
-a planner, whose decisions `read_planners` returns, or a cluster.
+client needs one with `admin = true` to see all. The number of workers belongs to what starts them: `dynamo serve`,
+a planner (`read_planners` returns its decisions), or a cluster.
 """
 
 import urllib.error

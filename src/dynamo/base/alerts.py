@@ -39,7 +39,7 @@ class AlertingHandshake(ssl.SSLObject):
 
 
 class AlertingContext(ssl.SSLContext):
-    """A context of TLS whose handshakes send their alerts."""
+    """A context of TLS that sends the alerts of its handshakes."""
 
     sslobject_class = AlertingHandshake
 

@@ -1,4 +1,4 @@
-"""The variables of the environment whose names begin with DYN_, so that a mistyped one is not ignored in silence.
+"""The variables of the environment with names that begin with DYN_, so that a mistyped one is not ignored in silence.
 
 A process declares only the options of its own part, but may be started with the variables of all parts.
 """

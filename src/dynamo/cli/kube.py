@@ -1,4 +1,4 @@
-"""`dynamo kube`: a Kubernetes cluster on a laptop, whose pods are local processes, and manifests for any cluster."""
+"""`dynamo kube`: a Kubernetes cluster on a laptop with local processes as pods, and manifests for any cluster."""
 
 import asyncio
 import contextlib

@@ -22,7 +22,7 @@ _PREFIXES = {"vllm": "Vllm", "sglang": "SGLang", "trtllm": "Trtllm"}
 _SHORT_FIELDS = {
     "version", "backend", "model", "deployment_mode", "frontend", "workers", "kvbm", "planner",
 }  # fmt: skip
-_HOST_GB, _DISK_GB = 16, 100  # of KV cache tiers whose size is not given
+_HOST_GB, _DISK_GB = 16, 100  # of KV cache tiers without a given size
 _DISK_PATH = "/kv-cache"
 
 

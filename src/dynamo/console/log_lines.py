@@ -33,7 +33,7 @@ class LogRing(logging.Handler):
         self._lines: collections.deque[LogLine] = collections.deque(maxlen=MAX_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record."""
+        """Keep the line of a record, and drop the oldest."""
         context = logs.log_context.get()
         line = LogLine(
             number=next(self._numbers),

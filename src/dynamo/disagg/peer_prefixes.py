@@ -104,7 +104,7 @@ class PeerPrefixEngine:
         self._tasks = tasks.Tasks()
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
-        """Start the engine."""
+        """Start the engine behind a sink of its own; return its facts."""
         self._transfer.on_import(self._handle_import)
         self._sink = PeerPrefixSink(sink, self._cached, self._cost, self._clock)
         self._facts = await self._engine.start(self._sink)

@@ -165,7 +165,7 @@ class WorkerWait:
                 self._gauge.labels(label).dec()
 
     async def _pause(self, error: errors.DynamoError, is_over: Callable[[], bool]) -> None:
-        """Wait until the next try. Raises `error` if nobody reads any more what a worker would compute."""
+        """Wait until the next try. Raises `error` if no client reads any more what a worker would compute."""
         await self._clock.sleep(PAUSE_S)
         if is_over():
             raise error

@@ -5,7 +5,7 @@ a reader that finds the same record after its copy as before has copied the bloc
 written is in no index.
 
 The memory outlives its workers: one that is started again finds the blocks of the part that it takes. The last worker
-that stops in order removes it, and one that starts removes what nobody uses.
+that stops in order removes it, and one that starts removes what is not used.
 """
 
 import logging

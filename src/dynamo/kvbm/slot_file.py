@@ -7,8 +7,8 @@
 
 The slots are cut into equal parts, one for each worker: it alone writes there, and all read everything. A part belongs
 to the process that holds its lock, which the kernel releases when the process ends, however that happens; the next one
-finds the blocks in it again. Nobody waits for anybody: a worker that has written a record raises the version of the
-record's chunk, and the others read the chunks whose version has changed (`look`).
+finds the blocks in it again. No worker waits for another: one that has written a record raises the version of the
+record's chunk, and the others read the chunks of a changed version (`look`).
 
 The file is readable by its owner only. One with another fingerprint is refused.
 """
@@ -200,7 +200,7 @@ class SlotFile:
 
     @property
     def is_provided(self) -> bool:
-        """Whether the file system has provided all slots."""
+        """Return whether the file system has provided all slots."""
         return os.fstat(self._fd).st_blocks * 512 >= self.num_slots * self._stride
 
     def reserve(self, offset: int, length: int) -> bool:
@@ -214,7 +214,7 @@ class SlotFile:
         return True
 
     def close(self, *, removes_unused: bool = False) -> None:
-        """Close the file and release its locks; remove it if nobody else uses it, and that is asked for. Idempotent."""
+        """Close the file and release its locks; with `removes_unused`, delete it if no process uses it. Idempotent."""
         if self._fd < 0:
             return
         if removes_unused and self._try_lock(fcntl.F_WRLCK, _SETUP_LOCK):

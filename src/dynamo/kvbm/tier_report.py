@@ -42,7 +42,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of all tiers, and what happened since the start."""
 
     tiers: tuple[TierUse, ...]
-    copied: dict[str, int]  # blocks whose copies ended well
+    copied: dict[str, int]  # blocks with copies that ended well
     counts: dict[str, int]
     host_hit_rate: float  # blocks loaded from host memory, of those looked up there
     disk_hit_rate: float  # likewise of the disk, or of the object store in its place

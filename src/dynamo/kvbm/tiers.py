@@ -313,7 +313,7 @@ class Tier:
         return entry.used_at + entry.ttl_s > self.now
 
     def _end_times_to_live(self) -> None:
-        """Make blocks ordinary whose time to live has ended."""
+        """Make blocks ordinary after the end of their time to live."""
         for priority, ttl_s, is_pinned in [group for group in self._idle if group[1]]:
             kept = self._idle[priority, ttl_s, is_pinned]
             ended = list(itertools.takewhile(lambda e: not self._is_kept(e), kept.values()))

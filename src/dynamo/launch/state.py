@@ -190,7 +190,7 @@ class _Tee:
         self._file.close()
 
     def flush(self) -> None:
-        """Flush the terminal."""
+        """Flush the terminal; the log is flushed at each write."""
         self._terminal.flush()
 
     def isatty(self) -> bool:

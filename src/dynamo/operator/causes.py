@@ -1,7 +1,7 @@
 """The first cause of a component that is not ready, in one sentence, read from its pods.
 
 Only pods of the present template count. Of several causes the one that nothing else explains comes first: a pod that
-cannot be placed says nothing of its image, and one whose image is missing says nothing of its program.
+cannot be placed says nothing of its image, and one without its image says nothing of its program.
 """
 
 import re

@@ -76,7 +76,7 @@ class ProfiledSize(msgspec.Struct, frozen=True):
 
 
 def find_finished_pod(resource: Object, observed: Observed) -> str | None:
-    """Return the name of the pod whose log has a recommendation that was not read yet."""
+    """Return the name of the pod with a recommendation in its log that was not read yet."""
     if (resource.get("status") or {}).get("generatedDeployment"):
         return None
     name = resource["metadata"]["name"]

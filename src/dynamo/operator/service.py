@@ -12,7 +12,7 @@ from dynamo.base import errors, tasks
 from dynamo.observability import metrics
 from dynamo.operator import objects
 from dynamo.operator.election import Election
-from dynamo.operator.object_cache import ROOTS, ObjectCache, key_of
+from dynamo.operator.object_cache import ROOTS, Key, ObjectCache, key_of
 from dynamo.operator.reconciler import API_VERSION_BY_KIND, Reconciler
 from dynamo.operator.settings import OperatorConfig, parse_address
 from dynamo.operator.webhooks import WebhookService
@@ -41,9 +41,7 @@ class OperatorMetrics:
         )
         self.total = registry.counter("reconcile_total", "looks at objects", labels)
         self.errors = registry.counter("reconcile_errors_total", "looks that failed", labels)
-        for (
-            kind
-        ) in ROOTS:  # shown as 0 before the first: a dashboard sees the difference from no operator
+        for kind in ROOTS:  # shown as 0, so that a dashboard sees the difference from no operator
             self.total.labels(kind)
             self.errors.labels(kind)
         self.resources = registry.gauge("resources", "objects by kind", labels)
@@ -65,7 +63,7 @@ class OperatorService:
         self._settings = settings
         self._clock = clock
         self.cache = ObjectCache()
-        self._queue = WorkQueue(clock)
+        self._queue: WorkQueue[Key] = WorkQueue(clock)
         self._reconciler = Reconciler(cluster, self.cache, settings, clock)
         self._metrics = OperatorMetrics()
         self._election = Election(

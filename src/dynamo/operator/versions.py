@@ -1,4 +1,4 @@
-"""The versions of a DynamoGraphDeployment: v1alpha1, which is stored, and v1beta1, whose components have pod templates.
+"""The versions of a DynamoGraphDeployment: v1alpha1, which is stored, and v1beta1, with pod templates.
 
 `convert` loses nothing in either direction: a field of v1alpha1 that pod templates do not express stands in v1beta1
 under its own name. So an object that is read and written back in the other version has the workers that it had, and no

@@ -2,18 +2,25 @@
 
 import asyncio
 import collections
+from collections.abc import Hashable
+from typing import Generic, TypeVar
 
 from dynamo.base import clock as clocks
-from dynamo.operator.object_cache import Key
 
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 60.0
+Key = TypeVar("Key", bound=Hashable)
 
 
-class WorkQueue:
-    """Keys that wait for a worker. A key that is added while it is worked on waits until that is done."""
+class WorkQueue(Generic[Key]):
+    """Keys that wait for a worker. A key that is added while it is worked on waits until that is done.
 
-    def __init__(self, clock: clocks.Clock) -> None:
+    After a failure a key comes again, first after `first_delay_s`, and after each further failure twice as late.
+    """
+
+    def __init__(
+        self, clock: clocks.Clock, *, first_delay_s: float = 0.4, longest_delay_s: float = 60.0
+    ) -> None:
         self._clock = clock
+        self._first_delay_s, self._longest_delay_s = first_delay_s, longest_delay_s
         self._waiting: collections.OrderedDict[Key, None] = collections.OrderedDict()
         self._working: set[Key] = set()
         self._again: set[Key] = set()
@@ -57,8 +64,15 @@ class WorkQueue:
         if not has_failed:
             self._failures.pop(key, None)
             return
-        num_failures = self._failures[key] = self._failures.get(key, 0) + 1
-        self.add_later(key, min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** min(num_failures, 20)))
+        num_failures = self._failures.get(key, 0)
+        self._failures[key] = num_failures + 1
+        delay_s = self._first_delay_s * 2 ** min(num_failures, 20)
+        self.add_later(key, min(self._longest_delay_s, delay_s))
+
+    def close(self) -> None:
+        """Cancel the appointments of all keys."""
+        for timer in self._timers.values():
+            timer.cancel()
 
     def _add_due(self, key: Key) -> None:
         self._timers.pop(key, None)

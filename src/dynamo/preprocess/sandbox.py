@@ -1,6 +1,6 @@
 """The sandbox of chat templates: jinja's, with bounds on the steps, the time and the size of what a template computes.
 
-A template is a program that comes with a model, and a model may come from anybody. Each iteration of a loop and each
+A template is a program that comes with a model, and a model may come from anywhere. Each iteration of a loop and each
 call of a macro counts a step; a step looks at the clock now and then.
 
 No value is ever large: whatever makes a larger value from smaller ones (repetition, concatenation, padding, formatting,
@@ -148,7 +148,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace whose text does not contain its values, which may be namespaces."""
+    """A namespace with a text that does not contain its values, which may be namespaces."""
 
     def __repr__(self) -> str:
         return "<Namespace>"

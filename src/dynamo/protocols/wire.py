@@ -66,7 +66,9 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The client waits for this stream no longer, or sends its handler a signal. An unknown stream is no error."""
 
     stream: int
-    signal: int | None = None  # None: cancel; else a number whose meaning the endpoint defines
+    signal: int | None = (
+        None  # None: cancel; else a number with a meaning that the endpoint defines
+    )
 
 
 # gc=False: an item holds no cycles, and the collector should not walk the thousands that live for one turn.

@@ -1,6 +1,6 @@
 """The command `python -m dynamo.metrics`: one page of metrics with the load of all workers of a component.
 
-It is the aggregator of Dynamo 0.3, whose dashboards read `llm_*`: for each worker the KV blocks and requests that it
+It is the aggregator of Dynamo 0.3 (its dashboards read `llm_*`): for each worker the KV blocks and requests that it
 publishes, over all workers the mean and the deviation of the active blocks, and the prompt blocks that routers with
 `--router-replica-sync` publish. Prometheus fetches the page, or with `--push` a push gateway is sent it.
 """

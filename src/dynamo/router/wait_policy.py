@@ -26,7 +26,7 @@ class WaitPolicy:
     def limit_s(self, start_s: float | None) -> float:
         """Return for how many seconds a request waits in all.
 
-        `start_s` is the estimated duration of the start that is under way, in seconds; None: nobody is expected.
+        `start_s` is the estimated duration of the start that is under way, in seconds; None: no worker is expected.
         """
         return self.wait_s if start_s is None else max(self.wait_s, _START_RESERVE * start_s)
 

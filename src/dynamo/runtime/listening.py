@@ -1,6 +1,6 @@
 """The addresses of listeners: where each listens, and where others reach it.
 
-They are the same, but behind a NAT or in a container whose ports are published elsewhere. Each plane has its own
+They are the same, but behind a NAT or in a container with ports that are published elsewhere. Each plane has its own
 settings, named alike: HOST and PORT for listening, ADVERTISE for what is published in discovery.
 """
 

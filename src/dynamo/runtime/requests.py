@@ -173,7 +173,7 @@ class RequestPlane(Protocol):
 
     @property
     def is_away(self) -> bool:
-        """Whether the server through which all requests go, if this plane has one, is away."""
+        """Return whether the server through which all requests go, if this plane has one, is away."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:

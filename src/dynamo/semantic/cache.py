@@ -183,7 +183,7 @@ class SemanticCache:
 
 
 def _is_complete(body: bytes) -> bool:
-    """Return whether the body is a completion whose choices all ended by themselves."""
+    """Return whether the body is a completion with choices that all ended by themselves."""
     try:
         completion = msgspec.json.decode(body)
         choices = completion["choices"]

@@ -20,7 +20,7 @@ from dynamo.simulate import plan as plans
 
 COLUMNS = ("conditions", "published", "here", "holds")
 _ROUNDS = 10
-_TIERS_CHANGE = -0.33  # the mean of the published chart, whose headline says 40 %
+_TIERS_CHANGE = -0.33  # the mean of the published chart; its headline says 40 %
 _LONG_STARTUP_S = 300.0
 
 

@@ -130,7 +130,7 @@ def add_step(requests: Sequence[Request]) -> list[Request]:
 
 
 def mark_servable(requests: Sequence[Request], times: StepTimes, ttft_s: float) -> None:
-    """Mark the requests whose own prefill, after the best possible reuse, leaves the target within reach."""
+    """Mark the requests with a prefill that, after the best possible reuse, leaves the target within reach."""
     for request, num_new in zip(requests, ideal_new_tokens(requests), strict=True):
         request.is_servable = times.prefill_s(num_new) <= ttft_s
 

@@ -105,7 +105,7 @@ class Backend(Protocol):
 
     @property
     def is_same_host(self) -> bool:
-        """Whether bytes are copied once, by the posting side, without the peer's CPU."""
+        """Return whether bytes are copied once, by the posting side, without the peer's CPU."""
         ...
 
     def listen(self, exposed: Exposed) -> str | None:

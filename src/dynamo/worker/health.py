@@ -8,7 +8,7 @@ POST /engine/drain   end the process as SIGTERM does: it leaves discovery and fi
 Commands bring their own routes (`sleep`, `lora_adapters`) and answer through `respond`. Metrics have the names that
 NVIDIA Dynamo's dashboards use (`dynamo_component_*`).
 
-An engine that hangs looks like an idle one, so an engine whose load has not changed for a while is probed with a
+An engine that hangs looks like an idle one, so an engine with a load that has not changed for a while is probed with a
 request. One that computes a long prompt is not quiet: its load shows how much of the prompt is left. So the worker
 gives up only an engine that neither answers the probe nor makes any progress.
 """
@@ -257,7 +257,7 @@ async def log_statistics(
 ) -> None:
     """Log the throughput and the load every `STATISTICS_S` seconds in which there was work, in vLLM's words.
 
-    `report_tiers` returns the state of the KV cache tiers, whose host memory is the log's CPU; None if there are none.
+    `report_tiers` returns the state of the KV cache tiers (host memory is logged as CPU); None if there are none.
     """
     was_idle = True
     while True:

@@ -103,7 +103,7 @@ class LoadedEngine:
         self.loop.stop()
 
     async def close_grammars(self) -> None:
-        """End all compilations."""
+        """End all compilations of grammars."""
         await self._tasks.close()
         await self._grammars.close()
 

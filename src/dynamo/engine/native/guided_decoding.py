@@ -206,7 +206,7 @@ def check_backend(guided: generate.GuidedDecoding) -> None:
 
 
 def refuse(guided: generate.GuidedDecoding, reason: str) -> errors.InvalidRequest:
-    """Return the error of a request whose grammar cannot be followed, in one line."""
+    """Return the error of a request with a grammar that cannot be followed, in one line."""
     reason = " ".join(reason.split())
     if len(reason) > _MAX_REASON_CHARS:
         reason = reason[:_MAX_REASON_CHARS] + "…"

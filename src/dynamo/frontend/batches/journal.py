@@ -78,7 +78,7 @@ class BatchJournal:
 
     @property
     def exists(self) -> bool:
-        """Whether there has been a file."""
+        """Return whether there has been a file."""
         return (self.folder / "journal.sqlite3").exists()
 
     def prepare(self) -> None:

@@ -111,7 +111,7 @@ class FileCheck:
 
     @property
     def is_over(self) -> bool:
-        """Whether the file is refused whatever follows."""
+        """Return whether the file is refused whatever follows."""
         return len(self.errors) >= MAX_ERRORS or self.num_lines > MAX_LINES
 
     def result(self) -> list[objects.LineError]:

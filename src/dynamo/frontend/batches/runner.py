@@ -4,7 +4,7 @@ One process of all that use a journal runs the batches: the one that holds the l
 frees when the process ends, however it ends. The others look every `POLL_S` seconds whether the lock is free.
 
 A line is answered by the same handler as a client's request, behind the check of API keys, so nothing differs but its
-priority. A line whose answer is not in the journal yet is asked again by the next runner.
+priority. A line without an answer in the journal is asked again by the next runner.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class LineExchange(exchange.Exchange):
         content_type: str = "application/json",
         headers: exchange.Headers = (),
     ) -> None:
-        """Keep the response."""
+        """Keep the response instead of sending it."""
         del content_type, headers
         if not self.is_closed:
             self._finish()

@@ -18,7 +18,7 @@ StartLister = Callable[[], Iterable[instances.WorkerStart]]
 
 
 class Viewer(msgspec.Struct, frozen=True, kw_only=True):
-    """The holder of a console. Without API keys everybody sees all requests, and this machine alone the log."""
+    """The holder of a console. Without API keys each user sees all requests, and this machine alone the log."""
 
     entry: api_keys.ApiKeyEntry | None = None  # None: no keys are used
     is_local: bool = False

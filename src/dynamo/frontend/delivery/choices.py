@@ -100,7 +100,7 @@ def split_tokens(output: generate.Output) -> Iterator[generate.Output]:
 
 
 class Choice:
-    """A choice whose text is all content. `push` is bound once, because it is called per token."""
+    """A choice with nothing but content in its text. `push` is bound once, because it is called per token."""
 
     __slots__ = (
         "finish_reason",

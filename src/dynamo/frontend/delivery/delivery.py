@@ -212,7 +212,7 @@ class Delivery(abc.ABC):
 
     @abc.abstractmethod
     def deliver(self, output: generate.Output, first: int = 0) -> None:
-        """Take an output for a choice of the prompt whose choices begin with number `first`."""
+        """Take an output for a choice of the prompt with choices from number `first`."""
 
     def fail(self, error: errors.DynamoError) -> None:
         """End the request by an error. A stream that has begun reports it as its last event."""

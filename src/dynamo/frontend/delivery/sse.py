@@ -127,7 +127,7 @@ def event(data: Any) -> bytes:
 
 
 def typed_event(data: dict[str, Any]) -> bytes:
-    """Return an event whose name is the `type` in its data."""
+    """Return an event with the `type` in its data as its name."""
     return f"event: {data['type']}\ndata: ".encode() + encode(data) + b"\n\n"
 
 

@@ -161,7 +161,7 @@ class NamedPreview(JsonPreview):
 
 
 class JsonBodyPreview(JsonPreview):
-    """Previews arguments whose tool is known already."""
+    """Previews arguments of a tool that is known already."""
 
     def __init__(self, name: str) -> None:
         super().__init__(is_by_key=True)

@@ -422,7 +422,7 @@ class AnswerFormat:
     ) -> parser.ParserFactory | None:
         """Return the parsers for answers to this prompt; None if all of it is content.
 
-        `tools` None: no calls; `is_forced`: nothing but calls; `whole_tools`: those whose calls do not come in parts
+        `tools` None: no calls; `is_forced`: nothing but calls; `whole_tools`: those with calls in one piece
         (None: all).
         """
         if self._is_harmony:

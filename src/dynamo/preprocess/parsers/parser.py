@@ -41,7 +41,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The beginning of a call whose arguments come in parts."""
+    """The beginning of a call with arguments that come in parts."""
 
     name: str
 
@@ -55,7 +55,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of the call that has begun, whose arguments are a JSON object now."""
+    """The end of the call that has begun: its arguments are a JSON object now."""
 
 
 Event = Content | Reasoning | ToolCall | CallBegin | CallArguments | CallEnd

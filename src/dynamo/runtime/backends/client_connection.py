@@ -114,12 +114,12 @@ class ClientConnection:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the peer is silent for too long, and only kept because no other can take over."""
+        """Return whether the peer is silent for too long, and only kept because no other can take over."""
         return self._is_borne
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a new stream could be opened."""
+        """Return whether a new stream could be opened."""
         return not self.frames.is_lost and self._goodbye is None
 
     @property

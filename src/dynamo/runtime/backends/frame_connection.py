@@ -3,7 +3,7 @@
 A `FrameConnection` belongs to one handler, which knows what the frames mean: `client_connection.ClientConnection` or
 `server_connection.ServerConnection`.
 
-Silence is counted in ticks of a timer, and a tick that comes late counts nothing: a process whose own loop stood still
+Silence is counted in ticks of a timer, and a tick that comes late counts nothing: a process that stood still itself
 reads what arrived meanwhile and gives the peer the whole time again, so it does not take its own pause for the peer's.
 Only a connection with open streams is watched; the client speaks at least every second tick, and after a pause at once,
 so that each side hears from a living peer. A server waits `CALLER_PATIENCE` times as long for its client: to give up a

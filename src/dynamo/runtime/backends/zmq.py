@@ -17,7 +17,7 @@ both sockets, and the listener connects again. A listener that expected events o
 the token. Its public half is never sent either, and a listener without it cannot say the first word of CURVE's
 handshake, so a listener proves that it knows the token, too. Listeners have temporary keys. While the token changes,
 a publisher's record names the key that it uses (by a name derived from it), and listeners have the keys of both tokens.
-A publisher whose token changes listens anew; what is lost meanwhile is found by its numbers.
+A publisher listens anew with a changed token; what is lost meanwhile is found by its numbers.
 """
 
 import asyncio
@@ -210,7 +210,7 @@ class ZmqEventPlane:
     async def _follow(
         self, topic: str, receiver: zmq_receiver.EventReceiver, addresses: dict[int, str]
     ) -> None:
-        """Stay connected to all publishers of `topic`, whose addresses are kept in `addresses` by instance."""
+        """Stay connected to all publishers of `topic`, and keep their addresses in `addresses` by instance."""
         try:
             async for change in self._discovery.watch(f"{instances.EVENT_CHANNELS}{topic}/"):
                 try:

@@ -66,7 +66,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     keeps_alive: bool = True  # the connection may be used again
 
     def as_last(self) -> "Request":
-        """Return the same request, after whose answer the connection closes."""
+        """Return the same request, as the last one before the connection closes."""
         return msgspec.structs.replace(self, keeps_alive=False)
 
     def with_body(self, body: bytes) -> "Request":

@@ -121,7 +121,7 @@ class RequestParser:
 
     @property
     def has_sink(self) -> bool:
-        """Whether the body that arrives goes to a sink."""
+        """Return whether the body that arrives goes to a sink."""
         return self._sink is not None
 
     @property

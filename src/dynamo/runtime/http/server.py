@@ -159,7 +159,7 @@ class HttpServer:
         return True
 
     def release_body_bytes(self, num_bytes: int) -> None:
-        """Give room back."""
+        """Give back the room that a body took."""
         self._kept_body_bytes -= num_bytes
 
     def flush_soon(self, connection: "_Connection") -> None:
@@ -310,7 +310,7 @@ class _Connection(asyncio.Protocol):
         return 0 if self._active is not None else self._kept_body_bytes
 
     def refuse_body(self) -> None:
-        """Refuse the request whose body is arriving, to make room."""
+        """Refuse the request with a body that is arriving, to make room."""
         self._parser.abandon()
         self._refuse(NO_ROOM)
 

@@ -210,7 +210,7 @@ def _shown(request: WriteAttempt, item: Object) -> Object:
 
 
 def _make_review(request: WriteAttempt, seen: WriteAttempt) -> Object:
-    """Return the AdmissionReview of a write, whose objects a webhook sees in the version of `seen`."""
+    """Return the AdmissionReview of a write; a webhook sees its objects in the version of `seen`."""
     options, user, metadata = request.options, request.options.user, request.metadata
     subresource = options.subresource
 

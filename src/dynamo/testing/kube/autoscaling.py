@@ -1,6 +1,6 @@
 """The metrics API and the controller of HorizontalPodAutoscalers.
 
-`metrics.k8s.io` says what the processes of each container use, from /proc; it is measured when somebody asks, so a
+`metrics.k8s.io` says what the processes of each container use, from /proc; it is measured when it is asked for, so a
 cluster without autoscalers pays nothing. `count_replicas` is the rule of Kubernetes: pods without a figure neither
 cause a change nor hinder one. `ScalingHistory` follows the stabilization windows and policies of `behavior`.
 """

@@ -15,6 +15,7 @@ from dynamo.launch import guard
 from dynamo.testing.kube import (
     api,
     autoscaling,
+    controllers,
     definitions,
     garbage,
     http_front,
@@ -26,7 +27,6 @@ from dynamo.testing.kube import (
     service_network,
     services,
     store,
-    work_queue,
     workloads,
 )
 
@@ -47,7 +47,7 @@ class Cluster:
         token: str,
     ) -> None:
         self.served = served
-        self.token = token  # of the user who may do everything
+        self.token = token  # of the user that may do everything
         self.front = front
         self.url = url
         self.certificate = certificate  # in PEM
@@ -114,17 +114,17 @@ async def run_cluster(
     served = api.Api(registry, objects, authority)
     definer = definitions.Definitions(served)
     unsubscribe = objects.subscribe(definer.on_change)
-    controllers = (
+    built_in = (
         *(garbage.GarbageCollector(served), garbage.Namespaces(served), definer),
         *(workloads.Deployments(served), workloads.ReplicaSets(served), workloads.Jobs(served)),
         *(workloads.StatefulSets(served), services.EndpointSlices(served), services.Claims(served)),
     )
-    queue = work_queue.ReconcileQueue(objects, controllers, clocks.SystemClock())
+    control = controllers.ControllerLoop(objects, built_in, clocks.SystemClock())
     running_cluster = await _listen(served, authority, token, _HOST, port)
     front = running_cluster.front
     await definer.define(custom_resources)
     async with tasks.Tasks() as running, contextlib.AsyncExitStack() as stack:
-        running.start("controllers", queue.run())
+        running.start("controllers", control.run())
         try:
             namespaces = registry.find("", "v1", "namespaces")
             assert namespaces is not None
@@ -135,15 +135,15 @@ async def run_cluster(
                     stack, running, running_cluster, authority, backoff_s, pod_path
                 )
                 await node.register()
-                queue.register(node)
-                queue.register(node.names)
+                control.register(node)
+                control.register(node.names)
                 front.pod_handler = node.serve_pod
                 metrics = autoscaling.PodMetrics(served, node.processes_of, clocks.SystemClock())
-                queue.register(autoscaling.Autoscalers(served, metrics, clocks.SystemClock()))
+                control.register(autoscaling.Autoscalers(served, metrics, clocks.SystemClock()))
                 front.pod_metrics = metrics
             yield running_cluster
         finally:
-            queue.close()
+            control.close()
             unsubscribe()
             await stack.aclose()
             await front.close()

@@ -216,7 +216,7 @@ class Kubelet:
             await self._api.delete(self._resource("pods"), meta["namespace"], meta["name"], options)
 
     async def close(self) -> None:
-        """End all pods."""
+        """End the processes of all pods."""
         runners = [runner for uid, runner in self._runners.items() if uid not in self._endings]
         await asyncio.gather(*(runner.stop(1) for runner in runners))
         self._node.remove_folders()

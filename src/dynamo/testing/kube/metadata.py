@@ -218,7 +218,7 @@ def check_new_finalizers(old: Object, item: Object) -> list["failures.FieldError
 
 
 def check_name(given_metadata: Object, name: str) -> None:
-    """Refuse a body whose name is not that of the path. Raises ApiError (400)."""
+    """Refuse a body with another name than the path has. Raises ApiError (400)."""
     shown = given_metadata.get("name", name)
     if shown != name:
         text = f"the name of the object ({shown}) does not match the name on the URL ({name})"

@@ -122,7 +122,7 @@ class BridgedNetwork:
         )
 
     async def close(self) -> None:
-        """Remove the bridge."""
+        """Remove the bridge of the pods."""
         with contextlib.suppress(errors.ConfigError):
             await _run("ip", "link", "del", self._bridge)
 

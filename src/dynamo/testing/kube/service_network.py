@@ -38,7 +38,7 @@ class ServiceNetwork:
         self._turns = itertools.count()
 
     def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
-        """Return the service that changed, or whose endpoints changed."""
+        """Return the service that changed, itself or in its endpoints."""
         meta = change.item["metadata"]
         if change.table == _SERVICES:
             yield meta["namespace"], meta["name"]

@@ -52,7 +52,7 @@ class SpdyStream:
         self._number = number
 
     def accept(self) -> None:
-        """Confirm the stream."""
+        """Confirm the stream to the client."""
         self._session.accept(self._number)
 
     def write(self, data: bytes) -> None:

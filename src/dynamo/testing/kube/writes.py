@@ -266,7 +266,7 @@ class ObjectWrites:
     def check_namespace(
         self, resource: "resources.ApiResource", namespace: str, given_metadata: Object
     ) -> None:
-        """Refuse a body whose namespace is not that of the path. Raises ApiError (400)."""
+        """Refuse a body with another namespace than the path has. Raises ApiError (400)."""
         if resource.is_namespaced and given_metadata.get("namespace") not in (None, "", namespace):
             text = "the namespace of the provided object does not match the namespace sent on the request"
             raise failures.bad_request(text)

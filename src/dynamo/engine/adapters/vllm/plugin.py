@@ -45,7 +45,7 @@ def adopt() -> None:
     if request_kill is not None:
         request_kill()
     util.Finalize(None, end_at_once, exitpriority=-100)
-    os.dup2(2, 1)  # standard output belongs to nobody's logs
+    os.dup2(2, 1)  # standard output belongs to no logs
     with contextlib.suppress(PermissionError):  # the leader of a session stays in its group
         os.setpgid(0, 0)
     if NIXL_PAUSE in os.environ:

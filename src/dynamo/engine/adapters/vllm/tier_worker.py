@@ -125,7 +125,7 @@ class TierWorker:
                 self._opened_copies.begin(copy)
 
     def take_received(self) -> set[str]:
-        """Return the requests whose loads have ended, well or not."""
+        """Return the requests of loads that have ended, well or not."""
         while not self._posted.empty():
             self._posted.get()()
         received, self._received = self._received, set()

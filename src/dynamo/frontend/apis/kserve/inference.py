@@ -38,7 +38,7 @@ class WholeAnswer(NamedTuple):
 
 
 class QueuedExchange(exchange.Exchange):
-    """An exchange whose answer is read by `iterate_answer`."""
+    """An exchange with an answer that `iterate_answer` reads."""
 
     __slots__ = ("_pieces",)
 
@@ -78,7 +78,7 @@ class QueuedExchange(exchange.Exchange):
             self._pieces.put_nowait(None)
 
     def end(self, chunk: bytes = b"") -> None:
-        """Complete the stream."""
+        """Complete the stream with a last piece."""
         if not self._closed:
             self._pieces.put_nowait(chunk)
             self._finish()

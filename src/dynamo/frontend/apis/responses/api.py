@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: a conversation whose earlier turns the server may have stored."""
+"""OpenAI's Responses API: a conversation with earlier turns that the server may have stored."""
 
 import functools
 from collections.abc import Awaitable, Sequence

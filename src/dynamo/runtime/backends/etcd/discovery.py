@@ -77,7 +77,7 @@ class EtcdDiscovery:
     ) -> "EtcdDiscovery":
         """Take a lease as soon as etcd answers. Raises ConfigError if it refuses, or does not answer in time.
 
-        A key whose lease has ended stays while `is_alive` says that its owner answers (`KeyRetention`).
+        A key stays after the end of its lease while `is_alive` says that its owner answers (`KeyRetention`).
         """
         self = cls(
             settings,
@@ -469,7 +469,7 @@ class PrefixWatcher:
             timer.cancel()  # the grace begins anew if this connection did not last for the whole time
 
     def judge(self) -> None:
-        """Remove the missing keys whose owners are gone."""
+        """Remove the missing keys of owners that are gone."""
         self._retention.judge(self._clock.now())
 
     def _end_grace(self) -> None:

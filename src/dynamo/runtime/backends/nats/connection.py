@@ -135,7 +135,7 @@ class NatsConnection:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the server answers, as far as this side knows."""
+        """Return whether the server answers, as far as this side knows."""
         return self._is_connected.is_set()
 
     def is_back_since(self, duration_s: float) -> bool:
