@@ -18,7 +18,7 @@ def with_token(token: str = TOKEN) -> membership.Credentials:
 def make_certificates(folder: pathlib.Path) -> None:
     """Make certificates as docs/security.md does: an authority, a member, and a peer of another authority.
 
-    And `expired`, a member whose certificate has expired.
+    And `expired`, a member whose certificate has expired, and `of-past`, one of an authority that has: `past`.
     """
 
     def make(name: str, *flags: str) -> None:
@@ -29,22 +29,20 @@ def make_certificates(folder: pathlib.Path) -> None:
     for authority, name in (("authority", "member"), ("other", "stranger")):
         make(authority)
         make(name, "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key")
-    request = [
-        "-new",
-        *KEY,
-        "-keyout",
-        "expired.key",
-        "-out",
-        "expired.csr",
-        "-subj",
-        "/CN=expired",
-    ]
-    signing = ["-CA", "authority.pem", "-CAkey", "authority.key", "-CAcreateserial", "-days", "-1"]
-    for command in (
-        ["openssl", "req", *(part for part in request if part not in ("-days", "2"))],
-        ["openssl", "x509", "-req", "-in", "expired.csr", "-out", "expired.pem", *signing],
-    ):
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+    def make_expired(name: str, *signing: str) -> None:
+        request = ["-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}"]
+        extensions = ["-addext", "basicConstraints=CA:TRUE"]
+        for command in (
+            ["openssl", "req", "-new", *KEY[:-2], *request, *extensions],
+            ["openssl", "x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", "-days", "-1",
+             "-copy_extensions", "copy", *signing],
+        ):  # fmt: skip
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+    make_expired("expired", "-CA", "authority.pem", "-CAkey", "authority.key", "-CAcreateserial")
+    make_expired("past", "-signkey", "past.key")
+    make("of-past", "-CA", "past.pem", "-CAkey", "past.key")
 
 
 def flags(folder: pathlib.Path, name: str = "member", authority: str = "authority") -> dict:

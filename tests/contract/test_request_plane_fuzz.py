@@ -301,6 +301,12 @@ OTHER_TOKEN = members.with_token("the token of another cluster")
             "shows a certificate that has expired",
             "refuses our certificate, which has expired",
         ),
+        (
+            "stale",
+            "stale",
+            "shows a certificate that has expired, or whose authority has",
+            "refuses our certificate, which has expired, or whose authority has",
+        ),
         ("tls", "token", "does not speak TLS: give it certificates", "has no cluster token"),
     ],
 )
@@ -309,7 +315,9 @@ async def test_different_tokens_are_logged_at_both_sides(
 ):
     stranger = members.with_tls(certificates, name="stranger", authority="other")
     expired = members.with_tls(certificates, name="expired")
+    stale = members.with_tls(certificates, name="of-past", authority="past")
     shown = credentials_by_name | {"other": OTHER_TOKEN, "stranger": stranger, "expired": expired}
+    shown["stale"] = stale
     server = tcp.TcpRequestPlane(credentials=shown[answerer], item_type=generate.Output)
     plane = tcp.TcpRequestPlane(credentials=shown[asker], item_type=generate.Output)
     address = await server.serve(ECHO, echo)

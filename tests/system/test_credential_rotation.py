@@ -166,7 +166,7 @@ def test_worker_whose_certificate_is_refused_and_frontend_both_say_why(
     assert worker.log.read_text().count("127.0.0.1 ") >= 1
     if fault == "expired":
         assert "expired at" in worker.log.read_text()
-        assert worker.metric("certificate_expiry_seconds") < 0
+        assert worker.metric('certificate_expiry_seconds{certificate="cluster"}') < 0
 
 
 def test_certificate_that_expires_within_a_week_is_a_warning_and_a_metric(deployment, tmp_path):
@@ -176,11 +176,11 @@ def test_certificate_that_expires_within_a_week_is_a_warning_and_a_metric(deploy
     frontend = deployment.frontend(*flags)
     eventually(frontend.is_live, what="a frontend")
     eventually(lambda: "member.pem) expires at" in frontend.log.read_text(), what="a warning")
-    remaining_s = frontend.metric(
-        'dynamo_frontend_certificate_expiry_seconds{certificate="cluster"}'
-    )
-
-    assert 0 < remaining_s <= 2 * 86_400
+    for certificate in ("cluster", "cluster-authority"):
+        remaining_s = frontend.metric(
+            f'dynamo_frontend_certificate_expiry_seconds{{certificate="{certificate}"}}'
+        )
+        assert 0 < remaining_s <= 2 * 86_400
 
 
 def test_certificate_of_the_http_server_is_changed_without_a_restart(deployment, tmp_path):

@@ -20,6 +20,7 @@ import yaml
 from deployment import MODEL, Process
 from split import Split
 
+import members
 import ports
 from dynamo.planner import profile_files
 from kube_cluster import running_cluster
@@ -131,6 +132,10 @@ def use_and_break(frontend, prefill, mockers):
 
 
 def test_every_expression_has_data(deployment, tmp_path):
+    members.make_certificates(tmp_path)
+    deployment.environ |= {
+        f"DYN_{name.upper()}": path for name, path in members.flags(tmp_path).items()
+    }
     frontend = deployment.frontend(
         *("--router-mode", "kv", "--audit-sinks", "jsonl"),
         *("--audit-output-path", str(tmp_path / "audit")),

@@ -93,8 +93,11 @@ class Tls:
 
     client: ssl.SSLContext
     server: ssl.SSLContext
-    certificate: str = ""  # path of the certificate that is shown, and of its key
+    certificate: str = (
+        ""  # path of the certificate that is shown, of its key, and of the authorities
+    )
     key: str = ""
+    authority: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +303,7 @@ def _tls(settings: ClusterConfig) -> Tls | None:
         server=_context(ssl.PROTOCOL_TLS_SERVER, certificate, key, authority),
         certificate=certificate,
         key=key,
+        authority=authority,
     )
 
 

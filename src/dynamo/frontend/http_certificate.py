@@ -15,12 +15,14 @@ class HttpCertificate:
     def __init__(self, settings: config.FrontendConfig, shown: credentials.ExpiryMetric) -> None:
         """Raises ConfigError for files that cannot be used."""
         self._settings = settings
-        self.expiry = credentials.CertificateExpiry(_NAME)
         self.tls: ssl.SSLContext | None = None
+        self._expiry: credentials.CertificateExpiry | None = None
         if settings.tls_cert_path is not None:
             self.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             self._load(self.tls)
-        shown.follow("http", self.expiry)
+            files = (settings.tls_cert_path, settings.tls_key_path or "")
+            self._expiry = credentials.CertificateExpiry(_NAME, files)
+            shown.follow({"http": self._expiry})
 
     async def follow(self, pause: clock.Clock) -> None:
         """Read the files again when they change, for connections that begin then, until cancelled."""
@@ -29,7 +31,7 @@ class HttpCertificate:
             return
         paths = (settings.tls_cert_path, settings.tls_key_path, settings.tls_client_ca_cert_path)
         present = [path for path in paths if path]
-        await credentials.follow_files(_NAME, present, lambda: self._load(tls), pause, self.expiry)
+        await credentials.follow_files(_NAME, present, lambda: self._load(tls), pause, self._expiry)
 
     def _load(self, context: ssl.SSLContext) -> None:
         settings = self._settings
@@ -41,7 +43,6 @@ class HttpCertificate:
                 "--tls-cert-path, --tls-key-path: expected a PEM certificate and its key in "
                 f"{certificate} and {key}: {error}"
             ) from error
-        self.expiry.set(certificate, key)
         authority = settings.tls_client_ca_cert_path
         if authority is not None:  # only clients with a certificate of this authority may connect
             try:

@@ -166,8 +166,8 @@ class FrontendMetrics:
         self._by_model: dict[str, ModelMetrics] = {}
 
     def follow(self, runtime: component.DistributedRuntime) -> None:
-        """Show the certificate that the process presents to workers, and the bytes of its request plane."""
-        self.certificates.follow("cluster", runtime.credential_watch.expiry)
+        """Show the certificates of the process, and the bytes of its request plane."""
+        self.certificates.follow(runtime.credential_watch.expiries)
         self.stages.follow(runtime.requests)
 
     def for_model(self, name: str) -> "ModelMetrics":

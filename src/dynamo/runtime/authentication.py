@@ -35,14 +35,15 @@ _REPEAT_S = 600.0
 _MAX_REFUSALS = 1024
 _OUR_SIDE = {  # what OpenSSL found wrong with the peer's certificate, by its code
     9: "shows a certificate that is not valid yet: compare the clocks of both hosts",
-    10: "shows a certificate that has expired: renew it there (--cluster-tls-cert-path)",
+    10: "shows a certificate that has expired, or whose authority has: renew it there (--cluster-tls-cert-path)",
     **dict.fromkeys(
         (2, 18, 19, 20, 21),
         "shows a certificate of an authority that we do not know: expected one of --cluster-tls-ca-cert-path",
     ),
 }
 _PEERS_SIDE = (  # a part of OpenSSL's word for what the peer said, or did not say
-    ("ALERT_CERTIFICATE_EXPIRED", "refuses our certificate, which has expired: renew it (--cluster-tls-cert-path)"),
+    ("ALERT_CERTIFICATE_EXPIRED", "refuses our certificate, which has expired, or whose authority"
+     " has: renew it (--cluster-tls-cert-path)"),
     ("ALERT_UNKNOWN_CA", "refuses our certificate, whose authority it does not know: give every process the same"
      " (--cluster-tls-ca-cert-path)"),
     ("ALERT_CERTIFICATE_REQUIRED", "wants a certificate, and we show none: give us one (--cluster-tls-cert-path)"),

@@ -187,7 +187,7 @@ class DistributedRuntime:
         self.clock = parts.time
         self.credential_watch = parts.credential_watch
         self._tasks = tasks.Tasks()
-        if not is_sibling and parts.credentials.files is not None:
+        if not is_sibling and parts.credential_watch.has_files:
             self._tasks.start("watch credentials", parts.credential_watch.watch())
         self._parts = parts
         self._is_sibling = is_sibling
@@ -223,7 +223,12 @@ class DistributedRuntime:
         uses_nats = "nats" in (settings.request_plane, settings.event_plane)
         if uses_nats:
             await nats.connect()
-        watch = credential_files.CredentialWatch(credentials, time)
+        services = {settings.discovery_backend, settings.request_plane, settings.event_plane}
+        watch = credential_files.CredentialWatch(
+            credentials,
+            time,
+            client_certificates=credential_files.client_certificates(services, os.environ),
+        )
         watch.check()
         parts = _Parts(settings, cluster, credentials, watch, nats, instance_id, item_type, time)
         plane = parts.new_plane(instance_id)  # before discovery: it may refuse its address

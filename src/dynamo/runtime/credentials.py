@@ -5,18 +5,35 @@ of them, and has the seconds until expiry for a metric.
 """
 
 import datetime
+import functools
 import logging
 import math
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from dynamo.base import clock, errors, membership
 from dynamo.observability import metrics
 
 _WEEK_S = 7 * 86_400.0
 _NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which `ssl` does not name
+_CLIENT_CERTIFICATES = {  # the variables with the files of the certificate and key that are shown to a service
+    "etcd": ("ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"),
+    "nats": ("NATS_TLS_CLIENT_CERT_PATH", "NATS_TLS_CLIENT_KEY_PATH"),
+}
 _log = logging.getLogger(__name__)
+
+
+def client_certificates(
+    services: Container[str], environ: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Return the files of the certificate and key that this process shows to each of these services, if it does."""
+    files = {
+        service: (environ.get(certificate, ""), environ.get(key, ""))
+        for service, (certificate, key) in _CLIENT_CERTIFICATES.items()
+        if service in services
+    }
+    return {service: pair for service, pair in files.items() if all(pair)}
 
 
 class CredentialWatch:
@@ -27,12 +44,34 @@ class CredentialWatch:
         credentials: membership.Credentials,
         pause: clock.Clock,
         wall_time_s: Callable[[], float] = time.time,
+        client_certificates: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
+        """`client_certificates`: files of the certificate and key that are shown to a service, by its name."""
         self._known = credentials
-        self._pause, self._wall_time_s = pause, wall_time_s
-        self.expiry = CertificateExpiry("this process's certificate for the cluster", wall_time_s)
+        self._pause = pause
         self._problem: str | None = None
-        self._note(credentials)
+        self.expiries = {
+            service: CertificateExpiry(
+                f"this process's certificate for {service}", files, wall_time_s=wall_time_s
+            )
+            for service, files in (client_certificates or {}).items()
+        }
+        if (tls := credentials.tls) is not None:
+            own = "this process's certificate for the cluster"
+            self.expiries["cluster"] = CertificateExpiry(
+                own, (tls.certificate, tls.key), wall_time_s=wall_time_s
+            )
+            self.expiries["cluster-authority"] = CertificateExpiry(
+                f"the authority of {own}",
+                (tls.authority, tls.certificate, tls.key),
+                find_authority_expiry,
+                wall_time_s=wall_time_s,
+            )
+
+    @property
+    def has_files(self) -> bool:
+        """True if there is something to watch."""
+        return self._known.files is not None or bool(self.expiries)
 
     async def watch(self) -> None:
         """Look at the files until cancelled."""
@@ -50,7 +89,6 @@ class CredentialWatch:
                 "read the cluster's credentials again, because their files changed: %d tokens accepted",
                 tokens,
             )
-            self._note(latest)
         problem = latest.files.problem if latest.files is not None else None
         if problem != self._problem:
             self._problem = problem
@@ -59,34 +97,40 @@ class CredentialWatch:
                     "the cluster's credentials have changed and cannot be used, so the former stay: %s",
                     problem,
                 )
-        self.expiry.check()
-
-    def _note(self, credentials: membership.Credentials) -> None:
-        if (tls := credentials.tls) is not None:
-            self.expiry.set(tls.certificate, tls.key)
+        for expiry in self.expiries.values():
+            expiry.check()
 
 
 class CertificateExpiry:
-    """When one certificate of this process expires, with a warning a week before, and at the end."""
+    """When one certificate that this process uses expires, with a warning a week before, and at the end.
 
-    def __init__(self, name: str, wall_time_s: Callable[[], float] = time.time) -> None:
-        self._name, self._wall_time_s = name, wall_time_s
-        self._path = ""
+    Its files are read again when they change.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[str],
+        find: Callable[..., float | None] | None = None,
+        *,
+        wall_time_s: Callable[[], float] = time.time,
+    ) -> None:
+        """`find` gets the paths, and returns when the certificate in the first of them expires: `find_expiry`."""
+        self._name, self._paths, self._wall_time_s = name, paths, wall_time_s
+        self._find = find or find_expiry
+        self._stamp: object = None
         self._expires_at: float | None = None
         self._has_warned = self._has_expired = False
+        self._read_again()
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until the certificate expires, negative after; None without one."""
+        """Seconds until the certificate expires, negative after; None if it does not say when."""
         return None if self._expires_at is None else self._expires_at - self._wall_time_s()
-
-    def set(self, certificate: str, key: str) -> None:
-        """Take the certificate at this path."""
-        self._path, self._expires_at = certificate, find_expiry(certificate, key)
-        self._has_warned = self._has_expired = False
 
     def check(self) -> None:
         """Warn once if the certificate expires within a week, and once if it has."""
+        self._read_again()
         remaining_s = self.remaining_s
         if remaining_s is None or self._expires_at is None or remaining_s > _WEEK_S:
             return
@@ -95,21 +139,55 @@ class CertificateExpiry:
             self._has_expired = True
             _log.error(
                 "%s (%s) expired at %s: others refuse it; replace the file, which is read again by itself",
-                self._name, self._path, moment.isoformat(),
+                self._name, self._paths[0], moment.isoformat(),
             )  # fmt: skip
         elif remaining_s > 0 and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "%s (%s) expires at %s, in %.1f days: replace the file, which is read again by itself",
-                self._name, self._path, moment.isoformat(), remaining_s / 86_400,
+                self._name, self._paths[0], moment.isoformat(), remaining_s / 86_400,
             )  # fmt: skip
+
+    def _read_again(self) -> None:
+        stamp = membership.stamp_files(self._paths)
+        if stamp != self._stamp:
+            self._stamp, self._expires_at = stamp, self._find(*self._paths)
+            self._has_warned = self._has_expired = False
 
 
 def find_expiry(certificate: str, key: str) -> float | None:
     """Return when a certificate expires, in seconds since the epoch; None if it does not say so in the usual form.
 
+    Also None if the files cannot be used, as between the writing of two.
+    """
+    return _expiry(_read_certificate(certificate, key))
+
+
+def find_authority_expiry(authority: str, certificate: str, key: str) -> float | None:
+    """Return when the authority that signed a certificate expires, as `find_expiry` does.
+
+    Of several in the file with the name of the certificate's issuer, which are one authority with certificates of
+    several years, the last counts.
+    """
+    issuer = _read_certificate(certificate, key).get("issuer")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(authority)
+    except OSError:
+        return None
+    found = [each for each in context.get_ca_certs() if each.get("subject") == issuer]
+    return max((time for each in found if (time := _expiry(each)) is not None), default=None)
+
+
+def _expiry(certificate: Mapping[str, object]) -> float | None:
+    not_after = certificate.get("notAfter")
+    return ssl.cert_time_to_seconds(not_after) if isinstance(not_after, str) else None
+
+
+def _read_certificate(certificate: str, key: str) -> Mapping[str, object]:
+    """Return the fields of a certificate as `ssl` names them; none if the files cannot be used.
+
     It is shown in a handshake in memory, because `ssl` reads only certificates that a peer has shown.
-    Also None if the files cannot be used, as between the writing of two: whoever follows them calls again.
     """
     shown, looking = (
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
@@ -119,7 +197,7 @@ def find_expiry(certificate: str, key: str) -> float | None:
         shown.load_cert_chain(certificate, key)
         looking.load_verify_locations(certificate)
     except OSError:  # of which ssl.SSLError is one
-        return None
+        return {}
     looking.check_hostname = False
     looking.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -131,9 +209,8 @@ def find_expiry(certificate: str, key: str) -> float | None:
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLError:
-            return None
-    not_after = (client.getpeercert() or {}).get("notAfter")
-    return ssl.cert_time_to_seconds(not_after) if isinstance(not_after, str) else None
+            return {}
+    return client.getpeercert() or {}
 
 
 class ExpiryMetric:
@@ -142,19 +219,20 @@ class ExpiryMetric:
     def __init__(self, registry: metrics.Registry) -> None:
         self._gauge = registry.gauge(
             "certificate_expiry_seconds",
-            "seconds until a certificate of this process expires, negative after; by its use: cluster or http",
+            "seconds until a certificate of this process expires, negative after, by its use: cluster,"
+            " cluster-authority, etcd, nats or http",
             ("certificate",),
         )
 
-    def follow(self, use: str, expiry: CertificateExpiry) -> None:
-        """Show the expiry of one certificate, if there is one."""
-        if expiry.remaining_s is not None:
-            self._gauge.labels(use).set_function(lambda: _number(expiry.remaining_s))
+    def follow(self, expiries: Mapping[str, CertificateExpiry]) -> None:
+        """Show the expiry of certificates, by their use."""
+        for use, expiry in expiries.items():
+            self._gauge.labels(use).set_function(functools.partial(_number, expiry))
 
 
-def _number(remaining_s: float | None) -> float:
+def _number(expiry: CertificateExpiry) -> float:
     """Return NaN, which fires no alert, for what is not known."""
-    return math.nan if remaining_s is None else remaining_s
+    return math.nan if expiry.remaining_s is None else expiry.remaining_s
 
 
 async def follow_files(

@@ -188,8 +188,8 @@ class WorkerMetrics:
         )
 
     def follow(self, runtime: component.DistributedRuntime) -> None:
-        """Show the certificate that the worker's runtime presents, and the bytes of its answers."""
-        self.certificates.follow("cluster", runtime.credential_watch.expiry)
+        """Show the certificates of the process, and the bytes of its answers."""
+        self.certificates.follow(runtime.credential_watch.expiries)
         self._response_bytes.adopt(
             runtime.requests.traffic.responses(self._endpoint_path), *self._label_values
         )
