@@ -18,7 +18,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
 from dynamo.frontend.apis import chat as openai_chat
 from dynamo.frontend.model_registry import file_fetcher
-from dynamo.preprocess import loading, preprocessor
+from dynamo.preprocess import loading, preprocessor, tokenize, tokenizer_findings
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import client, component
 
@@ -106,7 +106,10 @@ async def connect(
         raise errors.NoWorkers(f"{name} is served, but no model is: nothing to talk to")
     record = msgspec.json.decode(next(iter(records.values())), type=model_card.CardRecord)
     card = await _fetch_card(runtime, endpoint, record, clock)
-    processor = await asyncio.to_thread(loading.load_preprocessor, card, clock)
+    options = tokenize.TokenizerOptions(findings=tokenizer_findings.FindingsDirectory.of_user())
+    processor = await asyncio.to_thread(
+        loading.load_preprocessor, card, clock, tokenizer_options=options
+    )
     return Session(endpoint, processor, card.display_name, clock)
 
 

@@ -30,7 +30,7 @@ from dynamo.frontend.console import feed, planners, recorder, views
 from dynamo.frontend.model_registry import file_fetcher, registry
 from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
-from dynamo.preprocess import tokenize
+from dynamo.preprocess import tokenize, tokenizer_findings
 from dynamo.router import config as router_config
 from dynamo.router import route_factory, wait_policy
 from dynamo.runtime import component
@@ -101,7 +101,9 @@ class Frontend:
             ),
             namespace=settings.namespace,
             tokenizer_options=tokenize.TokenizerOptions(
-                settings.tokenizer, settings.tokenizer_cache_mb * 2**20
+                settings.tokenizer,
+                settings.tokenizer_cache_mb * 2**20,
+                tokenizer_findings.FindingsDirectory.of_user(),
             ),
         )
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dynamo.base import errors
-from dynamo.preprocess import tokenizer_library
+from dynamo.preprocess import tokenizer_findings, tokenizer_library
 from dynamo.protocols import blocks
 
 CACHE_BYTES = 16 * 2**20  # some sixty prompts of 32,000 tokens
@@ -64,14 +64,14 @@ class PromptCutter:
 
     def __init__(self, tokens: Sequence[str], *, at_lines: bool = False) -> None:
         self.tokens = tokens
-        self._at_lines = at_lines
+        self.at_lines = at_lines
         longest_first = sorted(tokens, key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
 
     def cut(self, text: str) -> list[str]:
         """Return the segments: tokens, and the texts between them. Joined they are the text; none is empty."""
         cut = [segment for segment in self._cut(text) if segment]
-        if not self._at_lines or len(text) < 2 * PART_CHARS:
+        if not self.at_lines or len(text) < 2 * PART_CHARS:
             return cut
         return [part for segment in cut for part in split_segment(segment)]
 
@@ -112,6 +112,14 @@ class SegmentCache:
         self.num_bytes += size
         while self.num_bytes > self._max_bytes:
             self.num_bytes -= _size(*self._entries.popitem(last=False))
+
+
+def cutting_tokens(added: Sequence[tokenizer_library.AddedToken]) -> list[str]:
+    """Return the tokens that are taken out of the raw text; none if one of them changes its neighbours."""
+    tokens = [token for token in added if not token.normalized]
+    if any(token.lstrip or token.rstrip or token.single_word for token in tokens):
+        return []
+    return [token.content for token in tokens]
 
 
 def is_cutting_exact(cutter: PromptCutter, encode: Callable[[str], bytes]) -> bool:
@@ -205,6 +213,7 @@ class TokenizerOptions:
 
     backend: tokenizer_library.LibraryName = "fastokens"
     cache_bytes: int = CACHE_BYTES  # for the tokens of earlier prompts, per model; 0: no cache
+    findings: tokenizer_findings.FindingsDirectory | None = None  # of earlier loads; None: check
 
 
 DEFAULT_OPTIONS = TokenizerOptions()
@@ -226,21 +235,21 @@ class Tokenizer:
             parts = msgspec.json.decode(definition, type=_Definition)
         except (UnicodeDecodeError, msgspec.DecodeError) as error:
             raise errors.ConfigError(f"tokenizer.json: expected a JSON object: {error}") from error
-        reference = tokenizer_library.HuggingFaceLibrary(text)
-        self.tokens = reference.tokens()  # the vocabulary by id
-        self.backend: tokenizer_library.Library = reference
-        if options.backend == "fastokens":
-            self.backend = tokenizer_library.load_fastest(text, reference)
-        added = reference.added_tokens()
-        self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self.cache_observer = cache_observer
-        self._cutter = self._find_cutter(reference, parts) if options.cache_bytes else None
+        self.decoder_definition = parts.decoder or {}  # how tokens become text
+        vocabulary, findings = self._load(definition, text, parts, options)
+        self.tokens = vocabulary.tokens  # by id
+        self.special_ids = frozenset(token.id for token in vocabulary.added if token.special)
+        self._cutter = None
+        if options.cache_bytes and findings.is_cutting_exact:
+            self._cutter = PromptCutter(
+                cutting_tokens(vocabulary.added), at_lines=findings.splits_at_lines
+            )
         self._cache = SegmentCache(
             {name: self._encode(name) for name in self._cutter.tokens} if self._cutter else {},
             max_bytes=options.cache_bytes,
         )
-        self.decoder_definition = parts.decoder or {}  # how tokens become text
-        del reference, added
+        del text, parts, vocabulary  # text is four bytes a character
         _return_freed_memory()
 
     @property
@@ -298,21 +307,46 @@ class Tokenizer:
     def _encode(self, text: str) -> bytes:
         return self.backend.encode([text], add_special_tokens=False)[0]
 
-    def _find_cutter(
-        self, reference: tokenizer_library.HuggingFaceLibrary, parts: _Definition
-    ) -> PromptCutter | None:
-        """Return a cutter at the tokens that are taken out of the raw text; None if cutting changes the ids."""
-        added = reference.added_tokens().values()
-        tokens = [token for token in added if not token.normalized]
-        if not tokens or any(token.lstrip or token.rstrip or token.single_word for token in tokens):
-            return None
+    def _load(
+        self, definition: bytes, text: str, parts: _Definition, options: TokenizerOptions
+    ) -> tuple[tokenizer_library.Vocabulary, tokenizer_findings.Findings]:
+        """Load the library, and check it unless an earlier load did. Raises ConfigError."""
+        directory = options.findings if options.backend == "fastokens" else None
+        findings = directory.find(definition) if directory else None
+        if findings is not None and findings.is_fastokens_equal:
+            vocabulary = tokenizer_library.read_vocabulary(text)
+            self.backend: tokenizer_library.Library = tokenizer_library.FastokensLibrary(text)
+            return vocabulary, findings
+        reference = tokenizer_library.HuggingFaceLibrary(text)
+        vocabulary = reference.vocabulary()
+        self.backend = reference
+        if findings is None:
+            if options.backend == "fastokens":
+                self.backend = tokenizer_library.load_fastest(text, reference)
+            findings = self._examine(reference, vocabulary.added, parts)
+            if directory:
+                directory.keep(definition, findings)
+        return vocabulary, findings
+
+    def _examine(
+        self,
+        reference: tokenizer_library.HuggingFaceLibrary,
+        added: Sequence[tokenizer_library.AddedToken],
+        parts: _Definition,
+    ) -> tokenizer_findings.Findings:
+        """Return which library encodes, and where prompts may be cut without a change of their ids."""
         normalized = [token.content for token in added if token.normalized]
-        at_lines = parts.splits_words and not any("\n" in content for content in normalized)
-        cutter = PromptCutter(
-            [token.content for token in tokens],
-            at_lines=at_lines and splits_at_lines(reference.find_word_starts),
+        cutter = None
+        if tokens := cutting_tokens(added):
+            at_lines = parts.splits_words and not any("\n" in content for content in normalized)
+            cutter = PromptCutter(
+                tokens, at_lines=at_lines and splits_at_lines(reference.find_word_starts)
+            )
+        return tokenizer_findings.Findings(
+            is_fastokens_equal=self.backend is not reference,
+            is_cutting_exact=cutter is not None and is_cutting_exact(cutter, self._encode),
+            splits_at_lines=cutter is not None and cutter.at_lines,
         )
-        return cutter if is_cutting_exact(cutter, self._encode) else None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of these tokens together; ids that do not exist are skipped."""

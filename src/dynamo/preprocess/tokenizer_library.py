@@ -9,10 +9,11 @@ import itertools
 import logging
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import fastokens
+import msgspec
 import tokenizers
 
 from dynamo.base import errors
@@ -29,6 +30,50 @@ _SCRIPTS = (
 
 
 log = logging.getLogger(__name__)
+
+
+class AddedToken(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that is taken out of a text before the text is split into words, as tokenizer.json has it."""
+
+    id: int
+    content: str
+    special: bool = False
+    normalized: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The tokens by id, as they are written in tokenizer.json; an id that does not exist has an empty token."""
+
+    tokens: list[str]
+    added: list[AddedToken]  # in the order of their ids
+
+
+class _BytePairModel(msgspec.Struct, frozen=True):
+    vocab: dict[str, int]
+
+
+class _BytePairDefinition(msgspec.Struct, frozen=True):
+    """The parts of a tokenizer.json with byte-pair encoding that have tokens."""
+
+    model: _BytePairModel
+    added_tokens: list[AddedToken] = []
+
+
+def read_vocabulary(definition: str) -> Vocabulary:
+    """Return the vocabulary of a definition with byte-pair encoding. Raises ValueError for another kind."""
+    parts = msgspec.json.decode(definition, type=_BytePairDefinition)
+    ids = parts.model.vocab | {token.content: token.id for token in parts.added_tokens}
+    return Vocabulary(_by_id(ids), sorted(parts.added_tokens, key=lambda token: token.id))
+
+
+def _by_id(ids: Mapping[str, int]) -> list[str]:
+    tokens = [""] * (max(ids.values(), default=-1) + 1)
+    for token, token_id in ids.items():
+        tokens[token_id] = token
+    return tokens
 
 
 class Library(Protocol):
@@ -69,17 +114,21 @@ class HuggingFaceLibrary:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def tokens(self) -> list[str]:
-        """Return the vocabulary by id, as it is written there; an id that does not exist has an empty token."""
-        vocabulary = self._tokenizer.get_vocab()
-        tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
-        for token, token_id in vocabulary.items():
-            tokens[token_id] = token
-        return tokens
-
-    def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
-        """Return the tokens that are taken out of a text before it is split into words, by id."""
-        return self._tokenizer.get_added_tokens_decoder()
+    def vocabulary(self) -> Vocabulary:
+        """Return all tokens, and which of them are added ones."""
+        added = [
+            AddedToken(
+                id=token_id,
+                content=token.content,
+                special=token.special,
+                normalized=token.normalized,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                single_word=token.single_word,
+            )
+            for token_id, token in sorted(self._tokenizer.get_added_tokens_decoder().items())
+        ]
+        return Vocabulary(_by_id(self._tokenizer.get_vocab()), added)
 
     def find_word_starts(self, text: str) -> list[int]:
         """Return where the parts begin that the tokenizer's model encodes one at a time."""
@@ -122,7 +171,10 @@ def load_fastest(definition: str, reference: HuggingFaceLibrary) -> Library:
     """Return `fastokens` for this definition, or the reference, if they differ or fastokens cannot read it."""
     try:
         library = FastokensLibrary(definition)
-        equal = _behave_equally(library, reference, reference.tokens())
+        vocabulary = reference.vocabulary()
+        equal = read_vocabulary(definition) == vocabulary and _behave_equally(
+            library, reference, vocabulary.tokens
+        )
     except (ValueError, errors.InvalidRequest) as error:
         log.info(
             "tokenizer: `tokenizers` is used, because fastokens cannot read this one: %s", error

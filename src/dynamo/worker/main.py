@@ -25,7 +25,7 @@ from dynamo.base import addresses, config, errors, process_setup
 from dynamo.base import clock as clocks
 from dynamo.engine import api
 from dynamo.observability import logs
-from dynamo.preprocess import loading
+from dynamo.preprocess import loading, tokenize, tokenizer_findings
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
 from dynamo.worker import (
@@ -259,10 +259,16 @@ def _card_factory(
             infill_format=worker.dyn_infill_format,
             migration_limit=worker.migration_limit,
         )
-        loading.load_preprocessor(built, clock)  # refuse here what no frontend could read
+        _refuse_unreadable(built, clock)
         return msgspec.structs.replace(built, aliases=_aliases(worker))
 
     return make_card
+
+
+def _refuse_unreadable(built: model_card.ModelCard, clock: clocks.Clock) -> None:
+    """Raise ConfigError for a model with files that no frontend could use."""
+    options = tokenize.TokenizerOptions(findings=tokenizer_findings.FindingsDirectory.of_user())
+    loading.load_preprocessor(built, clock, tokenizer_options=options)
 
 
 def make_embedding_host(
@@ -277,7 +283,7 @@ def make_embedding_host(
 
     def make_card(facts: api.EmbedderFacts) -> model_card.ModelCard:
         built = card.build_embedding(directory, name=name, facts=facts, created=int(clock.wall()))
-        loading.load_preprocessor(built, clock)
+        _refuse_unreadable(built, clock)
         return msgspec.structs.replace(built, aliases=_aliases(worker))
 
     return embedding_host.EmbeddingHost(
