@@ -3,7 +3,7 @@
 import itertools
 
 from dynamo.runtime.backends.kubernetes.discovery import KubernetesDiscovery
-from dynamo.testing.memory_kubernetes import MemoryKubernetes
+from dynamo.testing.kube.memory_cluster import MemoryCluster
 
 NAMESPACE = "test"
 LABELS = {"nvidia.com/dynamo-discovery-backend": "kubernetes"}
@@ -13,7 +13,7 @@ class PlayedPods:
     """Pods, each with the discovery of its process, and the EndpointSlices that name them."""
 
     def __init__(self):
-        self.cluster = MemoryKubernetes()
+        self.cluster = MemoryCluster()
         self._ids = itertools.count(1)
         self._uids = {}
         self._members = []
@@ -21,13 +21,17 @@ class PlayedPods:
 
     async def start(self, name, *, is_ready=True, slice_="slice-1"):
         """Create a pod whose process opens its discovery, and enter it into a slice; return the discovery."""
-        kubernetes = self.cluster.connect(NAMESPACE)
-        metadata = {"name": name, "namespace": NAMESPACE}
-        pod = await kubernetes.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata})
-        self._uids[name] = pod["metadata"]["uid"]
+        await self.create(name)
         member = await self.start_container(name)
         self.set_ready(name, is_ready, slice_=slice_)
         return member
+
+    async def create(self, name):
+        """Create a pod without a process yet."""
+        spec = {"containers": [{"name": "main", "image": "none.invalid/none"}]}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+        created = await self.cluster.connect(NAMESPACE).create(pod)
+        self._uids[name] = created["metadata"]["uid"]
 
     async def start_container(self, name):
         """Open the discovery of a process in a pod that exists."""

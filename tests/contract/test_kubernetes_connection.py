@@ -12,7 +12,7 @@ import pytest
 import kube_cluster
 from dynamo.base import errors
 from dynamo.runtime.backends.kubernetes import connection
-from dynamo.testing import memory_kubernetes
+from dynamo.testing.kube.memory_cluster import MemoryCluster
 from waiting import PATIENT_S
 
 GROUP = "nvidia.com/v1alpha1"
@@ -27,12 +27,13 @@ def emulator(tmp_path_factory):
 @pytest.fixture(params=["memory", "emulator"])
 async def kubernetes(request):
     if request.param == "memory":
-        opened = memory_kubernetes.MemoryKubernetes().connect("test")
-    else:
-        environ = request.getfixturevalue("emulator").environ
-        opened = connection.KubernetesConnection.open(environ)
+        async with MemoryCluster() as cluster, cluster.connect("test") as opened:
+            yield opened
+        return
+    async with connection.KubernetesConnection.open(
+        request.getfixturevalue("emulator").environ
+    ) as opened:
         opened.namespace = await prepare_namespace(opened)
-    async with opened:
         yield opened
 
 
@@ -278,7 +279,7 @@ async def test_what_a_deleted_object_owns_is_deleted(kubernetes):
 
 @pytest.fixture
 def cluster():
-    return memory_kubernetes.MemoryKubernetes()
+    return MemoryCluster()
 
 
 async def test_cut_watch_is_resumed_without_repeating(cluster):
@@ -327,7 +328,7 @@ async def test_unreachable_cluster_is_said_in_one_sentence(cluster):
 async def test_busy_cluster_is_asked_again(cluster):
     cluster.failures.append(httpx2.Response(429, headers={"Retry-After": "0"}))
 
-    assert await cluster.connect().check() == "v0.0.0-memory"
+    assert await cluster.connect().check() == "v1.33.0+dynamo"
 
 
 @pytest.mark.parametrize(

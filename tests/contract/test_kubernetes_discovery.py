@@ -9,7 +9,7 @@ from dynamo.base import errors
 from dynamo.protocols import instances
 from dynamo.runtime.backends.kubernetes import discovery, pod_records
 from dynamo.runtime.discovery import Delete, Put
-from dynamo.testing.memory_kubernetes import MemoryKubernetes
+from dynamo.testing.kube.memory_cluster import MemoryCluster
 from played_pods import NAMESPACE, PlayedPods
 from waiting import PATIENT_S
 
@@ -69,9 +69,7 @@ async def test_metadata_of_an_earlier_pod_of_that_name_is_not_shown(pods):
     await earlier.put(KEY, b"stale")
     await earlier._tasks.close()
     pods.remove("worker-0")
-    kubernetes = pods.cluster.connect(NAMESPACE)
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "worker-0"}}
-    pods._uids["worker-0"] = (await kubernetes.create(pod))["metadata"]["uid"]
+    await pods.create("worker-0")
     pods.set_ready("worker-0", True)  # before its process has written anything
 
     assert await reader.get_prefix("") == {}
@@ -145,7 +143,7 @@ async def test_put_waits_for_a_cluster_that_is_away(pods):
 
 
 async def test_refusal_of_the_cluster_ends_the_start_in_one_sentence():
-    cluster = MemoryKubernetes()
+    cluster = MemoryCluster()
     cluster.undefine(pod_records.API_VERSION)
     environ = {"POD_NAME": "a", "POD_UID": "u"}
 

@@ -15,7 +15,7 @@ from dynamo.planner.local_connector import LocalConnector, LocalWorkerOptions
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.runtime.backends import file
-from dynamo.testing.memory_kubernetes import MemoryKubernetes
+from dynamo.testing.kube.memory_cluster import MemoryCluster
 from waiting import PATIENT_S
 
 NAMESPACE = "plan"
@@ -61,7 +61,7 @@ class GraphOperator:
     """An operator that gives each service of a deployment its pods, and makes them ready a moment later."""
 
     def __init__(self):
-        self.cluster = MemoryKubernetes()
+        self.cluster = MemoryCluster()
 
     async def run(self):
         kubernetes = self.cluster.connect("k8s")
@@ -85,7 +85,9 @@ class GraphOperator:
             await kubernetes.delete("v1", "Pod", pod["metadata"]["name"])
         for number in range(len(pods), replicas):
             metadata = {"name": f"{service.lower()}-{number}", "labels": labels}
-            await kubernetes.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata})
+            spec = {"containers": [{"name": "main", "image": "none.invalid/none"}]}
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+            await kubernetes.create(pod)
             condition = {"type": "Ready", "status": "True"}
             await kubernetes.patch(
                 "v1",
@@ -119,7 +121,8 @@ async def connector(request, tmp_path):
                 clock=clocks.SystemClock(),
             )
             async with asyncio.timeout(PATIENT_S):
-                while not operator.cluster.objects:
+                graphs = ("nvidia.com", "dynamographdeployments")
+                while not operator.cluster.store.list_items(graphs):
                     await asyncio.sleep(0.01)
         else:
             guardian = stack.enter_context(guard.Guard())

@@ -16,7 +16,7 @@ from dynamo.base import errors
 from dynamo.operator import election, objects, pod_calls, service, work_queue
 from dynamo.operator.settings import OperatorConfig
 from dynamo.testing import clock as virtual
-from dynamo.testing import memory_kubernetes
+from dynamo.testing.kube.memory_cluster import MemoryCluster
 from operator_cluster import frontend, make_graph, worker
 from waiting import PATIENT_S
 
@@ -45,8 +45,9 @@ async def running(server, identity="one", **settings):
 
 
 @pytest.fixture
-def server():
-    return memory_kubernetes.MemoryKubernetes()
+async def server():
+    async with MemoryCluster() as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -84,6 +85,7 @@ async def play_deployments(cluster):
                 "apiVersion": "v1",
                 "kind": "Pod",
                 "metadata": {"name": name, "labels": labels, "ownerReferences": [owner]},
+                "spec": {"containers": [{"name": "main", "image": "none.invalid/none"}]},
             }
             await cluster.create(pod)
             ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
@@ -118,7 +120,7 @@ async def test_graph_becomes_ready_and_an_idle_operator_sends_nothing(server, cl
         await cluster.create(make_graph())
         await until(lambda: is_ready(cluster))
         await until(lambda: settled(server, operator))
-        before = server.num_writes
+        before = server.store.revision
         answer = server.handle_async_request
 
         async def count(request):
@@ -130,7 +132,7 @@ async def test_graph_becomes_ready_and_an_idle_operator_sends_nothing(server, cl
             operator._queue.add(key)  # as a resync does
         await until(lambda: settled(server, operator))
 
-        assert server.num_writes == before
+        assert server.store.revision == before
         assert requests == []
     events = await cluster.list("v1", "Event")
     assert {"all_resources_are_ready", "some_resources_are_not_ready"} <= {
@@ -140,13 +142,13 @@ async def test_graph_becomes_ready_and_an_idle_operator_sends_nothing(server, cl
 
 async def settled(server, operator):
     """Return True if nothing was queued or written for a few turns of the loop."""
-    before = server.num_writes
+    before = server.store.revision
     for _ in range(20):
         await asyncio.sleep(0)
         if operator.num_queued:
             return False
     await asyncio.sleep(0.05)
-    return server.num_writes == before and not operator.num_queued
+    return server.store.revision == before and not operator.num_queued
 
 
 async def test_drift_is_repaired_and_what_users_add_stays(server, cluster):
@@ -176,8 +178,11 @@ async def test_deletion_leaves_nothing_without_the_operator(server, cluster):
         await until(lambda: is_ready(cluster))
     await cluster.delete(API, DGD, "g")
 
-    for api_version, kind in (("apps/v1", "Deployment"), ("v1", "Service"), ("v1", "Secret"), (API, DCD)):  # fmt: skip
-        assert await cluster.list(api_version, kind) == []
+    async def is_empty():
+        kinds = (("apps/v1", "Deployment"), ("v1", "Service"), ("v1", "Secret"), (API, DCD))
+        return not any([await cluster.list(*kind) for kind in kinds])
+
+    await until(is_empty)
 
 
 async def test_refused_write_is_said_and_tried_again_while_others_go_on(server, cluster):
@@ -208,6 +213,7 @@ async def test_operator_keeps_to_its_namespace(server, cluster):
     async with running(server, restricted_namespace="default"):
         other = make_graph("other")
         other["metadata"]["namespace"] = "elsewhere"
+        server.connect("elsewhere")
         await cluster.create(other)
         await cluster.create(make_graph())
         await until(lambda: is_ready(cluster))
@@ -566,7 +572,7 @@ EVENTS = st.sampled_from(["cut", "forget", "replace", "revert", "fail", "settle"
 async def test_chaos_of_the_cluster_ends_as_an_undisturbed_run(specs, lives, seed):
     """Operators die, watches break, histories are lost, a tenth of the calls fails, specs change and revert."""
     rng = random.Random(seed)
-    server = memory_kubernetes.MemoryKubernetes()
+    server = MemoryCluster()
     answer, is_failing = server.handle_async_request, True
 
     async def fail_sometimes(request):
@@ -575,7 +581,7 @@ async def test_chaos_of_the_cluster_ends_as_an_undisturbed_run(specs, lives, see
         return await answer(request)
 
     spec = specs[0]
-    async with server.connect() as cluster:
+    async with server, server.connect() as cluster:
         await cluster.create(graph_of(**spec))
         server.handle_async_request = fail_sometimes
         for life in lives:
@@ -603,8 +609,8 @@ async def test_chaos_of_the_cluster_ends_as_an_undisturbed_run(specs, lives, see
             await until(lambda: is_ready(cluster))
             await until(lambda: has_one_generation(cluster, spec))
         found = await specs_of(cluster)
-    undisturbed = memory_kubernetes.MemoryKubernetes()
-    async with undisturbed.connect() as cluster:
+    undisturbed = MemoryCluster()
+    async with undisturbed, undisturbed.connect() as cluster:
         await cluster.create(graph_of(**spec))
         async with running(undisturbed):
             await until(lambda: is_ready(cluster))

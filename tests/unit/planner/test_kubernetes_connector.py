@@ -7,7 +7,7 @@ from dynamo.base import errors
 from dynamo.planner import kubernetes_connector as connectors
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
-from dynamo.testing.memory_kubernetes import MemoryKubernetes
+from dynamo.testing.kube.memory_cluster import MemoryCluster
 
 WORKER = {"componentType": "worker"}
 
@@ -92,14 +92,15 @@ def test_two_services_of_a_pool_are_refused():
 
 
 async def test_scaling_adapter_is_scaled_in_place_of_the_service():
-    cluster = MemoryKubernetes()
+    cluster = MemoryCluster()
     kubernetes = cluster.connect("k8s")
     head = {"apiVersion": connectors.API_VERSION}
     decode = WORKER | {"replicas": 1, "scalingAdapter": {}}
     deployment = graph({"Decode": decode}) | head | {"kind": connectors.GRAPH}
     adapter = head | {"kind": connectors.ADAPTER, "metadata": {"name": "g-decode"}}
     await kubernetes.create(deployment)
-    await kubernetes.create(adapter | {"spec": {"replicas": 1}})
+    target = {"name": "g", "serviceName": "Decode"}
+    await kubernetes.create(adapter | {"spec": {"replicas": 1, "dgdRef": target}})
     environ = {"DYN_PARENT_DGD_K8S_NAME": "g"}
     connector = connectors.KubernetesConnector(
         kubernetes, environ, dynamo_namespace="dynamo-g", clock=clocks.SystemClock()
@@ -115,7 +116,7 @@ async def test_scaling_adapter_is_scaled_in_place_of_the_service():
 
 
 async def test_missing_deployment_and_missing_variable_are_named():
-    kubernetes = MemoryKubernetes().connect("k8s")
+    kubernetes = MemoryCluster().connect("k8s")
     clock = clocks.SystemClock()
     with pytest.raises(errors.ConfigError, match="needs DYN_PARENT_DGD_K8S_NAME"):
         connectors.KubernetesConnector(kubernetes, {}, dynamo_namespace="d", clock=clock)

@@ -55,7 +55,7 @@ class HttpFront:
         self.host = ""
         limits = parser.HttpLimits(body_bytes=MAX_BODY_BYTES, write_buffer_bytes=64 * 2**20)
         self._server = server.HttpServer(
-            self._handle, limits=limits, tls=tls, error_body=_error_body, takes_upgrades=True
+            self.answer, limits=limits, tls=tls, error_body=_error_body, takes_upgrades=True
         )
         self._discovery = discovery.DiscoveryDocuments(served.registry)
         self._is_ready = True
@@ -70,7 +70,7 @@ class HttpFront:
         """Stop listening and end all watches."""
         await self._server.close()
 
-    async def _handle(self, exchange: exchanges.Exchange) -> None:
+    async def answer(self, exchange: exchanges.Exchange) -> None:
         exchange.headers = (
             ("audit-id", str(uuid.uuid4())),
             ("cache-control", "no-cache, private"),

@@ -9,7 +9,7 @@ A call that the cluster cannot answer now raises Unavailable and may be repeated
 the caller will do: KindMissing (install the definitions), ObjectMissing, Conflict (read again), InvalidRequest (mend
 the object), Forbidden and Unauthenticated (mend the rights). Each call has a deadline.
 
-`dynamo.testing.memory_kubernetes` stands for a cluster in tests: a transport below this class.
+`dynamo.testing.kube.memory_cluster` stands for a cluster in tests: a transport below this class.
 """
 
 import logging
