@@ -27,14 +27,14 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 
 
-class Step(NamedTuple):
+class ProofStep(NamedTuple):
     """The bytes to send now, and how many to wait for; 0 when both sides have proven themselves."""
 
     output: bytes
     num_expected: int
 
 
-Steps = Generator[Step, bytes, None]
+Steps = Generator[ProofStep, bytes, None]
 
 
 def derive_key(token: bytes, purpose: str) -> bytes:
@@ -50,23 +50,23 @@ def compute_proof(key: bytes, role: bytes, client_nonce: bytes, server_nonce: by
 
 def client_steps(key: bytes, nonce: bytes) -> Steps:
     """Run the side that connects; `nonce` is random and new for each connection. Raises RemoteProtocolError."""
-    _check_greeting((yield Step(GREETING + nonce, len(GREETING))))
-    server_nonce = yield Step(b"", NONCE_BYTES)
-    proof = yield Step(compute_proof(key, b"asker", nonce, server_nonce), PROOF_BYTES)
+    _check_greeting((yield ProofStep(GREETING + nonce, len(GREETING))))
+    server_nonce = yield ProofStep(b"", NONCE_BYTES)
+    proof = yield ProofStep(compute_proof(key, b"asker", nonce, server_nonce), PROOF_BYTES)
     _find_key(proof, (key,), b"answerer", nonce, server_nonce)
-    yield Step(b"", 0)
+    yield ProofStep(b"", 0)
 
 
 def server_steps(key: bytes, nonce: bytes, *further_keys: bytes) -> Steps:
     """Run the side that listens; it answers with the key that the client has proven. Raises RemoteProtocolError."""
-    _check_greeting((yield Step(b"", len(GREETING))))
-    client_nonce = yield Step(b"", NONCE_BYTES)
-    proof = yield Step(GREETING + nonce, PROOF_BYTES)
+    _check_greeting((yield ProofStep(b"", len(GREETING))))
+    client_nonce = yield ProofStep(b"", NONCE_BYTES)
+    proof = yield ProofStep(GREETING + nonce, PROOF_BYTES)
     key = _find_key(proof, (key, *further_keys), b"asker", client_nonce, nonce)
-    yield Step(compute_proof(key, b"answerer", client_nonce, nonce), 0)
+    yield ProofStep(compute_proof(key, b"answerer", client_nonce, nonce), 0)
 
 
-class Exchange:
+class ProofExchange:
     """The steps of one side, fed with bytes in whatever portions they arrive."""
 
     def __init__(self, steps: Steps) -> None:

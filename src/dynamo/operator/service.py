@@ -16,7 +16,7 @@ from dynamo.operator.object_cache import ROOTS, Key, ObjectCache, key_of
 from dynamo.operator.reconciler import API_VERSION_BY_KIND, Reconciler
 from dynamo.operator.settings import OperatorConfig, parse_address
 from dynamo.operator.webhooks import WebhookService
-from dynamo.operator.work_queue import WorkQueue
+from dynamo.operator.work_queue import KeyQueue
 from dynamo.runtime.backends.kubernetes import connection
 from dynamo.runtime.http import exchange, server
 
@@ -63,7 +63,7 @@ class OperatorService:
         self._settings = settings
         self._clock = clock
         self.cache = ObjectCache()
-        self._queue: WorkQueue[Key] = WorkQueue(clock)
+        self._queue: KeyQueue[Key] = KeyQueue(clock)
         self._reconciler = Reconciler(cluster, self.cache, settings, clock)
         self._metrics = OperatorMetrics()
         self._election = Election(

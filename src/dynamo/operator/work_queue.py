@@ -10,7 +10,7 @@ from dynamo.base import clock as clocks
 Key = TypeVar("Key", bound=Hashable)
 
 
-class WorkQueue(Generic[Key]):
+class KeyQueue(Generic[Key]):
     """Keys that wait for a worker. A key that is added while it is worked on waits until that is done.
 
     After a failure a key comes again, first after `first_delay_s`, and after each further failure twice as late.

@@ -218,7 +218,7 @@ class Handshake(asyncio.Protocol, abc.ABC):
 
     def __init__(self, steps: proof.Steps | None, make_protocol: MakeProtocol) -> None:
         """Without steps there is nothing to prove: TLS has done it."""
-        self._exchange = None if steps is None else proof.Exchange(steps)
+        self._exchange = None if steps is None else proof.ProofExchange(steps)
         self._make_protocol = make_protocol
         self._transport: asyncio.Transport | None = None
 

@@ -242,7 +242,7 @@ _PROBE_REQUEST = generate.Request(
 )
 
 
-class TokenCounts(Protocol):
+class TokenTotals(Protocol):
     """The tokens of a worker's requests since its start."""
 
     num_prompt_tokens: int
@@ -250,7 +250,7 @@ class TokenCounts(Protocol):
 
 
 async def log_statistics(
-    counts: TokenCounts,
+    counts: TokenTotals,
     measure: Callable[[], Sequence[load.ForwardPassMetrics]],
     clock: clocks.Clock,
     report_tiers: Callable[[], tier_report.TierReport | None] = lambda: None,

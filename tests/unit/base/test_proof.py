@@ -19,8 +19,8 @@ class Conversation:
     """Both sides, and what each has said."""
 
     def __init__(self, asker_key=KEY, answerer_key=KEY, nonces=RECORDED):
-        self.asker = proof.Exchange(proof.client_steps(asker_key, nonces[0]))
-        self.answerer = proof.Exchange(proof.server_steps(answerer_key, nonces[1]))
+        self.asker = proof.ProofExchange(proof.client_steps(asker_key, nonces[0]))
+        self.answerer = proof.ProofExchange(proof.server_steps(answerer_key, nonces[1]))
         self.output = {"asker": b"", "answerer": b""}
 
     def run(self, portion=1000):
@@ -63,7 +63,7 @@ def test_server_refuses_another_key_before_it_sends_its_proof(ours, theirs):
 @given(said=st.binary(max_size=200))
 def test_no_bytes_that_a_stranger_may_say_open_a_door(said):
     for steps in (proof.client_steps(KEY, bytes(32)), proof.server_steps(KEY, bytes(32))):
-        exchange = proof.Exchange(steps)
+        exchange = proof.ProofExchange(steps)
         try:
             exchange.feed(said)
         except errors.RemoteProtocolError:
@@ -75,7 +75,7 @@ def test_no_bytes_that_a_stranger_may_say_open_a_door(said):
 @given(said=st.binary(max_size=200))
 def test_random_bytes_after_the_greeting_complete_no_exchange(said):
     for steps in (proof.client_steps(KEY, bytes(32)), proof.server_steps(KEY, bytes(32))):
-        exchange = proof.Exchange(steps)
+        exchange = proof.ProofExchange(steps)
         try:
             exchange.feed(proof.GREETING + said)
         except errors.RemoteProtocolError:
@@ -87,7 +87,7 @@ def test_random_bytes_after_the_greeting_complete_no_exchange(said):
 @given(cut=st.integers(0, 71))
 def test_truncated_proof_completes_no_exchange(cut):
     whole = Conversation().run()
-    answerer = proof.Exchange(proof.server_steps(KEY, bytes([1]) * 32))
+    answerer = proof.ProofExchange(proof.server_steps(KEY, bytes([1]) * 32))
     answerer.feed(whole["asker"][:cut])
 
     assert not answerer.is_complete
@@ -96,8 +96,8 @@ def test_truncated_proof_completes_no_exchange(cut):
 @given(nonce=nonces.filter(lambda nonce: nonce not in RECORDED))
 def test_replayed_proof_is_refused_for_another_nonce(nonce):
     recorded = Conversation().run()
-    answerer = proof.Exchange(proof.server_steps(KEY, nonce))
-    asker = proof.Exchange(proof.client_steps(KEY, nonce))
+    answerer = proof.ProofExchange(proof.server_steps(KEY, nonce))
+    asker = proof.ProofExchange(proof.client_steps(KEY, nonce))
 
     with pytest.raises(errors.RemoteProtocolError, match="another cluster token"):
         answerer.feed(recorded["asker"])
@@ -106,7 +106,7 @@ def test_replayed_proof_is_refused_for_another_nonce(nonce):
 
 
 def test_caller_refuses_its_own_proof_sent_back():
-    asker = proof.Exchange(proof.client_steps(KEY, bytes(32)))
+    asker = proof.ProofExchange(proof.client_steps(KEY, bytes(32)))
     own_proof = asker.feed(asker.first_output)
 
     with pytest.raises(errors.RemoteProtocolError, match="another cluster token"):
@@ -115,8 +115,8 @@ def test_caller_refuses_its_own_proof_sent_back():
 
 def test_server_cannot_be_used_to_forge_a_callers_proof():
     """A stranger opens two connections and hands each what the other says."""
-    first = proof.Exchange(proof.server_steps(KEY, bytes([1]) * 32))
-    second = proof.Exchange(proof.server_steps(KEY, bytes([2]) * 32))
+    first = proof.ProofExchange(proof.server_steps(KEY, bytes([1]) * 32))
+    second = proof.ProofExchange(proof.server_steps(KEY, bytes([2]) * 32))
     challenge = first.feed(proof.GREETING + bytes(32))
     second.feed(challenge)
 
@@ -136,7 +136,7 @@ def test_proof_for_another_purpose_is_refused():
 
 def test_bytes_after_the_proof_are_kept():
     whole = Conversation().run()
-    answerer = proof.Exchange(proof.server_steps(KEY, bytes([1]) * 32))
+    answerer = proof.ProofExchange(proof.server_steps(KEY, bytes([1]) * 32))
     answerer.feed(whole["asker"] + b"Hello")
 
     assert (answerer.is_complete, answerer.remainder) == (True, b"Hello")
@@ -151,7 +151,7 @@ def test_keys_are_derived_as_in_rfc_5869():
 
 
 def test_peer_without_a_greeting_is_reported_as_having_no_token():
-    answerer = proof.Exchange(proof.server_steps(KEY, bytes(32)))
+    answerer = proof.ProofExchange(proof.server_steps(KEY, bytes(32)))
 
     with pytest.raises(errors.RemoteProtocolError, match="has no cluster token"):
         answerer.feed(b"\x00\x00\x00\x10HELLO")

@@ -355,7 +355,7 @@ async def test_lease_that_changed_under_its_holder_is_read_again(server):
 
 async def test_failed_key_comes_later_after_each_failure():
     clock = virtual.VirtualClock()
-    queue = work_queue.WorkQueue(clock)
+    queue = work_queue.KeyQueue(clock)
     key = "Kind", "default", "name"
     delays = []
     queue.add(key)
@@ -374,7 +374,7 @@ async def test_failed_key_comes_later_after_each_failure():
 
 
 async def test_key_added_during_work_is_worked_on_again():
-    queue = work_queue.WorkQueue(clocks.SystemClock())
+    queue = work_queue.KeyQueue(clocks.SystemClock())
     key = "Kind", "default", "name"
     queue.add(key)
     taken = await queue.take()

@@ -39,7 +39,7 @@ class ControllerLoop:
         clock: clocks.Clock,
     ) -> None:
         self._controllers = tuple(controllers)
-        self._queue: work_queue.WorkQueue[tuple[Controller, Hashable]] = work_queue.WorkQueue(
+        self._queue: work_queue.KeyQueue[tuple[Controller, Hashable]] = work_queue.KeyQueue(
             clock, first_delay_s=_FIRST_RETRY_S, longest_delay_s=_LAST_RETRY_S
         )
         self._unsubscribe = objects.subscribe(self._on_change)
