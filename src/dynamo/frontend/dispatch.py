@@ -53,8 +53,7 @@ class Dispatcher:
     ) -> None:
         """Send each prompt of a request to a worker; an error goes to the delivery."""
         dispatch = RequestDispatch(self, model, reply, meter, instance_id)
-        reply.retry = dispatch.retry
-        for attempt in reply.make_attempts():
+        for attempt in reply.make_attempts(dispatch.retry):
             if reply.is_over:  # the client has disconnected, or an earlier prompt has failed
                 return
             meter.record_prompt(attempt.request)

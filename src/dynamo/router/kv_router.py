@@ -8,7 +8,6 @@ computed; at the end, however it comes, the request is freed. This costs one cal
 import asyncio
 import dataclasses
 import itertools
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -255,12 +254,12 @@ class KvRouter:
 
     def _make_prompt(self, request: generate.Request, options: route.RoutingOptions) -> Prompt:
         """Hash the prompt's blocks, and pin it to the worker that its caller or its session names."""
-        began_at = time.perf_counter()
+        began_at = self._clock.now()
         local_hashes = blocks.local_hashes(request.token_ids, self._block_size, request.hash_seed)
-        locally_hashed_at = time.perf_counter()
+        locally_hashed_at = self._clock.now()
         sequence_hashes = blocks.sequence_hashes(local_hashes)
         self._counts.observe_hashing(
-            locally_hashed_at - began_at, time.perf_counter() - locally_hashed_at
+            locally_hashed_at - began_at, self._clock.now() - locally_hashed_at
         )
         pinned: api.Worker | None = None
         if options.instance_id is not None:
@@ -292,9 +291,9 @@ class KvRouter:
         self, key: str, prompt: Prompt, add_callback: route.AddDisconnectCallback | None
     ) -> Decision:
         """Select a worker at once, or wait in the queue until one has room."""
-        began_at = time.perf_counter()
+        began_at = self._clock.now()
         decision = self.selector.select(key, prompt, self._clock.now())
-        self._counts.observe_decision(time.perf_counter() - began_at)
+        self._counts.observe_decision(self._clock.now() - began_at)
         if decision is None:
             decision = await self._wait_in_queue(key, prompt, add_callback)
             if prompt.is_restricted and not prompt.allows(decision.worker):
@@ -343,7 +342,7 @@ class KvRouter:
                 self.selector.free(key, self._clock.now())
 
     async def _send(self, routed: RoutedRequest, decision: Decision) -> requests.Stream:
-        receiver = _RoutedReceiver(self, routed)
+        receiver = _RoutedReceiver(self, routed, self._clock)
         request, worker = routed.request, decision.worker
         if (
             worker.instance_id in self._multi_rank_instances
@@ -410,6 +409,7 @@ class _RoutedReceiver:
     """A receiver that reports the first output and the end of a request to the router."""
 
     __slots__ = (
+        "_clock",
         "_deliver",
         "_has_begun",
         "_has_ended",
@@ -419,20 +419,21 @@ class _RoutedReceiver:
         "replied",
     )
 
-    def __init__(self, router: KvRouter, routed: RoutedRequest) -> None:
+    def __init__(self, router: KvRouter, routed: RoutedRequest, clock: clocks.Clock) -> None:
         self._router = router
+        self._clock = clock
         self._routed = routed
         self._deliver: Callable[[generate.Output], None] = routed.receiver.receive
         self.replied: Callable[[msgspec.Raw], None] = routed.receiver.replied
         self._has_begun = self._has_ended = False
-        self._opened_at = time.perf_counter()
+        self._opened_at = clock.now()
 
     def receive(self, output: generate.Output) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._router.mark_prefill_completed(self._routed.key)
             self._router.count_first_output(
-                self._routed.prompt, output.cached_tokens, time.perf_counter() - self._opened_at
+                self._routed.prompt, output.cached_tokens, self._clock.now() - self._opened_at
             )
         self._deliver(output)
 

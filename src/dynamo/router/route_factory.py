@@ -5,7 +5,6 @@ The routes to one component of workers share an index, the subscriber that fills
 
 import logging
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -94,7 +93,7 @@ class RouteFactory:
             )
         selector = config.make_selector(
             settings.policy_config,
-            _TimedIndex(state.index, counts.observe_index_lookup),
+            _TimedIndex(state.index, self._clock, counts.observe_index_lookup),
             block_size=block_size,
             draw=random.random,
             counts_blocks=card.worker_type is not model_card.WorkerType.PREFILL,
@@ -240,13 +239,16 @@ class _ExpiringIndex:
 class _TimedIndex:
     """An index that reports the duration of each look-up, in seconds."""
 
-    def __init__(self, index: api.Index, observe: Callable[[float], None]) -> None:
+    def __init__(
+        self, index: api.Index, clock: clocks.Clock, observe: Callable[[float], None]
+    ) -> None:
         self._index = index
+        self._clock = clock
         self._observe = observe
         self.remove_worker = index.remove_worker
 
     def find_matches(self, sequence_hashes: Sequence[int]) -> api.OverlapScores:
-        began_at = time.perf_counter()
+        began_at = self._clock.now()
         overlaps = self._index.find_matches(sequence_hashes)
-        self._observe(time.perf_counter() - began_at)
+        self._observe(self._clock.now() - began_at)
         return overlaps

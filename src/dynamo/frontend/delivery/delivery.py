@@ -3,7 +3,7 @@
 A request has one or more prompts; each is one stream at a worker and brings n choices. An `Attempt` takes the outputs
 of one worker and passes them to the `Delivery` of the whole request, which ends exactly once: complete, failed, or
 abandoned by the client. Whatever still runs at a worker then is cancelled at once. An attempt that breaks off may be
-followed by others (`retry`), of which the client sees nothing.
+followed by others (`Retry`), of which the client sees nothing.
 """
 
 import abc
@@ -25,6 +25,8 @@ from dynamo.protocols import blocks, generate
 from dynamo.runtime.http import exchange
 
 _failures = logs.PeerLog(logging.getLogger(__name__), time.monotonic)
+# Replaces an attempt that ended early by others; returns False if the request fails instead.
+Retry = Callable[[Attempt, errors.DynamoError], bool]
 F_co = TypeVar("F_co", bound=sse.AnswerFormatter, covariant=True)
 
 
@@ -145,7 +147,7 @@ class Delivery(abc.ABC):
         self.choices = prepared.make_choices()
         self._meter = meter
         self._attempts: list[Attempt] = []  # by choice
-        self.retry: Callable[[Attempt, errors.DynamoError], bool] = _never_retry
+        self._retry: Retry = _never_retry
         self._num_open = len(prepared.prompts)
         self._cached_by_prompt: dict[int, int] = {}
         self._is_over = False
@@ -161,8 +163,9 @@ class Delivery(abc.ABC):
         """Call this if the client disconnects while a prompt waits for a worker."""
         self._disconnect_callbacks.append(callback)
 
-    def make_attempts(self) -> Sequence[Attempt]:
-        """Return the first attempt for each prompt."""
+    def make_attempts(self, retry: Retry) -> Sequence[Attempt]:
+        """Return the first attempt for each prompt; `retry` follows one that breaks off."""
+        self._retry = retry
         attempts = [
             Attempt(self, prompt.request, self.choices_of(number))
             for number, prompt in enumerate(self.prepared.prompts)
@@ -198,7 +201,7 @@ class Delivery(abc.ABC):
         """Retry an attempt that its worker cannot complete, or fail the request."""
         if self._is_over or not attempt.is_open:
             return
-        if not self.retry(attempt, error):
+        if not self._retry(attempt, error):
             self.fail(error)
 
     def is_open(self, prompt_number: int) -> bool:
@@ -306,7 +309,7 @@ class Delivery(abc.ABC):
     def _release(self) -> None:
         """Drop the references to attempts, which refer to this object: a cycle would wait for the garbage collector."""
         self._is_over = True
-        self.retry = _never_retry
+        self._retry = _never_retry
         self._attempts = []
 
     def _cancel(self, cancelled: Sequence[choices.Choice]) -> None:
