@@ -1,13 +1,15 @@
-"""A TCP proxy that can break its connections, or drop all bytes, as a broken network does."""
+"""A TCP proxy that can break its connections, drop all bytes, as a broken network does, and read and alter them."""
 
 import asyncio
+from collections.abc import Callable
 
 
 class TcpProxy:
     """A proxy on a port of its own in front of `port` of this host."""
 
-    def __init__(self, port: int) -> None:
-        self._target = port
+    def __init__(self, port: int, *, alter: Callable[[bytes], bytes] = bytes) -> None:
+        """`alter` gets the bytes of one reading, of either direction, and returns what goes on."""
+        self._target, self._alter = port, alter
         self.num_accepted = 0  # connections
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -59,7 +61,7 @@ class TcpProxy:
         try:
             while data := await source.read(1 << 16):
                 if self._flows.is_set():
-                    sink.write(data)
+                    sink.write(self._alter(data))
         except OSError:
             pass
         finally:

@@ -16,7 +16,7 @@ import members
 import transfer_peer
 from dynamo.base import errors, membership, proof
 from dynamo.runtime import authentication
-from dynamo.transfer import api, descriptors, messages
+from dynamo.transfer import api, descriptors, messages, server
 from dynamo.transfer import link as links
 from dynamo.transfer.backends import shm, tcp
 from dynamo.transfer.job import TimeLimit
@@ -191,6 +191,21 @@ async def test_client_without_a_certificate_of_the_cluster_is_refused(certificat
             async with worker(credentials) as ours:
                 with pytest.raises(errors.TransferError):
                     await ours.agent.connect(served.metadata, deadline_s=LONG_S)
+
+
+async def test_flood_of_silent_connections_is_bounded_and_locks_no_peer_out():
+    async with worker(members.with_token()) as served, worker(members.with_token()) as ours:
+        silent = [dial(served.metadata) for _ in range(server.MAX_PENDING + 3)]
+        peer = await ours.agent.connect(served.metadata, deadline_s=LONG_S)
+        copy = ours.agent.prepare(READ, peer, [1], [2])
+        await copy.post(deadline_s=LONG_S)
+        await copy.release()
+        replaced = [is_closed(sock) for sock in silent[:3]]  # the oldest, for which this waits
+        for sock in silent:
+            sock.close()
+
+        assert replaced == [True] * 3
+        assert blocks_of(bytes(ours.pool), [1]) == blocks_of(bytes(served.pool), [2])
 
 
 @pytest.mark.parametrize("said", [bytes(32), proof.GREETING + bytes(64), bytes(200)])

@@ -21,19 +21,28 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="session")
-def show_row(request):
-    """Write a row of the table to the terminal, at once: the whole of it takes an hour."""
+def show(request):
+    """Write a line to the terminal, at once: the whole of it takes an hour."""
     plugins = request.config.pluginmanager
     reporter = plugins.get_plugin("terminalreporter")  # none under xdist
-    lines = [COLUMNS, "|---|---|---|---|---|---|---|"]
 
-    def show(row):
-        lines.append(row)
+    def write(line):
         if reporter is not None:
             with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
                 reporter.ensure_newline()
-                for line in lines:
-                    reporter.write_line(line)
-        lines.clear()
+                reporter.write_line(line)
 
-    return show
+    return write
+
+
+@pytest.fixture(scope="session")
+def show_row(show):
+    """Write a row of the table, under its head."""
+    head = [COLUMNS, "|---|---|---|---|---|---|---|"]
+
+    def write(row):
+        while head:
+            show(head.pop(0))
+        show(row)
+
+    return write

@@ -259,6 +259,23 @@ async def test_a_stranger_is_shut_out_in_the_handshake(join, cluster, knows_curv
     assert int.from_bytes(event[0][:2], "little") & zmq_receiver.HANDSHAKE_FAILURES
 
 
+async def test_peer_that_says_nothing_is_dropped_in_time(join, monkeypatch):
+    watch = [
+        (option, 200 if option == pyzmq.HANDSHAKE_IVL else value)
+        for option, value in zmq_receiver._PEER_WATCH
+    ]
+    monkeypatch.setattr(zmq_receiver, "_PEER_WATCH", watch)
+    publisher = join(1, credentials=WITH_TOKEN)
+    await publisher.advertise(TOPIC)
+    host, _, port = publisher._publisher.address.removeprefix("tcp://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(PATIENT_S):
+        greeting = await reader.read()  # to the end of the connection
+    writer.close()
+
+    assert 0 < len(greeting) <= 64
+
+
 @pytest.mark.parametrize("shown", [WITH_TOKEN, membership.NO_CREDENTIALS], ids=["token", "open"])
 async def test_publisher_survives_malformed_bytes_at_its_socket(join, cluster, shown):
     publisher = join(1, credentials=shown)
