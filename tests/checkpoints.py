@@ -4,6 +4,7 @@ Weights are drawn wide (`initializer_range` 0.3), so that greedy answers wander 
 and everything that a family may have differs from its default: biases and norms are not zeros and ones.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,36 @@ def make_encoder(directory: Path, family: str, **overrides: Any) -> Path:
     torch.manual_seed(0)
     _save(make_model(make_config(**ENCODER_SHAPE | overrides)), directory)
     return directory
+
+
+CLASSIFIERS = {
+    "bert": ("Bert", transformers.BertConfig),
+    "roberta": ("Roberta", transformers.RobertaConfig),
+    "xlm-roberta": ("XLMRoberta", transformers.XLMRobertaConfig),
+    "modernbert": ("ModernBert", transformers.ModernBertConfig),
+}
+_CLASSIFIER_TASKS = {"sequence": "SequenceClassification", "token": "TokenClassification"}
+
+
+def make_classifier(
+    directory: Path, family: str, task: str, labels: Sequence[str], **overrides: Any
+) -> Path:
+    """Write a classifier with random weights; `task` is sequence or token."""
+    name, make_config = CLASSIFIERS[family]
+    fields = ENCODER_SHAPE | {"id2label": dict(enumerate(labels))}
+    if family == "modernbert":
+        fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        fields |= {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 32}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}For{_CLASSIFIER_TASKS[task]}")
+    _save(model(make_config(**fields | overrides)), directory)
+    return directory
+
+
+def open_classifier(directory: Path, task: str) -> Any:
+    """Return a classifier as transformers loads it, in the mode of inference."""
+    model = getattr(transformers, f"AutoModelFor{_CLASSIFIER_TASKS[task]}")
+    return model.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 def make_checkpoint(

@@ -11,8 +11,9 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.frontend.model_registry import registry
 from dynamo.observability import metrics
+from dynamo.runtime import component
 from dynamo.runtime.http import exchange
-from dynamo.semantic import cache, model_choice, router, service
+from dynamo.semantic import cache, encoder_client, model_choice, router, service
 
 _CHAT = "chat_completions"
 
@@ -46,10 +47,14 @@ class SemanticRouting:
         models: registry.ModelRegistry,
         metrics_registry: metrics.Registry,
         clock: clocks.Clock,
+        runtime: component.DistributedRuntime | None = None,
     ) -> None:
+        """`runtime` finds the process of the encoders, if the configuration names any, in its own namespace."""
         self._service = service.RoutingService(
             Path(path), metrics_registry, clock, LiveModels(models)
         )
+        if runtime is not None:
+            self._service.connect_encoders(encoder_client.make_client(runtime))
 
     async def watch(self) -> None:
         """Reload the configuration whenever its file changes, until cancelled."""
@@ -71,7 +76,10 @@ class SemanticRouting:
             headers = {**headers, "x-vsr-skip-cache": "true"}
         tenant = service.tenant_of(headers)
         original = client.request.body
-        outcome = await client.decode_body(lambda body: self._service.route(body, headers, tenant))
+        classifiers = await self._service.ask_encoders(original)
+        outcome = await client.decode_body(
+            lambda body: self._service.route(body, headers, tenant, None, classifiers)
+        )
         if outcome.answer is None:
             record = self._service.record_answer
             first = outcome  # of a large body no copy is kept for a second model
@@ -80,7 +88,7 @@ class SemanticRouting:
                 reason = f"failed before its first token, with status {status}"
                 failed = {first.explanation.model: reason}
                 try:
-                    second = self._service.route(original, headers, tenant, failed)
+                    second = self._service.route(original, headers, tenant, failed, classifiers)
                 except errors.DynamoError:
                     return False
                 if second.answer is None:

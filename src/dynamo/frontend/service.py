@@ -142,7 +142,13 @@ class Frontend:
         if settings.semantic_router is not None:
             self._semantic = distribution.load_extra(
                 "dynamo.frontend.semantic_routing", feature="--semantic-router", extra="semantic"
-            ).SemanticRouting(settings.semantic_router, self.models, metrics_registry, self._clock)
+            ).SemanticRouting(
+                settings.semantic_router,
+                self.models,
+                metrics_registry,
+                self._clock,
+                runtime,
+            )
         console_views = views.Views(
             self.models,
             frontend_metrics,

@@ -13,12 +13,22 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.protocols import classification
 from dynamo.runtime.http import exchange
-from dynamo.semantic import service
+from dynamo.semantic import encoder_labels, guards, service
 from dynamo.semantic.classifiers import profile
 
 _SPECIALIZED = 0.7  # the confidence from which a specialised model is recommended
 _MOST_TEXT = 8 * 2**20  # characters
+
+
+Task = Literal["intent", "pii", "security", "all"]
+_CLASSIFIERS: dict[Task, tuple[str, ...]] = {
+    "intent": (encoder_labels.DOMAIN,),
+    "pii": (encoder_labels.PII,),
+    "security": (encoder_labels.ATTACK,),
+    "all": (encoder_labels.DOMAIN, encoder_labels.PII, encoder_labels.ATTACK),
+}
 
 
 class ClassifyOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +50,7 @@ class TextsToClassify(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a classification of several texts."""
 
     texts: list[Annotated[str, msgspec.Meta(max_length=_MOST_TEXT)]]
-    task_type: Literal["intent", "pii", "security", "all"] = "intent"
+    task_type: Task = "intent"
     options: ClassifyOptions = ClassifyOptions()
 
 
@@ -70,10 +80,25 @@ class ClassificationApi:
         self._clock = clock
         self._profile = profile.load_profile()
 
-    def classify_intent(self, text: str, options: ClassifyOptions) -> dict[str, Any]:
+    async def ask_encoders(self, texts: Sequence[str], task: Task) -> guards.RequestClassifiers:
+        """Return the classifiers for these texts: the shipped ones, and what the configuration's encoders answer."""
+        models = self._routing.router.loaded.encoders
+        if not models:
+            return self._profile
+        inputs = [
+            classification.ClassifierInput(name, text)
+            for name in _CLASSIFIERS[task]
+            if name in models
+            for text in dict.fromkeys(texts)
+        ]
+        return await self._routing.ask_encoders_for(inputs)
+
+    def classify_intent(
+        self, text: str, options: ClassifyOptions, classifiers: guards.RequestClassifiers
+    ) -> dict[str, Any]:
         """Return the domain of a text and the model that the router would choose for it."""
         start = self._clock.now()
-        score = self._profile.classify_domain(text)
+        score = classifiers.classify_domain(text)
         threshold = options.confidence_threshold
         if threshold is None:
             threshold = _SPECIALIZED
@@ -83,7 +108,7 @@ class ClassificationApi:
                 "confidence": score.confidence,
                 "processing_time_ms": self._elapsed_ms("category", start),
             },
-            "recommended_model": self._recommend(text),
+            "recommended_model": self._recommend(text, classifiers),
             "routing_decision": "high_confidence_specialized"
             if score.confidence >= threshold
             else "low_confidence_general",
@@ -92,10 +117,10 @@ class ClassificationApi:
             answer["probabilities"] = score.probabilities
         return answer
 
-    def classify_pii(self, text: str) -> dict[str, Any]:
+    def classify_pii(self, text: str, classifiers: guards.RequestClassifiers) -> dict[str, Any]:
         """Return the personal data in a text, without the data itself."""
         start = self._clock.now()
-        spans, is_complete = self._profile.find_pii(text)
+        spans, is_complete = classifiers.find_pii(text)
         entities = [
             {
                 "type": span.type,
@@ -114,10 +139,12 @@ class ClassificationApi:
             "processing_time_ms": self._elapsed_ms("pii", start),
         }
 
-    def classify_security(self, text: str) -> dict[str, Any]:
+    def classify_security(
+        self, text: str, classifiers: guards.RequestClassifiers
+    ) -> dict[str, Any]:
         """Return the probability that a text attacks the model's instructions, and what speaks for it."""
         start = self._clock.now()
-        score = self._profile.classify_attack(text)
+        score = classifiers.classify_attack(text)
         threshold = self._routing.router.settings.prompt_guard.threshold
         is_attack = score.risk >= threshold
         matched = ", ".join(score.rules) or "none"
@@ -133,35 +160,42 @@ class ClassificationApi:
             "processing_time_ms": self._elapsed_ms("jailbreak", start),
         }
 
-    def classify_combined(self, text: str, options: ClassifyOptions) -> dict[str, Any]:
+    def classify_combined(
+        self, text: str, options: ClassifyOptions, classifiers: guards.RequestClassifiers
+    ) -> dict[str, Any]:
         """Return the results of all classifiers for a text."""
         return {
-            "intent": self.classify_intent(text, options),
-            "pii": self.classify_pii(text),
-            "security": self.classify_security(text),
+            "intent": self.classify_intent(text, options, classifiers),
+            "pii": self.classify_pii(text, classifiers),
+            "security": self.classify_security(text, classifiers),
         }
 
-    def classify_batch(self, request: TextsToClassify) -> dict[str, Any]:
-        """Return the results for several texts in their order. Raises InvalidRequest for too many."""
+    def check_batch(self, request: TextsToClassify) -> None:
+        """Raise InvalidRequest for too many texts, or none."""
         most = self._routing.router.settings.api.batch_classification.max_batch_size
         if not 0 < len(request.texts) <= most:
             raise errors.InvalidRequest(
                 f"texts: expected 1 to {most} texts, got {len(request.texts)}", param="texts"
             )
+
+    def classify_batch(
+        self, request: TextsToClassify, classifiers: guards.RequestClassifiers
+    ) -> dict[str, Any]:
+        """Return the results for several texts in their order."""
         start = self._clock.now()
         intents: list[dict[str, Any]] = []
         results = []
         for text in request.texts:
             match request.task_type:
                 case "pii":
-                    results.append(self.classify_pii(text))
+                    results.append(self.classify_pii(text, classifiers))
                 case "security":
-                    results.append(self.classify_security(text))
+                    results.append(self.classify_security(text, classifiers))
                 case "all":
-                    results.append(self.classify_combined(text, request.options))
+                    results.append(self.classify_combined(text, request.options, classifiers))
                     intents.append(results[-1]["intent"])
                 case "intent":
-                    results.append(self.classify_intent(text, request.options))
+                    results.append(self.classify_intent(text, request.options, classifiers))
                     intents.append(results[-1])
         return {
             "results": results,
@@ -199,23 +233,39 @@ class ClassificationApi:
 
     def describe_classifier(self) -> dict[str, Any]:
         """Return which classifiers are loaded and what they know."""
+        domain = self._routing.router.loaded.encoders.get(encoder_labels.DOMAIN)
+        categories = self._profile.categories if domain is None else domain.labels
         return {
             "status": "active",
             "profile": "fast",
             "languages": ["en"],
-            "categories": sorted(self._profile.categories),
+            "categories": sorted(categories),
             "capabilities": ["intent", "pii", "security", "batch"],
         }
 
     def describe_models(self) -> dict[str, Any]:
         """Return the loaded classifiers, as the original lists its models."""
-        names = ("category_classifier", "pii_classifier", "jailbreak_classifier")
-        return {"models": [{"name": name, "type": "fast", "loaded": True} for name in names]}
+        encoders = self._routing.router.loaded.encoders
+        return {
+            "models": [
+                {
+                    "name": name,
+                    "type": "encoder" if classifier in encoders else "fast",
+                    "path": str(encoders[classifier].directory) if classifier in encoders else "",
+                    "loaded": True,
+                }
+                for name, classifier in (
+                    ("category_classifier", encoder_labels.DOMAIN),
+                    ("pii_classifier", encoder_labels.PII),
+                    ("jailbreak_classifier", encoder_labels.ATTACK),
+                )
+            ]
+        }
 
-    def _recommend(self, text: str) -> str:
+    def _recommend(self, text: str, classifiers: guards.RequestClassifiers) -> str:
         """Return the first model of the decision that applies, or the default one."""
         router = self._routing.router
-        for match in router.matches(router.find_signals(text)):
+        for match in router.matches(router.find_signals(text, classifiers)):
             for reference in match.settings.modelRefs[:1]:
                 return reference.served_name
         return router.settings.default_model
@@ -249,53 +299,84 @@ def make_routes(routing: service.RoutingService, clock: clocks.Clock) -> exchang
 
         return handle
 
-    def post(answer: Callable[[bytes], Any]) -> exchange.Handler:
+    def post(decode: Callable[[bytes], Any], answer: Callable[..., Any]) -> exchange.Handler:
+        """Return a handler that decodes the body to texts, task and request, and answers with the classifiers."""
+
         async def handle(client: exchange.Exchange) -> None:
             try:
-                result = await client.decode_body(answer)
+                texts, task, request = decode(client.request.body)
+                classifiers = await api.ask_encoders(texts, task)
+                result = await client.decode_body(lambda _: answer(request, classifiers))
             except (msgspec.DecodeError, UnicodeDecodeError, errors.InvalidRequest) as error:
                 client.respond(400, error_body(400, str(error), client.request.path))
-                return
-            client.respond(200, msgspec.json.encode(result))
+            except errors.Unavailable as error:
+                client.respond(503, error_body(503, str(error), client.request.path))
+            else:
+                client.respond(200, msgspec.json.encode(result))
 
         return handle
 
     def list_models(client: exchange.Exchange) -> None:
         client.respond(200, routing.router.list_models().body)
 
-    def for_text(classify: Callable[..., Any], *, takes_options: bool) -> exchange.Handler:
-        def answer(body: bytes) -> Any:
+    return exchange.HttpRouter(
+        {
+            ("GET", "/health"): get(lambda: {"status": "healthy", "service": "classification-api"}),
+            ("GET", "/api/v1"): get(lambda: {"service": "classification-api", "endpoints": _PATHS}),
+            ("GET", "/info/models"): get(api.describe_models),
+            ("GET", "/info/classifier"): get(api.describe_classifier),
+            ("GET", "/config/classification"): get(api.describe_config),
+            ("GET", "/api/v1/response-cache/stats"): get(api.describe_cache),
+            ("GET", "/v1/models"): list_models,
+            ("POST", "/api/v1/response-cache/flush"): get(api.flush_cache),
+            **_classification_routes(api, post),
+        },
+        error_body=error_body,
+    )
+
+
+def _classification_routes(
+    api: ClassificationApi, post: Callable[..., exchange.Handler]
+) -> dict[tuple[str, str], exchange.Handler]:
+    def for_text(task: Task, answer: Callable[..., Any]) -> exchange.Handler:
+        def decode(body: bytes) -> Any:
             request = _decode_text(body)
-            return classify(request.text, *([request.options] if takes_options else ()))
+            return [request.text], task, request
 
-        return post(answer)
+        return post(decode, answer)
 
-    service_status = {"status": "healthy", "service": "classification-api"}
-    table: dict[tuple[str, str], exchange.Handler] = {
-        ("GET", "/health"): get(lambda: service_status),
-        ("GET", "/api/v1"): get(lambda: {"service": "classification-api", "endpoints": _PATHS}),
-        ("GET", "/info/models"): get(api.describe_models),
-        ("GET", "/info/classifier"): get(api.describe_classifier),
-        ("GET", "/config/classification"): get(api.describe_config),
-        ("GET", "/api/v1/response-cache/stats"): get(api.describe_cache),
-        ("GET", "/v1/models"): list_models,
-        ("POST", "/api/v1/response-cache/flush"): get(api.flush_cache),
-        ("POST", "/api/v1/classify/intent"): for_text(api.classify_intent, takes_options=True),
-        ("POST", "/api/v1/classify/combined"): for_text(api.classify_combined, takes_options=True),
-        ("POST", "/api/v1/classify/pii"): for_text(api.classify_pii, takes_options=False),
-        ("POST", "/api/v1/classify/security"): for_text(api.classify_security, takes_options=False),
-        ("POST", "/api/v1/classify/batch"): post(
-            lambda body: api.classify_batch(_decode_texts(body))
+    def decode_batch(body: bytes) -> Any:
+        request = _decode_texts(body)
+        api.check_batch(request)
+        return request.texts, request.task_type, request
+
+    return {
+        ("POST", "/api/v1/classify/intent"): for_text(
+            "intent", lambda request, c: api.classify_intent(request.text, request.options, c)
         ),
+        ("POST", "/api/v1/classify/combined"): for_text(
+            "all", lambda request, c: api.classify_combined(request.text, request.options, c)
+        ),
+        ("POST", "/api/v1/classify/pii"): for_text(
+            "pii", lambda request, c: api.classify_pii(request.text, c)
+        ),
+        ("POST", "/api/v1/classify/security"): for_text(
+            "security", lambda request, c: api.classify_security(request.text, c)
+        ),
+        ("POST", "/api/v1/classify/batch"): post(decode_batch, api.classify_batch),
     }
-    return exchange.HttpRouter(table, error_body=error_body)
 
 
 def _error_body(clock: clocks.Clock, status: int, message: str, path: str) -> bytes:
     """Return an error in the original's shape."""
     del path
     moment = datetime.datetime.fromtimestamp(clock.wall(), datetime.UTC)
-    codes = {400: "INVALID_INPUT", 404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}
+    codes = {
+        400: "INVALID_INPUT",
+        404: "NOT_FOUND",
+        405: "METHOD_NOT_ALLOWED",
+        503: "CLASSIFIER_UNAVAILABLE",
+    }
     error = {
         "code": codes.get(status, "ERROR"),
         "message": message,

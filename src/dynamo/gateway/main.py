@@ -1,16 +1,19 @@
 """`python -m dynamo.semantic_router`: Envoy's external processing, the classification API and the metrics."""
 
 import asyncio
+import contextlib
 import logging
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, distribution, errors, process_setup, tasks
 from dynamo.observability import logs, metrics
+from dynamo.runtime import component
 from dynamo.runtime.http import exchange, parser
 from dynamo.runtime.http import server as http
 
@@ -20,7 +23,7 @@ _GRACE_S = 2.0  # for running requests, after a signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
+class GatewayConfig(component.RuntimeConfig):
     """The semantic router of its own process, for Envoy and for programs that classify."""
 
     router_config: str | None = config.option(
@@ -81,6 +84,23 @@ async def serve(settings: GatewayConfig) -> None:
     clock = clocks.SystemClock()
     registry = metrics.Registry("llm")
     routing = api.service.RoutingService(Path(settings.router_config), registry, clock)
+    async with contextlib.AsyncExitStack() as stack:
+        if routing.router.loaded.encoders:
+            runtime = await component.DistributedRuntime.open(settings)
+            await stack.enter_async_context(runtime)
+            routing.connect_encoders(api.service.encoder_client.make_client(runtime))
+        await _serve_routing(settings, routing, registry, clock, api, grpc_server)
+
+
+async def _serve_routing(
+    settings: GatewayConfig,
+    routing: Any,
+    registry: metrics.Registry,
+    clock: clocks.Clock,
+    api: Any,
+    grpc_server: Any,
+) -> None:
+    """Serve until SIGTERM or SIGINT; `api` and `grpc_server` are modules that need an extra."""
     process_setup.collect_garbage_rarely()
     stop = process_setup.stop_on_signals()
     limits = parser.HttpLimits(body_bytes=settings.body_limit_mb * 2**20)

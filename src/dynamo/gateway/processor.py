@@ -123,8 +123,9 @@ class StreamProcessor:
             headers = {**headers, "x-vsr-skip-cache": "true"}
         tenant = service.tenant_of(headers)
         try:
+            classifiers = await self._routing.ask_encoders(body)
             outcome = await exchange.decode_apart(
-                body, lambda data: self._routing.route(data, headers, tenant)
+                body, lambda data: self._routing.route(data, headers, tenant, None, classifiers)
             )
         except errors.DynamoError as error:
             status = _STATUS_BY_ERROR.get(type(error), 503)

@@ -136,6 +136,23 @@ class HuggingFaceLibrary:
         return [start for _, (start, _) in words]
 
 
+class OffsetTokenizer:
+    """Encodes texts of any length for an encoder, and says which characters each token stands for."""
+
+    def __init__(self, definition: str) -> None:
+        """Raises ConfigError for a definition that the library cannot read."""
+        self._tokenizer = HuggingFaceLibrary(definition)._tokenizer
+        mark = self._tokenizer.encode("a")
+        first = mark.special_tokens_mask.index(0)
+        last = len(mark.ids) - mark.special_tokens_mask[::-1].index(0)
+        self.prefix, self.suffix = mark.ids[:first], mark.ids[last:]  # special tokens of a text
+
+    def encode(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return for each text its ids, without special tokens, and their first and last characters."""
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+
 class FastokensLibrary:
     """Encodes by `fastokens`, which reads most tokenizers with byte-pair encoding."""
 

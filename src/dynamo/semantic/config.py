@@ -1,7 +1,8 @@
 """The configuration of the semantic router: the original's v0.1, its types and what each key may say.
 
-Keys of our own, all optional: `mode`, `route_to` and `on_error` of guards, `mode` of decisions, `conversations`, and
-the limits of a model (`context_length`, `accepts_images`, `accepts_tools`, `accepts_structured_output`).
+Keys of our own, all optional: `mode`, `route_to` and `on_error` of guards, `mode` of decisions, `encoders`,
+`conversations`, and the limits of a model (`context_length`, `accepts_images`, `accepts_tools`,
+`accepts_structured_output`).
 """
 
 from typing import Annotated, Any, Literal
@@ -202,7 +203,7 @@ class DecisionSettings(_Section, frozen=True, kw_only=True):
 
 
 class CategoryModel(_Section, frozen=True, kw_only=True):
-    """The domain classifier. Only the threshold and the fallback are used: the shipped classifier takes its place."""
+    """The domain classifier: a model's directory as `model_id`, else the shipped one."""
 
     model_id: str = ""
     threshold: Share = 0.0
@@ -213,7 +214,7 @@ class CategoryModel(_Section, frozen=True, kw_only=True):
 
 
 class PiiModel(_Section, frozen=True, kw_only=True):
-    """The classifier of personal data. Only the threshold is used: the shipped patterns take its place."""
+    """The classifier of personal data: a model's directory as `model_id`, else the shipped one."""
 
     model_id: str = ""
     threshold: Share = 0.7
@@ -243,6 +244,12 @@ class PromptGuard(_Section, frozen=True, kw_only=True):
     mode: GuardMode = "enforce"
     route_to: str | None = None
     on_error: OnError = "pass"
+
+
+class EncoderSettings(_Section, frozen=True, kw_only=True):
+    """How long a request waits for the encoders' process."""
+
+    timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
 
 
 class CacheSettings(_Section, frozen=True, kw_only=True):
@@ -318,6 +325,7 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
     bert_model: BertModel = BertModel()
     classifier: Classifiers = Classifiers()
     prompt_guard: PromptGuard = PromptGuard()
+    encoders: EncoderSettings = EncoderSettings()
     semantic_cache: CacheSettings = CacheSettings()
     embedding_models: dict[str, Any] = {}
     feedback_detector: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from dynamo.base import errors
-from dynamo.semantic import config, config_v03
+from dynamo.semantic import config, config_v03, encoder_labels
 
 MAX_BYTES = 2**20
 MAX_VALUES = 50_000  # aliases count as often as they are used
@@ -33,6 +33,7 @@ class LoadedConfig:
     settings: config.SemanticConfig
     plugins: dict[str, dict[str, Any]]  # by decision, then by type: the decoded configuration
     notes: tuple[str, ...] = field(default=())
+    encoders: dict[str, encoder_labels.EncoderModel] = field(default_factory=dict)
 
 
 def load(path: Path, categories: frozenset[str]) -> LoadedConfig:
@@ -46,13 +47,16 @@ def load(path: Path, categories: frozenset[str]) -> LoadedConfig:
     except OSError as error:
         raise errors.ConfigError(f"{path}: expected a readable file: {error.strerror}") from error
     try:
-        return parse(data, categories)
+        return parse(data, categories, path.parent)
     except errors.ConfigError as error:
         raise errors.ConfigError(f"{path}: {error}") from error
 
 
-def parse(data: bytes, categories: frozenset[str]) -> LoadedConfig:
-    """Return the configuration in the bytes of a file. Raises ConfigError, which names the key."""
+def parse(data: bytes, categories: frozenset[str], directory: Path | None = None) -> LoadedConfig:
+    """Return the configuration in the bytes of a file. Raises ConfigError, which names the key.
+
+    Directories of models that are not absolute may be below `directory`.
+    """
     tree = _read_yaml(data)
     version = tree.get("version")
     notes: list[str] = []
@@ -71,17 +75,21 @@ def parse(data: bytes, categories: frozenset[str]) -> LoadedConfig:
         for number, decision in enumerate(settings.decisions)
     }
     _refuse_unsupported(settings)
-    _check_references(settings, plugins, categories)
+    encoders, absent = encoder_labels.find_models(settings, directory)
+    notes += absent
+    if encoder_labels.DOMAIN in encoders:
+        categories = frozenset(encoders[encoder_labels.DOMAIN].labels)
+        fallback = settings.classifier.category_model.fallback_category
+        _check_label("classifier.category_model.fallback_category", fallback, categories)
+    pii_types = PII_TYPES
+    if encoder_labels.PII in encoders:
+        bare = map(encoder_labels.bare_label, encoders[encoder_labels.PII].labels)
+        pii_types |= {label for label in bare if label}
+    _check_references(settings, plugins, categories, pii_types)
     notes += [f"{key}: accepted, it has no effect here" for key in _NO_EFFECT if tree.get(key)]
-    for key, model in (
-        ("classifier.category_model", settings.classifier.category_model.model_id),
-        ("classifier.pii_model", settings.classifier.pii_model.model_id),
-        ("prompt_guard", settings.prompt_guard.model_id if settings.prompt_guard.enabled else ""),
-        ("bert_model", settings.bert_model.model_id),
-    ):
-        if model:
-            notes.append(f"{key}.model_id: {model} is not loaded; the shipped classifier is used")
-    return LoadedConfig(settings, plugins, tuple(notes))
+    if settings.bert_model.model_id:
+        notes.append(f"bert_model.model_id: {settings.bert_model.model_id} is not loaded")
+    return LoadedConfig(settings, plugins, tuple(notes), encoders)
 
 
 def _read_yaml(data: bytes) -> dict[str, Any]:
@@ -191,7 +199,10 @@ def _refuse_unsupported(settings: config.SemanticConfig) -> None:
 
 
 def _check_references(
-    settings: config.SemanticConfig, plugins: dict[str, dict[str, Any]], categories: frozenset[str]
+    settings: config.SemanticConfig,
+    plugins: dict[str, dict[str, Any]],
+    categories: frozenset[str],
+    pii_types: frozenset[str],
 ) -> None:
     """Raise ConfigError for a name that nothing in the configuration defines."""
     names = [decision.name for decision in settings.decisions]
@@ -214,7 +225,7 @@ def _check_references(
                 )
             _check_label(f"{path}: {condition.type}", condition.signal, signals[condition.type])
         for label in getattr(plugins[decision.name].get("pii"), "pii_types_allowed", ()):
-            _check_label(f"{path}: pii_types_allowed", label, PII_TYPES)
+            _check_label(f"{path}: pii_types_allowed", label, pii_types)
     _check_models(settings)
 
 

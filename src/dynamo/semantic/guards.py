@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from dynamo.semantic import config
-from dynamo.semantic.classifiers import attacks, pii
+from dynamo.semantic.classifiers import attacks, pii, profile
 
 Action = Literal["none", "observe", "route", "block"]
 
@@ -23,6 +23,14 @@ class GuardClassifiers(Protocol):
 
     def find_pii(self, text: str) -> tuple[list[pii.PiiSpan], bool]:
         """Return the personal data in a text, and whether all of it was read."""
+        ...
+
+
+class RequestClassifiers(GuardClassifiers, Protocol):
+    """The classifiers that a request's signals and guards ask."""
+
+    def classify_domain(self, text: str) -> profile.DomainScore:
+        """Return the category of a text; `other` where none is likely."""
         ...
 
 

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.protocols import classification
 from dynamo.semantic import (
     cache,
     config,
     config_file,
     decisions,
+    encoder_labels,
+    encoder_scores,
     guards,
     immediate,
     model_choice,
@@ -138,11 +141,14 @@ class SemanticRouter:
         headers: Mapping[str, str],
         tenant: str = "",
         failed: Mapping[str, str] | None = None,
+        classifiers: guards.RequestClassifiers | None = None,
     ) -> RoutedRequest:
         """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it.
 
-        `failed` are models that were asked and failed, each with its reason; they are struck out.
+        `failed` are models that were asked and failed, each with its reason; they are struck out. `classifiers` have
+        what the encoders answered for this request (`list_inputs`); by default the shipped classifiers are used.
         """
+        classifiers = classifiers or self._classifiers
         view = request_view.RequestView(body)
         if not view.model:
             raise errors.InvalidRequest(
@@ -152,14 +158,14 @@ class SemanticRouter:
         explanation = Explanation(requested_model=view.model, failed=", ".join(failed or ()))
         explanation.struck_out.update(failed or {})
         outcome = RoutedRequest(explanation=explanation, body=body)
-        signals = explanation.signals = self.find_signals(view.user_text)
+        signals = explanation.signals = self.find_signals(view.user_text, classifiers)
         matches = list(self._table.matches(signals))
         if matches and matches[0].settings.mode == "observe":
             explanation.observed = matches[0].settings.name
             matches = [match for match in matches if match.settings.mode == "enforce"]
         is_auto = view.model in self.settings.auto_names
         guarded = matches[0].settings.name if matches else ""
-        route_to = self._guard(view, guarded, outcome)
+        route_to = self._guard(view, guarded, outcome, classifiers)
         if outcome.answer is not None:
             return outcome
         match, kept = matches[0] if matches else None, ""
@@ -182,10 +188,34 @@ class SemanticRouter:
         self.conversations.remember(present, explanation.decision, explanation.model)
         return outcome
 
-    def find_signals(self, text: str) -> decisions.Signals:
+    def list_inputs(self, view: request_view.RequestView) -> list[classification.ClassifierInput]:
+        """Return the texts of a request that the encoders of the configuration have to read."""
+        needed = {
+            encoder_labels.DOMAIN: self._table.needs_domain,
+            encoder_labels.ATTACK: self._has_guard("jailbreak")
+            or self.settings.prompt_guard.enabled,
+            encoder_labels.PII: self._has_guard("pii"),
+        }
+        models = {name: model for name, model in self.loaded.encoders.items() if needed[name]}
+        return encoder_scores.list_inputs(models, view.user_text, view.texts if models else ())
+
+    def use_answers(self, answers: encoder_scores.Answers) -> guards.RequestClassifiers:
+        """Return the classifiers for a request after the encoders have read its texts."""
+        fallback = self.settings.classifier.category_model.fallback_category
+        return encoder_scores.EncoderScores(
+            self._classifiers, self.loaded.encoders, answers, fallback
+        )
+
+    def _has_guard(self, plugin_type: str) -> bool:
+        return any(plugin_type in plugins for plugins in self.loaded.plugins.values())
+
+    def find_signals(
+        self, text: str, classifiers: guards.RequestClassifiers | None = None
+    ) -> decisions.Signals:
         """Return the signals of a text; the domain only where a decision asks for it."""
+        classifiers = classifiers or self._classifiers
         rule, keywords = self._keywords.match(text)
-        score = self._classifiers.classify_domain(text) if self._table.needs_domain else None
+        score = classifiers.classify_domain(text) if self._table.needs_domain else None
         names = frozenset() if score is None else self._table.names_of(score.category)
         return decisions.Signals(
             keyword_rule=rule, matched_keywords=keywords, domain_score=score, domain_names=names
@@ -195,19 +225,25 @@ class SemanticRouter:
         """Return the decisions that apply, for `explain`."""
         return self._table.matches(signals)
 
-    def _guard(self, view: request_view.RequestView, decision: str, outcome: RoutedRequest) -> str:
+    def _guard(
+        self,
+        view: request_view.RequestView,
+        decision: str,
+        outcome: RoutedRequest,
+        classifiers: guards.RequestClassifiers,
+    ) -> str:
         """Let the guards read the request; return the model that one of them sends it to."""
         explanation = outcome.explanation
         plugins = self.loaded.plugins.get(decision, {})
         verdicts = (
             guards.check_attack(
-                view.texts, self.settings.prompt_guard, plugins.get("jailbreak"), self._classifiers
+                view.texts, self.settings.prompt_guard, plugins.get("jailbreak"), classifiers
             ),
             guards.check_pii(
                 view.texts,
                 plugins.get("pii"),
                 self.settings.classifier.pii_model.threshold,
-                self._classifiers,
+                classifiers,
             ),
         )
         route_to = ""

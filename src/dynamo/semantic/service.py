@@ -8,7 +8,7 @@ reasons, never the text.
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,16 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.observability import metrics as observed
-from dynamo.semantic import config_file, metrics, model_choice
+from dynamo.protocols import classification
+from dynamo.semantic import (
+    config_file,
+    encoder_client,
+    encoder_scores,
+    guards,
+    metrics,
+    model_choice,
+    request_view,
+)
 from dynamo.semantic import router as semantic_router
 from dynamo.semantic.classifiers import profile
 
@@ -75,6 +84,11 @@ class RouterLoader:
 _logger = logging.getLogger(__name__)
 
 
+def load_config(path: Path) -> config_file.LoadedConfig:
+    """Return the configuration in a file. Raises ConfigError, which names the key."""
+    return config_file.load(path, profile.load_profile().categories)
+
+
 class RoutingService:
     """Routes requests and records what became of them. Raises ConfigError for a wrong file."""
 
@@ -86,6 +100,7 @@ class RoutingService:
         served: model_choice.ServedModels | None = None,
     ) -> None:
         self.loader = RouterLoader(path, clock, served)
+        self._encoders: encoder_client.EncoderClient | None = None
         self.metrics = metrics.SemanticMetrics(registry)
         self._clock = clock
 
@@ -94,17 +109,48 @@ class RoutingService:
         """Return the router with the configuration that is in force."""
         return self.loader.router
 
+    def connect_encoders(self, encoders: encoder_client.EncoderClient) -> None:
+        """Ask this process for what the configuration's encoders say, from now on."""
+        self._encoders = encoders
+
+    async def ask_encoders(self, body: bytes) -> guards.RequestClassifiers | None:
+        """Return the classifiers for a request, once the encoders have read its texts; None: the shipped ones."""
+        if not self.router.loaded.encoders:
+            return None
+        try:
+            inputs = self.router.list_inputs(request_view.RequestView(body))
+        except errors.InvalidRequest:
+            return None  # `route` refuses the request
+        return await self.ask_encoders_for(inputs)
+
+    async def ask_encoders_for(
+        self, inputs: Sequence[classification.ClassifierInput]
+    ) -> guards.RequestClassifiers:
+        """Return the classifiers with what the encoders answer for these texts."""
+        router = self.router
+        answers: encoder_scores.Answers = {}
+        if self._encoders is not None:
+            start = self._clock.now()
+            timeout_s = router.settings.encoders.timeout_seconds
+            answers = await self._encoders.classify(inputs, timeout_s)
+            self.metrics.record_classification("encoders", self._clock.now() - start)
+        return router.use_answers(answers)
+
     def route(
         self,
         body: bytes,
         headers: Mapping[str, str],
         tenant: str = "",
         failed: Mapping[str, str] | None = None,
+        classifiers: guards.RequestClassifiers | None = None,
     ) -> semantic_router.RoutedRequest:
-        """Return the outcome of a request, without the models that `failed`. Raises InvalidRequest and NoWorkers."""
+        """Return the outcome of a request, without the models that `failed`. Raises InvalidRequest and NoWorkers.
+
+        `classifiers` are those of `ask_encoders`.
+        """
         start = self._clock.now()
         try:
-            outcome = self.router.route(body, headers, tenant, failed)
+            outcome = self.router.route(body, headers, tenant, failed, classifiers)
         except errors.InvalidRequest:
             self.metrics.record_refusal("unknown", "parse_error")
             raise

@@ -73,10 +73,10 @@ def test_wrong_type_names_its_key():
     assert "prompt_guard.threshold" in refusal_of("prompt_guard: {threshold: 7}")
 
 
-def test_model_of_the_original_is_said_to_be_replaced():
+def test_a_model_without_a_directory_is_said_to_be_replaced():
     notes = parse("classifier: {category_model: {model_id: models/x}}").notes
 
-    assert any("models/x is not loaded" in note for note in notes)
+    assert any("no directory models/x; the shipped classifier is used" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -281,18 +281,31 @@ class PackedTexts:
         Returns [tokens, heads * head_dim].
         """
         del layer
+        return self.attend_near(q, kv, reach=None)
+
+    def attend_near(self, q: torch.Tensor, kv: torch.Tensor, *, reach: int | None) -> torch.Tensor:
+        """Attend as `attend`, to tokens that are at most `reach` positions away; None: to all."""
         keys, values = kv.chunk(2, 1)
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for rows, count in self._groups:
+            length = (rows.stop - rows.start) // count
+            is_cut = reach is not None and length > reach + 1
             attended = F.scaled_dot_product_attention(
                 _by_text(q[rows], count),
                 _by_text(keys[rows], count),
                 _by_text(values[rows], count),
+                attn_mask=_band(length, reach, q.device) if is_cut and reach is not None else None,
                 is_causal=self._is_causal,
                 enable_gqa=q.shape[1] != keys.shape[1],
             )
             output[rows] = attended.transpose(1, 2).flatten(0, 1)
         return output.flatten(1)
+
+
+def _band(length: int, reach: int, device: torch.device) -> torch.Tensor:
+    """Return which keys each query may attend to, bool [length, length]: those at most `reach` away."""
+    positions = torch.arange(length, device=device)
+    return (positions[:, None] - positions).abs_() <= reach
 
 
 def _by_text(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -104,6 +104,14 @@ def _stacked(
     )
 
 
+def make_linear(
+    checkpoint: weights.Checkpoint, name: str, num_rows: int, width: int, *, has_bias: bool
+) -> Linear:
+    """Take one projection from a checkpoint. Raises ConfigError."""
+    biases = [checkpoint.take(f"{name}.bias", num_rows)] if has_bias else []
+    return Linear([checkpoint.take_matrix(name, num_rows, width)], biases)
+
+
 class AttentionBatch(Protocol):
     """The interface to attention over a flat batch: `attention.PagedBatch`, `attention.PackedTexts`."""
 

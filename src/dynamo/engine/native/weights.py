@@ -52,6 +52,10 @@ class Checkpoint:
         self._prefix = prefix
         self._file_by_tensor = {prefix + name: file for name, file in self._file_by_tensor.items()}
 
+    def drop(self, name: str) -> None:
+        """Leave a tensor out that another takes the place of; an unknown name is no error."""
+        self._file_by_tensor.pop(name, None)
+
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Return the tensor of this name, in the engine's type and on its device. Raises ConfigError."""
         file = self._file_by_tensor.pop(name, None)
@@ -112,6 +116,12 @@ class Checkpoint:
                 f"{self._path}: {len(unknown)} tensors are of no known use, as {sorted(unknown)[0]}; "
                 "config.json does not describe these weights"
             )
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a small safetensors file. Raises ConfigError."""
+    with _open(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
 
 
 def _file_names(path: Path) -> list[str]:

@@ -1,0 +1,54 @@
+"""The client of the encoders' process: one request for all texts that a routed request needs read."""
+
+import logging
+from collections.abc import Sequence
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.protocols import classification, instances
+from dynamo.runtime import client as endpoint_client
+from dynamo.runtime import component
+from dynamo.semantic import encoder_scores
+
+DEFAULT_NAMESPACE = "dynamo"  # of a frontend that serves all
+_logger = logging.getLogger(__name__)
+
+
+class EncoderClient:
+    """Asks the process that hosts the encoders, whichever instance of it there is."""
+
+    def __init__(self, endpoint: endpoint_client.EndpointClient, clock: clocks.Clock) -> None:
+        self._endpoint = endpoint
+        self._clock = clock
+        self._has_waited = False  # for discovery to find the process, once
+
+    async def classify(
+        self, inputs: Sequence[classification.ClassifierInput], timeout_s: float
+    ) -> encoder_scores.Answers:
+        """Return the answers; none if the process is away, fails, or takes longer than `timeout_s`."""
+        if not inputs:
+            return {}
+        request = classification.ClassificationRequest(inputs=tuple(inputs))
+        try:
+            async with self._clock.timeout(timeout_s):
+                if not self._has_waited:
+                    self._has_waited = True
+                    await self._endpoint.wait_for_instances(timeout_s)
+                reply = await self._endpoint.call(
+                    request, reply_type=classification.ClassificationReply
+                )
+        except TimeoutError:
+            _logger.warning("the encoders did not answer within %g s", timeout_s)
+            return {}
+        except errors.DynamoError as error:
+            _logger.warning("the encoders did not answer: %s", error)
+            return {}
+        keys = [(one.classifier, one.text) for one in inputs]
+        return dict(zip(keys, reply.results, strict=False))
+
+
+def make_client(runtime: component.DistributedRuntime) -> EncoderClient:
+    """Return a client of the encoders in the runtime's namespace; it is closed with the runtime."""
+    namespace = runtime.namespace().name or DEFAULT_NAMESPACE
+    name = instances.EndpointName(namespace, classification.COMPONENT, classification.ENDPOINT)
+    return EncoderClient(runtime.client(name), runtime.clock)

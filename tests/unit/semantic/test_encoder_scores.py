@@ -1,0 +1,151 @@
+"""What encoders answer, as the classifiers of one request."""
+
+import pathlib
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.protocols import classification
+from dynamo.semantic import config_file, encoder_labels, encoder_scores, guards, router
+from dynamo.semantic.classifiers import profile
+from dynamo.testing import clock
+from semantic_configs import ATTACK, CARD, chat
+
+FAST = profile.load_profile()
+PLACE = pathlib.Path("model")
+MODELS = {
+    "domain": encoder_labels.EncoderModel(PLACE, ("math", "law")),
+    "attack": encoder_labels.EncoderModel(PLACE, ("benign", "jailbreak", "injection")),
+    "pii": encoder_labels.EncoderModel(PLACE, ("O", "B-PERSON", "I-PERSON")),
+}
+CONFIG = """
+default_model: general
+model_config: {general: {}, lawyer: {}}
+decisions:
+  - name: law_decision
+    rules: {conditions: [{type: domain, name: law}]}
+    modelRefs: [{model: lawyer}]
+    plugins: [{type: pii, configuration: {pii_types_allowed: []}}]
+prompt_guard: {enabled: true, threshold: 0.7, on_error: block}
+"""
+
+
+def answer(name, *windows, **fields):
+    return classification.TextLabels(labels=MODELS[name].labels, windows=windows, **fields)
+
+
+def scores(models=MODELS, **answers):
+    table = {(name, "text"): value for name, value in answers.items()}
+    return encoder_scores.EncoderScores(FAST, models, table, "law")
+
+
+def make_router(models):
+    loaded = config_file.parse(CONFIG.encode(), FAST.categories)
+    with_models = config_file.LoadedConfig(loaded.settings, loaded.plugins, encoders=models)
+    return router.SemanticRouter(with_models, FAST, clock.VirtualClock())
+
+
+def test_risk_is_the_share_of_all_attacks_in_the_worst_window():
+    score = scores(attack=answer("attack", (0.9, 0.1, 0.0), (0.25, 0.35, 0.4))).classify_attack(
+        "text"
+    )
+
+    assert score.risk == pytest.approx(0.75)
+    assert score.kind == "injection"
+
+
+def test_a_sure_harmless_text_has_no_risk():
+    score = scores(attack=answer("attack", (0.99, 0.01, 0.0))).classify_attack("text")
+
+    assert score.risk == pytest.approx(0.01)
+    assert score.kind == "benign"
+
+
+def test_the_domain_is_the_mean_over_windows():
+    score = scores(domain=answer("domain", (0.6, 0.4), (0.1, 0.9))).classify_domain("text")
+
+    assert (score.category, score.confidence) == ("law", pytest.approx(0.65))
+    assert score.probabilities == {"math": pytest.approx(0.35), "law": pytest.approx(0.65)}
+
+
+def test_patterns_go_before_the_model():
+    text = f"Ann has {CARD}"
+    spans = (
+        classification.LabeledSpan("PERSON", 0, 3, 0.9),
+        classification.LabeledSpan("PERSON", 4, len(text), 0.9),
+    )
+    found = classification.TextLabels(spans=spans, is_complete=False)
+    classifiers = encoder_scores.EncoderScores(FAST, MODELS, {("pii", text): found}, "law")
+
+    marked, is_complete = classifiers.find_pii(text)
+
+    assert [(span.type, span.start) for span in marked] == [("PERSON", 0), ("CREDIT_CARD", 8)]
+    assert not is_complete
+
+
+def test_classifiers_without_a_model_are_the_shipped_ones():
+    plain = scores(models={})
+
+    assert plain.classify_domain("What is the derivative of x^2?").category == "math"
+    assert plain.classify_attack(ATTACK).risk > 0.7
+    assert plain.find_pii(CARD)[0]
+
+
+def test_no_answer_is_an_error_of_the_guards_and_the_fallback_of_the_domain():
+    silent = scores()
+
+    assert silent.classify_domain("text").category == "law"
+    for ask in (silent.classify_attack, silent.find_pii):
+        with pytest.raises(errors.Unavailable, match="did not answer"):
+            ask("text")
+
+
+def test_a_silent_guard_blocks_where_the_configuration_says_so():
+    made = make_router(MODELS)
+
+    outcome = made.route(chat("hello"), {}, classifiers=made.use_answers({}))
+
+    assert outcome.explanation.path == "blocked"
+    (verdict,) = outcome.explanation.verdicts
+    assert verdict == guards.GuardVerdict(
+        guard="jailbreak",
+        action="block",
+        labels=("error",),
+        reason="the guard failed: Unavailable",
+        is_complete=False,
+    )
+
+
+def test_answers_of_the_encoders_decide_the_route():
+    made = make_router(MODELS)
+    answers = {
+        ("domain", "hello"): answer("domain", (0.1, 0.9)),
+        ("attack", "hello"): answer("attack", (0.99, 0.01, 0.0)),
+        ("pii", "hello"): classification.TextLabels(),
+    }
+
+    outcome = made.route(chat("hello"), {}, classifiers=made.use_answers(answers))
+
+    assert outcome.explanation.model == "lawyer"
+    assert outcome.explanation.category == "law"
+
+
+def test_each_text_is_read_once_by_each_encoder_that_is_needed():
+    made = make_router(MODELS)
+    messages = [
+        {"role": "system", "content": "Be kind"},
+        {"role": "user", "content": "hello"},
+        {"role": "user", "content": "hello"},
+    ]
+    view = router.request_view.RequestView(chat(messages))
+
+    inputs = [(one.classifier, one.text) for one in made.list_inputs(view)]
+
+    assert inputs == [
+        ("domain", "hello"),
+        ("attack", "Be kind"),
+        ("attack", "hello"),
+        ("pii", "Be kind"),
+        ("pii", "hello"),
+    ]
+    assert not make_router({}).list_inputs(view)

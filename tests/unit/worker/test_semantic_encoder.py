@@ -1,0 +1,252 @@
+"""The process of the encoders, asked over the request plane of memory."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+import torch
+
+import checkpoints
+import tokenizer_files
+from dynamo.base import clock, errors, tasks
+from dynamo.gateway import api
+from dynamo.observability import metrics
+from dynamo.protocols import classification, instances
+from dynamo.runtime import component
+from dynamo.runtime.http import server
+from dynamo.semantic import encoder_client, service
+from dynamo.worker import semantic_encoder
+from semantic_configs import chat
+from waiting import PATIENT_S
+
+WORDS = ["good", "bad", "ann", "##s", *(f"word{n}" for n in range(300))]
+LABELS = {
+    "domain": ("law", "other"),
+    "attack": ("benign", "jailbreak"),
+    "pii": ("O", "B-PERSON", "I-PERSON"),
+}
+CONFIG = """
+default_model: general
+model_config: {general: {}, lawyer: {}}
+classifier: {category_model: {model_id: domain}, pii_model: {model_id: pii}}
+decisions:
+  - name: law_decision
+    rules: {conditions: [{type: domain, name: law}]}
+    modelRefs: [{model: lawyer}]
+prompt_guard: {enabled: true, threshold: 1.0, on_error: block, model_id: attack}
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Return a directory with a configuration and its three models, with random weights."""
+    made = tmp_path_factory.mktemp("models")
+    for name, labels in LABELS.items():
+        task = "token" if name == "pii" else "sequence"
+        checkpoints.make_classifier(made / name, "bert", task, labels)
+        (made / name / "tokenizer.json").write_text(tokenizer_files.wordpiece(WORDS))
+    (made / "router.yaml").write_text(CONFIG)
+    return made
+
+
+class EncoderProcess:
+    """The encoders at the endpoint of an in-memory runtime."""
+
+    def __init__(self, directory, cluster, **options):
+        path = str(directory / "router.yaml")
+        self.settings = semantic_encoder.SemanticEncoderConfig(router_config=path, **options)
+        self._cluster = cluster
+
+    async def __aenter__(self):
+        self.runtime = await component.DistributedRuntime.in_memory(self._cluster)
+        classifiers = semantic_encoder.load_models(self.settings)
+        self.accepted = semantic_encoder.ClassificationRequests(
+            classifiers, max_waiting=self.settings.max_waiting
+        )
+        self.tasks = tasks.Tasks()
+        self.tasks.start("classify", self.accepted.run())
+        name = instances.EndpointName("dynamo", classification.COMPONENT, classification.ENDPOINT)
+        await self.runtime.register(name, self.accepted.handle)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.tasks.close()
+        await self.accepted.close()
+        await self.runtime.close()
+
+
+@pytest.fixture
+async def cluster():
+    return component.MemoryCluster()
+
+
+@pytest.fixture
+async def client(cluster):
+    async with await component.DistributedRuntime.in_memory(cluster) as runtime:
+        yield encoder_client.make_client(runtime)
+
+
+def texts(name, *values):
+    return [classification.ClassifierInput(name, value) for value in values]
+
+
+def expected(directory, name, text):
+    """Return transformers' probabilities of a text."""
+    task = "token" if name == "pii" else "sequence"
+    model = checkpoints.open_classifier(directory / name, task)
+    ids = [1, *(4 + WORDS.index(word) for word in text.split()), 2]
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].softmax(-1).tolist()
+
+
+async def test_answers_agree_with_transformers(directory, cluster, client):
+    text = "bad ann good word7"
+    async with EncoderProcess(directory, cluster):
+        answers = await client.classify(
+            [*texts("domain", text), *texts("attack", text), *texts("pii", text)], PATIENT_S
+        )
+
+    for name in ("domain", "attack"):
+        answer = answers[name, text]
+        assert answer.labels == LABELS[name]
+        assert answer.windows[0] == pytest.approx(expected(directory, name, text), abs=1e-4)
+    rows = expected(directory, "pii", text)[1:-1]
+    covered = [
+        any(s.start <= text.index(w) < s.end for s in answers["pii", text].spans)
+        for w in text.split()
+    ]
+    assert covered == [max(row[1:]) > row[0] for row in rows]
+
+
+async def test_calls_that_wait_are_computed_together(directory, cluster, client, monkeypatch):
+    async with EncoderProcess(directory, cluster) as process:
+        batches = []
+        classify = process.accepted._classifiers.classify
+        monkeypatch.setattr(
+            process.accepted._classifiers,
+            "classify",
+            lambda inputs: batches.append(len(inputs)) or classify(inputs),
+        )
+        await asyncio.gather(
+            *(client.classify(texts("attack", f"good word{n}"), PATIENT_S) for n in range(20))
+        )
+
+    assert sum(batches) == 20
+    assert len(batches) <= 3
+
+
+async def test_no_process_and_a_refusal_are_no_answers(directory, cluster, client, caplog):
+    assert await client.classify(texts("attack", "good"), 0.01) == {}
+    async with EncoderProcess(directory, cluster):
+        await client._endpoint.wait_for_instances(PATIENT_S)
+        assert await client.classify(texts("mood", "good"), PATIENT_S) == {}
+    assert "no encoder is loaded for mood" in caplog.text
+
+
+async def test_more_than_may_wait_is_refused_as_overload(directory, cluster):
+    async with EncoderProcess(directory, cluster, max_waiting=1) as process:
+        entry = semantic_encoder._WaitingCall(None, None, 0)
+        process.accepted._waiting.append(entry)
+        with pytest.raises(errors.Overloaded, match="the encoders are at capacity"):
+            process.accepted._accept(None)
+        process.accepted._drop(entry)
+        assert not process.accepted._waiting
+
+
+async def test_a_batch_that_fails_fails_its_calls(directory, cluster, client, monkeypatch, caplog):
+    async with EncoderProcess(directory, cluster) as process:
+
+        def fail(inputs):
+            raise RuntimeError(f"{len(inputs)} texts are too many")
+
+        monkeypatch.setattr(process.accepted._classifiers, "classify", fail)
+        assert await client.classify(texts("attack", "good"), PATIENT_S) == {}
+
+    assert "the encoder failed: RuntimeError" in caplog.text
+
+
+async def test_a_request_is_routed_by_what_the_encoders_say(directory, cluster, client):
+    routing = service.RoutingService(
+        directory / "router.yaml", metrics.Registry("llm"), clock.SystemClock()
+    )
+    body = chat("good word3")
+    silent = routing.route(body, {}, classifiers=await routing.ask_encoders(body))
+    routing.connect_encoders(client)
+    async with EncoderProcess(directory, cluster):
+        asked = routing.route(body, {}, classifiers=await routing.ask_encoders(body))
+
+    assert silent.explanation.path == "blocked"
+    law, other = expected(directory, "domain", "good word3")
+    assert asked.explanation.category == ("law" if law > other else "other")
+    assert asked.explanation.model == ("lawyer" if law > other else "general")
+    assert await routing.ask_encoders(b"[") is None
+
+
+async def test_the_classification_api_asks_the_encoders(directory, cluster, client):
+    at = clock.SystemClock()
+    routing = service.RoutingService(directory / "router.yaml", metrics.Registry("llm"), at)
+    routing.connect_encoders(client)
+    running = server.HttpServer(api.make_routes(routing, at))
+    port = await running.start("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENT_S) as browser:
+
+        async def ask(task, **fields):
+            return await browser.post(f"/api/v1/classify/{task}", json=fields)
+
+        client._has_waited = True  # nobody comes
+        away = await ask("security", text="good")
+        async with EncoderProcess(directory, cluster):
+            await client._endpoint.wait_for_instances(PATIENT_S)
+            found = (await ask("batch", texts=["good word3", "bad"], task_type="all")).json()
+            kinds = {m["type"] for m in (await browser.get("/info/models")).json()["models"]}
+    await running.close()
+
+    assert (away.status_code, away.json()["error"]["code"]) == (503, "CLASSIFIER_UNAVAILABLE")
+    assert kinds == {"encoder"}
+    for result, text in zip(found["results"], ("good word3", "bad"), strict=True):
+        risk = expected(directory, "attack", text)[1]
+        assert result["security"]["risk_score"] == pytest.approx(risk, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("pii", "the classifier pii needs a token classifier"), ("domain", "needs a sequence")],
+)
+def test_a_model_for_another_task_stops_the_start(directory, tmp_path, name, message):
+    other = directory / ("domain" if name == "pii" else "pii")
+    key = "pii_model" if name == "pii" else "category_model"
+    fallback = "" if name == "pii" else ", fallback_category: O"
+    path = tmp_path / "router.yaml"
+    path.write_text(f"classifier: {{{key}: {{model_id: {other}{fallback}}}}}")
+    settings = semantic_encoder.SemanticEncoderConfig(router_config=str(path))
+
+    with pytest.raises(errors.ConfigError, match=message):
+        semantic_encoder.load_models(settings)
+
+
+def test_a_configuration_without_models_needs_no_process(tmp_path):
+    path = tmp_path / "router.yaml"
+    path.write_text("default_model: general")
+
+    with pytest.raises(errors.ConfigError, match="need no process of their own"):
+        semantic_encoder.load_models(
+            semantic_encoder.SemanticEncoderConfig(router_config=str(path))
+        )
+    with pytest.raises(errors.ConfigError, match="--config: expected the configuration"):
+        semantic_encoder.load_models(semantic_encoder.SemanticEncoderConfig())
+
+
+def test_the_label_count_of_the_files_is_checked(directory, tmp_path):
+    mapping = tmp_path / "labels.json"
+    mapping.write_text(json.dumps({"idx_to_label": {"0": "benign", "1": "a", "2": "b"}}))
+    path = tmp_path / "router.yaml"
+    path.write_text(
+        f"prompt_guard: {{model_id: {directory}/attack, jailbreak_mapping_path: {mapping}}}"
+    )
+
+    with pytest.raises(errors.ConfigError, match="classifier"):
+        semantic_encoder.load_models(
+            semantic_encoder.SemanticEncoderConfig(router_config=str(path))
+        )
