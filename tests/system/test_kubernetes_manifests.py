@@ -197,11 +197,12 @@ def test_request_profiles_the_simulated_engine_and_deploys_it(cluster):
     run(cluster, "apply", "-f", "-", stdin=json.dumps(request))
     state = "jsonpath={.status.state}"
     run(cluster, "wait", f"--for={state}=Ready", "dgdr/found", "--timeout=115s")
-    services = json.loads(run(cluster, "get", "dgd/found", "-o", "json"))["spec"]["services"]
+    graph = json.loads(run(cluster, "get", "dgd/found", "-o", "json"))
     run(cluster, "delete", "dgdr/found", "dgd/found")
 
-    workers = [service for name, service in services.items() if name != "Frontend"]
-    assert sum(service["replicas"] for service in workers) == 2
+    components = graph["spec"]["components"]  # v1beta1, which kubectl prefers
+    workers = [entry for entry in components if entry["type"] == "worker"]
+    assert sum(entry["replicas"] for entry in workers) == 2
 
 
 def test_manifest_of_several_nodes_stops_at_its_groups(cluster):

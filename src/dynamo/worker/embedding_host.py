@@ -60,7 +60,7 @@ class EmbeddingHost:
         self._files = cards.FileSharing(runtime, clock)
         self._tasks = tasks.Tasks()
         self._is_ready = False
-        self._system_port = health.SystemPort(
+        self.system_port = health.SystemPort(
             endpoints=(endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._metrics.uptime_s,
@@ -84,10 +84,6 @@ class EmbeddingHost:
         _logger.info("serving embeddings of %s at %s", card.display_name, self._endpoint)
         return card
 
-    async def open_system_port(self, host: str, port: int) -> int:
-        """Serve health and metrics and return the port; may be called before `start`, while nothing is loaded."""
-        return await self._system_port.start(host, port)
-
     async def run_until(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises the error of a task that died."""
         await self._tasks.run_until(stop)
@@ -100,7 +96,7 @@ class EmbeddingHost:
         await self._files.close()
         await self._tasks.close()
         await self._embedder.stop()
-        await self._system_port.close()
+        await self.system_port.close()
         _logger.info("stopped")
 
 

@@ -131,10 +131,14 @@ def default_for(model: str | None) -> str:
     )
 
 
-def find_model(name: str, model: str | None) -> Path:
+def find_model(
+    name: str, model: str | None, on_download: model_source.OnDownload | None = None
+) -> Path:
     """Return the directory of a model for this engine, as `model_source.resolve`. Raises ConfigError."""
     kind = kind_of(name)
-    directory = model_source.resolve(model, with_weights=kind.needs_weights)
+    directory = model_source.resolve(
+        model, with_weights=kind.needs_weights, on_download=on_download
+    )
     is_gguf = any(directory.glob(f"*{model_source.GGUF_SUFFIX}"))
     if is_gguf and not kind.reads_gguf and kind.needs_weights:
         raise errors.ConfigError(

@@ -1,6 +1,6 @@
 """The health of a worker: its metrics, its system port, and the probe of a quiet engine.
 
-GET /live       200 as long as the event loop of the process runs
+GET /live       200 as long as the event loop of the process runs; 503 for a start that stands still (`startup`)
 GET /health     200 once the worker serves; 503 before, while it drains, while it sleeps and after its engine died
 GET /metrics    the metrics, in Prometheus's format
 POST /engine/drain   end the process as SIGTERM does: it leaves discovery and finishes its requests
@@ -16,6 +16,7 @@ gives up only an engine that neither answers the probe nor makes any progress.
 import asyncio
 import logging
 import signal
+import socket
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from dynamo.observability import metrics
 from dynamo.protocols import blocks, generate, instances, load, model_errors
 from dynamo.runtime import component, credentials, requests
 from dynamo.runtime.http import exchange, server
+from dynamo.worker import startup
 
 STATISTICS_S = 5.0
 _logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class SystemPort:
         self._is_ready = is_ready
         self._uptime_s = uptime_s
         self._render = render
+        self._progress: startup.StartProgress | None = None
         table = {
             ("GET", "/live"): self._live,
             ("GET", "/health"): self._health,
@@ -73,12 +76,18 @@ class SystemPort:
         """Listen and return the port, which the system chooses for 0. Raises ConfigError if the port is taken."""
         return await self._server.start(host, port, port_flag="--system-port")
 
+    async def start_on(self, listener: socket.socket, progress: startup.StartProgress) -> None:
+        """Go on at the socket of a `startup.StartPort`, and show this progress until it is over."""
+        self._progress = progress
+        await self._server.start_on(listener)
+
     async def close(self) -> None:
         """Stop listening and close the connections."""
         await self._server.close()
 
     def _live(self, request: exchange.Exchange) -> None:
-        request.respond(200, self._status_body())
+        is_stalled = self._progress is not None and self._progress.is_stalled()
+        request.respond(503 if is_stalled else 200, self._status_body())
 
     def _health(self, request: exchange.Exchange) -> None:
         request.respond(200 if self._is_ready() else 503, self._status_body())
@@ -92,13 +101,10 @@ class SystemPort:
 
     def _status_body(self) -> bytes:
         status = "ready" if self._is_ready() else "notready"
-        seconds, fraction = divmod(self._uptime_s(), 1)
-        return msgspec.json.encode(
-            {
-                "status": status,
-                "uptime": {"secs": int(seconds), "nanos": int(fraction * 1e9)},
-                "endpoints": dict.fromkeys(self._endpoints, status),
-            }
+        report = self._progress.report() if self._progress is not None else None
+        start = {"startup": report} if report else {}
+        return startup.render_status(
+            status, self._uptime_s(), endpoints=dict.fromkeys(self._endpoints, status), **start
         )
 
 

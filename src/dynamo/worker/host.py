@@ -132,7 +132,7 @@ class Host:
         self.command_routes = {
             path: route for part in commands for path, route in part.routes().items()
         }
-        self._system_port = health.SystemPort(
+        self.system_port = health.SystemPort(
             endpoints=(endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._metrics.uptime_s,
@@ -207,10 +207,6 @@ class Host:
         _logger.info("serving %s at %s", card.display_name, self._endpoint)
         return card
 
-    async def open_system_port(self, host: str, port: int) -> int:
-        """Serve health, metrics and commands and return the port; may be called before `start`, while a model loads."""
-        return await self._system_port.start(host, port)
-
     async def run_until(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises EngineFailed if the engine dies."""
 
@@ -255,7 +251,7 @@ class Host:
             _logger.warning("the engine did not stop within %g s", ENGINE_STOP_S)
         await self._files.close()
         await self._tasks.close()
-        await self._system_port.close()
+        await self.system_port.close()
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
         _logger.info("stopped")
@@ -399,7 +395,7 @@ class Fleet:
             for engine, sibling in zip(engines, self._runtimes, strict=True)
         ]
         self._is_ready = False
-        self._system_port = health.SystemPort(
+        self.system_port = health.SystemPort(
             endpoints=(endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: counters.uptime_s,
@@ -410,10 +406,6 @@ class Fleet:
         """Start all hosts at once. Raises ConfigError or EngineFailed."""
         await asyncio.gather(*(host.start() for host in self._hosts))
         self._is_ready = True
-
-    async def open_system_port(self, host: str, port: int) -> int:
-        """Serve health and metrics of all hosts and return the port; healthy once all have started."""
-        return await self._system_port.start(host, port)
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises EngineFailed if an engine dies."""
@@ -430,7 +422,7 @@ class Fleet:
         await asyncio.gather(*(host.stop(timeout_s, grace_s) for host in self._hosts))
         for sibling in self._runtimes:
             await sibling.close()
-        await self._system_port.close()
+        await self.system_port.close()
 
     def _load(self) -> list[load.ForwardPassMetrics]:
         return [rank_load for engine in self._engines for rank_load in engine.load()]

@@ -9,20 +9,19 @@
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import functools
 import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dynamo.base import addresses, config, errors, process_setup
 from dynamo.base import clock as clocks
+from dynamo.base import config, errors, process_setup
 from dynamo.engine import api
 from dynamo.observability import logs
 from dynamo.preprocess import loading, tokenize, tokenizer_findings
@@ -38,6 +37,7 @@ from dynamo.worker import (
     model_source,
     role_change,
     settings,
+    startup,
 )
 
 _logger = logging.getLogger(__name__)
@@ -61,8 +61,12 @@ def main(engine_name: str) -> int:
         if worker.max_local_prefill_length is None:
             length = kind.max_local_prefill_length
             worker = dataclasses.replace(worker, max_local_prefill_length=length)
-        directory = engines.find_model(engine_name, worker.model)
-        asyncio.run(_serve(worker, _host_factory(worker, engine_name, directory, engine_settings)))
+        progress = startup.StartProgress(clocks.SystemClock(), worker.startup_stall_timeout)
+        with _early_port(worker, progress) as start_port:
+            directory = engines.find_model(engine_name, worker.model, progress.begin_download)
+            progress.begin_load()
+            make_any_host = _host_factory(worker, engine_name, directory, engine_settings)
+            asyncio.run(_serve(worker, make_any_host, progress, start_port))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
@@ -77,7 +81,29 @@ def main(engine_name: str) -> int:
     return 0
 
 
-async def _serve(worker: settings.WorkerConfig, make_any_host: MakeAnyHost) -> None:
+@contextlib.contextmanager
+def _early_port(
+    worker: settings.WorkerConfig, progress: startup.StartProgress
+) -> Iterator[startup.StartPort | None]:
+    """Answer at the system port, if there is one, while nothing else runs yet. Raises ConfigError."""
+    if worker.used_system_port is None:
+        yield None
+        return
+    listener = startup.open_listener(worker.system_host, worker.used_system_port)
+    start_port = startup.StartPort(listener, progress)
+    try:
+        yield start_port
+    finally:
+        start_port.release()
+        listener.close()
+
+
+async def _serve(
+    worker: settings.WorkerConfig,
+    make_any_host: MakeAnyHost,
+    progress: startup.StartProgress,
+    start_port: startup.StartPort | None,
+) -> None:
     async with await component.DistributedRuntime.open(
         worker, item_type=generate.Output
     ) as runtime:
@@ -89,27 +115,17 @@ async def _serve(worker: settings.WorkerConfig, make_any_host: MakeAnyHost) -> N
                     "/health does not wait for %s (--system-use-endpoint-health-status), which workers do not serve",
                     ", ".join(absent),
                 )
-            if worker.used_system_port is not None:
-                await open_system_port(served, worker.system_host, worker.used_system_port)
+            if start_port is not None:
+                await served.system_port.start_on(start_port.release(), progress)
             async with _announced_start(runtime, worker):
                 await (
                     served.start()
                 )  # until here a signal ends the process at once: nothing runs yet
                 stop = process_setup.stop_on_signals()
+            progress.finish()
             await served.run_until(stop)
         finally:
             await served.stop(worker.graceful_shutdown_timeout_s, worker.grace_period_s)
-
-
-async def open_system_port(served: AnyHost, host: str, ports: addresses.PortRange) -> int:
-    """Serve health and metrics at the first free port, and return it. Raises ConfigError if none is free."""
-    for port in range(ports.first, ports.last):
-        try:
-            return await served.open_system_port(host, port)
-        except errors.ConfigError as error:
-            if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
-                raise
-    return await served.open_system_port(host, ports.last)
 
 
 @contextlib.asynccontextmanager

@@ -10,12 +10,16 @@ The only module that imports `huggingface_hub`. Every failure is one ConfigError
 a hub that does not answer.
 """
 
+import contextlib
+import fnmatch
 import os
 import re
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 from huggingface_hub import errors as hub_errors
 
 from dynamo.base import distribution, errors
@@ -26,19 +30,32 @@ from dynamo.worker import card
 BUILT_IN = "storyteller"
 GGUF_SUFFIX = ".gguf"
 HUB_TIMEOUT_S = 5.0
+_ABANDONED_S = 3600.0
+# A file grows, so a download is seen to move, by this much at a time: of 10 MiB a slow line brings none in minutes.
+huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 2**18
 REQUIRED = ("config.json", "tokenizer.json")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _HUB_FAILURES = (
     hub_errors.HTTPError,  # type: ignore[attr-defined]  # base of its HTTP client's errors, whichever client it is
     OSError,
     ValueError,
 )
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def resolve(model: str | None, *, with_weights: bool = True) -> Path:
-    """Return the directory of a model; downloads it if needed. Raises ConfigError."""
+OnDownload = Callable[[str, Path, int | None], None]
+
+
+def resolve(
+    model: str | None, *, with_weights: bool = True, on_download: OnDownload | None = None
+) -> Path:
+    """Return the directory of a model; downloads it if needed. Raises ConfigError.
+
+    Before a download `on_download` is called with the model's name, its folder in the cache and its bytes, if known.
+    """
     if model in (None, "", BUILT_IN):
         return built_in()
     assert model is not None
@@ -59,7 +76,7 @@ def resolve(model: str | None, *, with_weights: bool = True) -> Path:
         raise errors.ConfigError(
             f"no such directory: {model} (expected a model directory, or a hub name like Qwen/Qwen3-0.6B)"
         )
-    return _checked(_from_hub(model, _CONFIG_FILES + _WEIGHTS if with_weights else _CONFIG_FILES))
+    return _checked(_from_hub(model, with_weights=with_weights, on_download=on_download))
 
 
 def built_in() -> Path:
@@ -105,9 +122,26 @@ def _checked(directory: Path) -> Path:
     return directory
 
 
-def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
+def has_all_weights(directory: Path) -> bool:
+    """Return False if files of weights are missing, as after a download that was cut off.
+
+    The names of files say how many there are (model-00001-of-00004.safetensors).
+    """
+    names = {path.name for path in directory.iterdir()}
+    for match in filter(None, map(_SHARD.fullmatch, names)):
+        head, number, count = match.groups()
+        for other in range(1, int(count) + 1):
+            if f"{head}-{other:0{len(number)}}-of-{count}.safetensors" not in names:
+                return False
+    return any(name.endswith(_WEIGHT_SUFFIXES) for name in names)
+
+
+def _from_hub(name: str, *, with_weights: bool, on_download: OnDownload | None) -> Path:
+    patterns = _CONFIG_FILES + _WEIGHTS if with_weights else _CONFIG_FILES
     try:
-        return _checked(Path(_snapshot(name, patterns, cached=True)))
+        directory = _checked(Path(_snapshot(name, patterns, cached=True)))
+        if not with_weights or has_all_weights(directory):
+            return directory
     except (errors.ConfigError, hub_errors.LocalEntryNotFoundError, ValueError):
         pass  # not in the cache, or not all of it
     if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -115,6 +149,10 @@ def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
             f"model {name!r} is not in the local cache, and HF_HUB_OFFLINE forbids to download it"
         )
     sys.stderr.write(f"Looking for {name} at {huggingface_hub.constants.ENDPOINT}\n")
+    folder = Path(huggingface_hub.constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    _remove_abandoned(folder)
+    if on_download is not None:
+        on_download(name, folder, _size_at_hub(name, patterns))
     try:
         return Path(_snapshot(name, patterns, cached=False))
     except hub_errors.GatedRepoError as error:
@@ -135,6 +173,28 @@ def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
             f"model {name!r} is not in the local cache and cannot be downloaded: {reason}; "
             "give a model directory, or none for the built-in model"
         ) from error
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what downloads that were cut off an hour ago or earlier have left: each of them begins a file anew."""
+    for path in folder.glob("blobs/*.incomplete"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                path.unlink()
+
+
+def _size_at_hub(name: str, patterns: tuple[str, ...]) -> int | None:
+    """Return the bytes of a model's files at the hub, None if it does not tell."""
+    try:
+        found = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=HUB_TIMEOUT_S)
+    except _HUB_FAILURES:  # the download says what is wrong
+        return None
+    sizes = [
+        sibling.size or 0
+        for sibling in found.siblings or ()
+        if any(fnmatch.fnmatch(sibling.rfilename, pattern) for pattern in patterns)
+    ]
+    return sum(sizes) or None
 
 
 def _snapshot(name: str, patterns: tuple[str, ...], *, cached: bool) -> str:

@@ -133,7 +133,7 @@ class RoleHost:
         self._change: asyncio.Future[None] | None = None
         self._role: Role = "prefill" if worker.is_prefill else "decode"
         self._open_host()
-        self._system_port = health.SystemPort(
+        self.system_port = health.SystemPort(
             endpoints=("generate",),
             is_ready=lambda: self._host.is_ready,
             uptime_s=lambda: self._clock.now() - self._began_at,
@@ -156,10 +156,6 @@ class RoleHost:
         for number, role in _ROLE_BY_SIGNAL.items():
             asyncio.get_running_loop().add_signal_handler(number, self._obey, role)
         await self._host.start()
-
-    async def open_system_port(self, address: str, port: int) -> int:
-        """Serve health, metrics and commands and return the port."""
-        return await self._system_port.start(address, port)
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Serve, in one role after the other, until `stop` is set. Raises EngineFailed if the engine dies."""
@@ -195,7 +191,7 @@ class RoleHost:
         await self._host.stop(timeout_s, grace_s)
         await self._sibling.close()
         await self._tasks.close()
-        await self._system_port.close()
+        await self.system_port.close()
 
     async def change(self, role: Role) -> None:
         """Return when the worker serves in this role. Raises Conflict."""

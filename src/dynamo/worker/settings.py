@@ -170,6 +170,12 @@ class WorkerConfig(component.RuntimeConfig):
         env="DYN_SYSTEM_ENABLED",
         help=f"true: serve the system port, at {DEFAULT_SYSTEM_PORT} if --system-port names none; false: serve none",
     )
+    startup_stall_timeout: float = config.option(
+        300.0,
+        env="DYN_STARTUP_STALL_TIMEOUT",
+        help="seconds without progress (bytes of the model, computing, reading) after which /live gives up a start",
+        least=1,
+    )
     system_use_endpoint_health_status: tuple[str, ...] = config.option(
         (),
         env="DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS",

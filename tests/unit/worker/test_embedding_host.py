@@ -251,7 +251,7 @@ async def test_embedding_host_answers_and_publishes_its_dimensions(world):
 
 async def test_system_port_of_an_embedding_host_reports_readiness(world):
     host, _ = world
-    port = await host.open_system_port("127.0.0.1", 0)
+    port = await host.system_port.start("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENT_S) as client:
         before = await client.get("/health")
         await host.start()

@@ -287,7 +287,7 @@ async def asleep(worlds):
     """A world with a worker that sleeps, since its running request has ended."""
     options = host.HostOptions(request_limit=8, drain_timeout_s=60)
     world = await worlds(options, with_sleeper)
-    world.port = await world.host.open_system_port("127.0.0.1", 0)
+    world.port = await world.host.system_port.start("127.0.0.1", 0)
     await world.host.start()
     receiver, _ = await world.ask()
     sleeping = asyncio.create_task(world.tell("sleep"))
@@ -333,7 +333,7 @@ async def test_worker_ends_if_the_engine_fails_to_sleep(worlds):
 
     world = await worlds(host.HostOptions(request_limit=8, drain_timeout_s=0), with_sleeper)
     world.sleeper.sleep = fail
-    world.port = await world.host.open_system_port("127.0.0.1", 0)
+    world.port = await world.host.system_port.start("127.0.0.1", 0)
     await world.host.start()
 
     answer = await world.tell("sleep")
@@ -349,7 +349,7 @@ async def test_sleeping_engine_is_not_probed(worlds):
     options = host.HostOptions(request_limit=8, drain_timeout_s=0, health_check=check)
     world = await worlds(options, with_sleeper)
     world.engine.submit = lambda request: asked.set()
-    world.port = await world.host.open_system_port("127.0.0.1", 0)
+    world.port = await world.host.system_port.start("127.0.0.1", 0)
     await world.host.start()
     await asked.wait()
     await world.tell("sleep")
@@ -361,7 +361,7 @@ async def test_sleeping_engine_is_not_probed(worlds):
 
 
 async def test_worker_without_sleep_support_has_no_sleep_route(world):
-    world.port = await world.host.open_system_port("127.0.0.1", 0)
+    world.port = await world.host.system_port.start("127.0.0.1", 0)
 
     assert (await world.tell("sleep")).status_code == 404
 
@@ -490,7 +490,7 @@ async def test_metrics_of_a_fleet_are_those_of_all_hosts(fleet_world):
     await fleet_world.ask(fleet_world.built[0])
     await fleet_world.ask(fleet_world.built[2])
     await until(lambda: fleet_world.engines[0].submitted and fleet_world.engines[2].submitted)
-    port = await fleet_world.fleet.open_system_port("127.0.0.1", 0)
+    port = await fleet_world.fleet.system_port.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     text = (await reader.read()).decode()

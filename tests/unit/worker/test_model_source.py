@@ -58,6 +58,7 @@ def test_file_instead_of_a_directory_is_refused(tmp_path):
 
 def test_cached_model_needs_no_network(tmp_path, monkeypatch):
     fill(tmp_path)
+    (tmp_path / "model.safetensors").touch()
 
     def snapshot_download(name, *, local_files_only, **options):
         assert local_files_only

@@ -76,7 +76,7 @@ async def test_signal_orders_a_change(world):
 
 
 async def test_route_answers_when_the_worker_serves_in_its_role(world):
-    port = await world.host.open_system_port("127.0.0.1", 0)
+    port = await world.host.system_port.start("127.0.0.1", 0)
     url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient(timeout=PATIENT_S) as client:
         for _ in range(2):

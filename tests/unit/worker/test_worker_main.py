@@ -1,14 +1,13 @@
 """A worker process, by its exit code."""
 
 import shutil
-import socket
 import sys
 
 import httpx
 import msgspec
 import pytest
 
-from dynamo.base import addresses, errors
+from dynamo.base import errors
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
@@ -109,41 +108,12 @@ async def test_worker_that_takes_from_a_queue_cannot_sleep(fields, status):
     ) as runtime:
         worker = settings.WorkerConfig(**fields)
         made = main.make_host(worker, engine, runtime, model_source.built_in())
-        port = await made.open_system_port("127.0.0.1", 0)
+        port = await made.system_port.start("127.0.0.1", 0)
         async with httpx.AsyncClient(timeout=PATIENT_S) as client:
             answer = await client.post(f"http://127.0.0.1:{port}/engine/sleep")
         await made.stop(0)
 
     assert answer.status_code == status
-
-
-@pytest.mark.parametrize(("last", "is_served"), [(0, False), (9, True)])
-async def test_system_port_is_the_first_free_one_of_its_range(last, is_served):
-    async with await component.DistributedRuntime.in_memory(
-        component.MemoryCluster(), item_type=generate.Output
-    ) as runtime:
-        with socket.create_server(("127.0.0.1", 0)) as occupant:
-            port = occupant.getsockname()[1]
-            ports = addresses.PortRange(port, port + last)
-            worker = settings.WorkerConfig(model_name="m")
-            made = main.make_host(
-                worker,
-                MockEngine(MockConfig(), cycle=TokenCycle((1, 2)), context_length=64),
-                runtime,
-                model_source.built_in(),
-            )
-            try:
-                if is_served:
-                    assert (
-                        port < await main.open_system_port(made, "127.0.0.1", ports) <= port + last
-                    )
-                else:
-                    with pytest.raises(
-                        errors.ConfigError, match=f"port {port} is in use.*--system-port"
-                    ):
-                        await main.open_system_port(made, "127.0.0.1", ports)
-            finally:
-                await made.stop(0)
 
 
 @pytest.mark.parametrize(("fields", "num_announced"), [({}, 1), ({"is_prefill_worker": True}, 0)])

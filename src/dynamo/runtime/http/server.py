@@ -101,6 +101,15 @@ class HttpServer:
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
         return int(self._listener.sockets[0].getsockname()[1])
 
+    async def start_on(self, listener: socket.socket) -> int:
+        """Answer at a socket that listens already, also what waits there, and return its port."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(
+            lambda: _Connection(self, loop), sock=listener, ssl=self._tls, backlog=1024
+        )
+        self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
+        return int(listener.getsockname()[1])
+
     async def start_at(self, path: str) -> None:
         """Listen at a Unix socket, for processes of this user; one that a dead process left there is replaced."""
         self.is_private = True
@@ -179,6 +188,17 @@ class HttpServer:
             if connection.deadline < now:
                 connection.expire()
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
+
+
+def open_listener(host: str, port: int, *, port_flag: str) -> socket.socket:
+    """Return a socket that listens, for `HttpServer.start_on`. Raises ConfigError, naming `port_flag`."""
+    try:
+        if host == "::":
+            return _open_dual_socket(port, shares_port=False)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise errors.ConfigError(_cannot_listen(error, host, port, port_flag)) from error
 
 
 def _open_dual_socket(port: int, *, shares_port: bool) -> socket.socket:
