@@ -55,6 +55,7 @@ class DictCluster:
         self.objects = {}
         self.pods = {}
         self.instances = None
+        self.starts = {}
         self.num_writes = 0
         self._uids = itertools.count(1)
         self._tokens = itertools.count(1)
@@ -112,6 +113,7 @@ class DictCluster:
             objects=copy.deepcopy(self.objects),
             pods=[copy.deepcopy(entry["pod"]) for entry in self.pods.values()],
             instances=self.instances,
+            starts=self.starts,
         )
 
     def actions(self, resource):

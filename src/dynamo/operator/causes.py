@@ -5,8 +5,9 @@ cannot be placed says nothing of its image, and one without its image says nothi
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dynamo.operator import objects
@@ -20,7 +21,7 @@ _MAX_LOG = 300
 # An earlier reason explains the later ones.
 _ORDER = (
     "InvalidSpec", "VolumeMissing", "Unschedulable", "Evicted", "ImagePull", "ContainerConfig", "OutOfMemory",
-    "CrashLoop", "Completed", "SecretMissing", "Starting", "Waiting",
+    "CrashLoop", "Completed", "Downloading", "Loading", "SecretMissing", "Starting", "Waiting",
 )  # fmt: skip
 
 
@@ -43,9 +44,17 @@ def select_first(candidates: Iterable[Cause], default: Cause) -> Cause:
 
 
 def first_cause(
-    pods: Sequence[Object], *, template_hash: str, missing: Iterable[Cause] = (), num_wanted: int
+    pods: Sequence[Object],
+    *,
+    template_hash: str,
+    missing: Iterable[Cause] = (),
+    num_wanted: int,
+    starts: Mapping[str, objects.Start] = MappingProxyType({}),
 ) -> Cause:
-    """Return the first cause among the pods of a template that is not ready, or that they only need time."""
+    """Return the first cause among the pods of a template that is not ready, or that they only need time.
+
+    `starts` has how far those are that tell it, by the name of their pod.
+    """
     current = [
         pod
         for pod in pods
@@ -53,6 +62,10 @@ def first_cause(
         and "deletionTimestamp" not in pod["metadata"]
     ]
     causes = [*missing, *(cause for pod in current if (cause := pod_cause(pod)))]
+    for pod in current:
+        name = pod["metadata"]["name"]
+        if name in starts and is_starting(pod):
+            causes.append(_start_cause(name, starts[name]))
     num_ready = sum(objects.find_condition(pod, "Ready").get("status") == "True" for pod in current)
     waiting = Cause("Starting", f"{num_ready} of {num_wanted} pods are ready")
     return select_first(causes, waiting)
@@ -75,6 +88,25 @@ def pod_cause(pod: Object) -> Cause | None:
     ]
     causes = [cause for entry in containers if (cause := _container_cause(name, entry))]
     return select_first(causes, Cause("Starting", f"pod {name} is starting"))
+
+
+def is_starting(pod: Object) -> bool:
+    """Return True for a pod that runs, is not ready, and has nothing wrong that Kubernetes knows of."""
+    cause = pod_cause(pod)
+    address = (pod.get("status") or {}).get("podIP")
+    return cause is not None and cause.reason == "Starting" and bool(address)
+
+
+def _start_cause(name: str, start: objects.Start) -> Cause:
+    minutes = start.still_secs // 60
+    still = f", and has not moved for {minutes} min" if minutes else ""
+    if start.stage != "download":
+        return Cause("Loading", f"pod {name} loads its model{still}")
+    progress = f"{start.done_bytes / 1e9:.1f} GB so far"
+    if start.total_bytes:
+        share = start.done_bytes / start.total_bytes
+        progress = f"{int(100 * share)} % of {start.total_bytes / 1e9:.1f} GB"
+    return Cause("Downloading", f"pod {name} downloads {start.model}: {progress}{still}")
 
 
 def _unschedulable(name: str, message: str) -> Cause:

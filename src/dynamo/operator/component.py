@@ -276,14 +276,11 @@ def find_cause(
     spec = workload["spec"]
     template = spec.get("template") or spec["leaderWorkerTemplate"]["leaderTemplate"]
     cause = causes.first_cause(
-        [
-            pod
-            for pod in observed.pods
-            if pod["metadata"].get("labels", {}).get(objects.SELECTOR_LABEL) == component.name
-        ],
+        observed.pods_of(component.name),
         template_hash=template["metadata"]["labels"][objects.TEMPLATE_LABEL],
         missing=find_missing(component, observed),
         num_wanted=num_wanted,
+        starts=observed.starts,
     )
     if component.spec.role == "frontend" and "runs and is not ready" in cause.message:
         return causes.Cause("Waiting", "the frontend waits for the first worker of a model")

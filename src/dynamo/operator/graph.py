@@ -250,7 +250,7 @@ def count_workers(
         num_admitted = observed.instances.get(namespace, 0)
     workers = {}
     for service, existing in generation.components.items():
-        pods = _pods_of(existing, observed)
+        pods = observed.pods_of(existing["metadata"]["name"])
         num_ready = sum(
             objects.find_condition(pod, "Ready").get("status") == "True"
             and "deletionTimestamp" not in pod["metadata"]
@@ -262,19 +262,10 @@ def count_workers(
     return rollout.Generation(digits=generation.digits, workers=workers, num_admitted=num_admitted)
 
 
-def _pods_of(existing: Object, observed: Observed) -> list[Object]:
-    name = existing["metadata"]["name"]
-    return [
-        pod
-        for pod in observed.pods
-        if pod["metadata"].get("labels", {}).get(objects.SELECTOR_LABEL) == name
-    ]
-
-
 def has_pods(generation: WorkerGeneration, planned: rollout.Replicas, observed: Observed) -> bool:
     """Return True as long as a generation has or shall have pods."""
     return any(planned.values()) or any(
-        _pods_of(existing, observed) or existing["spec"].get("replicas", 1)
+        observed.pods_of(existing["metadata"]["name"]) or existing["spec"].get("replicas", 1)
         for existing in generation.components.values()
     )
 
@@ -383,7 +374,7 @@ def make_adapter_statuses(graph: Graph, observed: Observed, desired: list[Object
     for adapter in observed.owned_by(graph.resource, _ADAPTER):
         service = adapter["spec"]["dgdRef"]["serviceName"]
         counts = [
-            len(_pods_of(item, observed))
+            len(observed.pods_of(item["metadata"]["name"]))
             for item in desired
             if item["spec"].get("dynamoComponent") == service
         ]
@@ -451,7 +442,7 @@ def _render_status(
     services: dict[str, Any] = {}
     for item in desired:
         name = item["metadata"]["labels"][objects.COMPONENT_LABEL]
-        pods = _pods_of(item, observed)
+        pods = observed.pods_of(item["metadata"]["name"])
         entry = services.setdefault(name, {"componentNames": [], "replicas": 0, "readyReplicas": 0})
         entry["componentNames"].append(item["metadata"]["name"])
         entry["replicas"] += len(pods)

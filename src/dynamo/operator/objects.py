@@ -44,6 +44,16 @@ class Reference:
     name: str
 
 
+class Start(msgspec.Struct, frozen=True, rename="camel"):
+    """How far the start of a worker is, as its system port tells it."""
+
+    stage: str
+    model: str = ""
+    done_bytes: int = 0
+    total_bytes: int | None = None
+    still_secs: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """What the cluster has of a namespace, as far as one root object concerns it, and the time of looking."""
@@ -55,6 +65,7 @@ class Observed:
     instances: Mapping[str, int] | None = (
         None  # registered instances by dynamo namespace; None: not asked
     )
+    starts: Mapping[str, Start] = field(default_factory=dict)  # of starting workers, by pod
 
     def find(self, kind: str, name: str) -> Object | None:
         """Return the object, or None if there is none."""
@@ -67,6 +78,14 @@ class Observed:
             self.objects[key]
             for key in sorted(keys)
             if key[0] == kind and is_owned(self.objects[key], owner)
+        ]
+
+    def pods_of(self, component: str) -> list[Object]:
+        """Return the pods of a component."""
+        return [
+            pod
+            for pod in self.pods
+            if (pod["metadata"].get("labels") or {}).get(SELECTOR_LABEL) == component
         ]
 
 

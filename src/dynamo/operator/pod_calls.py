@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo.base import addresses, errors
 from dynamo.operator import objects
-from dynamo.operator.objects import Object
+from dynamo.operator.objects import Object, Start
 from dynamo.operator.pod_template import HTTP_PORT
 
 _HTTP_TIMEOUT_S = 3.0
@@ -71,6 +71,20 @@ async def read_instances(address: str, port: int = HTTP_PORT) -> dict[str, int] 
         _logger.info("the frontend at %s does not tell its instances: %s", address, error)
         return None
     return counts
+
+
+async def read_starts(workers: Mapping[str, tuple[str, int]]) -> dict[str, Start]:
+    """Return how far the starts of workers are, by the names of their pods; a worker that cannot say is left out."""
+    answers = await asyncio.gather(*(_read_start(*address) for address in workers.values()))
+    return {name: answer for name, answer in zip(workers, answers, strict=True) if answer}
+
+
+async def _read_start(address: str, port: int) -> Start | None:
+    try:
+        _, answer = await call_pod(address, port, "GET", "/health")
+        return msgspec.convert(answer["startup"], Start)
+    except (errors.DynamoError, LookupError, TypeError, msgspec.ValidationError):
+        return None
 
 
 async def change_adapter(address: str, port: int, name: str, uri: str | None) -> str:

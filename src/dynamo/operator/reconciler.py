@@ -16,6 +16,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.operator import (
     api_types,
+    causes,
     component,
     graph,
     models,
@@ -31,6 +32,7 @@ from dynamo.runtime.backends.kubernetes import connection
 _POLL_S = (
     1.0  # between two looks at the frontends during an update, and at workers without their adapter
 )
+_START_POLL_S = 3.0  # between two looks at workers that start
 _UNSTABLE = ("resourceVersion", "managedFields", "generation")
 _logger = logging.getLogger(__name__)
 
@@ -77,15 +79,20 @@ class Reconciler:
         if is_updating:
             instances = await pod_calls.count_admitted(observed.pods)
             observed = dataclasses.replace(observed, instances=instances)
+        starting: dict[str, tuple[str, int]] = {}
         if key[0] == "DynamoGraphDeployment":
             token_name = graph.find_token_name(root, observed, self._settings)
             await self._look_up_secret(key[1], token_name)
             decision = graph.decide(root, observed, self._settings, secrets.token_hex(32))
         else:
             await self._look_up_secret(key[1], root["spec"].get("envFromSecret"))
+            starting = find_starting(observed.pods_of(key[2]))
+            observed = dataclasses.replace(observed, starts=await pod_calls.read_starts(starting))
             decision = component.decide(root, observed, self._settings)
         await self._carry_out(root, decision, now)
-        return _POLL_S if is_updating else None
+        if is_updating:
+            return _POLL_S
+        return _START_POLL_S if starting else None
 
     async def _carry_out(self, root: Object, decision: Reconciliation, now: str) -> None:
         try:
@@ -258,6 +265,15 @@ class Reconciler:
             existing = {"metadata": {"name": name, "namespace": namespace}}  # it cannot be told
         if existing is not None:
             self._cache.put({"kind": "Secret", "metadata": existing["metadata"]})
+
+
+def find_starting(pods: list[Object]) -> dict[str, tuple[str, int]]:
+    """Return the addresses of the workers that run and are not ready, by the names of their pods."""
+    return {
+        pod["metadata"]["name"]: (pod["status"]["podIP"], models.find_system_port(pod))
+        for pod in pods
+        if pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "worker" and causes.is_starting(pod)
+    }
 
 
 def digest_of_lasting(existing: Object) -> str:

@@ -12,6 +12,7 @@ system port, so no connection is refused in between.
 import contextlib
 import errno
 import http.server
+import logging
 import os
 import socket
 import threading
@@ -23,8 +24,9 @@ import msgspec
 
 from dynamo.base import addresses, errors
 from dynamo.base import clock as clocks
-from dynamo.runtime.http import server
+from dynamo.runtime.http import listeners, server
 
+_logger = logging.getLogger(__name__)
 _LEAST_CPU_S = 3.0  # that count as work: a process that only waits uses less in minutes
 _LEAST_BYTES = 2**20
 _CLIENT_S = 2.0  # for a client of the early port to send its request
@@ -52,7 +54,7 @@ class StartProgress:
         self._lock = threading.Lock()
         self._began_at = self._moved_at = clock.now()
         self._work = WorkDone()
-        self._is_over = False
+        self._is_over = self._is_given_up = False
         self._model = ""
         self._folder: Path | None = None  # of a download
         self._left: dict[str, int] = {}  # what earlier downloads that were cut off have left
@@ -100,7 +102,18 @@ class StartProgress:
     def is_stalled(self) -> bool:
         """Return True during a start that has stood still for too long."""
         with self._lock:
-            return not self._is_over and self._look() > self._stall_s
+            is_stalled = not self._is_over and self._look() > self._stall_s
+            if (
+                is_stalled and not self._is_given_up
+            ):  # the last line of the log, which a cluster shows
+                stage = f"download of {self._model}" if self._folder is not None else "load"
+                _logger.error(
+                    "the %s has stood still for %g s: /live fails now, so that a supervisor starts this worker again",
+                    stage,
+                    self._stall_s,
+                )
+            self._is_given_up = is_stalled
+        return is_stalled
 
     def _look(self) -> float:
         """Return the seconds since the last movement that was seen."""
@@ -217,8 +230,8 @@ def open_listener(host: str, ports: addresses.PortRange) -> socket.socket:
     """Listen at the first free port. Raises ConfigError if none is free."""
     for port in range(ports.first, ports.last):
         try:
-            return server.open_listener(host, port, port_flag="--system-port")
+            return listeners.open_listener(host, port, port_flag="--system-port")
         except errors.ConfigError as error:
             if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
-    return server.open_listener(host, ports.last, port_flag="--system-port")
+    return listeners.open_listener(host, ports.last, port_flag="--system-port")

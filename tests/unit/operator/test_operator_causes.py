@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynamo.operator import causes
+from dynamo.operator import causes, objects
 from operator_cluster import DictCluster, frontend, make_graph, worker
 
 
@@ -75,6 +75,38 @@ def test_status_of_the_graph_names_the_first_cause(status, reason, words):
     assert condition["message"].startswith("1 resources not ready: [g-decode]: service Decode: ")
     assert words in condition["message"]
     assert condition["reason"] == "some_resources_are_not_ready"
+    component = cluster.get("DynamoComponentDeployment", "g-decode")
+    assert component["status"]["conditions"][0]["reason"] == reason
+
+
+STARTS = [
+    (
+        objects.Start("download", "org/m", 1_050_000_000, 2_500_000_000),
+        "Downloading",
+        "downloads org/m: 42 % of 2.5 GB",
+    ),
+    (objects.Start("download", "org/m", 1_050_000_000), "Downloading", "org/m: 1.1 GB so far"),
+    (
+        objects.Start("download", "org/m", 1, 1000, 185),
+        "Downloading",
+        "org/m: 0 % of 0.0 GB, and has not moved for 3 min",
+    ),
+    (objects.Start("load"), "Loading", "loads its model"),
+]
+
+
+@pytest.mark.parametrize(("start", "reason", "words"), STARTS)
+def test_worker_that_starts_says_how_far_it_is_whatever_secret_is_absent(start, reason, words):
+    cluster = DictCluster()
+    cluster.put(make_graph(services={"Decode": worker(envFromSecret="absent")}))
+    cluster.settle(becomes_ready=lambda pod: False)
+    ((name, entry),) = cluster.pods.items()
+    entry["pod"]["status"] = {"podIP": "10.0.0.1", "containerStatuses": RUNNING}
+    cluster.starts = {name: start}
+    cluster.settle(becomes_ready=lambda pod: False)
+
+    assert cluster.ready()["message"].endswith(words)
+    assert f"service Decode: pod {name} " in cluster.ready()["message"]
     component = cluster.get("DynamoComponentDeployment", "g-decode")
     assert component["status"]["conditions"][0]["reason"] == reason
 

@@ -400,6 +400,48 @@ async def test_frontend_tells_the_instances_of_each_namespace():
     assert await pod_calls.read_instances("127.0.0.1", port) is None
 
 
+async def test_download_of_a_worker_is_shown_while_it_goes_on(server, cluster):
+    reports = [{"stage": "download", "model": "org/m", "doneBytes": 10, "totalBytes": 100}]
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        body = json.dumps({"status": "notready", "startup": reports[-1]})
+        writer.write(f"HTTP/1.0 503 x\r\n\r\n{body}".encode())
+        writer.close()
+
+    async def says(text):
+        found = await cluster.get(API, DGD, "g")
+        return text in objects.find_condition(found, "Ready").get("message", "")
+
+    async with (
+        await asyncio.start_server(answer, "127.0.0.1", 0) as listening,
+        running(server),
+    ):
+        port = listening.sockets[0].getsockname()[1]
+        await cluster.create(make_graph(services={"Decode": worker()}))
+        deployment = await until(lambda: cluster.get("apps/v1", "Deployment", "g-decode"))
+        container = {"name": "main", "ports": [{"name": "system", "containerPort": port}]}
+        running_state = {"name": "main", "started": True, "state": {"running": {}}}
+        server.put_object(
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {
+                    "name": "p",
+                    "namespace": "default",
+                    "labels": deployment["spec"]["template"]["metadata"]["labels"],
+                },
+                "spec": {"containers": [container]},
+                "status": {"podIP": "127.0.0.1", "containerStatuses": [running_state]},
+            }
+        )
+        await until(lambda: says("pod p downloads org/m: 10 %"))
+        reports.append({**reports[0], "doneBytes": 55})
+        await until(lambda: says("pod p downloads org/m: 55 %"))
+        reports.append({"stage": "load"})
+        await until(lambda: says("pod p loads its model"))
+
+
 @contextlib.asynccontextmanager
 async def played_worker(adapters, refusals):
     """Serve the routes of a worker's adapters; yield the port. `refusals` hold as long as there are any."""

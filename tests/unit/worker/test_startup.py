@@ -61,12 +61,16 @@ async def test_load_that_computes_or_reads_is_no_standstill(clock, work, progres
     assert progress.report() == {"stage": "load", "stillSecs": 301}
 
 
-async def test_process_that_only_waits_does_not_move(clock, work, progress):
+async def test_process_that_only_waits_does_not_move(clock, work, progress, caplog):
     for number in range(1, 32):
         await clock.advance(10)
         work["done"] = startup.WorkDone(number * 0.05, number * 1000)
 
     assert progress.is_stalled()
+    assert progress.is_stalled()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the load has stood still for 300 s: /live fails now, so that a supervisor starts this worker again"
+    ]
 
 
 async def test_download_moves_while_its_folder_grows_and_begins_after_what_was_left(

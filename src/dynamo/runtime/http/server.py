@@ -10,7 +10,6 @@ Sockets have TCP_NODELAY, which asyncio sets on each that it accepts.
 """
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
@@ -21,6 +20,7 @@ from typing import Any, cast
 import msgspec
 
 from dynamo.base import errors, local_users, tasks
+from dynamo.runtime.http import listeners
 from dynamo.runtime.http.exchange import ErrorBody, Exchange, Handler, Request
 from dynamo.runtime.http.parser import (
     NO_ROOM,
@@ -92,12 +92,14 @@ class HttpServer:
         where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         try:
             if host == "::":  # asyncio would listen on IPv6 alone
-                where = {"sock": _open_dual_socket(port, shares_port=shares_port)}
+                where = {"sock": listeners.open_dual_socket(port, shares_port=shares_port)}
             self._listener = await loop.create_server(
                 lambda: _Connection(self, loop), ssl=self._tls, backlog=1024, **where
             )
         except OSError as error:
-            raise errors.ConfigError(_cannot_listen(error, host, port, port_flag)) from error
+            raise errors.ConfigError(
+                listeners.describe_failure(error, host, port, port_flag)
+            ) from error
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
         return int(self._listener.sockets[0].getsockname()[1])
 
@@ -188,35 +190,6 @@ class HttpServer:
             if connection.deadline < now:
                 connection.expire()
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
-
-
-def open_listener(host: str, port: int, *, port_flag: str) -> socket.socket:
-    """Return a socket that listens, for `HttpServer.start_on`. Raises ConfigError, naming `port_flag`."""
-    try:
-        if host == "::":
-            return _open_dual_socket(port, shares_port=False)
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise errors.ConfigError(_cannot_listen(error, host, port, port_flag)) from error
-
-
-def _open_dual_socket(port: int, *, shares_port: bool) -> socket.socket:
-    """Return a socket at all addresses of both families; of IPv6 alone where the host has no IPv4."""
-    return socket.create_server(
-        ("::", port),
-        family=socket.AF_INET6,
-        reuse_port=shares_port,
-        dualstack_ipv6=socket.has_dualstack_ipv6(),
-    )
-
-
-def _cannot_listen(error: OSError, host: str, port: int, port_flag: str) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use: stop the other process or choose {port_flag}"
-    if isinstance(error, socket.gaierror):
-        return f"{host!r} is no address of this machine: {error.strerror}"
-    return f"cannot listen on {host}:{port}: {error.strerror or error}"
 
 
 _NEVER = float("inf")
