@@ -1,8 +1,9 @@
 """The suite of tests that every `api.Engine` passes. A test module for an engine imports all of it.
 
 Such a module (`test_engine.py`, `test_engine_vllm.py`) has the fixtures `make_engine` (called without arguments, an
-engine that has not started), `host` (a `Host` with an idle engine and an empty prefix cache) and `break_down` (called
-with an engine, it lets the engine die and returns the reason that the sink should receive, as a regular expression).
+engine that has not started) and `break_down` (called with an engine, it lets the engine die and returns the reason that
+the sink should receive, as a regular expression). Where a start is expensive, a `host` of its own takes the place of
+the one here: a `Host` with an idle engine and an empty prefix cache.
 """
 
 import asyncio
@@ -127,6 +128,15 @@ class Host:
 
 
 PROMPT = list(range(3, 43))
+
+
+@pytest.fixture
+async def host(make_engine):
+    engine, sink = make_engine(), Sink()
+    yield Host(engine, sink, await engine.start(sink))
+    await engine.stop()
+
+    assert not sink.deaths
 
 
 async def test_an_answer_has_max_tokens_tokens(host):
@@ -369,9 +379,9 @@ async def test_a_request_id_in_use_is_refused(host):
     assert len(host.sink.tokens("a")) == 50
 
 
-def replay(events):
+def replay(events, known=()):
     """What is known after these events, by a naive model that knows no order but that of a chain."""
-    known = {}
+    known = dict(known)
     for event in events:
         match event:
             case kv_events.Stored():

@@ -21,7 +21,6 @@ from dynamo.engine.native.runner import Runner
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks, generate, kv_transfer
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
-from engine_suite import Host, Sink
 from salt_suite import *  # noqa: F403 (the same)
 
 WORDS = tuple(range(100, 150))
@@ -103,15 +102,6 @@ def make_engine(request):
         return NativeEngine(path, NativeConfig(**(shape | settings)))
 
     return make_native
-
-
-@pytest.fixture
-async def host(make_engine):
-    engine, sink = make_engine(), Sink()
-    yield Host(engine, sink, await engine.start(sink))
-    await engine.stop()
-
-    assert not sink.deaths
 
 
 @pytest.fixture

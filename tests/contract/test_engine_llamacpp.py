@@ -12,7 +12,7 @@ from dynamo.engine.adapters.settings import LlamacppConfig
 from dynamo.protocols import blocks, generate
 from dynamo.worker import engines
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
-from engine_suite import PROMPT, Host, Sink
+from engine_suite import PROMPT
 from salt_suite import *  # noqa: F403 (the same)
 
 # llama.cpp reports no logprobs of a prompt.
@@ -53,15 +53,6 @@ def make_engine(directory):
     return lambda **settings: engines.build(
         "llamacpp", directory, LlamacppConfig(**SHAPE | settings)
     )
-
-
-@pytest.fixture
-async def host(make_engine):
-    engine, sink = make_engine(), Sink()
-    yield Host(engine, sink, await engine.start(sink))
-    await engine.stop()
-
-    assert not sink.deaths
 
 
 @pytest.fixture

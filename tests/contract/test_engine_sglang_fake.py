@@ -12,7 +12,6 @@ import pytest
 import fake_sglang
 from dynamo.engine.adapters.settings import SglangConfig
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
-from engine_suite import Host, Sink
 
 del test_kv_events_never_store_more_blocks_than_the_pool_has  # noqa: F821 (the fake's memory has no end)
 
@@ -21,16 +20,6 @@ del test_kv_events_never_store_more_blocks_than_the_pool_has  # noqa: F821 (the 
 def make_engine(tmp_path):
     with fake_sglang.adapter() as adapter:
         yield lambda: adapter.build(tmp_path, SglangConfig(load_tokenizer=True), "m")
-
-
-@pytest.fixture
-async def host(make_engine):
-    engine, sink = make_engine(), Sink()
-    facts = await engine.start(sink)
-    yield Host(engine, sink, facts)
-
-    await engine.stop()
-    assert not sink.deaths
 
 
 @pytest.fixture

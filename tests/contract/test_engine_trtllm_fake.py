@@ -11,7 +11,6 @@ import pytest
 import fake_trtllm
 from dynamo.engine.adapters.settings import TrtllmConfig
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
-from engine_suite import Host, Sink
 
 # The adapter tells no KV events; TensorRT-LLM has no way to forget, gives no logprobs of the tokens that a prompt has,
 # and holds back its one end token, not stop tokens.
@@ -31,16 +30,6 @@ def make_engine(tmp_path):
     settings = TrtllmConfig(max_batch_size=8, max_num_tokens=64, kv_block_size=16)
     with fake_trtllm.adapter() as adapter:
         yield lambda: adapter.build(tmp_path, settings)
-
-
-@pytest.fixture
-async def host(make_engine):
-    engine, sink = make_engine(), Sink()
-    facts = await engine.start(sink)
-    yield Host(engine, sink, facts)
-
-    await engine.stop()
-    assert not sink.deaths
 
 
 @pytest.fixture

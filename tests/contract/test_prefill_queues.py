@@ -154,8 +154,8 @@ def _leave_quickly(monkeypatch):
     monkeypatch.setattr(shared_queue, "PULL_S", 0.2)
 
 
-@pytest.fixture(params=["direct", "memory", "nats"])
-async def rig(request):
+async def open_rig(request):
+    """Yield the rig of a fixture's parameter, and close it."""
     nats = None
     if request.param == "nats":
         nats = await servers.connect(request.getfixturevalue("nats_server").url)
@@ -164,6 +164,10 @@ async def rig(request):
     await rig.close()
     if nats is not None:
         await nats.close()
+
+
+rig = pytest.fixture(open_rig, params=["direct", "memory", "nats"], name="rig")
+shared = pytest.fixture(open_rig, params=["memory", "nats"], name="shared")  # by prefill workers
 
 
 async def test_computed_prompt_says_where_its_blocks_are(rig):
@@ -291,19 +295,6 @@ async def test_workers_that_join_later_get_prompts(rig):
     worker.answer()
 
     assert (await asking).connector["of"] == worker.runtime.instance_id
-
-
-@pytest.fixture(params=["memory", "nats"])
-async def shared(request):
-    """Queues that prefill workers share."""
-    nats = None
-    if request.param == "nats":
-        nats = await servers.connect(request.getfixturevalue("nats_server").url)
-    rig = Rig(request.param, nats)
-    yield rig
-    await rig.close()
-    if nats is not None:
-        await nats.close()
 
 
 async def test_job_of_a_silently_dead_worker_is_delivered_to_another(shared):

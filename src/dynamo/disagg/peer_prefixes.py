@@ -11,19 +11,17 @@ together may take at most half of the time of computing. Whatever fails or is la
 that worker is not asked again for `REST_S`.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, tasks
+from dynamo.base import errors
 from dynamo.disagg import metrics, prefill_queue, remote_prefill
 from dynamo.engine import api
 from dynamo.kvbm import sharing, tier_policy
-from dynamo.protocols import generate, kv_events, kv_transfer, load
+from dynamo.protocols import generate, kv_events, kv_transfer
 from dynamo.runtime import client
 from dynamo.transfer import descriptors
 
@@ -68,17 +66,8 @@ class PeerPrefixSink:
         self._sink.kv_events(events, dp_rank)
 
 
-@dataclass(slots=True)
-class _Fetch:
-    """A request during the lease of its prefix, with its choices that were aborted meanwhile."""
-
-    request: generate.Request
-    aborted: set[int] = field(default_factory=set)
-    task: "asyncio.Task[None] | None" = None
-
-
-class PeerPrefixEngine:
-    """An `api.Engine` in front of one that exports prefixes (`api.EngineCapabilities`)."""
+class PeerPrefixEngine(remote_prefill.FrontEngine):
+    """An `api.Engine` in front of one that exports prefixes; it holds requests during the lease of a prefix."""
 
     def __init__(
         self,
@@ -88,20 +77,16 @@ class PeerPrefixEngine:
         clock: clocks.Clock,
     ) -> None:
         """`open_client` returns a client of the endpoint with a path."""
-        assert engine.capabilities.kv_transfer is not None
-        self.capabilities = engine.capabilities
-        self._engine, self._transfer = engine, engine.capabilities.kv_transfer
+        super().__init__(engine)
         self._open_client, self._counters, self._clock = open_client, counters, clock
         self._clients: dict[str, client.EndpointClient] = {}  # by path
         self._cached = remote_prefill.CachedPrefixes()
         self._cost = tier_policy.LoadCost()
         self._facts: api.EngineFacts | None = None
         self._token_bytes = 1.0
-        self._fetches: dict[str, _Fetch] = {}  # by request id
         self._instance_by_engine: dict[str, int] = {}
         self._resting: dict[int, float] = {}  # instance id → until when it is not asked
         self._sink: PeerPrefixSink | None = None
-        self._tasks = tasks.Tasks()
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """Start the engine behind a sink of its own; return its facts."""
@@ -118,7 +103,7 @@ class PeerPrefixEngine:
         source = request.prefix_source
         num_cached = self._count_cached(request)
         if source is not None and self._is_worth_asking(request, source, num_cached):
-            fetch = self._fetches[request.id] = _Fetch(request)
+            fetch = self._held[request.id] = remote_prefill.HeldRequest(request)
             work = self._fetch_and_submit(fetch, source, source.num_tokens - num_cached)
             fetch.task = self._tasks.start("copy a prefix from a peer", work)
             return
@@ -129,38 +114,6 @@ class PeerPrefixEngine:
         )
         if is_alone and self._sink is not None and request.kv_transfer_params is None:
             self._sink.time_prompt(request.id, request.prompt_len - num_cached)
-
-    def abort(self, request_id: str) -> None:
-        """Abort a request, at the engine or while its prefix is leased; the lease then expires."""
-        fetch = self._fetches.pop(request_id, None)
-        if fetch is None:
-            self._engine.abort(request_id)
-        elif fetch.task is not None:
-            fetch.task.cancel()
-
-    def abort_choice(self, request_id: str, index: int) -> None:
-        """Abort one choice, at the engine or as soon as the request gets there."""
-        fetch = self._fetches.get(request_id)
-        if fetch is None:
-            self._engine.abort_choice(request_id, index)
-            return
-        fetch.aborted.add(index)
-        if len(fetch.aborted) == fetch.request.sampling_options.n:
-            self.abort(request_id)
-
-    def load(self) -> Sequence[load.ForwardPassMetrics]:
-        """Return the load of the engine."""
-        return self._engine.load()
-
-    async def clear_kv_blocks(self) -> None:
-        """Clear the reusable blocks of the engine."""
-        await self._engine.clear_kv_blocks()
-
-    async def stop(self) -> None:
-        """Stop asking for prefixes, then the engine. Idempotent."""
-        self._fetches.clear()
-        await self._tasks.close()
-        await self._engine.stop()
 
     def _count_cached(self, request: generate.Request) -> int:
         assert self._facts is not None, "the engine is used before start() has returned"
@@ -177,8 +130,8 @@ class PeerPrefixEngine:
         params = request.kv_transfer_params
         if (
             num_new < MIN_BLOCKS * self._facts.kv_block_size
-            or len(self._fetches) >= MAX_FETCHES
-            or request.id in self._fetches
+            or len(self._held) >= MAX_FETCHES
+            or request.id in self._held
             or request.output_options.prompt_logprobs is not None
             or kv_transfer.is_prefilled(params)
             or kv_transfer.is_cached_only(params)
@@ -193,7 +146,7 @@ class PeerPrefixEngine:
         return True
 
     async def _fetch_and_submit(
-        self, fetch: _Fetch, source: kv_transfer.PrefixSource, num_new: int
+        self, fetch: remote_prefill.HeldRequest, source: kv_transfer.PrefixSource, num_new: int
     ) -> None:
         request, limit_s = fetch.request, self._cost.max_wait_s(num_new)
         began_at = self._clock.now()
@@ -209,9 +162,9 @@ class PeerPrefixEngine:
         except (errors.DynamoError, TimeoutError) as error:
             self._rest(source.instance_id, error)
         # As in `remote_prefill`: a cancellation may be lost in the moment of its end.
-        if self._fetches.get(request.id) is not fetch:
+        if self._held.get(request.id) is not fetch:
             return
-        del self._fetches[request.id]
+        del self._held[request.id]
         try:
             self._engine.submit(
                 msgspec.structs.replace(request, kv_transfer_params=params, prefix_source=None)

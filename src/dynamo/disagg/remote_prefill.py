@@ -121,16 +121,62 @@ class RemotePrefillSink:
 
 
 @dataclass(slots=True)
-class _RemotePrompt:
-    """A request with a running remote prefill, and its choices that were aborted meanwhile."""
+class HeldRequest:
+    """A request that waits in front of the engine, with its choices that were aborted meanwhile."""
 
     request: generate.Request
     aborted: set[int] = field(default_factory=set)
-    task: "asyncio.Task[None] | None" = None
+    task: "asyncio.Task[None] | None" = None  # which submits it in the end
 
 
-class RemotePrefillEngine:
-    """An `api.Engine` in front of one that can move KV blocks (`api.KvTransferPeer`)."""
+class FrontEngine:
+    """What engines in front of another, which can move KV blocks (`api.KvTransferPeer`), have in common.
+
+    They hold requests back until blocks can be copied, and pass on what concerns them no more.
+    """
+
+    def __init__(self, engine: api.Engine) -> None:
+        assert engine.capabilities.kv_transfer is not None
+        self.capabilities = engine.capabilities
+        self._engine, self._transfer = engine, engine.capabilities.kv_transfer
+        self._held: dict[str, HeldRequest] = {}  # by request id
+        self._tasks = tasks.Tasks()
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, at the engine or while it is held; the lease of its blocks then expires."""
+        held_request = self._held.pop(request_id, None)
+        if held_request is None:
+            self._engine.abort(request_id)
+        elif held_request.task is not None:
+            held_request.task.cancel()
+
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """Abort one choice, at the engine or as soon as the request gets there."""
+        held_request = self._held.get(request_id)
+        if held_request is None:
+            self._engine.abort_choice(request_id, index)
+            return
+        held_request.aborted.add(index)
+        if len(held_request.aborted) == held_request.request.sampling_options.n:
+            self.abort(request_id)
+
+    def load(self) -> Sequence[load.ForwardPassMetrics]:
+        """Return the load of the engine."""
+        return self._engine.load()
+
+    async def clear_kv_blocks(self) -> None:
+        """Clear the reusable blocks of the engine."""
+        await self._engine.clear_kv_blocks()
+
+    async def stop(self) -> None:
+        """Abandon the held requests, then stop the engine. Idempotent."""
+        self._held.clear()
+        await self._tasks.close()
+        await self._engine.stop()
+
+
+class RemotePrefillEngine(FrontEngine):
+    """An `api.Engine` in front of one that can move KV blocks; it holds the requests of remote prefills."""
 
     def __init__(
         self,
@@ -145,9 +191,7 @@ class RemotePrefillEngine:
         clock: clocks.Clock,
     ) -> None:
         """`follow_limits` keeps the limits of a `policy.LengthPolicy` as discovery has them, until it is cancelled."""
-        assert engine.capabilities.kv_transfer is not None
-        self._engine, self._transfer = engine, engine.capabilities.kv_transfer
-        self.capabilities = engine.capabilities
+        super().__init__(engine)
         self._queue = queue
         self._workers = workers
         self._counters = counters
@@ -159,9 +203,7 @@ class RemotePrefillEngine:
         self._own_prefixes: tuple[str, int] | None = None  # endpoint path and instance id
         self._cached = CachedPrefixes()
         self._block_size = 1
-        self._remote: dict[str, _RemotePrompt] = {}  # by request id
         self._sink: RemotePrefillSink | None = None
-        self._tasks = tasks.Tasks()
 
     def offer_prefixes(self, endpoint_path: str, instance_id: int) -> None:
         """Let prefill workers copy the blocks that this worker, at this endpoint, has of a prompt already."""
@@ -190,7 +232,7 @@ class RemotePrefillEngine:
             _logger.debug(
                 "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
             )
-            prompt = self._remote[request.id] = _RemotePrompt(request)
+            prompt = self._held[request.id] = HeldRequest(request)
             prompt.task = self._tasks.start("prefill remotely", self._prefill_and_submit(prompt))
         elif kv_transfer.is_cached_only(request.kv_transfer_params):
             self._engine.submit(request)
@@ -202,40 +244,17 @@ class RemotePrefillEngine:
             self._counters.local.inc()
 
     def abort(self, request_id: str) -> None:
-        """Abort a request, at the engine or during its remote prefill; the lease of its blocks then expires."""
-        prompt = self._remote.pop(request_id, None)
         if self._sink is not None:
             self._sink.forget_request(request_id)
-        if prompt is None:
-            self._engine.abort(request_id)
-        elif prompt.task is not None:
-            prompt.task.cancel()
-
-    def abort_choice(self, request_id: str, index: int) -> None:
-        """Abort one choice, at the engine or as soon as the request gets there."""
-        prompt = self._remote.get(request_id)
-        if prompt is None:
-            self._engine.abort_choice(request_id, index)
-            return
-        prompt.aborted.add(index)
-        if len(prompt.aborted) == prompt.request.sampling_options.n:
-            self.abort(request_id)
-
-    def load(self) -> Sequence[load.ForwardPassMetrics]:
-        """Return the load of the engine."""
-        return self._engine.load()
-
-    async def clear_kv_blocks(self) -> None:
-        """Clear the reusable blocks of the engine."""
-        await self._engine.clear_kv_blocks()
+        super().abort(request_id)
 
     async def stop(self) -> None:
         """Stop all remote prefills, then the engine. Idempotent."""
-        self._remote.clear()
+        self._held.clear()
         await self._tasks.close()
         await self._queue.close()
         await self._workers.close()
-        await self._engine.stop()
+        await super().stop()
 
     def _handle_import(self, report: sharing.ImportReport) -> None:
         if report.is_prefix:
@@ -286,24 +305,24 @@ class RemotePrefillEngine:
 
     def _estimate_remote(self, num_tokens: int) -> routing.LoadEstimate:
         """Estimate by the prompts that this worker itself has sent to prefill workers."""
-        num_remote = sum(prompt.request.prompt_len for prompt in self._remote.values())
+        num_remote = sum(prompt.request.prompt_len for prompt in self._held.values())
         return routing.LoadEstimate(
             num_new=num_tokens,
             num_ahead=num_remote / max(1, len(self._workers.connected)),
             tokens_per_s=self._prefill_pace.tokens_per_s,
         )
 
-    async def _prefill_and_submit(self, prompt: _RemotePrompt) -> None:
+    async def _prefill_and_submit(self, prompt: HeldRequest) -> None:
         request = prompt.request
         try:
             params = await self._prefill(request)
             # `asyncio.wait_for`, which nats-py uses, loses a cancellation that comes in the moment of its end
-            if self._remote.get(request.id) is not prompt:
+            if self._held.get(request.id) is not prompt:
                 return
-            del self._remote[request.id]
+            del self._held[request.id]
             self._submit_prefilled(msgspec.structs.replace(request, kv_transfer_params=params))
         except errors.DynamoError as error:
-            self._remote.pop(request.id, None)
+            self._held.pop(request.id, None)
             assert self._sink is not None
             self._sink.failed(request.id, error)
             return
@@ -338,7 +357,7 @@ class RemotePrefillEngine:
     async def _prefill(self, request: generate.Request) -> kv_transfer.KvTransferParams | None:
         """Return where the prompt's blocks are; None if no prefill worker has computed them. Raises SuspectRequest."""
         began_at = self._clock.now()
-        is_alone = len(self._remote) == 1
+        is_alone = len(self._held) == 1
         try:
             params = await self._queue.prefill(
                 self._name_own_blocks(prefill_queue.make_prefill_request(request)),

@@ -87,8 +87,13 @@ def test_all_tokens_are_equally_likely():
     assert [top.token_id for top in entry.top] == [1000, 1001]
 
 
-def test_newest_choice_is_preempted_when_blocks_run_out():
-    batch = make_batch(num_blocks=6, budget=16)
+@pytest.mark.parametrize(
+    ("preempts_newest", "order"), [(True, ["old", "new"]), (False, ["new", "old"])]
+)
+def test_newest_choice_is_preempted_when_blocks_run_out_and_the_oldest_in_fifo_mode(
+    preempts_newest, order
+):
+    batch = make_batch(num_blocks=6, budget=16, preempts_newest=preempts_newest)
     batch.submit(make_request("old", range(8), max_tokens=12))
     batch.submit(make_request("new", range(20, 28), max_tokens=12))
     ended = []
@@ -96,19 +101,7 @@ def test_newest_choice_is_preempted_when_blocks_run_out():
         batch.schedule()
         ended += [item.request_id for item in batch.commit() if item.output.finish_reason]
 
-    assert ended == ["old", "new"]
-
-
-def test_oldest_choice_is_preempted_in_fifo_mode():
-    batch = make_batch(num_blocks=6, budget=16, preempts_newest=False)
-    batch.submit(make_request("old", range(8), max_tokens=12))
-    batch.submit(make_request("new", range(20, 28), max_tokens=12))
-    ended = []
-    while batch.has_work:
-        batch.schedule()
-        ended += [item.request_id for item in batch.commit() if item.output.finish_reason]
-
-    assert ended == ["new", "old"]
+    assert ended == order
 
 
 def test_unchunked_prompt_waits_for_a_step_with_room():

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 
+import openai
 import pytest
 import tokenizers
 from frontend_rig import EOS, Rig
@@ -47,6 +48,15 @@ async def rig(bare):
     await bare.start()
     bare.one = await bare.worker()
     return bare
+
+
+@pytest.fixture
+async def client(rig):
+    """OpenAI's own client of the running frontend."""
+    async with openai.AsyncOpenAI(
+        base_url=rig.frontend.url + "/v1", api_key="none", max_retries=0
+    ) as made:
+        yield made
 
 
 @pytest.fixture

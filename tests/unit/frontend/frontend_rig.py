@@ -49,6 +49,20 @@ def outputs(text, reason="length", index=0):
     return made
 
 
+SAID = (
+    "<think>hm, so</think>I look."
+    '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
+    '<tool_call>{"name": "see", "arguments": {}}</tool_call>'
+)
+
+
+async def add_parsed_worker(rig):
+    """Let `rig.two` serve a model "p" that thinks, speaks and calls two tools, as `SAID`."""
+    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
+    rig.two = await rig.worker("p", runtime_config=facts, context_length=4000)
+    rig.two.script = outputs(SAID, "eos")
+
+
 class Worker:
     """Answers by a script: a list of outputs for each request, or a function of the call."""
 

@@ -20,14 +20,6 @@ async def rig(bare):
     return bare
 
 
-@pytest.fixture
-async def client(rig):
-    async with openai.AsyncOpenAI(
-        base_url=rig.frontend.url + "/v1", api_key="none", max_retries=0
-    ) as made:
-        yield made
-
-
 def vectors(answer):
     return [one["embedding"] for one in answer.json()["data"]]
 

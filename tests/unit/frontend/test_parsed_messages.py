@@ -4,25 +4,16 @@ import json
 
 import anthropic
 import pytest
-from frontend_rig import outputs
-
-from dynamo.protocols import model_card
+from frontend_rig import SAID, add_parsed_worker
 
 SAY = [{"role": "user", "content": "hi"}]
 TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("look", "see")]
 THINKING = {"type": "enabled", "budget_tokens": 1024}
-SAID = (
-    "<think>hm, so</think>I look."
-    '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
-    '<tool_call>{"name": "see", "arguments": {}}</tool_call>'
-)
 
 
 @pytest.fixture
 async def client(rig):
-    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
-    rig.two = await rig.worker("p", runtime_config=facts, context_length=4000)
-    rig.two.script = outputs(SAID, "eos")
+    await add_parsed_worker(rig)
     async with anthropic.AsyncAnthropic(
         base_url=rig.frontend.url, api_key="none", max_retries=0
     ) as made:

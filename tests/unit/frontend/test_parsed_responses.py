@@ -2,32 +2,19 @@
 
 import json
 
-import openai
 import pytest
-from frontend_rig import outputs
-
-from dynamo.protocols import model_card
+from frontend_rig import SAID, add_parsed_worker, outputs
 
 TOOLS = [
     {"type": "function", "name": name, "parameters": {"type": "object"}, "strict": False}
     for name in ("look", "see")
 ]
-SAID = (
-    "<think>hm, so</think>I look."
-    '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
-    '<tool_call>{"name": "see", "arguments": {}}</tool_call>'
-)
 
 
 @pytest.fixture
-async def client(rig):
-    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
-    rig.two = await rig.worker("p", runtime_config=facts, context_length=4000)
-    rig.two.script = outputs(SAID, "eos")
-    async with openai.AsyncOpenAI(
-        base_url=rig.frontend.url + "/v1", api_key="none", max_retries=0
-    ) as made:
-        yield made
+async def client(rig, client):
+    await add_parsed_worker(rig)
+    return client
 
 
 def summary(output):

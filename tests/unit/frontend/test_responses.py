@@ -12,14 +12,6 @@ from dynamo.protocols import generate
 PATH = "/v1/responses"
 
 
-@pytest.fixture
-async def client(rig):
-    async with openai.AsyncOpenAI(
-        base_url=rig.frontend.url + "/v1", api_key="none", max_retries=0
-    ) as made:
-        yield made
-
-
 async def ask(rig, path=PATH, **fields):
     return await rig.client.post(path, json={"model": "m", "input": "hi", **fields})
 

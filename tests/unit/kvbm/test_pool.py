@@ -7,29 +7,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dynamo.kvbm import pool as pools
 from dynamo.protocols import kv_events
+from engine_suite import replay
 
 
 def commit_chain(pool, blocks, names, parent=None):
     for block, name in zip(blocks, names, strict=True):
         pool.commit(block, sequence_hash=name, local_hash=name + 1000, parent_hash=parent)
         parent = name
-
-
-def replay(events, known=()):
-    known = dict(known)
-    for event in events:
-        match event:
-            case kv_events.Stored():
-                assert event.parent_hash is None or event.parent_hash in known
-                for block in event.blocks:
-                    assert block.block_hash not in known
-                    known[block.block_hash] = block.tokens_hash
-            case kv_events.Removed():
-                for name in event.block_hashes:
-                    del known[name]
-            case kv_events.Cleared():
-                known = {}
-    return known
 
 
 def test_empty_blocks_are_allocated_before_registered_ones():

@@ -57,11 +57,6 @@ def timestamp() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def micro_timestamp() -> str:
-    """Return the present time with microseconds, as leases and newer events carry it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
 def random_suffix(length: int = 5) -> str:
     """Return random lower-case characters for the end of a name."""
     return "".join(secrets.choice(_RANDOM) for _ in range(length))
