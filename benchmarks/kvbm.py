@@ -1,7 +1,7 @@
 """What KV cache tiers bring the native engine or vLLM, and what they cost where nothing comes again.
 
 Users resend their conversation turn by turn, in lock step: 256 new tokens, 32 answered. Two engines of one random model
-(0.08B parameters, float32), without and with tiers, each in a process of its own, take turns round by round, so that a
+(0.11B parameters, float32), without and with tiers, each in a process of its own, take turns round by round, so that a
 busy machine is busy for both; their answers are compared. The engine's own memory holds a quarter of all that the
 conversations come to.
 
@@ -10,6 +10,7 @@ disk           host memory holds an eighth, the disk all
 overload       engine and host memory together hold half: blocks leave before they are needed
 overload4      they hold a quarter
 unique         every prompt is new, so nothing can be loaded
+itself         as `conversation`, but both engines are without tiers: the noise of the other cases
 short          turns of 16 + 8 tokens, which are computed sooner than loaded
 visits         each user's last prompt comes a second time, from each place in turn: the disk, an object store (a
                directory, and S3 as moto plays it), the tier that another worker of the host has filled, and the
@@ -17,8 +18,10 @@ visits         each user's last prompt comes a second time, from each place in t
 
 `--engine vllm` runs the same over vLLM on a CPU, in its environment.
 
-Times to first token are means over the users of a round, in seconds; inter-token latency is the mean and the 99th
-percentile over a whole run.
+Times to first token are means over the users of a round, in seconds, on two clocks: the wall's, and the processor time
+of the engine's process, which moves little on a busy machine. On the latter a copy beside a step counts as if the step
+waited for it, and a wait for a disk does not count; of vLLM, whose model runs in other processes, there is only the
+former. Inter-token latency is the mean and the 99th percentile over a whole run.
 """
 
 import argparse
@@ -56,7 +59,7 @@ VLLM_BLOCK = 32  # tokens; vLLM's kernels for CPUs want multiples of it
 SHORT = (16, 8)  # tokens of a turn and of its answer
 SHAPE = {
     "hidden_size": 768,
-    "intermediate_size": 2048,
+    "intermediate_size": 3072,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
@@ -64,7 +67,7 @@ SHAPE = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 8192,
 }
-CASES = ("conversation", "disk", "overload", "overload4", "unique", "short", "visits")
+CASES = ("conversation", "disk", "overload", "overload4", "unique", "short", "itself", "visits")
 SOURCES = ("disk", "object store", "S3 (moto)", "other worker", "peer")
 BUCKET = "s3://cache"
 
@@ -75,6 +78,7 @@ class Answered:
 
     token_ids: list[int]
     times: list[float]
+    cpu_times: list[float]
 
 
 class Watch:
@@ -83,21 +87,23 @@ class Watch:
     def __init__(self) -> None:
         self.answers: dict[str, Answered] = {}
         self.ends: dict[str, asyncio.Future[None]] = {}
-        self._began_at: dict[str, float] = {}
+        self._began_at: dict[str, tuple[float, float]] = {}
 
     def begin(self, request_id: str) -> asyncio.Future[None]:
         """Note that a request is submitted now."""
-        self.answers[request_id] = Answered([], [])
-        self._began_at[request_id] = time.perf_counter()
+        self.answers[request_id] = Answered([], [], [])
+        self._began_at[request_id] = time.perf_counter(), time.process_time()
         end = self.ends[request_id] = asyncio.get_running_loop().create_future()
         return end
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
         """Note tokens."""
-        now = time.perf_counter()
+        now, cpu_now = time.perf_counter(), time.process_time()
         for request_id, output in batch:
-            self.answers[request_id].token_ids.extend(output.token_ids)
-            self.answers[request_id].times.append(now - self._began_at[request_id])
+            answer, (began_at, cpu_began_at) = self.answers[request_id], self._began_at[request_id]
+            answer.token_ids.extend(output.token_ids)
+            answer.times.append(now - began_at)
+            answer.cpu_times.append(cpu_now - cpu_began_at)
             if output.finish_reason is not None:
                 self.ends[request_id].set_result(None)
 
@@ -269,6 +275,7 @@ class Engine:
         self._process.start()
         self._pipe.recv()
         self.ttfts: list[float] = []  # mean of each round
+        self.cpu_ttfts: list[float] = []
         self.gaps: list[float] = []
         self.seconds = 0.0
         self.num_tokens = 0
@@ -278,6 +285,7 @@ class Engine:
         self._pipe.send((prompts, answer_len))
         answers, seconds = self._pipe.recv()
         self.ttfts.append(statistics.fmean(answer.times[0] for answer in answers))
+        self.cpu_ttfts.append(statistics.fmean(answer.cpu_times[0] for answer in answers))
         self.gaps += [
             later - earlier
             for answer in answers
@@ -421,10 +429,8 @@ def bench(case: str, model: Path, args: argparse.Namespace) -> None:
     options = device_options(args, num_blocks // (8 if case == "overload4" else 4))
     draw = random.Random(7)
     with tempfile.TemporaryDirectory(dir=args.disk) as directory:
-        engines = (
-            Engine(model, options),
-            Engine(model, options | tier_options(case, num_blocks, directory)),
-        )
+        tiers = {} if case == "itself" else tier_options(case, num_blocks, directory)
+        engines = Engine(model, options), Engine(model, options | tiers)
         histories: list[list[int]] = [[] for _ in range(args.users)]
         for turn in range(args.turns):
             for user in range(args.users):
@@ -441,24 +447,42 @@ def bench(case: str, model: Path, args: argparse.Namespace) -> None:
             assert said[0] == said[1], "the answers differ"
             for history, answer in zip(histories, said[0], strict=True):
                 history += answer
+            times = [f"{e.ttfts[-1]:.3f} ({e.cpu_ttfts[-1]:.3f})" for e in engines]
+            print(f"  {case}, round {turn}: {', '.join(times)}", flush=True)
         reports = [engine.stop() for engine in engines]
     print_table(case, *engines)
-    print(f"  tiers: {reports[1].copied}, {reports[1].counts}, offloading {reports[1].offloading}")
+    if reports[1] is not None:
+        print(
+            f"  tiers: {reports[1].copied}, {reports[1].counts}, offloading {reports[1].offloading}"
+        )
 
 
 def print_table(case: str, without: Engine, with_tiers: Engine) -> None:
     """Print the rounds and what they come to."""
-    print(f"\n{case}\n  round   without    with   change")
-    rows = list(zip(without.ttfts, with_tiers.ttfts, strict=True))
-    means = statistics.fmean(without.ttfts), statistics.fmean(with_tiers.ttfts)
-    for name, (before, after) in [*((str(i), row) for i, row in enumerate(rows)), ("mean", means)]:
-        print(f"  {name:>5} {before:8.3f} {after:8.3f} {100 * (after / before - 1):+7.1f} %")
+    load = os.getloadavg()[0]
+    print(
+        f"\n{case}, load average {load:.1f}\n  round        s, without, with       CPU s, without, with"
+    )
+    clocks = [(without.ttfts, with_tiers.ttfts), (without.cpu_ttfts, with_tiers.cpu_ttfts)]
+    for i in range(len(without.ttfts)):
+        print_row(str(i), [(before[i], after[i]) for before, after in clocks])
+    print_row("mean", [(statistics.fmean(x), statistics.fmean(y)) for x, y in clocks])
     for name, engine in (("without", without), ("with", with_tiers)):
         gaps = sorted(engine.gaps)
         print(
             f"  {name}: {engine.num_tokens / engine.seconds:.1f} tokens/s, inter-token latency"
             f" {1000 * statistics.fmean(gaps):.1f} ms, p99 {1000 * gaps[int(0.99 * len(gaps))]:.1f} ms"
         )
+
+
+def print_row(name: str, pairs: Sequence[tuple[float, float]]) -> None:
+    """Print times without and with tiers, and the change, on each clock."""
+    cells = [
+        f"{before:8.3f} {after:8.3f} {100 * (after / before - 1):+7.1f} %"
+        for before, after in pairs
+        if before > 0
+    ]
+    print(f"  {name:>5} {'   '.join(cells)}")
 
 
 def main() -> None:

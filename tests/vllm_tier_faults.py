@@ -16,6 +16,7 @@ from dynamo.transfer import api
 FAULTS = "DYN_TEST_TIER_FAULTS"
 SLOW_S = 1.0
 tiered_cache.QUICK_BYTES = 4 * 65536
+tiered_cache.QUICK_SHARE = 0
 
 
 class FaultyMemory(tier_worker.LayerMemory):

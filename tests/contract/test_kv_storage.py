@@ -39,6 +39,11 @@ def open_file(directory, fingerprint):
     return disk_file.DiskFile(directory, fingerprint, block_bytes=SIZE, num_slots=NUM_SLOTS)
 
 
+def open_nixl(directory, fingerprint):
+    module = pytest.importorskip("nixl_posix", reason="nixl is not installed", exc_type=ImportError)
+    return module.NixlPosixFile(directory, fingerprint, block_bytes=SIZE, num_slots=NUM_SLOTS)
+
+
 def open_objects(directory, fingerprint):
     directory.mkdir(exist_ok=True)
     return object_storage.ObjectStorage(directory.as_uri(), fingerprint, num_slots=NUM_SLOTS)
@@ -124,6 +129,7 @@ def s3(moto_address, monkeypatch):
 @pytest.fixture(
     params=[
         open_file,
+        open_nixl,
         pytest.param(open_objects, marks=needs_obstore),
         pytest.param(open_bucket, marks=needs_moto),
     ]

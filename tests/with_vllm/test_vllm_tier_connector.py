@@ -74,6 +74,9 @@ def test_settings_that_cannot_be_are_refused(extra, says):
 class FullAttentionSpec: ...
 
 
+class SlidingWindowSpec: ...
+
+
 class MambaSpec: ...
 
 
@@ -81,8 +84,13 @@ class MambaSpec: ...
     ("kinds", "changes", "says"),
     [
         ([FullAttentionSpec], {}, None),
-        ([FullAttentionSpec, MambaSpec], {}, "cache groups FullAttentionSpec, MambaSpec"),
-        ([MambaSpec], {}, "one of full attention.*--connector none"),
+        (
+            [FullAttentionSpec, MambaSpec],
+            {},
+            "m has FullAttentionSpec, MambaSpec; serve it without",
+        ),
+        ([FullAttentionSpec, SlidingWindowSpec], {}, "add --disable-hybrid-kv-cache-manager"),
+        ([MambaSpec], {}, "all keep every KV block.*--connector none"),
         ([FullAttentionSpec], {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
         ([FullAttentionSpec], {"decode_context_parallel_size": 2}, "context-parallel-size"),
     ],

@@ -27,9 +27,11 @@ from dynamo.protocols import generate, kv_events
 BATCH_BLOCKS = 16  # of one copy
 MAX_OFFLOADS = 2  # copies to one tier that run at once
 EXPLORED_SHARE = 16  # turned down, one block in so many is still offloaded
-QUICK_BYTES = (
-    2 * 2**20
-)  # a load up to this size takes less time (0.3 ms) than to hand it to a thread and back
+# The engine's thread makes a load itself, before its step, if that takes no longer than to hand it to a thread and back
+# (0.3 ms), or if all such loads before a step take only a small share of the step: made beside the step, a load is
+# noticed at its end.
+QUICK_BYTES = 2 * 2**20
+QUICK_SHARE = 1 / 32
 DEVICE, HOST, DISK, REMOTE = kv_events.TIERS
 
 
@@ -47,11 +49,7 @@ class TierCopy:
     targets: tuple[TierBlock, ...] = ()
     waiting: Hashable = None  # the sequence that waits
     origins: tuple[kv_events.Tier, ...] = ()  # of a load: the tier in which each block was found
-
-    @property
-    def is_quick_load(self) -> bool:
-        """Whether the engine's thread should make this copy itself."""
-        return self.path == (HOST, DEVICE) and self.num_bytes <= QUICK_BYTES
+    is_quick: bool = False  # a load that the engine's thread should make itself
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +110,7 @@ class TieredCache:
         self._preparations: dict[Hashable, _Preparation] = {}
         self._late_loads: set[TierCopy] = set()  # that still run
         self._in_both: set[int] = set()  # blocks of the engine that host memory has too
+        self._num_quick_bytes = 0  # of loads before the next step
         self._explored = itertools.count(1)
         # A copy must not take much of the memory from sequences that need blocks.
         self._batch_blocks = max(1, min(BATCH_BLOCKS, pool.num_blocks // 16))
@@ -167,6 +166,7 @@ class TieredCache:
             pass
         while self._num_running[HOST, self._below] < MAX_OFFLOADS and self._begin_offload_to_disk():
             pass
+        self._num_quick_bytes = 0
         copies, self.new_copies = self.new_copies, []
         return copies
 
@@ -380,6 +380,12 @@ class TieredCache:
         num_blocks = len(_leading(map(self.host.find, sequence_hashes)))
         return num_blocks if self._pays(num_blocks, is_engine_busy=is_engine_busy) else 0
 
+    def is_quick(self, num_blocks: int) -> bool:
+        """Return whether the engine's thread should make a load of so many blocks itself."""
+        before_step_s = QUICK_SHARE * self.cost.step_s
+        num_left = before_step_s * self.cost.bytes_per_s((HOST, DEVICE)) - self._num_quick_bytes
+        return num_blocks * self.block_bytes <= max(QUICK_BYTES, num_left)
+
     def load(
         self,
         waiting: Hashable,
@@ -390,8 +396,8 @@ class TieredCache:
     ) -> int:
         """Begin to copy the leading blocks of this chain from host memory to the engine's blocks, if that pays.
 
-        Return their number; `waiting` goes on when the copy has ended. If the engine is busy, a loaded sequence
-        misses the step that begins now.
+        Return their number; `waiting` goes on when the copy has ended. If the engine is busy, a sequence misses the
+        step that begins now, unless its load is quick.
         """
         from_disk = self._release_preparation(waiting)
         entries = _leading(map(self.host.find, sequence_hashes))
@@ -406,6 +412,9 @@ class TieredCache:
             self.counts["not_worth_loading"] += 1
             self.cost.record_declined((HOST, DEVICE))
             return 0
+        is_quick = self.is_quick(len(entries))
+        if is_quick:
+            self._num_quick_bytes += len(entries) * self.block_bytes
         sources = [self.host.acquire(source) for source in entries]
         copy = TierCopy(
             path=(HOST, DEVICE),
@@ -417,6 +426,7 @@ class TieredCache:
             limit_s=self.cost.max_wait_s(len(entries) * self._block_size),
             waiting=waiting,
             origins=tuple([self._below if each in from_disk else HOST for each in entries]),
+            is_quick=is_quick,
         )
         self._begin(copy)
         return len(entries)
@@ -453,7 +463,7 @@ class TieredCache:
     def _pays(self, num_blocks: int, *, is_engine_busy: bool) -> bool:
         """Return whether blocks of host memory are worth loading."""
         load_s = self._load_s((HOST, DEVICE), num_blocks)
-        if is_engine_busy and num_blocks * self.block_bytes > QUICK_BYTES:
+        if is_engine_busy and not self.is_quick(num_blocks):
             load_s += self.cost.step_s
         return self.cost.pays(load_s, num_blocks * self._block_size)
 

@@ -65,6 +65,7 @@ class Faults:
 
         monkeypatch.setattr(tier_copies.TierCopies, "_copy", copy)
         monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)  # the engine's own thread makes none
+        monkeypatch.setattr(tiered_cache, "QUICK_SHARE", 0)
         monkeypatch.setattr(tier_policy.LoadCost, "pays", lambda *_: True)  # load whatever there is
 
 

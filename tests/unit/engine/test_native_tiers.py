@@ -565,6 +565,7 @@ async def test_blocks_of_another_tenant_are_not_loaded_even_from_a_shared_tier(m
 
 async def test_decoding_goes_on_while_a_prompt_is_loaded(model, monkeypatch):
     monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
+    monkeypatch.setattr(tiered_cache, "QUICK_SHARE", 0)
     prompt = text(1, 80)
     async with serving(model, num_gpu_blocks_override=64, **tiers(200)) as served:
         first = await served.answer(prompt)

@@ -136,3 +136,45 @@ def test_ports_in_use_are_not_free(monkeypatch):
 
         with pytest.raises(errors.ConfigError, match="no 1 consecutive free ports"):
             settings.find_free_ports(1)
+
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_unified", "says"),
+    [
+        (None, False, None),  # the configuration does not say it
+        ([FULL, FULL], False, None),
+        (
+            [FULL, SLIDING],
+            False,
+            "m has full_attention, sliding_attention; add --disable-hybrid-kv",
+        ),
+        ([FULL, SLIDING], True, None),
+        (
+            [LINEAR, FULL],
+            False,
+            "m has full_attention, linear_attention; serve it without tiers: --con",
+        ),
+        (
+            [LINEAR, FULL],
+            True,
+            "m has full_attention, linear_attention; serve it without tiers: --con",
+        ),
+    ],
+)
+def test_model_whose_layers_do_not_keep_every_block_is_refused_before_it_is_loaded(
+    kinds, is_unified, says
+):
+    part = types.SimpleNamespace(
+        model="m",
+        hf_text_config=types.SimpleNamespace(layer_types=kinds),
+        disable_hybrid_kv_cache_manager=is_unified,
+    )
+    config = types.SimpleNamespace(model_config=part, scheduler_config=part)
+    if says is None:
+        connectors.check_layers(config)
+    else:
+        with pytest.raises(errors.ConfigError, match=says):
+            connectors.check_layers(config)

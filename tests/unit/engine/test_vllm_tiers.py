@@ -164,6 +164,7 @@ def test_blocks_are_offloaded_after_their_step_and_loaded_when_vllm_has_evicted_
 
 def test_large_load_runs_beside_the_steps(rig, monkeypatch):
     monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
+    monkeypatch.setattr(tiered_cache, "QUICK_SHARE", 0)
     rig.compute(rig.request("a"))
     rig.evict()
     again = rig.request("a2")

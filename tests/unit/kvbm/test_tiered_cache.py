@@ -266,6 +266,7 @@ def test_load_that_does_not_pay_is_computed():
 
 def test_load_that_a_busy_engine_would_notice_late_is_computed(monkeypatch):
     monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
+    monkeypatch.setattr(tiered_cache, "QUICK_SHARE", 0)
     rig = Rig(num_disk=0)
     rig.compute(CHAINS[0])
     rig.settle()
@@ -275,6 +276,26 @@ def test_load_that_a_busy_engine_would_notice_late_is_computed(monkeypatch):
 
     assert rig.load(CHAINS[0], is_engine_busy=True) == 0
     assert rig.load(CHAINS[0], is_engine_busy=False) == 8
+
+
+def test_loads_that_take_a_small_share_of_a_step_are_made_before_it(monkeypatch):
+    monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
+    rig = Rig(num_device=32, num_host=32, num_disk=0)
+    for chain in CHAINS[:3]:
+        rig.compute(chain)
+        rig.settle()
+    rig.evict_device()
+    rig.cache.cost.record_copy((HOST, DEVICE), 10 * BLOCK_BYTES, seconds=1.0)
+    rig.cache.cost.step_s = 1 / tiered_cache.QUICK_SHARE  # so ten blocks may be loaded before one
+
+    def begin(chain):
+        blocks = rig.pool.allocate(len(chain))
+        assert rig.cache.load("sequence", chain, blocks, is_engine_busy=True) == len(chain)
+        return rig.cache.new_copies[-1].is_quick
+
+    assert [begin(CHAINS[0]), begin(CHAINS[1])] == [True, False]
+    rig.begin()  # the next step
+    assert begin(CHAINS[2])
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.7, 1.0])

@@ -153,7 +153,7 @@ class EngineLoop:
             tiers.stop_waiting(copy)
         can_go_on = bool(late)
         for copy in tiers.take_copies():
-            if copy.is_quick_load:
+            if copy.is_quick:
                 outcome = copies.run(copy)
                 self._end_tier_copy(copy, outcome)
                 can_go_on = True

@@ -88,6 +88,11 @@ class VllmLibrary:
     async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
         endpoints = kv_event_endpoints(self._args)
         config = versions.make_config(self._args)
+        transfer = self._args.kv_transfer_config
+        if transfer is not None and connectors.has_tiers(
+            transfer.kv_connector, transfer.kv_connector_extra_config
+        ):
+            connectors.check_layers(config)
         if endpoints is not None:
             self._kv_subscriber = kv_subscriber.ZmqKvSubscriber(
                 endpoints, self._args.data_parallel_size

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as connector_me
 from vllm.v1.core import block_pool
 
 from dynamo.base import config, errors
-from dynamo.engine.adapters.vllm import tier_scheduler, tier_worker
+from dynamo.engine.adapters.vllm import connectors, tier_scheduler, tier_worker
 from dynamo.engine.adapters.vllm.tier_plan import TierPlan, TierResults
 from dynamo.kvbm import tier_report, tier_setup
 from dynamo.protocols import kv_events
@@ -350,10 +350,10 @@ def check_support(vllm_config: Any, kv_cache_config: Any, *, is_shared: bool = F
         "FullAttentionSpec" in [cls.__name__ for cls in type(group.kv_cache_spec).__mro__]
         for group in groups
     )
-    fault = None
     if len(groups) > 1 or not is_whole:
-        fault = f"{vllm_config.model_config.model} has the KV cache groups {', '.join(kinds)}; one of full attention"
-    elif not cache.enable_prefix_caching:
+        raise errors.ConfigError(connectors.explain_groups(vllm_config.model_config.model, kinds))
+    fault = None
+    if not cache.enable_prefix_caching:
         fault = "prefix caching is off (--no-enable-prefix-caching); it on"
     elif getattr(parallel, "decode_context_parallel_size", 1) > 1:
         fault = "--decode-context-parallel-size is more than 1; 1"

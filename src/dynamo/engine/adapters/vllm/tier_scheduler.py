@@ -213,8 +213,8 @@ class TierScheduler:
         if not num_blocks and not state.is_declined:
             state.is_declined = True
             cache.load(request_id, usable, (), is_engine_busy=is_busy)  # counts what it lacked
-        is_quick = num_blocks * cache.block_bytes <= tiered_cache.QUICK_BYTES
-        return num_blocks * self._block_size, num_blocks > 0 and not is_quick
+        is_beside_steps = num_blocks > 0 and not cache.is_quick(num_blocks)
+        return num_blocks * self._block_size, is_beside_steps
 
     def allocate(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
         """Begin to load what `match` has promised; `block_ids` are all blocks of the request."""
@@ -272,7 +272,7 @@ class TierScheduler:
             self._copies[number] = copy
             if copy.path[1] is kv_events.HOST and copy.limit_s is not None:
                 self._late_at[copy] = self._now() + copy.limit_s
-            if copy.path[1] is kv_events.DEVICE and not copy.is_quick_load:
+            if copy.path[1] is kv_events.DEVICE and not copy.is_quick:
                 loads[number] = str(copy.waiting)
             copies.append(replace(copy, sources=(), targets=(), origins=(), waiting=number))
         is_cleared, self._is_disk_cleared = self._is_disk_cleared, False
