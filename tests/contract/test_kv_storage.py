@@ -40,8 +40,10 @@ def open_file(directory, fingerprint):
 
 
 def open_nixl(directory, fingerprint):
-    module = pytest.importorskip("nixl_posix", reason="nixl is not installed", exc_type=ImportError)
-    return module.NixlPosixFile(directory, fingerprint, block_bytes=SIZE, num_slots=NUM_SLOTS)
+    pytest.importorskip("nixl", reason="nixl is not installed")
+    from benchmarks import nixl_posix
+
+    return nixl_posix.NixlPosixFile(directory, fingerprint, block_bytes=SIZE, num_slots=NUM_SLOTS)
 
 
 def open_objects(directory, fingerprint):

@@ -27,9 +27,8 @@ from dynamo.protocols import generate, kv_events
 BATCH_BLOCKS = 16  # of one copy
 MAX_OFFLOADS = 2  # copies to one tier that run at once
 EXPLORED_SHARE = 16  # turned down, one block in so many is still offloaded
-# The engine's thread makes a load itself, before its step, if that takes no longer than to hand it to a thread and back
-# (0.3 ms), or if all such loads before a step take only a small share of the step: made beside the step, a load is
-# noticed at its end.
+# The engine's thread makes a load itself before its step, if that takes no longer than to hand it to a thread (0.3 ms),
+# or if all such loads take a small share of the step: a load beside the step is noticed only when that ends.
 QUICK_BYTES = 2 * 2**20
 QUICK_SHARE = 1 / 32
 DEVICE, HOST, DISK, REMOTE = kv_events.TIERS
@@ -57,12 +56,10 @@ class _Preparation:
     """The copies from disk to host for one sequence that queues."""
 
     copies: list[TierCopy]
-    kept_blocks: list[TierBlock] = field(
-        default_factory=list
-    )  # in host memory, until it is admitted
-    held_blocks: list[TierBlock] = field(
-        default_factory=list
-    )  # that host memory had before: the blocks from disk must not take their place
+    # In host memory until it is admitted.
+    kept_blocks: list[TierBlock] = field(default_factory=list)
+    # Those that host memory had before: the blocks from disk must not take their place.
+    held_blocks: list[TierBlock] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +68,8 @@ class TierOptions:
 
     host_filter: tier_policy.FilterKind = tier_policy.FilterKind.PRESENCE
     disk_filter: tier_policy.FilterKind = tier_policy.FilterKind.PRESENCE
-    offload_ratio: float = (
-        1.0  # of the engine's registered blocks, at most so many are in host memory too
-    )
+    # Of the engine's registered blocks, at most so many are in host memory too.
+    offload_ratio: float = 1.0
 
 
 class TieredCache:
@@ -92,6 +88,7 @@ class TieredCache:
         """`block_size` is in tokens, `block_bytes` the size of a block over all layers."""
         options = options or TierOptions()
         self.host, self.disk = host, disk  # the second may be an object store
+        self._tiers = [tier for tier in (host, disk) if tier is not None]
         self._below = DISK if disk is None else disk.name
         self.cost = tier_policy.LoadCost()
         self.guard = tier_policy.ChurnGuard(max(host.num_slots, 1))
@@ -123,14 +120,13 @@ class TieredCache:
 
     def record_time(self, now: float) -> None:
         """Set the time, in seconds of a clock that only goes forward, from which times to live count."""
-        for tier in (self.host, self.disk):
-            if tier is not None:
-                tier.now = now
+        for tier in self._tiers:
+            tier.now = now
 
     def apply_changes(self, changes: Mapping[kv_events.Tier, SharedChanges]) -> None:
         """Record what other processes have changed in the tiers that they share."""
-        for tier in (self.host, self.disk):
-            if tier is not None and tier.name in changes:
+        for tier in self._tiers:
+            if tier.name in changes:
                 tier.apply_changes(changes[tier.name])
 
     # --- offload ---
@@ -145,9 +141,8 @@ class TieredCache:
         for block in blocks:
             name = block.sequence_hash
             if hint is not None:
-                for tier in (self.host, self.disk):
-                    if tier is not None:
-                        tier.keep(name, hint)
+                for tier in self._tiers:
+                    tier.keep(name, hint)
             if name in self.host:
                 if self._host_filter.kind is tier_policy.FilterKind.PASS_ALL:
                     self.host.touch((name,))
@@ -324,9 +319,8 @@ class TieredCache:
         entries = _leading(map(disk.find, missing))
         self.counts["disk_lookups"] += len(missing)
         num_tokens = len(entries) * self._block_size
-        load_s = self._load_s((self._below, HOST), len(entries)) + self._load_s(
-            (HOST, DEVICE), len(entries)
-        )
+        paths = (self._below, HOST), (HOST, DEVICE)
+        load_s = sum(self._load_s(path, len(entries)) for path in paths)
         if not entries or not self.cost.pays(load_s, num_tokens):
             if entries:
                 self.counts["not_worth_loading"] += 1
@@ -412,8 +406,7 @@ class TieredCache:
             self.counts["not_worth_loading"] += 1
             self.cost.record_declined((HOST, DEVICE))
             return 0
-        is_quick = self.is_quick(len(entries))
-        if is_quick:
+        if is_quick := self.is_quick(len(entries)):
             self._num_quick_bytes += len(entries) * self.block_bytes
         sources = [self.host.acquire(source) for source in entries]
         copy = TierCopy(
@@ -445,9 +438,8 @@ class TieredCache:
 
     def touch(self, sequence_hashes: Sequence[int]) -> None:
         """Mark the blocks of a sequence as used now: its end first, so that it is evicted first."""
-        for tier in (self.host, self.disk):
-            if tier is not None:
-                tier.touch(reversed(sequence_hashes))
+        for tier in self._tiers:
+            tier.touch(reversed(sequence_hashes))
 
     def clear(self) -> None:
         """Drop the blocks of all tiers. The pool records the event."""
@@ -456,9 +448,8 @@ class TieredCache:
         self._in_both.clear()
         for waiting in list(self._preparations):
             self._release_preparation(waiting)
-        self.host.clear()
-        if self.disk is not None:
-            self.disk.clear()
+        for tier in self._tiers:
+            tier.clear()
 
     def _pays(self, num_blocks: int, *, is_engine_busy: bool) -> bool:
         """Return whether blocks of host memory are worth loading."""

@@ -56,8 +56,8 @@ def test_kvbm_comes_after_nixl_whose_blocks_wait_to_be_read():
         "DynamoConnector",
     ]
     assert fields["kv_load_failure_policy"] == "recompute"
-    assert connectors.can_export("MultiConnector", extra)
-    assert connectors.has_tiers("MultiConnector", extra)
+    assert connectors.can_export(types.SimpleNamespace(**fields))
+    assert connectors.has_tiers(types.SimpleNamespace(**fields))
 
 
 def test_tier_report_is_found_in_the_statistics_of_one_connector_and_of_several():
@@ -93,10 +93,10 @@ def test_an_unknown_connector_name_is_refused(names, says):
     [(["nixl"], True), (["ExampleConnector", "nixl"], True), (["lmcache"], False)],
 )
 def test_only_nixl_can_export_prompts(names, expected):
-    fields = connectors.transfer_config(names, "e")
-    extra = fields.get("kv_connector_extra_config", {})
+    fields = {"kv_connector_extra_config": {}} | connectors.transfer_config(names, "e")
 
-    assert connectors.can_export(fields["kv_connector"], extra) is expected
+    assert connectors.can_export(types.SimpleNamespace(**fields)) is expected
+    assert not connectors.can_export(None)
 
 
 def test_a_users_side_channel_is_kept():

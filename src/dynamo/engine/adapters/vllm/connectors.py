@@ -7,6 +7,7 @@ again without parameters, so that the worker learns which engine failed; vLLM by
 silently. There is one such policy for all connectors, and with ours it is to compute: it has no engine to report.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,16 +22,10 @@ _CLASSES = {"nixl": NIXL, "lmcache": "LMCacheConnectorV1", "kvbm": KVBM}
 NONE, UNSET = "none", "null"  # `null` is what manifests write for an option that is not set
 _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _DEVICES = "UCX_NET_DEVICES"
-ONE_GROUP = (
-    "--disable-hybrid-kv-cache-manager"  # vLLM's flag: all attention layers keep every block
-)
-_WHOLE_LAYERS = ("full_attention", "attention")  # as a model's configuration names those that do
-_ATTENTION = (
-    "attention",
-    "sliding",
-    "chunked",
-    "full",
-)  # in the names of layers and of vLLM's specifications
+# vLLM's flag with which all layers of attention keep every block, and the names of such layers and of their groups.
+ONE_GROUP = "--disable-hybrid-kv-cache-manager"
+_WHOLE_LAYERS = ("full_attention", "attention")
+_WITH_BLOCKS = re.compile("full|sliding|chunked|^attention$", re.IGNORECASE)
 TIER_TOKENS = "kv_tier_tokens"  # of a finished request's parameters: loaded tokens by tier
 # Between two looks of NIXL's progress thread: 0.2 % of a core instead of all of it; its events wake it at once.
 NIXL_PAUSE_US = 10_000
@@ -60,24 +55,21 @@ def transfer_config(
     return _connector("MultiConnector", {}) | several | common
 
 
-def can_export(connector: str | None, extra: Mapping[str, Any]) -> bool:
-    """Return whether engines pass prompts to each other by this connector.
+def can_export(transfer: Any) -> bool:
+    """Return whether engines with this KVTransferConfig, or None, pass prompts to each other.
 
     Only NIXL does: the others share stores, or have ways of their own.
     """
-    return NIXL in _all_connectors(connector, extra)
+    return NIXL in _all_connectors(transfer)
 
 
-def has_tiers(connector: str | None, extra: Mapping[str, Any]) -> bool:
+def has_tiers(transfer: Any) -> bool:
     """Return whether our connector keeps blocks in tiers below vLLM's memory."""
-    return KVBM in _all_connectors(connector, extra)
+    return KVBM in _all_connectors(transfer)
 
 
 def check_layers(vllm_config: Any) -> None:
-    """Check that all layers of a model keep every block, as far as its configuration says so, before it is loaded.
-
-    Raises ConfigError; the connector itself checks it again when the model is loaded.
-    """
+    """Raise ConfigError for a model whose configuration says that some layers do not keep every block."""
     model = vllm_config.model_config
     layer_kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
     local = layer_kinds.difference(_WHOLE_LAYERS)
@@ -89,11 +81,7 @@ def check_layers(vllm_config: Any) -> None:
 def explain_groups(model: str, kinds: Iterable[str]) -> str:
     """Return why a model with such layers, or groups in vLLM's cache, has no tiers, and how to serve it."""
     names = sorted(set(kinds))
-    with_flag = (
-        f"add {ONE_GROUP}, with which they do and take more memory, or "
-        if _can_unify(names)
-        else ""
-    )
+    with_flag = f"add {ONE_GROUP}, with which they do, or " if _can_unify(names) else ""
     return (
         f"--connector kvbm (DynamoConnector): expected a model whose layers all keep every KV block, but {model} has"
         f" {', '.join(names)}; {with_flag}serve it without tiers: --connector none, or no --kv-transfer-config"
@@ -102,10 +90,7 @@ def explain_groups(model: str, kinds: Iterable[str]) -> str:
 
 def _can_unify(kinds: Iterable[str]) -> bool:
     """Return whether all layers are of attention, though some only over a window."""
-    return all(
-        any(word in kind.lower() for word in _ATTENTION) and "linear" not in kind.lower()
-        for kind in kinds
-    )
+    return all(map(_WITH_BLOCKS.search, kinds))
 
 
 def find_tier_report(stats: Any) -> Any:
@@ -162,8 +147,11 @@ def _class_of(name: str) -> str:
         ) from None
 
 
-def _all_connectors(connector: str | None, extra: Mapping[str, Any]) -> tuple[str | None, ...]:
-    return connector, *(each.get("kv_connector") for each in extra.get("connectors", ()))
+def _all_connectors(transfer: Any) -> tuple[str | None, ...]:
+    if transfer is None:
+        return ()
+    children = transfer.kv_connector_extra_config.get("connectors", ())
+    return transfer.kv_connector, *(each.get("kv_connector") for each in children)
 
 
 def _connector(name: str, tier_options: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,18 +38,13 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
     loras = lora_requests(settings, is_enabled=args.enable_lora)
     library = VllmLibrary(args, loras)
     transfer = args.kv_transfer_config
-    has_tiers = transfer is not None and connectors.has_tiers(
-        transfer.kv_connector, transfer.kv_connector_extra_config
-    )
     engine = streams.StreamingEngine(
         library,
         sleep=library if args.enable_sleep_mode else None,
         lora_adapters=library if args.enable_lora else None,
-        kv_tiers=library if has_tiers else None,
+        kv_tiers=library if connectors.has_tiers(transfer) else None,
     )
-    if transfer is None or not connectors.can_export(
-        transfer.kv_connector, transfer.kv_connector_extra_config
-    ):
+    if not connectors.can_export(transfer):
         return engine
     if args.enable_sleep_mode:
         raise errors.ConfigError(
@@ -88,10 +83,7 @@ class VllmLibrary:
     async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
         endpoints = kv_event_endpoints(self._args)
         config = versions.make_config(self._args)
-        transfer = self._args.kv_transfer_config
-        if transfer is not None and connectors.has_tiers(
-            transfer.kv_connector, transfer.kv_connector_extra_config
-        ):
+        if connectors.has_tiers(self._args.kv_transfer_config):
             connectors.check_layers(config)
         if endpoints is not None:
             self._kv_subscriber = kv_subscriber.ZmqKvSubscriber(

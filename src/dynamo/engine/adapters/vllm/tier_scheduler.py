@@ -213,8 +213,7 @@ class TierScheduler:
         if not num_blocks and not state.is_declined:
             state.is_declined = True
             cache.load(request_id, usable, (), is_engine_busy=is_busy)  # counts what it lacked
-        is_beside_steps = num_blocks > 0 and not cache.is_quick(num_blocks)
-        return num_blocks * self._block_size, is_beside_steps
+        return num_blocks * self._block_size, not cache.is_quick(num_blocks)
 
     def allocate(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
         """Begin to load what `match` has promised; `block_ids` are all blocks of the request."""

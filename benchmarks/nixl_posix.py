@@ -1,6 +1,6 @@
 """The disk tier's file, its blocks moved by NIXL's POSIX plugin instead of by us: only for tests and measurements.
 
-It must keep what every storage promises (`test_kv_storage`), and `benchmarks.kvbm_disk` compares the two.
+It must keep what every storage promises (`tests/contract/test_kv_storage.py`), and `kvbm_copies` compares the two.
 """
 
 import os
@@ -14,7 +14,9 @@ PLUGIN = "POSIX"
 
 
 class NixlPosixFile(disk_file.DiskFile):
-    """A `storage.Storage`, used by one thread at a time."""
+    """A `storage.Storage` with an agent of the library, which is used by one thread at a time."""
+
+    num_threads = 1
 
     def _open(self):
         super()._open()
