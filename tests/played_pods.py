@@ -19,10 +19,10 @@ class PlayedPods:
         self._members = []
         self._slices = {}
 
-    async def start(self, name, *, is_ready=True, slice_="slice-1"):
+    async def start(self, name, *, is_ready=True, slice_="slice-1", **options):
         """Create a pod whose process opens its discovery, and enter it into a slice; return the discovery."""
         await self.create(name)
-        member = await self.start_container(name)
+        member = await self.start_container(name, **options)
         self.set_ready(name, is_ready, slice_=slice_)
         return member
 
@@ -33,10 +33,10 @@ class PlayedPods:
         created = await self.cluster.connect(NAMESPACE).create(pod)
         self._uids[name] = created["metadata"]["uid"]
 
-    async def start_container(self, name):
+    async def start_container(self, name, **options):
         """Open the discovery of a process in a pod that exists."""
         environ = {"POD_NAME": name, "POD_UID": self._uids[name], "POD_NAMESPACE": NAMESPACE}
-        member = await KubernetesDiscovery.open(self.cluster.connect(NAMESPACE), environ)
+        member = await KubernetesDiscovery.open(self.cluster.connect(NAMESPACE), environ, **options)
         self._members.append(member)
         return member
 

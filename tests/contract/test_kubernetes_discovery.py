@@ -111,6 +111,57 @@ async def test_pod_that_vanishes_from_all_slices_is_gone_after_a_moment(pods, mo
     assert await take(watch, 1) == [Delete(key="k")]
 
 
+@pytest.mark.parametrize("is_alive", [True, None], ids=["answers", "unknown"])
+async def test_unready_pod_is_asked_last_while_its_process_answers(pods, monkeypatch, is_alive):
+    monkeypatch.setattr(discovery, "UNCONFIRMED_S", PATIENT_S)
+    known = {}
+    reader = await pods.start("reader", is_alive=lambda key, _value: known[key])
+    worker = await pods.start("worker")
+    await worker.put(KEY, b"1")
+    watch = reader.watch(KEY)
+    found = await take(watch, 1)
+    known[KEY] = is_alive
+    pods.set_ready("worker", False)
+    doubted = await take(watch, 1)
+    pods.set_ready("worker", True)
+    trusted = await take(watch, 1)
+    pods.set_ready("worker", False)
+    await take(watch, 1)
+    known[KEY] = False  # its connection has ended
+
+    assert found == trusted == [Put(key=KEY, value=b"1")]
+    assert doubted == [Put(key=KEY, value=b"1", is_confirmed=False)]
+    assert await take(watch, 1) == [Delete(key=KEY)]
+
+
+async def test_unready_pod_of_which_nothing_is_known_is_gone_after_a_while(pods, monkeypatch):
+    monkeypatch.setattr(discovery, "UNCONFIRMED_S", 0.05)
+    reader = await pods.start("reader", is_alive=lambda _key, _value: None)
+    worker = await pods.start("worker")
+    await worker.put(KEY, b"1")
+    watch = reader.watch(KEY)
+    await take(watch, 1)
+    pods.set_ready("worker", False)
+    changes = await take(watch, 1)
+    while changes[-1] != Delete(key=KEY):  # a slow watcher misses that it was doubted
+        changes += await take(watch, 1)
+
+    assert changes[:-1] in ([Put(key=KEY, value=b"1", is_confirmed=False)], [])
+
+
+async def test_key_that_an_unready_pod_removes_vanishes_though_its_process_answers(pods):
+    reader = await pods.start("reader", is_alive=lambda _key, _value: True)
+    worker = await pods.start("worker")
+    await worker.put(KEY, b"1")
+    watch = reader.watch(KEY)
+    await take(watch, 1)
+    pods.set_ready("worker", False)
+    await take(watch, 1)
+    await worker.delete(KEY)
+
+    assert await take(watch, 1) == [Delete(key=KEY)]
+
+
 async def test_start_of_a_worker_is_shown_before_its_pod_is_ready(pods):
     reader, worker = await pods.start("reader"), await pods.start("worker", is_ready=False)
     await worker.put(f"{instances.STARTS}1", b"start")

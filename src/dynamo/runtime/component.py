@@ -427,7 +427,7 @@ class _Parts:
             name = f"dynamo.runtime.backends.{backend}.discovery"
             module = distribution.load_extra(name, feature=f"{backend} discovery", extra=backend)
             if backend == "kubernetes":
-                opening = module.join(os.environ, time=self.time)
+                opening = module.join(os.environ, is_alive=is_alive, time=self.time)
             else:
                 opening = module.EtcdDiscovery.open(
                     etcd_access.read(self.settings.etcd_endpoints, os.environ),

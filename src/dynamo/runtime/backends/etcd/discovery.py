@@ -13,12 +13,19 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from dynamo.base import clock, errors, tasks
 from dynamo.runtime.backends.etcd import access, connection
-from dynamo.runtime.discovery import Change, Delete, KeyView, OwnerCheck, Put
+from dynamo.runtime.discovery import (
+    REMOVED,
+    UNCONFIRMED_S,
+    Change,
+    KeyRetention,
+    KeyView,
+    OwnerCheck,
+)
 
 T = TypeVar("T")
 LEASE_TTL_S = 10
@@ -31,10 +38,6 @@ _LONGEST_PAUSE_S = 1.0  # so that a living process is back long before its lease
 _STABLE_S = 5.0  # a connection that lasted so long is watcher by a quick attempt
 _RETRY_S = 0.05
 _JUDGE_EVERY_S = 0.5
-UNCONFIRMED_S = (
-    10.0  # for which a key that etcd has lost is kept while nobody knows whether its owner lives
-)
-REMOVED = b"\0removed"  # the last value of a key that its owner removes itself
 
 
 class EtcdDiscovery:
@@ -347,83 +350,6 @@ class EtcdLease:
 
 
 log = logging.getLogger(__name__)
-
-
-class KeyRetention:
-    """The decision which keys of a prefix to believe dead, without clock or network; it feeds a view.
-
-    An owner that leaves writes `REMOVED` as the value of its key before it deletes it, and the key vanishes at once. A
-    key that is missing without that has lost its lease: because its owner died, or because owner and etcd could not
-    reach each other, while requests still reach it. A missing key is therefore shown
-
-        while its owner answers                           as it was
-        while nobody knows, for `unconfirmed_s` seconds   as unconfirmed: it is asked last
-
-    and is removed when its owner is known to be gone. An etcd that comes back may have lost everything, and the owners
-    put their keys back within moments: between `begin` and `end` every missing key is shown as it was.
-    """
-
-    def __init__(
-        self,
-        view: KeyView,
-        is_alive: OwnerCheck,
-        unconfirmed_s: float,
-        on_missing: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._view = view
-        self._is_alive = is_alive
-        self._unconfirmed_s = unconfirmed_s
-        self._missing_since: dict[str, float] = {}
-        self._is_active = False
-        self._on_missing = on_missing
-
-    def begin(self) -> None:
-        """Keep missing keys from now on, since their owners may put them back."""
-        self._is_active = True
-
-    def end(self, now: float) -> None:
-        """Judge the keys that are still missing."""
-        self._is_active = False
-        self._missing_since = dict.fromkeys(self._missing_since, now)
-        self.judge(now)
-
-    def replace(self, living: Mapping[str, bytes], now: float) -> None:
-        """Take all keys of the prefix as etcd has them now."""
-        shown = self._view.get_prefix("")
-        self.apply([Delete(key=key) for key in shown.keys() - living.keys()], now)
-        self.apply([Put(key=key, value=value) for key, value in living.items()], now)
-
-    def apply(self, changes: Sequence[Change], now: float) -> None:
-        """Take changes that etcd reports."""
-        shown = self._view.get_prefix("")
-        for change in changes:
-            if isinstance(change, Put):
-                self._missing_since.pop(change.key, None)
-                if change.value == REMOVED:
-                    self._view.remove(change.key)
-                else:
-                    self._view.put(change.key, change.value)
-            elif change.key in shown:
-                self._missing_since.setdefault(change.key, now)
-        self.judge(now)
-
-    def judge(self, now: float) -> None:
-        """Decide about each missing key by what is known of its owner now."""
-        if self._is_active or not self._missing_since:
-            return
-        shown = self._view.get_prefix("")
-        for key, since in list(self._missing_since.items()):
-            is_alive = self._is_alive(key, shown[key]) if key in shown else False
-            if is_alive is False or (is_alive is None and now - since >= self._unconfirmed_s):
-                del self._missing_since[key]
-                self._view.remove(key)
-            elif is_alive is None:
-                self._view.doubt(key)
-            else:
-                self._missing_since[key] = now
-                self._view.put(key, shown[key])
-        if self._missing_since:
-            self._on_missing()
 
 
 class PrefixWatcher:

@@ -5,18 +5,28 @@ not ready. What this process wants to be there is kept here, and written again w
 the cluster was away, or the object was deleted. The first writing replaces what an earlier container of the pod, or an
 earlier pod of its name, left there.
 
-While the cluster's API is away, watchers keep the keys that they know. The two watches start with the first watcher, so
-a worker that sends no requests watches its own object only.
+While the cluster's API is away, watchers keep the keys that they know. A pod that is not ready any more, because its
+probe fails or because nothing is heard of its node, is asked last while its process answers. The two watches start
+with the first watcher, so a worker that sends no requests watches its own object only.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from dynamo.base import clock, errors, tasks
 from dynamo.runtime.backends.kubernetes import connection, pod_records
 from dynamo.runtime.backends.kubernetes.watched_objects import Object
-from dynamo.runtime.discovery import Change, KeyView
+from dynamo.runtime.discovery import (
+    REMOVED,
+    UNCONFIRMED_S,
+    Change,
+    KeyRetention,
+    KeyView,
+    OwnerCheck,
+    Put,
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +37,7 @@ _PUT_TIMEOUT_S = 60.0
 _LEAVE_TIMEOUT_S = 2.0
 _RETRY_S = 0.5
 _REFUSED_S = 10.0
+_JUDGE_EVERY_S = 0.5
 _SETTLE_S = 1.0  # for pods that move from one slice to another
 _SLICES = ("discovery.k8s.io/v1", "EndpointSlice", pod_records.SLICE_LABELS)
 _METADATAS = (pod_records.API_VERSION, pod_records.KIND, "")
@@ -40,6 +51,7 @@ class KubernetesDiscovery:
         kubernetes: connection.KubernetesConnection,
         environ: Mapping[str, str],
         time: clock.Clock,
+        is_alive: OwnerCheck,
     ) -> None:
         """Made by `open`. Raises ConfigError if the environment does not name the pod."""
         self._kubernetes = kubernetes
@@ -54,6 +66,7 @@ class KubernetesDiscovery:
         self._outage: errors.DynamoError | None = None
         self._tasks = tasks.Tasks()
         self._view = KeyView()
+        self._retention = KeyRetention(self._view, is_alive, UNCONFIRMED_S, is_answer_enough=False)
         self._slices = pod_records.Slices()
         self._pods: dict[str, pod_records.PodKeys] = {}
         self._view_changed = asyncio.Event()
@@ -67,10 +80,11 @@ class KubernetesDiscovery:
         environ: Mapping[str, str],
         *,
         start_timeout_s: float = START_TIMEOUT_S,
+        is_alive: OwnerCheck = lambda _key, _value: False,
         time: clock.Clock | None = None,
     ) -> "KubernetesDiscovery":
         """Replace the metadata of this pod by an empty one. Raises ConfigError if the cluster refuses or is away."""
-        self = cls(kubernetes, environ, time or clock.SystemClock())
+        self = cls(kubernetes, environ, time or clock.SystemClock(), is_alive)
         self._tasks.start("write pod metadata", self._write_when_requested())
         try:
             await self._write(start_timeout_s)
@@ -227,15 +241,31 @@ class KubernetesDiscovery:
     async def _show(self) -> None:
         """Keep the view as slices and metadata say, once for all events that came together."""
         while True:
-            await self._view_changed.wait()
+            await self._await_change()
             self._view_changed.clear()
-            self._view.replace(pod_records.living_keys(self._pods.values(), self._slices))
+            living = pod_records.living_keys(self._pods.values(), self._slices)
+            unready = pod_records.unready_keys(self._pods.values(), self._slices)
+            removed = self._view.get_prefix("").keys() - living.keys() - unready
+            now = self._clock.now()
+            self._retention.apply([Put(key=key, value=REMOVED) for key in removed], now)
+            self._retention.replace(living, now)
+
+    async def _await_change(self) -> None:
+        """Wait for news of the cluster; not for long, while it is to be seen which owners of lost keys answer."""
+        if not self._retention.is_judging:
+            await self._view_changed.wait()
+            return
+        with contextlib.suppress(TimeoutError):
+            async with self._clock.timeout(_JUDGE_EVERY_S):
+                await self._view_changed.wait()
 
 
-async def join(environ: Mapping[str, str], *, time: clock.Clock) -> KubernetesDiscovery:
+async def join(
+    environ: Mapping[str, str], *, is_alive: OwnerCheck, time: clock.Clock
+) -> KubernetesDiscovery:
     """Open the discovery of the cluster that this process belongs to. Raises ConfigError."""
     return await KubernetesDiscovery.open(
-        connection.KubernetesConnection.open(environ), environ, time=time
+        connection.KubernetesConnection.open(environ), environ, is_alive=is_alive, time=time
     )
 
 

@@ -2,7 +2,8 @@
 
 A pod's process writes its keys into one DynamoWorkerMetadata of the pod's name, owned by the pod. They are shown while
 an EndpointSlice names the same pod, by its uid, as ready: so what an earlier pod of that name left behind is not shown,
-and a pod that crashed, fails its probe or is terminating is not found. A start is shown before the pod is ready, since
+and a pod that crashed or is terminating is not found. One that is not ready any more is not found either, unless its
+process answers all the same (`discovery.KeyRetention`). A start is shown before the pod is ready, since
 it tells of a worker that loads.
 
 A pod may stand in several slices at once, and while slices are split or merged in none for a moment: a pod that
@@ -74,6 +75,11 @@ def living_keys(pods: Iterable[PodKeys], slices: "Slices") -> dict[str, bytes]:
                 if key.startswith(instances.STARTS)
             }
     return living
+
+
+def unready_keys(pods: Iterable[PodKeys], slices: "Slices") -> set[str]:
+    """Return the keys of the pods that are there and not ready."""
+    return {key for pod in pods if slices.readiness(pod.uid) is False for key in pod.value_by_key}
 
 
 class Slices:

@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.runtime import discovery
-from dynamo.runtime.backends.etcd import discovery as etcd_discovery
 from dynamo.runtime.discovery import Delete, Put
 
 KEYS = st.sampled_from("abcd")
@@ -17,7 +16,7 @@ STEPS = st.lists(st.one_of(LIVING, PUTS, DELETES, st.sampled_from(["begin", "end
 def shown_after(*steps):
     """What a view shows after these: a reading (a dict), changes, begin and end of a time of grace."""
     shown = discovery.KeyView()
-    judge = etcd_discovery.KeyRetention(shown, lambda _key, _value: False, 10.0)
+    judge = discovery.KeyRetention(shown, lambda _key, _value: False, 10.0)
     for step in steps:
         if step == "begin":
             judge.begin()
@@ -36,9 +35,7 @@ class Owners:
     def __init__(self, **is_alive):
         self.is_alive = is_alive
         self.view = discovery.KeyView()
-        self.judge = etcd_discovery.KeyRetention(
-            self.view, lambda key, _value: self.is_alive[key], 10.0
-        )
+        self.judge = discovery.KeyRetention(self.view, lambda key, _value: self.is_alive[key], 10.0)
         self.judge.replace(dict.fromkeys(is_alive, b"1"), 0.0)
         self.judge.apply([Delete(key=key) for key in is_alive], 0.0)
 
@@ -74,8 +71,24 @@ def test_silence_of_an_owner_counts_from_its_last_answer():
 
 def test_key_that_its_owner_removes_vanishes_though_the_owner_answers():
     owners = Owners(a=True)
-    owners.judge.apply([Put(key="a", value=etcd_discovery.REMOVED), Delete(key="a")], 1.0)
+    owners.judge.apply([Put(key="a", value=discovery.REMOVED), Delete(key="a")], 1.0)
     assert owners.shown(1.0) == set()
+
+
+async def test_owner_that_answers_is_asked_last_where_an_answer_is_not_enough():
+    view = discovery.KeyView()
+    judge = discovery.KeyRetention(view, lambda _key, _value: True, 10.0, is_answer_enough=False)
+    judge.replace({"a": b"1"}, 0.0)
+    judge.apply([Delete(key="a")], 1.0)
+    judge.judge(1000.0)
+    changes = view.watch("")
+
+    assert judge.is_judging
+    assert await anext(changes) == Put(key="a", value=b"1", is_confirmed=False)
+    judge.apply([Put(key="a", value=b"1")], 1001.0)
+    assert await anext(changes) == Put(key="a", value=b"1")
+    assert not judge.is_judging
+    await changes.aclose()
 
 
 async def test_key_of_an_unknown_owner_is_reported_as_unconfirmed_until_it_comes_back():
