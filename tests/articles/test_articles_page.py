@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "articles.md").read_text()
 ROWS = re.findall(r"^\| (.+?) \| ([\w ]+) \| (.+) \|$", PAGE, re.MULTILINE)
 TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
-STATES = {"works", "see Kubernetes", "environment", "another name", "refused", "state"}
+STATES = {"works", "environment", "another name", "refused", "state"}
 
 
 @functools.cache

@@ -262,7 +262,12 @@ CRASHING = {
     "metadata": {"name": "crashing"},
     "spec": {
         "containers": [
-            {"name": "main", "image": "python:3.11", "command": ["sh", "-c", "echo bye; exit 3"]}
+            {
+                "name": "main",
+                "image": "python:3.11",
+                "command": ["sh", "-c", "echo bye; exit 3"],
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+            }
         ]
     },
 }
@@ -328,11 +333,38 @@ def test_the_status_of_a_pod_tells_why_it_does_not_run(node):
     condition = "jsonpath={.status.conditions[0].message}"
     unschedulable = node.kubectl("get", "pod", "large", "-o", condition).stdout
     log = node.kubectl("logs", "crashing").stdout
+    last_state = "jsonpath={.status.containerStatuses[0].lastState.terminated.message}"
+    message = node.kubectl("get", "pod", "crashing", "-o", last_state).stdout
     node.kubectl("delete", "pod", "crashing", "large", "--grace-period=1")
 
     assert crashed.returncode == 0, crashed.stderr
     assert unschedulable == "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
-    assert log == "bye\n"
+    assert log == message == "bye\n"
+
+
+def test_pod_becomes_ready_as_soon_as_its_start_has_succeeded(node):
+    """As with a kubelet, which does not wait for the next period of the readiness probe."""
+    succeeding = {"exec": {"command": ["true"]}, "timeoutSeconds": 20}
+    container = {
+        "name": "main",
+        "image": "python:3.11",
+        "command": ["sleep", "infinity"],
+        "startupProbe": {**succeeding, "periodSeconds": 1},
+        "readinessProbe": {**succeeding, "periodSeconds": 3600},
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "starting"},
+        "spec": {"containers": [container]},
+    }
+    node.kubectl("apply", "-f", "-", stdin=json.dumps(pod))
+    ready = node.kubectl(
+        "wait", "--for=condition=Ready", "pod/starting", "--timeout=60s", timeout_s=90
+    )
+    node.kubectl("delete", "pod", "starting", "--grace-period=1")
+
+    assert ready.returncode == 0, ready.stderr
 
 
 BUSY = """

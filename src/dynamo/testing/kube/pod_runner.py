@@ -22,6 +22,7 @@ _logger = logging.getLogger(__name__)
 _LAST_BACKOFF_S = 300.0
 _STABLE_S = 600.0
 _POLL_S = 0.02
+_MESSAGE_BYTES = 2048
 _RETRY_S = 2.0
 _RUN = 'exec "$@" >>"$LOG" 2>&1'  # with LOG and the working directory set by its caller
 _INHERITED = (
@@ -256,6 +257,7 @@ class PodRunner:
                     "reason": reason,
                     "startedAt": began,
                     "finishedAt": metadata.timestamp(),
+                    **self._last_words(state.spec, exit_code),
                 }
             }
             is_final = policy == "Never" or (exit_code == 0 and (is_init or policy == "OnFailure"))
@@ -275,6 +277,15 @@ class PodRunner:
                 await clock.sleep(delay_s)
                 delay_s = min(delay_s * 2, _LAST_BACKOFF_S)
 
+    def _last_words(self, container: Object, exit_code: int) -> Object:
+        """Return the end of a failed container's log as its message, if it asks for that."""
+        if not exit_code or container.get("terminationMessagePolicy") != "FallbackToLogsOnError":
+            return {}
+        with self.log_path(container["name"]).open("rb") as log:
+            log.seek(-min(_MESSAGE_BYTES, log.seek(0, os.SEEK_END)), os.SEEK_END)
+            text = log.read().decode(errors="replace")
+        return {"message": text} if text else {}
+
     async def _run_once(
         self, state: pods.ContainerState, began: str, *, is_init: bool
     ) -> int | None:
@@ -293,6 +304,9 @@ class PodRunner:
         state.is_started = "startupProbe" not in state.spec
         state.is_ready = not is_init and state.is_started and "readinessProbe" not in state.spec
         await self._report()
+        started = asyncio.Event()
+        if state.is_started:
+            started.set()
         kinds = [
             kind
             for kind in ("startupProbe", "livenessProbe", "readinessProbe")
@@ -300,7 +314,7 @@ class PodRunner:
         ]
         probing = [
             self._node.running.start(
-                f"{kind} of {child.spec.name}", self._probe(state, kind, child)
+                f"{kind} of {child.spec.name}", self._probe(state, kind, child, started)
             )
             for kind in (() if is_init else kinds)
         ]
@@ -312,38 +326,41 @@ class PodRunner:
         self._children.pop(state.spec["name"], None)
         return code if code >= 0 else 128 - code
 
-    async def _probe(self, state: pods.ContainerState, kind: str, child: children.Child) -> None:
+    async def _probe(
+        self,
+        state: pods.ContainerState,
+        kind: str,
+        child: children.Child,
+        started: asyncio.Event,
+    ) -> None:
+        """Run one probe until its container ends; the others begin as soon as that of the start has succeeded."""
         probe, count, clock = state.spec[kind], probes.ProbeCount(), self._node.clock
         await clock.sleep(probe.get("initialDelaySeconds", 0))
+        if kind != "startupProbe":
+            await started.wait()
         while not self.is_stopping or kind == "readinessProbe":
-            if kind == "startupProbe" or state.is_started:
-                count.add(
-                    await probes.check(
-                        probe,
-                        state.spec,
-                        self.address,
-                        lambda command: self.execute(state.spec, command),
-                    )
+            count.add(
+                await probes.check(
+                    probe,
+                    state.spec,
+                    self.address,
+                    lambda command: self.execute(state.spec, command),
                 )
-                is_failed = count.failures >= probe.get("failureThreshold", 3)
-                if kind == "startupProbe" and count.successes:
-                    state.is_started, state.is_ready = True, "readinessProbe" not in state.spec
-                    await self._report()
-                    return
-                if kind != "readinessProbe" and is_failed:
-                    _logger.info(
-                        "%s: its %s failed %d times", child.spec.name, kind, count.failures
-                    )
-                    await child.stop(self.pod["spec"]["terminationGracePeriodSeconds"])
-                    return
-                is_ready = count.successes >= probe.get("successThreshold", 1)
-                if (
-                    kind == "readinessProbe"
-                    and is_ready != state.is_ready
-                    and (is_ready or is_failed)
-                ):
-                    state.is_ready = is_ready
-                    await self._report()
+            )
+            is_failed = count.failures >= probe.get("failureThreshold", 3)
+            if kind == "startupProbe" and count.successes:
+                state.is_started, state.is_ready = True, "readinessProbe" not in state.spec
+                started.set()
+                await self._report()
+                return
+            if kind != "readinessProbe" and is_failed:
+                _logger.info("%s: its %s failed %d times", child.spec.name, kind, count.failures)
+                await child.stop(self.pod["spec"]["terminationGracePeriodSeconds"])
+                return
+            is_ready = count.successes >= probe.get("successThreshold", 1)
+            if kind == "readinessProbe" and is_ready != state.is_ready and (is_ready or is_failed):
+                state.is_ready = is_ready
+                await self._report()
             await clock.sleep(probe.get("periodSeconds", 10))
 
     async def execute(self, container: Object, command: list[str]) -> int:
