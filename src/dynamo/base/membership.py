@@ -93,9 +93,8 @@ class Tls:
 
     client: ssl.SSLContext
     server: ssl.SSLContext
-    certificate: str = (
-        ""  # path of the certificate that is shown, of its key, and of the authorities
-    )
+    # path of the certificate that is shown, of its key, and of the authorities
+    certificate: str = ""
     key: str = ""
     authority: str = ""
 
@@ -144,9 +143,8 @@ class CredentialFiles:
         self._stamp = stamp_files(paths)
         self._latest = read_files(self)
         self._next_check_at = now() + CHECK_S
-        self.problem: str | None = (
-            None  # why the files as they are now cannot be used, and the former ones are
-        )
+        # why the files as they are now cannot be used, and the former ones are
+        self.problem: str | None = None
 
     def current(self) -> Credentials:
         """Return the credentials; looks at the files at most every `CHECK_S` seconds."""

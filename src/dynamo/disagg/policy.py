@@ -27,9 +27,8 @@ from dynamo.router import api as routing
 
 MAX_LOCAL_PREFILL_LENGTH = 1000  # tokens
 MAX_PREFILL_QUEUE_SIZE = 2
-HANDOFF_S = (
-    0.004  # a request to another process, and one more decode step (measured: docs/benchmarks.md)
-)
+# a request to another process, and one more decode step (measured: docs/benchmarks.md)
+HANDOFF_S = 0.004
 EstimateLoad = Callable[[], routing.LoadEstimate]
 ConditionalRule = Literal["isl_bounding", "prefill_load", "isl_or_load"]
 

@@ -34,9 +34,8 @@ from dynamo.disagg import metrics, prefill_queue
 from dynamo.protocols import generate, instances, kv_transfer, wire
 from dynamo.runtime import client, requests, services
 
-LEASE_ENDPOINT = (
-    "prefill_claims"  # beside a decode worker's own endpoint; leases are requested here
-)
+# beside a decode worker's own endpoint; leases are requested here
+LEASE_ENDPOINT = "prefill_claims"
 TAKES_JOBS = "takes_prefill_tickets"  # in a prefill worker's runtime data
 BOUNDS = services.WorkQueueBounds(
     max_items=10_000,
@@ -354,9 +353,8 @@ class PrefillJobConsumer:
             self._counters.done.inc()
         else:
             await self._give_back(item)
-            await self._clock.sleep(
-                PAUSE_S
-            )  # so that other workers, which may get the lease, take it
+            # so that other workers, which may get the lease, take it
+            await self._clock.sleep(PAUSE_S)
 
     async def _give_back(self, item: services.WorkItem, *, after_s: float = 0.0) -> None:
         await item.give_back(after_s=after_s)

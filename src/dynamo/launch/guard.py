@@ -95,9 +95,8 @@ class Guard:
         self._send(f"grace {grace_s:g}")
 
     def _send(self, command: str) -> None:
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the guard was killed: the kernel's part remains
+        # the guard was killed: the kernel's part remains
+        with contextlib.suppress(BrokenPipeError):
             os.write(self._lifeline, f"{command}\n".encode())
 
 

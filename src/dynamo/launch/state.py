@@ -42,9 +42,8 @@ class ServeState(msgspec.Struct, kw_only=True):
     variables: dict[str, str]  # by which another process joins: discovery and namespace
     processes: list[ProcessState]
     models: dict[str, str] = {}  # the state in words of each model that is loaded on demand
-    process_start: str = (
-        ""  # of `pid`, as `process_start` returns it: a later process may get the same id
-    )
+    # of `pid`, as `process_start` returns it: a later process may get the same id
+    process_start: str = ""
 
 
 def home() -> Path:
@@ -225,9 +224,8 @@ def process_start(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return ""
-    return (
-        stat.rpartition(b")")[2].split()[19].decode()
-    )  # field 22 of proc(5); a name may hold spaces
+    # field 22 of proc(5); a name may hold spaces
+    return stat.rpartition(b")")[2].split()[19].decode()
 
 
 def _is_alive(state: ServeState) -> bool:

@@ -159,9 +159,8 @@ class PeerLog:
     def __init__(self, logger: logging.Logger, now: Callable[[], float]) -> None:
         self._logger, self._now = logger, now
         self._lock = threading.Lock()
-        self._logged: dict[
-            str, tuple[float, int]
-        ] = {}  # by peer: when, and lines since; oldest first
+        # by peer: when, and lines since; oldest first
+        self._logged: dict[str, tuple[float, int]] = {}
 
     def warning(self, peer: str, message: str, *arguments: object) -> None:
         """Log a warning about `peer`, by which its lines are counted: its host, not a name that it chose."""

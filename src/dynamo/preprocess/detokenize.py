@@ -136,9 +136,8 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._window = self._drop_hidden(context)
-        self._num_returned = len(
-            self._window
-        )  # tokens at the beginning of the window with text that was returned
+        # tokens at the beginning of the window with text that was returned
+        self._num_returned = len(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
         self._window += self._drop_hidden(token_ids)

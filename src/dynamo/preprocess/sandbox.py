@@ -40,9 +40,8 @@ _CHECKED_FILTERS = (
     "map",
 )  # may make much of little
 _FORBIDDEN = frozenset(("translate", "to_bytes", "format_map", "fromkeys"))
-_WIDE = re.compile(
-    r"\d{5}|\*|\{[^{}]*\{"
-)  # in a format: a width of five digits, or from an argument
+# in a format: a width of five digits, or from an argument
+_WIDE = re.compile(r"\d{5}|\*|\{[^{}]*\{")
 
 
 class LimitExceeded(Exception):

@@ -60,9 +60,8 @@ def local_hashes(packed: bytes, block_size: int, seed: int = SEED) -> list[int]:
     step = block_size * TOKEN_BYTES
     end = len(packed) - len(packed) % step
     digest = xxhash.xxh3_64_intdigest
-    blocks = struct.iter_unpack(
-        f"{step}s", memoryview(packed)[:end]
-    )  # a third of the time of slices
+    # a third of the time of slices
+    blocks = struct.iter_unpack(f"{step}s", memoryview(packed)[:end])
     return [digest(block, seed) for (block,) in blocks]
 
 

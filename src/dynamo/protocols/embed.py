@@ -38,9 +38,8 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
     `data` is a packed array of shape [len(numbers), dimensions].
     """
 
-    numbers: tuple[
-        Annotated[int, msgspec.Meta(ge=0)], ...
-    ]  # indices into `EmbeddingRequest.inputs`
+    # indices into `EmbeddingRequest.inputs`
+    numbers: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     data: bytes
 
 

@@ -17,9 +17,8 @@ DEVICE = Tier("device")  # GPU; G1
 HOST = Tier("host")  # CPU; G2
 DISK = Tier("disk")  # DISK; G3
 REMOTE = Tier("remote")  # REMOTE, an object store; G4
-PEER = Tier(
-    "peer"
-)  # no tier of a worker's own: the cache of another, which blocks were copied from
+# no tier of a worker's own: the cache of another, which blocks were copied from
+PEER = Tier("peer")
 TIERS = (DEVICE, HOST, DISK, REMOTE)  # the usual ones, fastest first
 
 

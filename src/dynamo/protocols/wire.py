@@ -66,9 +66,8 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The client waits for this stream no longer, or sends its handler a signal. An unknown stream is no error."""
 
     stream: int
-    signal: int | None = (
-        None  # None: cancel; else a number with a meaning that the endpoint defines
-    )
+    # None: cancel; else a number with a meaning that the endpoint defines
+    signal: int | None = None
 
 
 # gc=False: an item holds no cycles, and the collector should not walk the thousands that live for one turn.
@@ -100,9 +99,8 @@ class Fail(msgspec.Struct, frozen=True, array_like=True, tag=6):
     code: str
     message: str
     param: str | None = None  # of a RequestError
-    retry_after_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT_S)] | None = (
-        None  # of an Unavailable
-    )
+    # of an Unavailable
+    retry_after_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT_S)] | None = None
 
     @classmethod
     def of(cls, stream: int, error: errors.DynamoError) -> "Fail":

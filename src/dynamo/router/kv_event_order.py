@@ -22,9 +22,8 @@ class KvEventOrder:
     """One rank of one worker. Each method returns the events to apply now, in order."""
 
     def __init__(self) -> None:
-        self.position: kv_events.Position | None = (
-            None  # up to here all is applied; None: a replay has to start anew
-        )
+        # up to here all is applied; None: a replay has to start anew
+        self.position: kv_events.Position | None = None
         self.is_behind = True
         self._waiting: list[kv_events.EventBatch] = []
         self._replayed: list[kv_events.KvEvent] = []

@@ -64,9 +64,8 @@ from dynamo.router.api import Candidates, Decision, Draw, Prompt, Worker
 from dynamo.router.worker_load import WorkerLoad
 
 _FEW_WORKERS = 8  # up to this number, all of them must idle to be enough
-_HASHED_TOKENS = (
-    2048  # tells apart prompts with one system prompt, yet keeps conversations together
-)
+# tells apart prompts with one system prompt, yet keeps conversations together
+_HASHED_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

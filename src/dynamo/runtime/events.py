@@ -90,9 +90,8 @@ class BatchedSubscription:
 
     def __init__(self, topic: str, listener: Listener, *, max_events: int) -> None:
         self.topic = topic
-        self.on_close: Callable[[], Awaitable[None]] | None = (
-            None  # ends the delivery at its source
-        )
+        # ends the delivery at its source
+        self.on_close: Callable[[], Awaitable[None]] | None = None
         self._listener = listener
         self._max_events = max_events
         self._batch: list[Event] = []

@@ -122,9 +122,8 @@ class TransferServer:
             self._log.warning(host, "dropping a peer of %s: %s%s", self._exposed.name, error, at)
             self._refuse(link, error)
         finally:
-            with (
-                self._lock
-            ):  # first, so that a peer that sees the end of one connection can open another
+            # first, so that a peer that sees the end of one connection can open another
+            with self._lock:
                 self._links.pop(link, None)
                 self._pending.pop(link, None)
             link.close()

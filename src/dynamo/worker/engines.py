@@ -26,9 +26,8 @@ class EngineKind:
     settings: str  # a dataclass, importable without the extra
     engine: str  # function of the model's directory and the settings
     embedder: str | None  # likewise; None: the engine cannot embed
-    check: str | None = (
-        None  # called before the import; raises ConfigError for an unsupported version
-    )
+    # called before the import; raises ConfigError for an unsupported version
+    check: str | None = None
     several: str | None = None  # likewise; builds as many engines as the settings say
     requires: str | None = None  # a package that the plain installation lacks
     extra: str | None = None  # the extra of our distribution that brings it
@@ -37,9 +36,8 @@ class EngineKind:
     max_local_prefill_length: int | None = None  # the engine's own default; None: the usual one
     build_arguments: tuple[str, ...] = ("room",)  # further arguments of `engine`: model_name, room
     metrics: str | None = None  # prefix of the metrics that the engine counts itself
-    environment: Mapping[str, str] = field(
-        default_factory=dict
-    )  # variables to set before the import
+    # variables to set before the import
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 KIND_BY_NAME = {

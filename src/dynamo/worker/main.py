@@ -118,9 +118,8 @@ async def _serve(
             if start_port is not None:
                 await served.system_port.start_on(start_port.release(), progress)
             async with _announced_start(runtime, worker):
-                await (
-                    served.start()
-                )  # until here a signal ends the process at once: nothing runs yet
+                # until here a signal ends the process at once: nothing runs yet
+                await served.start()
                 stop = process_setup.stop_on_signals()
             progress.finish()
             await served.run_until(stop)

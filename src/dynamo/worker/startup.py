@@ -103,9 +103,8 @@ class StartProgress:
         """Return True during a start that has stood still for too long."""
         with self._lock:
             is_stalled = not self._is_over and self._look() > self._stall_s
-            if (
-                is_stalled and not self._is_given_up
-            ):  # the last line of the log, which a cluster shows
+            # the last line of the log, which a cluster shows
+            if is_stalled and not self._is_given_up:
                 stage = f"download of {self._model}" if self._folder is not None else "load"
                 _logger.error(
                     "the %s has stood still for %g s: /live fails now, so that a supervisor starts this worker again",

@@ -30,9 +30,8 @@ class MockChoice:
     next_check: int = 0  # the number of output tokens at which the batch has to look at it
     block_ids: list[int] = field(default_factory=list)
     num_committed: int = 0
-    remote: kv_transfer.RemoteBlocks | None = (
-        None  # its prompt at another engine, until the import begins
-    )
+    # its prompt at another engine, until the import begins
+    remote: kv_transfer.RemoteBlocks | None = None
     is_importing: bool = False  # a copy writes to its blocks: they must not be freed
     is_aborted: bool = False  # during the import
     num_loaded: dict[kv_events.Tier, int] = field(default_factory=dict)  # tokens from slower tiers

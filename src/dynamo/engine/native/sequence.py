@@ -47,25 +47,21 @@ class Sequence:
     prompt_len: int
     grammar: Grammar | None = None
     num_computed: int = 0
-    num_cached: int | None = (
-        None  # prompt tokens found in the prefix cache when it was first admitted
-    )
+    # prompt tokens found in the prefix cache when it was first admitted
+    num_cached: int | None = None
     block_ids: list[int] = field(default_factory=list)
     # For the scheduler only:
-    leader: "Sequence | None" = (
-        None  # the request's first choice; this one waits to share its prompt's blocks
-    )
+    # the request's first choice; this one waits to share its prompt's blocks
+    leader: "Sequence | None" = None
     rank: tuple[int, int, int] = (0, 0, 0)  # the lowest is served first, and preempted last
     local_hashes: list[int] = field(default_factory=list)  # of its full blocks (protocols.blocks)
     sequence_hashes: list[int] = field(default_factory=list)
     num_committed: int = 0  # full blocks that were committed to the pool
-    remote: kv_transfer.RemoteBlocks | None = (
-        None  # its prompt at another engine, until the import begins
-    )
+    # its prompt at another engine, until the import begins
+    remote: kv_transfer.RemoteBlocks | None = None
     is_importing: bool = False  # a copy writes to its blocks: they must not be freed
-    num_loaded: dict[kv_events.Tier, int] = field(
-        default_factory=dict
-    )  # of `num_cached`, tokens from tiers below the engine's memory
+    # of `num_cached`, tokens from tiers below the engine's memory
+    num_loaded: dict[kv_events.Tier, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +113,5 @@ class Sampled:
 
     token_id: int
     logprobs: generate.TokenLogprobs | None = None
-    prompt_logprobs: tuple[generate.TokenLogprobs, ...] | None = (
-        None  # with the first token, if requested
-    )
+    # with the first token, if requested
+    prompt_logprobs: tuple[generate.TokenLogprobs, ...] | None = None

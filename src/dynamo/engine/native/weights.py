@@ -19,9 +19,8 @@ from dynamo.engine.native import quantization
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
-_DERIVED = re.compile(
-    r".*(rotary_emb\.inv_freq|position_ids)"
-)  # in older checkpoints: values that follow from config.json
+# in older checkpoints: values that follow from config.json
+_DERIVED = re.compile(r".*(rotary_emb\.inv_freq|position_ids)")
 
 
 class Checkpoint:

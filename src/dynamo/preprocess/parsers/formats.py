@@ -15,7 +15,6 @@ from dynamo.preprocess.parsers.tool_calls import CallFrame, ToolCallFormat, Tool
 from dynamo.protocols import generate
 
 NONE = "none"  # the name that asks for no parser
-_HARMONY = ToolCallFormat()  # has a parser of its own
 _QUOTED_NAME = r"\"(?P<name>[^\"<>]+)\">"
 
 
@@ -254,7 +253,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         preview=lambda _: call_previews.JsonPreview(is_by_key=True),
     ),
     "xlam": ToolCallFormat(opens=("<tool_call>",), closes=("</tool_call>",), bare="["),
-    "harmony": _HARMONY,
+    "harmony": ToolCallFormat(is_harmony=True),
     "default": ToolCallFormat(
         opens=("<TOOLCALL>", "<|python_tag|>"), closes=("</TOOLCALL>", ";"), bare="{["
     ),
@@ -262,7 +261,6 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
 
 _THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",))
 _FORCED_THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",), is_forced=True)
-_GPT_OSS = ReasoningFormat(opens=(), closes=())  # the harmony parser reads both
 _GEMMA_CHANNEL = ReasoningFormat(
     opens=("<|channel>thought",), closes=("<channel|>",), tokens=("<|channel>",)
 )
@@ -314,7 +312,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         opens=("Here is my thought process:", "Here's my thought process:"),
         closes=("Here is my response:", "Here's my response:"),
     ),
-    "gpt_oss": _GPT_OSS,
+    "gpt_oss": ReasoningFormat(opens=(), closes=(), is_harmony=True),
 }
 
 # Texts that a chat template contains, and the name of the format that its model then writes; the first match counts.
@@ -444,7 +442,7 @@ class AnswerFormat:
 
     @property
     def _is_harmony(self) -> bool:
-        return self.tools is _HARMONY or self.reasoning is _GPT_OSS
+        return any(part is not None and part.is_harmony for part in (self.tools, self.reasoning))
 
 
 def select_format(
@@ -458,9 +456,8 @@ def select_format(
     reasoning = REASONING_FORMATS.get(reasoning_parser or "")
     if reasoning_parser is None:
         reasoning = REASONING_FORMATS.get(_guess(_REASONING_BY_TEMPLATE, template))
-        if (
-            reasoning is not None and reasoning.is_forced
-        ):  # the prompt and the model decide whether it thinks
+        # the prompt and the model decide whether it thinks
+        if reasoning is not None and reasoning.is_forced:
             reasoning = dataclasses.replace(reasoning, is_forced=False)
     return AnswerFormat(
         TOOL_CALL_FORMATS.get(tool_parser or _guess(_TOOLS_BY_TEMPLATE, template)), reasoning

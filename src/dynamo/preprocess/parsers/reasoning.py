@@ -20,9 +20,9 @@ class ReasoningFormat:
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_forced: bool = False  # answers begin with reasoning, opening mark or not
-    tokens: tuple[
-        str, ...
-    ] = ()  # tokens of which marks consist, if these are not tokens themselves
+    # tokens of which marks consist, if these are not tokens themselves
+    tokens: tuple[str, ...] = ()
+    is_harmony: bool = False  # has a parser of its own, for calls and reasoning
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -49,6 +49,7 @@ class ToolCallFormat:
     )
     preview: Callable[[parser.ToolSchemas], call_previews.CallPreview] = _preview_json
     frame: CallFrame | None = None  # around forced calls; None: as in `formats.JSON_ARRAY`
+    is_harmony: bool = False  # has a parser of its own, for calls and reasoning
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -201,9 +201,8 @@ class LeaseDirectory:
         header = msgspec.json.encode(_Header(self._lease, len(value)))
         try:
             temporary.write_bytes(header + b"\n" + value)
-            now = (
-                time.time_ns()
-            )  # the kernel's stamps are so coarse that two writes could look like one
+            # the kernel's stamps are so coarse that two writes could look like one
+            now = time.time_ns()
             os.utime(temporary, ns=(now, now))
             temporary.rename(self.keys / name)
         except OSError:
@@ -239,9 +238,8 @@ class LeaseDirectory:
             if record.lease is not None:
                 names_by_lease.setdefault(record.lease, []).append(name)
         own_names = names_by_lease.pop(self._lease, ())
-        self._remove_dead(
-            [name for name in own_names if name not in self._own]
-        )  # of an earlier life
+        # of an earlier life
+        self._remove_dead([name for name in own_names if name not in self._own])
         for lease, names in names_by_lease.items():
             try:
                 self._sweep_if_dead(lease, names)

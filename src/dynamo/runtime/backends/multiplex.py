@@ -71,9 +71,8 @@ class MultiplexedPlane:
         self._connecting: dict[
             _Target, asyncio.Task[client_connection.ClientConnection | errors.WorkerLost]
         ] = {}
-        self._gone: dict[
-            int, None
-        ] = {}  # ids of instances that ended their connection, the last at the end
+        # ids of instances that ended their connection, the last at the end
+        self._gone: dict[int, None] = {}
         self._tasks = tasks.Tasks()
         self._is_closed = False
         self._log = authentication.RefusalLog(_log, self._settings.time.now)

@@ -14,9 +14,8 @@ import msgspec
 from dynamo.runtime.http.exchange import BodySink, Headers, Request
 
 NUM_CONNECTIONS = 10_000
-FREE_BODY_BYTES = (
-    16 * 2**10
-)  # of each body, which do not count towards `HttpLimits.kept_body_bytes`
+# of each body, which do not count towards `HttpLimits.kept_body_bytes`
+FREE_BODY_BYTES = 16 * 2**10
 _OFFER_HEADERS = frozenset((b"upgrade", b"connection", b"http2-settings"))
 
 
@@ -64,12 +63,10 @@ class RequestRefused(Exception):
         self.refusal = Refusal(status, message, body=body, headers=headers)
 
 
-CheckHead = Callable[
-    [Request], int
-]  # returns how many bytes a body may have; raises RequestRefused
-OpenSink = Callable[
-    [Request], BodySink | None
-]  # returns what takes the body of a request as it arrives; raises RequestRefused
+# returns how many bytes a body may have; raises RequestRefused
+CheckHead = Callable[[Request], int]
+# returns what takes the body of a request as it arrives; raises RequestRefused
+OpenSink = Callable[[Request], BodySink | None]
 KeepBytes = Callable[[int], bool]  # takes room for bytes of a body; false: there is none
 
 
@@ -98,9 +95,8 @@ class RequestParser:
         self._parser = httptools.HttpRequestParser(self)
         self._ready: list[Request | Refusal] = []
         self._dead = False
-        self.takes_upgrades = (
-            False  # a request that offers another protocol is the last one of the connection
-        )
+        # a request that offers another protocol is the last one of the connection
+        self.takes_upgrades = False
         self.wants_continue = False  # the client waits for "100 Continue" before it sends its body
         self._reset()
 

@@ -73,9 +73,8 @@ class HttpServer:
         self._tls = tls
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
-        self._outbox: list[
-            _Connection
-        ] = []  # those with something to write at the end of this turn
+        # those with something to write at the end of this turn
+        self._outbox: list[_Connection] = []
         self._idle = asyncio.Event()
         self._num_active = 0
         self.is_private = False  # for processes of this user only

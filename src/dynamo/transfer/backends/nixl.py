@@ -176,9 +176,8 @@ class NixlBackend:
 
     def __init__(self, *, host: str = "127.0.0.1", is_insecure: bool = False) -> None:
         """Raises ConfigError for any host but loopback, unless `is_insecure`."""
-        if membership.is_loopback(
-            host
-        ):  # UCX reads only the environment; the user's own value counts
+        # UCX reads only the environment; the user's own value counts
+        if membership.is_loopback(host):
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
         elif not is_insecure:
             raise errors.ConfigError(

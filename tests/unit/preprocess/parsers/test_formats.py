@@ -1,9 +1,11 @@
 """The answer format that a model's chat template shows."""
 
+import dataclasses
+
 import pytest
 
 from dynamo.base import errors
-from dynamo.preprocess.parsers import formats
+from dynamo.preprocess.parsers import formats, harmony
 
 
 @pytest.mark.parametrize(
@@ -60,3 +62,16 @@ def test_unknown_parser_names_are_refused():
 
     with pytest.raises(errors.ConfigError, match="--dyn-reasoning-parser: expected one of basic, "):
         formats.select_format(None, "hermes", "")
+
+
+@pytest.mark.parametrize(
+    ("part", "known"),
+    [
+        ("tools", formats.TOOL_CALL_FORMATS["harmony"]),
+        ("reasoning", formats.REASONING_FORMATS["gpt_oss"]),
+    ],
+)
+def test_copy_of_a_harmony_format_is_read_by_the_parser_of_harmony(part, known):
+    answer = formats.AnswerFormat(**{part: dataclasses.replace(known)})
+
+    assert answer.marks == harmony.MARKS

@@ -172,9 +172,8 @@ class EtcdConnection:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise self._unavailable(
-                "the connection was closed"
-            ) from error  # by gRPC, not by this process
+            # by gRPC, not by this process
+            raise self._unavailable("the connection was closed") from error
 
     def _unavailable(self, reason: str) -> errors.Unavailable:
         return errors.Unavailable(f"etcd at {self.address}: {reason}")

@@ -31,9 +31,8 @@ log = logging.getLogger(__name__)
 OnMessage = Callable[[str, str, bytes], None]
 """Takes subject, reply subject and data. Empty data is the server's report that the subject has no subscriber."""
 
-OUTBOX_BYTES = (
-    128 * 2**20
-)  # twice what a link may have waiting, so that links are dropped by name first
+# twice what a link may have waiting, so that links are dropped by name first
+OUTBOX_BYTES = 128 * 2**20
 _PENDING_BYTES = 2 * 2**20  # what nats-py may hold before its publish waits for the socket
 _SUBSCRIPTION_MESSAGES = 65_536  # that wait for one subscription before it misses some
 _SUBSCRIPTION_BYTES = 128 * 2**20
