@@ -56,6 +56,18 @@ def attack(target, wait_s):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def fetch(url):
+    """What another user gets at a URL."""
+    modules = "encodings.idna, os, sys, urllib.request"  # another user may not read them later
+    script = (
+        f"import {modules}; os.setuid(65534); print(urllib.request.urlopen(sys.argv[1]).read())"
+    )
+    argv = [sys.executable, "-c", script, url]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENT_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def start(deployment):
     """A cluster with a prefill and a decode worker: its frontend, and all its addresses."""
     frontend = deployment.frontend("--router-mode", "kv")
@@ -72,6 +84,14 @@ def test_other_user_cannot_generate_copy_blocks_clear_caches_or_hear_events(depl
 
     assert set(results.values()) == {"refused"}, results
     assert honest.status_code == 200
+
+
+def test_other_user_reaches_the_api_on_loopback_and_an_open_system_port(deployment):
+    frontend, worker = deployment.frontend(), deployment.mocker()
+    frontend.await_models([MODEL])
+
+    assert f'"{MODEL}"' in fetch(f"{frontend.url}/v1/models")
+    assert "dynamo_component_" in fetch(f"{worker.url}/metrics")
 
 
 def test_same_attacks_succeed_on_an_insecure_cluster(deployment):
