@@ -23,7 +23,7 @@ import aetcd
 from benchmarks.systems import free_port
 from dynamo.runtime.backends import file
 from dynamo.runtime.backends.etcd import access, connection, discovery
-from dynamo.runtime.discovery import Discovery
+from dynamo.runtime.discovery import REMOVED, Discovery
 
 NUM_PUTS = 3_000
 NUM_ROUNDS = 5
@@ -195,7 +195,8 @@ async def _records(direct: connection.EtcdConnection) -> dict[str, bytes]:
     watch = direct.watch("v1/mdc/", 1)
     await anext(watch)
     await watch.aclose()
-    return (await direct.read("v1/"))[0]
+    records, _ = await direct.read("v1/")
+    return {key: value for key, value in records.items() if value != REMOVED}
 
 
 async def _clone(direct: connection.EtcdConnection, keys: dict[str, bytes]) -> None:
