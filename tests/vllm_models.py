@@ -4,6 +4,7 @@ Most tests have a Qwen3; the others are of families whose layers do not all keep
 and weights wide, so that greedy answers wander: where one token repeats, equality of answers proves nothing.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -65,4 +66,70 @@ def make_of_family(directory: Path, family: str) -> Path:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_source.built_in() / name, directory / name)
+    return directory
+
+
+IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+_SEEING_TEMPLATE = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.content is string %}{{ m.content }}{%- else %}{%- for p in m.content %}"
+    "{{ '<image>' if p.type == 'image' else p.text }}{%- endfor %}{%- endif %}{{ '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def make_seeing(directory: Path) -> Path:
+    """Write an Idefics3 of random weights, whose processor needs no torchvision; an image is 4 tokens and 3 around."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(model_source.built_in() / "tokenizer.json"),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(IMAGE_TOKENS),
+        chat_template=_SEEING_TEMPLATE,
+    )
+    tokenizer.save_pretrained(directory)
+    text = {
+        "model_type": "llama",
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    config = transformers.Idefics3Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[0]),
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.Idefics3ForConditionalGeneration(config).float()
+    with torch.no_grad():  # else greedy answers repeat one token, whatever is seen
+        for weights in model.parameters():
+            weights.mul_(4.0 if weights.dim() > 1 else 1.0)
+    model.save_pretrained(directory)
+    processing = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "processor_class": "Idefics3Processor",
+        "do_image_splitting": False,
+        "size": {"longest_edge": 32},
+        "max_image_size": {"longest_edge": 32},
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processing))
+    (directory / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": 4})
+    )
     return directory

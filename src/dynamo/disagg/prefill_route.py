@@ -124,7 +124,8 @@ class PrefillRoute:
             if self._settings.is_enforced:
                 raise errors.NoWorkers(_NO_PREFILL)
             return False
-        if request.output_options.prompt_logprobs is not None or not self._can_import(options):
+        is_scored = request.output_options.prompt_logprobs is not None
+        if is_scored or request.images or not self._can_import(options):
             return False
         queue_size = max(0, num_requests - 1)  # a prompt that is being computed does not wait
         num_tokens = request.prompt_len

@@ -27,6 +27,8 @@ def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int 
         if num_logprobs is not None and not 0 <= num_logprobs <= facts.max_top_logprobs:
             raise limits.invalid(name, f"from 0 to {facts.max_top_logprobs}", num_logprobs)
     _check_guided(request, facts)
+    if len(request.images) > facts.max_images:
+        raise limits.invalid("images", f"at most {facts.max_images}", len(request.images))
     if request.lora_name not in (None, *facts.lora_names):
         names = ", ".join(facts.lora_names) or "none"
         raise errors.WorkerLost(  # the caller has read a model card that is no longer current

@@ -222,7 +222,7 @@ def encode_trace_row(row: TraceRow) -> bytes:
 def _replay_fields(prompt: generate.Request, block_size: int) -> dict[str, Any] | None:
     if not block_size:
         return None
-    local = blocks.local_hashes(prompt.token_ids, block_size, prompt.hash_seed)
+    local = blocks.local_hashes(prompt.hashed_ids, block_size, prompt.hash_seed)
     return {
         "trace_block_size": block_size,
         "input_length": prompt.prompt_len,

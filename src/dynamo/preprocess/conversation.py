@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from dynamo.base import errors
+from dynamo.preprocess import images
 from dynamo.runtime.http import json_body
 
 ROLES = ("developer", "system", "user", "assistant", "tool")
@@ -25,7 +26,7 @@ MAX_MESSAGES = 100_000  # Anthropic's limit; OpenAI publishes none
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_MESSAGES)]
 _END_MARK = "\u2063CONTINUE HERE\u2063"  # no text of a person has it
 _ROLES = frozenset(ROLES)
-_MEDIA = frozenset(("image_url", "input_audio", "audio_url", "video_url", "file", "image", "audio"))
+_MEDIA = frozenset(("input_audio", "audio_url", "video_url", "file", "image", "audio"))
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
@@ -93,13 +94,17 @@ def custom_input(arguments: str) -> str:
 
 
 def adapt_for_template(
-    messages: list[dict[str, Any]], *, knows_developer: bool = False
+    messages: list[dict[str, Any]], *, knows_developer: bool = False, wants_parts: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the messages in the form of chat templates, without changing any in place. Raises InvalidRequest."""
-    return [
+    """Return the messages in the form of chat templates, without changing any in place. Raises InvalidRequest.
+
+    A message with images has a list of parts, all messages have one with `wants_parts`.
+    """
+    adapted = [
         message if _is_plain(message) else _adapt(message, f"messages[{number}]", knows_developer)
         for number, message in enumerate(messages)
     ]
+    return list(map(_with_parts, adapted)) if wants_parts else adapted
 
 
 def text_of(content: Any) -> str:
@@ -177,6 +182,9 @@ def _check_parts(parts: list[Any], place: str) -> None:
                 param=part_place,
             )
         kind = part.get("type")
+        if kind == images.PART:
+            images.check_part(part, part_place)
+            continue
         if type(kind) is str and kind in _MEDIA:
             raise errors.InvalidRequest(
                 f"{part_place}.type: this model reads text only; expected 'text', got {kind!r}",
@@ -228,7 +236,7 @@ def _adapt(message: dict[str, Any], place: str, knows_developer: bool) -> dict[s
     if adapted["role"] == "developer" and not knows_developer:
         adapted["role"] = "system"
     if isinstance(content := adapted.get("content"), list):
-        adapted["content"] = "\n".join(part[part["type"]] for part in content)
+        adapted["content"] = _adapt_parts(content)
     if calls := adapted.get("tool_calls"):
         adapted["tool_calls"] = [
             _adapt_call(call, f"{place}.tool_calls[{number}].function.arguments")
@@ -237,6 +245,25 @@ def _adapt(message: dict[str, Any], place: str, knows_developer: bool) -> dict[s
     elif calls is not None:
         del adapted["tool_calls"]
     return adapted
+
+
+def _adapt_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return the text of the parts, or, with images, the parts as templates for images know them."""
+    if all(part["type"] != images.PART for part in parts):
+        return "\n".join(part[part["type"]] for part in parts)
+    return [
+        {"type": "image"}
+        if part["type"] == images.PART
+        else {"type": "text", "text": part[part["type"]]}
+        for part in parts
+    ]
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _adapt_call(call: dict[str, Any], param: str) -> dict[str, Any]:

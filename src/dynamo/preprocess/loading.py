@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import clock, errors
-from dynamo.preprocess import options, preprocessor, template, tokenize
+from dynamo.preprocess import images, options, preprocessor, template, tokenize
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import model_card
 
@@ -130,7 +130,7 @@ def load_preprocessor(
             template="\n".join(filter(None, (plain, with_tools))),
         ),
         infill_format=card.runtime_config.infill_format,
-    )
+    ).with_images(images.ImageInput.of_model(config, card.runtime_config.max_images))
 
 
 def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:

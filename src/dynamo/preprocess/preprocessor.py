@@ -16,6 +16,7 @@ from dynamo.preprocess import (
     conversation,
     detokenize,
     guiding,
+    images,
     infill,
     inputs,
     options,
@@ -62,6 +63,7 @@ class Preprocessor:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._defaults = defaults
+        self._images = images.TEXT_ONLY
         self._lora_name: str | None = None
 
     def for_adapter(self, lora_name: str) -> "Preprocessor":
@@ -69,6 +71,12 @@ class Preprocessor:
         adapted = copy.copy(self)
         adapted._lora_name = lora_name
         return adapted
+
+    def with_images(self, image_input: images.ImageInput) -> "Preprocessor":
+        """Return a preprocessor that takes images, too."""
+        seeing = copy.copy(self)
+        seeing._images = image_input
+        return seeing
 
     @property
     def capabilities(self) -> Sequence[str]:
@@ -84,6 +92,7 @@ class Preprocessor:
 
         Raises RequestError, which names the field.
         """
+        files = self._images.read(request.messages)
         token_ids, prompt = await self.tokenize_conversation(request, param=param)
         token_ids = self._truncate(request, token_ids)
         requested = request.max_completion_tokens or request.max_tokens
@@ -99,6 +108,11 @@ class Preprocessor:
             request, prompt, self._answer_format, self._tokenizer.id_of
         )
         engine_request = self._assemble(request, request_id, token_ids, max_tokens, guided, limit)
+        if files:
+            text_len = self._images.count_text(token_ids)
+            engine_request = msgspec.structs.replace(
+                engine_request, images=files, text_len=text_len
+            )
         return Prepared(
             engine_request,
             prompt,
@@ -263,6 +277,7 @@ class Preprocessor:
                 f"messages: the model {request.model!r} has no chat template; use /v1/completions",
                 param="messages",
             )
+        self._images.find(request.messages)
         chat_template = self._template
         if request.chat_template is not None:
             chat_template = await chat_template.replaced_by(request.chat_template)
@@ -276,7 +291,9 @@ class Preprocessor:
             )
             args = {**effort_args, **args}  # the caller's own variables win
         messages = conversation.adapt_for_template(
-            request.messages, knows_developer=chat_template.knows_developer
+            request.messages,
+            knows_developer=chat_template.knows_developer,
+            wants_parts=self._images.max_images > 0 and chat_template.needs_parts,
         )
         tools = (request.allowed_tools or None) if request.tools else None
         if request.continue_final_message:

@@ -15,6 +15,7 @@ context, and `Sandbox.getattr`.
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -53,6 +54,8 @@ _RUNTIME_ERRORS = (
 # And what the compilers of jinja and of Python raise for a template that is nested too deeply.
 _LOAD_ERRORS = (*_RUNTIME_ERRORS, SyntaxError)
 
+_PART_TYPE = re.compile(r"""\.type\b|\[['"]type['"]\]|['"]type['"]""")  # of the parts of a content
+
 
 class ChatTemplate:
     """A model's template, compiled once."""
@@ -79,6 +82,7 @@ class ChatTemplate:
             _compile(environment, source_with_tools) if source_with_tools else self._plain
         )
         self.knows_developer = "developer" in source
+        self.needs_parts = _PART_TYPE.search(source) is not None and "is string" not in source
         self.variables = _variables(environment, source) | _variables(
             environment, source_with_tools or ""
         )

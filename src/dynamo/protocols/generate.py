@@ -151,6 +151,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_source: kv_transfer.PrefixSource | None = None  # a worker that has more of it cached
     num_resumed: int = 0  # tokens at the end of `token_ids` that are part of the answer
     first_choice: int = 0  # the client's index of choice 0; a choice's seed depends on it
+    images: tuple[
+        bytes, ...
+    ] = ()  # files (PNG, JPEG ...), in the order of their places in the prompt
+    text_len: int = 0  # with images: the tokens before the first one
 
     @property
     def hash_seed(self) -> int:
@@ -158,8 +162,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return blocks.seed_of(self.lora_name, self.cache_salt)
 
     @property
+    def hashed_ids(self) -> bytes:
+        """The tokens that decide by themselves what is cached: with images only those before the first one."""
+        return (
+            self.token_ids[: self.text_len * blocks.TOKEN_BYTES] if self.images else self.token_ids
+        )
+
+    @property
     def prompt_len(self) -> int:
-        """The number of tokens in the prompt."""
+        """The number of tokens in the prompt. An image has one or a few; the engine puts its own number in there."""
         return blocks.count(self.token_ids)
 
 
@@ -172,7 +183,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `token_ids` holds the new tokens in order, including the one that ended the choice (end token or stop token).
     Only the first output of a request carries `cached_tokens`, the number of prompt tokens that were in the cache,
-    and, where requested, `prompt_logprobs`, those of each token of the prompt but the first, in order.
+    and, where requested, `prompt_logprobs`, those of each token of the prompt but the first, in order. With images it
+    has the `prompt_len` that the engine computed.
     """
 
     token_ids: tuple[int, ...]
@@ -184,3 +196,4 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kv_transfer_params: kv_transfer.KvTransferParams | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     tier_tokens: tuple[tuple[str, int], ...] | None = None  # of `cached_tokens`, in slower tiers
+    prompt_len: int | None = None

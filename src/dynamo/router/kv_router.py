@@ -255,7 +255,7 @@ class KvRouter:
     def _make_prompt(self, request: generate.Request, options: route.RoutingOptions) -> Prompt:
         """Hash the prompt's blocks, and pin it to the worker that its caller or its session names."""
         began_at = self._clock.now()
-        local_hashes = blocks.local_hashes(request.token_ids, self._block_size, request.hash_seed)
+        local_hashes = blocks.local_hashes(request.hashed_ids, self._block_size, request.hash_seed)
         locally_hashed_at = self._clock.now()
         sequence_hashes = blocks.sequence_hashes(local_hashes)
         self._counts.observe_hashing(

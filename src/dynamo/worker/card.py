@@ -79,6 +79,7 @@ def build(
             supports_prompt_logprobs=facts.supports_prompt_logprobs,
             supports_cache_salt=facts.supports_cache_salt,
             supports_guided=facts.supports_guided,
+            max_images=facts.max_images,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             infill_format=infill_format,

@@ -123,3 +123,12 @@ def test_a_resumed_request_has_a_prompt():
     assert refused(prompt=(1, 2), num_resumed=2) == "num_resumed"
     assert refused(num_resumed=-1) == "num_resumed"
     assert refused(first_choice=2**32) == "first_choice"
+
+
+def test_images_beyond_those_of_the_engine_are_refused():
+    assert refused(images=(b"",)) == "images"
+    refusal.check(
+        generate.Request(id="a", model="m", token_ids=blocks.pack((1, 2)), images=(b"",)),
+        dataclasses.replace(FACTS, max_images=1),
+        vocab_size=50,
+    )

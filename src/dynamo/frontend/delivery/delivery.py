@@ -150,6 +150,7 @@ class Delivery(abc.ABC):
         self._retry: Retry = _never_retry
         self._num_open = len(prepared.prompts)
         self._cached_by_prompt: dict[int, int] = {}
+        self._len_by_prompt: dict[int, int] = {}  # of prompts with images, as the engine counts
         self._is_over = False
         self._disconnect_callbacks: list[Callable[[], None]] = []
         client.on_disconnect(self._abandon)
@@ -243,6 +244,8 @@ class Delivery(abc.ABC):
         if output.cached_tokens is None:
             return
         prompt_number = choice.index // self.num_choices
+        if output.prompt_len is not None:
+            self._len_by_prompt.setdefault(prompt_number, output.prompt_len)
         if prompt_number not in self._cached_by_prompt:
             self._cached_by_prompt[prompt_number] = output.cached_tokens
             self._meter.record_cached(output.cached_tokens, output.tier_tokens)
@@ -287,7 +290,10 @@ class Delivery(abc.ABC):
 
     @property
     def _num_prompt_tokens(self) -> int:
-        return sum([prompt.request.prompt_len for prompt in self.prepared.prompts])
+        lengths = [prompt.request.prompt_len for prompt in self.prepared.prompts]
+        for number, computed in self._len_by_prompt.items():
+            lengths[number] = computed
+        return sum(lengths)
 
     @property
     def _num_cached(self) -> int:

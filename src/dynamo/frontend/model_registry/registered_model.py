@@ -123,6 +123,7 @@ class RegisteredModel:
             "structured_outputs": facts.supports_guided,
             "logprobs": facts.supports_logprobs,
             "infill": facts.infill_format is not None,
+            "images": facts.max_images > 0,
         }
         named = [str(kind) for kind in self.card.model_type]
         if not self.can_generate:

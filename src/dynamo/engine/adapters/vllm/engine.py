@@ -78,6 +78,7 @@ class VllmLibrary:
         self._load = translation.VllmLoad(args.data_parallel_size)
         self._llm: versions.AsyncLLM | None = None
         self._has_weights = True
+        self._decoding: set[str] = set()  # choices with images that vLLM does not have yet
         self._kv_subscriber: kv_subscriber.ZmqKvSubscriber | None = None
 
     async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
@@ -111,9 +112,34 @@ class VllmLibrary:
         return versions.sampling_params(fields), lora
 
     def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
+        token_ids = blocks.unpack(request.token_ids)
+        if request.images:
+            return self._stream_with_images(request, token_ids, plan, name)
+        prompt = versions.tokens_input(token_ids, cache_salt=request.cache_salt)
+        return self._generate(request, prompt, plan, name)
+
+    async def _stream_with_images(
+        self, request: generate.Request, token_ids: Sequence[int], plan: Any, name: str
+    ) -> AsyncIterator[Any]:
+        """Decode the images in a thread, while other streams go on; an abort meanwhile ends the stream."""
+        self._decoding.add(name)
+        try:
+            prompt = await asyncio.to_thread(
+                versions.image_prompt, token_ids, request.images, cache_salt=request.cache_salt
+            )
+        finally:
+            is_open = name in self._decoding
+            self._decoding.discard(name)
+        if is_open:
+            async for result in self._generate(request, prompt, plan, name):
+                yield result
+
+    def _generate(
+        self, request: generate.Request, prompt: Any, plan: Any, name: str
+    ) -> AsyncIterator[Any]:
         params, lora = plan
         results: AsyncIterator[Any] = self._started.generate(
-            versions.tokens_input(blocks.unpack(request.token_ids), cache_salt=request.cache_salt),
+            prompt,
             params,
             name,
             lora_request=lora,
@@ -135,6 +161,7 @@ class VllmLibrary:
         return cause
 
     async def abort(self, names: Sequence[str]) -> None:
+        self._decoding.difference_update(names)
         await self._started.abort(list(names))
 
     def load(
@@ -320,4 +347,5 @@ def _facts(config: versions.VllmConfig, lora_names: tuple[str, ...]) -> api.Engi
         max_top_logprobs=config.model_config.max_logprobs,
         supports_guided=not config.model_config.skip_tokenizer_init,
         lora_names=lora_names,
+        max_images=versions.max_images(config),
     )

@@ -76,6 +76,7 @@ def translate_output(
         index,
         logprobs=translation.convert_logprobs(completion.logprobs, report.logprobs),
         cached_tokens=(result.num_cached_tokens or 0) if is_first else None,
+        prompt_len=len(result.prompt_token_ids) if is_first and request.images else None,
         stop_reason=stop_reason,
         kv_transfer_params=connectors.decode_params(result.kv_transfer_params),
         tier_tokens=tuple(sorted(loaded.items())) if loaded and index == 0 else None,

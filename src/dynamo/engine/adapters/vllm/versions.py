@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.media import ImageMediaIO
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -35,6 +36,7 @@ __all__ = [
     "VllmConfig",
     "tokens_input",
 ]
+_VISION = ("vision_config", "img_processor")  # in the configuration of models that see
 RecordStats = Callable[[int, Any], None]  # data-parallel rank, SchedulerStats
 
 
@@ -77,6 +79,29 @@ class _StatLogger(StatLoggerBase):  # type: ignore[misc]
 
     def log_engine_initialized(self) -> None:
         pass
+
+
+def max_images(config: VllmConfig) -> int:
+    """Return the number of images that a request to this model may have; 0 for a model without a vision part."""
+    options = config.model_config.multimodal_config
+    if options is None or not any(hasattr(config.model_config.hf_config, key) for key in _VISION):
+        return 0
+    return int(options.get_limit_per_prompt("image"))
+
+
+def image_prompt(
+    token_ids: Sequence[int], files: Sequence[bytes], *, cache_salt: str | None
+) -> Mapping[str, Any]:
+    """Return vLLM's form of a prompt with images, which it decodes here. Raises InvalidRequest for a broken one."""
+    media = ImageMediaIO()
+    images = []
+    for number, file in enumerate(files):
+        try:
+            images.append(media.load_bytes(file))
+        except ValueError as error:
+            raise errors.InvalidRequest(f"image {number} of the messages: {error}") from error
+    salt = {"cache_salt": cache_salt} if cache_salt else {}
+    return {"prompt_token_ids": list(token_ids), "multi_modal_data": {"image": images}, **salt}
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:

@@ -1,0 +1,115 @@
+"""Images in conversations: their form in a request, their bytes, and their places in a prompt.
+
+An image comes in the request itself, as a `data:` URL. Nothing is fetched from other hosts: a server that fetches what
+its clients name reaches what they must not. The engine decodes the file and decides how many tokens it takes; the
+prompt has the mark that the model's chat template writes for it.
+"""
+
+import base64
+import binascii
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamo.base import errors
+from dynamo.protocols import blocks
+from dynamo.runtime.http import json_body
+
+PART = "image_url"  # the part of a message that has one, as OpenAI calls it
+MAX_BYTES = 20 * 2**20  # of all images of a request; a frame of the request plane has 32 MiB
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
+# The keys of config.json that name the token of an image, or the one with which it begins.
+_TOKEN_KEYS = (
+    "image_token_id",
+    "image_token_index",
+    "vision_start_token_id",
+    "image_start_token_id",
+    "boi_token_index",
+    "boi_token_id",
+)
+
+
+def check_part(part: Mapping[str, Any], place: str) -> None:
+    """Raise InvalidRequest for a part that is no image in OpenAI's form."""
+    described = part.get(PART)
+    url = described.get("url") if isinstance(described, dict) else described
+    if not isinstance(url, str):
+        param = f"{place}.image_url.url"
+        got = json_body.describe(described)
+        raise errors.InvalidRequest(f"{param}: expected a string, got {got}", param=param)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageInput:
+    """The images that a model takes: how many in a request, and the tokens with which one begins in a prompt."""
+
+    max_images: int = 0  # 0: it reads text only
+    tokens: frozenset[int] = frozenset()
+
+    @classmethod
+    def of_model(cls, config: Mapping[str, Any], max_images: int) -> "ImageInput":
+        """Read the tokens from the model's config.json."""
+        named = (config.get(key) for key in _TOKEN_KEYS)
+        return cls(max_images, frozenset(number for number in named if type(number) is int))
+
+    def find(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, str]]:
+        """Return the place and the URL of each image of these messages, in order. Raises InvalidRequest."""
+        found = _find(messages)
+        if found and not self.max_images:
+            param = f"{found[0][0]}.type"
+            raise errors.InvalidRequest(
+                f"{param}: this model reads text only; expected 'text', got '{PART}'", param=param
+            )
+        if len(found) > self.max_images:
+            param = found[self.max_images][0]
+            raise errors.InvalidRequest(
+                f"{param}: this model takes at most {self.max_images} images in a request, got {len(found)}",
+                param=param,
+            )
+        return found
+
+    def read(self, messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
+        """Return the files of all images. Raises InvalidRequest."""
+        found = self.find(messages)
+        if sum(len(url) for _, url in found) > MAX_BYTES * 4 // 3:
+            raise errors.InvalidRequest(
+                f"messages: expected images of at most {MAX_BYTES // 2**20} MiB in all",
+                param="messages",
+            )
+        return tuple(_decode(url, f"{place}.image_url.url") for place, url in found)
+
+    def count_text(self, packed_ids: bytes) -> int:
+        """Return the number of tokens before the first image; 0 if its tokens are not known."""
+        ids = blocks.unpack(packed_ids)
+        return next((n for n, token_id in enumerate(ids) if token_id in self.tokens), 0)
+
+
+TEXT_ONLY = ImageInput()
+
+
+def _find(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if type(content) is not list:
+            continue
+        for index, part in enumerate(content):
+            if part["type"] == PART:
+                described = part[PART]
+                url = described["url"] if isinstance(described, dict) else described
+                found.append((f"messages[{number}].content[{index}]", url))
+    return found
+
+
+def _decode(url: str, param: str) -> bytes:
+    if not _DATA_URL.match(url):
+        raise errors.InvalidRequest(
+            f"{param}: expected the image itself, as 'data:image/png;base64,…', because nothing is fetched from "
+            f"elsewhere; got {url[:40]!r}",
+            param=param,
+        )
+    try:
+        return base64.b64decode(url.partition(",")[2], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise errors.InvalidRequest(f"{param}: expected base64: {error}", param=param) from error

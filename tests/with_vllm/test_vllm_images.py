@@ -1,0 +1,119 @@
+"""Images in chats with a model that sees, over real vLLM: a worker and a frontend as users start them."""
+
+import base64
+import importlib.util
+import io
+
+import httpx
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
+
+import openai
+from deployment import Deployment
+from PIL import Image
+
+import vllm_models
+from waiting import PATIENT_S, eventually
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+START_S = 600.0  # on a busy machine; usually half a minute
+MARKS = 7  # tokens of an image: four, and three around them
+FLAGS = (
+    "--model-name sees --enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override 60"
+    " --max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 512"
+    ' --limit-mm-per-prompt {"image":2}'
+)
+
+
+@pytest.fixture(scope="module")
+def frontend(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("images")
+    deployment = Deployment(directory)
+    model = vllm_models.make_seeing(directory / "model")
+    worker = deployment.vllm("--model", str(model), *FLAGS.split())
+    made = deployment.frontend("--router-mode", "kv")
+
+    def is_served():
+        worker.check()
+        return made.models() == ["sees"]
+
+    try:
+        eventually(is_served, within_s=START_S, what="the model", every_s=0.5)
+        yield made
+    finally:
+        deployment.end()
+
+
+def picture(colour):
+    """Return the part of a message that holds a picture of one colour."""
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30), colour).save(file, "PNG")
+    encoded = base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+
+
+def ask(frontend, *parts):
+    """Return what the model says to these pictures and words, greedily."""
+    client = openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="-", timeout=PATIENT_S)
+    content = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
+    return client.chat.completions.create(
+        model="sees",
+        messages=[{"role": "user", "content": content}],
+        max_tokens=12,
+        temperature=0,
+        logprobs=True,
+    )
+
+
+def chances(answer):
+    return [round(token.logprob, 2) for token in answer.choices[0].logprobs.content]
+
+
+def test_answer_depends_on_the_picture(frontend):
+    red = ask(frontend, picture("red"), "What is it?")
+    blue = ask(frontend, picture("blue"), "What is it?")
+    again = ask(frontend, picture("red"), "What is it?")
+
+    assert chances(red) == chances(again)
+    assert chances(red) != chances(blue)
+
+
+def test_usage_counts_the_tokens_of_pictures(frontend):
+    text = ask(frontend, "What is it?").usage.prompt_tokens
+    one = ask(frontend, picture("red"), "What is it?").usage.prompt_tokens
+    two = ask(frontend, picture("red"), picture("blue"), "What is it?").usage.prompt_tokens
+
+    assert (one - text, two - one) == (MARKS, MARKS)
+
+
+def test_prompt_with_the_same_picture_is_cached_and_with_another_is_not(frontend):
+    words = "What is it? " * 20
+    first = ask(frontend, picture("green"), words)
+    again = ask(frontend, picture("green"), words)
+    other = ask(frontend, picture("black"), words)
+
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.usage.prompt_tokens_details.cached_tokens >= 32
+    assert other.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_one_picture_too_many_is_refused(frontend):
+    with pytest.raises(openai.BadRequestError, match="at most 2 images"):
+        ask(frontend, picture("red"), picture("red"), picture("red"))
+
+
+def test_file_that_is_no_picture_is_refused(frontend):
+    encoded = base64.b64encode(b"no picture").decode()
+    url = f"data:image/png;base64,{encoded}"
+    with pytest.raises(openai.BadRequestError, match="image 0"):
+        ask(frontend, {"type": "image_url", "image_url": {"url": url}})
+
+    assert ask(frontend, "Hello").usage.completion_tokens > 0
+
+
+def test_model_says_that_it_takes_images(frontend):
+    (model,) = httpx.get(f"{frontend.url}/v1/models", timeout=PATIENT_S).json()["data"]
+
+    assert "images" in model["capabilities"]
