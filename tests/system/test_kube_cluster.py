@@ -1,10 +1,13 @@
 """A laptop's cluster under the real kubectl."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
 import stat
+import subprocess
+import termios
 
 import httpx
 import pytest
@@ -12,7 +15,7 @@ import pytest
 import kube_cluster
 from dynamo.base import errors
 from dynamo.cli import kube
-from waiting import PATIENT_S
+from waiting import PATIENT_S, eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -271,6 +274,14 @@ CRASHING = {
         ]
     },
 }
+IDLE = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "idle"},
+    "spec": {
+        "containers": [{"name": "main", "image": "python:3.11", "command": ["sleep", "infinity"]}]
+    },
+}
 TOO_LARGE = {
     "apiVersion": "v1",
     "kind": "Pod",
@@ -365,6 +376,57 @@ def test_pod_becomes_ready_as_soon_as_its_start_has_succeeded(node):
     node.kubectl("delete", "pod", "starting", "--grace-period=1")
 
     assert ready.returncode == 0, ready.stderr
+
+
+@pytest.fixture
+def idle_pod(node):
+    node.kubectl("apply", "-f", "-", stdin=json.dumps(IDLE))
+    node.kubectl("wait", "--for=condition=Ready", "pod/idle", "--timeout=60s", timeout_s=90)
+    yield "idle"
+    node.kubectl("delete", "pod", "idle", "--grace-period=1")
+
+
+@contextlib.contextmanager
+def exec_at_terminal(node, pod, *command):
+    """Run `kubectl exec -it`; yield its process and the other end of its terminal, of 31 lines of 97 columns."""
+    own_end, other_end = os.openpty()
+    termios.tcsetwinsize(own_end, (31, 97))
+    arguments = [kube_cluster.find_kubectl(), "exec", "-it", pod, "--", *command]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), other_end)
+    process = subprocess.Popen(arguments, env=node.environ, **streams)
+    os.close(other_end)
+    try:
+        yield process, own_end
+    finally:
+        process.kill()
+        process.wait()
+        os.close(own_end)
+
+
+def test_command_at_a_terminal_sees_what_is_typed_and_its_size(node, idle_pod):
+    has_size = '[ "$(stty size)" = "31 97" ]'
+    command = f"read line; until {has_size}; do sleep 0.1; done; tty; echo got $line; exit 4"
+    with exec_at_terminal(node, idle_pod, "sh", "-c", command) as (process, own_end):
+        os.write(own_end, b"hello\n")
+        code, output = process.wait(PATIENT_S), b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while piece := os.read(own_end, 4096):
+                output += piece
+    lines = output.decode().splitlines()
+
+    assert code == 4, lines
+    assert any(line.startswith("/dev/pts/") for line in lines), lines
+    assert "got hello" in lines
+
+
+def test_command_at_a_terminal_ends_when_its_client_goes(node, idle_pod):
+    def is_running():
+        listed = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True)
+        return "sleep 987654" in listed.stdout.splitlines()
+
+    with exec_at_terminal(node, idle_pod, "sleep", "987654"):
+        eventually(is_running, what="the command", every_s=0.1)
+    eventually(lambda: not is_running(), what="the end of the command", every_s=0.1)
 
 
 BUSY = """

@@ -369,18 +369,40 @@ class PodRunner:
         return await child.wait()
 
     async def open_command(
-        self, container: Object, command: list[str], *, is_merged: bool
+        self, container: Object, command: list[str]
     ) -> asyncio.subprocess.Process:
-        """Start a command in a container, with pipes for its input and output; standard error may be merged into it."""
+        """Start a command in a container, with pipes for its input and output."""
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
             *self._inside(command),
             env=self._node.guardian.mark(self.environ(container)),
             stdin=pipe,
             stdout=pipe,
-            stderr=asyncio.subprocess.STDOUT if is_merged else pipe,
+            stderr=pipe,
             process_group=0,
         )
+
+    async def open_terminal(
+        self, container: Object, command: list[str]
+    ) -> tuple[asyncio.subprocess.Process, int]:
+        """Start a command in a container at a terminal of its own; return the other end of the terminal too."""
+        own_end, other_end = os.openpty()
+        environ = {"TERM": "xterm", **self.environ(container)}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._inside(["setsid", "--ctty", "--wait", *command]),
+                env=self._node.guardian.mark(environ),
+                stdin=other_end,
+                stdout=other_end,
+                stderr=other_end,
+                process_group=0,
+            )
+        except OSError:
+            os.close(own_end)
+            raise
+        finally:
+            os.close(other_end)
+        return process, own_end
 
     def processes(self) -> dict[str, int]:
         """Return the first process of each running container."""

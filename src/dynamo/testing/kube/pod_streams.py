@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 import json
+import os
+import termios
+from collections.abc import Callable
 from typing import Any
 
 from dynamo.base import tasks
@@ -33,7 +36,7 @@ class PodStreams:
             raise failures.bad_request(text)
         self._container = containers[name]
         self._kinds = {"error"} | {k for k in ("stdin", "stdout", "stderr") if query.flag(k)}
-        if query.flag("tty"):  # no terminal is made, but both kinds of output go to one stream
+        if query.flag("tty"):  # both kinds of output go to one stream
             self._kinds = (self._kinds | {"resize"}) - {"stderr"}
         self._streams: dict[str, spdy.SpdyStream] = {}
         self._session = spdy.SpdySession(call.exchange, self._take_stream)
@@ -81,12 +84,24 @@ class PodStreams:
 
     async def _execute(self, last: spdy.SpdyStream) -> None:
         """Run the command; the client sends no input before its last stream is accepted."""
-        streams, is_merged = self._streams, self._call.query.flag("tty")
-        process = await self._runner.open_command(
-            self._container, self._call.query.all("command"), is_merged=is_merged
-        )
+        is_terminal = self._call.query.flag("tty")
+        run = self._run_at_terminal if is_terminal else self._run_with_pipes
+        code = await run(self._call.query.all("command"), last)
+        status: dict[str, Any] = {"metadata": {}, "status": "Success"}
+        if code:
+            status = {
+                "metadata": {},
+                "status": "Failure",
+                "reason": "NonZeroExitCode",
+                "message": f"command terminated with non-zero exit code: exit status {code}",
+                "details": {"causes": [{"reason": "ExitCode", "message": str(code)}]},
+            }
+        self._streams["error"].end(json.dumps(status).encode())
+
+    async def _run_with_pipes(self, command: list[str], last: spdy.SpdyStream) -> int:
+        streams = self._streams
+        process = await self._runner.open_command(self._container, command)
         assert process.stdin is not None
-        assert process.stdout is not None
         if "stdin" in streams:
             streams["stdin"].sink = process.stdin
         else:
@@ -98,14 +113,44 @@ class PodStreams:
             if kind in streams and output is not None
         ]
         await asyncio.gather(*copies)
-        code = await process.wait()
-        status: dict[str, Any] = {"metadata": {}, "status": "Success"}
-        if code:
-            status = {
-                "metadata": {},
-                "status": "Failure",
-                "reason": "NonZeroExitCode",
-                "message": f"command terminated with non-zero exit code: exit status {code}",
-                "details": {"causes": [{"reason": "ExitCode", "message": str(code)}]},
-            }
-        streams["error"].end(json.dumps(status).encode())
+        return await process.wait()
+
+    async def _run_at_terminal(self, command: list[str], last: spdy.SpdyStream) -> int:
+        """Run a command at a terminal, which hangs up when the client goes."""
+        streams, loop = self._streams, asyncio.get_running_loop()
+        process, terminal = await self._runner.open_terminal(self._container, command)
+        reader = asyncio.StreamReader()
+        output, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(terminal, "rb", buffering=0)
+        )
+        typed, protocol = await loop.connect_write_pipe(
+            lambda: _TypedInput(output.close), os.fdopen(os.dup(terminal), "wb", buffering=0)
+        )
+        if "stdin" in streams:
+            streams["stdin"].sink = asyncio.StreamWriter(typed, protocol, None, loop)
+        streams["resize"].on_bytes = lambda data: _set_size(terminal, data)
+        last.accept()
+        try:
+            await streams["stdout"].copy_from(reader)
+        except OSError:  # so a terminal ends that no process has open any more
+            streams["stdout"].end()
+        typed.close()
+        return await process.wait()
+
+
+class _TypedInput(asyncio.streams.FlowControlMixin):
+    """What the client types; `hang_up` is called when no more can come."""
+
+    def __init__(self, hang_up: Callable[[], None]) -> None:
+        super().__init__()
+        self._hang_up = hang_up
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._hang_up()
+
+
+def _set_size(terminal: int, data: bytes) -> None:
+    with contextlib.suppress(ValueError, KeyError, OSError):
+        size = json.loads(data)
+        termios.tcsetwinsize(terminal, (size["Height"], size["Width"]))

@@ -43,11 +43,12 @@ _DICTIONARY = (
 
 
 class SpdyStream:
-    """One stream. `sink` takes the client's bytes, which begin to come after `accept`."""
+    """One stream. `sink`, or `on_bytes`, takes the client's bytes, which begin to come after `accept`."""
 
     def __init__(self, session: "SpdySession", number: int, headers: dict[str, str]) -> None:
         self.headers = headers
         self.sink: asyncio.StreamWriter | None = None
+        self.on_bytes: Callable[[bytes], None] | None = None
         self._session = session
         self._number = number
 
@@ -71,6 +72,8 @@ class SpdyStream:
 
     def receive(self, data: bytes, *, is_last: int) -> bool:
         """Pass bytes of the client on; return False if too many wait."""
+        if self.on_bytes is not None:
+            self.on_bytes(data)
         if self.sink is None or self.sink.is_closing():
             return True
         self.sink.write(data)
