@@ -225,14 +225,14 @@ def add_options(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
 
 def _groups(parts: Sequence[type]) -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
     """Yield the fields that each class declares itself, under the first line of its docstring."""
-    seen: set[str] = set()
+    declared_names: set[str] = set()
     for cls in dict.fromkeys(cls for part in parts for cls in part.__mro__):
         own = [
             field
             for field in getattr(cls, "__dataclass_fields__", {}).values()
-            if field.name in inspect.get_annotations(cls) and field.name not in seen
+            if field.name in inspect.get_annotations(cls) and field.name not in declared_names
         ]
-        seen.update(field.name for field in own)
+        declared_names.update(field.name for field in own)
         if own:
             head = (cls.__doc__ or cls.__name__).partition("\n")[0].rstrip(".")
             yield "this command" if cls is parts[0] else head, own

@@ -107,15 +107,15 @@ def add_samples(samples: Sequence[Sample], at: float) -> Sample:
     """Return the sum of the samples of several models."""
     return Sample(
         at=at,
-        num_ended=sum(one.num_ended for one in samples),
-        num_failed=sum(one.num_failed for one in samples),
-        input_tokens=sum(one.input_tokens for one in samples),
-        cached_tokens=sum(one.cached_tokens for one in samples),
-        output_tokens=sum(one.output_tokens for one in samples),
-        num_inflight=sum(one.num_inflight for one in samples),
-        num_queued=sum(one.num_queued for one in samples),
-        ttft=_add_buckets([one.ttft for one in samples]),
-        itl=_add_buckets([one.itl for one in samples]),
+        num_ended=sum(sample.num_ended for sample in samples),
+        num_failed=sum(sample.num_failed for sample in samples),
+        input_tokens=sum(sample.input_tokens for sample in samples),
+        cached_tokens=sum(sample.cached_tokens for sample in samples),
+        output_tokens=sum(sample.output_tokens for sample in samples),
+        num_inflight=sum(sample.num_inflight for sample in samples),
+        num_queued=sum(sample.num_queued for sample in samples),
+        ttft=_add_buckets([sample.ttft for sample in samples]),
+        itl=_add_buckets([sample.itl for sample in samples]),
     )
 
 

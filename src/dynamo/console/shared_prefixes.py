@@ -36,16 +36,16 @@ class RecentPrompts:
     def find_prefixes(self, limit: int = 20) -> Sequence[SharedPrefix]:
         """Return whole prompts and what they share, first what saves most, then what is longest."""
         counts = Counter(block for _, hashes in self._prompts for block in hashes)
-        found: dict[int, SharedPrefix] = {}
+        prefixes: dict[int, SharedPrefix] = {}
         for model, hashes in self._prompts:
             for length, block in enumerate(hashes, 1):
                 is_end = length == len(hashes) or counts[hashes[length]] < counts[block]
-                if is_end and block not in found:
-                    found[block] = SharedPrefix(
+                if is_end and block not in prefixes:
+                    prefixes[block] = SharedPrefix(
                         model=model, hashes=hashes[:length], num_prompts=counts[block]
                     )
         saved = sorted(
-            found.values(),
+            prefixes.values(),
             key=lambda prefix: (
                 -(prefix.num_prompts - 1) * len(prefix.hashes),
                 -len(prefix.hashes),

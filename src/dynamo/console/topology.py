@@ -73,8 +73,8 @@ class WorkerMemory:
             present[row.instance] = msgspec.structs.replace(row, since=since)
         for instance, row in self._present.items():
             if instance not in present:
-                left = msgspec.structs.replace(row, state="gone", since=wall, num_requests=0)
-                self._gone[instance] = left
+                gone_row = msgspec.structs.replace(row, state="gone", since=wall, num_requests=0)
+                self._gone[instance] = gone_row
         self._present = present
         self._gone = {
             instance: row

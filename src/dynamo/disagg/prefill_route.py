@@ -313,15 +313,15 @@ class PrefillRouteFactory:
         plain = self._routes.make_route(endpoint, card)
         if not isinstance(plain, kv_router.KvRouter):
             return plain
-        made = PrefillRoute(
+        prefill_route = PrefillRoute(
             plain,
             self._policy_of(card),
             self._options,
             metrics.ModelPrefillRouteMetrics(self._metrics, card.display_name),
             self._clock,
         )
-        self._made.append(made)
-        return made
+        self._made.append(prefill_route)
+        return prefill_route
 
     def make_prefill_router(
         self, endpoint: client.EndpointClient, card: model_card.ModelCard
@@ -336,8 +336,8 @@ class PrefillRouteFactory:
 
     async def close(self) -> None:
         """Stop following the limits in discovery, and probing."""
-        for made in self._made:
-            await made.close()
+        for prefill_route in self._made:
+            await prefill_route.close()
         await self._tasks.close()
 
     def _policy_of(self, card: model_card.ModelCard) -> policy.PrefillPolicy:

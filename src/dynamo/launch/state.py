@@ -119,8 +119,8 @@ class Registration:
 
     def add_process(self, process: ProcessState) -> None:
         """Add a process that was started, in place of a former one of its name."""
-        others = [each for each in self.state.processes if each.name != process.name]
-        self.update(processes=[*others, process])
+        processes = [each for each in self.state.processes if each.name != process.name]
+        self.update(processes=[*processes, process])
 
     def close(self) -> None:
         """Remove the state; its log stays."""

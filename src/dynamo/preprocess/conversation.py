@@ -217,8 +217,8 @@ def _check_tool_calls(message: dict[str, Any], place: str) -> None:
 
 
 def _wrong(param: str, expected: str, owner: dict[str, Any], key: str) -> errors.InvalidRequest:
-    got = f"got {json_body.describe(owner[key])}" if key in owner else "but it is missing"
-    return errors.InvalidRequest(f"{param}: expected {expected}, {got}", param=param)
+    actual = f"got {json_body.describe(owner[key])}" if key in owner else "but it is missing"
+    return errors.InvalidRequest(f"{param}: expected {expected}, {actual}", param=param)
 
 
 def _is_plain(message: dict[str, Any]) -> bool:

@@ -121,15 +121,15 @@ class RouterConfig:
             "--kv-overlap-score-weight": (self.kv_overlap_score_weight, ("dynamo",)),
             "--router-temperature": (self.router_temperature, _TEMPERED),
         }
-        given = [flag for flag, (value, _) in users.items() if value is not None]
-        if given and self.router_policy is None:
+        set_flags = [flag for flag, (value, _) in users.items() if value is not None]
+        if set_flags and self.router_policy is None:
             return [
-                f"{', '.join(given)}: workers are selected by --router-policy dynamo, which uses it;"
+                f"{', '.join(set_flags)}: workers are selected by --router-policy dynamo, which uses it;"
                 " the default, estimated-ttft, would not"
             ]
         return [
             f"{flag} has no effect: the policy {name} does not use it"
-            for flag in given
+            for flag in set_flags
             if name not in users[flag][1]
         ]
 

@@ -63,8 +63,8 @@ class PrefixSources:
         """
         if worker.instance_id not in self._metadata:
             return None
-        others = (w for w in cached if w.instance_id in self._metadata and w != worker)
-        best = max(others, key=lambda w: (cached[w], w), default=None)
+        sources = (w for w in cached if w.instance_id in self._metadata and w != worker)
+        best = max(sources, key=lambda w: (cached[w], w), default=None)
         if best is None or cached[best] - cached.get(worker, 0) < MIN_BLOCKS:
             return None
         if self._cards[worker.instance_id].find_difference(self._cards[best.instance_id]):
@@ -106,10 +106,10 @@ class HotPrefixes:
     ) -> Replication | None:
         """Count a prompt that goes to `worker`, and return a copy to make of what that worker alone has of it."""
         num_blocks = cached.get(worker, 0)
-        others = [other for other in loads if other.instance_id != worker.instance_id]
-        if num_blocks < MIN_BLOCKS or not others or worker not in loads:
+        targets = [other for other in loads if other.instance_id != worker.instance_id]
+        if num_blocks < MIN_BLOCKS or not targets or worker not in loads:
             return None
-        if any(2 * cached.get(other, 0) >= num_blocks for other in others):
+        if any(2 * cached.get(other, 0) >= num_blocks for other in targets):
             return None  # one of them has much of it
         name = prompt.sequence_hashes[num_blocks - 1]
         arrivals = self._arrivals.setdefault(name, deque(maxlen=MIN_HOT_PROMPTS))
@@ -117,7 +117,7 @@ class HotPrefixes:
         if len(self._arrivals) > MAX_PREFIXES:
             self._arrivals.popitem(last=False)
         arrivals.append(now)
-        target = min(others, key=lambda other: (loads[other].num_requests, other))
+        target = min(targets, key=lambda other: (loads[other].num_requests, other))
         num_more = loads[worker].num_requests - loads[target].num_requests
         is_hot = len(arrivals) == MIN_HOT_PROMPTS and arrivals[0] > now - WINDOW_S
         if not is_hot or num_more < MIN_QUEUE or self.num_copies >= MAX_COPIES:

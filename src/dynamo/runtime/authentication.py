@@ -147,8 +147,8 @@ def _nonce() -> bytes:
 def describe_tls_failure(error: Exception | None) -> str:
     """Return which check of TLS failed, and what to do; it continues a sentence that names the peer."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        other = f"shows a certificate that we refuse: {error.verify_message}"
-        return _OUR_SIDE.get(error.verify_code, other)
+        refusal = f"shows a certificate that we refuse: {error.verify_message}"
+        return _OUR_SIDE.get(error.verify_code, refusal)
     if not isinstance(error, ssl.SSLError):
         detail = f" ({error})" if str(error or "") else ""
         return (

@@ -218,8 +218,8 @@ class EndpointClient:
         """Return whether another instance is there that is not known to be down, or this one has left."""
         present = self._instances
         return instance_id not in present or any(
-            other != instance_id and other in present and other not in self._down_until
-            for other in alternatives()
+            each != instance_id and each in present and each not in self._down_until
+            for each in alternatives()
         )
 
     def _choose(

@@ -232,10 +232,10 @@ def make_role_host(
     """Make the host of the model in `directory` that can change between prefill and decode."""
 
     def make(
-        kept: api.Engine, sibling: component.DistributedRuntime, role: role_change.Role
+        kept_engine: api.Engine, sibling: component.DistributedRuntime, role: role_change.Role
     ) -> host.Host:
         settled = dataclasses.replace(worker, disaggregation_mode=role, is_prefill_worker=False)
-        return make_host(settled, kept, sibling, directory)
+        return make_host(settled, kept_engine, sibling, directory)
 
     return role_change.RoleHost(engine, runtime, make, worker=worker, clock=clocks.SystemClock())
 

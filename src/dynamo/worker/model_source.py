@@ -130,8 +130,8 @@ def has_all_weights(directory: Path) -> bool:
     names = {path.name for path in directory.iterdir()}
     for match in filter(None, map(_SHARD.fullmatch, names)):
         head, number, count = match.groups()
-        for other in range(1, int(count) + 1):
-            if f"{head}-{other:0{len(number)}}-of-{count}.safetensors" not in names:
+        for shard in range(1, int(count) + 1):
+            if f"{head}-{shard:0{len(number)}}-of-{count}.safetensors" not in names:
                 return False
     return any(name.endswith(_WEIGHT_SUFFIXES) for name in names)
 
@@ -186,12 +186,12 @@ def _remove_abandoned(folder: Path) -> None:
 def _size_at_hub(name: str, patterns: tuple[str, ...]) -> int | None:
     """Return the bytes of a model's files at the hub, None if it does not tell."""
     try:
-        found = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=HUB_TIMEOUT_S)
+        model = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=HUB_TIMEOUT_S)
     except _HUB_FAILURES:  # the download says what is wrong
         return None
     sizes = [
         sibling.size or 0
-        for sibling in found.siblings or ()
+        for sibling in model.siblings or ()
         if any(fnmatch.fnmatch(sibling.rfilename, pattern) for pattern in patterns)
     ]
     return sum(sizes) or None
@@ -209,10 +209,10 @@ def _snapshot(name: str, patterns: tuple[str, ...], *, cached: bool) -> str:
 def cached_models() -> dict[str, int]:
     """Return the size in bytes of each model in the hub's local cache, by name."""
     try:
-        found = huggingface_hub.scan_cache_dir()
+        cache = huggingface_hub.scan_cache_dir()
     except hub_errors.CacheNotFound:
         return {}
-    sizes = {repo.repo_id: repo.size_on_disk for repo in found.repos if repo.repo_type == "model"}
+    sizes = {repo.repo_id: repo.size_on_disk for repo in cache.repos if repo.repo_type == "model"}
     return dict(sorted(sizes.items()))
 
 
@@ -220,13 +220,13 @@ def remove_cached(name: str) -> int:
     """Remove a model from the hub's local cache; return the bytes that are free then. Raises ConfigError."""
     if name not in cached_models():
         raise errors.ConfigError(f"{name!r} is not in the local cache; `dynamo list` shows what is")
-    found = huggingface_hub.scan_cache_dir()
+    cache = huggingface_hub.scan_cache_dir()
     revisions = [
         revision.commit_hash
-        for repo in found.repos
+        for repo in cache.repos
         if repo.repo_id == name and repo.repo_type == "model"
         for revision in repo.revisions
     ]
-    removal = found.delete_revisions(*revisions)
+    removal = cache.delete_revisions(*revisions)
     removal.execute()
     return int(removal.expected_freed_size)

@@ -211,9 +211,9 @@ class _StartHandler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer for a worker that does not serve yet."""
         is_moving = self.path == "/live" and not self.progress.is_stalled()
-        known = self.path in ("/live", "/health")
+        is_health = self.path in ("/live", "/health")
         body = render_status("notready", self.progress.uptime_s, startup=self.progress.report())
-        if not known:
+        if not is_health:
             body = server.plain_error(503, "the worker starts", self.path)
         self.send_response(200 if is_moving else 503)
         self.send_header("content-type", "application/json")

@@ -66,12 +66,12 @@ class TrialProcess:
 
     def __init__(self, tokenizer_path: Path, vocab_size: int, eos: tuple[int, ...]) -> None:
         """Start the process; it reads the tokenizer before its first trial."""
-        self._control, theirs = socket.socketpair()
+        self._control, remote_end = socket.socketpair()
         arguments = [str(tokenizer_path), str(vocab_size), ",".join(map(str, eos))]
-        with theirs:
+        with remote_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, *arguments],
-                stdin=theirs.fileno(),
+                stdin=remote_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the worker
                 env=os.environ | {"RAYON_NUM_THREADS": "1"},  # threads do not survive a fork
@@ -84,14 +84,14 @@ class TrialProcess:
 
     def connect(self) -> socket.socket:
         """Begin a trial; return the socket for the constraint and then the verdict. Raises OSError."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        local_end, remote_end = socket.socketpair()
+        with remote_end:
             try:
-                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+                socket.send_fds(self._control, [b"."], [remote_end.fileno()])
             except OSError:
-                ours.close()
+                local_end.close()
                 raise
-        return ours
+        return local_end
 
     def close(self) -> None:
         """End all trials, and return when the process is gone."""
@@ -130,15 +130,15 @@ class TrialServer:
 
     def _fork(self) -> _Child:
         """Fork a child that waits for a trial."""
-        ours, theirs = socket.socketpair()
+        local_end, remote_end = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            ours.close()
+            local_end.close()
             for trial in self._trials.values():
                 trial.connection.close()  # or the worker would wait for this child, too
-            _run_child(theirs, self._builder)
-        theirs.close()
-        return _Child(pid, ours)
+            _run_child(remote_end, self._builder)
+        remote_end.close()
+        return _Child(pid, local_end)
 
     def _accept(self) -> bool:
         """Give the next trial to the waiting child, and fork another; return False if the worker is gone."""

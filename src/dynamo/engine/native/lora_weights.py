@@ -67,10 +67,10 @@ class AdaptedCheckpoint(weights.Checkpoint):
     def refuse_rest(self, *ignored: str) -> None:
         """Raise ConfigError if a tensor of the checkpoint or of the adapter was not taken."""
         super().refuse_rest(*ignored)
-        rest = [*self._factors, *self._saved]
-        if rest:
+        unused = [*self._factors, *self._saved]
+        if unused:
             raise errors.ConfigError(
-                f"{self._adapter_path}: the adapter changes {len(rest)} modules that the model lacks, as {rest[0]}"
+                f"{self._adapter_path}: the adapter changes {len(unused)} modules that the model lacks, as {unused[0]}"
             )
 
     def _take_factors(self, module: str) -> dict[str, torch.Tensor] | None:

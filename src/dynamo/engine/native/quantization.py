@@ -68,11 +68,11 @@ def _unsupported_in_compressed_tensors(config: Mapping[str, Any]) -> Iterator[st
 def _unsupported_in_group(group: Mapping[str, Any], stored_as: object) -> Iterator[str]:
     if stored_as not in ("pack-quantized", "int-quantized"):
         yield f"the compressed-tensors format {stored_as}"
-    kept = group.get("weights") or {}
-    if kept.get("type", "int") != "int" or kept.get("num_bits") not in BITS:
-        yield f"weights of type {kept.get('type')} in {kept.get('num_bits')} bits"
-    if kept.get("strategy") not in ("tensor", "channel", "group"):
-        yield f"the quantization strategy {kept.get('strategy')}"
+    weights = group.get("weights") or {}
+    if weights.get("type", "int") != "int" or weights.get("num_bits") not in BITS:
+        yield f"weights of type {weights.get('type')} in {weights.get('num_bits')} bits"
+    if weights.get("strategy") not in ("tensor", "channel", "group"):
+        yield f"the quantization strategy {weights.get('strategy')}"
     if (group.get("input_activations") or {"dynamic": True}).get("dynamic") is not True:
         yield "input_activations with stored scales"
     if group.get("output_activations"):

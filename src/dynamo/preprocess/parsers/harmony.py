@@ -138,8 +138,8 @@ class HarmonyParser(parser.StateMachineParser):
             else call_syntax.parse_call(function[1], body)
         )
         if call is not None and self._shown:
-            rest = call.arguments.removeprefix("".join(self._shown))
-            self._events += [parser.CallArguments(rest)] if rest else []
+            unshown = call.arguments.removeprefix("".join(self._shown))
+            self._events += [parser.CallArguments(unshown)] if unshown else []
             self._events.append(parser.CallEnd())
         elif call is not None:
             self._events.append(call)

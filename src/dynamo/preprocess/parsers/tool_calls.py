@@ -191,9 +191,9 @@ class ToolCallParser(parser.StateMachineParser):
         """Emit what is missing of the calls of a body."""
         if self._begun:
             arguments = "".join(self._begun[-1][1])
-            rest = calls[len(self._begun) - 1].arguments.removeprefix(arguments)
-            if rest:
-                self._events.append(parser.CallArguments(rest))
+            unshown = calls[len(self._begun) - 1].arguments.removeprefix(arguments)
+            if unshown:
+                self._events.append(parser.CallArguments(unshown))
             self._events.append(parser.CallEnd())
         self._events += calls[len(self._begun) :]
 

@@ -203,7 +203,7 @@ class MemoryObjectStore:
 
     async def put(self, key: str, body: bytes) -> str:
         services.check_object_length(body, self._bounds)
-        num_bytes = sum(len(other) for name, other in self._bodies.items() if name != key)
+        num_bytes = sum(len(stored) for name, stored in self._bodies.items() if name != key)
         if num_bytes + len(body) > self._bounds.max_bytes:
             raise errors.Overloaded(f"the object store is full: {num_bytes} bytes are in it")
         self._bodies[key] = body

@@ -30,11 +30,11 @@ def inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
 
     Raises RequestRefused for more than `max_bytes`, and for what the encoding has not made.
     """
-    inflated, rest = bytearray(), body
+    inflated, remaining = bytearray(), body
     try:
-        while rest:
+        while remaining:
             member = _decompressor(encoding)
-            inflated += member.decompress(rest, max_bytes + 1 - len(inflated))
+            inflated += member.decompress(remaining, max_bytes + 1 - len(inflated))
             if len(inflated) > max_bytes:
                 message = f"the request's body exceeds {max_bytes} bytes when it is inflated"
                 raise RequestRefused(413, f"{message}: send less")
@@ -42,7 +42,7 @@ def inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
                 raise RequestRefused(
                     400, f"expected a complete body of Content-Encoding {encoding}"
                 )
-            rest = member.unused_data
+            remaining = member.unused_data
     except (zlib.error, zstd.ZstdError) as error:
         message = f"expected a body of Content-Encoding {encoding}, got other bytes: {error}"
         raise RequestRefused(400, message) from error
@@ -76,9 +76,9 @@ class BodyInflater:
             return self._handler(client)
         if encoding in _ENCODINGS:
             return self._inflate(client, encoding)
-        known = ", ".join(_ENCODINGS)
-        message = f"expected Content-Encoding to be one of {known}, or none, got {encoding[:100]!r}"
-        self._refuse(client, RequestRefused(415, message, headers=(("accept-encoding", known),)))
+        names = ", ".join(_ENCODINGS)
+        message = f"expected Content-Encoding to be one of {names}, or none, got {encoding[:100]!r}"
+        self._refuse(client, RequestRefused(415, message, headers=(("accept-encoding", names),)))
         return None
 
     async def _inflate(self, client: Exchange, encoding: str) -> None:

@@ -411,13 +411,13 @@ class HttpRouter:
         method = "GET" if request.method == "HEAD" else request.method
         handler = handlers.get(method)
         if handler is None:
-            others = {"OPTIONS", *(("HEAD",) if "GET" in handlers else ())}
-            allowed = ", ".join(sorted(others.union(handlers)))
+            implied = {"OPTIONS", *(("HEAD",) if "GET" in handlers else ())}
+            allowed = ", ".join(sorted(implied.union(handlers)))
             if method == "OPTIONS":
                 exchange.respond(204, b"", headers=(("allow", allowed),))
                 return None
-            taken = ", ".join(sorted(handlers))
-            message = f"{request.path} takes {taken}, not {request.method}"
+            served = ", ".join(sorted(handlers))
+            message = f"{request.path} takes {served}, not {request.method}"
             body = self._error_body(405, message, request.path)
             exchange.respond(405, body, headers=(("allow", allowed),))
             return None
@@ -433,8 +433,8 @@ class HttpRouter:
         return None if longest is None else self._patterns[longest]
 
 
-def _ends_with(rest: str, end: str) -> bool:
+def _ends_with(tail: str, end: str) -> bool:
     """Return whether the rest of a path is what `*` stands for and `end`, or what `**` stands for."""
     if end.startswith("*"):
-        return rest.endswith(end[1:])
-    return rest.endswith(end) and "/" not in rest.removesuffix(end)
+        return tail.endswith(end[1:])
+    return tail.endswith(end) and "/" not in tail.removesuffix(end)

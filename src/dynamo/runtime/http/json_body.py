@@ -124,13 +124,13 @@ def _decode_untyped(body: bytes) -> Any:
 def _adapt(expected: msgspec.inspect.Type, value: Any, place: str, names: list[str]) -> Any:
     """Return the value without keys that its type does not have, which are added to `names`, and with 6.0 as 6."""
     if isinstance(value, dict) and (struct := _alternative(expected, msgspec.inspect.StructType)):
-        known = {field.encode_name: field.type for field in struct.fields}
+        fields = {field.encode_name: field.type for field in struct.fields}
         prefix = f"{place}." if place else ""
-        names += [prefix + name for name in value if name not in known]
+        names += [prefix + name for name in value if name not in fields]
         return {
-            name: _adapt(known[name], inner, prefix + name, names)
+            name: _adapt(fields[name], inner, prefix + name, names)
             for name, inner in value.items()
-            if name in known
+            if name in fields
         }
     if isinstance(value, list) and (items := _alternative(expected, msgspec.inspect.ListType)):
         return [

@@ -161,7 +161,7 @@ class HttpServer:
         slowly, or by many connections, do not lock small ones out.
         """
         while self._kept_body_bytes + num_bytes > self.limits.kept_body_bytes:
-            largest = max(self.connections, key=lambda other: other.num_receiving)
+            largest = max(self.connections, key=lambda candidate: candidate.num_receiving)
             if largest.num_receiving <= connection.num_receiving:
                 return False
             largest.refuse_body()

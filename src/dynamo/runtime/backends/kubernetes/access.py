@@ -46,12 +46,12 @@ def open_client(environ: Mapping[str, str] | None = None) -> tuple[httpx2.AsyncC
 def _config(environ: Mapping[str, str]) -> kubeconfig.SingleConfig:
     files = [name for name in environ.get("KUBECONFIG", "").split(os.pathsep) if name]
     if files:
-        whole = _read(files)
+        file = _read(files)
     elif (SERVICE_ACCOUNT / "token").exists():
-        whole = kubeconfig.KubeConfig.from_service_account(SERVICE_ACCOUNT)
+        file = kubeconfig.KubeConfig.from_service_account(SERVICE_ACCOUNT)
     else:
-        whole = _read([_HOME_FILE])
-    config = whole.get()
+        file = _read([_HOME_FILE])
+    config = file.get()
     if config is None:
         raise ValueError("the kubeconfig has no current-context")
     return config._replace(user=_user(config.user))

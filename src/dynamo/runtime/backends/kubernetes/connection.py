@@ -150,7 +150,7 @@ class KubernetesConnection:
         the cluster cannot be reached or, after the first list, refuses, the watch waits for it. Raises KindMissing,
         Forbidden and Unauthenticated for the first list.
         """
-        known = watched_objects.WatchedObjects()
+        watched = watched_objects.WatchedObjects()
         revision: str | None = None
         has_synced = False
         pause_s = _FIRST_PAUSE_S
@@ -161,7 +161,7 @@ class KubernetesConnection:
                     objects, revision = await self._list(
                         api_version, kind, namespace, labels, fields
                     )
-                    for change in known.replace(objects):
+                    for change in watched.replace(objects):
                         yield change
                     has_synced = True
                     yield "SYNCED", {}
@@ -169,7 +169,7 @@ class KubernetesConnection:
                 query = _query(labelSelector=labels, fieldSelector=fields, resourceVersion=revision)
                 async for type_, obj in self._stream(path, query):
                     revision = obj["metadata"]["resourceVersion"]
-                    if (event := known.apply(type_, obj)) is not None:
+                    if (event := watched.apply(type_, obj)) is not None:
                         yield event
             except _HistoryLost:
                 revision = None
@@ -333,16 +333,16 @@ class KubernetesConnection:
         name: str = "",
         subresource: str = "",
     ) -> str:
-        found = self._kinds.get(api_version, {}).get(kind)
-        if found is None:
+        resource = self._kinds.get(api_version, {}).get(kind)
+        if resource is None:
             self._kinds[api_version] = await self._read_kinds(api_version)
-            found = self._kinds[api_version].get(kind)
-        if found is None:
+            resource = self._kinds[api_version].get(kind)
+        if resource is None:
             raise KindMissing(
                 f"the cluster at {self.address} has no kind {kind} in {api_version}: install its definition"
                 " (for nvidia.com: the chart dynamo-crds)"
             )
-        return found.path(namespace or (self.namespace if name else None), name, subresource)
+        return resource.path(namespace or (self.namespace if name else None), name, subresource)
 
     async def _read_kinds(self, api_version: str) -> dict[str, _Kind]:
         base = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"

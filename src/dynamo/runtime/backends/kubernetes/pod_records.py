@@ -122,12 +122,12 @@ class Slices:
         """Return True if any slice names the pod as ready, False if it is not ready, None if no slice names it."""
         if uid is None:
             return None
-        told = self._told(uid)
-        return self._vanished.get(uid) if told is None else told
+        is_ready = self._told(uid)
+        return self._vanished.get(uid) if is_ready is None else is_ready
 
     def _told(self, uid: str) -> bool | None:
-        told = [pods[uid] for pods in self._pods_by_slice.values() if uid in pods]
-        return any(told) if told else None
+        mentions = [pods[uid] for pods in self._pods_by_slice.values() if uid in pods]
+        return any(mentions) if mentions else None
 
 
 def _to_text(value: bytes) -> str:
