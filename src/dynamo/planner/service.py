@@ -25,12 +25,17 @@ from dynamo.planner.auto_policy import AutoPolicy
 from dynamo.planner.config import ScalingConfig
 from dynamo.planner.connectors import Connector, WakeUpPromise
 from dynamo.planner.metrics import PlannerMetrics
-from dynamo.planner.observation import Fresh, Observation, Stale
+from dynamo.planner.observation import Fresh, Observation, PoolLoad, Stale
 from dynamo.planner.policies import LoadPolicy, Mode, Policy, SlaPolicy, Targets
 from dynamo.planner.predictive_policy import Headroom, PredictivePolicy, RequestShape, Sizing
 from dynamo.planner.predictors import make_predictor
 from dynamo.planner.scaling_pipeline import Decision, Limits, ScalingPipeline
-from dynamo.planner.traffic_source import STALE_INTERVALS, LoadSource, TrafficSource
+from dynamo.planner.traffic_source import (
+    STALE_INTERVALS,
+    FrontendLoad,
+    LoadSource,
+    TrafficSource,
+)
 from dynamo.protocols import planner_report
 from dynamo.runtime import discovery, requests
 from dynamo.runtime.http import exchange, server
@@ -93,6 +98,15 @@ def make_pipeline(settings: ScalingConfig) -> ScalingPipeline:
         is_advisory=not settings.operation,
     )
     return ScalingPipeline(make_policy(settings), settings.targets, limits)
+
+
+def add_queued(load: PoolLoad, held: FrontendLoad) -> PoolLoad:
+    """Return the load of the pool that computes prompts, with those that KV routers hold back for it."""
+    return dataclasses.replace(
+        load,
+        num_waiting=load.num_waiting + held.num_queued,
+        waiting_tokens=load.waiting_tokens + held.queued_tokens,
+    )
 
 
 class Leadership:
@@ -197,8 +211,13 @@ class PlannerService:
             self._pipeline.forget()
         prefill, decode = await self._connector.observe()
         prefill_load, decode_load = (load.read() for load in self._loads)
+        held = self._source.frontend_load
         if not (decode.num_ready or prefill.num_ready):  # frontends hold what no worker can take
-            decode_load = dataclasses.replace(decode_load, num_waiting=self._source.num_open)
+            decode_load = dataclasses.replace(decode_load, num_waiting=held.num_open)
+        elif prefill.num_ready:
+            prefill_load = add_queued(prefill_load, held)
+        else:
+            decode_load = add_queued(decode_load, held)
         observation = Observation(
             at=self._clock.now(),
             interval_s=elapsed_s,
@@ -207,7 +226,7 @@ class PlannerService:
             decode=decode,
             prefill_load=prefill_load,
             decode_load=decode_load,
-            num_open=self._source.num_open,
+            num_open=held.num_open,
         )
         decision = self._pipeline.decide(observation)
         if takes_over:

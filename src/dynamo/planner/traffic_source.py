@@ -4,13 +4,15 @@ A frontend counts since its start; the traffic of an interval is the difference 
 belongs to a frontend that was restarted, and counts from zero. Without any answer the reading is `Missing`; if that
 lasts longer than `STALE_INTERVALS` intervals it is `Stale`.
 
-The load of the pools comes from the load reports that workers publish on the event plane (`LoadSource`).
+The load of the pools comes from the load reports that workers publish on the event plane (`LoadSource`), and from the
+queues of KV routers, whose requests no worker knows yet.
 """
 
 import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 from urllib import parse
 
@@ -35,13 +37,33 @@ _MEANS = {  # field of Traffic: metric
 }
 _STARTED, _CACHED = "requests_started_total", "cached_tokens_sum"
 _INFLIGHT, _HELD = "inflight_requests", "requests_waiting_for_worker"
+_QUEUED, _QUEUED_TOKENS = "router_queue_pending_requests", "router_queue_pending_isl_tokens"
+_GAUGES = (_INFLIGHT, _HELD, _QUEUED, _QUEUED_TOKENS)
 Reading = Fresh[Traffic] | Missing | Stale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendLoad:
+    """The requests in the frontends at one time; those that their KV routers hold back are at no worker yet."""
+
+    num_open: int = 0  # between arrival and end
+    num_queued: int = 0  # in the queue of a KV router
+    queued_tokens: int = 0  # of their prompts
+
+
+def frontend_load_of(gauges: Mapping[str, float]) -> FrontendLoad:
+    """Return the load that the frontends' gauges describe."""
+    return FrontendLoad(
+        num_open=int(gauges.get(_INFLIGHT, 0.0) + gauges.get(_HELD, 0.0)),
+        num_queued=int(gauges.get(_QUEUED, 0.0)),
+        queued_tokens=int(gauges.get(_QUEUED_TOKENS, 0.0)),
+    )
 
 
 class TrafficSource(Protocol):
     """Reads the traffic since the last reading."""
 
-    num_open: int  # requests between arrival and end, when it was last read
+    frontend_load: FrontendLoad  # when it was last read
 
     async def read(self, interval_s: float) -> Reading:
         """Return the traffic of the interval that ends now."""
@@ -123,7 +145,7 @@ class FrontendSource:
     """Reads the /metrics of some frontends, all of which must answer."""
 
     def __init__(self, urls: Sequence[str], model: str | None, clock: clocks.Clock) -> None:
-        self.num_open = 0
+        self.frontend_load = FrontendLoad()
         self._urls = [url.rstrip("/") + "/metrics" for url in urls]
         self._model = model
         self._memory = _Memory(clock)
@@ -138,7 +160,8 @@ class FrontendSource:
             return self._memory.describe_failure(str(error), interval_s)
         last, self._last = self._last, totals
         self._memory.note_success()
-        self.num_open = int(sum(each.get(_INFLIGHT, 0.0) + each.get(_HELD, 0.0) for each in totals))
+        gauges = {name: sum(each.get(name, 0.0) for each in totals) for name in _GAUGES}
+        self.frontend_load = frontend_load_of(gauges)
         if last is None:
             return Missing("the first reading: an interval needs two")
         changes: dict[str, float] = {}
@@ -168,7 +191,7 @@ class PrometheusSource:
     """Asks a Prometheus server, which has read the frontends."""
 
     def __init__(self, url: str, model: str | None, clock: clocks.Clock) -> None:
-        self.num_open = 0
+        self.frontend_load = FrontendLoad()
         self._url = url.rstrip("/")
         self._labels = f'{{model="{model.lower()}"}}' if model else ""
         self._memory = _Memory(clock)
@@ -181,8 +204,7 @@ class PrometheusSource:
         queries = {
             name: f"sum(increase({_PREFIX}{name}{self._labels}{range_text}))" for name in names
         }
-        gauges = (_INFLIGHT, _HELD)
-        queries |= {name: f"sum({_PREFIX}{name}{self._labels})" for name in gauges}
+        queries |= {name: f"sum({_PREFIX}{name}{self._labels})" for name in _GAUGES}
         try:
             values = await asyncio.gather(*map(self._query, queries.values()))
         except errors.Unavailable as error:
@@ -194,7 +216,7 @@ class PrometheusSource:
             reason = f"{self._url} knows no {_PREFIX}{_STARTED}{self._labels}"
             return self._memory.describe_failure(reason, interval_s)
         self._memory.note_success()
-        self.num_open = int(sum(changes.get(name, 0.0) for name in gauges))
+        self.frontend_load = frontend_load_of(changes)
         return Fresh(traffic_of(changes))
 
     async def _query(self, query: str) -> float | None:

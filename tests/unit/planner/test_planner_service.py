@@ -10,6 +10,7 @@ from dynamo.base import errors
 from dynamo.planner.config import ScalingConfig
 from dynamo.planner.observation import Fresh, Missing, PoolLoad, PoolState, Traffic
 from dynamo.planner.service import Leadership, PlannerService
+from dynamo.planner.traffic_source import FrontendLoad
 from dynamo.runtime.backends import memory
 from waiting import PATIENT_S
 
@@ -17,10 +18,9 @@ from waiting import PATIENT_S
 class Source:
     """The traffic that a test says."""
 
-    num_open = 1
-
     def __init__(self):
         self.reading = Fresh(Traffic(num_requests=5.0))
+        self.frontend_load = FrontendLoad(num_open=1)
 
     async def read(self, interval_s):
         return self.reading
@@ -121,6 +121,19 @@ async def test_metrics_show_the_desired_workers_and_count_events(parts):
         'dynamo_planner_scaling_events_total{direction="up",model_name="",pool="decode"} 1.0'
         in page
     )
+
+
+async def test_requests_in_the_queue_of_a_router_order_workers(parts):
+    source, load, orders, url = await parts(max_gpu_budget=2)
+    load.value = PoolLoad(kv_usage=0.1)
+    source.frontend_load = FrontendLoad(num_open=9, num_queued=8, queued_tokens=24_000)
+
+    async def has_grown():
+        return orders.num_ready == 2
+
+    await until(has_grown)
+    rows = await decisions_of(url)
+    assert any("8 prompts waiting per worker" in row["reason"] for row in rows)
 
 
 async def test_advisory_planner_orders_nothing(parts):

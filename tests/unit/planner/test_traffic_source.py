@@ -2,7 +2,12 @@ import msgspec
 import pytest
 
 from dynamo.planner.observation import Fresh, Missing, Stale
-from dynamo.planner.traffic_source import FrontendSource, PrometheusSource, parse_metrics
+from dynamo.planner.traffic_source import (
+    FrontendLoad,
+    FrontendSource,
+    PrometheusSource,
+    parse_metrics,
+)
 from dynamo.runtime.http import exchange, server
 from dynamo.testing import clock as virtual
 
@@ -58,7 +63,19 @@ async def test_traffic_is_the_difference_of_two_readings(page):
     assert second.value.isl == 200
     assert second.value.hit_rate == 0.5
     assert second.value.osl is None
-    assert source.num_open == 3
+    assert source.frontend_load.num_open == 3
+
+
+async def test_requests_in_the_queues_of_routers_are_read(page):
+    source = FrontendSource([page.url, page.url], "m", virtual.VirtualClock())
+    labels = 'model="m",policy_class="default",worker_type="aggregated"'
+    page.text = PAGE.format(started=5, tokens=500, cached=0) + (
+        f"dynamo_frontend_router_queue_pending_requests{{{labels}}} 4.0\n"
+        f"dynamo_frontend_router_queue_pending_isl_tokens{{{labels}}} 1200.0\n"
+    )
+    await source.read(10)
+
+    assert source.frontend_load == FrontendLoad(num_open=6, num_queued=8, queued_tokens=2400)
 
 
 async def test_no_request_is_a_measured_zero(page):
