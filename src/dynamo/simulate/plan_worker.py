@@ -199,36 +199,25 @@ class PlanWorker:
         for _ in range(num_over):
             self._cache.popitem(last=False)
 
-    def _admit(self) -> None:
-        while self._waiting:
-            request = self._waiting[0]
-            need = request.num_prompt if self.role == "prefill" else request.num_tokens
-            has_room = (
-                self._num_reserved + need <= self._times.num_kv_tokens or not self.num_running
-            )
-            if not has_room or self.num_running >= self._times.max_num_seqs:
-                return
-            self._waiting.popleft()
-            self._num_reserved += need
-            self.num_active_tokens += request.num_prompt
-            if self.role == "decode":
-                self._decode(request)
-            else:
-                self._prefilling.append(request)
+    def _admit(self) -> Request | None:
+        """Return the next request after it got room; None if none waits or none fits."""
+        if not self._waiting or self.num_running >= self._times.max_num_seqs:
+            return None
+        request = self._waiting[0]
+        need = request.num_prompt if self.role == "prefill" else request.num_tokens
+        if self._num_reserved + need > self._times.num_kv_tokens and self.num_running:
+            return None
+        self._waiting.popleft()
+        self._num_reserved += need
+        self.num_active_tokens += request.num_prompt
+        return request
 
     def _begin(self, now: float) -> None:
-        self._admit()
+        if self.role == "decode":
+            while (request := self._admit()) is not None:
+                self._decode(request)
         num_decoding = len(self._decoding)
-        self._chunks = []
-        budget = self._times.max_num_batched_tokens - num_decoding
-        num_prompt_tokens = 0
-        for request in self._prefilling:
-            num_tokens = min(budget, request.num_left)
-            if num_tokens <= 0:
-                break
-            self._chunks.append((request, num_tokens))
-            num_prompt_tokens += num_tokens
-            budget -= num_tokens
+        num_prompt_tokens = self._plan_chunks(self._times.max_num_batched_tokens - num_decoding)
         if self._chunks:
             now += self._times.prefill_s(num_prompt_tokens)
             if num_decoding:
@@ -239,6 +228,23 @@ class PlanWorker:
         else:
             self._ends = []
         self.next_time = self._ends[-1] if self._ends else math.inf
+
+    def _plan_chunks(self, budget: int) -> int:
+        """Plan the prompt tokens of a step, and return their number; prompts beyond it go on waiting."""
+        self._chunks = []
+        num_planned = 0
+        for request in self._prefilling:
+            num_planned += self._plan_chunk(request, budget - num_planned)
+        while num_planned < budget and (admitted := self._admit()) is not None:
+            self._prefilling.append(admitted)
+            num_planned += self._plan_chunk(admitted, budget - num_planned)
+        return num_planned
+
+    def _plan_chunk(self, request: Request, budget: int) -> int:
+        num_tokens = min(budget, request.num_left)
+        if num_tokens > 0:
+            self._chunks.append((request, num_tokens))
+        return num_tokens
 
     def _decode_ends(self, now: float, num_decoding: int) -> list[float]:
         num_steps = min(_MOST_STEPS, self._decoding[0][0] - self._num_steps)
