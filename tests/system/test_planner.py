@@ -2,15 +2,16 @@
 
 import concurrent.futures
 import itertools
-import json
 import pathlib
 import re
 import signal
 import threading
 
 import httpx
+import planners
 import pytest
 from deployment import MODEL, chat
+from planners import Planner
 from split import ALWAYS, Split, prompt
 
 import ports
@@ -28,32 +29,12 @@ SCALING = (
 NUM_TOKENS = 400  # of an answer: four seconds
 
 
-class Planner:
-    """A planner that starts mocker workers, and questions to it."""
+def start_planner(deployment, frontend, *flags, worker=WORKER):
+    return Planner(deployment, frontend, "--worker-flags", worker, *SCALING, *flags)
 
-    def __init__(self, deployment, frontend, *flags, worker=WORKER):
-        port = ports.reserve()
-        argv = ("dynamo.planner", "--environment", "local", "--backend", "mocker")
-        argv += ("--model-name", MODEL, "--frontend-url", frontend.url, "--worker-flags", worker)
-        self.process = deployment.run(*argv, "--planner-port", str(port), *SCALING, *flags)
-        self.url = f"http://127.0.0.1:{port}"
 
-    def decisions(self):
-        self.process.check()
-        try:
-            return httpx.get(f"{self.url}/planner/decisions", timeout=PATIENT_S).json()["decisions"]
-        except httpx.TransportError:
-            return []
-
-    def num_workers(self):
-        """Workers that are ready or starting, by the last decision."""
-        rows = self.decisions()
-        return rows[0]["present"]["decode"] if rows else 0
-
-    def metric(self, name):
-        text = httpx.get(f"{self.url}/metrics", timeout=PATIENT_S).text
-        rows = [row for row in text.splitlines() if row.startswith(f"dynamo_planner_{name}")]
-        return sum(float(row.rpartition(" ")[2]) for row in rows)
+def stream_to_the_end(frontend):
+    return planners.stream_to_the_end(frontend, MODEL, NUM_TOKENS)
 
 
 @pytest.fixture
@@ -61,29 +42,8 @@ def frontend(deployment):
     return deployment.frontend()
 
 
-def stream_to_the_end(frontend):
-    """Return the tokens of one streamed answer, and how it ended."""
-    fields = {"max_tokens": NUM_TOKENS, "stream_options": {"include_usage": True}}
-    body = chat("Tell me a story", stream=True, ignore_eos=True, **fields)
-    usage, end = None, None
-    with (
-        httpx.Client(timeout=PATIENT_S) as client,
-        client.stream("POST", f"{frontend.url}/v1/chat/completions", json=body) as answer,
-    ):
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            if not line.startswith("data: "):
-                continue
-            end = line.removeprefix("data: ")
-            if end != "[DONE]":
-                chunk = json.loads(end)
-                assert "error" not in chunk, chunk
-                usage = chunk.get("usage") or usage
-    return (usage or {}).get("completion_tokens"), end
-
-
 def test_workers_come_and_go_under_streams_and_no_answer_is_cut(deployment, frontend):
-    planner = Planner(deployment, frontend)
+    planner = start_planner(deployment, frontend)
     frontend.await_models([MODEL])
     enough = threading.Event()
 
@@ -118,7 +78,7 @@ def test_worker_changes_its_role_where_the_budget_is_full_and_no_answer_is_cut(
     deployment, frontend
 ):
     flags = f"{WORKER} --max-num-batched-tokens 128 {' '.join(ALWAYS)}"
-    planner = Planner(
+    planner = start_planner(
         deployment, frontend, *("--mode", "disagg", "--max-gpu-budget", "3"), worker=flags
     )
     frontend.await_models([MODEL])
@@ -168,7 +128,7 @@ def test_mode_auto_moves_to_disaggregated_and_back_and_no_answer_is_cut(
     targets = ("--policy", "predictive", "--ttft", "2000", "--itl", "12.5", "--startup-time", "2")
     series = ("--load-predictor", "constant", "--profile-results-dir", str(tmp_path / "profile"))
     flags = f"{WORKER} {' '.join(ALWAYS)}"
-    planner = Planner(deployment, frontend, *sizes, *targets, *series, worker=flags)
+    planner = start_planner(deployment, frontend, *sizes, *targets, *series, worker=flags)
     frontend.await_models([MODEL])
     enough = threading.Event()
     split = Split(deployment, frontend=frontend)
@@ -196,7 +156,7 @@ def test_mode_auto_moves_to_disaggregated_and_back_and_no_answer_is_cut(
 
 
 def test_killed_planner_cuts_no_answer_and_leaves_no_worker(deployment, frontend):
-    planner = Planner(deployment, frontend)
+    planner = start_planner(deployment, frontend)
     frontend.await_models([MODEL])
     below = processes.descendants(planner.process.pid)
     with frontend.stream(max_tokens=NUM_TOKENS, ignore_eos=True) as lines:
@@ -214,7 +174,7 @@ def test_killed_planner_cuts_no_answer_and_leaves_no_worker(deployment, frontend
 
 
 def test_missing_metrics_change_nothing_and_are_said(deployment, frontend):
-    planner = Planner(deployment, frontend)
+    planner = start_planner(deployment, frontend)
     frontend.await_models([MODEL])
     frontend.signal(signal.SIGTERM)
     frontend.popen.wait(PATIENT_S)
@@ -260,9 +220,9 @@ def test_served_model_sleeps_and_wakes_for_a_request(deployment):
 
 
 def test_second_planner_stands_by(deployment, frontend):
-    first = Planner(deployment, frontend)
+    first = start_planner(deployment, frontend)
     frontend.await_models([MODEL])
-    second = Planner(deployment, frontend)
+    second = start_planner(deployment, frontend)
     eventually(lambda: second.decisions(), what="the second planner decides")
 
     assert not second.decisions()[0]["is_leader"]
