@@ -5,10 +5,13 @@ means that nothing could be read, `Stale` that the last good reading is too old.
 number of workers. Times are seconds of the planner's clock.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+_PARTS_OF_BUCKET = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,22 @@ class Traffic:
     itl_s: float | None = None
     duration_s: float | None = None
     hit_rate: float = 0.0  # cached prompt tokens over prompt tokens
+    prompt_lens: Mapping[float, float] = field(default_factory=dict)  # requests by prompt tokens
+
+
+def spread_buckets(counts: Mapping[float, float]) -> dict[float, float]:
+    """Return numbers of requests by length from those of a histogram's buckets, by upper edge; each spread evenly."""
+    lens: dict[float, float] = {}
+    lower = 0.0
+    for upper in sorted(edge for edge in counts if edge < math.inf):
+        step = (upper - lower) / _PARTS_OF_BUCKET
+        for part in range(_PARTS_OF_BUCKET):
+            if counts[upper]:
+                lens[lower + (part + 0.5) * step] = counts[upper] / _PARTS_OF_BUCKET
+        lower = upper
+    if counts.get(math.inf):
+        lens[max(lower, 1.0)] = lens.get(max(lower, 1.0), 0.0) + counts[math.inf]
+    return lens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

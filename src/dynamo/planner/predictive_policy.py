@@ -8,17 +8,18 @@ A worker that is ordered now serves after its start-up time. The policy therefor
 
 The number of workers for a rate of requests follows from the waiting time (`queueing`): prompts are computed without
 what the prefix cache holds, and at most one in twenty may wait longer than the target leaves beside its own prefill.
-Decode workers run at the fullest point of the profile that holds the ITL. A target that one prompt alone exceeds cannot
-be met by more workers; then the policy scales for throughput.
+Prompts that alone exceed the target are left out of that count, but not out of the work; if most of them do, no number
+of workers meets the target, and the policy scales for throughput. Decode workers run at the fullest point of the profile
+that holds the ITL, for the answers that are expected and for those that are there.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from dynamo.planner import queueing
-from dynamo.planner.observation import Observation, Replicas, Traffic
+from dynamo.planner.observation import Observation, PoolLoad, Replicas, Traffic
 from dynamo.planner.policies import Prediction, Proposal, Targets, in_mode
 from dynamo.planner.predictors import Predictor
 from dynamo.planner.profile import WorkerProfile
@@ -26,6 +27,8 @@ from dynamo.planner.profile import WorkerProfile
 _SMOOTHING = 0.3  # weight of the newest interval in means of lengths and rates
 _MOST_BURSTINESS = 6.0
 _NUM_RATIOS = 40
+_MEMORY = 0.9  # weight of the lengths of the interval before
+_LEAST_SERVABLE = 0.5  # share of requests whose own prefill leaves time for the TTFT target
 _LEAD_STEPS = 7  # intervals of the series in the time until a new worker serves, at most
 _FIRST_MARGIN, _MOST_MARGIN = 1.15, 1.25  # before enough forecasts came due, and at most
 
@@ -47,6 +50,7 @@ class RequestShape:
     isl: float
     osl: float
     context: float  # tokens in the KV cache, on average while it decodes
+    new_lens: Mapping[float, float] = field(default_factory=dict)  # shares by new tokens; {}: equal
 
 
 class Forecast:
@@ -57,6 +61,7 @@ class Forecast:
         self._isl: float | None = None
         self._osl: float | None = None
         self._hit_rate: float | None = None
+        self._prompt_lens: dict[float, float] = {}  # requests by length, older ones for less
         self._work: deque[float] = deque(maxlen=20)  # prompt tokens of an interval
         self._pending: deque[tuple[int, float]] = deque()  # forecasts, by the interval they are for
         self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)  # actual tokens over foretold ones
@@ -69,6 +74,10 @@ class Forecast:
             self._isl = _blend(self._isl, traffic.isl)
             self._osl = _blend(self._osl, traffic.osl)
             self._hit_rate = _blend(self._hit_rate, traffic.hit_rate)
+            lens = {length: _MEMORY * num for length, num in self._prompt_lens.items()}
+            for length, num in traffic.prompt_lens.items():
+                lens[length] = lens.get(length, 0.0) + num
+            self._prompt_lens = lens
         is_known = traffic.isl is not None and math.isfinite(traffic.isl)
         self._open_work += traffic.num_requests * ((traffic.isl if is_known else self._isl) or 0.0)
         self._open_s += elapsed_s
@@ -109,12 +118,20 @@ class Forecast:
         """
         work = list(self._work)
         if len(work) < 5 or not self._isl:
-            return 1.0
+            return min(_MOST_BURSTINESS, self._variety)
         triples = zip(work, work[1:], work[2:], strict=False)
         squares = sorted((a - 2 * b + c) ** 2 / 6 for a, b, c in triples)
         squares = squares[: len(squares) - len(squares) // 8]  # without the largest: steps
         mean = max(1.0, sum(work) / len(work)) * self._isl
         return min(_MOST_BURSTINESS, max(1.0, sum(squares) / len(squares) / mean))
+
+    @property
+    def _variety(self) -> float:
+        """Return the mean square of the prompts' lengths over the square of their mean."""
+        lens = self._prompt_lens
+        total = sum(lens.values())
+        mean = sum(n * num for n, num in lens.items()) / total if total else 0.0
+        return sum(n * n * num for n, num in lens.items()) / total / mean**2 if mean else 1.0
 
     @property
     def shape(self) -> RequestShape | None:
@@ -123,7 +140,16 @@ class Forecast:
             return None
         osl = self._osl or 1.0
         new_tokens = self._isl * (1 - min(1.0, self._hit_rate or 0.0))
-        return RequestShape(isl=max(1.0, new_tokens), osl=osl, context=self._isl + osl / 2)
+        total = sum(self._prompt_lens.values())
+        return RequestShape(
+            isl=max(1.0, new_tokens),
+            osl=osl,
+            context=self._isl + osl / 2,
+            new_lens={
+                length * new_tokens / self._isl: num / total
+                for length, num in self._prompt_lens.items()
+            },
+        )
 
 
 def _blend(mean: float | None, value: float | None) -> float | None:
@@ -173,6 +199,10 @@ class PredictivePolicy:
         ordered = sizing.workers(later_rate * margin, extra_per_s=extra_per_s)
         if self._targets.mode == "disagg":  # decode has its own headroom, and slows down evenly
             ordered = Replicas(ordered.prefill, needed.decode)
+        if self._targets.mode in ("disagg", "decode"):
+            held = sizing.decode_workers_for(observation.decode_load, observation.decode.num_ready)
+            needed = needed._replace(decode=max(needed.decode, held))
+            ordered = ordered._replace(decode=max(ordered.decode, held))
         peak_rate = max(*rates, traffic.num_requests / observation.interval_s)
         retained = sizing.workers(peak_rate, extra_per_s=num_waiting / self._headroom.catch_up_s)
         replicas = Replicas(
@@ -267,17 +297,22 @@ class Sizing:
     ) -> None:
         self._targets, self._headroom, self._shape = targets, headroom, shape
         self._burstiness = burstiness
+        waits_s: dict[float, float] = {}  # shares of requests by the time that they may wait
+        for length, share in (shape.new_lens or {shape.isl: 1.0}).items():
+            wait_s = targets.ttft_s - profile.prefill.prompt_s(length)
+            if wait_s > 0:
+                waits_s[wait_s] = waits_s.get(wait_s, 0.0) + share
+        self._waits_s = waits_s if sum(waits_s.values()) >= _LEAST_SERVABLE else {}
         own_s = profile.prefill.prompt_s(shape.isl)
         self._service_s = shape.isl / (
             profile.prefill.tokens_per_s(shape.isl) * targets.prefill_gpus
         )
         self._decode = profile.decode
-        self._wait_s = targets.ttft_s - own_s
         self._aggregated_rate = self._find_aggregated_rate() if targets.mode == "agg" else 0.0
         self.unreachable = (
             f"TTFT of {targets.ttft_s * 1e3:.0f} ms: a prompt of {shape.isl:.0f} new tokens alone takes"
             f" {own_s * 1e3:.0f} ms; scaling for throughput"
-            if self._wait_s <= 0
+            if not self._waits_s
             else ""
         )
         least_itl_s = profile.decode.itl_s(0.0, shape.context)
@@ -305,25 +340,37 @@ class Sizing:
             rate = self._aggregated_rate
             num_workers = math.ceil((requests_per_s + extra_per_s) / rate - 1e-9)
             busy_share = requests_per_s * self._service_s / max(1, num_workers)
-            if self._wait_s > 0 and busy_share < 1:
+            if self._waits_s and busy_share < 1:
                 num_workers = max(num_workers, self._for_waiting_time(requests_per_s))
             return Replicas(0, num_workers)
         total = requests_per_s + extra_per_s
         num_prefill = math.ceil(total * self._service_s / self._busy_limit - 1e-9)
-        if self._wait_s > 0:
+        if self._waits_s:
             num_prefill = max(num_prefill, self._for_waiting_time(requests_per_s))
         rate = self._decode_rate(self._targets.itl_s)
         return Replicas(num_prefill, math.ceil(total * self._shape.osl / rate - 1e-9))
 
+    def decode_workers_for(self, load: PoolLoad, num_ready: int) -> int:
+        """Return the least decode workers that hold the tokens which the pool has now, and those of its queue.
+
+        It is what the mean lengths of answers that have ended do not tell: long ones end late.
+        """
+        capacity = self._decode.max_kv_tokens
+        num_tokens = load.kv_usage * num_ready * capacity + load.num_waiting * self._shape.context
+        fullest = self._decode.best_rate(self._targets.itl_s, self._shape.context).kv_usage
+        return math.ceil(
+            num_tokens / max(1e-9, fullest * capacity * self._headroom.most_busy) - 1e-9
+        )
+
     @property
     def _busy_limit(self) -> float:
-        return 1.0 if self._wait_s > 0 else self._headroom.most_busy
+        return 1.0 if self._waits_s else self._headroom.most_busy
 
     def _for_waiting_time(self, requests_per_s: float) -> int:
         return queueing.least_workers(
             requests_per_s=requests_per_s,
             service_s=self._service_s,
-            wait_s=self._wait_s,
+            waits_s=self._waits_s,
             burstiness=self._burstiness,
             most_late=self._headroom.most_late,
         )

@@ -7,6 +7,7 @@ lengths and for bursts. Times are seconds.
 
 import functools
 import math
+from collections.abc import Mapping
 
 _MOST_WORKERS = 100_000
 
@@ -28,36 +29,43 @@ def _blocking_by_workers(busy: float) -> list[float]:
 
 
 def late_share(
-    num_workers: int, *, requests_per_s: float, service_s: float, wait_s: float, burstiness: float
+    num_workers: int,
+    *,
+    requests_per_s: float,
+    service_s: float,
+    waits_s: Mapping[float, float],
+    burstiness: float,
 ) -> float:
-    """Return the share of requests that wait longer than `wait_s`."""
+    """Return the share of requests that wait longer than they may; `waits_s` has the shares by that time."""
     busy = requests_per_s * service_s
     if busy >= num_workers:
         return 1.0
-    if wait_s < 0:
-        return 1.0
     decay = 2 * (num_workers - busy) / (burstiness * service_s)
-    return erlang_c(num_workers, busy) * math.exp(-min(700.0, decay * wait_s))
+    late = sum(
+        share * math.exp(-min(700.0, decay * wait_s)) if wait_s >= 0 else share
+        for wait_s, share in waits_s.items()
+    )
+    return erlang_c(num_workers, busy) * late / sum(waits_s.values())
 
 
 def least_workers(
     *,
     requests_per_s: float,
     service_s: float,
-    wait_s: float,
+    waits_s: Mapping[float, float],
     burstiness: float = 1.0,
     most_late: float = 0.05,
 ) -> int:
-    """Return the least workers with which at most `most_late` of the requests wait longer; 0 for no requests."""
+    """Return the least workers with which at most `most_late` of the requests wait too long; 0 for no requests."""
     if requests_per_s * service_s <= 0:
         return 0
     least = math.floor(requests_per_s * service_s) + 1
     low, high = least, least
 
-    case = {"requests_per_s": requests_per_s, "service_s": service_s}
+    case = {"requests_per_s": requests_per_s, "service_s": service_s, "burstiness": burstiness}
 
     def is_late(number: int) -> bool:
-        return late_share(number, **case, wait_s=wait_s, burstiness=burstiness) > most_late
+        return late_share(number, **case, waits_s=waits_s) > most_late
 
     while is_late(high):
         if high > _MOST_WORKERS:

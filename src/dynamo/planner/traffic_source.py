@@ -11,6 +11,7 @@ queues of KV routers, whose requests no worker knows yet.
 import asyncio
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +21,14 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.planner.observation import Fresh, Missing, PoolLoad, Stale, Traffic
+from dynamo.planner.observation import (
+    Fresh,
+    Missing,
+    PoolLoad,
+    Stale,
+    Traffic,
+    spread_buckets,
+)
 from dynamo.protocols import load
 from dynamo.runtime import events
 
@@ -38,6 +46,8 @@ _MEANS = {  # field of Traffic: metric
 _STARTED, _CACHED = "requests_started_total", "cached_tokens_sum"
 _INFLIGHT, _HELD = "inflight_requests", "requests_waiting_for_worker"
 _QUEUED, _QUEUED_TOKENS = "router_queue_pending_requests", "router_queue_pending_isl_tokens"
+_LENGTHS, _LENGTHS_BUCKET = "prompt_lens_le_", f"{_PREFIX}input_sequence_tokens_bucket"
+_EDGE = re.compile(r'le="([^"]+)"')
 _GAUGES = (_INFLIGHT, _HELD, _QUEUED, _QUEUED_TOKENS)
 Reading = Fresh[Traffic] | Missing | Stale
 
@@ -97,7 +107,8 @@ async def get(url: str) -> bytes:
 def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:
     """Return the sum of each frontend metric over its labels, those of one model if one is named.
 
-    Buckets are left out, and so are values that are no finite number of at least 0. Raises Unavailable if there is no
+    Of the buckets those of the prompts' lengths are kept, as `prompt_lens_le_EDGE`. Values that are no finite number of
+    at least 0 are left out. Raises Unavailable if there is no
     metric of a frontend, or such a value counts requests: a zero in its place would take workers away.
     """
     if _PREFIX not in exposition:
@@ -110,7 +121,11 @@ def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:
         labels, _, value = rest.rpartition("}")
         if not rest:
             name, _, value = line.partition(" ")
-        if name.endswith("_bucket") or (model and f'model="{model.lower()}"' not in labels):
+        if model and f'model="{model.lower()}"' not in labels:
+            continue
+        if name == _LENGTHS_BUCKET and (edge := _EDGE.search(labels)):
+            name = f"{_PREFIX}{_LENGTHS}{edge[1]}"
+        elif name.endswith("_bucket"):
             continue
         try:
             number = float(value)
@@ -183,8 +198,24 @@ def traffic_of(changes: Mapping[str, float]) -> Traffic:
     return Traffic(
         num_requests=changes.get(_STARTED, 0.0),
         hit_rate=min(1.0, changes.get(_CACHED, 0.0) / num_prompt) if num_prompt else 0.0,
+        prompt_lens=prompt_lens_of(changes),
         **means,
     )
+
+
+def prompt_lens_of(changes: Mapping[str, float]) -> dict[float, float]:
+    """Return the requests by prompt length from the cumulative buckets of the frontends' histogram."""
+    up_to = {
+        float(name.removeprefix(_LENGTHS)): number
+        for name, number in changes.items()
+        if name.startswith(_LENGTHS)
+    }
+    edges = sorted(up_to)
+    counts = {
+        edge: max(0.0, up_to[edge] - (up_to[edges[i - 1]] if i else 0.0))
+        for i, edge in enumerate(edges)
+    }
+    return spread_buckets(counts)
 
 
 class PrometheusSource:
@@ -205,13 +236,19 @@ class PrometheusSource:
             name: f"sum(increase({_PREFIX}{name}{self._labels}{range_text}))" for name in names
         }
         queries |= {name: f"sum({_PREFIX}{name}{self._labels})" for name in _GAUGES}
+        buckets = f"sum by (le) (increase({_LENGTHS_BUCKET}{self._labels}{range_text}))"
         try:
-            values = await asyncio.gather(*map(self._query, queries.values()))
+            *values, lengths = await asyncio.gather(
+                *(self._query(query) for query in (*queries.values(), buckets))
+            )
         except errors.Unavailable as error:
             return self._memory.describe_failure(str(error), interval_s)
         changes = {
-            name: value for name, value in zip(queries, values, strict=True) if value is not None
+            name: number
+            for name, rows in zip(queries, values, strict=True)
+            for _, number in rows[:1]
         }
+        changes |= {f"{_LENGTHS}{labels.get('le', '+Inf')}": number for labels, number in lengths}
         if _STARTED not in changes:
             reason = f"{self._url} knows no {_PREFIX}{_STARTED}{self._labels}"
             return self._memory.describe_failure(reason, interval_s)
@@ -219,16 +256,19 @@ class PrometheusSource:
         self.frontend_load = frontend_load_of(changes)
         return Fresh(traffic_of(changes))
 
-    async def _query(self, query: str) -> float | None:
+    async def _query(self, query: str) -> list[tuple[dict[str, str], float]]:
+        """Return the labels and the value of each row whose value is a finite number."""
         body = await get(f"{self._url}/api/v1/query?{parse.urlencode({'query': query})}")
         try:
-            rows = msgspec.json.decode(body)["data"]["result"]
-            value = float(rows[0]["value"][1]) if rows else math.nan
+            rows = [
+                (row.get("metric", {}), float(row["value"][1]))
+                for row in msgspec.json.decode(body)["data"]["result"]
+            ]
         except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
             raise errors.Unavailable(
                 f"{self._url}: expected Prometheus's answer: {error}"
             ) from error
-        return value if math.isfinite(value) else None
+        return [(labels, value) for labels, value in rows if math.isfinite(value)]
 
 
 _STALE_S = 20.0  # workers report every second or so

@@ -6,6 +6,7 @@ draining prefill worker has not begun goes to another one. Without a ready worke
 its role drains first, and serves `role_change_s` seconds later; until then it counts as starting.
 """
 
+import bisect
 import heapq
 import itertools
 import math
@@ -15,6 +16,8 @@ from typing import NamedTuple
 
 from dynamo.planner import observation
 from dynamo.simulate.plan_worker import PlanWorker, Request, Role, StepResult, StepTimes
+
+_LENGTH_BUCKETS = (100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000, math.inf)
 
 
 @dataclass(slots=True, eq=False)
@@ -210,6 +213,7 @@ class PlanCluster:
             itl_s=_mean([request.itl_s for request in decoded]),
             duration_s=_mean([request.ended_at - request.at for request in ended]),
             hit_rate=sum(r.num_cached for r in first) / num_prompt if num_prompt else 0.0,
+            prompt_lens=_prompt_lens(prompts),
         )
         return observation.Observation(
             at=self.now,
@@ -360,6 +364,14 @@ def _load(pool: _Pool) -> observation.PoolLoad:
         num_waiting=sum(worker.num_waiting for worker in workers) + len(pool.held),
         waiting_tokens=sum(worker.num_queued_tokens for worker in workers),
     )
+
+
+def _prompt_lens(requests: Sequence[Request]) -> dict[float, float]:
+    """Return the lengths of prompts as well as a frontend's histogram tells them."""
+    counts = dict.fromkeys(_LENGTH_BUCKETS, 0.0)
+    for request in requests:
+        counts[_LENGTH_BUCKETS[bisect.bisect_left(_LENGTH_BUCKETS, request.num_prompt)]] += 1
+    return observation.spread_buckets(counts)
 
 
 def _mean(values: Sequence[float]) -> float | None:

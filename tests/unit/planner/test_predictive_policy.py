@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.planner import predictors
-from dynamo.planner.observation import Fresh, PoolState, Traffic
+from dynamo.planner.observation import Fresh, PoolLoad, PoolState, Traffic
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Forecast, PredictivePolicy
 from planner_cases import make_profile, observe
@@ -44,9 +44,49 @@ def test_idle_decode_workers_that_can_change_are_expected_to_help_with_prompts(
         name: PoolState(num_ready=number, startup_s=30.0, role_change_s=role_change_s)
         for name, number in (("prefill", 1), ("decode", 3))
     }
-    proposal = propose(make_policy(), observe(num_requests=150, **pools))
+    observation = observe(num_requests=150, kv_usage=0.1, **pools)
+    proposal = propose(make_policy(), observation)
 
     assert proposal.replicas.decode == num_decode
+
+
+def test_decode_workers_are_kept_for_the_answers_that_they_write():
+    """Long answers have not ended yet, so the mean length of those that ended says too little."""
+    few = propose(make_policy(), observe(num_decode=4, kv_usage=0.02)).replicas.decode
+    many = propose(make_policy(), observe(num_decode=4, kv_usage=0.33)).replicas.decode
+
+    assert few < 4
+    assert many == 4
+
+
+def test_answers_that_wait_for_a_decode_worker_order_one():
+    load = PoolLoad(kv_usage=0.3, num_waiting=60)
+
+    assert propose(make_policy(), observe(decode_load=load)).replicas.decode > 1
+
+
+def test_short_prompts_are_held_in_time_beside_long_ones():
+    """The mean prompt of 5,500 tokens exceeds the target alone, but five of six do not."""
+
+    def traffic(**lens):
+        return Fresh(Traffic(num_requests=60, isl=5500, osl=10, **lens))
+
+    lens = {1000.0: 50.0, 28_000.0: 10.0}
+    plain, aware = (
+        propose(make_policy(ttft_s=0.3), observe(num_prefill=8, traffic=each))
+        for each in (traffic(), traffic(prompt_lens=lens))
+    )
+
+    assert plain.unreachable
+    assert not aware.unreachable
+    assert aware.replicas.prefill > plain.replicas.prefill
+
+
+def test_target_that_most_prompts_exceed_is_unreachable():
+    lens = {1000.0: 10.0, 9000.0: 50.0}
+    traffic = Fresh(Traffic(num_requests=60, isl=7700, osl=10, prompt_lens=lens))
+
+    assert propose(make_policy(ttft_s=0.3), observe(traffic=traffic)).unreachable
 
 
 def test_cached_prefixes_need_fewer_workers():

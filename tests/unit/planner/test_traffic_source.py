@@ -14,7 +14,6 @@ from dynamo.testing import clock as virtual
 PAGE = """# HELP dynamo_frontend_requests_started_total Requests
 dynamo_frontend_requests_started_total{{endpoint="chat",model="m",request_type="stream"}} {started}
 dynamo_frontend_requests_started_total{{endpoint="chat",model="other",request_type="stream"}} 99.0
-dynamo_frontend_input_sequence_tokens_bucket{{le="100.0",model="m"}} 4.0
 dynamo_frontend_input_sequence_tokens_sum{{model="m"}} {tokens}
 dynamo_frontend_input_sequence_tokens_count{{model="m"}} {started}
 dynamo_frontend_cached_tokens_sum{{model="m"}} {cached}
@@ -48,7 +47,6 @@ def test_values_of_one_model_are_summed_and_nonsense_is_left_out():
 
     assert values["requests_started_total"] == 5
     assert "inter_token_latency_seconds_sum" not in values
-    assert "input_sequence_tokens_bucket" not in values
 
 
 async def test_traffic_is_the_difference_of_two_readings(page):
@@ -64,6 +62,23 @@ async def test_traffic_is_the_difference_of_two_readings(page):
     assert second.value.hit_rate == 0.5
     assert second.value.osl is None
     assert source.frontend_load.num_open == 3
+
+
+async def test_lengths_of_prompts_are_read_from_the_buckets_of_the_interval(page):
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+
+    def page_of(up_to_100, up_to_200, in_all):
+        name = 'dynamo_frontend_input_sequence_tokens_bucket{model="m",le='
+        edges = (("100.0", up_to_100), ("200.0", up_to_200), ("+Inf", in_all))
+        lines = [f'{name}"{edge}"}} {number}\n' for edge, number in edges]
+        return PAGE.format(started=5, tokens=500, cached=0) + "".join(lines)
+
+    page.text = page_of(5, 5, 5)
+    await source.read(10)
+    page.text = page_of(5, 13, 15)
+    lens = (await source.read(10)).value.prompt_lens
+
+    assert lens == {112.5: 2, 137.5: 2, 162.5: 2, 187.5: 2, 200: 2}
 
 
 async def test_requests_in_the_queues_of_routers_are_read(page):
@@ -112,12 +127,13 @@ async def test_frontend_that_does_not_answer_is_missing_then_stale(page):
 
 
 async def test_prometheus_is_asked(page):
-    rows = {"data": {"result": [{"value": [0, "7"]}]}}
+    rows = {"data": {"result": [{"metric": {"le": "100.0"}, "value": [0, "7"]}]}}
     page.answer = msgspec.json.encode(rows)
     reading = await PrometheusSource(page.url, "m", virtual.VirtualClock()).read(30)
 
     assert isinstance(reading, Fresh)
     assert reading.value.num_requests == 7
+    assert reading.value.prompt_lens == {50.0 * (1 + 2 * part) / 4: 7 / 4 for part in range(4)}
     assert reading.value.isl == 1
 
 
