@@ -15,7 +15,7 @@ from planners import Planner, stream_to_the_end
 import vllm_models
 from waiting import eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 MODEL = "qwen3-tiny"
 NUM_TOKENS, NUM_STREAMS = 300, 6
 START_S = 600.0  # on a busy machine; usually half a minute
@@ -26,7 +26,7 @@ WORKER = (
 SCALING = (
     "--adjustment-interval", "0.5", "--scale-down-delay", "1", "--max-workers", "2",
     "--decode-kv-scale-up-threshold", "0.25", "--decode-kv-scale-down-threshold", "0.15",
-    "--startup-time", "120",
+    "--startup-time", "600",
 )  # fmt: skip
 
 

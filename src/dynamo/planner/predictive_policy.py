@@ -9,8 +9,8 @@ A worker that is ordered now serves after its start-up time. The policy therefor
 The number of workers for a rate of requests follows from the waiting time (`queueing`): prompts are computed without
 what the prefix cache holds, and at most one in twenty may wait longer than the target leaves beside its own prefill.
 Prompts that alone exceed the target are left out of that count, but not out of the work; if most of them do, no number
-of workers meets the target, and the policy scales for throughput. Decode workers run at the fullest point of the profile
-that holds the ITL, for the answers that are expected and for those that are there.
+of workers meets the target, and the policy scales for throughput. Decode workers run at the fullest point of the
+profile that holds the ITL, for the answers that are expected and for those that are there.
 """
 
 import math

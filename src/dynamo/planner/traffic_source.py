@@ -121,22 +121,25 @@ def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:
         labels, _, value = rest.rpartition("}")
         if not rest:
             name, _, value = line.partition(" ")
-        if model and f'model="{model.lower()}"' not in labels:
-            continue
-        if name == _LENGTHS_BUCKET and (edge := _EDGE.search(labels)):
-            name = f"{_PREFIX}{_LENGTHS}{edge[1]}"
-        elif name.endswith("_bucket"):
+        key = _key_of(name, labels)
+        if key is None or (model and f'model="{model.lower()}"' not in labels):
             continue
         try:
             number = float(value)
         except ValueError:
             number = math.nan
-        key = name.removeprefix(_PREFIX)
         if 0 <= number < math.inf:
             totals[key] = totals.get(key, 0.0) + number
         elif key in (_STARTED, _INFLIGHT, _HELD):
             raise errors.Unavailable(f"expected a number of at least 0 as {name}, got {value}")
     return totals
+
+
+def _key_of(name: str, labels: str) -> str | None:
+    """Return what a sample counts; None for the buckets of other histograms than that of the prompts' lengths."""
+    if name == _LENGTHS_BUCKET and (edge := _EDGE.search(labels)):
+        return f"{_LENGTHS}{edge[1]}"
+    return None if name.endswith("_bucket") else name.removeprefix(_PREFIX)
 
 
 class _Memory:
