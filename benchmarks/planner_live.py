@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -148,7 +149,7 @@ def measure(
 ) -> tuple[list[Tick], float, load.Run]:  # type: ignore[valid-type]
     """Run the processes; return the decisions, when the first request was sent, and what became of all."""
     factor, python = args.compress, sys.executable
-    start_s, port = START_S / factor, systems.free_port()
+    start_s, port, planner_port = START_S / factor, systems.free_port(), systems.free_port()
     url = f"http://127.0.0.1:{port}"
     model = frontend.Files().model
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
@@ -166,7 +167,7 @@ def measure(
         planner = [
             *(python, "-m", "dynamo.planner", "--environment", "local", "--backend", "mocker"),
             *("--model", str(model), "--model-name", "m", "--frontend-url", url),
-            *("--worker-flags", worker, "--planner-port", "0", "--log-dir", name),
+            *("--worker-flags", worker, "--planner-port", str(planner_port), "--log-dir", name),
             *("--mode", "disagg", "--policy", "predictive", "--max-gpu-budget", str(MAX_GPUS)),
             *("--profile-results-dir", str(profile), "--startup-time", f"{start_s:g}"),
             *("--adjustment-interval", f"{INTERVAL_S / factor:g}"),
@@ -175,7 +176,7 @@ def measure(
         second = systems.launch(stack, planner, environ, output)
         systems.wait_for_workers(url, 1, [first, second], directory / "log", FIRST_WORKERS_S)
         log = directory / "decisions.jsonl"
-        wait_for_first_workers(url, log)
+        wait_for_first_workers(f"http://127.0.0.1:{planner_port}", log)
         begun = time.time()
         run = asyncio.run(send(url, arrivals, args.seed))
         text = (directory / "log").read_text()
@@ -186,15 +187,18 @@ def measure(
         return read_ticks(log), begun, run
 
 
-def wait_for_first_workers(url: str, log: Path) -> None:
-    """Wait until one worker of each kind serves, and the planner has seen an interval of that."""
+def wait_for_first_workers(planner_url: str, log: Path) -> None:
+    """Wait until the planner knows one worker of each kind that serves, and has seen an interval of that."""
     deadline = time.monotonic() + FIRST_WORKERS_S
+    serving = [f"dynamo_planner_num_{pool}_replicas 1.0" for pool in ("prefill", "decode")]
     while time.monotonic() < deadline:
-        if systems.fetch(f"{url}/health").count(b'"endpoint":"generate"') >= 2:
-            num_ticks = len(read_ticks(log))
-            while len(read_ticks(log)) == num_ticks:
-                time.sleep(0.05)
-            return
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            page = systems.fetch(f"{planner_url}/metrics").decode()
+            if all(line in page for line in serving):
+                num_ticks = len(read_ticks(log))
+                while len(read_ticks(log)) == num_ticks:
+                    time.sleep(0.05)
+                return
         time.sleep(0.1)
     raise SystemExit("the planner's first workers did not come")
 

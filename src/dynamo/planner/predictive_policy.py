@@ -29,6 +29,7 @@ _MOST_BURSTINESS = 6.0
 _NUM_RATIOS = 40
 _MEMORY = 0.9  # weight of the lengths of the interval before
 _LEAST_SERVABLE = 0.5  # share of requests whose own prefill leaves time for the TTFT target
+_TREND_INTERVALS = 3  # that a growing number of answers is continued
 _LEAD_STEPS = 7  # intervals of the series in the time until a new worker serves, at most
 _FIRST_MARGIN, _MOST_MARGIN = 1.15, 1.25  # before enough forecasts came due, and at most
 
@@ -173,6 +174,7 @@ class PredictivePolicy:
         self._headroom = headroom
         self._forecast = Forecast(make_predictor())
         self._sizing: Sizing | None = None  # of the last proposal
+        self._decode_tokens = 0.0  # in use at the last proposal
 
     def propose(self, observation: Observation, traffic: Traffic) -> Proposal:
         """Return the workers for the traffic one start-up time ahead."""
@@ -200,8 +202,9 @@ class PredictivePolicy:
         if self._targets.mode == "disagg":  # decode has its own headroom, and slows down evenly
             ordered = Replicas(ordered.prefill, needed.decode)
         if self._targets.mode in ("disagg", "decode"):
-            held = sizing.decode_workers_for(observation.decode_load, observation.decode.num_ready)
-            needed = needed._replace(decode=max(needed.decode, held))
+            held, soon = self._decode_workers_in_use(observation, sizing)
+            kept = max(held, min(soon, present.decode))
+            needed = needed._replace(decode=max(needed.decode, kept))
             ordered = ordered._replace(decode=max(ordered.decode, held))
         peak_rate = max(*rates, traffic.num_requests / observation.interval_s)
         retained = sizing.workers(peak_rate, extra_per_s=num_waiting / self._headroom.catch_up_s)
@@ -246,6 +249,16 @@ class PredictivePolicy:
                 return needed.prefill <= fewer.prefill
             case _:
                 return needed.prefill <= fewer.prefill and needed.decode <= fewer.decode
+
+    def _decode_workers_in_use(self, observation: Observation, sizing: "Sizing") -> tuple[int, int]:
+        """Return the decode workers for the answers that are there, and for those if they go on to grow in number.
+
+        It is what the mean length of answers that have ended does not tell: long ones end late.
+        """
+        num_tokens = sizing.tokens_in_use(observation.decode_load, observation.decode.num_ready)
+        growth, self._decode_tokens = max(0.0, num_tokens - self._decode_tokens), num_tokens
+        later = num_tokens + _TREND_INTERVALS * growth
+        return sizing.decode_workers_for(num_tokens), sizing.decode_workers_for(later)
 
     def _lead_s(self, observation: Observation) -> float:
         measured = [
@@ -350,17 +363,16 @@ class Sizing:
         rate = self._decode_rate(self._targets.itl_s)
         return Replicas(num_prefill, math.ceil(total * self._shape.osl / rate - 1e-9))
 
-    def decode_workers_for(self, load: PoolLoad, num_ready: int) -> int:
-        """Return the least decode workers that hold the tokens which the pool has now, and those of its queue.
+    def tokens_in_use(self, load: PoolLoad, num_ready: int) -> float:
+        """Return the tokens in the KV caches of a decode pool, and those of the answers that wait for it."""
+        in_caches = load.kv_usage * num_ready * self._decode.max_kv_tokens
+        return in_caches + load.num_waiting * self._shape.context
 
-        It is what the mean lengths of answers that have ended do not tell: long ones end late.
-        """
-        capacity = self._decode.max_kv_tokens
-        num_tokens = load.kv_usage * num_ready * capacity + load.num_waiting * self._shape.context
+    def decode_workers_for(self, num_tokens: float) -> int:
+        """Return the least decode workers that hold so many tokens in their KV caches."""
         fullest = self._decode.best_rate(self._targets.itl_s, self._shape.context).kv_usage
-        return math.ceil(
-            num_tokens / max(1e-9, fullest * capacity * self._headroom.most_busy) - 1e-9
-        )
+        most = fullest * self._headroom.most_busy * self._decode.max_kv_tokens
+        return math.ceil(num_tokens / max(1.0, most) - 1e-9)
 
     @property
     def _busy_limit(self) -> float:

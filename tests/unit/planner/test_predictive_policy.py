@@ -44,7 +44,7 @@ def test_idle_decode_workers_that_can_change_are_expected_to_help_with_prompts(
         name: PoolState(num_ready=number, startup_s=30.0, role_change_s=role_change_s)
         for name, number in (("prefill", 1), ("decode", 3))
     }
-    observation = observe(num_requests=150, kv_usage=0.1, **pools)
+    observation = observe(num_requests=150, kv_usage=0.05, **pools)
     proposal = propose(make_policy(), observation)
 
     assert proposal.replicas.decode == num_decode
