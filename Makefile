@@ -132,6 +132,7 @@ bench-router: $(VENV)/.dev  ## measure the router (beside the real Dynamo, if PE
 	@$(BIN)/python -m benchmarks.router_decision
 	@$(BIN)/python -m benchmarks.routing baselines $(if $(PEER),--peer $(PEER))
 	@$(BIN)/python -m benchmarks.routing replicas --conc 16
+	@$(BIN)/python -m benchmarks.routing decoding --conc 1 4 16 64 --osl 16 128 512 --requests 192
 
 simulate-routing: $(VENV)/.dev  ## compare routing policies on a trace (TRACE=file in Mooncake's format)
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 0.8

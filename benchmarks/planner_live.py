@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -190,11 +191,14 @@ def measure(
 def wait_for_first_workers(planner_url: str, log: Path) -> None:
     """Wait until the planner knows one worker of each kind that serves, and has seen an interval of that."""
     deadline = time.monotonic() + FIRST_WORKERS_S
-    serving = [f"dynamo_planner_num_{pool}_replicas 1.0" for pool in ("prefill", "decode")]
+    serving = [
+        re.compile(rf"^dynamo_planner_num_{pool}_replicas(\{{.*\}})? 1(\.0)?$", re.MULTILINE)
+        for pool in ("prefill", "decode")
+    ]
     while time.monotonic() < deadline:
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
             page = systems.fetch(f"{planner_url}/metrics").decode()
-            if all(line in page for line in serving):
+            if all(line.search(page) for line in serving):
                 num_ticks = len(read_ticks(log))
                 while len(read_ticks(log)) == num_ticks:
                     time.sleep(0.05)
