@@ -23,7 +23,6 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -153,7 +152,10 @@ def measure(
     start_s, port, planner_port = START_S / factor, systems.free_port(), systems.free_port()
     url = f"http://127.0.0.1:{port}"
     model = frontend.Files().model
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
+        contextlib.ExitStack() as stack,
+    ):
         directory = Path(name)
         profile, engine = write_files(directory, compressed(factor))
         environ = systems.environment(python, name)
@@ -196,7 +198,7 @@ def wait_for_first_workers(planner_url: str, log: Path) -> None:
         for pool in ("prefill", "decode")
     ]
     while time.monotonic() < deadline:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+        with contextlib.suppress(OSError):
             page = systems.fetch(f"{planner_url}/metrics").decode()
             if all(line.search(page) for line in serving):
                 num_ticks = len(read_ticks(log))
