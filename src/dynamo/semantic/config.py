@@ -247,9 +247,14 @@ class PromptGuard(_Section, frozen=True, kw_only=True):
 
 
 class EncoderSettings(_Section, frozen=True, kw_only=True):
-    """How long a request waits for the encoders' process."""
+    """The encoders' process: how long a request waits for it, and whether the exact profile is in it.
+
+    `base_model` is the directory or hub name of all-MiniLM-L6-v2, onto which the exact profile puts its adapters.
+    """
 
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    profile: Literal["fast", "unsure", "exact"] = "fast"
+    base_model: str = ""
 
 
 class CacheSettings(_Section, frozen=True, kw_only=True):

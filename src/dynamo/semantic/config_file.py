@@ -35,6 +35,11 @@ class LoadedConfig:
     notes: tuple[str, ...] = field(default=())
     encoders: dict[str, encoder_labels.EncoderModel] = field(default_factory=dict)
 
+    @property
+    def uses_encoders(self) -> bool:
+        """Return whether the encoders' process is asked."""
+        return bool(self.encoders) or self.settings.encoders.profile != "fast"
+
 
 def load(path: Path, categories: frozenset[str]) -> LoadedConfig:
     """Return the configuration in a file. Raises ConfigError, which names the key.
@@ -177,6 +182,11 @@ def _decode_plugins(
 def _refuse_unsupported(settings: config.SemanticConfig) -> None:
     """Raise ConfigError for what the original has and this router has not."""
     cache = settings.semantic_cache
+    if settings.encoders.profile != "fast" and not settings.encoders.base_model:
+        raise errors.ConfigError(
+            f"encoders.profile: {settings.encoders.profile} needs base_model, the directory or hub name of "
+            "all-MiniLM-L6-v2"
+        )
     refusals = {
         "config_source: kubernetes": settings.config_source != "file",
         "embedding_rules": bool(settings.embedding_rules),

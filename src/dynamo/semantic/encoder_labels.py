@@ -19,6 +19,8 @@ DOMAIN, ATTACK, PII = "domain", "attack", "pii"
 HARMLESS = frozenset(
     {"benign", "safe", "normal", "legitimate", "clean", "unharmful", "not_jailbreak"}
 )
+EXACT = {DOMAIN: "exact_domain", ATTACK: "exact_attack", PII: "exact_names"}  # of the exact profile
+EXACT_HEADS = {"exact_domain": "domain", "exact_attack": "attack", "exact_names": "names"}
 _MAPPINGS = {
     DOMAIN: "category_mapping.json",
     ATTACK: "jailbreak_type_mapping.json",

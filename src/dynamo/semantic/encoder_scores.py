@@ -3,8 +3,12 @@
 `risk` is the probability that some window is an attack: the share of all labels but the harmless ones. Patterns with
 checksums go before a model's personal data. Without an answer a guard fails, as its configuration says, and the domain
 is the fallback category.
+
+The exact profile joins an encoder with the word models, by the weighted sum of their log probabilities: they make
+different mistakes. Names are the encoder's. Without its answer the word models alone decide.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,6 +18,11 @@ from dynamo.protocols import classification
 from dynamo.semantic import encoder_labels
 from dynamo.semantic.classifiers import attacks, pii, profile
 
+# The share of the encoder in the exact profile; the rest is that of the word models, which make other mistakes.
+EXACT_SHARE = 0.6
+UNSURE_DOMAIN = 0.7  # below this confidence of the word model the encoder is asked, too
+UNSURE_RISK = (0.1, 0.95)
+_LEAST_SHARE = 1e-6
 Answers = Mapping[tuple[str, str], classification.TextLabels]  # by classifier and text
 
 
@@ -35,19 +44,18 @@ class EncoderScores:
     def classify_domain(self, text: str) -> profile.DomainScore:
         """Return the category of a text, by the mean over its windows."""
         if encoder_labels.DOMAIN not in self._models:
-            return self._fast.classify_domain(text)
+            return self._join_domains(text, self._fast.classify_domain(text))
         answer = self._answers.get((encoder_labels.DOMAIN, text))
         if answer is None or not answer.windows:
             return profile.DomainScore(self._fallback_category, 0.0, {})
-        means = np.mean(answer.windows, axis=0).tolist()
-        by_name = dict(zip(answer.labels, means, strict=True))
+        by_name = _mean_by_label(answer)
         best = max(by_name, key=by_name.__getitem__)
         return profile.DomainScore(best, by_name[best], by_name)
 
     def classify_attack(self, text: str) -> attacks.AttackScore:
         """Return the risk that some window of the text is an attack. Raises Unavailable."""
         if encoder_labels.ATTACK not in self._models:
-            return self._fast.classify_attack(text)
+            return self._join_risks(text, self._fast.classify_attack(text))
         answer = self._answer(encoder_labels.ATTACK, text)
         if not answer.windows:
             return attacks.AttackScore(0.0, "benign", (), answer.is_complete)
@@ -61,12 +69,45 @@ class EncoderScores:
 
     def find_pii(self, text: str) -> tuple[list[pii.PiiSpan], bool]:
         """Return the personal data in a text, and whether all of it was read. Raises Unavailable."""
-        if encoder_labels.PII not in self._models:
-            return self._fast.find_pii(text)
-        answer = self._answer(encoder_labels.PII, text)
+        if encoder_labels.PII in self._models:
+            answer = self._answer(encoder_labels.PII, text)
+        else:
+            exact = self._answers.get((encoder_labels.EXACT[encoder_labels.PII], text))
+            if exact is None:
+                return self._fast.find_pii(text)
+            answer = exact
         names = [pii.PiiSpan(s.label, s.start, s.end, s.confidence) for s in answer.spans]
         spans, is_complete = pii.find_spans(text, names)
         return spans, is_complete and answer.is_complete
+
+    def _join_domains(self, text: str, fast: profile.DomainScore) -> profile.DomainScore:
+        """Return the category by the encoder and the word model together; the latter's without an answer."""
+        answer = self._answers.get((encoder_labels.EXACT[encoder_labels.DOMAIN], text))
+        if answer is None or not answer.windows:
+            return fast
+        exact = _mean_by_label(answer)
+        logs = {
+            name: EXACT_SHARE * math.log(exact[name] + _LEAST_SHARE)
+            + (1 - EXACT_SHARE) * math.log(share + _LEAST_SHARE)
+            for name, share in fast.probabilities.items()
+        }
+        total = sum(map(math.exp, logs.values()))
+        by_name = {name: math.exp(value) / total for name, value in logs.items()}
+        best = max(by_name, key=by_name.__getitem__)
+        if by_name[best] < profile.LEAST_CONFIDENCE:
+            best = profile.OTHER
+        return profile.DomainScore(best, by_name[best], by_name)
+
+    def _join_risks(self, text: str, fast: attacks.AttackScore) -> attacks.AttackScore:
+        """Return the risk by the encoder and the word model together; the latter's without an answer."""
+        answer = self._answers.get((encoder_labels.EXACT[encoder_labels.ATTACK], text))
+        if answer is None or not answer.windows:
+            return fast
+        exact = _log_odds(max(window[1] for window in answer.windows))
+        margin = EXACT_SHARE * exact + (1 - EXACT_SHARE) * _log_odds(fast.risk)
+        risk = 1 / (1 + math.exp(-margin))
+        kind = "jailbreak" if risk >= 0.5 else "benign"
+        return attacks.AttackScore(risk, kind, fast.rules, fast.is_complete)
 
     def _answer(self, classifier: str, text: str) -> classification.TextLabels:
         answer = self._answers.get((classifier, text))
@@ -76,13 +117,38 @@ class EncoderScores:
 
 
 def list_inputs(
-    models: Mapping[str, encoder_labels.EncoderModel], user_text: str, texts: Sequence[str]
+    models: Mapping[str, encoder_labels.EncoderModel],
+    profile_name: str,
+    fast: profile.FastProfile,
+    texts_by_classifier: Mapping[str, Sequence[str]],
 ) -> list[classification.ClassifierInput]:
-    """Return what the encoders have to read of a request: the user's last text, and for guards all texts, once each."""
+    """Return what the encoders have to read, each text once for each classifier.
+
+    A configured model reads all; the exact profile the rest, or with `unsure` what the word models are unsure of.
+    """
     inputs = []
-    if encoder_labels.DOMAIN in models and user_text:
-        inputs.append(classification.ClassifierInput(encoder_labels.DOMAIN, user_text))
-    for name in (encoder_labels.ATTACK, encoder_labels.PII):
-        if name in models:
-            inputs += [classification.ClassifierInput(name, text) for text in dict.fromkeys(texts)]
+    for classifier, texts in texts_by_classifier.items():
+        name = classifier if classifier in models else encoder_labels.EXACT[classifier]
+        for text in dict.fromkeys(texts):
+            is_read = classifier in models or profile_name == "exact"
+            if is_read or (profile_name == "unsure" and _is_unsure(fast, classifier, text)):
+                inputs.append(classification.ClassifierInput(name, text))
     return inputs
+
+
+def _is_unsure(fast: profile.FastProfile, classifier: str, text: str) -> bool:
+    if classifier == encoder_labels.DOMAIN:
+        return fast.classify_domain(text).confidence < UNSURE_DOMAIN
+    if classifier == encoder_labels.ATTACK:
+        return UNSURE_RISK[0] < fast.classify_attack(text).risk < UNSURE_RISK[1]
+    return any(span.type == "PERSON" for span in fast.find_pii(text)[0])
+
+
+def _mean_by_label(answer: classification.TextLabels) -> dict[str, float]:
+    means = np.mean(answer.windows, axis=0).tolist()
+    return dict(zip(answer.labels, means, strict=True))
+
+
+def _log_odds(share: float) -> float:
+    share = min(1 - _LEAST_SHARE, max(_LEAST_SHARE, share))
+    return math.log(share / (1 - share))

@@ -196,8 +196,23 @@ class SemanticRouter:
             or self.settings.prompt_guard.enabled,
             encoder_labels.PII: self._has_guard("pii"),
         }
-        models = {name: model for name, model in self.loaded.encoders.items() if needed[name]}
-        return encoder_scores.list_inputs(models, view.user_text, view.texts if models else ())
+        texts = {
+            encoder_labels.DOMAIN: [view.user_text] if view.user_text else [],
+            encoder_labels.ATTACK: view.texts,
+            encoder_labels.PII: view.texts,
+        }
+        return self.list_inputs_for({name: texts[name] for name in texts if needed[name]})
+
+    def list_inputs_for(
+        self, texts_by_classifier: Mapping[str, Sequence[str]]
+    ) -> list[classification.ClassifierInput]:
+        """Return what the encoders have to read of these texts, by classifier."""
+        return encoder_scores.list_inputs(
+            self.loaded.encoders,
+            self.settings.encoders.profile,
+            self._classifiers,
+            texts_by_classifier,
+        )
 
     def use_answers(self, answers: encoder_scores.Answers) -> guards.RequestClassifiers:
         """Return the classifiers for a request after the encoders have read its texts."""

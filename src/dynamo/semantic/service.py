@@ -115,7 +115,7 @@ class RoutingService:
 
     async def ask_encoders(self, body: bytes) -> guards.RequestClassifiers | None:
         """Return the classifiers for a request, once the encoders have read its texts; None: the shipped ones."""
-        if not self.router.loaded.encoders:
+        if not self.router.loaded.uses_encoders:
             return None
         try:
             inputs = self.router.list_inputs(request_view.RequestView(body))

@@ -6,10 +6,12 @@ become batches of at most `max_batch_tokens`.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dynamo.base import errors
 from dynamo.engine.native import classifier_files, text_classifier
@@ -17,29 +19,38 @@ from dynamo.engine.native import settings as native_settings
 from dynamo.preprocess import tokenizer_library
 from dynamo.protocols import classification
 from dynamo.semantic import encoder_labels
+from dynamo.semantic.classifiers import profile
+from dynamo.worker import model_source
 
 MAX_WINDOW, OVERLAP = 512, 64  # tokens
+EXACT_WINDOW, EXACT_OVERLAP = 190, 32  # as long as the windows that it was trained with
+EXACT_WEIGHTS = profile.WEIGHTS / "exact"
 _TOKENIZER = "tokenizer.json"
 Rows = list[list[float]]
 
 
-class Network(Protocol):
-    """A classifier's forward pass."""
+Windows = Sequence[Sequence[int]]
+Network = Callable[[Windows], Mapping[str, list[Rows]]]
+"""A forward pass: from token ids to probabilities of labels by head, for each window or each token of each window."""
 
-    def classify(self, windows: Sequence[Sequence[int]]) -> list[Rows]:
-        """Return the probabilities of the labels for each window, or for each token of each window."""
-        ...
+
+class LabelHead(NamedTuple):
+    """What one head of a network says."""
+
+    head: str
+    labels: tuple[str, ...]
+    is_by_token: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedClassifier:
-    """A classifier that is ready to compute."""
+    """A network that is ready to compute, and the classifiers that its heads are."""
 
     network: Network
     tokenizer: tokenizer_library.OffsetTokenizer
-    labels: tuple[str, ...]
-    is_by_token: bool
+    heads: Mapping[str, LabelHead]  # by the name of the classifier
     window: int  # tokens, without the special ones
+    overlap: int = OVERLAP
 
 
 class TextWindow(NamedTuple):
@@ -62,12 +73,32 @@ def load_classifier(
         )
     tokenizer = read_tokenizer(model.directory, files.base)
     num_special = len(tokenizer.prefix) + len(tokenizer.suffix)
+    network = text_classifier.TextClassifier(files, len(model.labels), settings)
     return LoadedClassifier(
-        network=text_classifier.TextClassifier(files, len(model.labels), settings),
+        network=lambda windows: {"": network.classify(windows)},
         tokenizer=tokenizer,
-        labels=model.labels,
-        is_by_token=files.task == "token",
+        heads={name: LabelHead("", model.labels, files.task == "token")},
         window=min(MAX_WINDOW, files.shape.max_context) - num_special,
+    )
+
+
+def load_exact(
+    base_model: str, config_directory: Path, settings: native_settings.NativeConfig
+) -> LoadedClassifier:
+    """Load the exact profile: shipped adapters and heads on a MiniLM. Raises ConfigError."""
+    beside = config_directory / base_model
+    base = beside if beside.is_dir() else model_source.resolve(base_model)
+    labels = json.loads((EXACT_WEIGHTS / "heads.json").read_text())
+    network = text_classifier.MultiHeadClassifier(base, EXACT_WEIGHTS, labels, settings)
+    return LoadedClassifier(
+        network=network.classify,
+        tokenizer=read_tokenizer(base),
+        heads={
+            name: LabelHead(head, tuple(labels[head]), head == "names")
+            for name, head in encoder_labels.EXACT_HEADS.items()
+        },
+        window=EXACT_WINDOW,
+        overlap=EXACT_OVERLAP,
     )
 
 
@@ -84,7 +115,7 @@ class ClassifierSet:
 
     def __init__(
         self,
-        classifiers: Mapping[str, LoadedClassifier],
+        classifiers: Sequence[LoadedClassifier],
         *,
         max_batch_tokens: int,
         max_text_tokens: int,
@@ -96,66 +127,89 @@ class ClassifierSet:
     @property
     def names(self) -> frozenset[str]:
         """Return the names of the classifiers."""
-        return frozenset(self._classifiers)
+        return frozenset(name for classifier in self._classifiers for name in classifier.heads)
 
     def classify(
         self, inputs: Sequence[classification.ClassifierInput]
     ) -> list[classification.TextLabels]:
         """Return the labels of the texts in their order; the classifiers must be known."""
         results: dict[int, classification.TextLabels] = {}
-        for name, classifier in self._classifiers.items():
-            numbers = [n for n, one in enumerate(inputs) if one.classifier == name]
-            texts = [inputs[n].text for n in numbers]
-            results.update(zip(numbers, self._classify_texts(classifier, texts), strict=True))
+        for classifier in self._classifiers:
+            numbers = [n for n, one in enumerate(inputs) if one.classifier in classifier.heads]
+            texts = list(dict.fromkeys(inputs[n].text for n in numbers))
+            computed = dict(zip(texts, self._read_texts(classifier, texts), strict=True))
+            for n in numbers:
+                head = classifier.heads[inputs[n].classifier]
+                results[n] = _describe(computed[inputs[n].text], head)
         return [results[n] for n in range(len(inputs))]
 
-    def _classify_texts(
+    def _read_texts(
         self, classifier: LoadedClassifier, texts: Sequence[str]
-    ) -> list[classification.TextLabels]:
-        """Return the labels of texts by one classifier."""
-        encoded = classifier.tokenizer.encode(texts) if texts else []
-        lengths = [min(len(ids), self._max_text_tokens) for ids, _ in encoded]
+    ) -> Iterator["ReadText"]:
+        """Return what the heads of one network say of texts, in their order."""
+        tokenizer = classifier.tokenizer
+        encoded = tokenizer.encode(texts) if texts else []
         windows = [
             TextWindow(text, start, end)
-            for text, length in enumerate(lengths)
-            for start, end in cut_windows(length, classifier.window)
+            for text, (ids, _) in enumerate(encoded)
+            for start, end in cut_windows(
+                min(len(ids), self._max_text_tokens), classifier.window, classifier.overlap
+            )
         ]
-        tokenizer = classifier.tokenizer
-        rows: list[Rows] = []
+        heads = {head.head for head in classifier.heads.values()}
+        read = [
+            ReadText([], {head: [] for head in heads}, offsets, len(ids) <= self._max_text_tokens)
+            for ids, offsets in encoded
+        ]
+        num_prefix = len(tokenizer.prefix)
         for batch in split_batches(windows, self._max_batch_tokens):
             token_ids = [
                 [*tokenizer.prefix, *encoded[w.text][0][w.start : w.end], *tokenizer.suffix]
                 for w in batch
             ]
-            rows += classifier.network.classify(token_ids)
-        computed: list[list[tuple[TextWindow, Rows]]] = [[] for _ in texts]
-        for window, window_rows in zip(windows, rows, strict=True):
-            computed[window.text].append((window, window_rows))
-        results = []
-        for (ids, offsets), parts in zip(encoded, computed, strict=True):
-            is_complete = len(ids) <= self._max_text_tokens
-            if classifier.is_by_token:
-                num_prefix = len(tokenizer.prefix)
-                token_rows = join_windows([(w, part[num_prefix:]) for w, part in parts])
-                spans = tuple(find_spans(token_rows, offsets, classifier.labels))
-                results.append(classification.TextLabels(spans=spans, is_complete=is_complete))
-            else:
-                shares = tuple(tuple(part[0]) for _, part in parts)
-                results.append(
-                    classification.TextLabels(
-                        labels=classifier.labels, windows=shares, is_complete=is_complete
-                    )
-                )
-        return results
+            for head, rows in classifier.network(token_ids).items():
+                for window, window_rows in zip(batch, rows, strict=True):
+                    is_by_token = len(window_rows) > 1
+                    kept = window_rows[num_prefix:] if is_by_token else window_rows
+                    read[window.text].rows_by_head[head].append(kept)
+            for window in batch:
+                read[window.text].windows.append(window)
+        return iter(read)
 
 
-def cut_windows(num_tokens: int, size: int) -> list[tuple[int, int]]:
-    """Return the first token of each window of a text and the one after its last; one window for an empty text."""
+class ReadText(NamedTuple):
+    """What the heads of a network say of one text."""
+
+    windows: list[TextWindow]
+    rows_by_head: dict[str, list[Rows]]  # in the order of the windows
+    offsets: Sequence[tuple[int, int]]  # the first and last character of each token
+    is_complete: bool
+
+
+def _describe(read: ReadText, head: LabelHead) -> classification.TextLabels:
+    rows = read.rows_by_head[head.head]
+    if not head.is_by_token:
+        shares = tuple(tuple(part[0]) for part in rows)
+        return classification.TextLabels(
+            labels=head.labels, windows=shares, is_complete=read.is_complete
+        )
+    token_rows = join_windows(list(zip(read.windows, rows, strict=True)))
+    spans = tuple(find_spans(token_rows, read.offsets, head.labels))
+    return classification.TextLabels(spans=spans, is_complete=read.is_complete)
+
+
+def cut_windows(num_tokens: int, size: int, overlap: int = OVERLAP) -> list[tuple[int, int]]:
+    """Return the first token of each window of a text and the one after its last; one window for an empty text.
+
+    As few windows as do, of equal length: a last one that is full would be computed twice.
+    """
     if num_tokens <= size:
         return [(0, num_tokens)]
-    step = max(1, size - OVERLAP)
-    starts = range(0, num_tokens - size, step)
-    return [*((start, start + size) for start in starts), (num_tokens - size, num_tokens)]
+    overlap = min(overlap, size // 2)
+    count = math.ceil((num_tokens - overlap) / (size - overlap))
+    length = math.ceil((num_tokens + (count - 1) * overlap) / count)
+    starts = (number * (num_tokens - length) // (count - 1) for number in range(count))
+    return [(start, start + length) for start in starts]
 
 
 def split_batches(windows: Sequence[TextWindow], max_tokens: int) -> Iterator[Sequence[TextWindow]]:

@@ -155,17 +155,21 @@ def load_models(settings: SemanticEncoderConfig) -> "classifier_set.ClassifierSe
     service = distribution.load_extra("dynamo.semantic.service", feature=_PROG, extra="semantic")
     loaded = service.load_config(Path(settings.router_config))
     modules = distribution.load_extra("dynamo.worker.classifier_set", feature=_PROG, extra="native")
-    if not loaded.encoders:
+    if not loaded.uses_encoders:
         raise errors.ConfigError(
-            f"{settings.router_config}: no model_id is a directory with an encoder; "
-            "the shipped classifiers need no process of their own"
+            f"{settings.router_config}: no model_id is a directory with an encoder, and "
+            "encoders.profile is fast; the word models need no process of their own"
         )
     native = modules.native_settings.NativeConfig(device=settings.device, threads=settings.threads)
+    classifiers = [
+        modules.load_classifier(name, model, native) for name, model in loaded.encoders.items()
+    ]
+    exact = loaded.settings.encoders
+    if exact.profile != "fast":
+        directory = Path(settings.router_config).parent
+        classifiers.append(modules.load_exact(exact.base_model, directory, native))
     made: classifier_set.ClassifierSet = modules.ClassifierSet(
-        {
-            name: modules.load_classifier(name, model, native)
-            for name, model in loaded.encoders.items()
-        },
+        classifiers,
         max_batch_tokens=settings.max_batch_tokens,
         max_text_tokens=settings.max_text_tokens,
     )

@@ -7,7 +7,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.protocols import classification
 from dynamo.semantic import config_file, encoder_labels, encoder_scores, guards, router
-from dynamo.semantic.classifiers import profile
+from dynamo.semantic.classifiers import attacks, pii, profile
 from dynamo.testing import clock
 from semantic_configs import ATTACK, CARD, chat
 
@@ -149,3 +149,94 @@ def test_each_text_is_read_once_by_each_encoder_that_is_needed():
         ("pii", "hello"),
     ]
     assert not make_router({}).list_inputs(view)
+
+
+EXACT_CONFIG = CONFIG + "encoders: {profile: PROFILE, base_model: somewhere}\n"
+
+
+class WordModels:
+    """Word models that give all texts these scores."""
+
+    def __init__(self, confidence, risk, pii_types):
+        self._scores = confidence, risk, pii_types
+
+    def classify_domain(self, text):
+        return profile.DomainScore("law", self._scores[0], {"law": self._scores[0]})
+
+    def classify_attack(self, text):
+        return attacks.AttackScore(self._scores[1], "benign", ())
+
+    def find_pii(self, text):
+        return [pii.PiiSpan(name, 0, len(text), 0.9) for name in self._scores[2]], True
+
+
+def make_exact_router(profile_name, fast=FAST):
+    text = EXACT_CONFIG.replace("PROFILE", profile_name)
+    loaded = config_file.parse(text.encode(), FAST.categories)
+    assert loaded.uses_encoders
+    return router.SemanticRouter(loaded, fast, clock.VirtualClock())
+
+
+def exact_answer(share_of_attack):
+    return classification.TextLabels(
+        labels=("benign", "jailbreak"), windows=((1 - share_of_attack, share_of_attack),)
+    )
+
+
+def test_the_exact_profile_reads_everything():
+    view = router.request_view.RequestView(chat("hello"))
+
+    inputs = make_exact_router("exact").list_inputs(view)
+
+    assert [one.classifier for one in inputs] == ["exact_domain", "exact_attack", "exact_names"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "classifiers"),
+    [
+        ((0.9, 0.01, ()), []),
+        ((0.9, 0.99, ("CREDIT_CARD",)), []),
+        ((0.5, 0.01, ()), ["exact_domain"]),
+        ((0.9, 0.5, ("PERSON",)), ["exact_attack", "exact_names"]),
+    ],
+)
+def test_the_unsure_profile_reads_what_the_word_models_are_unsure_of(scores, classifiers):
+    made = make_exact_router("unsure", WordModels(*scores))
+    view = router.request_view.RequestView(chat("hello"))
+
+    assert [one.classifier for one in made.list_inputs(view)] == classifiers
+
+
+def test_encoder_and_word_models_decide_together():
+    text = "What is the derivative of x^2?"
+    categories = sorted(FAST.categories)
+    shares = tuple(0.9 if name == "law" else 0.1 / 13 for name in categories)
+    answers = {
+        ("exact_domain", text): classification.TextLabels(
+            labels=tuple(categories), windows=(shares,)
+        ),
+        ("exact_attack", text): exact_answer(0.999),
+        ("exact_names", text): classification.TextLabels(
+            spans=(classification.LabeledSpan("PERSON", 0, 4, 0.9),)
+        ),
+    }
+    exact = encoder_scores.EncoderScores(FAST, {}, answers, "other")
+
+    joined, alone = exact.classify_domain(text), FAST.classify_domain(text)
+    assert joined.probabilities["law"] > alone.probabilities["law"]
+    assert sum(joined.probabilities.values()) == pytest.approx(1)
+    assert exact.classify_attack(text).risk > FAST.classify_attack(text).risk
+    assert [span.type for span in exact.find_pii(text)[0]] == ["PERSON"]
+
+
+def test_the_word_models_decide_alone_where_the_exact_profile_does_not_answer():
+    exact = encoder_scores.EncoderScores(FAST, {}, {}, "other")
+
+    assert exact.classify_domain("text") == FAST.classify_domain("text")
+    assert exact.classify_attack(ATTACK) == FAST.classify_attack(ATTACK)
+    assert exact.find_pii(CARD) == FAST.find_pii(CARD)
+
+
+def test_a_profile_without_its_base_model_stops_the_start():
+    with pytest.raises(errors.ConfigError, match="exact needs base_model"):
+        config_file.parse(b"encoders: {profile: exact}", FAST.categories)

@@ -23,11 +23,12 @@ class Marks:
         self._is_by_token = is_by_token
         self.batches = []
 
-    def classify(self, windows):
+    def __call__(self, windows):
         self.batches.append([len(window) for window in windows])
         if self._is_by_token:
-            return [[self._label(token) for token in window] for window in windows]
-        return [[[0.1, 0.9] if self._ids["bad"] in window else [0.8, 0.2]] for window in windows]
+            return {"": [[self._label(token) for token in window] for window in windows]}
+        bad = self._ids["bad"]
+        return {"": [[[0.1, 0.9] if bad in window else [0.8, 0.2]] for window in windows]}
 
     def _label(self, token):
         if token == self._ids["ann"]:
@@ -38,16 +39,16 @@ class Marks:
 def make_set(*, is_by_token=False, window=100, **limits):
     tokenizer = tokenizer_library.OffsetTokenizer(tokenizer_files.wordpiece(WORDS))
     network = Marks(tokenizer, is_by_token=is_by_token)
+    name = "pii" if is_by_token else "attack"
+    labels = ("O", "B-PERSON", "I-PERSON") if is_by_token else ("benign", "jailbreak")
     loaded = classifier_set.LoadedClassifier(
         network=network,
         tokenizer=tokenizer,
-        labels=("O", "B-PERSON", "I-PERSON") if is_by_token else ("benign", "jailbreak"),
-        is_by_token=is_by_token,
+        heads={name: classifier_set.LabelHead("", labels, is_by_token)},
         window=window,
     )
-    name = "pii" if is_by_token else "attack"
     limits = {"max_batch_tokens": 1000, "max_text_tokens": 100_000} | limits
-    return classifier_set.ClassifierSet({name: loaded}, **limits), network
+    return classifier_set.ClassifierSet([loaded], **limits), network
 
 
 def classify(classifiers, *texts):
@@ -55,15 +56,16 @@ def classify(classifiers, *texts):
     return classifiers.classify([classification.ClassifierInput(name, text) for text in texts])
 
 
-@given(st.integers(0, 2000), st.integers(70, 600))
-def test_windows_overlap_and_cover_a_text(num_tokens, size):
-    windows = classifier_set.cut_windows(num_tokens, size)
+@given(st.integers(0, 2000), st.integers(70, 600), st.integers(1, 64))
+def test_windows_overlap_and_cover_a_text(num_tokens, size, overlap):
+    windows = classifier_set.cut_windows(num_tokens, size, overlap)
 
     assert windows[0][0] == 0
     assert windows[-1][1] == num_tokens
     assert all(end - start <= size for start, end in windows)
     for (_, end), (start, _) in itertools.pairwise(windows):
-        assert end - start >= classifier_set.OVERLAP
+        assert end - start >= min(overlap, size // 2)
+    assert len({end - start for start, end in windows}) == 1
 
 
 @given(st.lists(st.integers(1, 300), max_size=20), st.integers(1, 500))

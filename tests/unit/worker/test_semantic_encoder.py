@@ -1,11 +1,14 @@
 """The process of the encoders, asked over the request plane of memory."""
 
 import asyncio
+import dataclasses
 import json
 
 import httpx
 import pytest
+import safetensors.torch
 import torch
+import transformers
 
 import checkpoints
 import tokenizer_files
@@ -16,7 +19,7 @@ from dynamo.protocols import classification, instances
 from dynamo.runtime import component
 from dynamo.runtime.http import server
 from dynamo.semantic import encoder_client, service
-from dynamo.worker import semantic_encoder
+from dynamo.worker import classifier_set, semantic_encoder
 from semantic_configs import chat
 from waiting import PATIENT_S
 
@@ -208,6 +211,80 @@ async def test_the_classification_api_asks_the_encoders(directory, cluster, clie
     for result, text in zip(found["results"], ("good word3", "bad"), strict=True):
         risk = expected(directory, "attack", text)[1]
         assert result["security"]["risk_score"] == pytest.approx(risk, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def exact_directory(tmp_path_factory):
+    """Return a directory with the exact profile on an encoder of MiniLM's shape with random weights."""
+    made = tmp_path_factory.mktemp("exact")
+    shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12}
+    shape["intermediate_size"] = 1536
+    checkpoints.make_encoder(made / "base", "bert", **shape, initializer_range=0.05)
+    (made / "base" / "tokenizer.json").write_text(tokenizer_files.wordpiece(WORDS))
+    (made / "router.yaml").write_text("encoders: {profile: exact, base_model: base}")
+    return made
+
+
+def adapted_scores(base, head, ids):
+    """Return the probabilities of a head by transformers, with the shipped adapters added to the weights."""
+    weights = classifier_set.EXACT_WEIGHTS
+    model = transformers.BertModel.from_pretrained(base, dtype=torch.float32).eval()
+    factors = safetensors.torch.load_file(weights / "adapter_model.safetensors")
+    fields = json.loads((weights / "adapter_config.json").read_text())
+    for name, first in factors.items():
+        if name.endswith("lora_A.weight"):
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            second = factors[name.replace("lora_A", "lora_B")]
+            change = second.float() @ first.float() * fields["lora_alpha"] / fields["r"]
+            model.get_submodule(module).weight.data += change
+    heads = safetensors.torch.load_file(weights / "heads.safetensors")
+    with torch.inference_mode():
+        hidden = model(torch.tensor([ids])).last_hidden_state[0]
+        pooled = hidden if head == "names" else hidden.mean(0, keepdim=True)
+        weight, bias = (heads[f"{head}.{part}"].float() for part in ("weight", "bias"))
+        return (pooled @ weight.T + bias).softmax(-1).tolist()
+
+
+async def test_the_exact_profile_agrees_with_transformers(exact_directory, cluster, client):
+    text = "bad ann good word7"
+    ids = [1, *(4 + WORDS.index(word) for word in text.split()), 2]
+    inputs = [one for name in ("domain", "attack", "names") for one in texts(f"exact_{name}", text)]
+    async with EncoderProcess(exact_directory, cluster) as process:
+        (classifier,) = process.accepted._classifiers._classifiers
+        rows = classifier.network([ids])
+        answers = await client.classify(inputs, PATIENT_S)
+
+    for head in ("domain", "attack", "names"):
+        reference = adapted_scores(exact_directory / "base", head, ids)
+        for found, row in zip(rows[head][0], reference, strict=True):
+            assert found == pytest.approx(row, abs=1e-4)
+    for name in ("domain", "attack"):
+        assert answers[f"exact_{name}", text].windows[0] == pytest.approx(tuple(rows[name][0][0]))
+    assert len(answers["exact_domain", text].labels) == 14
+
+
+async def test_one_pass_serves_all_heads(exact_directory, cluster, client):
+    async with EncoderProcess(exact_directory, cluster) as process:
+        (classifier,) = process.accepted._classifiers._classifiers
+        batches = []
+        counted = dataclasses.replace(
+            classifier,
+            network=lambda windows: batches.append(len(windows)) or classifier.network(windows),
+        )
+        process.accepted._classifiers._classifiers = [counted]
+        inputs = [*texts("exact_domain", "good"), *texts("exact_attack", "good", "bad ann")]
+        await client.classify(inputs, PATIENT_S)
+
+    assert batches == [2]
+
+
+def test_a_base_of_another_shape_is_refused(directory, tmp_path):
+    path = tmp_path / "router.yaml"
+    path.write_text(f"encoders: {{profile: exact, base_model: {directory}/attack}}")
+    settings = semantic_encoder.SemanticEncoderConfig(router_config=str(path))
+
+    with pytest.raises(errors.ConfigError, match="the change of bert"):
+        semantic_encoder.load_models(settings)
 
 
 @pytest.mark.parametrize(
