@@ -5,7 +5,8 @@ checksums go before a model's personal data. Without an answer a guard fails, as
 is the fallback category.
 
 The exact profile joins an encoder with the word models, by the weighted sum of their log probabilities: they make
-different mistakes. Names are the encoder's. Without its answer the word models alone decide.
+different mistakes. Names are those of both, the surer where they overlap. Without the encoder's answer the word models
+decide alone.
 """
 
 import math
@@ -71,14 +72,13 @@ class EncoderScores:
         """Return the personal data in a text, and whether all of it was read. Raises Unavailable."""
         if encoder_labels.PII in self._models:
             answer = self._answer(encoder_labels.PII, text)
-        else:
-            exact = self._answers.get((encoder_labels.EXACT[encoder_labels.PII], text))
-            if exact is None:
-                return self._fast.find_pii(text)
-            answer = exact
-        names = [pii.PiiSpan(s.label, s.start, s.end, s.confidence) for s in answer.spans]
-        spans, is_complete = pii.find_spans(text, names)
-        return spans, is_complete and answer.is_complete
+            spans, is_complete = pii.find_spans(text, _spans_of(answer))
+            return spans, is_complete and answer.is_complete
+        exact = self._answers.get((encoder_labels.EXACT[encoder_labels.PII], text))
+        if exact is None:
+            return self._fast.find_pii(text)
+        names = [*_spans_of(exact), *self._fast.find_names(text)]
+        return pii.find_spans(text, sorted(names, key=lambda span: -span.confidence))
 
     def _join_domains(self, text: str, fast: profile.DomainScore) -> profile.DomainScore:
         """Return the category by the encoder and the word model together; the latter's without an answer."""
@@ -142,6 +142,10 @@ def _is_unsure(fast: profile.FastProfile, classifier: str, text: str) -> bool:
     if classifier == encoder_labels.ATTACK:
         return UNSURE_RISK[0] < fast.classify_attack(text).risk < UNSURE_RISK[1]
     return any(span.type == "PERSON" for span in fast.find_pii(text)[0])
+
+
+def _spans_of(answer: classification.TextLabels) -> list[pii.PiiSpan]:
+    return [pii.PiiSpan(s.label, s.start, s.end, s.confidence) for s in answer.spans]
 
 
 def _mean_by_label(answer: classification.TextLabels) -> dict[str, float]:

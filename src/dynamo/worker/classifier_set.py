@@ -239,20 +239,27 @@ def join_windows(parts: Sequence[tuple[TextWindow, Rows]]) -> Rows:
 def find_spans(
     rows: Rows, offsets: Sequence[tuple[int, int]], labels: Sequence[str]
 ) -> Iterator[classification.LabeledSpan]:
-    """Yield runs of tokens with the same label; B- and S- begin another. The confidence is the mean of a run's."""
+    """Yield runs of tokens with the same kind of label; B- and S- begin another.
+
+    The share of a kind is the sum of its labels' (B-, I- and so on); the confidence is the mean of a run's shares.
+    """
+    kinds: dict[str, list[int]] = {}
+    for number, label in enumerate(labels):
+        kinds.setdefault(encoder_labels.bare_label(label), []).append(number)
     run: list[float] = []
     current, start, end = "", 0, 0
     for row, (first, last) in zip(rows, offsets, strict=False):
-        best = max(range(len(row)), key=row.__getitem__)
-        label = encoder_labels.bare_label(labels[best])
-        begins = labels[best][:2] in ("B-", "S-") and first > end  # a piece of a word goes on
-        if run and (label != current or begins):
+        shares = {kind: sum(row[number] for number in numbers) for kind, numbers in kinds.items()}
+        kind = max(shares, key=shares.__getitem__)
+        place = labels[max(kinds[kind], key=row.__getitem__)][:2]
+        begins = place in ("B-", "S-") and first > end  # a piece of a word goes on
+        if run and (kind != current or begins):
             yield classification.LabeledSpan(current, start, end, sum(run) / len(run))
             run = []
-        if label:
+        if kind:
             if not run:
-                current, start = label, first
+                current, start = kind, first
             end = last
-            run.append(row[best])
+            run.append(shares[kind])
     if run:
         yield classification.LabeledSpan(current, start, end, sum(run) / len(run))

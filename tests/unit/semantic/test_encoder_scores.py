@@ -221,12 +221,15 @@ def test_encoder_and_word_models_decide_together():
         ),
     }
     exact = encoder_scores.EncoderScores(FAST, {}, answers, "other")
+    tagged = FAST.find_pii(CARD)[0]
 
     joined, alone = exact.classify_domain(text), FAST.classify_domain(text)
     assert joined.probabilities["law"] > alone.probabilities["law"]
     assert sum(joined.probabilities.values()) == pytest.approx(1)
     assert exact.classify_attack(text).risk > FAST.classify_attack(text).risk
     assert [span.type for span in exact.find_pii(text)[0]] == ["PERSON"]
+    answers["exact_names", CARD] = classification.TextLabels()
+    assert exact.find_pii(CARD)[0] == tagged
 
 
 def test_the_word_models_decide_alone_where_the_exact_profile_does_not_answer():

@@ -122,7 +122,7 @@ def test_names_are_spans_of_characters():
         ("PERSON", 5, 12),
         ("PERSON", 14, 17),
     ]
-    assert found.spans[0].confidence == pytest.approx(0.7)
+    assert found.spans[0].confidence == pytest.approx(0.9)
 
 
 @given(st.integers(0, 399))

@@ -3,6 +3,7 @@
 The domain of a question is one of the 14 categories of MMLU-Pro.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -59,9 +60,13 @@ class FastProfile:
         """Return the risk that some window of the text is an attack."""
         return self._attacks.classify(text)
 
+    def find_names(self, text: str) -> Iterator[pii.PiiSpan]:
+        """Yield the names and addresses in a text by the tagger alone."""
+        return self._entities.find(text)
+
     def find_pii(self, text: str) -> tuple[list[pii.PiiSpan], bool]:
         """Return the personal data in a text, and whether all of it was read."""
-        return pii.find_spans(text, self._entities.find(text))
+        return pii.find_spans(text, self.find_names(text))
 
 
 @lru_cache(1)
