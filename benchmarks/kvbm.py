@@ -349,7 +349,9 @@ def bench_visits(model: Path, args: argparse.Namespace) -> None:
     draw = random.Random(8)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(args.users)]
     print(f"\nvisits: {args.users} prompts of {length} tokens, one after the other")
-    print("  source             first visit    second   change   loaded tokens by tier")
+    print(
+        "  source              s, first and second visit  CPU s, first and second      loaded tokens"
+    )
     for source in SOURCES if args.engine == "native" else SOURCES[:-1]:
         with (
             tempfile.TemporaryDirectory(dir=args.disk) as directory,
@@ -382,15 +384,21 @@ def bench_visits(model: Path, args: argparse.Namespace) -> None:
             num_first = len(second.ttfts)
             again = [second.answer([prompt], args.answer) for prompt in prompts]
             assert said == again, "the answers differ"
-            visits = first.ttfts[: len(prompts)], second.ttfts[num_first:]
-            means = [statistics.fmean(times) for times in visits]
+            num_visits = len(prompts)
+            clocks = [
+                (statistics.fmean(before[:num_visits]), statistics.fmean(after[num_first:]))
+                for before, after in (
+                    (first.ttfts, second.ttfts),
+                    (first.cpu_ttfts, second.cpu_ttfts),
+                )
+            ]
             reports = [
                 engine.stop() for engine in {id(each): each for each in (second, first)}.values()
             ]
-            row = f"  {source:<16} {means[0]:13.3f} {means[1]:9.3f} {100 * (means[1] / means[0] - 1):+7.1f} %"
+            loaded = ""
             if reports[0] is not None:
-                row += f"   {reports[0].counts['matched_tokens']} of {length * args.users}, {reports[0].copied}"
-            print(row)
+                loaded = f"   {reports[0].counts['matched_tokens']} of {length * args.users}, {reports[0].copied}"
+            print_row(f"{source:<16}", clocks, loaded)
 
 
 @contextlib.contextmanager
@@ -475,14 +483,14 @@ def print_table(case: str, without: Engine, with_tiers: Engine) -> None:
         )
 
 
-def print_row(name: str, pairs: Sequence[tuple[float, float]]) -> None:
+def print_row(name: str, pairs: Sequence[tuple[float, float]], more: str = "") -> None:
     """Print times without and with tiers, and the change, on each clock."""
     cells = [
         f"{before:8.3f} {after:8.3f} {100 * (after / before - 1):+7.1f} %"
         for before, after in pairs
         if before > 0
     ]
-    print(f"  {name:>5} {'   '.join(cells)}")
+    print(f"  {name:>5} {'   '.join(cells)}{more}", flush=True)
 
 
 def main() -> None:

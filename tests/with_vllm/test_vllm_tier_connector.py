@@ -3,18 +3,22 @@
 import abc
 import importlib.util
 import types
+import warnings
 
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
 
-from vllm.distributed.kv_transfer.kv_connector import factory
-from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
-
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import tier_connector
-from dynamo.llm.vllm_integration import connector
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's, and those of what it imports
+    from vllm.distributed.kv_transfer.kv_connector import factory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+
+    from dynamo.engine.adapters.vllm import tier_connector
+    from dynamo.llm.vllm_integration import connector
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 REPORT = {"tiers": [{"tier": "host", "used_blocks": 3}], "host_hit_rate": 0.5, "disk_hit_rate": 0.0,
