@@ -15,7 +15,8 @@ from rich import live, table
 from dynamo.base import config, errors
 
 _READ_S = 5.0
-_COLUMNS = ("model", "in flight", "requests/s", "tokens/s", "TTFT ms", "ITL ms", "cached", "queued")
+_COUNTS = ("workers", "in flight", "req/s", "tok/s", "TTFT ms", "ITL ms", "cached", "queued")
+_COLUMNS = ("model", *_COUNTS)
 Samples = Mapping[tuple[str, str], float]  # by metric and model
 
 
@@ -81,6 +82,7 @@ def compare(before: Samples, after: Samples, elapsed_s: float) -> list[tuple[str
         rows.append(
             (
                 model,
+                f"{after.get(('dynamo_frontend_model_workers', model), 0):.0f}",
                 f"{after.get(('dynamo_frontend_inflight_requests', model), 0):.0f}",
                 f"{grown('requests_total') / elapsed_s:.1f}",
                 f"{grown('output_tokens_total') / elapsed_s:.1f}",
@@ -94,9 +96,12 @@ def compare(before: Samples, after: Samples, elapsed_s: float) -> list[tuple[str
 
 
 def _table(url: str, rows: list[tuple[str, ...]]) -> table.Table:
-    shown = table.Table(title=f"{url}  {time.strftime('%H:%M:%S')}")
+    """Return a table of which 80 columns show all heads whole; a long name takes several lines."""
+    title = f"{url}  {time.strftime('%H:%M:%S')}"
+    shown = table.Table(title=title, box=None, padding=(0, 1, 0, 0))
     for number, name in enumerate(_COLUMNS):
-        shown.add_column(name, justify="right" if number else "left")
+        shown.add_column(name, justify="right" if number else "left", min_width=len(name))
+    shown.columns[0].overflow = "fold"
     for row in rows:
         shown.add_row(*row)
     return shown

@@ -6,6 +6,7 @@ import tarfile
 
 import pytest
 import yaml
+from rich import console
 
 from dynamo.base import errors
 from dynamo.cli import bench, deployment, main, models, package, processes, top
@@ -232,11 +233,23 @@ dynamo_frontend_output_tokens_total{model="m"} 50
 dynamo_frontend_time_to_first_token_seconds_sum{model="m"} 0.5
 dynamo_frontend_time_to_first_token_seconds_count{model="m"} 5
 dynamo_frontend_inflight_requests{model="m"} 3
+dynamo_frontend_model_workers{model="m"} 2
 dynamo_router_kv_cache_hit_ratio{model="m"} 0.25
 """
     rows = top.compare({}, top.parse(text), 2.0)
 
-    assert rows == [("m", "3", "3.0", "25.0", "100.0", "–", "25%", "0")]
+    assert rows == [("m", "2", "3", "3.0", "25.0", "100.0", "–", "25%", "0")]
+
+
+def test_top_shows_all_heads_whole_in_eighty_columns():
+    name = "organisation/model-of-some-size-and-kind"
+    row = (name, "12", "1024", "1234.5", "123456.7", "12345.6", "1234.5", "100%", "1024")
+    terminal = console.Console(width=80, record=True)
+    terminal.print(top._table("http://127.0.0.1:8000", [row]))
+    text = terminal.export_text()
+
+    assert all(head in text for head in top._COLUMNS)
+    assert all(figure in text for figure in row[1:])
 
 
 @pytest.mark.parametrize("flags", [["-h"], ["--help"], []])
