@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import pathlib
@@ -348,3 +349,24 @@ async def test_kind_that_is_undefined_is_missing(cluster):
 
     with pytest.raises(connection.KindMissing, match=r"does not serve /apis/nvidia\.com"):
         await kubernetes.list(GROUP, "DynamoModel")
+
+
+async def test_call_that_is_cancelled_at_any_moment_leaves_no_error_and_no_watch(cluster):
+    problems = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    num_subscribers = len(cluster.store._subscribers)
+    kubernetes = cluster.connect("test")
+    for num_turns in range(20):
+        watch = kubernetes.watch("v1", "ConfigMap", "test")
+        pending = asyncio.ensure_future(anext(watch))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        pending.cancel()
+        await asyncio.wait([pending])
+        await watch.aclose()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    gc.collect()
+
+    assert problems == []
+    assert len(cluster.store._subscribers) == num_subscribers

@@ -182,7 +182,7 @@ class _MemoryExchange(exchange.Exchange, httpx2.AsyncByteStream):
         headers: exchange.Headers = (),
     ) -> None:
         """Answer with a complete body."""
-        if self._closed:
+        if self.answer.done():  # cancelled
             return
         head = [("content-type", content_type), *self.headers, *headers]
         self.answer.set_result(httpx2.Response(status, headers=head, content=body))
@@ -194,7 +194,7 @@ class _MemoryExchange(exchange.Exchange, httpx2.AsyncByteStream):
         """Answer piece by piece."""
         del content_type, headers
         self._streaming = True
-        if self._closed:
+        if self.answer.done():  # cancelled
             return
         self._streams.add(self)
         self.answer.set_result(httpx2.Response(status, stream=self))
