@@ -112,8 +112,8 @@ CELLS = (
     ),
     _long(8000, "known", "new turn under a known system prompt", 150, _AS_FAST),
     _long(32000, "known", "new turn under a known system prompt", 60, _AS_FAST),
-    _long(8000, "distinct", "all new", 40, None),
-    _long(32000, "distinct", "all new", 20, None),
+    _long(8000, "distinct", "all new", 40, _AS_FAST),
+    _long(32000, "distinct", "all new", 20, _AS_FAST),
 )  # fmt: skip
 MEMORY = Goal(most=120.0)  # MB, of the frontend of the unpaced cells, after them
 START = Goal(most=1.0)  # s, until the frontend answers /health
