@@ -145,7 +145,7 @@ COMMANDS = {
         "semantic",
         "SemanticCommandConfig",
         "run",
-        "Check a configuration of the semantic router, or explain its decision.",
+        "Check a configuration of the semantic router, explain its decision, or replay requests with a new one.",
     ),
     "kube": Command(
         "kube",

@@ -1,4 +1,7 @@
-"""`dynamo semantic`: check a configuration of the semantic router, or explain what it would do with a prompt."""
+"""`dynamo semantic`: check a configuration of the semantic router, explain what it would do with a prompt, or replay.
+
+Replaying gives recorded requests to a new configuration, and says what would change for them.
+"""
 
 import typing
 from collections.abc import Iterator
@@ -12,29 +15,38 @@ from dynamo.base import clock as clocks
 from dynamo.base import config, distribution, errors
 
 if typing.TYPE_CHECKING:
-    from dynamo.semantic import router, service
+    from dynamo.semantic import replay, router, service
 
 _FEATURE = "dynamo semantic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticCommandConfig:
-    """Check a configuration of the semantic router, or explain its decision."""
+    """Check a configuration of the semantic router, explain its decision, or replay requests with a new one."""
 
-    action: Literal["check", "explain"] = config.option(
-        "check", flag="", help="check CONFIG.YAML, or explain TEXT"
+    action: Literal["check", "explain", "replay"] = config.option(
+        "check", flag="", help="check CONFIG.YAML, explain TEXT, or replay TRACE"
     )
-    subject: str = config.option("", flag="", help="the configuration file, or the prompt")
+    subject: str = config.option(
+        "", flag="", help="the configuration file, the prompt, or a file of requests (audit log)"
+    )
     semantic_router: str | None = config.option(
-        None, env="DYN_SEMANTIC_ROUTER", help="configuration file to explain by"
+        None,
+        env="DYN_SEMANTIC_ROUTER",
+        help="configuration file to explain by, or that replayed requests had",
+    )
+    new_config: str | None = config.option(
+        None, flag="--config", help="configuration file that replayed requests are to get"
     )
     model: str = config.option("auto", help="the model that the explained request names")
 
 
 def run(options: SemanticCommandConfig) -> int:
-    """Check or explain, and return the exit code. Raises ConfigError."""
+    """Check, explain or replay, and return the exit code. Raises ConfigError."""
     if not options.subject:
         raise errors.ConfigError(f"dynamo semantic {options.action}: expected a file or a prompt")
+    if options.action == "replay":
+        return _replay(options)
     module = distribution.load_extra("dynamo.semantic.service", feature=_FEATURE, extra="semantic")
     loader = typing.cast("type[service.RouterLoader]", module.RouterLoader)
     if options.action == "check":
@@ -53,6 +65,25 @@ def run(options: SemanticCommandConfig) -> int:
         )
     made = loader(Path(options.semantic_router), clocks.SystemClock()).router
     for line in explain(made, options.subject, options.model):
+        print(line)
+    return 0
+
+
+def _replay(options: SemanticCommandConfig) -> int:
+    if options.new_config is None:
+        raise errors.ConfigError("dynamo semantic replay: expected --config CONFIG.YAML")
+    module = distribution.load_extra("dynamo.semantic.service", feature=_FEATURE, extra="semantic")
+    loader = typing.cast("type[service.RouterLoader]", module.RouterLoader)
+    comparing = distribution.load_extra(
+        "dynamo.semantic.replay", feature=_FEATURE, extra="semantic"
+    )
+    new, old = (
+        None if path is None else loader(Path(path), clocks.SystemClock()).router
+        for path in (options.new_config, options.semantic_router)
+    )
+    requests = comparing.read_requests(Path(options.subject))
+    report = typing.cast("replay.ReplayReport", comparing.compare(requests, new, old))
+    for line in report.lines():
         print(line)
     return 0
 

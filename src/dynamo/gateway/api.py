@@ -53,8 +53,15 @@ class TextsToClassify(msgspec.Struct, frozen=True, kw_only=True):
     options: ClassifyOptions = ClassifyOptions()
 
 
+class EntriesToDelete(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a deletion of cached answers."""
+
+    keys: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1000)]
+
+
 _decode_text = msgspec.json.Decoder(TextToClassify).decode
 _decode_texts = msgspec.json.Decoder(TextsToClassify).decode
+_decode_entries = msgspec.json.Decoder(EntriesToDelete).decode
 _PATHS = (
     "POST /api/v1/classify/intent",
     "POST /api/v1/classify/pii",
@@ -63,6 +70,7 @@ _PATHS = (
     "POST /api/v1/classify/batch",
     "GET /api/v1/response-cache/stats",
     "POST /api/v1/response-cache/flush",
+    "POST /api/v1/response-cache/invalidate",
     "GET /config/classification",
     "GET /info/classifier",
     "GET /info/models",
@@ -212,6 +220,11 @@ class ClassificationApi:
         """Remove all cached answers."""
         return {"removed": self._routing.router.cache.invalidate()}
 
+    def delete_entries(self, names: Sequence[str], tenant: str) -> dict[str, Any]:
+        """Remove the answers of names that a caller was given."""
+        cache = self._routing.router.cache
+        return {"removed": sum(cache.delete(name, tenant) for name in names)}
+
     def describe_config(self) -> dict[str, Any]:
         """Return the configuration in force without its keys, its notes, and why the last file was refused."""
         settings: dict[str, Any] = msgspec.to_builtins(self._routing.router.settings)
@@ -324,10 +337,26 @@ def make_routes(routing: service.RoutingService, clock: clocks.Clock) -> exchang
             ("GET", "/api/v1/response-cache/stats"): get(api.describe_cache),
             ("GET", "/v1/models"): list_models,
             ("POST", "/api/v1/response-cache/flush"): get(api.flush_cache),
+            ("POST", "/api/v1/response-cache/invalidate"): _deletion(api, error_body),
             **_classification_routes(api, post),
         },
         error_body=error_body,
     )
+
+
+def _deletion(
+    api: ClassificationApi, error_body: Callable[[int, str, str], bytes]
+) -> exchange.Handler:
+    def handle(client: exchange.Exchange) -> None:
+        try:
+            names = _decode_entries(client.request.body).keys
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            client.respond(400, error_body(400, str(error), client.request.path))
+            return
+        tenant = service.tenant_of(client.request.headers)
+        client.respond(200, msgspec.json.encode(api.delete_entries(names, tenant)))
+
+    return handle
 
 
 def _classification_routes(

@@ -41,6 +41,11 @@ class CacheKey:
     tenant: str
     words: Mapping[str, float]  # the words of the question with their weights
 
+    @property
+    def name(self) -> str:
+        """Return the name that callers know the entry by."""
+        return self.digest.hex()
+
 
 @dataclass(frozen=True, slots=True)
 class CacheHit:
@@ -168,6 +173,18 @@ class SemanticCache:
         for digest in digests:
             self._remove(digest)
         return len(digests)
+
+    def delete(self, name: str, tenant: str) -> bool:
+        """Remove the answer of a name that its tenant was given, and return whether there was one."""
+        try:
+            digest = bytes.fromhex(name)
+        except ValueError:
+            return False
+        entry = self._entries.get(digest)
+        if entry is None or entry.key.tenant != tenant:
+            return False
+        self._remove(digest)
+        return True
 
     def _victim(self, newest: bytes) -> bytes:
         """Return the entry to give up: the oldest, or with `lfu` the one with the fewest hits."""

@@ -26,6 +26,10 @@ from dynamo.semantic import (
 from dynamo.semantic.classifiers import profile
 
 FALLBACK = "default_model"
+DELETE_HEADER = (
+    "x-vsr-cache-delete"  # of a request: names of entries to delete before it is answered
+)
+_MOST_DELETED = 100
 _ON, _OFF = "on", "off"
 
 
@@ -49,6 +53,7 @@ class Explanation:
     observed: str = ""  # the decision that is only observed
     path: str = "upstream"  # upstream, cache or blocked
     similarity: float | None = None
+    cache_key: str = ""  # the name of the entry that the answer is from, or will be stored in
 
     @property
     def category(self) -> str:
@@ -74,6 +79,7 @@ class Explanation:
             "x-vsr-observed-decision": self.observed,
             "x-vsr-failed-model": self.failed,
             "x-vsr-cache-hit": "true" if self.path == "cache" else "",
+            "x-vsr-cache-key": self.cache_key,
             "x-vsr-cache-similarity": "" if self.similarity is None else f"{self.similarity:.4f}",
             "x-vsr-unread-text": "" if all(v.is_complete for v in self.verdicts) else "true",
         }
@@ -330,6 +336,8 @@ class SemanticRouter:
         """Answer from the cache and return True, or note the key under which the answer is to be stored."""
         if not self.settings.semantic_cache.enabled or plugin is None or not plugin.enabled:
             return False
+        for name in headers.get(DELETE_HEADER, "").split(",")[:_MOST_DELETED]:
+            self.cache.delete(name.strip(), tenant)
         key = cache.make_key(view, headers, tenant)
         if key is None:
             return False
@@ -338,11 +346,12 @@ class SemanticRouter:
             or self.settings.semantic_cache.similarity_threshold
             or self.settings.bert_model.threshold
         )
+        explanation = outcome.explanation
+        explanation.cache_key = key.name
         hit = self.cache.find(key, threshold)
         if hit is None:
             outcome.cache_key = key
             return False
-        explanation = outcome.explanation
         explanation.path, explanation.similarity = "cache", hit.similarity
         outcome.answer = immediate.replay(
             hit.body, int(self._clock.wall()), explanation.headers(), is_stream=view.is_stream

@@ -8,17 +8,20 @@ from dynamo.gateway import api
 from dynamo.observability import metrics
 from dynamo.runtime.http import server
 from dynamo.semantic import service
-from semantic_configs import ATTACK, CARD, CONFIG
+from semantic_configs import ATTACK, CARD, COMPLETION, CONFIG, SUM, chat
 from waiting import PATIENT_S
 
 
 @pytest.fixture
-async def client(tmp_path):
+def routing(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
-    at = clock.SystemClock()
-    routing = service.RoutingService(path, metrics.Registry("llm"), at)
-    running = server.HttpServer(api.make_routes(routing, at))
+    return service.RoutingService(path, metrics.Registry("llm"), clock.SystemClock())
+
+
+@pytest.fixture
+async def client(routing):
+    running = server.HttpServer(api.make_routes(routing, clock.SystemClock()))
     port = await running.start("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENT_S) as made:
         yield made
@@ -102,3 +105,16 @@ async def test_configuration_is_shown_without_keys(client):
 )
 async def test_description_is_served(client, path):
     assert (await client.get(path)).status_code == 200
+
+
+async def test_caller_deletes_its_own_cached_answer(client, routing):
+    ann, bob = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+    outcome = routing.route(chat(SUM), ann, service.tenant_of(ann))
+    routing.record_answer(outcome, COMPLETION)
+    body = {"keys": [outcome.explanation.cache_key, "unknown"]}
+    path = "/api/v1/response-cache/invalidate"
+
+    answers = [(await client.post(path, json=body, headers=key)).json() for key in (bob, ann)]
+
+    assert [answer["removed"] for answer in answers] == [0, 1]
+    assert (await client.post(path, json={"keys": []})).status_code == 400

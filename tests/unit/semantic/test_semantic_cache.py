@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from dynamo.semantic import cache, config, request_view
+from dynamo.semantic import cache, config, request_view, router
 from dynamo.testing import clock
 from semantic_configs import COMPLETION, SUM, chat, make_router
 
@@ -167,3 +167,18 @@ def test_stream_of_another_shape_has_no_body(event):
     recorder.feed(b"more")
 
     assert recorder.body() is None
+
+
+def test_caller_deletes_the_entry_that_it_was_given_and_no_other_caller_does():
+    made = make_router()
+    first = made.route(chat(SUM), {}, "ann")
+    made.cache.store(first.cache_key, COMPLETION)
+    name = dict(made.route(chat(SUM), {}, "ann").answer.headers)["x-vsr-cache-key"]
+
+    assert not made.cache.delete(name, "bob")
+    assert not made.cache.delete("no name", "ann")
+    deleting = made.route(chat(SUM), {router.DELETE_HEADER: f"{'0' * 32}, {name}"}, "ann")
+
+    assert deleting.answer is None
+    assert dict(deleting.explanation.headers())["x-vsr-cache-key"] == name
+    assert len(made.cache) == 0

@@ -1,0 +1,126 @@
+"""Recorded requests given to two configurations: what would change for whom.
+
+A record is a line of the audit log, or a request itself as one line of JSON. The result never holds a text.
+"""
+
+import collections
+import gzip
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.semantic import router
+
+MAX_LINE = 2**26  # bytes of one record
+MOST_EXAMPLES = 20  # of requests that change, by name
+_DECISIVE = ("decision", "model", "reasoning", "path", "guards", "system prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request of a trace."""
+
+    name: str  # its id, or the number of its line
+    body: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplayReport:
+    """How many requests change, in what, and which ones."""
+
+    num_requests: int = 0
+    num_changed: int = 0
+    num_skipped: int = 0  # lines that are no request
+    changes: collections.Counter[str] = field(default_factory=collections.Counter)
+    models: collections.Counter[str] = field(default_factory=collections.Counter)  # by the new one
+    examples: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report for a person."""
+        yield f"{self.num_requests} requests, {self.num_changed} change, {self.num_skipped} lines are no request"
+        for change, number in self.changes.most_common():
+            yield f"{number:>6}  {change}"
+        for model, number in self.models.most_common():
+            yield f"{number:>6}  go to {model}"
+        yield from self.examples
+
+
+def read_requests(path: Path) -> Iterator[RecordedRequest | None]:
+    """Yield the requests of a file of JSON lines, which may be gzipped; None for a line that is none.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE):
+                number += 1
+                if line.strip():
+                    yield _read_request(line, number)
+    except (OSError, EOFError) as error:
+        raise errors.ConfigError(
+            f"{path}: expected a readable file of JSON lines: {error}"
+        ) from error
+
+
+def _read_request(line: bytes, number: int) -> RecordedRequest | None:
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    request = row.get("request", row) if isinstance(row, dict) else None
+    if not isinstance(request, dict) or "model" not in request:
+        return None
+    name = row.get("request_id") or f"line {number}"
+    return RecordedRequest(str(name), msgspec.json.encode(request))
+
+
+def compare(
+    requests: Iterator[RecordedRequest | None],
+    new: router.SemanticRouter,
+    old: router.SemanticRouter | None,
+) -> ReplayReport:
+    """Return what the new configuration changes; without an old one, only where requests go."""
+    report = ReplayReport()
+    for request in requests:
+        if request is None:
+            report.num_skipped += 1
+            continue
+        report.num_requests += 1
+        after = _outcome(new, request.body)
+        report.models[after["model"] or after["path"]] += 1
+        if old is None:
+            continue
+        before = _outcome(old, request.body)
+        changed = [name for name in _DECISIVE if before[name] != after[name]]
+        for name in changed:
+            report.changes[f"{name}: {before[name] or 'none'} -> {after[name] or 'none'}"] += 1
+        report.num_changed += bool(changed)
+        if changed and len(report.examples) < MOST_EXAMPLES:
+            report.examples.append(f"{request.name}: {', '.join(changed)}")
+    return report
+
+
+def _outcome(made: router.SemanticRouter, body: bytes) -> dict[str, str]:
+    """Return what becomes of a request, without a word of it."""
+    try:
+        explanation = made.route(body, {}).explanation
+    except errors.DynamoError as error:
+        return dict.fromkeys(_DECISIVE, "") | {"path": type(error).__name__}
+    verdicts = [
+        f"{verdict.guard} {verdict.action} {','.join(verdict.labels)}".rstrip()
+        for verdict in explanation.verdicts
+        if verdict.action != "none"
+    ]
+    return {
+        "decision": explanation.decision,
+        "model": explanation.model,
+        "reasoning": explanation.reasoning,
+        "path": explanation.path,
+        "guards": "; ".join(verdicts),
+        "system prompt": "injected" if explanation.has_system_prompt else "",
+    }

@@ -1,0 +1,97 @@
+import gzip
+
+import msgspec
+import pytest
+
+import semantic_configs
+from dynamo.base import errors
+from dynamo.cli import semantic as command
+from dynamo.semantic import replay
+
+SECRET = "my-secret-plan"
+REQUESTS = (
+    f"Write python code for {SECRET}",
+    semantic_configs.SUM,
+    "How are you?",
+    semantic_configs.ATTACK,
+)
+NEW_CONFIG = semantic_configs.CONFIG.replace("[python,", "[cobol,").replace(
+    "threshold: 0.7", "mode: observe"
+)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return a file with rows of an audit log, a plain request, and two lines that are none."""
+    rows = [
+        {"request_id": f"r{n}", "request": msgspec.json.decode(semantic_configs.chat(text))}
+        for n, text in enumerate(REQUESTS)
+    ]
+    lines = [msgspec.json.encode(row) for row in rows]
+    lines += [semantic_configs.chat("How is it?"), b"{broken", b"[1]"]
+    path = tmp_path / "audit.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n\n")
+    return path
+
+
+def compare(path, old=semantic_configs.CONFIG):
+    new = semantic_configs.make_router(NEW_CONFIG)
+    return replay.compare(
+        replay.read_requests(path), new, semantic_configs.make_router(old) if old else None
+    )
+
+
+def test_changed_requests_are_counted_and_named(trace):
+    report = compare(trace)
+
+    assert (report.num_requests, report.num_changed, report.num_skipped) == (5, 2, 2)
+    assert report.changes["model: coder -> general"] == 1
+    assert report.changes["path: blocked -> upstream"] == 1
+    assert [line.partition(":")[0] for line in report.examples] == ["r0", "r3"]
+
+
+def test_same_configuration_changes_nothing(trace):
+    assert compare(trace, NEW_CONFIG).num_changed == 0
+
+
+def test_report_holds_no_text(trace):
+    assert SECRET not in "\n".join(compare(trace).lines())
+
+
+def test_without_an_old_configuration_the_destinations_are_counted(trace):
+    report = compare(trace, None)
+
+    assert report.num_changed == 0
+    assert report.models == {"general": 4, "mathy": 1}
+
+
+def test_gzipped_log_is_read(trace, tmp_path):
+    path = tmp_path / "audit.jsonl.gz"
+    path.write_bytes(gzip.compress(trace.read_bytes()))
+
+    assert compare(path).num_requests == 5
+
+
+def test_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(errors.ConfigError, match=r"away\.jsonl"):
+        compare(tmp_path / "away.jsonl")
+
+
+def test_command_prints_what_changes(trace, tmp_path, capsys):
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(semantic_configs.CONFIG)
+    new.write_text(NEW_CONFIG)
+    options = command.SemanticCommandConfig(
+        action="replay", subject=str(trace), semantic_router=str(old), new_config=str(new)
+    )
+
+    assert command.run(options) == 0
+
+    assert "5 requests, 2 change" in capsys.readouterr().out
+
+
+def test_command_asks_for_the_new_configuration(trace):
+    options = command.SemanticCommandConfig(action="replay", subject=str(trace))
+
+    with pytest.raises(errors.ConfigError, match="--config"):
+        command.run(options)
