@@ -19,7 +19,6 @@ from etcd_server import EtcdServer
 from waiting import eventually
 
 NUM_WORKERS, NUM_KILLED = 64, 20
-NUM_AT_ONCE = 8  # are started: an interpreter needs a second of processor time
 LISTED_S = 2.0  # promised: after the last has started
 NOTICED_S = 2.0  # promised: of workers whose connections end
 IDLE_S = 20.0
@@ -65,17 +64,13 @@ def play(deployment, door, services, worker_hosts, show):
     reference = ("--endpoint", "dyn://dynamo.alone.generate", "--model-name", ALONE)
     alone = deployment.mocker("--speedup-ratio", "50", *reference, host=services)
     frontend.await_models([ALONE])
-    workers = []
-    for number in range(NUM_WORKERS):
-        host = worker_hosts[number % len(worker_hosts)]
-        workers.append(deployment.mocker("--tick-ms", "20", host=host))
-        if len(workers) % NUM_AT_ONCE == 0:
-            eventually(
-                lambda: all(time_of_start(worker) for worker in workers[-NUM_AT_ONCE:]),
-                every_s=0.1,
-                what=f"start of {NUM_AT_ONCE} workers",
-            )
+    workers = [
+        deployment.mocker("--tick-ms", "20", host=worker_hosts[number % len(worker_hosts)])
+        for number in range(NUM_WORKERS)
+    ]
     num_listed = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
+    for worker in workers:
+        eventually(lambda worker=worker: time_of_start(worker), what=f"{worker.log}")
     last_start = max(time_of_start(worker) for worker in workers)
     eventually(
         lambda: frontend.metric(num_listed) == NUM_WORKERS, every_s=0.05, what="all are listed"

@@ -36,6 +36,7 @@ UNMARKED_WEIGHT = 0.1  # of a token in a text without marks: it may be a name
 FALSE_ALARMS = 0.02  # of the harmless texts that are kept back
 TERM_FRAMES, PLAIN_COPIES = 2, 6
 OUT = train.OUT / "exact"
+LEFT_OUT = (*train.LEFT_OUT, "bipia-clean")  # documents of which some hide an instruction
 
 
 class LoraLinear(torch.nn.Module):
@@ -193,7 +194,7 @@ def attack_rows(source: Path) -> list[texts.Row]:
     return [
         row
         for row in texts.read(source, "jailbreak_train")
-        if row["label"] != "harmful" and row["family"] not in train.LEFT_OUT
+        if row["label"] != "harmful" and row["family"] not in LEFT_OUT
     ]
 
 

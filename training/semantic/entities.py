@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dynamo.semantic.classifiers import entities
-from training.semantic import linear, texts
+from training.semantic import linear, requests, texts
 
 SEED = 20
 WIDTH, GROUP_WIDTH, HIDDEN = 16, 12, 48
@@ -19,6 +19,10 @@ NUM_EXAMS, NUM_CHATS = 2500, 1500  # texts without marks; their names are no per
 UNMARKED_NAME_WEIGHT = 0.05  # of a listed name in a text without marks: it may be one
 LABEL_WEIGHTS = torch.tensor([1.0, 2.5, 1.5])
 NUM_RENAMED = 3  # copies of a template with other names
+FRAME_LABELS = ("person", "none")
+NUM_FILLED = 25  # copies of a frame of our own
+_FRAMES = Path(__file__).with_name("name_frames.txt")
+_NAME_SLOT = re.compile(r"\{(person|first|last)\}")
 EPOCHS, BATCH = 8, 512
 MOST_HIDDEN = 1.3  # the share of words that are hidden in training is drawn from 0 to this
 _SMALL_WORD = re.compile(r"(?<![\w'])[a-z]{2,20}(?![\w'])")
@@ -32,7 +36,7 @@ def train(source: Path, names: Path, out: Path) -> None:
     torch.manual_seed(SEED)
     lists = read_lists(source, names)
     rows = texts.read(source, "pii_train")
-    samples = [*_marked(rows, lists, draw), *_unmarked(source, draw)]
+    samples = [*_marked(rows, lists, draw), *_framed(lists, draw), *_unmarked(source, draw)]
     vocabulary = _choose_vocabulary(samples)
     features = entities.TokenFeatures(lists, vocabulary)
     inputs, labels, weights = _encode(samples, features)
@@ -82,9 +86,7 @@ def _rename(
         pieces.append(text[position:start])
         written = text[start:end]
         if label == 1:
-            first, last = (draw.choice(entries).capitalize() for entries in lists[:2])
-            if draw.random() < 0.4:  # names that no list has
-                first, last = _invent(first, last), _invent(last, first)
+            first, last = _draw_name(lists, draw)
             initial = f"{last[0]}. " if draw.random() < 0.2 else ""
             is_whole = " " in written
             written = f"{first} {initial}{last}" if is_whole else draw.choice((first, last))
@@ -95,6 +97,35 @@ def _rename(
         position = end
     changed = "".join(pieces) + text[position:]
     return (changed.lower() if draw.random() < 0.1 else changed), renamed
+
+
+def _framed(lists: Sequence[Sequence[str]], draw: random.Random) -> Iterator[_Sample]:
+    """Yield sentences of our own, with names and without any."""
+    entries, frames = requests.read_frames(_FRAMES, FRAME_LABELS)
+    for frame in (*frames["person"], *frames["none"]):
+        for _ in range(NUM_FILLED):
+            yield _fill_names(requests.fill(frame, entries, draw), lists, draw)
+
+
+def _fill_names(frame: str, lists: Sequence[Sequence[str]], draw: random.Random) -> _Sample:
+    text, spans, position = "", [], 0
+    for slot in _NAME_SLOT.finditer(frame):
+        text += frame[position : slot.start()]
+        first, last = _draw_name(lists, draw)
+        middle = draw.choice(("", "", "", f"{last[0]} ", f"{first[-1].upper()}. "))
+        written = {"person": f"{first} {middle}{last}", "first": first, "last": last}[slot[1]]
+        spans.append((len(text), len(text) + len(written), 1))
+        text += written
+        position = slot.end()
+    text += frame[position:]
+    return (text.lower() if draw.random() < 0.1 else text), spans
+
+
+def _draw_name(lists: Sequence[Sequence[str]], draw: random.Random) -> tuple[str, str]:
+    first, last = (draw.choice(entries).capitalize() for entries in lists[:2])
+    if draw.random() < 0.4:  # names that no list has
+        first, last = _invent(first, last), _invent(last, first)
+    return first, last
 
 
 def _invent(name: str, other: str) -> str:

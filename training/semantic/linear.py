@@ -1,4 +1,8 @@
-"""Logistic regression over words, pairs of words and n-grams of letters, and its file of small integers."""
+"""Models over words, pairs of words and n-grams of letters, and their file of small integers.
+
+Each is logistic regression, beside which a network of one hidden layer over the same features may stand: it sees which
+words come together, and errs elsewhere. The scores are the weighted mean of both.
+"""
 
 import collections
 import dataclasses
@@ -6,12 +10,14 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from dynamo.semantic.classifiers import words
 
+SEED = 20
 Tokens = Sequence[str]
 
 
@@ -25,16 +31,22 @@ class FitSettings:
     ngram_weight: float = 0.5  # of the features made of letters beside those made of words
     penalty: float = 3e-6
     steps: int = 120
+    hidden_width: int = 0  # of the network; 0: there is none
+    hidden_share: float = 0.4  # of the network in the scores
+    hidden_steps: int = 60
+    hidden_penalty: float = 1e-5
+    dropout: float = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """A model before it is written: rows for entries and n-grams, and a bias."""
+    """A model before it is written. The columns of rows, n-grams and bias are the classes, then the hidden units."""
 
     entries: list[str]
     rows: np.ndarray
     ngrams: np.ndarray
     bias: np.ndarray
+    output: np.ndarray  # weights of hidden units [hidden, classes]
 
 
 def fit(
@@ -48,7 +60,16 @@ def fit(
     entries, idf = _choose_entries(texts, settings)
     num_entries = len(entries)
     matrix = _matrix(texts, {entry: n for n, entry in enumerate(entries)}, idf, settings)
-    full, bias = _minimise(matrix, labels, num_classes, settings, weights)
+    share = np.ones(len(labels)) if weights is None else weights
+    share = share / share.sum()
+    full, bias = _minimise(matrix, labels, num_classes, settings, share)
+    output = np.zeros((0, num_classes), np.float32)
+    if settings.hidden_width:
+        hidden = _fit_hidden(matrix, labels, num_classes, settings, share)
+        part = settings.hidden_share
+        full = np.hstack([full * (1 - part), hidden.weight])
+        bias = np.hstack([bias * (1 - part) + hidden.output_bias * part, hidden.bias])
+        output = hidden.output * part
     rows = full[:num_entries] * idf[:, None]
     ngrams = full[num_entries:] * settings.ngram_weight
     # a known word has the rows of its n-grams in its own
@@ -56,7 +77,7 @@ def fit(
         if entry.isalpha() and len(entry) > 1:
             buckets = [h % len(ngrams) for h in words.letter_ngrams(entry)]
             rows[number] += ngrams[buckets].sum(axis=0)
-    return Fitted(entries, rows, ngrams, bias)
+    return Fitted(entries, rows, ngrams, bias, output)
 
 
 def write(fitted: Fitted, classes: Sequence[str], path: Path) -> None:
@@ -73,6 +94,7 @@ def write(fitted: Fitted, classes: Sequence[str], path: Path) -> None:
         ngrams=ngrams,
         ngram_scale=ngram_scale,
         bias=fitted.bias.astype(np.float32),
+        output=fitted.output.astype(np.float32),
     )
 
 
@@ -131,12 +153,11 @@ def _minimise(
     labels: np.ndarray,
     num_classes: int,
     settings: FitSettings,
-    weights: np.ndarray | None,
+    shares: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return weights [features, classes] and bias that minimise the penalised cross entropy, by L-BFGS."""
     target = torch.nn.functional.one_hot(torch.tensor(labels), num_classes).float()
-    share = torch.ones(len(labels)) if weights is None else torch.tensor(weights).float()
-    share = (share / share.sum())[:, None]
+    share = torch.tensor(shares).float()[:, None]
     transposed = matrix.to_sparse_coo().t().to_sparse_csr()
     weight = torch.zeros(matrix.shape[1], num_classes, requires_grad=True)
     bias = torch.zeros(num_classes, requires_grad=True)
@@ -155,3 +176,55 @@ def _minimise(
 
     optimiser.step(closure)
     return weight.detach().numpy(), bias.detach().numpy()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hidden:
+    weight: np.ndarray  # [features, hidden]
+    bias: np.ndarray
+    output: np.ndarray  # [hidden, classes]
+    output_bias: np.ndarray
+
+
+class _Product(torch.autograd.Function):
+    """The product of a sparse matrix with weights; its transpose is at hand for the gradient."""
+
+    @staticmethod
+    def forward(
+        context: Any, weight: torch.Tensor, matrix: torch.Tensor, transposed: torch.Tensor
+    ) -> torch.Tensor:
+        context.transposed = transposed
+        return matrix @ weight
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return context.transposed @ gradients[0], None, None
+
+
+def _fit_hidden(
+    matrix: torch.Tensor,
+    labels: np.ndarray,
+    num_classes: int,
+    settings: FitSettings,
+    shares: np.ndarray,
+) -> _Hidden:
+    """Return a network of one hidden layer with rectified units, fitted by Adam with dropout on all texts at once."""
+    torch.manual_seed(SEED)
+    width = settings.hidden_width
+    transposed = matrix.to_sparse_coo().t().to_sparse_csr()
+    weight = (torch.randn(matrix.shape[1], width) * 0.01).requires_grad_()
+    bias = torch.zeros(width, requires_grad=True)
+    output = (torch.randn(width, num_classes) * 0.35).requires_grad_()
+    output_bias = torch.zeros(num_classes, requires_grad=True)
+    optimiser = torch.optim.Adam([weight, bias, output, output_bias], lr=0.01)
+    target, share = torch.tensor(labels), torch.tensor(shares).float()
+    for _ in range(settings.hidden_steps):
+        units = torch.relu(_Product.apply(weight, matrix, transposed) + bias)
+        scores = torch.nn.functional.dropout(units, settings.dropout) @ output + output_bias
+        losses = torch.nn.functional.cross_entropy(scores, target, reduction="none")
+        loss = (share * losses).sum() + settings.hidden_penalty * (weight**2).sum()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    parts = (weight, bias, output, output_bias)
+    return _Hidden(*(part.detach().numpy() for part in parts))

@@ -14,11 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from dynamo.semantic.classifiers import attacks, profile, words
-from training.semantic import entities, linear, texts
+from training.semantic import entities, linear, requests, texts
 
 ATTACK_SETTINGS = linear.FitSettings(
-    max_entries=25_000, ngram_buckets=2**14, ngram_weight=0.3, penalty=1e-5, steps=80
+    max_entries=60_000,
+    ngram_buckets=2**16,
+    ngram_weight=1.0,
+    penalty=3e-5,
+    steps=80,
+    hidden_width=12,
 )
+MOST_SMALL, SMALL_WEIGHT = 4, 0.5  # small windows of one long text beside its large ones
 SEED = 20
 FRAGMENTS, LEAST_WORDS, MOST_WORDS = 3, 5, 16
 FRAGMENT_WEIGHT = 0.25
@@ -40,9 +46,16 @@ FRAMES = (  # how people ask of a term
     "How do I {}?",
     "What is the difference between {} and the rest?",
 )
-SHORT_SOURCES = ("mmlu", "clinc150", "banking77", "gsm8k")  # too easy to set a threshold by
-FALSE_ALARMS = (0.02, 0.005)  # among the other harmless texts, by the windows of each size alone
-LEFT_OUT = ("harmful", "indirect", "bipia-clean")  # what words cannot tell apart, or no attack
+SHORT_SOURCES = (
+    "mmlu",
+    "clinc150",
+    "banking77",
+    "gsm8k",
+    "frames",
+    "sprinkled",
+)  # to set a threshold by
+FALSE_ALARMS = (0.02, 0.003)  # among the other harmless texts, by the windows of each size alone
+LEFT_OUT = ("harmful", "indirect")  # what words cannot tell from harmless texts
 OUT = profile.WEIGHTS
 
 
@@ -108,6 +121,7 @@ def train_attacks(source: Path, out: Path) -> None:
         for row in texts.read(source, "jailbreak_train")
         if row["label"] != "harmful" and row["family"] not in LEFT_OUT
     ]
+    rows += requests.make_requests(rows)
     path = out / "attacks.npz"
     _fit_windows([row for row in rows if not texts.is_held_out(row["cluster"])], path)
     offsets = _calibrate([row for row in rows if texts.is_held_out(row["cluster"])], path)
@@ -118,13 +132,19 @@ def train_attacks(source: Path, out: Path) -> None:
 
 def _fit_windows(rows: Sequence[texts.Row], path: Path) -> None:
     samples, labels, weights = [], [], []
+    draw = random.Random(SEED)
     for row, tokens in zip(rows, _tokens(rows), strict=True):
         is_attack = row["label"] in ("jailbreak", "injection")
-        starts, ends = words.window_bounds(max(1, len(tokens)), attacks.WINDOW_SIZES[:1])
-        for start, end in zip(starts, ends, strict=True):
-            samples.append(tokens[start:end])
-            labels.append(int(is_attack))
-            weights.append((2.0 if is_attack else 1.0) / len(starts) ** 0.7)
+        large, small = (
+            list(zip(*words.window_bounds(max(1, len(tokens)), (size,)), strict=True))
+            for size in attacks.WINDOW_SIZES
+        )
+        small = draw.sample(small, min(MOST_SMALL, len(small))) if len(small) > 1 else []
+        for windows, share in ((large, 1.0), (small, SMALL_WEIGHT)):
+            for start, end in windows:
+                samples.append(tokens[start:end])
+                labels.append(int(is_attack))
+                weights.append((2.0 if is_attack else 1.0) * share / len(windows) ** 0.7)
     fitted = linear.fit(samples, np.array(labels), 2, ATTACK_SETTINGS, np.array(weights))
     linear.write(fitted, ("benign", "attack"), path)
 

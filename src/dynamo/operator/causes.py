@@ -25,9 +25,6 @@ _ORDER = (
 )  # fmt: skip
 
 
-EXPECTED = ("Downloading", "Loading", "Starting", "Waiting")  # of a start in which nothing is wrong
-
-
 @dataclass(frozen=True, slots=True)
 class Cause:
     """Why a component is not ready."""

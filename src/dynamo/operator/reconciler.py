@@ -212,7 +212,6 @@ class Reconciler:
             return
         now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         metadata = root["metadata"]
-        is_expected = new["status"] == "True" or new["reason"] in causes.EXPECTED
         event = {
             "apiVersion": "v1",
             "kind": "Event",
@@ -229,7 +228,7 @@ class Reconciler:
             },
             "reason": new["reason"],
             "message": new["message"][:1024],
-            "type": "Normal" if is_expected else "Warning",
+            "type": "Normal" if new["status"] == "True" else "Warning",
             "source": {"component": FIELD_MANAGER},
             "firstTimestamp": now,
             "lastTimestamp": now,

@@ -15,6 +15,7 @@ def types_of(text):
         ("amex 378282246310005", "CREDIT_CARD"),
         ("IBAN GB29 NWBK 6016 1331 9268 19", "IBAN_CODE"),
         ("send it to FR7630006000011234567890189", "IBAN_CODE"),
+        ("pay rahul.k@oksbi by UPI", "EMAIL_ADDRESS"),
         ("SSN 536-90-4399", "US_SSN"),
         ("my social security number is 536904399", "US_SSN"),
         ("from 192.168.10.7", "IP_ADDRESS"),
@@ -45,6 +46,12 @@ def test_personal_data_is_found(text, kind):
         "add 100 200 300 and 400",
         "Dear Sir or Madam",
         "0.123456789012345",
+        "Suite 680 36 4022 Oakridge",
+        "routing number 124003116",
+        "her Aadhar number '98765432100001'",
+        "federal tax ID number 98-7654321",
+        "ssh admin@server and root@localhost",
+        "the IBAN is a number of a bank account",
     ],
 )
 def test_harmless_numbers_and_words_pass(text):

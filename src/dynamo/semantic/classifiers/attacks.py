@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dynamo.semantic.classifiers import words
+from dynamo.semantic.classifiers import disguises, words
 
 WINDOW_SIZES = (512, 96)  # tokens; the small ones find a short attack inside a long text
 USUAL_MARGIN = math.log(0.7 / 0.3)  # the log odds of the published threshold, 0.7
+_AROUND = 100  # characters before and behind a rule's match that are judged with it
 _RULES = {
     "ignore-instructions": re.compile(
         r"\b(?:ignore|disregard|forget|override|bypass|skip)\b.{0,40}?\b(?:all|any|every|previous|prior|above|"
@@ -57,7 +58,7 @@ class AttackScore:
 class AttackClassifier:
     """Finds attacks anywhere in a text: the risk is that of its worst window."""
 
-    rule_margin = 1.0  # added to the log odds for each rule that matches, three at most
+    rule_margin = 2.0  # added to the log odds for each rule that matches, three at most
 
     def __init__(self, path: Path) -> None:
         self._model = words.WordModel(path)
@@ -65,22 +66,45 @@ class AttackClassifier:
             self._offsets = [float(offset) for offset in stored["offsets"]]
 
     def classify(self, text: str) -> AttackScore:
-        """Return the risk of a text of any length."""
+        """Return the risk of a text of any length, and of what it hides in base64 or behind spaces."""
         tokenized = words.tokenize(text)
-        margin = -math.inf
-        rows = self._model.token_rows(tokenized)
-        for size, offset in zip(WINDOW_SIZES, self._offsets, strict=True):
-            logits = self._model.window_logits(rows, (size,))
-            margin = max(margin, float((logits[:, 1] - logits[:, 0]).max()) - offset)
-        rules = matching_rules(text[: words.MAX_TOKENS * 16])
-        margin += self.rule_margin * min(3, len(rules))
+        subject = text[: words.MAX_TOKENS * 16]
+        margin, rules = self._margin(tokenized, subject)
+        for hidden in disguises.read_disguised(subject):
+            hidden_margin, hidden_rules = self._margin(words.tokenize(hidden), hidden)
+            margin = max(margin, hidden_margin)
+            rules += tuple(rule for rule in hidden_rules if rule not in rules)
         risk = 1 / (1 + math.exp(-max(-50.0, min(50.0, margin))))
         return AttackScore(
             risk, "jailbreak" if risk >= 0.5 else "benign", rules, tokenized.is_complete
         )
 
+    def _margin(self, tokenized: words.TokenizedText, text: str) -> tuple[float, tuple[str, ...]]:
+        """Return the log odds of the worst window, and the rules that match.
+
+        What stands around a rule's match is judged alone, too: words before and behind do not outweigh it.
+        """
+        rows = self._model.token_rows(tokenized)
+        lowered = text.lower()
+        matches = _find_rules(lowered)
+        margin = -math.inf
+        for size, offset in zip(WINDOW_SIZES, self._offsets, strict=True):
+            logits = self._model.window_logits(rows, (size,))
+            margin = max(margin, float((logits[:, 1] - logits[:, 0]).max()) - offset)
+        if len(rows) > WINDOW_SIZES[1]:
+            for match in matches.values():
+                start = max(0, match.start() - _AROUND)
+                piece = words.split(lowered[start : match.end() + _AROUND])
+                logits = self._model.logits(words.pair_words(piece))
+                margin = max(margin, float(logits[1] - logits[0]) - self._offsets[0])
+        return margin + self.rule_margin * min(3, len(matches)), tuple(matches)
+
 
 def matching_rules(text: str) -> tuple[str, ...]:
     """Return the names of the rules that match somewhere in the text."""
-    lowered = text.lower()
-    return tuple(name for name, pattern in _RULES.items() if pattern.search(lowered))
+    return tuple(_find_rules(text.lower()))
+
+
+def _find_rules(lowered: str) -> dict[str, re.Match[str]]:
+    found = ((name, pattern.search(lowered)) for name, pattern in _RULES.items())
+    return {name: match for name, match in found if match is not None}

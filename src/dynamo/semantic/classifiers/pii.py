@@ -49,6 +49,7 @@ def _finders(text: str) -> Iterator[Iterator[PiiSpan]]:
     has_digits = _DIGITS.search(text) is not None
     if "@" in text:
         yield _search("EMAIL_ADDRESS", _EMAIL, text, lambda _: 1.0)
+        yield _search("EMAIL_ADDRESS", _PAYMENT_ADDRESS, text, lambda _: 0.9)
     if has_digits:
         yield _search_ibans(text)
         yield _search("CREDIT_CARD", _CARD, text, _check_card)
@@ -77,9 +78,15 @@ _DIGITS = re.compile(r"\d")
 _EMAIL = re.compile(
     r"(?<![\w.+-])[\w.+%'-]{1,64}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,8}[A-Za-z]{2,24}(?![\w-])"
 )
+_PAYMENT_ADDRESS = re.compile(  # of a person at a bank of India (UPI): the address has no top-level domain
+    r"(?<![\w.+-])[\w.-]{2,64}@(?:ok(?:sbi|axis|icici|hdfcbank)|ybl|ibl|axl|apl|upi|paytm|sbi|icici|hdfcbank|"
+    r"axisbank)(?![\w.-]*\w)"
+)
 _IBAN_START = re.compile(r"(?<![A-Za-z0-9])[A-Za-z]{2}\d{2}(?=[ -]?[A-Za-z0-9])")
 _CARD = re.compile(r"(?<![\w.-])(?:[2-6]\d{3}|1800)(?:[ -]?\d){8,15}(?![\w-])")
-_SSN = re.compile(r"(?<![\w-])(\d{3})([- ])(\d{2})\2(\d{4})(?![\w-])")
+_SSN = re.compile(
+    r"(?<![\w-])(?<!Suite )(?<!Apt )(?<!Apt\. )(?<!Unit )(\d{3})([- ])(\d{2})\2(\d{4})(?![\w-])"
+)
 _NEAR_SSN = re.compile(
     r"\b(?:ssn|social[ -]security(?: (?:number|no\.?|#))?)\b[^\w\n]{0,4}(?:is|:|=|#)?[^\w\n]{0,4}"
     r"(\d{3}[- ]?\d{2}[- ]?\d{4})(?!\d)",
@@ -90,6 +97,17 @@ _IPV6 = re.compile(r"(?<![\w:.])(?=[\w.]*:[\w.]*:)[0-9A-Fa-f:]{2,39}(?![\w:])")
 _PHONE = re.compile(
     r"(?<![\w.$€£#/:=-])(?:\+|00)?\(?\d{1,4}\)?(?:[ .-]?\(?\d{1,5}\)?){1,5}(?:,? ?(?:x|"
     r"ext\.?) ?\d{1,6})?(?![\w%]|[.,/:-]\d)",
+    re.IGNORECASE,
+)
+_PHONE_WORD = re.compile(
+    r"\b(?:phone|call|tel|telephone|mobile|cell|fax|number|whatsapp|text|dial|contact|answering|reach|messages?|sms|"
+    r"registered)\b[^\n]{0,40}$",
+    re.IGNORECASE,
+)
+_OTHER_NUMBER = re.compile(  # names of numbers that are no telephone's, just before one
+    r"\b(?:aadh?ar|aadhaar|routing|tax|account|id|identification|order|invoice|policy|case|ticket|reference|serial|"
+    r"passport|licen[cs]e|part|tracking|customer|member(?:ship)?|flight|model|room)\b"
+    r"(?: (?:id|number|no\.?|#))*[^\w\n]{0,4}(?:is )?[^\w\n]{0,2}$",
     re.IGNORECASE,
 )
 _LICENCE = re.compile(
@@ -177,6 +195,7 @@ def _check_phone(match: re.Match[str]) -> float:
     written = match[0]
     number = re.split(r",? ?(?:x|ext)", written, flags=re.IGNORECASE)[0]
     groups = re.findall(r"\d+", number)
+    before = match.string[max(0, match.start() - 60) : match.start()]
     num_digits = sum(map(len, groups))
     if not 7 <= num_digits <= 15:
         return 0.0
@@ -187,13 +206,7 @@ def _check_phone(match: re.Match[str]) -> float:
         return 0.9
     if sizes[-3:] == [3, 3, 4] or sizes == [3, 4, 4]:
         return 0.9
-    has_word = re.search(
-        r"\b(?:phone|call|tel|telephone|mobile|cell|fax|number|whatsapp|text|dial|contact|answering|"
-        r"reach|messages?|sms|registered)\b[^\n]{0,40}$",
-        match.string[max(0, match.start() - 60) : match.start()],
-        re.IGNORECASE,
-    )
-    if has_word is not None:
+    if _PHONE_WORD.search(before) and not _OTHER_NUMBER.search(before):
         return 0.85
     is_grouped = 3 <= len(groups) <= 5 and all(2 <= size <= 4 for size in sizes)
     return 0.75 if is_grouped and re.match(r"0[1-9]", groups[0]) and num_digits >= 9 else 0.0

@@ -3,7 +3,8 @@
 A model gives each word and each pair of neighbouring words a row of weights, one weight for each class. Words that it
 does not know get a row made of their n-grams of letters, from a hashed table. The score of a stretch of text is the sum
 of its rows, divided by the root of their number. Because sums are all that is needed, running totals give the scores of
-any number of overlapping windows for the price of one pass.
+any number of overlapping windows for the price of one pass. A model may have hidden units beside the classes: columns
+of the same rows, whose sums, where they are positive, are added to the classes with weights.
 """
 
 import itertools
@@ -46,10 +47,14 @@ def tokenize(text: str) -> TokenizedText:
     Pictures (emoji) and the like are no tokens: no number of them hides what stands between.
     """
     limit = MAX_TOKENS * 16  # characters; bounds the work for a text without spaces
-    tokens = _TOKEN.findall(text[:limit].lower())
+    tokens = split(text[:limit].lower())
     is_complete = len(text) <= limit and len(tokens) <= MAX_TOKENS
-    words = [_DIGIT if token.isdigit() else token for token in tokens[:MAX_TOKENS]]
-    return pair_words(words)._replace(is_complete=is_complete)
+    return pair_words(tokens[:MAX_TOKENS])._replace(is_complete=is_complete)
+
+
+def split(lowered: str) -> list[str]:
+    """Return the words, digits and signs of a text that is in lower case already."""
+    return [_DIGIT if token.isdigit() else token for token in _TOKEN.findall(lowered)]
 
 
 def letter_ngrams(word: str) -> list[int]:
@@ -77,11 +82,12 @@ class WordModel:
             self._bias: Any = stored["bias"]
             self._ngrams: Any = stored["ngrams"]
             self._ngram_scale: Any = stored["ngram_scale"]
+            self._output: Any = stored["output"]  # [hidden units, classes]
         self._index = {entry: number for number, entry in enumerate(vocabulary)}
         self._unknown_row = lru_cache(_MAX_UNKNOWN_WORDS // 10)(self._compute_row)
 
     def token_rows(self, text: TokenizedText) -> Any:
-        """Return a row for each word, float32 [words, classes]: that of the word and of the pair that it ends."""
+        """Return a row for each word, float32 [words, columns]: that of the word and of the pair that it ends."""
         find, none = self._index.get, len(self._index)
         words = [find(word, none) for word in text.words]
         rows = self._rows[words].astype(np.float32)
@@ -96,8 +102,10 @@ class WordModel:
     def logits(self, text: TokenizedText) -> Any:
         """Return the score of each class for the whole text, float32 [classes]."""
         if not text.words:
-            return self._bias
-        return self.token_rows(text).sum(axis=0) / np.sqrt(len(text.words)) + self._bias
+            return self._score(self._bias)
+        return self._score(
+            self.token_rows(text).sum(axis=0) / np.sqrt(len(text.words)) + self._bias
+        )
 
     def window_logits(self, rows: Any, sizes: Sequence[int]) -> Any:
         """Return the scores of overlapping windows of a text by its rows, float32 [windows, classes]; at least one.
@@ -105,12 +113,17 @@ class WordModel:
         Windows of each size overlap by half; the whole text is one more if it is no longer than the largest size.
         """
         if not len(rows):
-            return self._bias[None]
+            return self._score(self._bias[None])
         totals: Any = np.zeros((len(rows) + 1, len(self._bias)), np.float64)
         np.cumsum(rows, axis=0, out=totals[1:])
         starts, ends = window_bounds(len(rows), tuple(sizes))
         spans = (totals[ends] - totals[starts]) / np.sqrt(ends - starts)[:, None]
-        return spans.astype(np.float32) + self._bias
+        return self._score(spans.astype(np.float32) + self._bias)
+
+    def _score(self, sums: Any) -> Any:
+        """Return the scores of the classes from the sums of all columns."""
+        num_classes = len(self.classes)
+        return sums[..., :num_classes] + np.maximum(sums[..., num_classes:], 0) @ self._output
 
     def _compute_row(self, word: str) -> Any:
         buckets = [number % len(self._ngrams) for number in letter_ngrams(word)]

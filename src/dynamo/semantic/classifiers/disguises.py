@@ -1,0 +1,63 @@
+"""Texts written inside of a text in another alphabet: base64, hexadecimal digits, and letters set apart.
+
+A model reads these, so guards read them, too. A piece counts only if what comes out is text in printable characters
+with letters for the most part; random bytes, keys and pictures are none.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator
+
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{24,}(?:\r?\n[A-Za-z0-9+/_-]{4,})*={0,2}")
+_HEXADECIMAL = re.compile(r"(?:[0-9A-Fa-f]{2}){16,}")
+_NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/]")
+_APART = re.compile(r"(?<!\S)(?:[^\W\d_][ .*|-]{1,3}){8,}[^\W\d_](?!\S)")
+_GAP = re.compile(r"(?<=\S)[ .*|-](?=\S)")  # between two letters of one word
+_MOST_PIECES = 64  # that are read of one text
+_LEAST_LETTERS = 0.6  # letters and spaces of all characters
+_MOST_DEPTH = 2  # base64 within base64
+
+
+def read_disguised(text: str, depth: int = 0) -> Iterator[str]:
+    """Yield the texts that a text hides. Together they are no longer than the text."""
+    for number, match in enumerate(_BASE64.finditer(text)):
+        if number == _MOST_PIECES or depth == _MOST_DEPTH:
+            break
+        inner = _decode(match[0])
+        if inner is not None:
+            yield inner
+            yield from read_disguised(inner, depth + 1)
+    for number, match in enumerate(_APART.finditer(text)):
+        if number == _MOST_PIECES:
+            break
+        yield _GAP.sub("", match[0])
+
+
+def _decode(piece: str) -> str | None:
+    """Return the text that hexadecimal digits or base64 stand for; None where it is no text."""
+    joined = "".join(piece.split()).rstrip("=")
+    if _HEXADECIMAL.fullmatch(joined):
+        return _as_text(bytes.fromhex(joined))
+    if joined.isalpha() and (joined.islower() or joined.isupper()):
+        return None  # a long word
+    plain = joined.replace("-", "+").replace("_", "/")
+    if _NOT_BASE64.search(plain):
+        return None
+    whole = plain[: len(plain) // 4 * 4] if len(plain) % 4 == 1 else plain
+    try:
+        return _as_text(base64.b64decode(whole + "=" * (-len(whole) % 4)))
+    except binascii.Error:
+        return None
+
+
+def _as_text(data: bytes) -> str | None:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:  # the piece may have been cut within a letter
+        if error.start < len(data) - 4:
+            return None
+        text = data[: error.start].decode("utf-8")
+    num_letters = sum(sign.isalpha() or sign.isspace() for sign in text)
+    is_text = text.replace("\n", "").replace("\t", "").replace("\r", "").isprintable()
+    return text if text and is_text and num_letters >= _LEAST_LETTERS * len(text) else None
