@@ -1,6 +1,6 @@
 """The health of a worker: its metrics, its system port, and the probe of a quiet engine.
 
-GET /live       200 as long as the event loop of the process runs; 503 for a start that stands still (`startup`)
+GET /live       200 as long as the event loop of the process runs; during a start, `startup` answers
 GET /health     200 once the worker serves; 503 before, while it drains, while it sleeps and after its engine died
 GET /metrics    the metrics, in Prometheus's format
 POST /engine/drain   end the process as SIGTERM does: it leaves discovery and finishes its requests
@@ -60,7 +60,6 @@ class SystemPort:
         self._is_ready = is_ready
         self._uptime_s = uptime_s
         self._render = render
-        self._progress: startup.StartProgress | None = None
         table = {
             ("GET", "/live"): self._live,
             ("GET", "/health"): self._health,
@@ -76,9 +75,8 @@ class SystemPort:
         """Listen and return the port, which the system chooses for 0. Raises ConfigError if the port is taken."""
         return await self._server.start(host, port, port_flag="--system-port")
 
-    async def start_on(self, listener: socket.socket, progress: startup.StartProgress) -> None:
-        """Go on at the socket of a `startup.StartPort`, and show this progress until it is over."""
-        self._progress = progress
+    async def start_on(self, listener: socket.socket) -> None:
+        """Go on at the socket of a `startup.StartPort`."""
         await self._server.start_on(listener)
 
     async def close(self) -> None:
@@ -86,8 +84,7 @@ class SystemPort:
         await self._server.close()
 
     def _live(self, request: exchange.Exchange) -> None:
-        is_stalled = self._progress is not None and self._progress.is_stalled()
-        request.respond(503 if is_stalled else 200, self._status_body())
+        request.respond(200, self._status_body())
 
     def _health(self, request: exchange.Exchange) -> None:
         request.respond(200 if self._is_ready() else 503, self._status_body())
@@ -101,11 +98,8 @@ class SystemPort:
 
     def _status_body(self) -> bytes:
         status = "ready" if self._is_ready() else "notready"
-        report = self._progress.report() if self._progress is not None else None
-        start = {"startup": report} if report else {}
-        return startup.render_status(
-            status, self._uptime_s(), endpoints=dict.fromkeys(self._endpoints, status), **start
-        )
+        endpoints = dict.fromkeys(self._endpoints, status)
+        return startup.render_status(status, self._uptime_s(), endpoints=endpoints)
 
 
 async def respond(request: exchange.Exchange, command: Awaitable[Mapping[str, object]]) -> None:

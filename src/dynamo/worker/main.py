@@ -115,13 +115,13 @@ async def _serve(
                     "/health does not wait for %s (--system-use-endpoint-health-status), which workers do not serve",
                     ", ".join(absent),
                 )
-            if start_port is not None:
-                await served.system_port.start_on(start_port.release(), progress)
             async with _announced_start(runtime, worker):
                 # until here a signal ends the process at once: nothing runs yet
                 await served.start()
                 stop = process_setup.stop_on_signals()
             progress.finish()
+            if start_port is not None:  # not before: engines block the event loop while they load
+                await served.system_port.start_on(start_port.release())
             await served.run_until(stop)
         finally:
             await served.stop(worker.graceful_shutdown_timeout_s, worker.grace_period_s)

@@ -5,8 +5,8 @@ its system port before it does anything else, and `/live` is 200 while the start
 hub's cache grows, which it does too if another process fetches the model there, and while this process and its children
 compute or read. An engine that spins in a deadlock is taken for one that computes.
 
-`StartPort` answers from a thread while the process imports and downloads, and then leaves its socket to the worker's
-system port, so no connection is refused in between.
+`StartPort` answers from a thread until the worker serves, since engines block the event loop while they load, and then
+leaves its socket to the worker's system port, so no connection is refused in between.
 """
 
 import contextlib
