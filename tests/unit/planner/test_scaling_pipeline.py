@@ -189,6 +189,14 @@ def test_worker_keeps_its_role_where_a_start_is_quicker_or_it_cannot_change(role
     assert pipeline.decide(changeable(2, 2, role_change_s)).role_changes == 0
 
 
+def test_only_worker_that_serves_keeps_its_role_while_another_starts():
+    decode = PoolState(num_ready=1, starting_since=(0.0,), startup_s=30.0, role_change_s=2.0)
+    decision = make(FixedPolicy(2, 1)).decide(changeable(1, 1, decode=decode))
+
+    assert decision.role_changes == 0
+    assert decision.replicas.decode == 1
+
+
 def test_quarter_of_a_pool_changes_at_a_time_and_nothing_starts_instead_of_the_rest():
     decision = make(FixedPolicy(4, 4)).decide(changeable(0, 8))
 
