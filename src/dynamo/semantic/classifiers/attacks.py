@@ -44,6 +44,20 @@ _RULES = {
     ),
 }
 
+_NEEDED = {  # of which a text has one, or the rule cannot match: looking for them costs a tenth of the pattern
+    "ignore-instructions": ("ignore", "disregard", "forget", "override", "bypass", "skip"),
+    "no-restrictions": (
+        *("restriction", "limitation", "filter", "censorship", "guideline", "ethic", "moral"),
+        *("safeguard", "policies"),
+    ),
+    "persona": (
+        *("do anything now", "developer mode", "jailbr", "god mode", "dan mode", "evil "),
+        *("unfiltered", "stay in character", "no longer"),
+    ),
+    "never-refuse": ("refuse", "reject", "decline", "say ", "apologi", "break character"),
+    "reveal-prompt": ("prompt", "instruction"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class AttackScore:
@@ -106,5 +120,9 @@ def matching_rules(text: str) -> tuple[str, ...]:
 
 
 def _find_rules(lowered: str) -> dict[str, re.Match[str]]:
-    found = ((name, pattern.search(lowered)) for name, pattern in _RULES.items())
+    found = (
+        (name, pattern.search(lowered))
+        for name, pattern in _RULES.items()
+        if any(needed in lowered for needed in _NEEDED[name])
+    )
     return {name: match for name, match in found if match is not None}
