@@ -13,14 +13,22 @@ WORDS = ["good", "bad", "word"]
 CONFIG = f"""
 default_model: {MODEL}
 prompt_guard: {{enabled: true, threshold: 1.0, on_error: block, model_id: attack}}
+bert_model: {{model_id: sentences}}
+embedding_rules: [{{name: rude, threshold: 0.99, candidates: [bad word]}}]
+decisions:
+  - name: rude_decision
+    rules: {{conditions: [{{type: embedding, name: rude}}]}}
+    modelRefs: [{{model: {MODEL}}}]
 """
 
 
 @pytest.fixture
 def config(tmp_path):
-    """Return a configuration whose guard is an encoder with random weights."""
+    """Return a configuration whose guard and embeddings are encoders with random weights."""
     checkpoints.make_classifier(tmp_path / "attack", "modernbert", "sequence", ("benign", "attack"))
     (tmp_path / "attack" / "tokenizer.json").write_text(tokenizer_files.wordpiece(WORDS))
+    checkpoints.make_encoder(tmp_path / "sentences", "bert")
+    (tmp_path / "sentences" / "tokenizer.json").write_text(tokenizer_files.wordpiece(WORDS))
     path = tmp_path / "router.yaml"
     path.write_text(CONFIG)
     return path
@@ -58,6 +66,9 @@ def test_router_and_frontend_ask_the_encoder_and_block_when_it_is_gone(deploymen
     eventually(
         lambda: "x-vsr-jailbreak-blocked" not in ask_frontend().headers, what="a request passes"
     )
+    headers = ask_frontend().headers
+    assert headers["x-vsr-matched-embeddings"] == "rude"
+    assert headers["x-vsr-selected-decision"] == "rude_decision"
     risk = ask_router().json()["risk_score"]
     assert 0 < risk < 1
     encoder.kill()

@@ -94,6 +94,8 @@ def explain(made: "router.SemanticRouter", text: str, model: str) -> Iterator[st
     body = msgspec.json.encode({"model": model, "messages": [message]})
     signals = made.find_signals(text)
     yield f"keyword rule: {signals.keyword_rule or 'none'}"
+    if made.settings.embedding_rules:
+        yield f"embedding rule: none ({signals.missing_embedding})"
     if signals.domain_score is not None:
         probabilities = signals.domain_score.probabilities.items()
         best = sorted(probabilities, key=lambda item: -item[1])[:3]

@@ -93,6 +93,8 @@ class ClassificationApi:
         if not router.loaded.uses_encoders:
             return self._profile
         inputs = router.list_inputs_for(dict.fromkeys(_CLASSIFIERS[task], texts))
+        if encoder_labels.DOMAIN in _CLASSIFIERS[task]:  # the model is recommended, too
+            inputs += router.list_embedding_inputs(texts)
         return await self._routing.ask_encoders_for(inputs)
 
     def classify_intent(

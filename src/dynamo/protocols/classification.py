@@ -1,4 +1,4 @@
-"""The messages between the semantic router and the process of its encoders: texts in, probabilities of labels out."""
+"""The messages between the semantic router and the process of its encoders: texts in, labels or vectors out."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ COMPONENT, ENDPOINT = "semantic_encoder", "classify"
 
 
 class ClassifierInput(msgspec.Struct, frozen=True, array_like=True):
-    """A text for one of the classifiers: domain, attack or pii."""
+    """A text for one of the classifiers: domain, attack or pii; or for the embedding."""
 
     classifier: str
     text: str
@@ -33,6 +33,7 @@ class TextLabels(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     windows: tuple[tuple[float, ...], ...] = ()  # the probabilities of the labels in each window
     spans: tuple[LabeledSpan, ...] = ()  # of a token classifier, in the place of windows
+    vector: bytes = b""  # of the embedding: little-endian 32-bit floats, of length 1 together
     is_complete: bool = True  # all of the text was read
 
 

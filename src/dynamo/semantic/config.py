@@ -35,6 +35,15 @@ class ModelPreference(_Section, frozen=True, kw_only=True):
     use_reasoning: bool | None = None
 
 
+class EmbeddingRule(_Section, frozen=True, kw_only=True):
+    """A signal that is present if the text is similar to the candidates: to one (any, max), or to all (mean)."""
+
+    name: str
+    threshold: Share = 0.7
+    candidates: list[str] = []
+    aggregation_method: Literal["mean", "max", "any"] = "max"
+
+
 class Category(_Section, frozen=True, kw_only=True):
     """A domain by a name of one's own, as a set of the classifier's categories."""
 
@@ -275,10 +284,18 @@ class CacheSettings(_Section, frozen=True, kw_only=True):
 
 
 class BertModel(_Section, frozen=True, kw_only=True):
-    """The original's embedding model. Only the threshold is used, by the cache."""
+    """The embedding model: its directory, and the threshold of the cache."""
 
     model_id: str = ""
     threshold: Share = 0.8
+    use_cpu: bool = True
+
+
+class EmbeddingModels(_Section, frozen=True, kw_only=True):
+    """Other embedding models; the first directory of `bert_model` and these is used."""
+
+    qwen3_model_path: str = ""
+    gemma_model_path: str = ""
     use_cpu: bool = True
 
 
@@ -322,7 +339,7 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
     model_config: dict[str, ModelSettings] = {}
     categories: list[Category] = []
     keyword_rules: list[KeywordRule] = []
-    embedding_rules: list[dict[str, Any]] = []
+    embedding_rules: list[EmbeddingRule] = []
     fact_check_rules: list[dict[str, Any]] = []
     user_feedback_rules: list[dict[str, Any]] = []
     preference_rules: list[dict[str, Any]] = []
@@ -332,7 +349,7 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
     prompt_guard: PromptGuard = PromptGuard()
     encoders: EncoderSettings = EncoderSettings()
     semantic_cache: CacheSettings = CacheSettings()
-    embedding_models: dict[str, Any] = {}
+    embedding_models: EmbeddingModels = EmbeddingModels()
     feedback_detector: dict[str, Any] = {}
     hallucination_mitigation: dict[str, Any] = {}
     tools: dict[str, Any] = {}

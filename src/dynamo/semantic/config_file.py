@@ -22,8 +22,8 @@ AGE CREDIT_CARD DATE_TIME DOMAIN_NAME EMAIL_ADDRESS GPE IBAN_CODE IP_ADDRESS NRP
 PERSON PHONE_NUMBER STREET_ADDRESS TITLE US_DRIVER_LICENSE US_SSN ZIP_CODE
 """
 PII_TYPES = frozenset(_TYPE_TABLE.split())
-_SIGNALS = ("keyword", "domain")
-_NO_EFFECT = ("embedding_models", "mom_registry", "response_api", "observability")
+_SIGNALS = ("keyword", "embedding", "domain")
+_NO_EFFECT = ("mom_registry", "response_api", "observability")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,13 @@ class LoadedConfig:
     plugins: dict[str, dict[str, Any]]  # by decision, then by type: the decoded configuration
     notes: tuple[str, ...] = field(default=())
     encoders: dict[str, encoder_labels.EncoderModel] = field(default_factory=dict)
+    embedder: Path | None = None  # the directory of the embedding model, where one is needed
 
     @property
     def uses_encoders(self) -> bool:
         """Return whether the encoders' process is asked."""
-        return bool(self.encoders) or self.settings.encoders.profile != "fast"
+        has_models = bool(self.encoders) or self.embedder is not None
+        return has_models or self.settings.encoders.profile != "fast"
 
 
 def load(path: Path, categories: frozenset[str]) -> LoadedConfig:
@@ -81,7 +83,8 @@ def parse(data: bytes, categories: frozenset[str], directory: Path | None = None
     }
     _refuse_unsupported(settings)
     encoders, absent = encoder_labels.find_models(settings, directory)
-    notes += absent
+    embedder, without = encoder_labels.find_embedder(settings, directory)
+    notes += [*absent, *without]
     if encoder_labels.DOMAIN in encoders:
         categories = frozenset(encoders[encoder_labels.DOMAIN].labels)
         fallback = settings.classifier.category_model.fallback_category
@@ -92,9 +95,7 @@ def parse(data: bytes, categories: frozenset[str], directory: Path | None = None
         pii_types |= {label for label in bare if label}
     _check_references(settings, plugins, categories, pii_types)
     notes += [f"{key}: accepted, it has no effect here" for key in _NO_EFFECT if tree.get(key)]
-    if settings.bert_model.model_id:
-        notes.append(f"bert_model.model_id: {settings.bert_model.model_id} is not loaded")
-    return LoadedConfig(settings, plugins, tuple(notes), encoders)
+    return LoadedConfig(settings, plugins, tuple(notes), encoders, embedder)
 
 
 def _read_yaml(data: bytes) -> dict[str, Any]:
@@ -189,7 +190,6 @@ def _refuse_unsupported(settings: config.SemanticConfig) -> None:
         )
     refusals = {
         "config_source: kubernetes": settings.config_source != "file",
-        "embedding_rules": bool(settings.embedding_rules),
         "fact_check_rules": bool(settings.fact_check_rules),
         "user_feedback_rules": bool(settings.user_feedback_rules),
         "preference_rules": bool(settings.preference_rules),
@@ -221,8 +221,12 @@ def _check_references(
     for category in settings.categories:
         for label in category.mmlu_categories:
             _check_label(f"categories.{category.name}.mmlu_categories", label, categories)
+    for rule in settings.embedding_rules:
+        if not rule.candidates:
+            raise errors.ConfigError(f"embedding_rules.{rule.name}: expected candidates, got none")
     signals = {
         "keyword": {rule.name for rule in settings.keyword_rules},
+        "embedding": {rule.name for rule in settings.embedding_rules},
         "domain": {*categories, *(category.name for category in settings.categories)},
     }
     for decision in settings.decisions:

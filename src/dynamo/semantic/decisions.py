@@ -14,6 +14,9 @@ class Signals:
 
     keyword_rule: str | None = None
     matched_keywords: tuple[str, ...] = ()
+    embedding_rule: str | None = None
+    embedding_score: float = 0.0
+    missing_embedding: str = ""  # why no rule by embedding could hold
     domain_score: profile.DomainScore | None = None
     domain_names: frozenset[str] = frozenset()  # the category and the configured names for it
 
@@ -24,7 +27,7 @@ class MatchedDecision:
 
     settings: config.DecisionSettings
     confidence: float  # matched conditions of all, 0 to 1
-    strength: float  # of the strongest signal that it rests on: 1 for keywords, else a probability
+    strength: float  # of the strongest signal that it rests on: 1 for keywords, else a probability or a cosine
     reasons: tuple[str, ...] = field(default=())
 
 
@@ -123,10 +126,14 @@ def _match(decision: config.DecisionSettings, signals: Signals) -> MatchedDecisi
 def _holds(condition: config.Condition, signals: Signals) -> bool:
     if condition.type == "keyword":
         return condition.signal == signals.keyword_rule
+    if condition.type == "embedding":
+        return condition.signal == signals.embedding_rule
     return condition.signal in signals.domain_names
 
 
 def _strength(condition: config.Condition, signals: Signals) -> float:
+    if condition.type == "embedding":
+        return signals.embedding_score
     if condition.type == "keyword" or signals.domain_score is None:
         return 1.0
     return signals.domain_score.confidence

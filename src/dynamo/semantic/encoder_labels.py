@@ -16,6 +16,7 @@ from dynamo.base import errors
 from dynamo.semantic import config
 
 DOMAIN, ATTACK, PII = "domain", "attack", "pii"
+EMBEDDING = "embedding"  # not a classifier: it gives the vector of a text
 HARMLESS = frozenset(
     {"benign", "safe", "normal", "legitimate", "clean", "unharmful", "not_jailbreak"}
 )
@@ -66,6 +67,31 @@ def find_models(
     if ATTACK in models:
         check_attack_labels(models[ATTACK])
     return models, notes
+
+
+def find_embedder(
+    settings: config.SemanticConfig, directory: Path | None
+) -> tuple[Path | None, list[str]]:
+    """Return the directory of the embedding model, and notes on those that are not there. Raises ConfigError.
+
+    Nothing is looked for where no rule compares by embedding.
+    """
+    if not settings.embedding_rules:
+        return None, []
+    notes: list[str] = []
+    others = settings.embedding_models
+    for key, model_id in (
+        ("bert_model.model_id", settings.bert_model.model_id),
+        ("embedding_models.qwen3_model_path", others.qwen3_model_path),
+        ("embedding_models.gemma_model_path", others.gemma_model_path),
+    ):
+        found = _find_directory(key, model_id, directory) if model_id else None
+        if found is not None:
+            return found, notes
+        if model_id:
+            notes.append(f"{key}: no directory {model_id}")
+    absent = "; ".join(notes) or "bert_model.model_id: expected the directory of an embedding model"
+    return None, [f"{absent}; without it no rule by embedding holds"]
 
 
 def bare_label(label: str) -> str:

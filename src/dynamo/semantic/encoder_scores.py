@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from dynamo.base import errors
 from dynamo.protocols import classification
@@ -80,6 +81,10 @@ class EncoderScores:
         names = [*_spans_of(exact), *self._fast.find_names(text)]
         return pii.find_spans(text, sorted(names, key=lambda span: -span.confidence))
 
+    def embed(self, text: str) -> npt.NDArray[np.float32] | None:
+        """Return the vector of a text, of length 1; None if the encoder did not answer."""
+        return vector_in(self._answers, text)
+
     def _join_domains(self, text: str, fast: profile.DomainScore) -> profile.DomainScore:
         """Return the category by the encoder and the word model together; the latter's without an answer."""
         answer = self._answers.get((encoder_labels.EXACT[encoder_labels.DOMAIN], text))
@@ -114,6 +119,12 @@ class EncoderScores:
         if answer is None:
             raise errors.Unavailable(f"the encoder of the classifier {classifier} did not answer")
         return answer
+
+
+def vector_in(answers: Answers, text: str) -> npt.NDArray[np.float32] | None:
+    """Return the vector of a text in the answers; None if there is none."""
+    answer = answers.get((encoder_labels.EMBEDDING, text))
+    return np.frombuffer(answer.vector, "<f4") if answer is not None and answer.vector else None
 
 
 def list_inputs(

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from dynamo.semantic import config
 from dynamo.semantic.classifiers import attacks, pii, profile
 
@@ -28,6 +31,10 @@ class GuardClassifiers(Protocol):
 
 class RequestClassifiers(GuardClassifiers, Protocol):
     """The classifiers that a request's signals and guards ask."""
+
+    def embed(self, text: str) -> npt.NDArray[np.float32] | None:
+        """Return the vector of a text; None without an encoder."""
+        ...
 
     def classify_domain(self, text: str) -> profile.DomainScore:
         """Return the category of a text; `other` where none is likely."""

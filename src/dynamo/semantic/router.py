@@ -22,6 +22,7 @@ from dynamo.semantic import (
     model_choice,
     request_view,
     rewriting,
+    similarity,
 )
 from dynamo.semantic.classifiers import profile
 
@@ -73,6 +74,7 @@ class Explanation:
             "x-vsr-selected-model": self.model,
             "x-vsr-injected-system-prompt": "true" if self.has_system_prompt else "false",
             "x-vsr-matched-keywords": keywords,
+            "x-vsr-matched-embeddings": self.signals.embedding_rule or "",
             "x-vsr-matched-domains": self.category,
             "x-vsr-response-path": self.path,
             "x-vsr-conversation": self.conversation,
@@ -129,6 +131,11 @@ class SemanticRouter:
         self.loaded = loaded
         self.settings = loaded.settings
         self._keywords = decisions.KeywordMatcher(self.settings.keyword_rules)
+        rules = self.settings.embedding_rules
+        self.references = similarity.ReferenceVectors(
+            text for rule in rules for text in rule.candidates
+        )
+        self._rules = similarity.SimilarityRules(rules, self.references)
         self._table = decisions.DecisionTable(self.settings)
         self._served = self._chosen_models or model_choice.ConfiguredModels(self.settings)
         if self.cache.settings != self.settings.semantic_cache:
@@ -207,7 +214,15 @@ class SemanticRouter:
             encoder_labels.ATTACK: view.texts,
             encoder_labels.PII: view.texts,
         }
-        return self.list_inputs_for({name: texts[name] for name in texts if needed[name]})
+        inputs = self.list_inputs_for({name: texts[name] for name in texts if needed[name]})
+        return inputs + self.list_embedding_inputs(texts[encoder_labels.DOMAIN])
+
+    def list_embedding_inputs(self, texts: Sequence[str]) -> list[classification.ClassifierInput]:
+        """Return the texts whose vectors the encoder is asked for; none if nothing is compared by them."""
+        if self.loaded.embedder is None:
+            return []
+        name = encoder_labels.EMBEDDING
+        return [classification.ClassifierInput(name, text) for text in dict.fromkeys(texts)]
 
     def list_inputs_for(
         self, texts_by_classifier: Mapping[str, Sequence[str]]
@@ -238,8 +253,15 @@ class SemanticRouter:
         rule, keywords = self._keywords.match(text)
         score = classifiers.classify_domain(text) if self._table.needs_domain else None
         names = frozenset() if score is None else self._table.names_of(score.category)
+        similar = self._rules.match(classifiers.embed(text)) if text else similarity.RuleMatch()
         return decisions.Signals(
-            keyword_rule=rule, matched_keywords=keywords, domain_score=score, domain_names=names
+            keyword_rule=rule,
+            matched_keywords=keywords,
+            embedding_rule=similar.rule,
+            embedding_score=similar.score,
+            missing_embedding=similar.missing,
+            domain_score=score,
+            domain_names=names,
         )
 
     def matches(self, signals: decisions.Signals) -> Sequence[decisions.MatchedDecision]:

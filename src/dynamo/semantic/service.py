@@ -6,6 +6,7 @@ Frontend, gateway and classification API share the service. A log line names mod
 reasons, never the text.
 """
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from dynamo.semantic import (
 from dynamo.semantic import router as semantic_router
 from dynamo.semantic.classifiers import profile
 
+_PART = 64  # texts that are embedded by one call, for a configuration
 RELOAD_INTERVAL_S = 2.0  # between looks at the file
 _logger = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class RoutingService:
     ) -> None:
         self.loader = RouterLoader(path, clock, served)
         self._encoders: encoder_client.EncoderClient | None = None
+        self._references: asyncio.Task[None] | None = None
         self.metrics = metrics.SemanticMetrics(registry)
         self._clock = clock
 
@@ -130,11 +133,24 @@ class RoutingService:
         router = self.router
         answers: encoder_scores.Answers = {}
         if self._encoders is not None:
+            await self._embed_references(self._encoders)
             start = self._clock.now()
             timeout_s = router.settings.encoders.timeout_seconds
             answers = await self._encoders.classify(inputs, timeout_s)
             self.metrics.record_classification("encoders", self._clock.now() - start)
         return router.use_answers(answers)
+
+    async def _embed_references(self, encoders: encoder_client.EncoderClient) -> None:
+        """Have the texts embedded that requests are compared with, once for a configuration.
+
+        Who comes meanwhile waits for the same answer; the next request asks for what was not answered.
+        """
+        router = self.router
+        if not router.references.missing():
+            return
+        if self._references is None or self._references.done():
+            self._references = asyncio.create_task(_embed_missing(encoders, router))
+        await asyncio.shield(self._references)
 
     def route(
         self,
@@ -189,6 +205,8 @@ class RoutingService:
                     ",".join(verdict.labels),
                     verdict.reason,
                 )
+        if explanation.signals.missing_embedding:
+            _logger.warning("no embedding rule holds: %s", explanation.signals.missing_embedding)
         if explanation.path == "cache":
             _logger.info("cache_hit: decision %r", explanation.decision)
         elif outcome.answer is None:
@@ -202,6 +220,18 @@ class RoutingService:
                 explanation.reasoning,
                 seconds * 1000,
             )
+
+
+async def _embed_missing(
+    encoders: encoder_client.EncoderClient, router: semantic_router.SemanticRouter
+) -> None:
+    """Ask for the vectors in parts, until all are there or the encoder does not answer."""
+    references, timeout_s = router.references, router.settings.encoders.timeout_seconds
+    while part := references.missing()[:_PART]:
+        answers = await encoders.classify(router.list_embedding_inputs(part), timeout_s)
+        references.add(answers)
+        if part[0] in references.missing():
+            return
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The encoder classifiers of one process: texts to windows, one forward pass for many windows, answers for texts.
+"""The encoders of one process: texts to windows, one forward pass for many windows, labels or vectors for texts.
 
 A text is cut into overlapping windows, counted in the classifier's own tokens, so that nothing in it is passed over
 and an attack or a name at the edge of a window stands inside the next. The windows of all texts for a classifier
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamo.base import errors
-from dynamo.engine.native import classifier_files, text_classifier
+from dynamo.engine import api as engine_api
+from dynamo.engine.native import classifier_files, embedder, text_classifier
 from dynamo.engine.native import settings as native_settings
 from dynamo.preprocess import tokenizer_library
-from dynamo.protocols import classification
+from dynamo.protocols import blocks, classification
 from dynamo.semantic import encoder_labels
 from dynamo.semantic.classifiers import profile
 from dynamo.worker import model_source
@@ -110,6 +111,42 @@ def read_tokenizer(*directories: Path) -> tokenizer_library.OffsetTokenizer:
     raise errors.ConfigError(f"{directories[-1] / _TOKENIZER} does not exist")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEmbedder:
+    """A model that gives the vector of a text, of which it reads one window."""
+
+    model: embedder.TextEmbedding
+    tokenizer: tokenizer_library.OffsetTokenizer
+    window: int
+
+    def embed(
+        self, texts: Sequence[str], max_batch_tokens: int
+    ) -> Iterator[classification.TextLabels]:
+        """Yield the vectors of texts in their order."""
+        tokenizer = self.tokenizer
+        encoded = [ids for ids, _ in tokenizer.encode(texts)] if texts else []
+        windows = [
+            TextWindow(text, 0, min(len(ids), self.window)) for text, ids in enumerate(encoded)
+        ]
+        for batch in split_batches(windows, max_batch_tokens):
+            rows = [
+                [*tokenizer.prefix, *encoded[w.text][: w.end], *tokenizer.suffix] for w in batch
+            ]
+            vectors = self.model.embed([engine_api.EmbedInput(blocks.pack(row)) for row in rows])
+            for w, vector in zip(batch, vectors, strict=True):
+                is_complete = w.end == len(encoded[w.text])
+                yield classification.TextLabels(vector=vector, is_complete=is_complete)
+
+
+def load_embedder(directory: Path, settings: native_settings.NativeConfig) -> LoadedEmbedder:
+    """Load the embedding model of the configuration. Raises ConfigError."""
+    model = embedder.TextEmbedding(directory, settings)
+    tokenizer = read_tokenizer(directory)
+    num_special = len(tokenizer.prefix) + len(tokenizer.suffix)
+    window = min(MAX_WINDOW, model.facts.context_length) - num_special
+    return LoadedEmbedder(model=model, tokenizer=tokenizer, window=window)
+
+
 class ClassifierSet:
     """All classifiers of a process, by name; called by one thread at a time."""
 
@@ -119,15 +156,18 @@ class ClassifierSet:
         *,
         max_batch_tokens: int,
         max_text_tokens: int,
+        embedder: LoadedEmbedder | None = None,
     ) -> None:
         self._classifiers = classifiers
+        self._embedder = embedder
         self._max_batch_tokens = max_batch_tokens
         self._max_text_tokens = max_text_tokens
 
     @property
     def names(self) -> frozenset[str]:
         """Return the names of the classifiers."""
-        return frozenset(name for classifier in self._classifiers for name in classifier.heads)
+        names = {name for classifier in self._classifiers for name in classifier.heads}
+        return frozenset(names if self._embedder is None else {*names, encoder_labels.EMBEDDING})
 
     def classify(
         self, inputs: Sequence[classification.ClassifierInput]
@@ -141,6 +181,14 @@ class ClassifierSet:
             for n in numbers:
                 head = classifier.heads[inputs[n].classifier]
                 results[n] = _describe(computed[inputs[n].text], head)
+        if self._embedder is not None:
+            numbers = [
+                n for n, one in enumerate(inputs) if one.classifier == encoder_labels.EMBEDDING
+            ]
+            texts = list(dict.fromkeys(inputs[n].text for n in numbers))
+            vectors = self._embedder.embed(texts, self._max_batch_tokens)
+            by_text = dict(zip(texts, vectors, strict=True))
+            results |= {n: by_text[inputs[n].text] for n in numbers}
         return [results[n] for n in range(len(inputs))]
 
     def _read_texts(

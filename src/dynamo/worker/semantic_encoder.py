@@ -168,10 +168,12 @@ def load_models(settings: SemanticEncoderConfig) -> "classifier_set.ClassifierSe
     if exact.profile != "fast":
         directory = Path(settings.router_config).parent
         classifiers.append(modules.load_exact(exact.base_model, directory, native))
+    embedder = None if loaded.embedder is None else modules.load_embedder(loaded.embedder, native)
     made: classifier_set.ClassifierSet = modules.ClassifierSet(
         classifiers,
         max_batch_tokens=settings.max_batch_tokens,
         max_text_tokens=settings.max_text_tokens,
+        embedder=embedder,
     )
     return made
 

@@ -31,7 +31,6 @@ def test_unknown_keys_are_named_with_their_path():
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("embedding_rules: [{name: a}]", "embedding_rules"),
         (
             "semantic_cache: {enabled: true, backend_type: milvus}",
             "semantic_cache.backend_type: milvus",

@@ -18,7 +18,7 @@ from dynamo.observability import metrics
 from dynamo.protocols import classification, instances
 from dynamo.runtime import component
 from dynamo.runtime.http import server
-from dynamo.semantic import encoder_client, service
+from dynamo.semantic import encoder_client, encoder_scores, service
 from dynamo.worker import classifier_set, semantic_encoder
 from semantic_configs import chat
 from waiting import PATIENT_S
@@ -276,6 +276,71 @@ async def test_one_pass_serves_all_heads(exact_directory, cluster, client):
         await client.classify(inputs, PATIENT_S)
 
     assert batches == [2]
+
+
+EMBEDDING_CONFIG = """
+default_model: general
+model_config: {general: {}, mechanic: {}}
+bert_model: {model_id: sentences}
+embedding_rules: [{name: cars, threshold: 0.999, candidates: [bad ann, good word3]}]
+decisions:
+  - name: car_decision
+    rules: {conditions: [{type: embedding, name: cars}]}
+    modelRefs: [{model: mechanic}]
+"""
+
+
+@pytest.fixture(scope="module")
+def embedding_directory(tmp_path_factory):
+    """Return a directory with a rule by embedding, and a sentence encoder with random weights."""
+    made = tmp_path_factory.mktemp("embedding")
+    checkpoints.make_encoder(made / "sentences", "bert")
+    (made / "sentences" / "tokenizer.json").write_text(tokenizer_files.wordpiece(WORDS))
+    (made / "router.yaml").write_text(EMBEDDING_CONFIG)
+    return made
+
+
+async def test_vectors_agree_with_transformers(embedding_directory, cluster, client):
+    asked = ("bad ann good word7", "good", " ".join(WORDS[4:] * 3))
+    async with EncoderProcess(embedding_directory, cluster):
+        answers = await client.classify(texts("embedding", *asked), PATIENT_S)
+
+    path = embedding_directory / "sentences"
+    model = transformers.BertModel.from_pretrained(path, dtype=torch.float32).eval()
+    for text in asked[:2]:
+        ids = [1, *(4 + WORDS.index(word) for word in text.split()), 2]
+        with torch.inference_mode():
+            mean = model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+        vector = encoder_scores.vector_in(answers, text)
+        assert vector.tolist() == pytest.approx((mean / mean.norm()).tolist(), abs=1e-4)
+    complete = [answers["embedding", text].is_complete for text in asked]
+    assert complete == [True, True, False]
+
+
+async def test_candidates_are_embedded_once_for_a_configuration(
+    embedding_directory, cluster, client, monkeypatch
+):
+    routing = service.RoutingService(
+        embedding_directory / "router.yaml", metrics.Registry("llm"), clock.SystemClock()
+    )
+    routing.connect_encoders(client)
+    async with EncoderProcess(embedding_directory, cluster) as process:
+        asked = []
+        classify = process.accepted._classifiers.classify
+        monkeypatch.setattr(
+            process.accepted._classifiers,
+            "classify",
+            lambda inputs: asked.extend(one.text for one in inputs) or classify(inputs),
+        )
+        bodies = [chat(text) for text in ("bad ann", "good word3", "word9 word8 word7")]
+        given = await asyncio.gather(*map(routing.ask_encoders, bodies))
+        rules = [
+            routing.route(body, {}, classifiers=classifiers).explanation.signals.embedding_rule
+            for body, classifiers in zip(bodies, given, strict=True)
+        ]
+
+    assert rules == ["cars", "cars", None]
+    assert sorted(asked) == sorted(["bad ann", "good word3"] * 2 + ["word9 word8 word7"])
 
 
 def test_a_base_of_another_shape_is_refused(directory, tmp_path):

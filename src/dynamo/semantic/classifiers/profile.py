@@ -60,6 +60,9 @@ class FastProfile:
         """Return the risk that some window of the text is an attack."""
         return self._attacks.classify(text)
 
+    def embed(self, text: str) -> None:
+        """Return no vector: an encoder gives them."""
+
     def find_names(self, text: str) -> Iterator[pii.PiiSpan]:
         """Yield the names and addresses in a text by the tagger alone."""
         return self._entities.find(text)
