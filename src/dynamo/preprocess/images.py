@@ -10,13 +10,14 @@ import binascii
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo.base import errors
 from dynamo.protocols import blocks
 from dynamo.runtime.http import json_body
 
 PART = "image_url"  # the part of a message that has one, as OpenAI calls it
+_PLACE = "place"  # in a part that `make_part` made: where the caller's request has the file
 MAX_BYTES = 20 * 2**20  # of all images of a request; a frame of the request plane has 32 MiB
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 # The keys of config.json that name the token of an image, or the one with which it begins.
@@ -40,6 +41,24 @@ def check_part(part: Mapping[str, Any], place: str) -> None:
         raise errors.InvalidRequest(f"{param}: expected a string, got {got}", param=param)
 
 
+def make_part(url: str, place: str) -> dict[str, Any]:
+    """Return the part for the image of another API, which errors name by this place in the caller's request."""
+    return {"type": PART, PART: {"url": url}, _PLACE: place}
+
+
+def data_url(media_type: str, encoded: str) -> str:
+    """Return the URL that holds a file itself, which is encoded in base64."""
+    return f"data:{media_type};base64,{encoded}"
+
+
+class FoundImage(NamedTuple):
+    """An image of a conversation, and where the request has its part and its file."""
+
+    place: str
+    file_place: str
+    url: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageInput:
     """The images that a model takes: how many in a request, and the tokens with which one begins in a prompt."""
@@ -53,16 +72,16 @@ class ImageInput:
         named = (config.get(key) for key in _TOKEN_KEYS)
         return cls(max_images, frozenset(number for number in named if type(number) is int))
 
-    def find(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, str]]:
-        """Return the place and the URL of each image of these messages, in order. Raises InvalidRequest."""
+    def find(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[FoundImage]:
+        """Return the images of these messages, in order. Raises InvalidRequest."""
         found = _find(messages)
         if found and not self.max_images:
-            param = f"{found[0][0]}.type"
+            param = found[0].place
             raise errors.InvalidRequest(
-                f"{param}: this model reads text only; expected 'text', got '{PART}'", param=param
+                f"{param}: this model reads text only; leave the image out", param=param
             )
         if len(found) > self.max_images:
-            param = found[self.max_images][0]
+            param = found[self.max_images].place
             raise errors.InvalidRequest(
                 f"{param}: this model takes at most {self.max_images} images in a request, got {len(found)}",
                 param=param,
@@ -72,12 +91,12 @@ class ImageInput:
     def read(self, messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
         """Return the files of all images. Raises InvalidRequest."""
         found = self.find(messages)
-        if sum(len(url) for _, url in found) > MAX_BYTES * 4 // 3:
+        if sum(len(image.url) for image in found) > MAX_BYTES * 4 // 3:
             raise errors.InvalidRequest(
                 f"messages: expected images of at most {MAX_BYTES // 2**20} MiB in all",
                 param="messages",
             )
-        return tuple(_decode(url, f"{place}.image_url.url") for place, url in found)
+        return tuple(_decode(image.url, image.file_place) for image in found)
 
     def count_text(self, packed_ids: bytes) -> int:
         """Return the number of tokens before the first image; 0 if its tokens are not known."""
@@ -88,8 +107,8 @@ class ImageInput:
 TEXT_ONLY = ImageInput()
 
 
-def _find(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _find(messages: Sequence[Mapping[str, Any]]) -> list[FoundImage]:
+    found: list[FoundImage] = []
     for number, message in enumerate(messages):
         content = message.get("content")
         if type(content) is not list:
@@ -98,8 +117,15 @@ def _find(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
             if part["type"] == PART:
                 described = part[PART]
                 url = described["url"] if isinstance(described, dict) else described
-                found.append((f"messages[{number}].content[{index}]", url))
+                found.append(_located(part, f"messages[{number}].content[{index}]", url))
     return found
+
+
+def _located(part: Mapping[str, Any], place: str, url: str) -> FoundImage:
+    given = part.get(_PLACE)
+    if isinstance(given, str):
+        return FoundImage(given, given, url)
+    return FoundImage(place, f"{place}.image_url.url", url)
 
 
 def _decode(url: str, param: str) -> bytes:

@@ -174,3 +174,13 @@ def test_cache_directory_is_the_configured_one_or_the_users(monkeypatch, tmp_pat
 
     assert file_fetcher.cache_directory(None) == tmp_path / "pydynamo" / "models"
     assert str(file_fetcher.cache_directory("/a/b")) == "/a/b"
+
+
+def test_user_without_a_home_has_the_cache_among_temporary_files(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for an unknown user id
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    name = f"cache-{os.getuid()}"
+
+    assert file_fetcher.cache_directory(None) == tmp_path / name / "pydynamo" / "models"

@@ -6,6 +6,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.apis.messages import request as message_request
+from dynamo.preprocess import images
 
 SAY = {"role": "user", "content": "hi"}
 LEAST = {"model": "m", "max_tokens": 5, "messages": [SAY]}
@@ -19,6 +20,16 @@ def decode(**fields):
 def chat(*messages, **fields):
     request = decode(messages=[*messages, SAY], **fields)
     return request.messages[:-1]
+
+
+def image(data="QUE=", **source):
+    described = {"type": "base64", "media_type": "image/png", "data": data, **source}
+    return {"type": "image", "source": described}
+
+
+def part(data, block):
+    """Return the part of a chat for an image in this block."""
+    return images.make_part(f"data:image/png;base64,{data}", f"{block}.source")
 
 
 def result(**fields):
@@ -226,8 +237,10 @@ def test_there_are_not_too_many_tools():
 @pytest.mark.parametrize(
     ("block", "param", "words"),
     [
-        ({"type": "image", "source": {}}, ".type", "'text', 'tool_result' (models read text only), got 'image'"),
-        ({"type": "document"}, ".type", "got 'document'"),
+        ({"type": "document"}, ".type", "'text', 'image', 'tool_result', got 'document'"),
+        ({"type": "image", "source": {}}, ".source.type", "required, but missing"),
+        (image("x", media_type="image/bmp"), ".source.media_type", "'image/png'"),
+        (image("x", type="url"), ".source.type", "'base64'"),
         ({"type": {}}, ".type", "expected one of"),
         ({"text": "x"}, ".type", "missing"),
         ({"type": "text"}, ".text", "required, but missing"),
@@ -247,12 +260,39 @@ def test_invalid_content_block_is_named(block, param, words):
     assert words in str(caught.value)
 
 
-def test_image_in_a_tool_result_is_named():
-    called = {"role": "assistant", "content": [USE]}
-    with pytest.raises(errors.InvalidRequest) as caught:
-        chat(called, result(content=[{"type": "image"}]))
+def test_images_keep_their_places_between_texts():
+    words = [{"type": "text", "text": word} for word in ("one", "two")]
+    content = [image("QUE="), words[0], image("QkI="), words[1]]
+    (message,) = decode(messages=[{"role": "user", "content": content}]).messages
 
-    assert caught.value.param == "messages[1].content[0].content[0].type"
+    assert message["content"] == [
+        part("QUE=", "messages[0].content[0]"),
+        words[0],
+        part("QkI=", "messages[0].content[2]"),
+        words[1],
+    ]
+
+
+def test_turn_with_an_image_joins_the_one_before_it():
+    (message,) = decode(messages=[SAY, {"role": "user", "content": [image("QUE=")]}]).messages
+
+    assert message["content"] == [
+        {"type": "text", "text": SAY["content"]},
+        part("QUE=", "messages[1].content[0]"),
+    ]
+
+
+def test_result_of_a_tool_may_be_an_image():
+    called = {"role": "assistant", "content": [USE]}
+    *_, message = chat(called, result(content=[image("QUE=")]))
+
+    assert message["role"] == "tool"
+    assert message["content"] == [part("QUE=", "messages[1].content[0].content[0]")]
+
+
+def test_assistant_has_no_images():
+    with pytest.raises(errors.InvalidRequest, match="got 'image'"):
+        chat({"role": "assistant", "content": [image("QUE=")]})
 
 
 def test_token_count_request_refuses_max_tokens():

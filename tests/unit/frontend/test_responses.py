@@ -309,7 +309,7 @@ async def test_counted_input_tokens_equal_those_of_usage(rig):
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input[0].content[0].image_url"),
         ({"background": True}, 400, "background"),
         ({"max_output_tokens": 500}, 400, "input"),
         ({"model": "q"}, 404, "model"),

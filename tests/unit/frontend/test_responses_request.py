@@ -6,6 +6,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.apis.responses import request as responses_request
+from dynamo.preprocess import images
 
 LEAST = {"model": "m", "input": "hi"}
 
@@ -93,6 +94,7 @@ def test_format_and_tool_choice_are_converted_to_those_of_a_chat():
 
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,QUE=", "detail": "auto"}
 
 
 def said(text, kind="output_text"):
@@ -116,6 +118,23 @@ def test_messages_may_be_short_or_long():
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "c"},
         {"role": "assistant", "content": "no"},
+    ]
+
+
+def test_images_keep_their_places_in_messages_and_outputs_of_tools():
+    items = [
+        {"role": "user", "content": [PICTURE, {"type": "input_text", "text": "a"}]},
+        CALL,
+        {"type": "function_call_output", "call_id": "c1", "output": [PICTURE]},
+    ]
+    said_with, _, returned = responses_request.convert_items(items)
+
+    assert said_with["content"] == [
+        images.make_part(PICTURE["image_url"], "input[0].content[0].image_url"),
+        {"type": "text", "text": "a"},
+    ]
+    assert returned["content"] == [
+        images.make_part(PICTURE["image_url"], "input[2].output[0].image_url")
     ]
 
 
@@ -159,7 +178,9 @@ def test_thoughts_that_are_only_summarized_are_left_out():
         ({"role": "tool", "content": "x"}, "input[0].role", "'user'"),
         ({"role": "user"}, "input[0].content", "required"),
         ({"role": "user", "content": "x", "y": 1}, "input[0].y", "Unsupported"),
-        ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content[0].type", "models read text only"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content[0].image_url", "required"),
+        ({"role": "user", "content": [{**PICTURE, "file_id": "f"}]}, "input[0].content[0].file_id", "not supported"),
+        ({"role": "assistant", "content": [PICTURE]}, "input[0].content[0].type", "input_image"),
         ({"role": "user", "content": [{"text": "x"}]}, "input[0].content[0].type", "got null"),
         ({**CALL, "arguments": "{"}, "input[0].arguments", "written as JSON"),
         (

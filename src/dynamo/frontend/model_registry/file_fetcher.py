@@ -53,11 +53,18 @@ class FileProvider:
 
 
 def cache_directory(configured: str | None) -> Path:
-    """Return the directory for fetched files: as configured, or `pydynamo/models` in XDG_CACHE_HOME."""
+    """Return the directory for fetched files: as configured, or `pydynamo/models` in XDG_CACHE_HOME.
+
+    A user without a home, as containers have with an id of their own, has it among the temporary files.
+    """
     if configured:
         return Path(configured).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "pydynamo" / "models"
+    try:
+        directory = Path(cache).expanduser()
+    except RuntimeError:
+        directory = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return directory / "pydynamo" / "models"
 
 
 class FileFetcher:

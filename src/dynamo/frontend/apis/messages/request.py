@@ -13,11 +13,12 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend.apis import error_dialects
-from dynamo.preprocess import conversation, inputs, options
+from dynamo.preprocess import conversation, images, inputs, options
 from dynamo.protocols import generate
 from dynamo.runtime.http import json_body
 
 MAX_STOP_SEQUENCES = 64
+_Content = str | list[dict[str, Any]]  # of a message of a conversation: parts only with images
 StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
@@ -169,6 +170,26 @@ class TextBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
     citations: inputs.Hint = None
 
 
+class ImageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file of an image."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image of the user, or of the result of a tool."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+    def to_part(self, place: str) -> dict[str, Any]:
+        """Return it as the part of a message."""
+        url = images.data_url(self.source.media_type, self.source.data)
+        return images.make_part(url, f"{place}.source")
+
+
 class ToolUseBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tool call of the assistant."""
 
@@ -248,13 +269,14 @@ class MessageConversation(inputs.Conversation, frozen=True, kw_only=True):
 
 _DECODERS: dict[str, json_body.RequestDecoder[Any]] = {
     "text": json_body.RequestDecoder(TextBlock),
+    "image": json_body.RequestDecoder(ImageBlock),
     "tool_use": json_body.RequestDecoder(ToolUseBlock),
     "tool_result": json_body.RequestDecoder(ToolResultBlock),
     "thinking": json_body.RequestDecoder(ThinkingBlock),
     "redacted_thinking": json_body.RequestDecoder(RedactedThinkingBlock),
 }
 _BLOCK_TYPES = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
@@ -303,7 +325,7 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
     builder = _MessageBuilder()
     if request.system is not None:
         blocks = _decode_blocks(request.system, "system", ("text",))
-        builder.append_text("system", _join_texts(blocks))
+        builder.append("system", _join_texts(blocks))
     for number, turn in enumerate(request.messages):
         builder.append_turn(turn, f"messages[{number}].content")
     choice, config = request.tool_choice, request.output_config
@@ -380,19 +402,19 @@ class _MessageBuilder:
         for number, block in enumerate(blocks):
             if isinstance(block, ToolResultBlock):
                 self._append_result(block, f"{place}[{number}]")
-        if any(isinstance(block, TextBlock) for block in blocks):
-            self.append_text(turn.role, _join_texts(blocks))
+        if any(isinstance(block, TextBlock | ImageBlock) for block in blocks):
+            self.append(turn.role, _convert_content(blocks, place))
 
-    def append_text(self, role: str, text: str) -> None:
-        """Append a message; text of the role that wrote last joins its message."""
+    def append(self, role: str, content: _Content) -> None:
+        """Append a message; content of the role that wrote last joins its message."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == role:
-            last["content"] = _join_lines(last["content"], text)
+            last["content"] = _join_contents(last["content"], content)
         else:
-            self.messages.append({"role": role, "content": text})
+            self.messages.append({"role": role, "content": content})
 
     def _append_assistant(self, blocks: list[Block]) -> None:
-        self.append_text("assistant", _join_texts(blocks))
+        self.append("assistant", _join_texts(blocks))
         message = self.messages[-1]
         if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
             earlier = message.get("reasoning_content", "")
@@ -413,12 +435,13 @@ class _MessageBuilder:
                 + json_body.describe(block.tool_use_id),
                 param=param,
             )
-        text = _join_texts(_decode_blocks(block.content or "", f"{place}.content", ("text",)))
+        content_place = f"{place}.content"
+        blocks = _decode_blocks(block.content or "", content_place, ("text", "image"))
         message: dict[str, Any] = {
             "role": "tool",
             "tool_call_id": block.tool_use_id,
             "name": name,
-            "content": text,
+            "content": _convert_content(blocks, content_place),
         }
         if block.is_error:  # for templates that show it
             message["is_error"] = True
@@ -439,11 +462,34 @@ def _decode_blocks(
             expected = ", ".join(map(repr, types))
             got = f"got {kind!r:.60}" if "type" in block else "but it is missing"
             raise errors.InvalidRequest(
-                f"{block_place}.type: expected one of {expected} (models read text only), {got}",
+                f"{block_place}.type: expected one of {expected}, {got}",
                 param=f"{block_place}.type",
             )
         blocks.append(_DECODERS[kind].convert(block, block_place))
     return blocks
+
+
+def _convert_content(blocks: list[Block], place: str) -> _Content:
+    """Return the text of these blocks, or, with images, their parts in order."""
+    if not any(isinstance(block, ImageBlock) for block in blocks):
+        return _join_texts(blocks)
+    parts: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        if isinstance(block, ImageBlock):
+            parts.append(block.to_part(f"{place}[{number}]"))
+        elif isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+    return parts
+
+
+def _join_contents(content: _Content, more: _Content) -> _Content:
+    if isinstance(content, str) and isinstance(more, str):
+        return _join_lines(content, more)
+    return [*_list_parts(content), *_list_parts(more)]
+
+
+def _list_parts(content: _Content) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _join_texts(blocks: list[Block]) -> str:

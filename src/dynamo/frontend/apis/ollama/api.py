@@ -37,6 +37,7 @@ _CAPABILITIES = {
     "reasoning": "thinking",
     "infill": "insert",
     "embeddings": "embedding",
+    "images": "vision",
 }
 _DIALECT = error_dialects.OLLAMA
 

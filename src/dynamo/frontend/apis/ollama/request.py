@@ -10,10 +10,11 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend.apis import embeddings
-from dynamo.preprocess import conversation, inputs, options
+from dynamo.preprocess import conversation, images, inputs, options
 from dynamo.runtime.http import json_body
 
 _TAG = ":latest"  # that Ollama's clients may add to a name
+_ANY_IMAGE = "image/unknown"  # Ollama's clients do not tell the type, which the file itself does
 _Messages = conversation.Messages
 Think = bool | Literal["low", "medium", "high", "max"]
 Nothing = Annotated[list[Any], msgspec.Meta(max_length=0)] | None
@@ -125,11 +126,11 @@ class OllamaGenerateRequest(OllamaInput, frozen=True, kw_only=True, forbid_unkno
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: list[str] | None = None
     # refused, unless they ask for nothing
     suffix: EmptyText = None
     template: EmptyText = None
     context: Nothing = None
-    images: Nothing = None
 
 
 class OllamaEmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -178,7 +179,10 @@ def decode_chat(body: bytes) -> OllamaConversation:
 def decode_generate(body: bytes) -> OllamaConversation:
     """Return the conversation of a prompt, as `decode_chat` does. Raises InvalidRequest."""
     request = _decode_generate(body)
-    messages = [{"role": "user", "content": request.prompt}] if request.prompt else []
+    messages: list[dict[str, Any]] = []
+    if request.prompt:
+        content = _with_images(request.prompt, request.images, "images")
+        messages.append({"role": "user", "content": content})
     if request.system and messages and not request.raw:
         messages.insert(0, {"role": "system", "content": request.system})
     raw = inputs.NvExt(use_raw_prompt=True) if request.raw else None
@@ -206,15 +210,34 @@ def _checked(turn: OllamaConversation) -> OllamaConversation:
 
 
 def _convert_message(message: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a message in OpenAI's form. Raises InvalidRequest for images."""
-    if message.get("images"):
-        raise errors.InvalidRequest(
-            f"{place}.images: this model reads text only; leave them out", param=f"{place}.images"
-        )
+    """Return a message in OpenAI's form. Raises InvalidRequest."""
     named = {"thinking": "reasoning_content", "tool_name": "name"}
     converted = {
         named.get(key, key): value
         for key, value in message.items()
         if value is not None and key != "images"
     }
-    return {"content": "", **converted}
+    converted.setdefault("content", "")
+    files = message.get("images")
+    if files and isinstance(converted["content"], str):
+        converted["content"] = _with_images(converted["content"], files, f"{place}.images")
+    return converted
+
+
+def _with_images(text: str, files: Any, place: str) -> str | list[dict[str, Any]]:
+    """Return the content with these files before the text, as Ollama places them. Raises InvalidRequest."""
+    if not files:
+        return text
+    if not isinstance(files, list):
+        got = json_body.describe(files)
+        raise errors.InvalidRequest(f"{place}: expected a list, got {got}", param=place)
+    parts = [_convert_image(file, f"{place}[{number}]") for number, file in enumerate(files)]
+    return [*parts, {"type": "text", "text": text}]
+
+
+def _convert_image(file: Any, place: str) -> dict[str, Any]:
+    if not isinstance(file, str):
+        raise errors.InvalidRequest(
+            f"{place}: expected a file in base64, got {json_body.describe(file)}", param=place
+        )
+    return images.make_part(images.data_url(_ANY_IMAGE, file), place)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.preprocess import conversation, inputs
+from dynamo.preprocess import conversation, images, inputs
 from dynamo.runtime.http import json_body
 
 _Messages = conversation.Messages  # the requests have a field of the module's name
@@ -269,6 +269,16 @@ class RefusalPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.refusal
 
 
+class ImagePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part with an image."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: inputs.Hint = None
+    # refused, unless it asks for nothing
+    file_id: None = None
+
+
 _Decoders = dict[str, json_body.RequestDecoder[Any]]
 _ITEM_DECODERS: _Decoders = {
     "message": json_body.RequestDecoder(MessageItem),
@@ -281,12 +291,13 @@ _ITEM_DECODERS: _Decoders = {
 _tool_decoder = json_body.RequestDecoder(FunctionTool)
 _DISPENSABLE_TOOLS = ("web_search", "web_search_preview", "local_shell", "tool_search")
 _text_decoder = json_body.RequestDecoder(TextPart)
-_PART_DECODERS: _Decoders = {
+_TEXT_DECODERS: _Decoders = {
     "input_text": _text_decoder,
     "output_text": _text_decoder,
     "reasoning_text": _text_decoder,
     "refusal": json_body.RequestDecoder(RefusalPart),
 }
+_PART_DECODERS = {**_TEXT_DECODERS, "input_image": json_body.RequestDecoder(ImagePart)}
 
 
 def convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -391,8 +402,11 @@ class _MessageBuilder:
 
     def append(self, item: Item, place: str) -> None:
         match item:
+            case MessageItem(role="assistant"):
+                self._append_answer(_join_parts(item.content, f"{place}.content"))
             case MessageItem():
-                self._append_text(item.role, _join_parts(item.content, f"{place}.content"))
+                content = _convert_parts(item.content, f"{place}.content")
+                self.messages.append({"role": item.role, "content": content})
             case FunctionCallItem():
                 # checked, but kept as text, which nests no deeper each time the conversation is stored
                 conversation.parse_arguments(item.arguments or "{}", f"{place}.arguments")
@@ -404,18 +418,18 @@ class _MessageBuilder:
                 call = {"id": item.call_id, "type": "custom", "custom": custom}
                 self._open_assistant().setdefault("tool_calls", []).append(call)
             case FunctionOutputItem():
-                text = _join_parts(item.output, f"{place}.output")
-                message = {"role": "tool", "tool_call_id": item.call_id, "content": text}
+                content = _convert_parts(item.output, f"{place}.output")
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
                 self.messages.append(message)
             case ReasoningItem(content=[*parts]):
                 text = _join_parts(parts, f"{place}.content")
                 self._open_assistant()["reasoning_content"] = text
 
-    def _append_text(self, role: str, text: str) -> None:
-        if role == "assistant" and not (message := self._open_assistant())["content"]:
-            message["content"] = text
+    def _append_answer(self, text: str) -> None:
+        if (message := self._open_assistant())["content"]:
+            self.messages.append({"role": "assistant", "content": text})
         else:
-            self.messages.append({"role": role, "content": text})
+            message["content"] = text
 
     def _open_assistant(self) -> dict[str, Any]:
         """Return the assistant's last message if its turn continues, or a new one."""
@@ -427,19 +441,36 @@ class _MessageBuilder:
 def _join_parts(content: str | list[dict[str, Any]], place: str) -> str:
     if isinstance(content, str):
         return content
-    parts = (
-        _decode(part, part.get("type"), _PART_DECODERS, f"{place}[{number}]")
+    return "\n".join(part.text for part in _decode_parts(content, _TEXT_DECODERS, place))
+
+
+def _convert_parts(content: str | list[dict[str, Any]], place: str) -> str | list[dict[str, Any]]:
+    """Return the text of these parts, or, with images, the parts in the form of chat completions."""
+    if isinstance(content, str):
+        return content
+    parts = _decode_parts(content, _PART_DECODERS, place)
+    if not any(isinstance(part, ImagePart) for part in parts):
+        return "\n".join(part.text for part in parts)
+    return [
+        images.make_part(part.image_url, f"{place}[{number}].image_url")
+        if isinstance(part, ImagePart)
+        else {"type": "text", "text": part.text}
+        for number, part in enumerate(parts)
+    ]
+
+
+def _decode_parts(content: list[dict[str, Any]], decoders: _Decoders, place: str) -> list[Any]:
+    return [
+        _decode(part, part.get("type"), decoders, f"{place}[{number}]")
         for number, part in enumerate(content)
-    )
-    return "\n".join(part.text for part in parts)
+    ]
 
 
 def _decode(value: dict[str, Any], kind: Any, decoders: _Decoders, place: str) -> Any:
     if not isinstance(kind, str) or kind not in decoders:
         expected = ", ".join(map(repr, decoders))
         raise errors.InvalidRequest(
-            f"{place}.type: expected one of {expected} (models read text only), "
-            f"got {json_body.describe(kind)}",
+            f"{place}.type: expected one of {expected}, got {json_body.describe(kind)}",
             param=f"{place}.type",
         )
     return decoders[kind].convert(value, place)
