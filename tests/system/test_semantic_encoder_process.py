@@ -1,6 +1,7 @@
 """The encoders in a process of their own, beside the router's process and a frontend."""
 
 import httpx
+import msgspec
 import pytest
 from deployment import MODEL
 
@@ -14,6 +15,7 @@ CONFIG = f"""
 default_model: {MODEL}
 prompt_guard: {{enabled: true, threshold: 1.0, on_error: block, model_id: attack}}
 bert_model: {{model_id: sentences}}
+tools: {{enabled: true, tools_db_path: tools.json}}
 embedding_rules: [{{name: rude, threshold: 0.99, candidates: [bad word]}}]
 decisions:
   - name: rude_decision
@@ -29,6 +31,8 @@ def config(tmp_path):
     (tmp_path / "attack" / "tokenizer.json").write_text(tokenizer_files.wordpiece(WORDS))
     checkpoints.make_encoder(tmp_path / "sentences", "bert")
     (tmp_path / "sentences" / "tokenizer.json").write_text(tokenizer_files.wordpiece(WORDS))
+    tool = {"type": "function", "function": {"name": "soap", "description": "bad word"}}
+    (tmp_path / "tools.json").write_bytes(msgspec.json.encode([{"tool": tool}]))
     path = tmp_path / "router.yaml"
     path.write_text(CONFIG)
     return path
@@ -58,7 +62,11 @@ def test_router_and_frontend_ask_the_encoder_and_block_when_it_is_gone(deploymen
             return httpx.Response(502)
 
     def ask_frontend():
-        body = {"model": "auto", "messages": [{"role": "user", "content": "bad word"}]}
+        body = {
+            "model": "auto",
+            "messages": [{"role": "user", "content": "bad word"}],
+            "tool_choice": "auto",
+        }
         url = f"{frontend.url}/v1/chat/completions"
         return httpx.post(url, json={**body, "max_tokens": 3}, timeout=PATIENT_S)
 
@@ -68,6 +76,7 @@ def test_router_and_frontend_ask_the_encoder_and_block_when_it_is_gone(deploymen
     )
     headers = ask_frontend().headers
     assert headers["x-vsr-matched-embeddings"] == "rude"
+    assert headers["x-vsr-selected-tools"] == "soap"
     assert headers["x-vsr-selected-decision"] == "rude_decision"
     risk = ask_router().json()["risk_score"]
     assert 0 < risk < 1

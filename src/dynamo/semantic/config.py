@@ -299,6 +299,16 @@ class EmbeddingModels(_Section, frozen=True, kw_only=True):
     use_cpu: bool = True
 
 
+class ToolSettings(_Section, frozen=True, kw_only=True):
+    """The tools database; without a threshold that of `bert_model` holds."""
+
+    enabled: bool = False
+    top_k: Annotated[int, msgspec.Meta(ge=1)] = 3
+    similarity_threshold: Share | None = None
+    tools_db_path: str = ""
+    fallback_to_empty: bool = False
+
+
 class Conversations(_Section, frozen=True, kw_only=True):
     """When a conversation may change its model."""
 
@@ -352,7 +362,7 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
     embedding_models: EmbeddingModels = EmbeddingModels()
     feedback_detector: dict[str, Any] = {}
     hallucination_mitigation: dict[str, Any] = {}
-    tools: dict[str, Any] = {}
+    tools: ToolSettings = ToolSettings()
     response_api: dict[str, Any] = {}
     api: ClassificationApiSettings = ClassificationApiSettings()
     observability: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from dynamo.base import errors
-from dynamo.semantic import config, config_v03, encoder_labels
+from dynamo.semantic import config, config_v03, encoder_labels, tool_database
 
 MAX_BYTES = 2**20
 MAX_VALUES = 50_000  # aliases count as often as they are used
@@ -35,6 +35,7 @@ class LoadedConfig:
     notes: tuple[str, ...] = field(default=())
     encoders: dict[str, encoder_labels.EncoderModel] = field(default_factory=dict)
     embedder: Path | None = None  # the directory of the embedding model, where one is needed
+    tools: list[tool_database.DatabaseTool] = field(default_factory=list)
 
     @property
     def uses_encoders(self) -> bool:
@@ -85,6 +86,7 @@ def parse(data: bytes, categories: frozenset[str], directory: Path | None = None
     encoders, absent = encoder_labels.find_models(settings, directory)
     embedder, without = encoder_labels.find_embedder(settings, directory)
     notes += [*absent, *without]
+    tools = tool_database.read_database(settings.tools, directory)
     if encoder_labels.DOMAIN in encoders:
         categories = frozenset(encoders[encoder_labels.DOMAIN].labels)
         fallback = settings.classifier.category_model.fallback_category
@@ -95,7 +97,7 @@ def parse(data: bytes, categories: frozenset[str], directory: Path | None = None
         pii_types |= {label for label in bare if label}
     _check_references(settings, plugins, categories, pii_types)
     notes += [f"{key}: accepted, it has no effect here" for key in _NO_EFFECT if tree.get(key)]
-    return LoadedConfig(settings, plugins, tuple(notes), encoders, embedder)
+    return LoadedConfig(settings, plugins, tuple(notes), encoders, embedder, tools)
 
 
 def _read_yaml(data: bytes) -> dict[str, Any]:
@@ -199,7 +201,6 @@ def _refuse_unsupported(settings: config.SemanticConfig) -> None:
         "prompt_guard.use_vllm": settings.prompt_guard.enabled and settings.prompt_guard.use_vllm,
         "feedback_detector": bool(settings.feedback_detector.get("enabled")),
         "hallucination_mitigation": bool(settings.hallucination_mitigation.get("enabled")),
-        "tools": bool(settings.tools.get("enabled")),
         f"semantic_cache.backend_type: {cache.backend_type}": cache.enabled
         and cache.backend_type != "memory",
     }

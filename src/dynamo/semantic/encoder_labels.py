@@ -74,9 +74,9 @@ def find_embedder(
 ) -> tuple[Path | None, list[str]]:
     """Return the directory of the embedding model, and notes on those that are not there. Raises ConfigError.
 
-    Nothing is looked for where no rule compares by embedding.
+    Nothing is looked for where nothing is compared by embedding.
     """
-    if not settings.embedding_rules:
+    if not settings.embedding_rules and not settings.tools.enabled:
         return None, []
     notes: list[str] = []
     others = settings.embedding_models
@@ -91,7 +91,7 @@ def find_embedder(
         if model_id:
             notes.append(f"{key}: no directory {model_id}")
     absent = "; ".join(notes) or "bert_model.model_id: expected the directory of an embedding model"
-    return None, [f"{absent}; without it no rule by embedding holds"]
+    return None, [f"{absent}; without it nothing is compared by embedding"]
 
 
 def bare_label(label: str) -> str:

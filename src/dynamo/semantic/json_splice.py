@@ -66,7 +66,10 @@ def change_object(data: bytes, changes: Mapping[str, bytes | None]) -> bytes:
             pieces.append(data[position : member.start])
             position = found[number + 1].start
         else:
-            pieces.append(data[position : member.start].rstrip().removesuffix(b","))
+            kept = b"".join(pieces) + data[position : member.start]
+            pieces = [
+                kept.rstrip().removesuffix(b",")
+            ]  # the comma may stand before removed members
             position = member.end
     closing = data.rindex(b"}")
     pieces.append(data[position:closing])

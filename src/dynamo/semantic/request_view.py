@@ -32,6 +32,7 @@ class RequestView:
         self.fields: dict[str, Any] = fields
         model = fields.get("model")
         self.model: str = model if isinstance(model, str) else ""
+        self.has_tools = bool(fields.get("tools"))  # or those that the router adds
         self.is_stream: bool = fields.get("stream") is True
         self.messages_field = next(
             (name for name in ("messages", "input", "prompt") if name in fields), "messages"
@@ -71,11 +72,6 @@ class RequestView:
             for message in self.messages
             for part in _parts(message.get("content"))
         )
-
-    @property
-    def has_tools(self) -> bool:
-        """Return whether the model may call tools."""
-        return bool(self.fields.get("tools"))
 
     @property
     def wants_structure(self) -> bool:

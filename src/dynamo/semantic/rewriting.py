@@ -1,5 +1,6 @@
-"""Changes of a request's JSON: model, reasoning and system prompt. All else stays byte for byte."""
+"""Changes of a request's JSON: model, reasoning, system prompt and tools. All else stays byte for byte."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -38,6 +39,14 @@ def set_reasoning(
     return json_splice.change_object(
         body, {"reasoning_effort": None, "chat_template_kwargs": arguments}
     )
+
+
+def set_tools(body: bytes, definitions: Sequence[bytes]) -> bytes:
+    """Return the body with these tools in place of its own, each as JSON; without any tools if there are none."""
+    if definitions:
+        return json_splice.change_object(body, {"tools": b"[" + b",".join(definitions) + b"]"})
+    names = ("tools", "tool_choice", "parallel_tool_calls")  # a server refuses the rest alone
+    return json_splice.change_object(body, dict.fromkeys(names))
 
 
 def set_system_prompt(

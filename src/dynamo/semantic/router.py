@@ -23,6 +23,7 @@ from dynamo.semantic import (
     request_view,
     rewriting,
     similarity,
+    tool_database,
 )
 from dynamo.semantic.classifiers import profile
 
@@ -52,6 +53,7 @@ class Explanation:
     failed: str = ""  # the model that was asked before and failed
     verdicts: list[guards.GuardVerdict] = field(default_factory=list)
     observed: str = ""  # the decision that is only observed
+    tools: tool_database.SelectedTools | None = None  # from the database, where it was asked
     path: str = "upstream"  # upstream, cache or blocked
     similarity: float | None = None
     cache_key: str = ""  # the name of the entry that the answer is from, or will be stored in
@@ -63,6 +65,7 @@ class Explanation:
 
     def headers(self) -> list[tuple[str, str]]:
         """Return the headers that tell the client of it."""
+        tools = self.tools.tools if self.tools is not None else ()
         verdicts = {verdict.guard: verdict for verdict in self.verdicts}
         attack, pii = verdicts.get("jailbreak"), verdicts.get("pii")
         keywords = self.signals.keyword_rule or ""
@@ -76,6 +79,7 @@ class Explanation:
             "x-vsr-matched-keywords": keywords,
             "x-vsr-matched-embeddings": self.signals.embedding_rule or "",
             "x-vsr-matched-domains": self.category,
+            "x-vsr-selected-tools": ",".join(tool.name for tool in tools),
             "x-vsr-response-path": self.path,
             "x-vsr-conversation": self.conversation,
             "x-vsr-observed-decision": self.observed,
@@ -133,7 +137,10 @@ class SemanticRouter:
         self._keywords = decisions.KeywordMatcher(self.settings.keyword_rules)
         rules = self.settings.embedding_rules
         self.references = similarity.ReferenceVectors(
-            text for rule in rules for text in rule.candidates
+            [
+                *(text for rule in rules for text in rule.candidates),
+                *(tool.description for tool in loaded.tools),
+            ]
         )
         self._rules = similarity.SimilarityRules(rules, self.references)
         self._table = decisions.DecisionTable(self.settings)
@@ -181,6 +188,7 @@ class SemanticRouter:
         route_to = self._guard(view, guarded, outcome, classifiers)
         if outcome.answer is not None:
             return outcome
+        self._select_tools(view, classifiers, explanation)
         match, kept = matches[0] if matches else None, ""
         earlier, present = model_choice.conversation_keys(view, headers, tenant)
         if is_auto and self.settings.conversations.enabled and not route_to:
@@ -215,7 +223,9 @@ class SemanticRouter:
             encoder_labels.PII: view.texts,
         }
         inputs = self.list_inputs_for({name: texts[name] for name in texts if needed[name]})
-        return inputs + self.list_embedding_inputs(texts[encoder_labels.DOMAIN])
+        if self.settings.embedding_rules or self._wants_tools(view):
+            inputs += self.list_embedding_inputs(texts[encoder_labels.DOMAIN])
+        return inputs
 
     def list_embedding_inputs(self, texts: Sequence[str]) -> list[classification.ClassifierInput]:
         """Return the texts whose vectors the encoder is asked for; none if nothing is compared by them."""
@@ -302,6 +312,36 @@ class SemanticRouter:
                 route_to = verdict.route_to
         return route_to
 
+    def _wants_tools(self, view: request_view.RequestView) -> bool:
+        """Return whether a request is to get tools of the database."""
+        is_auto = (
+            view.fields.get("tool_choice") == "auto" and view.model in self.settings.auto_names
+        )
+        return self.settings.tools.enabled and is_auto and view.messages_field == "messages"
+
+    def _select_tools(
+        self,
+        view: request_view.RequestView,
+        classifiers: guards.RequestClassifiers,
+        explanation: Explanation,
+    ) -> None:
+        """Note the tools that a request gets, before a model is chosen, which must be able to call them."""
+        if not self._wants_tools(view):
+            return
+        settings = self.settings.tools
+        threshold = settings.similarity_threshold
+        if threshold is None:
+            threshold = self.settings.bert_model.threshold
+        explanation.tools = tool_database.select(
+            self.loaded.tools,
+            settings,
+            threshold,
+            classifiers.embed(view.user_text),
+            self.references,
+        )
+        if not explanation.tools.keeps:
+            view.has_tools = bool(explanation.tools.tools)
+
     def _refuse(
         self,
         verdict: guards.GuardVerdict,
@@ -361,7 +401,7 @@ class SemanticRouter:
         for name in headers.get(DELETE_HEADER, "").split(",")[:_MOST_DELETED]:
             self.cache.delete(name.strip(), tenant)
         key = cache.make_key(view, headers, tenant)
-        if key is None:
+        if key is None or view.has_tools:
             return False
         threshold = (
             plugin.similarity_threshold
@@ -438,6 +478,8 @@ class SemanticRouter:
                     body, view, prompt.system_prompt, is_inserted=prompt.mode == "insert"
                 )
                 explanation.has_system_prompt = True
+        if explanation.tools is not None and not explanation.tools.keeps:
+            body = rewriting.set_tools(body, [tool.definition for tool in explanation.tools.tools])
         outcome.body = body
         if entry is not None and entry.access_key:
             outcome.upstream_headers.append(("authorization", f"Bearer {entry.access_key}"))

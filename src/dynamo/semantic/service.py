@@ -207,6 +207,8 @@ class RoutingService:
                 )
         if explanation.signals.missing_embedding:
             _logger.warning("no embedding rule holds: %s", explanation.signals.missing_embedding)
+        if explanation.tools is not None and explanation.tools.missing:
+            _logger.warning("no tools were selected: %s", explanation.tools.missing)
         if explanation.path == "cache":
             _logger.info("cache_hit: decision %r", explanation.decision)
         elif outcome.answer is None:

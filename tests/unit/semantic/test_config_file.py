@@ -35,7 +35,6 @@ def test_unknown_keys_are_named_with_their_path():
             "semantic_cache: {enabled: true, backend_type: milvus}",
             "semantic_cache.backend_type: milvus",
         ),
-        ("tools: {enabled: true}", "tools"),
         ("config_source: kubernetes", "config_source"),
         ("decisions: [{name: d, plugins: [{type: rag}]}]", "rag"),
         (

@@ -43,6 +43,19 @@ def test_every_member_of_a_repeated_name_is_changed():
     assert json_splice.change_object(b'{"m":1,"m":2}', {"m": b"3"}) == b'{"m":3,"m":3}'
 
 
+@pytest.mark.parametrize(
+    ("data", "left"),
+    [
+        (b'{"a":1, "x":2, "y":3 }', b'{"a":1 }'),
+        (b'{"x":2,"y":3,"a":1}', b'{"a":1}'),
+        (b'{"x":2,"a":1,"x":3,"y":4}', b'{"a":1}'),
+        (b'{"x":2,"y":3}', b"{}"),
+    ],
+)
+def test_neighbours_are_removed_with_their_commas(data, left):
+    assert json_splice.change_object(data, {"x": None, "y": None}) == left
+
+
 def test_item_is_put_before_those_of_an_array():
     assert json_splice.prepend_item(b"[1]", b"0") == b"[0,1]"
     assert json_splice.prepend_item(b"[ ]", b"0") == b"[0 ]"

@@ -151,7 +151,7 @@ def test_rules_without_a_model_are_noted_and_those_without_candidates_refused():
 
     assert not loaded.uses_encoders
     assert loaded.notes == (
-        "bert_model.model_id: no directory models/x; without it no rule by embedding holds",
+        "bert_model.model_id: no directory models/x; without it nothing is compared by embedding",
     )
     with pytest.raises(errors.ConfigError, match=r"embedding_rules\.a: expected candidates"):
         config_file.parse(b"embedding_rules: [{name: a}]", FAST.categories)
