@@ -1,6 +1,7 @@
 """Images in chats with a model that sees, over real vLLM: a worker and a frontend as users start them."""
 
 import base64
+import concurrent.futures
 import importlib.util
 import io
 
@@ -97,6 +98,49 @@ def test_prompt_with_the_same_picture_is_cached_and_with_another_is_not(frontend
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert again.usage.prompt_tokens_details.cached_tokens >= 32
     assert other.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_choices_of_one_request_see_the_same_picture(frontend):
+    client = openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="-", timeout=PATIENT_S)
+    content = [picture("yellow"), {"type": "text", "text": "What is it?"}]
+    answer = client.chat.completions.create(
+        model="sees",
+        messages=[{"role": "user", "content": content}],
+        max_tokens=12,
+        temperature=0,
+        n=3,
+    )
+    alone = ask(frontend, picture("yellow"), "What is it?")
+
+    assert {choice.message.content for choice in answer.choices} == {
+        alone.choices[0].message.content
+    }
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+
+
+def test_other_apis_show_the_same_picture(frontend):
+    part = picture("purple")
+    encoded = part["image_url"]["url"].partition(",")[2]
+    source = {"type": "base64", "media_type": "image/png", "data": encoded}
+    turn = {
+        "role": "user",
+        "content": [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}],
+    }
+    body = {"model": "sees", "max_tokens": 12, "temperature": 0, "messages": [turn]}
+    told = httpx.post(f"{frontend.url}/v1/messages", json=body, timeout=PATIENT_S).json()
+    chat = ask(frontend, part, "What is it?")
+
+    assert told["content"][0]["text"] == chat.choices[0].message.content
+
+
+def test_many_pictures_at_once_are_each_answered(frontend):
+    shades = [(shade, 0, 0) for shade in range(0, 240, 20)]
+    alone = [chances(ask(frontend, picture(shade), "?")) for shade in shades[:2]]
+    with concurrent.futures.ThreadPoolExecutor(len(shades)) as pool:
+        answers = list(pool.map(lambda shade: ask(frontend, picture(shade), "?"), shades))
+
+    assert [chances(answer) for answer in answers[:2]] == alone
+    assert all(answer.usage.completion_tokens for answer in answers)
 
 
 def test_one_picture_too_many_is_refused(frontend):

@@ -144,6 +144,19 @@ def test_blocks_without_a_computable_hash_are_dropped_and_counted(event):
     assert translator.num_dropped == 1
 
 
+def test_blocks_before_the_first_image_are_told():
+    translator = engine_events.EventTranslator(BLOCK)
+    image = [["an image", 3]]
+    first = stored([1, 2, 3], None, 1, 2, 3, extra_keys=[None, None, image])
+    behind = stored([4], 3, 4)
+
+    told = translator.translate([first, behind, removed(3), removed(2)])
+
+    assert [block.block_hash for block in told[0].blocks] == names(1, 2)
+    assert told[1:] == [kv_events.Removed(block_hashes=(names(1, 2)[-1],))]
+    assert translator.num_dropped == 2
+
+
 def test_blocks_of_a_lora_adapter_have_their_own_hashes():
     translator = engine_events.EventTranslator(BLOCK)
     event = stored([1], None, 1, lora_name="poet", extra_keys=[["poet"]])

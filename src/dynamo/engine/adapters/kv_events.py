@@ -153,17 +153,20 @@ class EventTranslator:
         parent_block = next((cached for cached in copies if cached is not None), None)
         is_orphan = parent_block is None and parent_id is not None
         first_salt = None if parent_id is not None else _find_salt(event)
-        if is_orphan or not self._is_hashable(event, first_salt):
-            self.num_dropped += len(event.block_hashes)
+        num_hashable = 0 if is_orphan else self._count_hashable(event, first_salt)
+        self.num_dropped += len(event.block_hashes) - num_hashable
+        if not num_hashable:
             return ()
         parent = parent_block.block_hash if parent_block is not None else None
         salt = parent_block.cache_salt if parent_block is not None else first_salt
         seed = blocks.seed_of(event.lora_name, salt)
-        local = blocks.local_hashes(blocks.pack(event.token_ids), self._block_size, seed)
+        token_ids = event.token_ids[: num_hashable * self._block_size]
+        local = blocks.local_hashes(blocks.pack(token_ids), self._block_size, seed)
         hashes = blocks.sequence_hashes(local, parent)
         tier = _tier(event.medium)
         cached = self._cached[tier]
-        for engine_hash, block_hash in zip(event.block_hashes, hashes, strict=True):
+        known = event.block_hashes[:num_hashable]
+        for engine_hash, block_hash in zip(known, hashes, strict=True):
             cached.setdefault(engine_hash, _CachedBlock(block_hash, 0, salt)).num_copies += 1
         stored = tuple(map(kv_events.StoredBlock, hashes, local))
         event_stored = kv_events.Stored(parent_hash=parent, blocks=stored, tier=tier)
@@ -181,17 +184,22 @@ class EventTranslator:
         removed = tuple(block_hash for block_hash in dropped if block_hash is not None)
         return (kv_events.Removed(block_hashes=removed, tier=tier),) if removed else ()
 
-    def _is_hashable(self, event: BlockStored, first_salt: str | None) -> bool:
-        """Return whether tokens, adapter and salt of the first block are all that the hashes cover."""
+    def _count_hashable(self, event: BlockStored, first_salt: str | None) -> int:
+        """Count the blocks, from the first on, of which the hashes cover tokens, adapter and the prompt's salt only.
+
+        A block that has a part of an image covers the image, too, and all blocks behind it do by their parents.
+        """
+        num_blocks = len(event.block_hashes)
+        is_whole = len(event.token_ids) == num_blocks * self._block_size
+        if event.block_size != self._block_size or not is_whole:
+            return 0
         covered: list[Any] = [] if event.lora_name is None else [event.lora_name]
-        first, *others = event.extra_keys or [None]
         covered_first = covered if first_salt is None else [*covered, first_salt]
-        return (
-            event.block_size == self._block_size
-            and len(event.token_ids) == len(event.block_hashes) * self._block_size
-            and (first or covered_first) == covered_first
-            and all((keys or covered) == covered for keys in others)
-        )
+        for number, keys in enumerate(event.extra_keys or ()):
+            expected = covered if number else covered_first
+            if (keys or expected) != expected:
+                return number
+        return num_blocks
 
     def _drop_copy(self, tier: kv_events.Tier, engine_hash: EngineHash) -> int | None:
         """Count a removed copy; return our hash of the block if that was the last one."""

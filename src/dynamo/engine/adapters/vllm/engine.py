@@ -121,11 +121,11 @@ class VllmLibrary:
     async def _stream_with_images(
         self, request: generate.Request, token_ids: Sequence[int], plan: Any, name: str
     ) -> AsyncIterator[Any]:
-        """Decode the images in a thread, while other streams go on; an abort meanwhile ends the stream."""
+        """Prepare the images in threads, while other streams go on; an abort meanwhile ends the stream."""
         self._decoding.add(name)
         try:
-            prompt = await asyncio.to_thread(
-                versions.image_prompt, token_ids, request.images, cache_salt=request.cache_salt
+            prompt = await versions.image_input(
+                self._started, token_ids, request.images, cache_salt=request.cache_salt
             )
         finally:
             is_open = name in self._decoding

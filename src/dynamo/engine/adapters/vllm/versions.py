@@ -89,10 +89,23 @@ def max_images(config: VllmConfig) -> int:
     return int(options.get_limit_per_prompt("image"))
 
 
-def image_prompt(
-    token_ids: Sequence[int], files: Sequence[bytes], *, cache_salt: str | None
+async def image_input(
+    llm: AsyncLLM, token_ids: Sequence[int], files: Sequence[bytes], *, cache_salt: str | None
+) -> Any:
+    """Return the input of a prompt with images, as vLLM's renderer makes it. Raises InvalidRequest for a broken one.
+
+    The files are decoded in a thread. The renderer computes the model's form of images in one thread of its own, in
+    which it also warms up after the start. A prompt that `AsyncLLM.generate` renders itself would be computed in
+    another thread, beside the warm-up, and neither the model's processor nor its cache is made for two threads.
+    """
+    prompt = await asyncio.to_thread(_image_prompt, token_ids, files, cache_salt)
+    (rendered,) = await llm.renderer.render_cmpl_async([prompt])
+    return rendered
+
+
+def _image_prompt(
+    token_ids: Sequence[int], files: Sequence[bytes], cache_salt: str | None
 ) -> Mapping[str, Any]:
-    """Return vLLM's form of a prompt with images, which it decodes here. Raises InvalidRequest for a broken one."""
     media = ImageMediaIO()
     images = []
     for number, file in enumerate(files):
