@@ -66,12 +66,12 @@ class RequestView:
 
     @property
     def has_images(self) -> bool:
-        """Return whether a message has an image."""
-        return any(
-            isinstance(part, dict) and part.get("type") in _IMAGE_KINDS
-            for message in self.messages
-            for part in _parts(message.get("content"))
-        )
+        """Return whether a message or the result of a tool has an image, or Ollama's `images` are there."""
+        if self.fields.get("images") or any(message.get("images") for message in self.messages):
+            return True
+        parts = [part for message in self.messages for part in _parts_of(message)]
+        parts += [inner for part in parts for inner in _parts_of(part)]
+        return any(part.get("type") in _IMAGE_KINDS for part in parts)
 
     @property
     def wants_structure(self) -> bool:
@@ -121,6 +121,12 @@ def _texts(value: Any) -> Iterator[str]:
             for call in _parts(value.get("tool_calls")):
                 if isinstance(call, dict) and isinstance(call.get("function"), dict):
                     yield from _texts(call["function"].get("arguments"))
+
+
+def _parts_of(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a message, or of a tool's result."""
+    parts = [*_parts(item.get("content")), *_parts(item.get("output"))]
+    return [part for part in parts if isinstance(part, dict)]
 
 
 def _parts(value: Any) -> list[Any]:

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 import semantic_configs
 from dynamo.base import errors
-from dynamo.semantic import model_choice
+from dynamo.semantic import model_choice, request_view
 from dynamo.testing import clock
 from semantic_configs import ATTACK, CARD, SUM, chat, make_router
+
+IMAGE_BLOCK = {"type": "image", "source": {}}
 
 
 def fields_of(outcome):
@@ -165,6 +167,28 @@ def test_model_without_images_or_context_is_struck_out():
 
     assert fields_of(with_image)["model"] == fields_of(too_long)["model"] == "general"
     assert with_image.explanation.struck_out == {"coder": "it takes no images"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        {"input": [{"type": "function_call_output", "output": [{"type": "input_image"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [IMAGE_BLOCK]}]}]},
+        {"messages": [{"role": "user", "content": "x", "images": ["QUE="]}]},
+        {"prompt": "x", "images": ["QUE="]},
+    ],
+)  # fmt: skip
+def test_images_of_each_api_are_seen(fields):
+    assert request_view.RequestView(msgspec.json.encode(fields)).has_images
+
+
+def test_text_beside_an_image_is_read():
+    blocks = [IMAGE_BLOCK, {"type": "text", "text": "python"}]
+    view = request_view.RequestView(chat([{"role": "user", "content": blocks}]))
+
+    assert view.user_text == "python"
+    assert view.texts == ["python"]
 
 
 def test_request_that_no_model_can_serve_names_the_reason_of_each():
