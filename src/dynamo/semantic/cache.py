@@ -2,8 +2,11 @@
 
 A wrong hit is worse than a miss. So everything but the last user text is compared exactly (tenant, requested model,
 system prompt, earlier messages, tools, response format, sampling), and of that text all words that carry meaning, in
-their order: numbers, names, negations, opposites, operators. Only words of courtesy, articles, forms of "to be" and
-endings may differ. What is left to compare is one key of a dictionary, so a search costs the same at any size.
+their order: numbers, names, negations, opposites, operators. Only words of courtesy, articles, forms of "to be",
+endings and the way to begin a question ("explain", "how to", "how can I") may differ. What is left to compare is one
+key of a dictionary, so a search costs the same at any size.
+
+Embeddings are not used: two questions that differ in a number or a negation are as similar as rephrasings.
 """
 
 import collections
@@ -26,8 +29,11 @@ _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)?|[^\w\s?!.,;:\"'`]
 _FREE_WORDS = frozenset(["a", "an", "the", "is", "are", "of", "please", "kindly"])
 _COURTESY = re.compile(
     r"(?:\s*(?:please|kindly|hi|hello|hey|thanks|(?:can|could|would|will) you|do you know|i(?:'d| would) like to know|"
-    r"i want to know|(?:tell|give|show) me|what(?:'s| is| are))\b[\s,!.]*)+"
+    r"i want to know|(?:tell|give|show) me|explain(?: to me)?|define|what(?:'s| is| are))\b[\s,!.]*)+"
 )
+_HOW = re.compile(r"\bhow (?:to|do(?:es)?(?: (?:i|we|one))?|(?:can|could|would) (?:i|we|one))\b")
+_WHAT_IT_IS = re.compile(r"^what (.*\S) (?:is|are)\W*$", re.DOTALL)
+_FOR_ME = re.compile(r"^((?:write|list|make) )me\b")
 _LETTER = re.compile(r"(?<=\S )A\b")  # of an answer or a vitamin; no article
 _CONTRACTIONS = frozenset({"can't", "cannot"})
 _ENDINGS = re.compile(r"(?<=[^\W\d_]{3})(?:'s|s|')$")
@@ -94,7 +100,9 @@ def _split(text: str) -> list[str]:
     """Return the words, numbers and operators of a question, without its words of courtesy at the beginning."""
     lowered = _LETTER.sub("_a", text.replace("’", "'")).lower()
     courtesy = _COURTESY.match(lowered)
-    return _TOKEN.findall(lowered, courtesy.end() if courtesy is not None else 0)
+    rest = lowered[courtesy.end() if courtesy is not None else 0 :]
+    rest = _WHAT_IT_IS.sub(r"\1", _FOR_ME.sub(r"\1", rest))
+    return _TOKEN.findall(_HOW.sub("how", rest))
 
 
 def _weigh(words: list[str]) -> dict[str, float]:

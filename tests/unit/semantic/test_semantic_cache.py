@@ -22,6 +22,10 @@ def make_cache(at=None, **settings):
         ("What is the capital of France?", "Please tell me the capital of France"),
         ("Can you explain photosynthesis?", "explain photosynthesis!"),
         ("What's a hash table?", "what is the hash table"),
+        ("What is a hash table?", "Please explain to me what a hash table is."),
+        ("How do I reset my router?", "Show me how to reset my router"),
+        ("How does a vaccine work?", "Explain how vaccines work"),
+        ("Write me a poem", "Could you write a poem?"),
     ],
 )
 def test_same_question_in_other_words_hits(question, other):
@@ -42,6 +46,14 @@ def test_same_question_in_other_words_hits(question, other):
         ("Who is Ann Lee?", "Who is Bob Lee?"),
         ("Who is the president?", "Who was the president?"),
         ("Does A imply B?", "Does B imply A?"),
+        ("Which drugs are safe?", "Are drugs safe?"),
+        ("What does a lion eat?", "Does a lion eat?"),
+        ("How do I handle stress?", "How do you handle stress?"),
+        ("How do birds fly?", "How did birds fly?"),
+        ("How do I fly?", "How should I fly?"),
+        ("Can I fly?", "How can I fly?"),
+        ("Tell me what drugs are safe", "Are drugs safe?"),
+        ("Did he write me?", "Did he write?"),
         ("How much vitamin A is in it?", "How much vitamin is in it?"),
     ],
 )
