@@ -80,6 +80,21 @@ async def test_files_come_in_order_and_the_template_marks_their_places(make_mode
     assert prepared.prompt.endswith("user\n大丈夫or 大丈夫?<|im_end|>\n")
 
 
+async def test_result_of_a_tool_may_be_an_image(make_model):
+    request = openai_chat.ChatRequest(
+        model="m",
+        messages=[
+            {"role": "user", "content": "Look."},
+            {"role": "tool", "tool_call_id": "c", "content": [text("seen: "), image(b"one")]},
+        ],
+    )
+    request.check()
+    prepared = await make_model().prepare_conversation(request, "r")
+
+    assert prepared.request.images == (b"one",)
+    assert prepared.prompt.endswith("tool\nseen: 大丈夫<|im_end|>\n")
+
+
 async def test_only_tokens_before_the_first_image_are_hashed(make_model, byte_level):
     request = (await prepare(make_model(), text("Look: "), image())).request
     hashed = blocks.unpack(request.hashed_ids)

@@ -6,7 +6,7 @@ of each request), so their schemas for `/openapi.json` are written here. A rule 
 
 from typing import Any
 
-from dynamo.preprocess import conversation, inputs
+from dynamo.preprocess import conversation, images, inputs
 
 Schema = dict[str, Any]
 NULL: Schema = {"type": "null"}
@@ -40,12 +40,18 @@ EMBEDDED_TEXTS: Schema = {"anyOf": [SOME_TEXT, list_of(SOME_TEXT)]}
 
 _ASSISTANT = "assistant"
 _OTHER_ROLES = [role for role in conversation.ROLES if role != _ASSISTANT]
+_IMAGE_URL: Schema = {"type": "string", "pattern": r"^data:image/[a-z0-9.+-]+;base64,"}
 _PARTS: Schema = {
     "type": "array",
     "items": {
         "anyOf": [
             make_object(("type", "text"), type={"const": "text"}, text=TEXT),
             make_object(("type", "refusal"), type={"const": "refusal"}, refusal=TEXT),
+            make_object(
+                ("type", images.PART),
+                type={"const": images.PART},
+                **{images.PART: {"anyOf": [_IMAGE_URL, make_object(("url",), url=_IMAGE_URL)]}},
+            ),
         ]
     },
 }
