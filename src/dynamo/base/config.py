@@ -107,7 +107,7 @@ def load_parts(
     flags, further_arguments = parser.parse(
         _join_texts(argv, texts), takes_rest=rest_of is not None
     )
-    path = flags.pop("config")
+    path = flags.pop("config", None)
     environ = os.environ if environ is None else environ
     values = {
         name: implied[1]
@@ -211,11 +211,15 @@ def _make_parser(parts: Sequence[type], prog: str, note: str) -> Parser:
 
 
 def add_options(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
-    """Add the options of these dataclasses, in groups: one for each class that declares some, the first one's first."""
+    """Add the options of these dataclasses, in groups: one for each class that declares some, the first one's first.
+
+    A command that has a --config of its own takes no TOML file.
+    """
     hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with any of these options, by name with _ for -"
-    )
+    flags = {_flag_of(field) for part in parts for field in dataclasses.fields(part)}
+    if "--config" not in flags:
+        help_text = "TOML file with any of these options, by name with _ for -"
+        parser.add_argument("--config", metavar="FILE", help=help_text)
     for title, own in _groups(parts):
         group = parser.add_argument_group(title)
         for field in own:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 import semantic_configs
-from dynamo.base import errors
+from dynamo.base import config, errors
 from dynamo.cli import semantic as command
 from dynamo.semantic import replay
 
@@ -81,9 +81,8 @@ def test_command_prints_what_changes(trace, tmp_path, capsys):
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
     old.write_text(semantic_configs.CONFIG)
     new.write_text(NEW_CONFIG)
-    options = command.SemanticCommandConfig(
-        action="replay", subject=str(trace), semantic_router=str(old), new_config=str(new)
-    )
+    argv = ["replay", str(trace), "--semantic-router", str(old), "--config", str(new)]
+    options = config.load(command.SemanticCommandConfig, prog="dynamo semantic", argv=argv)
 
     assert command.run(options) == 0
 
