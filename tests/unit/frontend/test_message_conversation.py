@@ -260,6 +260,13 @@ def test_invalid_content_block_is_named(block, param, words):
     assert words in str(caught.value)
 
 
+def test_conversation_without_any_content_is_refused():
+    with pytest.raises(
+        errors.InvalidRequest, match=r"messages\[0\].content: expected at least one"
+    ):
+        decode(messages=[{"role": "user", "content": []}])
+
+
 def test_images_keep_their_places_between_texts():
     words = [{"type": "text", "text": word} for word in ("one", "two")]
     content = [image("QUE="), words[0], image("QkI="), words[1]]

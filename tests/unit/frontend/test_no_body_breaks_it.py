@@ -11,18 +11,19 @@ json_values = st.recursive(
     max_leaves=5,
 )  # fmt: skip
 KINDS = ["text", "input_text", "output_text", "message", "tool_use", "tool_result", "thinking",
-         "reasoning", "function_call", "function_call_output", "image"]  # fmt: skip
+         "reasoning", "function_call", "function_call_output", "image", "input_image", "image_url"]  # fmt: skip
 part = st.fixed_dictionaries(
     {"type": st.sampled_from(KINDS)},
     optional={
         key: st.text(max_size=5) | json_values
         for key in ("text", "id", "name", "input", "tool_use_id", "call_id", "arguments", "output", "summary",
-                    "thinking")
+                    "thinking", "source", "image_url")
     },
 )  # fmt: skip
 content = st.text(max_size=5) | st.lists(part, max_size=3) | json_values
 turn = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "system"]), "content": content}
+    {"role": st.sampled_from(["user", "assistant", "system"]), "content": content},
+    optional={"images": json_values},
 )
 talk = st.lists(turn | part, max_size=4) | json_values
 CASES = {
@@ -33,6 +34,9 @@ CASES = {
     "/v1/embeddings": ({"model": "e"}, "input", ["dimensions", "encoding_format", "user"]),
     "/v2/models/m/infer": ({}, "inputs", ["parameters", "outputs", "id"]),
     "/v2/models/m/generate": ({}, "text_input", ["parameters", "stream", "id"]),
+    "/v1/chat/completions": ({"model": "m", "max_tokens": 5}, "messages", ["stream", "tools"]),
+    "/api/chat": ({"model": "m", "stream": False}, "messages", ["format", "think"]),
+    "/api/generate": ({"model": "m", "stream": False}, "images", ["prompt", "system", "raw"]),
     "/tokenize": ({}, "messages", ["prompt", "tools", "model"]),
     "/detokenize": ({}, "tokens", ["model"]),
 }  # fmt: skip

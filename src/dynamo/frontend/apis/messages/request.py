@@ -328,6 +328,11 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
         builder.append("system", _join_texts(blocks))
     for number, turn in enumerate(request.messages):
         builder.append_turn(turn, f"messages[{number}].content")
+    if not builder.messages:
+        raise errors.InvalidRequest(
+            "messages[0].content: expected at least one block, got an empty list",
+            param="messages[0].content",
+        )
     choice, config = request.tool_choice, request.output_config
     response_format = None
     if config is not None and config.format is not None:
