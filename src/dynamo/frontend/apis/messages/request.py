@@ -329,10 +329,8 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
     for number, turn in enumerate(request.messages):
         builder.append_turn(turn, f"messages[{number}].content")
     if not builder.messages:
-        raise errors.InvalidRequest(
-            "messages[0].content: expected at least one block, got an empty list",
-            param="messages[0].content",
-        )
+        param = "messages[0].content"
+        raise errors.InvalidRequest(f"{param}: expected at least one block, got none", param=param)
     choice, config = request.tool_choice, request.output_config
     response_format = None
     if config is not None and config.format is not None:
@@ -490,11 +488,8 @@ def _convert_content(blocks: list[Block], place: str) -> _Content:
 def _join_contents(content: _Content, more: _Content) -> _Content:
     if isinstance(content, str) and isinstance(more, str):
         return _join_lines(content, more)
-    return [*_list_parts(content), *_list_parts(more)]
-
-
-def _list_parts(content: _Content) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    both = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in (content, more))
+    return [part for parts in both for part in parts]
 
 
 def _join_texts(blocks: list[Block]) -> str:
