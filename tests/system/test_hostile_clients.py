@@ -234,7 +234,7 @@ def test_body_without_a_length_is_cut_off_at_the_limit(frontend):
 )
 def test_too_long_prompt_is_refused_before_it_costs_much(frontend, path, fields):
     # encoded before: it holds the interpreter, and the frontend closes connections that say nothing
-    body = json.dumps({"model": MODEL, **fields})
+    body = json.dumps({"model": MODEL, **fields}, separators=(",", ":"))
     headers = {"content-type": "application/json"}
     with Others(frontend) as others:
         answer = httpx.post(
