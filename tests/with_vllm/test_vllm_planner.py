@@ -1,7 +1,11 @@
-"""The planner scales real vLLM workers under streams: 2 -> 1 -> 2, and no answer is cut."""
+"""The planner scales real vLLM workers under streams: 2 -> 1 -> 2, and no answer is cut.
+
+Three starts of an engine take minutes, so it has a target of its own: `make test-vllm-planner`.
+"""
 
 import concurrent.futures
 import importlib.util
+import os
 import threading
 
 import pytest
@@ -15,7 +19,13 @@ from planners import Planner, stream_to_the_end
 import vllm_models
 from waiting import eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        os.environ.get("DYN_TEST_PLANNER") != "1", reason="takes minutes: make test-vllm-planner"
+    ),
+]
 MODEL = "qwen3-tiny"
 NUM_TOKENS, NUM_STREAMS = 300, 6
 START_S = 600.0  # on a busy machine; usually half a minute
