@@ -227,3 +227,21 @@ def test_invalid_response_tool_is_named(tool, param):
         responses_request.convert_tools([tool])
 
     assert caught.value.param == param
+
+
+def test_tools_that_a_tool_choice_allows_are_those_of_chat_completions():
+    choice = responses_request.ResponseToolChoice(
+        type="allowed_tools", mode="required", tools=[{"type": "function", "name": "look"}]
+    )
+    chosen = choice.convert()
+
+    assert (chosen.type, chosen.allowed_tools.mode) == ("allowed_tools", "required")
+    assert chosen.allowed_tools.tools == [{"type": "function", "function": {"name": "look"}}]
+
+
+@pytest.mark.parametrize(("type_", "missing"), [("allowed_tools", "mode"), ("function", "name")])
+def test_tool_choice_without_what_it_chooses_is_refused_by_its_place(type_, missing):
+    with pytest.raises(errors.InvalidRequest) as caught:
+        responses_request.ResponseToolChoice(type=type_).convert()
+
+    assert caught.value.param == f"tool_choice.{missing}"

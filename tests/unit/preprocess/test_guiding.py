@@ -59,6 +59,34 @@ def test_a_guided_field_at_the_root_or_in_nvext(fields, expected):
     assert guide(**fields) == guide(nvext=fields) == guiding.from_fields(completion) == told
 
 
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ({"json": NUMBER}, {"json": '{"type":"integer"}'}),
+        ({"json": "{}"}, {"json": "{}"}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"choice": ["a", "b"]}, {"choice": ("a", "b")}),
+        ({"grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+        ({"json_object": True}, {"json": '{"type":"object"}'}),
+    ],
+)
+def test_structured_outputs_of_vllm_become_the_same_grammar(outputs, expected):
+    param = "structured_outputs"
+
+    assert guide(structured_outputs=outputs) == generate.GuidedDecoding(**expected, param=param)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "got"),
+    [({}, "none"), ({"choice": []}, "choice"), ({"regex": "a", "json": {}}, "json, regex")],
+)
+def test_structured_outputs_have_exactly_one_form(outputs, got):
+    error = refused(structured_outputs=outputs)
+
+    assert error.param == "structured_outputs"
+    assert str(error).endswith(f"got {got}")
+
+
 def test_root_field_overrides_nvext():
     told = guide(guided_regex="a", nvext={"guided_regex": "b", "guided_decoding_backend": "auto"})
 
