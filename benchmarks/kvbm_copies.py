@@ -23,19 +23,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.transfer import LAYOUT, MIB
 from dynamo.kvbm import disk_file, host_memory, tier_copies
 from dynamo.kvbm.tiers import CachedBlock
 from dynamo.transfer import api, descriptors, job, memory
 
-MIB = 2**20
-LAYOUT = descriptors.Layout(
-    num_blocks=256,
-    block_size=16,
-    num_layers=16,
-    num_kv_heads=8,
-    head_dim=128,
-    dtype="bfloat16",
-)
 DISK_BLOCK_BYTES = 2 * MIB
 LIMIT_S = 300.0
 
