@@ -163,9 +163,21 @@ class Worker(Process):
         super().__init__(argv, environ, log, host)
         self.url = f"http://{addresses.join(host.address if host else '127.0.0.1', port)}"
 
+    def metrics(self) -> str:
+        """All metrics, once the worker has any: discovery lists it a moment before its system port shows them."""
+        answers = []
+
+        def has_started() -> bool:
+            answers.append(httpx.get(f"{self.url}/metrics", timeout=PATIENT_S))
+            return answers[-1].status_code != 503
+
+        eventually(has_started, what="the system port shows metrics")
+        assert answers[-1].status_code == 200, answers[-1].text
+        return answers[-1].text
+
     def metric(self, name: str) -> float:
         """The value of `dynamo_component_{name}`, summed over its labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=PATIENT_S).text
+        text = self.metrics()
         rows = [row for row in text.splitlines() if row.startswith(f"dynamo_component_{name}")]
         assert rows, f"no metric {name} in {text}"
         return sum(float(row.rpartition(" ")[2]) for row in rows)

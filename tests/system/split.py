@@ -74,8 +74,8 @@ class Split:
 def prefills(decode, where):
     """How many prompts it had computed so."""
     row = f'dynamo_component_prefills_total{{where="{where}"}} '
-    text = httpx.get(f"{decode.url}/metrics", timeout=PATIENT_S).text
-    return next(float(line[len(row) :]) for line in text.splitlines() if line.startswith(row))
+    lines = decode.metrics().splitlines()
+    return next(float(line[len(row) :]) for line in lines if line.startswith(row))
 
 
 def until_idle(*workers, within_s=PATIENT_S):

@@ -53,7 +53,7 @@ def test_restarted_worker_loads_its_first_long_prompt_from_disk(deployment, tmp_
     assert loaded == {}
     assert again == said
     assert loaded_again["disk"] > 300
-    metrics = httpx.get(f"{worker.url}/metrics", timeout=PATIENT_S).text
+    metrics = worker.metrics()
     assert 'dynamo_kvbm_memory_utilization_percent{tier="disk"}' in metrics
     assert f"kvbm_matched_tokens {loaded_again['disk']}.0" in metrics
 

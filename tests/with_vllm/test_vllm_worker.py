@@ -67,7 +67,7 @@ def await_gone(pids):
 
 
 def test_a_worker_exports_vllms_metrics_and_ends_with_its_engine(worker):
-    shown = httpx.get(f"{worker.url}/metrics", timeout=PATIENT_S).text
+    shown = worker.metrics()
     below = processes.descendants(worker.pid)
     worker.may_end = True
     os.kill(core_of(worker), signal.SIGKILL)

@@ -27,7 +27,7 @@ from dynamo.engine import api
 from dynamo.protocols import blocks, embed, instances, model_card, model_errors, wire
 from dynamo.runtime import component, requests
 from dynamo.worker import card as cards
-from dynamo.worker import health
+from dynamo.worker import health, startup
 
 MAX_BATCH_INPUTS = 64  # also bounds a reply: 64 vectors of 8192 floats are 2 MiB
 MAX_WAITING_TOKENS = 4 * 2**20  # 16 MiB
@@ -67,9 +67,12 @@ class EmbeddingHost:
             render=lambda: self._metrics.render(()),
         )
 
-    async def start(self) -> model_card.ModelCard:
-        """Load the model, serve it and return its published card. Raises ConfigError or EngineFailed."""
+    async def start(
+        self, after_load: startup.AfterLoad = startup.nothing_follows
+    ) -> model_card.ModelCard:
+        """Start as `Host.start` does. Raises ConfigError or EngineFailed."""
         facts = await self._embedder.start()
+        await after_load()
         card = await self._files.share(self._make_card(facts), self._endpoint)
         accepted = EmbeddingRequests(
             self._embedder,

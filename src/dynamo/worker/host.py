@@ -38,6 +38,7 @@ from dynamo.worker import (
     kv_tiers,
     lora_adapters,
     sleep,
+    startup,
 )
 from dynamo.worker import card as cards
 
@@ -166,9 +167,15 @@ class Host:
             else None,
         )
 
-    async def start(self) -> model_card.ModelCard:
-        """Load the model, serve it and return its published card. Raises ConfigError or EngineFailed."""
+    async def start(
+        self, after_load: startup.AfterLoad = startup.nothing_follows
+    ) -> model_card.ModelCard:
+        """Load the model, serve it and return its published card. Raises ConfigError or EngineFailed.
+
+        `after_load` is awaited before the worker is registered, so whoever finds the worker finds its system port too.
+        """
         facts = await self._engine.start(self)
+        await after_load()
         card = await self._files.share(self._make_card(facts), self._endpoint)
         await self._publisher.advertise()
         self._tasks.start(
@@ -402,9 +409,10 @@ class Fleet:
             render=lambda: counters.render(self._load() if self._is_ready else ()),
         )
 
-    async def start(self) -> None:
-        """Start all hosts at once. Raises ConfigError or EngineFailed."""
+    async def start(self, after_load: startup.AfterLoad = startup.nothing_follows) -> None:
+        """Start all hosts at once, then await `after_load`. Raises ConfigError or EngineFailed."""
         await asyncio.gather(*(host.start() for host in self._hosts))
+        await after_load()
         self._is_ready = True
 
     async def run_until(self, stop: asyncio.Event) -> None:

@@ -108,6 +108,12 @@ async def _serve(
         worker, item_type=generate.Output
     ) as runtime:
         served = make_any_host(runtime)
+
+        async def show_system_port() -> None:
+            progress.finish()
+            if start_port is not None:
+                await served.system_port.start_on(start_port.release())
+
         try:
             served_names = {"generate", "embed", worker.endpoint_name.endpoint}
             if absent := sorted({*worker.system_use_endpoint_health_status} - served_names):
@@ -117,11 +123,8 @@ async def _serve(
                 )
             async with _announced_start(runtime, worker):
                 # until here a signal ends the process at once: nothing runs yet
-                await served.start()
+                await served.start(show_system_port)
                 stop = process_setup.stop_on_signals()
-            progress.finish()
-            if start_port is not None:  # not before: engines block the event loop while they load
-                await served.system_port.start_on(start_port.release())
             await served.run_until(stop)
         finally:
             await served.stop(worker.graceful_shutdown_timeout_s, worker.grace_period_s)

@@ -28,7 +28,7 @@ from dynamo.engine import api
 from dynamo.protocols import kv_events
 from dynamo.runtime import component
 from dynamo.runtime.http import exchange, json_body
-from dynamo.worker import health, host, settings
+from dynamo.worker import health, host, settings, startup
 
 Role = Literal["prefill", "decode"]
 MakeHost = Callable[[api.Engine, component.DistributedRuntime, Role], host.Host]
@@ -151,11 +151,11 @@ class RoleHost:
         self._sibling = self._runtime.sibling()
         self._host = self._make_host(self._engine, self._sibling, self._role)
 
-    async def start(self) -> None:
-        """Load the model and serve in the first role. Raises ConfigError or EngineFailed."""
+    async def start(self, after_load: startup.AfterLoad = startup.nothing_follows) -> None:
+        """Serve in the first role, as `Host.start` does. Raises ConfigError or EngineFailed."""
         for number, role in _ROLE_BY_SIGNAL.items():
             asyncio.get_running_loop().add_signal_handler(number, self._obey, role)
-        await self._host.start()
+        await self._host.start(after_load)
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Serve, in one role after the other, until `stop` is set. Raises EngineFailed if the engine dies."""

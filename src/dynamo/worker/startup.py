@@ -5,8 +5,8 @@ its system port before it does anything else, and `/live` is 200 while the start
 hub's cache grows, which it does too if another process fetches the model there, and while this process and its children
 compute or read. An engine that spins in a deadlock is taken for one that computes.
 
-`StartPort` answers from a thread until the worker serves, since engines block the event loop while they load, and then
-leaves its socket to the worker's system port, so no connection is refused in between.
+`StartPort` answers from a thread until the model is loaded, since engines block the event loop while they load, and
+then leaves its socket to the worker's system port, so no connection is refused in between.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ _logger = logging.getLogger(__name__)
 _LEAST_CPU_S = 3.0  # that count as work: a process that only waits uses less in minutes
 _LEAST_BYTES = 2**20
 _CLIENT_S = 2.0  # for a client of the early port to send its request
+
+
+AfterLoad = Callable[[], Awaitable[None]]
+
+
+async def nothing_follows() -> None:
+    """Do nothing after the load of a model."""
 
 
 class WorkDone(msgspec.Struct, frozen=True):

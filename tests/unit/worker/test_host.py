@@ -376,6 +376,18 @@ async def test_kv_events_reach_subscribers(world):
     assert heard[0].publisher == world.runtime.instance_id
 
 
+async def test_system_port_may_be_shown_before_the_worker_is_found(world):
+    found = []
+
+    async def look():
+        found.append(await world.is_found())
+
+    await world.host.start(look)
+
+    assert found == [False]
+    assert await world.is_found()
+
+
 async def test_worker_is_not_registered_if_the_engine_fails_to_start(world):
     async def fail(sink):
         raise errors.ConfigError("no such device")

@@ -149,8 +149,9 @@ class BlockingHost:
             endpoints=("generate",), is_ready=lambda: True, uptime_s=lambda: 1.0, render=lambda: b""
         )
 
-    async def start(self):
+    async def start(self, after_load):
         self.answers.append(get(self.port, "/live"))
+        await after_load()
 
     async def run_until(self, stop):
         self.answers.append(await asyncio.to_thread(get, self.port, "/health"))
