@@ -1,10 +1,9 @@
 """The semantic cache: answers given again to the same question in other words.
 
 A wrong hit is worse than a miss. So everything but the last user text is compared exactly (tenant, requested model,
-system prompt, earlier messages, tools, response format, sampling), and of that text all words that carry meaning, in
-their order: numbers, names, negations, opposites, operators. Only words of courtesy, articles, forms of "to be",
-endings and the way to begin a question ("explain", "how to", "how can I") may differ. What is left to compare is one
-key of a dictionary, so a search costs the same at any size.
+system prompt, earlier messages, tools, response format, sampling), and of that text all words that carry meaning
+(`question_meaning`): numbers, names, negations, opposites, operators. What is left to compare is one key of a
+dictionary and one pair of questions, so a search costs the same at any size.
 
 Embeddings are not used: two questions that differ in a number or a negation are as similar as rephrasings.
 """
@@ -12,40 +11,29 @@ Embeddings are not used: two questions that differ in a number or a negation are
 import collections
 import hashlib
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.semantic import config, request_view
+from dynamo.semantic import config, question_meaning, request_view
 
 MAX_TEXT = 20_000  # characters of a question that is cached
 MAX_BODY = 2**20  # bytes of an answer that is cached
 _FREE_FIELDS = frozenset({"stream", "stream_options", "user", "metadata", "store"})
 _SIDE_EFFECTS = ("tools", "functions", "seed", "previous_response_id", "logprobs", "nvext")
-_TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)?|[^\w\s?!.,;:\"'`]|_")
-_FREE_WORDS = frozenset(["a", "an", "the", "is", "are", "of", "please", "kindly"])
-_COURTESY = re.compile(
-    r"(?:\s*(?:please|kindly|hi|hello|hey|thanks|(?:can|could|would|will) you|do you know|i(?:'d| would) like to know|"
-    r"i want to know|(?:tell|give|show) me|explain(?: to me)?|define|what(?:'s| is| are))\b[\s,!.]*)+"
-)
-_HOW = re.compile(r"\bhow (?:to|do(?:es)?(?: (?:i|we|one))?|(?:can|could|would) (?:i|we|one))\b")
-_WHAT_IT_IS = re.compile(r"^what (.*\S) (?:is|are)\W*$", re.DOTALL)
-_FOR_ME = re.compile(r"^((?:write|list|make) )me\b")
-_LETTER = re.compile(r"(?<=\S )A\b")  # of an answer or a vitamin; no article
-_CONTRACTIONS = frozenset({"can't", "cannot"})
-_ENDINGS = re.compile(r"(?<=[^\W\d_]{3})(?:'s|s|')$")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """What two requests must share to share an answer, and the question's words."""
+    """What two requests must share to share an answer, and the meaning of the question."""
 
-    digest: bytes  # of everything that is compared exactly
+    digest: (
+        bytes  # of everything that is compared exactly, and of the question's words in any order
+    )
     tenant: str
-    words: Mapping[str, float]  # the words of the question with their weights
+    meaning: question_meaning.QuestionMeaning
 
     @property
     def name(self) -> str:
@@ -86,42 +74,10 @@ def make_key(
         return None
     fields = {k: v for k, v in view.fields.items() if k not in _FREE_FIELDS and k != "messages"}
     last = {k: v for k, v in view.messages[-1].items() if k != "content"}
-    exact = [tenant, fields, view.messages[:-1], last, *meaningful_words(text)]
+    meaning = question_meaning.read_meaning(text)
+    exact = [tenant, fields, view.messages[:-1], last, *meaning.key]
     digest = hashlib.blake2b(msgspec.json.encode(exact, order="deterministic"), digest_size=16)
-    return CacheKey(digest.digest(), tenant, _weigh(_split(text)))
-
-
-def meaningful_words(text: str) -> list[str]:
-    """Return the words of a question that its meaning depends on, in order and without endings."""
-    return [stem for word in _split(text) if word not in _FREE_WORDS for stem in _stems(word)]
-
-
-def _split(text: str) -> list[str]:
-    """Return the words, numbers and operators of a question, without its words of courtesy at the beginning."""
-    lowered = _LETTER.sub("_a", text.replace("’", "'")).lower()
-    courtesy = _COURTESY.match(lowered)
-    rest = lowered[courtesy.end() if courtesy is not None else 0 :]
-    rest = _WHAT_IT_IS.sub(r"\1", _FOR_ME.sub(r"\1", rest))
-    return _TOKEN.findall(_HOW.sub("how", rest))
-
-
-def _weigh(words: list[str]) -> dict[str, float]:
-    """Return the words with their counts; those that may differ count little."""
-    weights: dict[str, float] = {}
-    for word in words:
-        weight = 0.25 if word in _FREE_WORDS else 1.0
-        for stem in _stems(word):
-            weights[stem] = weights.get(stem, 0.0) + weight
-    return weights
-
-
-def _stems(word: str) -> Iterator[str]:
-    """Yield the word without a plural's or genitive's ending; a contraction with "not" is two words."""
-    if word in _CONTRACTIONS or word.endswith("n't"):
-        yield word.removesuffix("n't") if word not in _CONTRACTIONS else "can"
-        yield "not"
-    else:
-        yield _ENDINGS.sub("", word)
+    return CacheKey(digest.digest(), tenant, meaning)
 
 
 def similarity(a: Mapping[str, float], b: Mapping[str, float]) -> float:
@@ -156,8 +112,8 @@ class SemanticCache:
         if self._clock.now() >= entry.expires_at:
             self._remove(key.digest)
             return None
-        score = similarity(key.words, entry.key.words)
-        if score < threshold:
+        score = similarity(key.meaning.weights, entry.key.meaning.weights)
+        if score < threshold or not key.meaning.agrees_with(entry.key.meaning):
             return None
         entry.num_hits += 1
         if self.settings.eviction_policy == "lru":

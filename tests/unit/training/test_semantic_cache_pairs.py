@@ -7,10 +7,12 @@ from training.semantic import evaluate_cache
 from dynamo.protocols import classification
 
 
-def test_the_cache_joins_as_many_rephrasings_as_the_documentation_says():
-    pairs = evaluate_cache.read_rephrasings()
+def test_the_cache_joins_the_pairs_that_the_documentation_counts():
+    rephrasings = evaluate_cache.read_pairs("rephrasings")
+    near_misses = evaluate_cache.read_pairs("near_misses")
 
-    assert (evaluate_cache.count_joined(pairs), len(pairs)) == (16, 60)
+    assert (evaluate_cache.count_joined(rephrasings), len(rephrasings)) == (131, 140)
+    assert (evaluate_cache.count_joined(near_misses), len(near_misses)) == (1, 90)
 
 
 def test_cosines_are_those_of_neighbours():
