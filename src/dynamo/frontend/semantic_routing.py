@@ -57,8 +57,11 @@ class SemanticRouting:
             self._service.connect_encoders(encoder_client.make_client(runtime))
 
     async def watch(self) -> None:
-        """Reload the configuration whenever its file changes, until cancelled."""
-        await self._service.loader.watch()
+        """Reload the configuration whenever its file changes, until cancelled; then close the cache's file."""
+        try:
+            await self._service.loader.watch()
+        finally:
+            self._service.close()
 
     async def route(
         self,

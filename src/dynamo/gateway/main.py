@@ -85,6 +85,7 @@ async def serve(settings: GatewayConfig) -> None:
     registry = metrics.Registry("llm")
     routing = api.service.RoutingService(Path(settings.router_config), registry, clock)
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(routing.close)
         if routing.router.loaded.uses_encoders:
             runtime = await component.DistributedRuntime.open(settings)
             await stack.enter_async_context(runtime)

@@ -11,7 +11,7 @@ Embeddings are not used: two questions that differ in a number or a negation are
 import collections
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -50,7 +50,9 @@ class CacheHit:
 
 
 @dataclass(slots=True)
-class _Entry:
+class StoredAnswer:
+    """An answer in the cache, with the key of its question."""
+
     key: CacheKey
     body: bytes
     expires_at: float
@@ -87,14 +89,18 @@ def similarity(a: Mapping[str, float], b: Mapping[str, float]) -> float:
     return min(1.0, product / math.sqrt(norms)) if norms else 0.0
 
 
+OnChange = Callable[[bytes, StoredAnswer | None], None]
+
+
 class SemanticCache:
     """Answers by question, bounded in entries, bytes and time."""
 
     def __init__(self, settings: config.CacheSettings, clock: clocks.Clock) -> None:
         self.settings = settings
         self._clock = clock
-        self._entries: collections.OrderedDict[bytes, _Entry] = collections.OrderedDict()
+        self._entries: collections.OrderedDict[bytes, StoredAnswer] = collections.OrderedDict()
         self._num_bytes = 0
+        self.on_change: OnChange | None = None  # gets what is stored and removed
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -110,7 +116,7 @@ class SemanticCache:
         if entry is None:
             return None
         if self._clock.now() >= entry.expires_at:
-            self._remove(key.digest)
+            self.remove(key.digest)
             return None
         score = similarity(key.meaning.weights, entry.key.meaning.weights)
         if score < threshold or not key.meaning.agrees_with(entry.key.meaning):
@@ -120,22 +126,32 @@ class SemanticCache:
             self._entries.move_to_end(key.digest)
         return CacheHit(entry.body, score)
 
-    def store(self, key: CacheKey, body: bytes) -> None:
+    def answers(self) -> Iterator[tuple[bytes, StoredAnswer]]:
+        """Return the stored answers by their digests, in the order in which they would be given up."""
+        return iter(self._entries.items())
+
+    def store(self, key: CacheKey, body: bytes, ttl_s: float | None = None) -> None:
         """Store a complete answer; one that is cut off, refused or too large is not kept."""
-        if len(body) > MAX_BODY or not _is_complete(body):
+        ttl_s = (
+            self.settings.ttl_seconds if ttl_s is None else min(ttl_s, self.settings.ttl_seconds)
+        )
+        if len(body) > MAX_BODY or ttl_s <= 0 or not _is_complete(body):
             return
-        self._remove(key.digest)
-        self._entries[key.digest] = _Entry(key, body, self._clock.now() + self.settings.ttl_seconds)
+        self.remove(key.digest)
+        entry = StoredAnswer(key, body, self._clock.now() + ttl_s)
+        self._entries[key.digest] = entry
+        if self.on_change is not None:
+            self.on_change(key.digest, entry)
         self._num_bytes += len(body)
         most_bytes = self.settings.max_megabytes * 2**20
         while len(self._entries) > self.settings.max_entries or self._num_bytes > most_bytes:
-            self._remove(self._victim(key.digest))
+            self.remove(self._victim(key.digest))
 
     def invalidate(self, tenant: str | None = None) -> int:
         """Remove the answers of a tenant, or all; return their number."""
         digests = [d for d, e in self._entries.items() if tenant is None or e.key.tenant == tenant]
         for digest in digests:
-            self._remove(digest)
+            self.remove(digest)
         return len(digests)
 
     def delete(self, name: str, tenant: str) -> bool:
@@ -147,7 +163,7 @@ class SemanticCache:
         entry = self._entries.get(digest)
         if entry is None or entry.key.tenant != tenant:
             return False
-        self._remove(digest)
+        self.remove(digest)
         return True
 
     def _victim(self, newest: bytes) -> bytes:
@@ -157,10 +173,13 @@ class SemanticCache:
             return min(others, key=lambda digest: self._entries[digest].num_hits)
         return next(iter(self._entries))
 
-    def _remove(self, digest: bytes) -> None:
+    def remove(self, digest: bytes) -> None:
+        """Remove the answer of a digest, if there is one."""
         entry = self._entries.pop(digest, None)
         if entry is not None:
             self._num_bytes -= len(entry.body)
+            if self.on_change is not None:
+                self.on_change(digest, None)
 
 
 def _is_complete(body: bytes) -> bool:

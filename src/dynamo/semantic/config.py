@@ -267,9 +267,10 @@ class EncoderSettings(_Section, frozen=True, kw_only=True):
 
 
 class CacheSettings(_Section, frozen=True, kw_only=True):
-    """The semantic cache."""
+    """The semantic cache; its answers outlive a restart in `directory`, a key of our own."""
 
     enabled: bool = False
+    directory: str = ""
     backend_type: str = "memory"
     similarity_threshold: Share | None = None
     max_entries: int = 1000

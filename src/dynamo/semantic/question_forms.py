@@ -12,8 +12,8 @@ MAX_REWORDED = (
 )
 _I = r"(?:i|we|one|you|someone|people)"
 _IS = r"(?:is|are|was|were)"
-_LANGUAGE = "(french|german|spanish|italian|english|japanese|chinese|russian|portuguese|korean|arabic|dutch|greek|hindi)"
-_FORMS = (
+_LANGUAGE = "(french|german|spanish|italian|english|japanese|chinese|russian|portuguese|korean|arabic|greek|hindi)"
+RULE_TABLE = (
     (r"\b(\w+)'(?:re|m)\b", r"\1 are"),
     (r"\b(what|who|how|where|when|why|that|it)'s\b", r"\1 is"),
     (r"\bcan(?:'t|not)\b", "can not"),
@@ -118,7 +118,7 @@ _FORMS = (
     (r"\b(language|currency) (?:is|are) (?:used|spoken)\b", r"\1"),
     (r"\bhuman body\b", "human"),
 )  # fmt: skip
-_RULES = tuple((re.compile(pattern), replacement) for pattern, replacement in _FORMS)
+_RULES = tuple((re.compile(pattern), replacement) for pattern, replacement in RULE_TABLE)
 _GROUPS = """
 large big huge|small little|largest biggest greatest|start begin|end finish|buy purchase|fix repair|car automobile
 movie film|photo picture|child kid|doctor physician|lawyer attorney|phone telephone|tv television|bike bicycle

@@ -9,7 +9,7 @@ reasons, never the text.
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ from dynamo.base import errors
 from dynamo.observability import metrics as observed
 from dynamo.protocols import classification
 from dynamo.semantic import (
+    cache_file,
     config_file,
     encoder_client,
     encoder_scores,
@@ -43,6 +44,7 @@ class RouterLoader:
     ) -> None:
         self._path = path
         self._clock = clock
+        self.on_reload: Callable[[], None] | None = None
         self._profile = profile.load_profile()
         self._stamp = self._read_stamp()
         loaded = config_file.load(path, self._profile.categories)
@@ -71,6 +73,8 @@ class RouterLoader:
             return False
         self.last_error = ""
         self.router.replace_config(loaded)
+        if self.on_reload is not None:
+            self.on_reload()
         _logger.info("%s: reloaded, %d decisions", self._path, len(loaded.settings.decisions))
         return True
 
@@ -92,7 +96,10 @@ def load_config(path: Path) -> config_file.LoadedConfig:
 
 
 class RoutingService:
-    """Routes requests and records what became of them. Raises ConfigError for a wrong file."""
+    """Routes requests and records what became of them.
+
+    Raises ConfigError for a wrong file, or for a directory of cached answers that it cannot have.
+    """
 
     def __init__(
         self,
@@ -106,6 +113,32 @@ class RoutingService:
         self._references: asyncio.Task[None] | None = None
         self.metrics = metrics.SemanticMetrics(registry)
         self._clock = clock
+        self._cache_file: cache_file.CacheFile | None = None
+        self._open_cache_file()
+        self.loader.on_reload = self._reopen_cache_file
+
+    def close(self) -> None:
+        """Close the file of the cached answers; another process may use its directory."""
+        if self._cache_file is not None:
+            self._cache_file.close()
+            self._cache_file = None
+
+    def _open_cache_file(self) -> None:
+        """Read the cached answers from their directory, if the configuration names one. Raises ConfigError."""
+        settings = self.router.settings
+        if not (settings.semantic_cache.enabled and settings.semantic_cache.directory):
+            return
+        directory = Path(settings.semantic_cache.directory).expanduser()
+        self._cache_file = cache_file.CacheFile(directory, self._clock)
+        self._cache_file.follow(self.router.cache, cache_file.make_origin(settings))
+
+    def _reopen_cache_file(self) -> None:
+        """Write the answers of a reloaded configuration, in its own directory."""
+        self.close()
+        try:
+            self._open_cache_file()
+        except errors.ConfigError as error:
+            _logger.error("%s; answers are cached in memory only", error)  # noqa: TRY400
 
     @property
     def router(self) -> semantic_router.SemanticRouter:
