@@ -20,21 +20,25 @@ import torch.nn.functional as F
 import transformers
 
 from dynamo.semantic.classifiers import attacks
+from dynamo.semantic.classifiers import entities as fast_entities
 from dynamo.worker import classifier_set
-from training.semantic import texts, train
+from training.semantic import entities, requests, texts, train
 
 SEED = 20
-RANK, ALPHA = 8, 16
+RANK, ALPHA = 16, 32
 TARGETS = ("query", "key", "value", "dense")
-FIRST_LAYER = 2  # with adapters: below it nothing has to be differentiated
+FIRST_LAYER = 1  # with adapters: below it nothing has to be differentiated
 NAME_LABELS = ("O", "B-PERSON", "I-PERSON", "B-STREET_ADDRESS", "I-STREET_ADDRESS")
 SIZES = (64, 128, 128, 192)  # tokens of a window of a long text, drawn for each batch
 BATCH_TOKENS = 1536
-TASKS, SHARES = ("domain", "attack", "names"), (0.4, 0.45, 0.15)  # of the batches
+TASKS, SHARES = ("domain", "attack", "names"), (0.42, 0.3, 0.28)  # of the batches
 LORA_RATE, HEAD_RATE = 1e-3, 3e-3
-UNMARKED_WEIGHT = 0.1  # of a token in a text without marks: it may be a name
+NUM_UNMARKED = 1500  # exam questions without marks, and as many harmless requests
+UNMARKED_WEIGHT = 0.15  # of a token in a text without marks: it may be a name
 FALSE_ALARMS = 0.02  # of the harmless texts that are kept back
 TERM_FRAMES, PLAIN_COPIES = 2, 6
+FRAMED_SHARE = 0.5  # of the requests from frames and around programs
+CHECKPOINT_S = 300.0  # CPU-seconds between two writes of the state
 OUT = train.OUT / "exact"
 LEFT_OUT = (*train.LEFT_OUT, "bipia-clean")  # documents of which some hide an instruction
 
@@ -101,7 +105,7 @@ class Samples:
         draw = random.Random(SEED)
         self.by_task: dict[str, list[Sample]] = {
             "domain": list(self._read_domain(source, classes, draw)),
-            "attack": list(self._read_attacks(source)),
+            "attack": list(self._read_attacks(source, draw)),
             "names": list(self._read_names(source, draw)),
         }
 
@@ -124,21 +128,31 @@ class Samples:
         for row, ids in zip(rows, self._ids([row["text"] for row in rows]), strict=True):
             yield ids, classes.index(row["category"]), 1.0
 
-    def _read_attacks(self, source: Path) -> Iterator[Sample]:
-        rows = [row for row in attack_rows(source) if not is_kept_back(row)]
+    def _read_attacks(self, source: Path, draw: random.Random) -> Iterator[Sample]:
+        known = [row for row in attack_rows(source) if not is_kept_back(row)]
+        framed = requests.make_requests(known)
+        rows = [*known, *draw.sample(framed, int(len(framed) * FRAMED_SHARE))]
         for row, ids in zip(rows, self._ids([row["text"][:20_000] for row in rows]), strict=True):
             is_attack = row["label"] != "benign"
             for _ in range(1 + is_attack):
                 yield ids, int(is_attack), 1.0
 
     def _read_names(self, source: Path, draw: random.Random) -> Iterator[Sample]:
-        unmarked = draw.sample(texts.read(source, "domain_train"), 1500)
-        for rows, weight in ((texts.read(source, "pii_train"), 1.0), (unmarked, UNMARKED_WEIGHT)):
-            encoded = self._tokenizer.encode_batch(
-                [r["text"] for r in rows], add_special_tokens=False
-            )
-            for row, one in zip(rows, encoded, strict=True):
-                yield one.ids, label_tokens(one.offsets, row.get("spans", ())), weight
+        lists, marked = entities.read_shipped_lists(), texts.read(source, "pii_train")
+        samples: list[entities.Sample] = [
+            *entities.read_marked(marked, lists, draw),
+            *entities.read_marked([r for r in marked if r["source"] == "wnut17"], lists, draw),
+            *entities.fill_frames(lists, draw),
+        ]
+        harmless = [row for row in attack_rows(source) if row["label"] == "benign"]
+        for rows in (texts.read(source, "domain_train"), harmless):
+            samples += [(row["text"][:1500], None) for row in draw.sample(rows, NUM_UNMARKED)]
+        encoded = self._tokenizer.encode_batch(
+            [text for text, _ in samples], add_special_tokens=False
+        )
+        for (_, spans), one in zip(samples, encoded, strict=True):
+            weight = UNMARKED_WEIGHT if spans is None else 1.0
+            yield one.ids, label_tokens(one.offsets, spans or ()), weight
 
     def batches(self, draw: random.Random) -> Iterator[tuple[str, torch.Tensor, ...]]:
         """Yield task, ids, mask, labels and weights, without end."""
@@ -203,13 +217,11 @@ def is_kept_back(row: texts.Row) -> bool:
     return row["label"] == "benign" and texts.is_held_out(row["cluster"])
 
 
-def label_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[Any]) -> list[int]:
+def label_tokens(offsets: Sequence[tuple[int, int]], spans: entities.Spans) -> list[int]:
     """Return the number of the label of each token."""
     labels = [0] * len(offsets)
-    for start, end, kind in spans:
-        if f"B-{kind}" not in NAME_LABELS:
-            continue
-        number = NAME_LABELS.index(f"B-{kind}")
+    for start, end, label in spans:
+        number = NAME_LABELS.index(f"B-{fast_entities.LABELS[label]}")
         inside = [n for n, (first, last) in enumerate(offsets) if first < end and last > start]
         for position, token in enumerate(inside):
             labels[token] = number + (position > 0)
@@ -261,12 +273,13 @@ def _train(model: ExactModel, samples: Samples, arguments: argparse.Namespace) -
         {"params": list(model.heads.parameters()), "base": HEAD_RATE},
     ]
     optimiser = torch.optim.AdamW(groups, lr=LORA_RATE, weight_decay=0.01)
-    used, step = 0.0, 0
+    used, step, saved = 0.0, 0, 0.0
     if arguments.state.exists():
         state = torch.load(arguments.state, weights_only=True)
         model.load_state_dict(state["model"], strict=False)
         optimiser.load_state_dict(state["optimiser"])
         used, step = state["used"], state["step"]
+        saved = used
     draw = random.Random(SEED * 1000 + step)
     end = time.monotonic() + arguments.minutes * 60
     losses: dict[str, list[float]] = {task: [] for task in TASKS}
@@ -274,6 +287,9 @@ def _train(model: ExactModel, samples: Samples, arguments: argparse.Namespace) -
     model.train()
     for task, *parts in samples.batches(draw):
         total = used + time.process_time() - start
+        if total - saved >= CHECKPOINT_S:
+            _save(model, optimiser, total, step, arguments.state)
+            saved = total
         if total >= arguments.budget or time.monotonic() >= end:
             break
         rate = min(1.0, (step + 1) / 40) * max(0.02, 1 - total / arguments.budget)
@@ -291,12 +307,17 @@ def _train(model: ExactModel, samples: Samples, arguments: argparse.Namespace) -
             means = {k: round(float(np.mean(v[-60:])), 3) for k, v in losses.items() if v}
             print(step, f"{total:.0f} CPU-s", means, flush=True)
     used += time.process_time() - start
-    trained = {n: p for n, p in model.state_dict().items() if "lora_" in n or "heads." in n}
-    torch.save(
-        {"model": trained, "optimiser": optimiser.state_dict(), "used": used, "step": step},
-        arguments.state,
-    )
+    _save(model, optimiser, used, step, arguments.state)
     return used >= arguments.budget
+
+
+def _save(
+    model: ExactModel, optimiser: torch.optim.Optimizer, used: float, step: int, path: Path
+) -> None:
+    trained = {n: p for n, p in model.state_dict().items() if "lora_" in n or "heads." in n}
+    state = {"model": trained, "optimiser": optimiser.state_dict(), "used": used, "step": step}
+    torch.save(state, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
 
 
 def calibrate(model: ExactModel, tokenizer: tokenizers.Tokenizer, source: Path) -> None:

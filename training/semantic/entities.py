@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dynamo.semantic.classifiers import entities
+from dynamo.semantic.classifiers import entities, profile
 from training.semantic import linear, requests, texts
 
 SEED = 20
-WIDTH, GROUP_WIDTH, HIDDEN = 16, 12, 48
+WIDTH, GROUP_WIDTH, HIDDEN = 24, 12, 96
 NUM_LAST_NAMES = 20_000  # the most frequent ones of the census
 NUM_EXAMS, NUM_CHATS = 2500, 1500  # texts without marks; their names are no personal data
 UNMARKED_NAME_WEIGHT = 0.05  # of a listed name in a text without marks: it may be one
@@ -23,11 +23,11 @@ FRAME_LABELS = ("person", "none")
 NUM_FILLED = 25  # copies of a frame of our own
 _FRAMES = Path(__file__).with_name("name_frames.txt")
 _NAME_SLOT = re.compile(r"\{(person|first|last)\}")
-EPOCHS, BATCH = 8, 512
+EPOCHS, BATCH = 12, 512
 MOST_HIDDEN = 1.3  # the share of words that are hidden in training is drawn from 0 to this
 _SMALL_WORD = re.compile(r"(?<![\w'])[a-z]{2,20}(?![\w'])")
-_Spans = Sequence[tuple[int, int, int]]  # start, end and the number of the label
-_Sample = tuple[str, _Spans | None]  # None: the text is without marks
+Spans = Sequence[tuple[int, int, int]]  # start, end and the number of the label
+Sample = tuple[str, Spans | None]  # None: the text is without marks
 
 
 def train(source: Path, names: Path, out: Path) -> None:
@@ -36,7 +36,7 @@ def train(source: Path, names: Path, out: Path) -> None:
     torch.manual_seed(SEED)
     lists = read_lists(source, names)
     rows = texts.read(source, "pii_train")
-    samples = [*_marked(rows, lists, draw), *_framed(lists, draw), *_unmarked(source, draw)]
+    samples = [*read_marked(rows, lists, draw), *fill_frames(lists, draw), *_unmarked(source, draw)]
     vocabulary = _choose_vocabulary(samples)
     features = entities.TokenFeatures(lists, vocabulary)
     inputs, labels, weights = _encode(samples, features)
@@ -60,9 +60,16 @@ def read_lists(source: Path, names: Path) -> list[list[str]]:
     return [sorted(first), sorted(last[:NUM_LAST_NAMES]), sorted(common)]
 
 
-def _marked(
+def read_shipped_lists() -> list[list[str]]:
+    """Return first names, last names and common words of the tagger that is shipped."""
+    with np.load(profile.WEIGHTS / "entities.npz", allow_pickle=False) as stored:
+        return [bytes(stored[name]).decode().split("\n") for name in ("first", "last", "common")]
+
+
+def read_marked(
     rows: Sequence[texts.Row], lists: Sequence[Sequence[str]], draw: random.Random
-) -> Iterator[_Sample]:
+) -> Iterator[Sample]:
+    """Yield the marked rows, and sentences from templates also with other names."""
     numbers = {label: number for number, label in enumerate(entities.LABELS)}
     for row in rows:
         spans = sorted(
@@ -76,10 +83,10 @@ def _marked(
 
 def _rename(
     text: str,
-    spans: _Spans,
+    spans: Spans,
     lists: Sequence[Sequence[str]],
     draw: random.Random,
-) -> _Sample:
+) -> Sample:
     """Return the text with other names: a template must not be learnt by the names in it."""
     pieces, renamed, position, length = [], [], 0, 0
     for start, end, label in spans:
@@ -99,7 +106,7 @@ def _rename(
     return (changed.lower() if draw.random() < 0.1 else changed), renamed
 
 
-def _framed(lists: Sequence[Sequence[str]], draw: random.Random) -> Iterator[_Sample]:
+def fill_frames(lists: Sequence[Sequence[str]], draw: random.Random) -> Iterator[Sample]:
     """Yield sentences of our own, with names and without any."""
     entries, frames = requests.read_frames(_FRAMES, FRAME_LABELS)
     for frame in (*frames["person"], *frames["none"]):
@@ -107,7 +114,7 @@ def _framed(lists: Sequence[Sequence[str]], draw: random.Random) -> Iterator[_Sa
             yield _fill_names(requests.fill(frame, entries, draw), lists, draw)
 
 
-def _fill_names(frame: str, lists: Sequence[Sequence[str]], draw: random.Random) -> _Sample:
+def _fill_names(frame: str, lists: Sequence[Sequence[str]], draw: random.Random) -> Sample:
     text, spans, position = "", [], 0
     for slot in _NAME_SLOT.finditer(frame):
         text += frame[position : slot.start()]
@@ -132,14 +139,14 @@ def _invent(name: str, other: str) -> str:
     return (name[: len(name) // 2 + 1] + other[len(other) // 2 :].lower()).capitalize()
 
 
-def _unmarked(source: Path, draw: random.Random) -> Iterator[_Sample]:
+def _unmarked(source: Path, draw: random.Random) -> Iterator[Sample]:
     exams = draw.sample(texts.read(source, "domain_train"), NUM_EXAMS)
     chats = [row for row in texts.read(source, "jailbreak_train") if row["label"] == "benign"]
     for row in (*exams, *draw.sample(chats, NUM_CHATS)):
         yield row["text"][:1500], None
 
 
-def _choose_vocabulary(samples: Sequence[_Sample]) -> list[str]:
+def _choose_vocabulary(samples: Sequence[Sample]) -> list[str]:
     """Return words and endings that occur in several texts; words inside names would be learnt by heart."""
     word_counts: collections.Counter[str] = collections.Counter()
     ending_counts: collections.Counter[str] = collections.Counter()
@@ -158,7 +165,7 @@ def _choose_vocabulary(samples: Sequence[_Sample]) -> list[str]:
 
 
 def _encode(
-    samples: Sequence[_Sample], features: entities.TokenFeatures
+    samples: Sequence[Sample], features: entities.TokenFeatures
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the numbers of each candidate with its neighbours, int [candidates, tokens, 3], its label and weight."""
     reach = entities.REACH

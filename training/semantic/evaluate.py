@@ -144,7 +144,9 @@ def show_pii(source: Path) -> None:
 
 
 def _show_kind(kind: str, style: str, rows: Iterable[texts.Row], least: float = 0.7) -> None:
-    num_true = num_hit = num_marked = num_right = 0
+    """Print recall, by span and as the mean over templates, and precision."""
+    by_group: dict[str, list[bool]] = collections.defaultdict(list)
+    num_marked = num_right = 0
     for row in rows:
         true = [(start, end) for start, end, label in row["spans"] if label == kind]
         marked = [
@@ -152,13 +154,17 @@ def _show_kind(kind: str, style: str, rows: Iterable[texts.Row], least: float = 
             for span in FAST.find_pii(row["text"])[0]
             if span.type == kind and span.confidence >= least
         ]
-        num_true += len(true)
         num_marked += len(marked)
-        num_hit += sum(any(_covers(m, t) for m in marked) for t in true)
+        by_group[row["group"]] += [any(_covers(m, t) for m in marked) for t in true]
         num_right += sum(any(_covers(t, m) for t in true) for m in marked)
-    if num_true:
+    hits = [hit for group in by_group.values() for hit in group]
+    if hits:
         precision = num_right / num_marked if num_marked else float("nan")
-        print(f"| {kind} | {style} | {num_true} | {num_hit / num_true:.2f} | {precision:.2f} |")
+        per_group = np.mean([np.mean(group) for group in by_group.values() if group])
+        print(
+            f"| {kind} | {style} | {len(hits)} | {np.mean(hits):.2f} | per template "
+            f"{per_group:.2f} | {precision:.2f} |"
+        )
 
 
 def _covers(span: tuple[int, int], other: tuple[int, int]) -> bool:

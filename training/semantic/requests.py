@@ -18,8 +18,8 @@ from dynamo.semantic.classifiers import words
 from training.semantic import texts
 
 SEED = 20
-NUM_ATTACKS, NUM_HARMLESS, NUM_PROGRAMS, NUM_SPRINKLED = 1200, 1500, 1100, 3000
-NUM_TYPICAL = 300  # words that attacks have and harmless texts have not
+NUM_ATTACKS, NUM_HARMLESS, NUM_PROGRAMS, NUM_SPRINKLED = 1200, 3300, 1100, 5000
+NUM_TYPICAL = 500  # words that attacks have and harmless texts have not
 _FRAMES = Path(__file__).with_name("request_frames.txt")
 _SLOT = re.compile(r"\{(\w+)\}")
 _SOURCES = (  # package (empty: Python's library), pattern, share of the pieces
@@ -123,7 +123,7 @@ def _sprinkled(known: Sequence[texts.Row], draw: random.Random) -> Iterator[text
     typical = typical_words(known)
     for _ in range(NUM_SPRINKLED):
         parts = list(draw.choice(harmless))
-        for _ in range(draw.randint(1, 3)):
+        for _ in range(draw.randint(1, 4)):
             word = draw.choice(typical)
             word = word.upper() if draw.random() < 0.2 else word
             place = draw.randrange(len(parts) + 1)

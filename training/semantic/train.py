@@ -24,6 +24,7 @@ ATTACK_SETTINGS = linear.FitSettings(
     steps=80,
     hidden_width=12,
 )
+ATTACK_WEIGHT, PERSONA_WEIGHT = 2.0, 3.0  # beside other harmless texts; there are few of both
 MOST_SMALL, SMALL_WEIGHT = 4, 0.5  # small windows of one long text beside its large ones
 SEED = 20
 FRAGMENTS, LEAST_WORDS, MOST_WORDS = 3, 5, 16
@@ -135,6 +136,8 @@ def _fit_windows(rows: Sequence[texts.Row], path: Path) -> None:
     draw = random.Random(SEED)
     for row, tokens in zip(rows, _tokens(rows), strict=True):
         is_attack = row["label"] in ("jailbreak", "injection")
+        is_persona = row["family"] == "persona"
+        weight = ATTACK_WEIGHT if is_attack else PERSONA_WEIGHT if is_persona else 1.0
         large, small = (
             list(zip(*words.window_bounds(max(1, len(tokens)), (size,)), strict=True))
             for size in attacks.WINDOW_SIZES
@@ -144,7 +147,7 @@ def _fit_windows(rows: Sequence[texts.Row], path: Path) -> None:
             for start, end in windows:
                 samples.append(tokens[start:end])
                 labels.append(int(is_attack))
-                weights.append((2.0 if is_attack else 1.0) * share / len(windows) ** 0.7)
+                weights.append(weight * share / len(windows) ** 0.7)
     fitted = linear.fit(samples, np.array(labels), 2, ATTACK_SETTINGS, np.array(weights))
     linear.write(fitted, ("benign", "attack"), path)
 

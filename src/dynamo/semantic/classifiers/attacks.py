@@ -11,6 +11,7 @@ from dynamo.semantic.classifiers import disguises, words
 
 WINDOW_SIZES = (512, 96)  # tokens; the small ones find a short attack inside a long text
 USUAL_MARGIN = math.log(0.7 / 0.3)  # the log odds of the published threshold, 0.7
+_FEW_WORDS = 48  # tokens; the fewer words, the less a word from attacks says
 _AROUND = 100  # characters before and behind a rule's match that are judged with it
 _RULES = {
     "ignore-instructions": re.compile(
@@ -58,6 +59,17 @@ _NEEDED = {  # of which a text has one, or the rule cannot match: looking for th
     "reveal-prompt": ("prompt", "instruction"),
 }
 
+# A line without columns between two rows of a table. Possessive, so that no line is read twice.
+_STRAY_LINE = re.compile(
+    r"^[^\n|]*+\|[^\n|]*+\|[^\n]*+\n([^\n|]{12,300})\n(?=[^\n]*\|)", re.MULTILINE
+)
+_REQUEST = re.compile(  # in lower case
+    r"\b(?:your|the) (?:response|reply|answer|output)\b|\?\W*$|^\W*(?:please|what|who|when|where|which|why|how|do|"
+    r"don't|never|write|compose|draft|create|develop|provide|translate|give|tell|explain|describe|suggest|recommend|"
+    r"summari[sz]e|identify|list|find|calculate|convert|add|remove|use|insert|include|ignore|send|click|visit|say|"
+    r"print|answer|respond|repeat|encode|reverse|replace)\b"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class AttackScore:
@@ -73,6 +85,8 @@ class AttackClassifier:
     """Finds attacks anywhere in a text: the risk is that of its worst window."""
 
     rule_margin = 2.0  # added to the log odds for each rule that matches, three at most
+    short_margin = 1.5  # taken from the log odds of a text of hardly a word; less of longer ones
+    stray_margin = math.log(0.9 / 0.1)  # the least log odds where a request stands inside a table
 
     def __init__(self, path: Path) -> None:
         self._model = words.WordModel(path)
@@ -111,12 +125,23 @@ class AttackClassifier:
                 piece = words.split(lowered[start : match.end() + _AROUND])
                 logits = self._model.logits(words.pair_words(piece))
                 margin = max(margin, float(logits[1] - logits[0]) - self._offsets[0])
-        return margin + self.rule_margin * min(3, len(matches)), tuple(matches)
+        if not matches:
+            margin -= self.short_margin * max(0.0, 1 - len(rows) / _FEW_WORDS)
+        margin += self.rule_margin * min(3, len(matches))
+        if _has_stray_request(lowered):
+            return max(margin, self.stray_margin), (*matches, "request-in-table")
+        return margin, tuple(matches)
 
 
 def matching_rules(text: str) -> tuple[str, ...]:
     """Return the names of the rules that match somewhere in the text."""
     return tuple(_find_rules(text.lower()))
+
+
+def _has_stray_request(lowered: str) -> bool:
+    """Return whether a line between the rows of a table asks for something."""
+    lines = _STRAY_LINE.finditer(lowered) if "|" in lowered else ()
+    return any(_REQUEST.search(line[1]) for line in lines)
 
 
 def _find_rules(lowered: str) -> dict[str, re.Match[str]]:
