@@ -116,6 +116,25 @@ def address_of(resource: Object) -> Object:
     }
 
 
+def explain_scaling(existing: Object, desired: Object) -> str | None:
+    """Return the message for a manager whose number of replicas an apply puts back, or None if there is none."""
+    replicas, present = desired["spec"].get("replicas"), existing["spec"].get("replicas")
+    if replicas is None or present in (None, replicas):
+        return None
+    for entry in existing["metadata"].get("managedFields") or ():
+        fields = (entry.get("fieldsV1") or {}).get("f:spec") or {}
+        if entry.get("manager") != FIELD_MANAGER and "f:replicas" in fields:
+            labels = desired["metadata"].get("labels") or {}
+            graph, service = labels.get(GRAPH_LABEL), labels.get(COMPONENT_LABEL, "")
+            return (
+                f"{entry.get('manager')} set replicas to {present}, and the operator put back {replicas}:"
+                f" change spec.services.{service}.replicas of DynamoGraphDeployment {graph}, or give the service"
+                f" `scalingAdapter: {{enabled: true}}` and kubectl scale dgdsa/{graph}-{service.lower()}"
+                f" --replicas={present}"
+            )
+    return None
+
+
 def make_object(
     api_version: str,
     kind: str,

@@ -193,6 +193,14 @@ class Reconciler:
         answer = await self._cluster.apply(item, FIELD_MANAGER, force=True)
         self._cache.put(answer)
         self._applied[key] = desired, digest_of_lasting(answer)
+        message = existing and objects.explain_scaling(existing, item)
+        if message:
+            graph_name = item["metadata"]["labels"].get(objects.GRAPH_LABEL, "")
+            graph = self._cache.get(("DynamoGraphDeployment", key[1], graph_name))
+            for about in filter(None, (answer, graph)):
+                identity = about["metadata"]["uid"], message  # an autoscaler may repeat it for ever
+                suffix = objects.digest(identity, 16)
+                await self._write_event(about, "ReplicasPutBack", message, suffix)
 
     async def _write_status(self, root: Object, status: Object) -> None:
         present = root.get("status") or {}
@@ -203,20 +211,22 @@ class Reconciler:
             self._cache.put(await self._cluster.apply_status(item, FIELD_MANAGER, force=True))
         except connection.ObjectMissing:
             return
-        await self._write_event(root, present, status)
+        old, new = ((entry.get("conditions") or [{}])[0] for entry in (present, status))
+        if new and (old.get("status"), old.get("reason")) != (new["status"], new["reason"]):
+            kind, suffix = "Normal" if new["status"] == "True" else "Warning", secrets.token_hex(8)
+            await self._write_event(root, new["reason"], new["message"], suffix, kind)
 
-    async def _write_event(self, root: Object, before: Object, status: Object) -> None:
-        """Tell of a first condition that has changed; a cluster that refuses events loses nothing else."""
-        old, new = ((entry.get("conditions") or [{}])[0] for entry in (before, status))
-        if not new or (old.get("status"), old.get("reason")) == (new["status"], new["reason"]):
-            return
+    async def _write_event(
+        self, root: Object, reason: str, message: str, suffix: str, kind: str = "Warning"
+    ) -> None:
+        """Write an event about an object, once for each suffix; a cluster that refuses events loses nothing else."""
         now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         metadata = root["metadata"]
         event = {
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {
-                "name": f"{metadata['name']}.{secrets.token_hex(8)}",
+                "name": f"{metadata['name']}.{suffix}",
                 "namespace": metadata["namespace"],
             },
             "involvedObject": {
@@ -226,9 +236,9 @@ class Reconciler:
                 "namespace": metadata["namespace"],
                 "uid": metadata["uid"],
             },
-            "reason": new["reason"],
-            "message": new["message"][:1024],
-            "type": "Normal" if new["status"] == "True" else "Warning",
+            "reason": reason,
+            "message": message[:1024],
+            "type": kind,
             "source": {"component": FIELD_MANAGER},
             "firstTimestamp": now,
             "lastTimestamp": now,

@@ -172,6 +172,38 @@ async def test_drift_is_repaired_and_what_users_add_stays(server, cluster):
         await until(lambda: cluster.get("v1", "Service", "g-frontend"))
 
 
+async def test_replicas_that_kubectl_set_are_put_back_with_an_event_once(server, cluster):
+    async def events():
+        found = await cluster.list("v1", "Event")
+        return [entry for entry in found if entry["reason"] == "ReplicasPutBack"]
+
+    async def scale(replicas):
+        changes = {"spec": {"replicas": replicas}}
+        await cluster.patch("apps/v1", "Deployment", "g-decode", changes)
+
+    async def is_put_back():
+        found = await cluster.get("apps/v1", "Deployment", "g-decode")
+        return found["spec"]["replicas"] == 1
+
+    async with running(server) as operator:
+        await cluster.create(make_graph())
+        await until(lambda: is_ready(cluster))
+        assert await events() == []
+        for replicas in (3, 3, 4):
+            await scale(replicas)
+            await until(is_put_back)
+        await until(lambda: settled(server, operator))
+
+    by_kind = {}
+    for entry in await events():
+        by_kind.setdefault(entry["involvedObject"]["kind"], []).append(entry["message"])
+    assert by_kind.keys() == {"Deployment", "DynamoGraphDeployment"}
+    first, second = sorted(by_kind[DGD])
+    assert "set replicas to 3, and the operator put back 1" in first
+    assert "spec.services.Decode.replicas of DynamoGraphDeployment g" in first
+    assert "kubectl scale dgdsa/g-decode --replicas=4" in second
+
+
 async def test_deletion_leaves_nothing_without_the_operator(server, cluster):
     async with running(server):
         await cluster.create(make_graph())
