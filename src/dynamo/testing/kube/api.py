@@ -123,7 +123,8 @@ class Api(writes.ObjectWrites):
             if options.subresource:
                 raise failures.not_found(resource, name)
             if given_metadata.get("uid"):
-                why = f"Precondition failed: UID in precondition: {given_metadata['uid']}, UID in object meta: "
+                uid = given_metadata["uid"]
+                why = f"uid mismatch: the provided object specified uid {uid}, and no existing object was found"
                 raise failures.conflict(resource, name, why)
             live = {"metadata": {}}
         else:
@@ -140,7 +141,7 @@ class Api(writes.ObjectWrites):
             raise failures.ApiError(500, "", f"failed to create typed patch object {text}")
         config = self._restrict_config(resource, config, options)
         shape = managed_fields.Shape(resource.schema, resource.is_custom)
-        for text in managed_fields.check_duplicates(managed_fields.own_fields(config), shape):
+        for text in managed_fields.find_mistakes(managed_fields.own_fields(config), shape):
             message = (
                 f"failed to create typed patch object ({home}/{name}; {resource.api_version}, "
                 f"Kind={resource.kind}): {text}"

@@ -1,6 +1,7 @@
 """One request to the API server: what its path, query and body say, and how it is answered."""
 
 import json
+import re
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -10,6 +11,7 @@ from dynamo.runtime.http import exchange as exchanges
 from dynamo.testing.kube import api, failures, protobuf, resources, rights
 
 Object = dict[str, Any]
+ACCEPTED = "application/json, application/yaml, application/vnd.kubernetes.protobuf"
 
 
 class Query:
@@ -42,6 +44,15 @@ class Query:
             raise failures.bad_request(message) from None
 
 
+def _with_whole_numbers(value: Any) -> Any:
+    """Return a value with whole numbers for such as 1.0, as YAML is converted to JSON."""
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(child) for child in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class ApiCall:
     """One request to a resource, with what its path and query say."""
 
@@ -52,6 +63,34 @@ class ApiCall:
         self.namespace = self.name = self.subresource = ""
         self.user = rights.ANONYMOUS
         self.warnings: list[str] = []
+
+    def check_timeout(self) -> None:
+        """Refuse a `timeout` that is no duration. Raises ApiError (400)."""
+        timeout = self.query.get("timeout")
+        if timeout and not re.fullmatch(r"([\d.]+(ns|us|µs|ms|s|m|h))+|0", timeout):
+            text = (
+                f'invalid timeout specified in the request URL - time: invalid duration "{timeout}"'
+            )
+            raise failures.bad_request(text)
+
+    def _check_choices(self) -> None:
+        """Refuse values of parameters that mean nothing. Raises ApiError (422)."""
+        findings = []
+        validation = self.query.get("fieldValidation")
+        if any(value != "All" for value in self.query.all("dryRun")):
+            shown = json.dumps(self.query.all("dryRun"))
+            findings.append(failures.unsupported("dryRun", shown, '"All"'))
+        if validation not in ("", "Ignore", "Strict", "Warn"):
+            choices = '"", "Ignore", "Strict", "Warn"'
+            findings.append(failures.unsupported("fieldValidation", f'"{validation}"', choices))
+        if findings:
+            kind = {"POST": "Create", "PUT": "Update"}.get(self.request.method, "Patch")
+            raise failures.invalid(f"{kind}Options.meta.k8s.io", "", findings)
+
+    @property
+    def media_type(self) -> str:
+        """The media type of the body."""
+        return self.request.headers.get("content-type", "").partition(";")[0].strip()
 
     @property
     def accept(self) -> str:
@@ -73,27 +112,39 @@ class ApiCall:
 
     def decode(self, resource: "resources.ApiResource") -> Any:
         """Return the body. Raises ApiError (400, 415)."""
-        media_type = self.request.headers.get("content-type", "").partition(";")[0].strip()
+        media_type, body = self.media_type, self.request.body
         if media_type == protobuf.MEDIA_TYPE:
-            return protobuf.decode(self.request.body, resource.api_version, resource.kind)
-        if "yaml" in media_type:
-            try:
-                return yaml.safe_load(self.request.body)
-            except yaml.YAMLError as error:
-                raise failures.bad_request(f"error decoding YAML: {error}") from error
+            return protobuf.decode(body, resource.api_version, resource.kind)
+        if self.request.method in ("POST", "PUT") and "text/" in media_type:
+            text = (
+                "the body of the request was in an unknown format - accepted media types include: "
+            )
+            raise failures.ApiError(415, "UnsupportedMediaType", text + ACCEPTED)
         try:
-            return json.loads(self.request.body or b"")
-        except ValueError:
-            text = self.request.body.decode("utf-8", "replace")
-            if "patch" in media_type:
-                message = "error decoding patch: unexpected end of JSON input"
-            else:
-                message = (
-                    f"the object provided is unrecognized (must be of type {resource.kind}): "
-                    "couldn't get version/kind; json parse error: unexpected end of JSON "
-                    f"input ({text.encode().hex()[:20]} ...)"
-                )
-            raise failures.bad_request(message) from None
+            if "yaml" in media_type:
+                loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+                return _with_whole_numbers(yaml.load(body, loader))
+            return json.loads(body)
+        except yaml.MarkedYAMLError as error:
+            line = (error.problem_mark.line if error.problem_mark else 0) or 1
+            mistake = f"yaml: line {line}: {error.problem}"
+        except (yaml.YAMLError, ValueError):
+            mistake = "couldn't get version/kind; json parse error: unexpected end of JSON input"
+        if "patch" not in media_type:
+            raise self.unrecognized(resource, mistake)
+        text = "error decoding patch: unexpected end of JSON input"
+        if "yaml" in media_type:
+            text = f"error decoding YAML: error converting YAML to JSON: {mistake}"
+        raise failures.bad_request(text)
+
+    def unrecognized(self, resource: "resources.ApiResource", mistake: str) -> "failures.ApiError":
+        """Return the refusal of a body that is no object, with the begin of the body."""
+        body = self.request.body
+        shown = body[:30].decode("utf-8", "replace") if body[:1] == b"{" else body[:30].hex()
+        shown += " ..." if len(body) > 30 else ""
+        return failures.bad_request(
+            f"the object provided is unrecognized (must be of type {resource.kind}): {mistake} ({shown or '<empty>'})"
+        )
 
     def write_options(self) -> api.WriteOptions:
         """Return the options of a write. Raises ApiError (422)."""
@@ -103,6 +154,7 @@ class ApiCall:
                 "FieldValueTooLong", "fieldManager", "Too long: may not be more than 128 bytes"
             )
             raise failures.invalid("PatchOptions.meta.k8s.io", "", [error])
+        self._check_choices()
         agent = self.request.headers.get("user-agent", "").partition("/")[0]
         return api.WriteOptions(
             manager=manager or agent or "unknown",

@@ -128,8 +128,9 @@ async def run_cluster(
         try:
             namespaces = registry.find("", "v1", "namespaces")
             assert namespaces is not None
+            options = api.WriteOptions(manager="kube-apiserver")
             for name in _NAMESPACES:
-                await served.create(namespaces, "", garbage.new_namespace(name))
+                await served.create(namespaces, "", garbage.new_namespace(name), options)
             if has_node:
                 node = await _open_node(
                     stack, running, running_cluster, authority, backoff_s, pod_path

@@ -63,6 +63,12 @@ def invalid_value(field: str, shown: str, message: str) -> FieldError:
     return FieldError("FieldValueInvalid", field, f"Invalid value: {shown}: {message}")
 
 
+def unsupported(field: str, shown: str, choices: str) -> FieldError:
+    """Return the error of a field whose value is none of the choices; both are shown as JSON."""
+    message = f"Unsupported value: {shown}: supported values: {choices}"
+    return FieldError("FieldValueNotSupported", field, message)
+
+
 def forbidden_value(field: str, message: str) -> FieldError:
     """Return the error of a field that may not be set here."""
     return FieldError("FieldValueForbidden", field, f"Forbidden: {message}")
@@ -106,6 +112,15 @@ def invalid(qualified_kind: str, name: str, errors: Sequence[FieldError]) -> Api
         details["group"] = group
     details |= {"kind": kind, "causes": [error.cause for error in errors]}
     return ApiError(422, "Invalid", f'{qualified_kind} "{name}" is invalid: {text}', details)
+
+
+def not_allowed(resource: "resources.ApiResource", verb: str) -> ApiError:
+    """Return the answer for a method that a resource does not take."""
+    if not resource.is_custom:
+        text = "the server does not allow this method on the requested resource"
+        return ApiError(405, "MethodNotAllowed", text, {})
+    text = f'{verb} is not supported on resources of kind "{resource.qualified_plural}"'
+    return ApiError(405, "MethodNotAllowed", text, _details(resource, ""))
 
 
 def bad_request(message: str) -> ApiError:

@@ -35,8 +35,6 @@ _VERSION = {
     "compiler": "python",
     "platform": "linux/amd64",
 }
-_ACCEPTED = "application/json, application/yaml, application/vnd.kubernetes.protobuf"
-_NOT_ALLOWED = "the server does not allow this method on the requested resource"
 
 # Answers requests to pods/log, pods/exec and the like: called with the exchange, the pod and the subresource.
 PodHandler = Callable[["calls.ApiCall", Object, str], Awaitable[bool]]
@@ -77,6 +75,7 @@ class HttpFront:
         )
         call = calls.ApiCall(exchange)
         try:
+            call.check_timeout()
             await self._route(call)
         except failures.ApiError as error:
             exchange.headers = (*exchange.headers, *error.headers)
@@ -100,13 +99,7 @@ class HttpFront:
             )
 
     async def _route_resource(self, call: calls.ApiCall) -> bool:
-        parts = [part for part in call.request.path.split("/") if part]
-        if parts[:1] == ["api"]:
-            group, version, additional = "", *(parts[1:2] or [""]), parts[2:]
-        elif parts[:1] == ["apis"] and len(parts) > 3:
-            group, version, additional = parts[1], parts[2], parts[3:]
-        else:
-            return False
+        group, version, additional = _split_path(call.request.path)
         if not additional:
             return False
         is_old_watch = additional[0] == "watch"
@@ -123,7 +116,10 @@ class HttpFront:
         resource = self.api.registry.find(group, version, additional[0])
         if resource is None or len(additional) > 3:
             return False
-        if resource.is_namespaced and not call.namespace and len(additional) > 1:
+        is_post = call.request.method == "POST"
+        if resource.is_namespaced and not call.namespace and (is_post or len(additional) > 1):
+            if is_post and not resource.is_custom:
+                raise failures.not_allowed(resource, "create")
             return False
         call.name, call.subresource = (*additional[1:], "", "")[:2]
         verb = _verb_of(call, is_old_watch=is_old_watch)
@@ -163,15 +159,17 @@ class HttpFront:
             )
         elif method == "PATCH" and call.name:
             await self._patch(call, resource)
+        elif method == "DELETE" and call.subresource and resource.is_custom:
+            raise failures.not_allowed(resource, "delete")
         elif method == "DELETE":
             await self._delete(call, resource)
         elif resource.is_custom and method in ("PUT", "PATCH"):
             raise failures.bad_request("name must be provided")
         else:
-            raise failures.ApiError(405, "MethodNotAllowed", _NOT_ALLOWED, {})
+            raise failures.not_allowed(resource, "")
 
     async def _patch(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
-        media_type = call.request.headers.get("content-type", "").partition(";")[0].strip()
+        media_type = call.media_type
         is_apply = media_type == api.APPLY_PATCH
         if is_apply and not call.query.get("fieldManager"):
             error = failures.required("fieldManager", "is required for apply patch")
@@ -182,10 +180,14 @@ class HttpFront:
         patch = call.decode(resource)
         is_list = media_type == api.JSON_PATCH
         if not isinstance(patch, list if is_list else dict):
-            name = "array" if isinstance(patch, list) else "string"
+            names: dict[type, str] = {list: "array", dict: "object", str: "string"}
+            name = names.get(type(patch), "number")
+            kind = "[]handlers.jsonPatchOp" if is_list else "map[string]interface {}"
+            text = "error decoding patch: json: "
+            if is_apply:
+                text = "error decoding YAML: error unmarshaling JSON: while decoding JSON: json: "
             raise failures.bad_request(
-                f"error decoding patch: json: cannot unmarshal {name} into Go value of "
-                f"type {'jsonpatch.Patch' if is_list else 'map[string]interface {}'}"
+                f"{text}cannot unmarshal {name} into Go value of type {kind}"
             )
         item, is_new = await self.api.patch(
             resource, call.namespace, call.name, media_type, patch, call.write_options()
@@ -252,9 +254,10 @@ class HttpFront:
     async def _read(
         self, call: calls.ApiCall, resource: "resources.ApiResource", *, is_old_watch: bool
     ) -> None:
-        tables.check_accept(call.accept, _ACCEPTED)
+        tables.check_accept(call.accept, calls.ACCEPTED)
         is_watch = is_old_watch or call.query.flag("watch")
         if call.name and not (is_watch and is_old_watch):
+            watches.parse_revision(call.query.get("resourceVersion"), self.api.store.revision)
             item = await self.api.get(resource, call.namespace, call.name)
             call.respond(
                 200,
@@ -270,6 +273,13 @@ class HttpFront:
         query = call.query
         test = self.api.make_test(resource, query.get("labelSelector"), query.get("fieldSelector"))
         limit, token = query.number("limit") or 0, query.get("continue")
+
+        def position(item: Object) -> str:
+            """Return the place of an object in a list: its name, after the namespace in a list of all."""
+            meta = item["metadata"]
+            home = "" if call.namespace else meta.get("namespace")
+            return f"/{home}/{meta['name']}" if home else f"/{meta['name']}"
+
         watches.check_list_options(query)
         revision = watches.parse_revision(query.get("resourceVersion"), self.api.store.revision)
         items, at, start = self.api.store, self.api.store.revision, ""
@@ -285,11 +295,11 @@ class HttpFront:
             if at == items.revision
             else items.list_at(resource.key, call.namespace, at)
         )
-        findings = [item for item in findings if test(item) and _position(item) > start]
+        findings = [item for item in findings if test(item) and position(item) > start]
         page, additional = (findings[:limit], len(findings) - limit) if limit else (findings, 0)
         meta: Object = {"resourceVersion": str(at)}
         if additional > 0:
-            meta["continue"] = encode_token(at, _position(page[-1]))
+            meta["continue"] = encode_token(at, position(page[-1]))
             if not query.get("labelSelector") and not query.get("fieldSelector"):
                 meta["remainingItemCount"] = additional
         shown = await self.api.present(resource, page)
@@ -309,7 +319,10 @@ class HttpFront:
             pod = await self.api.get(resource, call.namespace, call.name)
             if self.pod_handler is not None and await self.pod_handler(call, pod, call.subresource):
                 return
-        call.exchange.respond(404, b"404 page not found\n", content_type="text/plain; charset=utf-8")  # fmt: skip
+        if resource.is_custom:
+            raise failures.not_found(resource, call.name)
+        text = "the server could not find the requested resource"
+        raise failures.ApiError(404, "NotFound", text, {})
 
     async def _scale(
         self, call: calls.ApiCall, resource: "resources.ApiResource", paths: "resources.ScalePaths"
@@ -319,7 +332,7 @@ class HttpFront:
         method = call.request.method
         if method == "PATCH":
             body = call.decode(resource)
-            media_type = call.request.headers.get("content-type", "").partition(";")[0]
+            media_type = call.media_type
             if media_type == api.APPLY_PATCH:
                 text = (
                     f"failed to convert new object ({call.namespace}/{call.name}; autoscaling/v1, "
@@ -371,6 +384,14 @@ class HttpFront:
         )
 
 
+def _split_path(path: str) -> tuple[str, str, list[str]]:
+    """Return group, version and the parts behind them of a path to resources; no parts for another path."""
+    parts = [part for part in path.split("/") if part]
+    if parts[:1] == ["api"]:
+        return "", "".join(parts[1:2]), parts[2:]
+    return (parts[1], parts[2], parts[3:]) if parts[:1] == ["apis"] and parts[3:] else ("", "", [])
+
+
 def _verb_of(call: calls.ApiCall, *, is_old_watch: bool) -> str:
     """Return what a request does, as the rules of roles call it."""
     match call.request.method:
@@ -392,20 +413,19 @@ def _error_body(status: int, message: str, path: str) -> bytes:
 
 
 def _check_object(body: Any, resource: "resources.ApiResource", call: calls.ApiCall) -> None:
-    prefix = f"the object provided is unrecognized (must be of type {resource.kind}): "
-    text = call.request.body.decode("utf-8", "replace")
     if not isinstance(body, dict):
         name = "array" if isinstance(body, list) else "string"
         fields = "; ".join(
             f'{field} string "json:\\"{key},omitempty\\""' for field, key in _TYPE_FIELDS
         )
-        raise failures.bad_request(
-            f"{prefix}couldn't get version/kind; json parse error: json: cannot unmarshal {name}"
-            f" into Go value of type struct {{ {fields} }} ({call.request.body.hex()})"
+        raise call.unrecognized(
+            resource,
+            f"couldn't get version/kind; json parse error: json: cannot unmarshal {name}"
+            f" into Go value of type struct {{ {fields} }}",
         )
     if resource.is_custom and not body.get("kind"):
-        message = f"{prefix}Object 'Kind' is missing in '{text}' ({text[:20]} ...)"
-        raise failures.bad_request(message)
+        text = call.request.body.decode("utf-8", "replace")
+        raise call.unrecognized(resource, f"Object 'Kind' is missing in '{text}'")
 
 
 def _make_list(resource: "resources.ApiResource", items: list[Object], meta: Object) -> Object:
@@ -425,12 +445,6 @@ def _make_list(resource: "resources.ApiResource", items: list[Object], meta: Obj
     return {**head, "metadata": meta, "items": shown}
 
 
-def _position(item: Object) -> str:
-    meta = item["metadata"]
-    namespace = meta.get("namespace")
-    return f"/{namespace}/{meta['name']}" if namespace else f"/{meta['name']}"
-
-
 def encode_token(revision: int, last: str) -> str:
     """Return the token that continues a list of a revision behind an object."""
     token = {"v": "meta.k8s.io/v1", "rv": revision, "start": f"{last}\0"}
@@ -440,9 +454,14 @@ def encode_token(revision: int, last: str) -> str:
 
 def decode_token(token: str, revision: int) -> tuple[int, str]:
     """Return revision and position of a token. Raises ApiError (400)."""
+    mistake = "illegal base64 data"
     try:
-        content = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
+        text = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)).decode("utf-8", "replace")
+        if not text.startswith("{"):
+            mistake = f"invalid character {text[:1]!r} looking for beginning of value"
+        content = json.loads(text)
         at = int(content["rv"])
         return (at if at > 0 else revision), content["start"].rstrip("\0")
     except (ValueError, KeyError, TypeError):
-        raise failures.bad_request("continue key is not valid: illegal base64 data") from None
+        text = f"invalid continue token: continue key is not valid: {mistake}"
+        raise failures.bad_request(text) from None

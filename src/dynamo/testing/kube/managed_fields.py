@@ -133,6 +133,12 @@ def compare(old: Any, new: Any, shape: Shape) -> Comparison:
 
 
 _ABSENT = object()
+_GO_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "array": ("list", (list,)),
+    "object": ("map", (dict,)),
+    "integer": ("numeric (int or float)", (int, float)),
+    "number": ("numeric (int or float)", (int, float)),
+}
 
 
 def _compare(old: Any, new: Any, shape: Shape, path: Path, result: Comparison) -> None:
@@ -292,7 +298,8 @@ _STRUCTURES: FieldSet = frozenset(  # that every built-in object has, so that no
     [
         ("f:metadata",), ("f:spec",), ("f:status",), _TEMPLATE, (*_TEMPLATE, "f:metadata"),
         (*_TEMPLATE, "f:spec"), (*_TEMPLATE, "f:spec", "f:containers"), ("f:spec", "f:containers"),
-        ("f:spec", "f:names"), ("f:spec", "f:scaleTargetRef"), ("f:involvedObject",), ("f:source",),
+        ("f:spec", "f:strategy"), ("f:spec", "f:updateStrategy"), ("f:spec", "f:names"),
+        ("f:spec", "f:scaleTargetRef"), ("f:involvedObject",), ("f:source",),
     ]
 )  # fmt: skip
 
@@ -452,8 +459,14 @@ def remove(item: Any, paths: set[Path], shape: Shape) -> Any:
     return result if isinstance(item, dict) else remaining
 
 
-def check_duplicates(value: Any, shape: Shape, path: Path = ()) -> Iterator[str]:
-    """Yield the lists with keys in which an item comes twice, as an apply refuses them."""
+def find_mistakes(value: Any, shape: Shape, path: Path = ()) -> Iterator[str]:
+    """Yield what an apply refuses: values of another type than the schema's, and two items with one key."""
+    expected = _GO_TYPES.get(shape.schema.get("type", ""))
+    if expected and value is not None and not isinstance(value, expected[1]):
+        text = json.dumps(value) if isinstance(value, dict | list) else value
+        found = "string" if expected[0].startswith("numeric") else f"&{{{text}}}"
+        yield f"{_show(path)}: expected {expected[0]}, got {found}"
+        return
     if shape.is_leaf(value):
         return
     identities: set[str] = set()
@@ -463,4 +476,4 @@ def check_duplicates(value: Any, shape: Shape, path: Path = ()) -> Iterator[str]
                 words = "duplicate entries for key " + _show((element,))
                 yield f"{_show(path)}: {words}"
             identities.add(element)
-        yield from check_duplicates(child, child_shape, (*path, element))
+        yield from find_mistakes(child, child_shape, (*path, element))

@@ -163,6 +163,14 @@ def _check_name(name: str, resource: "resources.ApiResource") -> Iterator[failur
         yield failures.invalid_value("metadata.name", json.dumps(name), rule)
 
 
+def check_label_name(name: str, field: str) -> Iterator[failures.FieldError]:
+    """Yield the mistake of a name that must be one label of a DNS name, such as a container's."""
+    if not re.fullmatch(_LABEL, name):
+        yield failures.invalid_value(field, json.dumps(name), _LABEL_RULE)
+    elif len(name) > 63:
+        yield failures.invalid_value(field, json.dumps(name), "must be no more than 63 bytes")
+
+
 def check_labels(labels: Object, field: str) -> Iterator[failures.FieldError]:
     """Yield the mistakes in a map of labels."""
     for key, value in labels.items():

@@ -132,17 +132,12 @@ def _fits_type(value: Any, schema: Schema) -> bool:
 
 def _check(value: Any, schema: Schema, path: str) -> Iterator[FieldError]:
     if not _fits_type(value, schema):
-        name = "integer,string" if schema.get("x-kubernetes-int-or-string") else schema["type"]
-        actual = _type_of(value)
-        text = f'{path} in body must be of type {name}: "{actual}"'
-        yield FieldError("FieldValueTypeInvalid", path, f'Invalid value: "{actual}": {text}')
+        yield from _refuse_type(value, schema, path)
         return
     if value is None:
         return
     if schema.get("enum") and value not in schema["enum"]:
-        listed = ", ".join(json.dumps(choice) for choice in schema["enum"])
-        message = f"Unsupported value: {json.dumps(value)}: supported values: {listed}"
-        yield FieldError("FieldValueNotSupported", path, message)
+        yield _unsupported(value, schema, path)
     if isinstance(value, dict):
         yield from _check_object(value, schema, path)
     elif isinstance(value, list):
@@ -151,6 +146,28 @@ def _check(value: Any, schema: Schema, path: str) -> Iterator[FieldError]:
         yield from _check_string(value, schema, path)
     elif not isinstance(value, bool):
         yield from _check_number(value, schema, path)
+
+
+def _refuse_type(value: Any, schema: Schema, path: str) -> Iterator[FieldError]:
+    name = "integer,string" if schema.get("x-kubernetes-int-or-string") else schema["type"]
+    actual, is_fraction = _type_of(value), name == "integer" and isinstance(value, float)
+    if is_fraction:
+        name, actual = schema.get("format", name), "float64"
+    text = f'{path} in body must be of type {name}: "{actual}"'
+    yield FieldError("FieldValueTypeInvalid", path, f'Invalid value: "{actual}": {text}')
+    if is_fraction and schema.get("format"):
+        yield _out_of_format(schema, path)
+    if schema.get("enum"):
+        yield _unsupported(value, schema, path)
+
+
+def _unsupported(value: Any, schema: Schema, path: str) -> FieldError:
+    return failures.unsupported(path, json.dumps(value), ", ".join(map(json.dumps, schema["enum"])))
+
+
+def _out_of_format(schema: Schema, path: str) -> FieldError:
+    text = f"Checked value must be of type integer with format {schema['format']} in {path}"
+    return failures.invalid_value("<nil>", '""', text)
 
 
 def _check_object(value: Object, schema: Schema, path: str) -> Iterator[FieldError]:
@@ -219,8 +236,7 @@ def _check_string(value: str, schema: Schema, path: str) -> Iterator[FieldError]
 def _check_number(value: float, schema: Schema, path: str) -> Iterator[FieldError]:
     shown = json.dumps(value)
     if schema.get("format") == "int32" and not -_INT32 <= value < _INT32:
-        text = f"Checked value must be of type integer with format int32 in {path}"
-        yield failures.invalid_value("<nil>", '""', text)
+        yield _out_of_format(schema, path)
     least, most = schema.get("minimum"), schema.get("maximum")
     if least is not None and (value < least or (value == least and schema.get("exclusiveMinimum"))):
         words = "greater than" if schema.get("exclusiveMinimum") else "greater than or equal to"
@@ -250,19 +266,16 @@ def check_scale(
     value: Any = item
     for name in resource.scale.spec.strip(".").split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    extra = []
-    if isinstance(value, int | float) and value < 0:
-        extra.append(
-            failures.invalid_value(
-                resource.scale.spec, json.dumps(value), "should be a non-negative integer"
-            )
-        )
-    elif isinstance(value, int | float) and value > 2**31 - 1:
-        extra.append(
-            failures.invalid_value(
-                resource.scale.spec, json.dumps(value), "should be less than or equal to 2147483647"
-            )
-        )
+    field, shown, text = resource.scale.spec, json.dumps(value), ""
+    if isinstance(value, str | float):
+        found = f"{value:g}" if isinstance(value, float) else value
+        kind = "float64" if isinstance(value, float) else "string"
+        shown, text = "0", f"{field} accessor error: {found} is of the type {kind}, expected int64"
+    elif isinstance(value, int) and value < 0:
+        text = "should be a non-negative integer"
+    elif isinstance(value, int) and value >= _INT32:
+        text = f"should be less than or equal to {_INT32 - 1}"
+    extra = [failures.invalid_value(field, shown, text)] if text else []
     position = len(checked)
     for n, error in enumerate(checked):
         is_rule = error.reason == "FieldValueInvalid" and " in body " not in error.message

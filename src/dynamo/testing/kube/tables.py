@@ -11,7 +11,10 @@ Object = dict[str, Any]
 Reader = Callable[[Object, Object, Object], Any]  # of an object, its spec and its status
 _GROUP = "meta.k8s.io/v1"
 _NAME = {"name": "Name", "type": "string", "format": "name", "priority": 0,
-         "description": "Name must be unique within a namespace."}  # fmt: skip
+         "description": "Name must be unique within a namespace. Is required when creating resources, although some"
+         " resources may allow a client to request the generation of an appropriate name automatically. Name is"
+         " primarily intended for creation idempotence and configuration definition. Cannot be updated. More info:"
+         " https://kubernetes.io/docs/concepts/overview/working-with-objects/names#names"}  # fmt: skip
 
 # Columns of built-in kinds: name, type, and a `!` before those that only `-o wide` shows.
 _COLUMNS = {
@@ -76,8 +79,8 @@ def present(
         row: Object = {"cells": _cells(resource, item)}
         if include == "Object":
             row["object"] = item
-        elif include != "None":
-            row["object"] = _partial(item)
+        else:
+            row["object"] = None if include == "None" else _partial(item)
         rows.append(row)
     return {
         "kind": "Table",

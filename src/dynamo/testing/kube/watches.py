@@ -57,8 +57,8 @@ def check_list_options(query: "calls.Query", *, is_watch: bool = False) -> None:
         text = "resourceVersionMatch is forbidden unless resourceVersion is provided"
         findings.append(failures.forbidden_value("resourceVersionMatch", text))
     elif match not in ("", "Exact", "NotOlderThan"):
-        text = f'Unsupported value: "{match}": supported values: "Exact", "NotOlderThan", ""'
-        findings.append(failures.FieldError("FieldValueNotSupported", "resourceVersionMatch", text))
+        choices = '"Exact", "NotOlderThan", ""'
+        findings.append(failures.unsupported("resourceVersionMatch", f'"{match}"', choices))
     if findings:
         raise failures.invalid("ListOptions.meta.k8s.io", "", findings)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from dynamo.testing.kube import (
     admission,
+    builtin_checks,
     builtin_rules,
     failures,
     managed_fields,
@@ -152,7 +153,7 @@ class ObjectWrites:
         if resource.is_custom and not version:
             text = "must be specified for an update"
             error = failures.invalid_value("metadata.resourceVersion", "0", text)
-            raise failures.invalid(resource.qualified_kind, name, [error])
+            raise failures.invalid(resource.qualified_plural, name, [error])
         self.check_version(resource, old, version, given_metadata.get("uid"))
         return await self.replace_stored(resource, old, body, options)
 
@@ -277,12 +278,17 @@ class ObjectWrites:
         """Refuse a write that is based on another version or object. Raises ApiError."""
         if version and not str(version).isdigit():
             text = f'strconv.ParseUint: parsing "{version}": invalid syntax'
-            error = failures.invalid_value("metadata.resourceVersion", json.dumps(version), text)
-            raise failures.ApiError(500, "", f"{error.field}: {error.message}")
+            raise failures.ApiError(500, "", text)
         if version and version != old["metadata"]["resourceVersion"]:
             raise failures.conflict(resource, old["metadata"]["name"])
         if uid and uid != old["metadata"]["uid"]:
-            text = f"Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
+            key = "/".join(
+                filter(None, (resource.group * resource.is_custom, resource.plural, *_name(old)))
+            )
+            text = (
+                f"StorageError: invalid object, Code: 4, Key: /registry/{key}, ResourceVersion: 0, AdditionalErrorMsg:"
+                f" Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
+            )
             raise failures.conflict(resource, old["metadata"]["name"], text)
 
     def prune(
@@ -365,7 +371,7 @@ class ObjectWrites:
             if findings and findings[0].field.startswith("metadata") and not checked:
                 findings += schema.blocked_rules(findings, resource.schema)
         else:
-            findings += builtin_rules.check(resource, item, old)
+            findings += builtin_checks.check(resource, item, old)
         if findings:
             name = item["metadata"].get("name", "")
             raise failures.invalid(resource.qualified_kind, name, findings)
@@ -401,7 +407,8 @@ class ObjectWrites:
         writer = self.make_writer(resource, options, "Update")
         own_item = item
         if old is None and resource.has_status:  # the server has filled in the status
-            own_item = {name: value for name, value in item.items() if name != "status"}
+            filled = ("status", "spec") if resource.key == ("", "namespaces") else ("status",)
+            own_item = {name: value for name, value in item.items() if name not in filled}
         entries = managed_fields.record_update(old, own_item, shape, writer)
         if entries:
             meta["managedFields"] = entries

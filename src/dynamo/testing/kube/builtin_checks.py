@@ -1,0 +1,133 @@
+"""The checks of built-in objects that users meet; a real API server has more."""
+
+import json
+from collections.abc import Iterator, Set
+from typing import Any
+
+from dynamo.testing.kube import (
+    builtin_rules,
+    failures,
+    metadata,
+    resources,
+    rules,
+    selectors,
+    webhooks,
+)
+
+Object = dict[str, Any]
+_MAX_DATA_BYTES = 2**20
+
+
+def check(
+    resource: "resources.ApiResource", item: Object, old: Object | None
+) -> Iterator[failures.FieldError]:
+    """Yield the mistakes of a built-in object that are checked here; not all that a real server checks."""
+    spec = item.get("spec") or {}
+    if "template" in spec and "selector" in spec:
+        yield from _check_workload(spec, (old or {}).get("spec"))
+    if resource.plural in ("pods",):
+        yield from _check_containers(spec, "spec")
+    if resource.plural == "customresourcedefinitions":
+        yield from rules.check_definition(item)
+        yield from webhooks.check_conversion(spec)
+    if resource.plural in builtin_rules.WEBHOOKS:
+        yield from webhooks.check_configuration(item)
+    if resource.plural == "services":
+        yield from _check_service(spec, (old or {}).get("spec"))
+    if resource.plural in ("configmaps", "secrets"):
+        yield from _check_data(item, old)
+    duration = spec.get("leaseDurationSeconds")
+    if resource.plural == "leases" and duration is not None and duration <= 0:
+        text = "must be greater than 0"
+        yield failures.invalid_value("spec.leaseDurationSeconds", str(duration), text)
+
+
+def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
+    labels = (spec["template"].get("metadata") or {}).get("labels")
+    if not spec["selector"]:
+        yield failures.required("spec.selector")
+    if not (labels and selectors.matches(spec["selector"], labels)):
+        shown = json.dumps(labels, separators=(",", ":"))
+        text = "`selector` does not match template `labels`"
+        yield failures.invalid_value("spec.template.metadata.labels", shown, text)
+    if old is not None and old.get("selector") != spec["selector"]:
+        shown = json.dumps(spec["selector"], separators=(",", ":"))
+        yield failures.invalid_value("spec.selector", shown, "field is immutable")
+    if isinstance(spec.get("replicas"), int) and spec["replicas"] < 0:
+        text = "must be greater than or equal to 0"
+        yield failures.invalid_value("spec.replicas", str(spec["replicas"]), text)
+    rolling = (spec.get("strategy") or {}).get("rollingUpdate") or {}
+    if {str(value).rstrip("%") for value in rolling.values()} == {"0"} and len(rolling) == 2:
+        text = "may not be 0 when `maxSurge` is 0"
+        field = "spec.strategy.rollingUpdate.maxUnavailable"
+        yield failures.invalid_value(field, json.dumps(rolling["maxUnavailable"]), text)
+    claims = {claim["metadata"].get("name") for claim in spec.get("volumeClaimTemplates") or ()}
+    yield from _check_containers(spec["template"]["spec"], "spec.template.spec", claims)
+
+
+def _check_containers(
+    spec: Object, path: str, claims: Set[str] = frozenset()
+) -> Iterator[failures.FieldError]:
+    if not spec.get("containers"):
+        yield failures.required(f"{path}.containers")
+    volumes = {volume.get("name") for volume in spec.get("volumes") or ()}
+    for field in ("initContainers", "containers"):
+        for n, container in enumerate(spec.get(field) or ()):
+            place = f"{path}.{field}[{n}]"
+            if not container.get("name"):
+                yield failures.required(f"{place}.name")
+            else:
+                yield from metadata.check_label_name(container["name"], f"{place}.name")
+            yield from _check_resources(container.get("resources") or {}, f"{place}.resources")
+            if not container.get("image"):
+                yield failures.required(f"{place}.image")
+            for m, mount in enumerate(container.get("volumeMounts") or ()):
+                if mount.get("name") not in volumes | claims:
+                    name = json.dumps(mount.get("name"))
+                    where = f"{place}.volumeMounts[{m}].name"
+                    yield failures.FieldError("FieldValueNotFound", where, f"Not found: {name}")
+
+
+def _check_resources(amounts: Object, path: str) -> Iterator[failures.FieldError]:
+    for field in ("limits", "requests"):
+        for name, amount in (amounts.get(field) or {}).items():
+            place, shown = f"{path}.{field}[{name}]", json.dumps(amount)
+            try:
+                is_whole = builtin_rules.parse_quantity(amount) % 1 == 0
+            except (ValueError, ArithmeticError):
+                yield failures.invalid_value(place, shown, "must be a quantity such as 500m or 1Gi")
+                continue
+            if "/" in name and not is_whole:
+                yield failures.invalid_value(place, shown, "must be an integer")
+
+
+def _check_service(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
+    ports = spec.get("ports") or ()
+    for n, port in enumerate(ports):
+        if len(ports) > 1 and not port.get("name"):
+            yield failures.required(f"spec.ports[{n}].name")
+    if not ports and spec.get("clusterIP") != "None" and spec["type"] != "ExternalName":
+        yield failures.required("spec.ports")
+    before = (old or {}).get("clusterIP")
+    if before and spec.get("clusterIP") != before and spec["type"] != "ExternalName":
+        shown = json.dumps([spec.get("clusterIP")])
+        yield failures.invalid_value("spec.clusterIPs[0]", shown, "may not change once set")
+
+
+def _check_data(item: Object, old: Object | None) -> Iterator[failures.FieldError]:
+    size = sum(len(name) + len(value) for name, value in (item.get("data") or {}).items())
+    if size > _MAX_DATA_BYTES:
+        message = f"Too long: may not be more than {_MAX_DATA_BYTES} bytes"
+        yield failures.FieldError("FieldValueTooLong", "[]", message)
+    if old is not None and item.get("type") != old.get("type"):
+        yield failures.invalid_value("type", json.dumps(item.get("type")), "field is immutable")
+    if item.get("type") == "kubernetes.io/tls":
+        for name in ("tls.crt", "tls.key"):
+            if name not in (item.get("data") or {}):
+                yield failures.required(f"data[{name}]")
+    if old is not None and old.get("immutable"):
+        text = "field is immutable when `immutable` is set"
+        if not item.get("immutable"):
+            yield failures.forbidden_value("immutable", text)
+        if item.get("data") != old.get("data"):
+            yield failures.forbidden_value("data", text)
