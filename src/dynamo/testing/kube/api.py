@@ -27,6 +27,7 @@ MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
+CONTROLLERS = "kube-controller-manager"
 _MAX_ATTEMPTS = 5
 _FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
 
@@ -82,6 +83,20 @@ class Api(writes.ObjectWrites):
                 if error.body.get("reason") != "Conflict" or attempt + 1 == _MAX_ATTEMPTS:
                     raise
         raise AssertionError("the last attempt returns or raises")
+
+    async def merge(
+        self,
+        resource: "resources.ApiResource",
+        item: Object,
+        change: Object,
+        subresource: str = "",
+        manager: str = CONTROLLERS,
+    ) -> None:
+        """Change an object by a merge patch, as a controller does. Raises ApiError."""
+        meta = item["metadata"]
+        options = WriteOptions(manager=manager, subresource=subresource)
+        home = meta.get("namespace", "")
+        await self.patch(resource, home, meta["name"], MERGE_PATCH, change, options)
 
     def _patched(
         self, resource: "resources.ApiResource", old: Object, media_type: str, patch: Any
@@ -191,8 +206,7 @@ class Api(writes.ObjectWrites):
     async def bind(self, namespace: str, name: str, node: str) -> None:
         """Assign a pod to a node. Raises ApiError (404, 409)."""
         pod = self.store.get(("", "pods"), (namespace, name))
-        resource = self.registry.find("", "v1", "pods")
-        assert resource is not None
+        resource = self.registry.require("", "pods")
         if pod is None:
             raise failures.not_found(resource, name)
         if pod["spec"].get("nodeName"):

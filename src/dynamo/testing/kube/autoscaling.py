@@ -250,7 +250,7 @@ class Autoscalers(workloads.Workload):
         counts["currentMetrics"] = shown
         if desired != current:
             counts |= {"desiredReplicas": desired, "lastScaleTime": metadata.timestamp()}
-            await self.patch(target, resource, resource.scale.change(desired))
+            await self.api.merge(resource, target, resource.scale.change(desired))
             side = "above" if desired > current else "below"
             text = f"New size: {desired}; reason: usage of resources is {side} its target"
             await self.tell(item, "SuccessfulRescale", text)

@@ -126,8 +126,7 @@ async def run_cluster(
     async with tasks.Tasks() as running, contextlib.AsyncExitStack() as stack:
         running.start("controllers", control.run())
         try:
-            namespaces = registry.find("", "v1", "namespaces")
-            assert namespaces is not None
+            namespaces = registry.require("", "namespaces")
             options = api.WriteOptions(manager="kube-apiserver")
             for name in _NAMESPACES:
                 await served.create(namespaces, "", garbage.new_namespace(name), options)

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from dynamo.testing.kube import api, metadata, resources, store
+from dynamo.testing.kube import api, metadata, pods, store
 
 Object = dict[str, Any]
 TABLE = ("apiextensions.k8s.io", "customresourcedefinitions")
@@ -15,9 +15,7 @@ class Definitions:
 
     def __init__(self, served: "api.Api") -> None:
         self._api = served
-        findings = served.registry.find(TABLE[0], "v1", TABLE[1])
-        assert findings is not None
-        self._resource: resources.ApiResource = findings
+        self._resource = served.registry.require(*TABLE)
 
     async def define(self, definitions: Iterable[Object]) -> None:
         """Create and establish definitions, before anything else does."""
@@ -32,7 +30,7 @@ class Definitions:
         spec = change.item["spec"]
         if change.type == "DELETED":
             self._api.registry.remove(spec["group"], spec["names"]["plural"])
-        elif _is_established(change.item):
+        elif pods.has_condition(change.item, "Established"):
             self._api.registry.define(change.item)
 
     def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
@@ -50,7 +48,7 @@ class Definitions:
             return None
         if item["metadata"].get("deletionTimestamp"):
             await self._terminate(item)
-        elif not _is_established(item):
+        elif not pods.has_condition(item, "Established"):
             await self._establish(item)
         return None
 
@@ -98,16 +96,7 @@ class Definitions:
         if not self._api.store.list_items(table):
             remaining = [f for f in item["metadata"].get("finalizers") or () if f != _CLEANUP]
             patch = {"metadata": {"finalizers": remaining}}
-            name = item["metadata"]["name"]
-            await self._api.patch(self._resource, "", name, api.MERGE_PATCH, patch)
-
-
-def _is_established(item: Object) -> bool:
-    conditions = (item.get("status") or {}).get("conditions") or ()
-    return any(
-        condition["type"] == "Established" and condition["status"] == "True"
-        for condition in conditions
-    )
+            await self._api.merge(self._resource, item, patch, manager="kube-apiserver")
 
 
 def _without_time(condition: Object) -> Object:

@@ -134,6 +134,12 @@ def forbidden(resource: "resources.ApiResource", name: str, why: str) -> ApiErro
     return ApiError(403, "Forbidden", message, _details(resource, name))
 
 
+def success(details: Mapping[str, Any] | None = None) -> Object:
+    """Return the answer for what was done and leaves no object."""
+    body: Object = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+    return {**body, "details": dict(details)} if details is not None else body
+
+
 def expired(message: str, details: Mapping[str, Any] | None = None) -> ApiError:
     """Return the answer for a resource version that is no longer kept."""
     return ApiError(410, "Expired", message, details)

@@ -64,7 +64,8 @@ class GarbageCollector:
         meta = item["metadata"]
         present = [owner for owner in owners if self._is_present(owner, meta.get("namespace", ""))]
         if present and len(present) < len(list(owners)):
-            await self._patch(resource, meta, {"ownerReferences": present})
+            change = {"metadata": {"ownerReferences": present}}
+            await self._api.merge(resource, item, change)
         waits = [owner for owner in present if self._waits_for_dependents(owner)]
         is_unowned = not present or (len(waits) == len(present) and bool(waits))
         if is_unowned and not meta.get("deletionTimestamp"):
@@ -84,13 +85,13 @@ class GarbageCollector:
     async def _finish(self, resource: "resources.ApiResource", item: Object) -> None:
         meta = item["metadata"]
         finalizers = meta.get("finalizers") or []
+        remaining = [name for name in finalizers if name not in (_FOREGROUND, _ORPHAN)]
+        released = {"metadata": {"finalizers": remaining}}
         places = list(self._dependents.get(meta["uid"], ()))
         if _ORPHAN in finalizers:
             for table, name in places:
                 await self._orphan(table, name, meta["uid"])
-            await self._patch(
-                resource, meta, {"finalizers": [f for f in finalizers if f != _ORPHAN]}
-            )
+            await self._api.merge(resource, item, released)
         elif _FOREGROUND in finalizers:
             blocking = 0
             for table, name in places:
@@ -99,19 +100,15 @@ class GarbageCollector:
                     blocking += owner["uid"] == meta["uid"] and bool(
                         owner.get("blockOwnerDeletion")
                     )
-                if child is not None:
-                    await self.reconcile((table, name)) if not child["metadata"].get(
-                        "deletionTimestamp"
-                    ) else None
+                if child is not None and not child["metadata"].get("deletionTimestamp"):
+                    await self.reconcile((table, name))
             still = [
                 place
                 for place in self._dependents.get(meta["uid"], ())
                 if self._api.store.get(*place)
             ]
             if not still or not blocking:
-                await self._patch(
-                    resource, meta, {"finalizers": [f for f in finalizers if f != _FOREGROUND]}
-                )
+                await self._api.merge(resource, item, released)
 
     async def _orphan(self, table: "store.Table", name: "store.Name", uid: str) -> None:
         child = self._api.store.get(table, name)
@@ -120,18 +117,7 @@ class GarbageCollector:
             return
         owners = child["metadata"].get("ownerReferences") or ()
         remaining = [owner for owner in owners if owner["uid"] != uid]
-        await self._patch(findings[0], child["metadata"], {"ownerReferences": remaining})
-
-    async def _patch(self, resource: "resources.ApiResource", meta: Object, change: Object) -> None:
-        options = api.WriteOptions(manager="kube-controller-manager")
-        await self._api.patch(
-            resource,
-            meta.get("namespace", ""),
-            meta["name"],
-            api.MERGE_PATCH,
-            {"metadata": change},
-            options,
-        )
+        await self._api.merge(findings[0], child, {"metadata": {"ownerReferences": remaining}})
 
 
 class Namespaces:
@@ -157,8 +143,9 @@ class Namespaces:
         if not item["metadata"].get("deletionTimestamp"):
             await self._fill(name)
             return None
+        resource = self._api.registry.require(*_NAMESPACES)
         if item["status"]["phase"] != "Terminating":
-            await self._write(item, {"status": {"phase": "Terminating"}}, "status")
+            await self._api.merge(resource, item, {"status": {"phase": "Terminating"}}, "status")
         for table in self._api.store.tables():
             for child in self._api.store.list_items(table, name):
                 findings = self._api.registry.resources_of(table)
@@ -167,15 +154,8 @@ class Namespaces:
                     await self._api.delete(findings[0], name, child["metadata"]["name"], options)
         if not any(self._api.store.list_items(table, name) for table in self._api.store.tables()):
             remaining = [f for f in item["metadata"].get("finalizers") or () if f != "kubernetes"]
-            await self._write(item, {"metadata": {"finalizers": remaining}}, "")
+            await self._api.merge(resource, item, {"metadata": {"finalizers": remaining}})
         return None
-
-    async def _write(self, item: Object, patch: Object, subresource: str) -> None:
-        resource = self._api.registry.find("", "v1", "namespaces")
-        assert resource is not None
-        options = api.WriteOptions(manager="kube-controller-manager", subresource=subresource)
-        name = item["metadata"]["name"]
-        await self._api.patch(resource, "", name, api.MERGE_PATCH, patch, options)
 
     async def _fill(self, name: str) -> None:
         for plural, body in (

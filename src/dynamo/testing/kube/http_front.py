@@ -219,13 +219,7 @@ class HttpFront:
         if is_gone and resource.key != ("", "pods"):
             details = {"name": call.name, **({"group": resource.group} if resource.group else {})}
             details |= {"kind": resource.plural, "uid": item["metadata"]["uid"]}
-            item = {
-                "kind": "Status",
-                "apiVersion": "v1",
-                "metadata": {},
-                "status": "Success",
-                "details": details,
-            }
+            item = failures.success(details)
         call.respond(200, item)
 
     async def _delete_collection(
@@ -236,14 +230,10 @@ class HttpFront:
         found = await self.api.list_items(resource, call.namespace, labels=labels, fields=fields)
         for item in found:
             meta = item["metadata"]
+            home = meta.get("namespace", "")
             try:
-                items.append(
-                    (
-                        await self.api.delete(
-                            resource, meta.get("namespace", ""), meta["name"], options
-                        )
-                    )[0]
-                )
+                deleted, _ = await self.api.delete(resource, home, meta["name"], options)
+                items.append(deleted)
             except failures.ApiError as error:
                 if error.code != 404:
                     raise
@@ -372,16 +362,7 @@ class HttpFront:
                 grace_s=(body.get("deleteOptions") or {}).get("gracePeriodSeconds")
             )
             await self.api.delete(resource, call.namespace, call.name, options)
-        call.respond(
-            201,
-            {
-                "kind": "Status",
-                "apiVersion": "v1",
-                "metadata": {},
-                "status": "Success",
-                "code": 201,
-            },
-        )
+        call.respond(201, {**failures.success(), "code": 201})
 
 
 def _split_path(path: str) -> tuple[str, str, list[str]]:

@@ -65,9 +65,7 @@ class Kubelet:
         return self._node.names
 
     def _resource(self, plural: str) -> "resources.ApiResource":
-        findings = self._api.registry.find("", "v1", plural)
-        assert findings is not None
-        return findings
+        return self._api.registry.require("", plural)
 
     async def register(self) -> None:
         """Create the Node object."""

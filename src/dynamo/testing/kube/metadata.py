@@ -95,6 +95,13 @@ def unknown_fields(body: Object) -> list[str]:
     return [f"metadata.{name}" for name in body.get("metadata") or {} if name not in _FIELDS]
 
 
+def owner_reference(item: Object) -> Object:
+    """Return the reference of a controller to put into what it creates."""
+    meta = item["metadata"]
+    return {"apiVersion": item["apiVersion"], "kind": item["kind"], "name": meta["name"], "uid": meta["uid"],
+            "controller": True, "blockOwnerDeletion": True}  # fmt: skip
+
+
 def for_create(body: Object, resource: "resources.ApiResource", namespace: str) -> Object:
     """Return the metadata of a new object."""
     given_metadata = body.get("metadata") or {}

@@ -12,9 +12,14 @@ Lookup = Callable[[str, str], Object | None]  # kind and name in the pod's names
 
 def is_ready(pod: Object) -> bool:
     """Return whether a pod's Ready condition is true."""
+    return has_condition(pod, "Ready")
+
+
+def has_condition(item: Object, kind: str) -> bool:
+    """Return whether a condition of an object is true."""
     return any(
-        condition["type"] == "Ready" and condition["status"] == "True"
-        for condition in (pod.get("status") or {}).get("conditions") or ()
+        condition["type"] == kind and condition["status"] == "True"
+        for condition in (item.get("status") or {}).get("conditions") or ()
     )
 
 

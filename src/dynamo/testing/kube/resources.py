@@ -158,6 +158,10 @@ class ResourceRegistry:
         """Return the resource at this path, if it is served."""
         return self._by_path.get((group, version, plural))
 
+    def require(self, group: str, plural: str, version: str = "v1") -> ApiResource:
+        """Return the resource at this path, which is always served."""
+        return self._by_path[group, version, plural]
+
     def find_kind(self, api_version: str, kind: str) -> ApiResource | None:
         """Return the resource of objects with this apiVersion and kind."""
         for resource in self._by_path.values():

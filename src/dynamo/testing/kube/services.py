@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable
 from typing import Any, cast
 
-from dynamo.testing.kube import api, pods, resources, selectors, store
+from dynamo.testing.kube import api, metadata, pods, selectors, store
 
 Object = dict[str, Any]
 _PODS, _SERVICES, _CLAIMS = ("", "pods"), ("", "services"), ("", "persistentvolumeclaims")
@@ -35,8 +35,7 @@ class EndpointSlices:
         """Write the slice of one service."""
         namespace, name = cast("store.Name", key)
         service = self._api.store.get(_SERVICES, (namespace, name))
-        slices = self._api.registry.find("discovery.k8s.io", "v1", "endpointslices")
-        assert slices is not None
+        slices = self._api.registry.require("discovery.k8s.io", "endpointslices")
         if (
             service is None
             or service["metadata"].get("deletionTimestamp")
@@ -44,14 +43,7 @@ class EndpointSlices:
         ):
             return None
         meta = service["metadata"]
-        owner = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "name": name,
-            "uid": meta["uid"],
-            "controller": True,
-            "blockOwnerDeletion": True,
-        }
+        owner = metadata.owner_reference(service)
         labels = {**(meta.get("labels") or {}), "kubernetes.io/service-name": name,
                   "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io"}  # fmt: skip
         chosen = self._chosen_pods(service)
@@ -122,9 +114,7 @@ class Claims:
 
     def __init__(self, served: "api.Api") -> None:
         self._api = served
-        findings = served.registry.find("", "v1", "persistentvolumeclaims")
-        assert findings is not None
-        self._resource: resources.ApiResource = findings
+        self._resource = served.registry.require(*_CLAIMS)
 
     def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
         """Return the claim itself, or the claims of a pod that is gone."""
@@ -150,21 +140,16 @@ class Claims:
                 remaining = [
                     finalizer for finalizer in meta["finalizers"] if finalizer != _PROTECTION
                 ]
-                await self._patch(item, {"metadata": {"finalizers": remaining}}, "")
+                change = {"metadata": {"finalizers": remaining}}
+                await self._api.merge(self._resource, item, change)
         elif item["status"].get("phase") != "Bound":
-            await self._patch(item, {"spec": {"volumeName": f"pvc-{meta['uid']}"}}, "")
+            bound = {"spec": {"volumeName": f"pvc-{meta['uid']}"}}
+            await self._api.merge(self._resource, item, bound)
             requests = (item["spec"].get("resources") or {}).get("requests") or {}
             status = {
                 "phase": "Bound",
                 "accessModes": item["spec"].get("accessModes") or [],
                 "capacity": requests,
             }
-            await self._patch(item, {"status": status}, "status")
+            await self._api.merge(self._resource, item, {"status": status}, "status")
         return None
-
-    async def _patch(self, item: Object, change: Object, subresource: str) -> None:
-        meta = item["metadata"]
-        options = api.WriteOptions(manager="kube-controller-manager", subresource=subresource)
-        await self._api.patch(
-            self._resource, meta["namespace"], meta["name"], api.MERGE_PATCH, change, options
-        )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from dynamo.testing.kube import failures, resources, selectors
+from dynamo.testing.kube import failures, pods, resources, selectors
 
 Object = dict[str, Any]
 Reader = Callable[[Object, Object, Object], Any]  # of an object, its spec and its status
@@ -39,6 +39,9 @@ _COLUMNS = {
 _INTEGERS = frozenset(
     ("Restarts", "Up-to-date", "Available", "Desired", "Current", "Data", "Secrets")
 )
+
+
+_AGE = ({"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},)
 
 
 def check_accept(accept: str, accepted: str) -> None:
@@ -98,9 +101,6 @@ def _partial(item: Object) -> Object:
 def columns_of(resource: "resources.ApiResource") -> list[Object]:
     """Return the definitions of the columns of a kind."""
     if resource.is_custom:
-        given_metadata = resource.columns or (
-            {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
-        )
         described = "Custom resource definition column (in JSONPath format): "
         return [_NAME] + [
             {
@@ -110,7 +110,7 @@ def columns_of(resource: "resources.ApiResource") -> list[Object]:
                 "description": column.get("description") or described + column["jsonPath"],
                 "priority": column.get("priority", 0),
             }
-            for column in given_metadata
+            for column in resource.columns or _AGE
         ]
     names = _COLUMNS.get(resource.plural, "Name Age").split()
     return [
@@ -126,16 +126,9 @@ def columns_of(resource: "resources.ApiResource") -> list[Object]:
 
 
 def _cells(resource: "resources.ApiResource", item: Object) -> list[Any]:
-    name = item["metadata"]["name"]
     if resource.is_custom:
-        return [
-            name,
-            *(
-                _custom_cell(item, column)
-                for column in resource.columns
-                or ({"type": "date", "jsonPath": ".metadata.creationTimestamp"},)
-            ),
-        ]
+        cells = (_custom_cell(item, column) for column in resource.columns or _AGE)
+        return [item["metadata"]["name"], *cells]
     return [
         _cell(resource.plural, column.lstrip("!"), item)
         for column in _COLUMNS.get(resource.plural, "Name Age").split()
@@ -272,8 +265,7 @@ def _template_names(field: str) -> Reader:
 
 
 def _node_status(item: Object, spec: Object, status: Object) -> str:
-    ready = [c for c in status.get("conditions") or () if c["type"] == "Ready"]
-    return "Ready" if ready and ready[0]["status"] == "True" else "NotReady"
+    return "Ready" if pods.has_condition(item, "Ready") else "NotReady"
 
 
 def _selector(item: Object, spec: Object, status: Object) -> str:
@@ -282,10 +274,8 @@ def _selector(item: Object, spec: Object, status: Object) -> str:
 
 
 def _job_status(item: Object, spec: Object, status: Object) -> str:
-    for condition in status.get("conditions") or ():
-        if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
-            return str(condition["type"])
-    return "Running"
+    ends = (kind for kind in ("Complete", "Failed") if pods.has_condition(item, kind))
+    return next(ends, "Running")
 
 
 def _object_of_event(item: Object, spec: Object, status: Object) -> str:

@@ -11,10 +11,9 @@ import math
 from collections.abc import Hashable, Iterable
 from typing import Any, cast
 
-from dynamo.testing.kube import api, builtin_rules, metadata, pods, resources, store
+from dynamo.testing.kube import api, builtin_rules, metadata, pods, store
 
 Object = dict[str, Any]
-_MANAGER = "kube-controller-manager"
 _REVISION = "deployment.kubernetes.io/revision"
 _HASH = "pod-template-hash"
 _JOB_RETRY_S = 10.0
@@ -30,13 +29,8 @@ class Workload(abc.ABC):
 
     def __init__(self, served: "api.Api") -> None:
         self.api = served
-        self.resource = self._find(self.group, self.plural, self.version)
-        self.pods = self._find("", "pods")
-
-    def _find(self, group: str, plural: str, version: str = "v1") -> "resources.ApiResource":
-        findings = self.api.registry.find(group, version, plural)
-        assert findings is not None
-        return findings
+        self.resource = served.registry.require(self.group, self.plural, self.version)
+        self.pods = served.registry.require("", "pods")
 
     def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
         """Return the object itself, or the owner of a dependent."""
@@ -70,14 +64,18 @@ class Workload(abc.ABC):
         template = item["spec"]["template"]
         given_metadata = template.get("metadata") or {}
         body = {
-            "metadata": {**given_metadata, **meta, "ownerReferences": [owner_reference(item)]},
+            "metadata": {
+                **given_metadata,
+                **meta,
+                "ownerReferences": [metadata.owner_reference(item)],
+            },
             "spec": spec or template["spec"],
         }
         body["metadata"]["labels"] = {
             **(given_metadata.get("labels") or {}),
             **(meta.get("labels") or {}),
         }
-        options = api.WriteOptions(manager=_MANAGER)
+        options = api.WriteOptions(manager=api.CONTROLLERS)
         pod = await self.api.create(self.pods, item["metadata"]["namespace"], body, options)
         name = pod["metadata"]["name"]
         await self.tell(item, "SuccessfulCreate", f"Created pod: {name}")
@@ -91,8 +89,7 @@ class Workload(abc.ABC):
 
     async def tell(self, item: Object, reason: str, message: str) -> None:
         """Write an event about an object."""
-        events = self.api.registry.find("", "v1", "events")
-        assert events is not None
+        events = self.api.registry.require("", "events")
         body = builtin_rules.new_event(
             item, reason, message, f"{self.resource.singular}-controller", "Normal"
         )
@@ -108,21 +105,9 @@ class Workload(abc.ABC):
         }
         if status != item.get("status"):
             current = await self.api.get(self.resource, meta["namespace"], meta["name"])
-            options = api.WriteOptions(manager=_MANAGER, subresource="status")
+            options = api.WriteOptions(manager=api.CONTROLLERS, subresource="status")
             body = {**current, "status": status}
             await self.api.update(self.resource, meta["namespace"], meta["name"], body, options)
-
-    async def patch(self, item: Object, resource: "resources.ApiResource", change: Object) -> None:
-        """Change an object by a merge patch."""
-        meta, options = item["metadata"], api.WriteOptions(manager=_MANAGER)
-        await self.api.patch(resource, meta["namespace"], meta["name"], api.MERGE_PATCH, change, options)  # fmt: skip
-
-
-def owner_reference(item: Object) -> Object:
-    """Return the reference of a controller to put into what it creates."""
-    meta = item["metadata"]
-    return {"apiVersion": item["apiVersion"], "kind": item["kind"], "name": meta["name"], "uid": meta["uid"],
-            "controller": True, "blockOwnerDeletion": True}  # fmt: skip
 
 
 def live_pods(findings: list[Object]) -> list[Object]:
@@ -166,7 +151,7 @@ class Deployments(Workload):
 
     async def step(self, item: Object) -> float | None:
         table = ("apps", "replicasets")
-        self.sets = self._find(*table)
+        self.sets = self.api.registry.require(*table)
         owned = self.owned(item, table)
         mark = template_hash(item["spec"]["template"])
         current = next((s for s in owned if s["metadata"]["labels"].get(_HASH) == mark), None)
@@ -199,12 +184,12 @@ class Deployments(Workload):
                 "name": f"{meta['name']}-{mark}",
                 "labels": labels,
                 "annotations": {_REVISION: str(revision)},
-                "ownerReferences": [owner_reference(item)],
+                "ownerReferences": [metadata.owner_reference(item)],
             },
             "spec": {"replicas": replicas, "selector": selector, "template": template},
         }
         created = await self.api.create(
-            self.sets, meta["namespace"], body, api.WriteOptions(manager=_MANAGER)
+            self.sets, meta["namespace"], body, api.WriteOptions(manager=api.CONTROLLERS)
         )
         await self._note_revision(item, str(revision))
         if replicas:
@@ -216,7 +201,7 @@ class Deployments(Workload):
     async def _note_revision(self, item: Object, revision: str) -> None:
         if (item["metadata"].get("annotations") or {}).get(_REVISION) != revision:
             change = {"metadata": {"annotations": {_REVISION: revision}}}
-            await self.patch(item, self.resource, change)
+            await self.api.merge(self.resource, item, change)
 
     async def _roll(self, item: Object, current: Object | None, older: list[Object]) -> None:
         desired = item["spec"]["replicas"]
@@ -231,7 +216,7 @@ class Deployments(Workload):
         last = max((int(_revision(old)) for old in older), default=0)
         if int(_revision(current)) < last:  # an earlier template has come back
             change = {"metadata": {"annotations": {_REVISION: str(last + 1)}}}
-            await self.patch(current, self.sets, change)
+            await self.api.merge(self.sets, current, change)
             await self._note_revision(item, str(last + 1))
         total = sum(s["spec"]["replicas"] for s in (current, *active))
         room = max(desired + surge - total, 0) if active else desired
@@ -249,7 +234,7 @@ class Deployments(Workload):
         before = target["spec"]["replicas"]
         if before == replicas:
             return
-        await self.patch(target, self.sets, {"spec": {"replicas": replicas}})
+        await self.api.merge(self.sets, target, {"spec": {"replicas": replicas}})
         direction = "up" if replicas > before else "down"
         name = target["metadata"]["name"]
         message = f"Scaled {direction} replica set {name} from {before} to {replicas}"
@@ -381,7 +366,7 @@ class StatefulSets(Workload):
     async def _create(self, item: Object, number: int, revision: str) -> None:
         meta, spec = item["metadata"], json.loads(json.dumps(item["spec"]["template"]["spec"]))
         name = f"{meta['name']}-{number}"
-        claims = self._find("", "persistentvolumeclaims")
+        claims = self.api.registry.require("", "persistentvolumeclaims")
         for claim in item["spec"].get("volumeClaimTemplates") or ():
             claim_name = f"{claim['metadata']['name']}-{name}"
             if self.api.store.get(claims.key, (meta["namespace"], claim_name)) is None:
