@@ -75,6 +75,9 @@ function App() {
     else delete document.documentElement.dataset.theme;
     localStorage.setItem("dynamo-theme", theme);
   }, [theme]);
+  useEffect(() => { // on a phone the views are one row that scrolls
+    document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+  }, [where.name, session]);
   const shown = VIEWS.filter((view) => !view.forAdmins || session?.may_administer);
   useEffect(() => {
     const onKey = (event: KeyboardEvent) => {

@@ -206,6 +206,20 @@ def test_nothing_is_shown_without_a_key_and_a_key_sees_its_own(deployment, page,
     assert page.get_by_role("link", name="Logs").count() == 0
 
 
+def test_view_is_marked_in_the_row_of_views_of_a_phone(deployment, page):
+    frontend = deployment.frontend()
+    frontend.others = [deployment.mocker("--block-size", "16")]
+    frontend.await_models([MODEL])
+    page.set_viewport_size({"width": 390, "height": 800})
+    for view in ("logs", "chat"):
+        show(page, frontend.url, view)
+        left, right = page.locator("nav [aria-current]").evaluate(
+            "link => [link.getBoundingClientRect().left, link.getBoundingClientRect().right]"
+        )
+        assert left >= 0
+        assert right <= 390
+
+
 def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
     frontend = deployment.frontend()
     planner = deployment.run(

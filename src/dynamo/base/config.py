@@ -176,7 +176,7 @@ def complete(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
 
 def suggest(name: str, known_names: Iterable[str]) -> str:
     """Return a hint for a mistyped name: the most similar known one, or where to find them."""
-    similar = difflib.get_close_matches(name, list(known_names), n=1)
+    similar = difflib.get_close_matches(name, list(known_names), n=1, cutoff=0.7)
     return f"did you mean {similar[0]}?" if similar else "see --help"
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
+from dynamo.cli import top
 
 _WORDS = (
     "brave",
@@ -98,6 +99,7 @@ class _Client:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None:
             raise errors.ConfigError(f"--url {url}: expected http://host:port")
+        self._url = url
         self._address = (parts.hostname, parts.port or 80)
         self._clock = clock
 
@@ -106,7 +108,7 @@ class _Client:
         try:
             reader, writer = await asyncio.open_connection(*self._address)
         except OSError as error:
-            raise errors.Unavailable(f"no frontend answers at --url: {error}") from error
+            raise errors.Unavailable(top.describe_no_answer(self._url, error)) from error
         writer.write(b"GET /v1/models HTTP/1.0\r\nhost: localhost\r\n\r\n")
         body = (await reader.read()).partition(b"\r\n\r\n")[2]
         writer.close()

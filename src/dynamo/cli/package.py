@@ -180,7 +180,11 @@ def read(tag: str, output: str | None) -> Manifest:
 
 
 def archive_path(tag: str, output: str | None) -> Path:
-    """Return the archive of a tag."""
+    """Return the archive of a tag. Raises ConfigError."""
+    if not tag:
+        raise errors.ConfigError(
+            "expected the tag that `dynamo build` printed; `dynamo get` lists them"
+        )
     name, _, version = tag.removesuffix(".").partition(":")
     return _directory(output) / f"{name}-{version}.tar.gz".replace("/", "_")
 
@@ -192,8 +196,9 @@ def _manifest(path: Path) -> Manifest:
             assert content is not None
             return msgspec.json.decode(content.read(), type=Manifest)
     except (OSError, KeyError, tarfile.TarError, msgspec.MsgspecError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise errors.ConfigError(
-            f"{path}: expected an archive of `dynamo build`: {error}; `dynamo get` lists them"
+            f"{path}: expected an archive of `dynamo build`: {reason}; `dynamo get` lists them"
         ) from error
 
 

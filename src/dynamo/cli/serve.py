@@ -106,8 +106,8 @@ class ServeConfig(HttpConfig):
         help='more flags for the planner, as one argument: "--policy predictive --ttft 300"',
         takes="text",
     )
-    memory_budget_gb: float = config.option(
-        0.0,
+    memory_budget_gb: float | None = config.option(
+        None,
         help="with several models: gigabytes that the loaded ones may take together (default: 80 % of what is free)",
         least=0,
     )

@@ -132,7 +132,9 @@ class TerminalConversation:
                     self._take_turn(text)
             except KeyboardInterrupt:
                 print("\n(stopped)")
-            except (errors.DynamoError, OSError) as error:
+            except OSError as error:
+                print(f"({text}: {error.strerror or error})")
+            except errors.DynamoError as error:
                 print(f"(no answer: {error})" if not text.startswith("/") else f"({error})")
 
     def _take_turn(self, text: str) -> None:
@@ -174,7 +176,8 @@ class TerminalConversation:
     def _set_option(self, assignment: str) -> None:
         name, _, text = assignment.partition(" ")
         if not name:
-            print("\n".join(f"{key} {json.dumps(value)}" for key, value in self._options.items()))
+            lines = [f"{key} {json.dumps(value)}" for key, value in self._options.items()]
+            print("\n".join(lines) or "(no option is set: the model's own hold)")
         elif not text:
             self._options.pop(name, None)
         else:

@@ -4,8 +4,8 @@ Rates are those between two readings. Columns: workers that serve the model, req
 to the first token in the interval, and the share of prompt tokens that were cached.
 """
 
+import os
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,8 +49,16 @@ def read(url: str) -> Samples:
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=_READ_S) as answer:
             return parse(answer.read().decode())
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise errors.Unavailable(f"no frontend answers at {url}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise errors.Unavailable(describe_no_answer(url, error)) from error
+
+
+def describe_no_answer(url: str, error: OSError | ValueError) -> str:
+    """Return what to do if no frontend answers at this address."""
+    cause = getattr(error, "reason", error)  # urllib wraps the system's error
+    number = getattr(cause, "errno", None)
+    reason = os.strerror(number) if number and number > 0 else str(cause)
+    return f"no frontend answers at {url} ({reason}): start one with `dynamo serve`, or name its address with --url"
 
 
 def parse(text: str) -> Samples:

@@ -21,7 +21,10 @@ def load(target: str, directory: Path) -> list[declaration.DeclaredService]:
     """Import a graph and return its services, the one that was named first. Raises ConfigError."""
     match = _TARGET.fullmatch(target)
     if match is None:
-        raise errors.ConfigError(f"{target!r}: expected module:Class, such as graphs.agg:Frontend")
+        got = repr(target) if target else "nothing"
+        raise errors.ConfigError(
+            f"expected a graph, module:Class such as graphs.agg:Frontend, got {got}"
+        )
     sys.path.insert(0, str(directory))
     module_name = match["module"].removesuffix(".py").replace("/", ".").lstrip(".")
     try:

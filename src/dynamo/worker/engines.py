@@ -119,7 +119,9 @@ def kind_of(name: str) -> EngineKind:
         return KIND_BY_NAME[name]
     except KeyError:
         names = ", ".join(KIND_BY_NAME)
-        raise errors.ConfigError(f"no engine is called {name!r}; there are {names}") from None
+        # An engine of NVIDIA Dynamo 0.3, which its documents still name.
+        hint = "use native, or llamacpp for a GGUF file; " if name == "mistralrs" else ""
+        raise errors.ConfigError(f"no engine is called {name!r}; {hint}there are {names}") from None
 
 
 def default_for(model: str | None) -> str:

@@ -87,6 +87,7 @@ def test_negated_flag_overrides_the_environment():
         ([], {"T_QUIET": "perhaps"}, "T_QUIET: expected true or false, got 'perhaps'"),
         (["--prot", "1"], {}, "unrecognized argument: --prot (did you mean --port?)"),
         (["--por", "1"], {}, "unrecognized argument: --por (did you mean --port?)"),
+        (["--pelican", "1"], {}, "unrecognized argument: --pelican (see --help)"),
         (["--port"], {}, "--port: expected one argument"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import socket
 import tarfile
 
 import pytest
@@ -53,6 +54,25 @@ def test_unknown_tag_and_missing_docker_are_named(home, capsys, monkeypatch):
         package.containerize(package.ContainerizeConfig(tag=tag))
     with pytest.raises(errors.ConfigError, match="`dynamo get` lists them"):
         package.get(package.GetConfig(tag="a:b"))
+    with pytest.raises(errors.ConfigError, match=r"^expected the tag that `dynamo build` printed"):
+        package.containerize(package.ContainerizeConfig())
+    with pytest.raises(errors.ConfigError, match=r"^expected a graph, .*, got nothing$"):
+        package.build(package.BuildConfig())
+
+
+@pytest.mark.parametrize("ask", [bench.run, top.run])
+def test_frontend_that_does_not_answer_is_named_with_what_to_do(ask):
+    config = {bench.run: bench.BenchConfig, top.run: top.TopConfig}[ask]
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        with pytest.raises(errors.Unavailable) as failure:
+            ask(config(url=url))
+
+    assert str(failure.value) == (
+        f"no frontend answers at {url} (Connection refused): start one with `dynamo serve`,"
+        " or name its address with --url"
+    )
 
 
 def test_large_directory_is_refused(tmp_path, monkeypatch):

@@ -96,9 +96,11 @@ def test_system_message_stands_first_and_stays(say, scripted_talk, capsys):
 
 
 def test_options_are_set_shown_and_unset(say, scripted_talk, capsys):
-    say("/set max_tokens 5", "/set stop END", "one", "/set", "/set stop", "two")
+    say("/set", "/set max_tokens 5", "/set stop END", "one", "/set", "/set stop", "two")
 
-    assert 'max_tokens 5\nstop "END"\n' in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "(no option is set: the model's own hold)" in shown
+    assert 'max_tokens 5\nstop "END"\n' in shown
     assert scripted_talk.options == {"max_tokens": 5}
 
 
@@ -125,7 +127,9 @@ def test_file_that_is_no_conversation_is_refused(say, scripted_talk, tmp_path, c
         path.write_text(content)
     say("one", f"/load {path}", "/load", "two")
 
-    assert str(path) in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"(/load {path}: " in shown
+    assert "Errno" not in shown
     assert scripted_talk.seen[-1] == ["one", "answer 1", "two"]
 
 

@@ -4,6 +4,7 @@ import asyncio
 import csv
 import json
 import logging
+import shutil
 
 import msgspec
 import pytest
@@ -224,6 +225,18 @@ async def test_models_are_listed_by_their_cards(rig):
     assert (row["name"], row["kind"], row["num_workers"]) == ("m", "text", 1)
     assert row["context_length"] == 200
     assert "tokenizer.json" in row["files"]
+
+
+async def test_parser_that_the_chat_template_decides_is_named(bare, tmp_path):
+    bare.model_dir = shutil.copytree(bare.model_dir, tmp_path / "model")
+    calls = "<tool_call>{% for message in messages %}{{ message.content }}{% endfor %}"
+    (bare.model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": calls}))
+    await bare.start()
+    await bare.worker()
+    (row,) = (await get(bare, f"{API}/models"))["models"]
+
+    assert row["tool_call_parser"] == "as the chat template shows"
+    assert "reasoning_parser" not in row
 
 
 async def test_usage_is_summed_and_given_as_csv(rig):

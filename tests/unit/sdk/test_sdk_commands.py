@@ -132,7 +132,7 @@ def test_graph_of_the_example_becomes_our_own_commands(name, flags, roles, monke
         ("no_such_module:A", "there is no module no_such_module"),
         ("graphs.agg:Nobody", "has no class Nobody"),
         ("graphs.agg:links", "has no class links"),
-        ("nonsense", "expected module:Class"),
+        ("nonsense", "expected a graph, module:Class"),
     ],
 )
 def test_target_that_cannot_be_loaded_is_named(target, says, monkeypatch):

@@ -16,6 +16,8 @@ def test_unknown_engine_is_refused_with_the_known_engines():
         errors.ConfigError, match="'warp'; there are native, mocker, vllm, sglang, trtllm"
     ):
         engines.kind_of("warp")
+    with pytest.raises(errors.ConfigError, match="use native, or llamacpp for a GGUF file"):
+        engines.kind_of("mistralrs")
 
 
 @pytest.mark.parametrize(

@@ -308,6 +308,11 @@ class Views:
         )
 
 
+def _guessed(model: registered_model.RegisteredModel, capability: str) -> str:
+    """Return how answers are parsed without a parser's name; "" if they are not."""
+    return "as the chat template shows" if capability in model.capabilities else ""
+
+
 def _model_row(model: registered_model.RegisteredModel, num_prefill_workers: int) -> ModelRow:
     card, config = model.card, model.card.runtime_config
     return ModelRow(
@@ -323,8 +328,8 @@ def _model_row(model: registered_model.RegisteredModel, num_prefill_workers: int
         loras=card.lora_names,
         base="" if model.base is None else model.base.name,
         created=card.created,
-        tool_call_parser=config.tool_call_parser or "",
-        reasoning_parser=config.reasoning_parser or "",
+        tool_call_parser=config.tool_call_parser or _guessed(model, "tools"),
+        reasoning_parser=config.reasoning_parser or _guessed(model, "reasoning"),
         supports_logprobs=config.supports_logprobs,
         supports_guided=config.supports_guided,
         files=card.checksums,
