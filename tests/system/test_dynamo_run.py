@@ -1,6 +1,5 @@
 """`dynamo run`, as a user meets it: in a terminal, in a pipe, over a file."""
 
-import fcntl
 import json
 import os
 import pty
@@ -9,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 
 import httpx
@@ -33,19 +31,25 @@ def run(deployment, *arguments, text=""):
     )
 
 
+# Make standard input the terminal that controls this session, as a login does, and become the command.
+IN_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
 class Terminal:
     """A person at a pseudo-terminal."""
 
     def __init__(self, deployment, *arguments):
         self._terminal, theirs = pty.openpty()
         self._process = subprocess.Popen(
-            [*DYNAMO, "run", *arguments],
+            [sys.executable, "-c", IN_TERMINAL, *DYNAMO, "run", *arguments],
             env=deployment.environ,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(theirs)
         self.seen = ""

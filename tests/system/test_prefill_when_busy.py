@@ -22,9 +22,10 @@ def routed(frontend):
 
 def test_prompt_stays_local_while_the_prefill_worker_is_busy(deployment):
     frontend = deployment.frontend(
-        "--router-mode", "kv", "--router-conditional-disagg", "--router-conditional-disagg-config", CONDITION
+        "--router-mode", "kv", "--router-conditional-disagg", "--router-conditional-disagg-config", CONDITION,
+        "--prefill-timeout-s", "600",
     )  # fmt: skip
-    # A step takes 8 tokens of a prompt, so the first one is there until its client leaves.
+    # A step takes 8 tokens of a prompt, so the first one is there until its client leaves: a minute.
     slow = ("--tick-ms", "300", "--max-num-batched-tokens", "8", "--max-num-seqs", "8")
     prefill = deployment.mocker("--is-prefill-worker", *slow)
     decode = deployment.mocker("--disaggregation-mode", "decode")
@@ -33,7 +34,7 @@ def test_prompt_stays_local_while_the_prefill_worker_is_busy(deployment):
     for log, words in ((frontend.log, "by prefill workers of"), (decode.log, " is connected")):
         eventually(lambda log=log, words=words: words in log.read_text(), what=words)
 
-    body = json.dumps(chat("Tell me a story. " * 200, max_tokens=2))
+    body = json.dumps(chat("Tell me a story. " * 300, max_tokens=2))
     client = http.client.HTTPConnection(frontend.url.removeprefix("http://"), timeout=PATIENT_S)
     with contextlib.closing(client):
         client.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})

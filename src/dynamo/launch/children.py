@@ -9,17 +9,19 @@ from the guard instead, once (the kernel may send its signal for each thread of 
 
 import asyncio
 import contextlib
+import errno
 import os
 import shlex
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynamo.base import clock as clocks
-from dynamo.base import process_setup, tasks
-from dynamo.launch import allocation, guard
+from dynamo.base import tasks
+from dynamo.launch import allocation, guard, prepare_child
 
 _LINE_BYTES = 2**20
 _EXIT_POLL_S = 0.5  # asyncio may report an exit only when all have closed the output
@@ -160,36 +162,37 @@ async def start(
     spec: ChildSpec, guardian: guard.Guard, running: tasks.Tasks, clock: clocks.Clock
 ) -> Child:
     """Start a child; `running` holds the tasks that wait for it and relay its output."""
+    _check_program(spec)
     output = asyncio.subprocess.PIPE if spec.is_relayed else None
+    argv = prepare_child.command(
+        spec.argv,
+        lifeline=guardian.lifeline,
+        parent=None if spec.grace_s else os.getpid(),
+        cores=spec.resources.cores,
+    )
     if spec.grace_s:
         guardian.grant(spec.grace_s)
     process = await asyncio.create_subprocess_exec(
-        *spec.argv,
+        *argv,
         cwd=spec.directory,
         env=guardian.mark({**spec.environ, **spec.resources.environ}),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=output,
         stderr=asyncio.subprocess.STDOUT if spec.is_relayed else None,
         process_group=0,
-        preexec_fn=_before_exec(guardian, spec),
+        pass_fds=(guardian.lifeline,),
         limit=_LINE_BYTES,
     )
     return Child(spec, process, guardian, running, clock)
 
 
-def _before_exec(guardian: guard.Guard, spec: ChildSpec) -> Callable[[], None]:
-    """Return what a child does between fork and exec: tell the guard, so that no moment is left without one."""
-    cores = spec.resources.cores
-    die_with_parent = None if spec.grace_s else process_setup.dies_with(os.getpid())
-
-    def prepare() -> None:
-        if die_with_parent is not None:
-            die_with_parent()
-        guardian.add_this_process()
-        if cores and sys.platform == "linux":
-            os.sched_setaffinity(0, cores)
-
-    return prepare
+def _check_program(spec: ChildSpec) -> None:
+    """Raise FileNotFoundError if there is no such program: later only the child itself could say so."""
+    program = spec.argv[0]
+    if os.sep in program:
+        program = os.path.join(spec.directory or "", program)
+    if shutil.which(program, path=spec.environ.get("PATH", os.defpath)) is None:
+        raise FileNotFoundError(errno.ENOENT, "no such program", spec.argv[0])
 
 
 def machine_resources(environ: Mapping[str, str]) -> allocation.Allocation:

@@ -40,6 +40,7 @@ _TRACKER_S = 2.0  # for resource trackers to end by themselves
 _KILL_S = 6.0
 _CLOSE_S = 10.0
 _SCAN_S = 0.02
+_BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -48,17 +49,20 @@ class Guard:
 
     def __init__(self) -> None:
         self._token = f"{os.getpid()}.{secrets.token_hex(8)}"
-        read_end, self._lifeline = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self._token],
-            stdin=read_end,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_ignore_signals,  # what is ignored stays ignored in the new program
-            env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
-        )
-        os.close(read_end)
+        read_end, self.lifeline = os.pipe()  # children write there which process groups they lead
+        earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
+        try:
+            self._process = subprocess.Popen(  # inherits the mask, and keeps it in the new program
+                [sys.executable, "-I", "-S", __file__, self._token],
+                stdin=read_end,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
+            os.close(read_end)
         for name in _list_shared_memory():
             self._send(f"foreign {name}")
 
@@ -66,7 +70,7 @@ class Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._lifeline)
+        os.close(self.lifeline)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_CLOSE_S)
 
@@ -82,10 +86,6 @@ class Guard:
         tokens = [os.environ.get(TOKEN_VARIABLE, ""), self._token]
         return {**environ, TOKEN_VARIABLE: ",".join(filter(None, tokens))}
 
-    def add_this_process(self) -> None:
-        """Announce the calling process as a child; called between fork and exec, where little may be done."""
-        os.write(self._lifeline, b"group %d\n" % os.getpid())
-
     def remove_group(self, group: int) -> None:
         """Announce that this process group is empty."""
         self._send(f"ended {group}")
@@ -97,7 +97,7 @@ class Guard:
     def _send(self, command: str) -> None:
         # the guard was killed: the kernel's part remains
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._lifeline, f"{command}\n".encode())
+            os.write(self.lifeline, f"{command}\n".encode())
 
 
 def live_processes(groups: Iterable[int], token: str | None = None) -> set[int]:
@@ -156,11 +156,6 @@ def main(token: str) -> None:
             (_SHARED_MEMORY / name).unlink()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _obey(line: str, groups: set[int], folders: list[str], foreign_files: set[str]) -> None:

@@ -16,10 +16,9 @@ async def start():
     with guard.Guard() as guardian:
         async with tasks.Tasks() as running:
 
-            async def start(script, **fields):
-                spec = children.ChildSpec(
-                    name="child", argv=[sys.executable, "-S", "-c", script], environ={}, **fields
-                )
+            async def start(script, program=sys.executable, **fields):
+                argv = [program, "-S", "-c", script]
+                spec = children.ChildSpec(name="child", argv=argv, environ={}, **fields)
                 return await children.start(spec, guardian, running, clocks.SystemClock())
 
             yield start
@@ -86,3 +85,39 @@ async def test_child_runs_on_its_cores_and_sees_its_devices(start):
     await child.wait()
 
     assert child.last_line == f"[{core}] 3"
+
+
+async def test_child_starts_without_the_fork_handlers_of_libraries(start):
+    """They would run in a copy of this process whose other threads may have held locks."""
+    calls = []
+    os.register_at_fork(before=lambda: calls.append("before"))
+    await (await start("pass")).wait()
+
+    assert calls == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_child_inherits_no_descriptor_of_the_guard_and_no_ignored_signal(start):
+    child = await start(
+        "import os; ignored = [s for s in open('/proc/self/status') if s.startswith('SigIgn')]\n"
+        "print([n for n in os.listdir('/proc/self/fd') if int(n) > 2][1:], ignored[0].split()[1])"
+    )
+    await child.wait()
+
+    assert child.last_line == "[] 0000000001001000"  # SIGPIPE and SIGXFSZ, by this Python itself
+
+
+async def test_program_that_does_not_exist_is_an_error_of_the_start(start):
+    with pytest.raises(FileNotFoundError, match="no such program: '/nowhere/python'"):
+        await start("pass", program="/nowhere/python")
+
+
+async def test_child_that_cannot_become_its_program_says_so(start, tmp_path):
+    program = tmp_path / "program"
+    program.write_text("#!/nowhere/shell\n")
+    program.chmod(0o755)
+    death = await (await start("pass", program=str(program))).death()
+
+    assert str(death) == (
+        f"child exited with 126; its last words: {program} cannot be started: No such file or directory"
+    )
