@@ -13,15 +13,17 @@ import pytest
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.disagg import metrics, peer_prefixes
+from dynamo.kvbm import tier_policy
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.transfer import agent
 from dynamo.worker import engines, model_source
 from waiting import PATIENT_S
 
+HOLD_S = 10 * PATIENT_S  # so a lease that ends within the patience of a test was released
 OF_KIND = {
-    "native": {"threads": 1},
-    "mocker": {"block_size": 16, "speedup_ratio": 20},
+    "native": {"threads": 1, "kv_hold_s": HOLD_S},
+    "mocker": {"block_size": 16, "speedup_ratio": 20, "kv_hold_s": HOLD_S},
 }
 TIERS = {
     "native": {"connector": "kvbm", "kvbm_cpu_cache_override_num_blocks": 200},
@@ -33,6 +35,13 @@ PREFIX_LEN, BLOCK = 480, 16
 @pytest.fixture(params=OF_KIND)
 def kind(request):
     return request.param
+
+
+@pytest.fixture
+def no_hurry(monkeypatch):
+    """A copy may take as long as it does on a busy machine, and not half of the time of computing."""
+    monkeypatch.setattr(tier_policy, "_MIN_WAIT_S", PATIENT_S)
+    monkeypatch.setattr(tier_policy, "_MAX_WAIT_S", PATIENT_S)
 
 
 class Sink:
@@ -136,8 +145,8 @@ class Side:
         async with asyncio.timeout(PATIENT_S):
             await self.sink.ends[request_id].wait()
 
-    async def until_idle(self, limit_s=PATIENT_S):
-        async with asyncio.timeout(limit_s):
+    async def until_idle(self):
+        async with asyncio.timeout(PATIENT_S):
             while self.engine.load()[0].kv_stats.kv_active_blocks:
                 await asyncio.sleep(0.005)
 
@@ -173,6 +182,7 @@ def prompt(seed, length=PREFIX_LEN + 40):
     return (shared + random.Random(seed + 1).choices(range(5, 500), k=length))[:length]
 
 
+@pytest.mark.usefixtures("no_hurry")
 async def test_prefix_is_copied_and_the_answer_is_that_of_one_engine(kind):
     async with two_workers(kind) as (left, right, _):
         await left.answer(prompt(0))
@@ -185,13 +195,14 @@ async def test_prefix_is_copied_and_the_answer_is_that_of_one_engine(kind):
             first.cached_tokens == (len(prompt(1)) - 1) // BLOCK * BLOCK
         )  # all but the last block
         assert right.count("imported") == 1
-        await left.until_idle(8)
-        await right.until_idle(8)
+        await left.until_idle()
+        await right.until_idle()
         again, first = await right.answer(prompt(2), left.source())
         assert first.tier_tokens is None  # its prefix is here already
         assert (await left.answer(prompt(2)))[0] == again
 
 
+@pytest.mark.usefixtures("no_hurry")
 async def test_prefix_in_host_memory_of_the_peer_is_copied(kind):
     few = {"num_gpu_blocks_override": 64} | TIERS[kind]
     async with two_workers(kind, holder=few) as (left, right, _):
@@ -202,7 +213,7 @@ async def test_prefix_in_host_memory_of_the_peer_is_copied(kind):
 
         assert said == expected
         assert dict(first.tier_tokens)["peer"] > 0
-        await left.until_idle(8)
+        await left.until_idle()
 
 
 @pytest.mark.parametrize("fault", ["dead", "silent"])
@@ -232,7 +243,7 @@ async def test_peer_that_stops_during_the_copy_costs_only_the_copy(kind):
         assert said == expected
         assert right.count("imported") + right.count("failed") == 1
         assert first.cached_tokens in (0, None) or right.count("imported")
-        await right.until_idle(8)
+        await right.until_idle()
 
 
 async def test_blocks_of_another_lease_change_no_answer(kind):
@@ -280,8 +291,8 @@ async def test_all_is_free_though_leases_and_copies_fail_stall_and_are_late(kind
 
         assert {n: right.sink.answers[ids[n]] for n in expected} == expected
         assert right.count("failed") > 0
-        await right.until_idle(10)
-        await left.until_idle(10)
+        await right.until_idle()
+        await left.until_idle()
 
 
 async def test_lease_of_nothing_computes_the_prompt(kind):
