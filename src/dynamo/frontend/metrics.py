@@ -117,6 +117,9 @@ class FrontendMetrics:
         self.active = registry.fast_gauge("active_requests", "Requests that a worker has", by_model)
         self.ready = registry.gauge("model_ready", "1 if the model can be asked", by_model)
         self.workers = registry.gauge("model_workers", "Instances that serve the model", by_model)
+        self.workers_down = registry.gauge(
+            "model_workers_down", "Instances among them that were lost and are asked last", by_model
+        )
         self.output_tokens = registry.fast_counter(
             "output_tokens_total", "Generated tokens", by_model
         )
@@ -183,10 +186,18 @@ class FrontendMetrics:
         """Return the metrics of all models, by label."""
         return self._by_model
 
-    def update_model(self, card: model_card.ModelCard, num_workers: int, *, is_ready: bool) -> None:
-        """Show the facts of a model's card, the number of its workers, and whether it is ready."""
+    def update_model(
+        self,
+        card: model_card.ModelCard,
+        num_workers: int,
+        count_down: Callable[[], int],
+        *,
+        is_ready: bool,
+    ) -> None:
+        """Show the facts of a model's card, the numbers of its workers, and whether it is ready."""
         label = card.display_name.lower()
         self.workers.labels(label).set(num_workers)
+        self.workers_down.labels(label).set_function(count_down)
         self.ready.labels(label).set(int(is_ready))
         self.for_model(label).block_size = card.kv_cache_block_size
         self.migration_limit.labels(label).set(self._limit_of(card.migration_limit))

@@ -209,8 +209,11 @@ class EndpointClient:
         return candidates(present, self._down_until, self._clock.now(), tried)
 
     def is_down(self, instance_id: int) -> bool:
-        """Return whether the last request to this instance failed to reach it, or broke."""
-        return instance_id in self._down_until
+        """Return whether this instance has ended its connection, or the last request failed to reach it, or broke.
+
+        Discovery lists a killed process until its lease ends; its connection ends at once.
+        """
+        return instance_id in self._down_until or self._plane.is_answering(instance_id) is False
 
     def _has_alternative(
         self, instance_id: int, alternatives: Callable[[], Collection[int]]

@@ -1,5 +1,6 @@
 """Routes that do not generate, and what the door itself refuses."""
 
+import asyncio
 import pathlib
 import re
 from unittest import mock
@@ -9,6 +10,9 @@ import pytest
 from dynamo.frontend import app
 from dynamo.frontend.apis import operation
 from dynamo.protocols import model_card
+from waiting import PATIENT_S
+
+DOWN = "dynamo_frontend_model_workers_down"
 
 
 async def test_models_are_listed(rig):
@@ -79,6 +83,22 @@ async def test_healthy_with_an_instance(rig):
     assert body["endpoints"] == ["dyn://dynamo.backend.generate"]
     assert body["instances"][0]["instance_id"] == rig.one.runtime.instance_id
     assert body["instances"][0]["instance"] == f"{rig.one.runtime.instance_id:x}"
+
+
+async def test_worker_whose_connection_has_ended_is_shown_as_down(rig):
+    async def state():
+        page = (await rig.client.get("/metrics")).text
+        health = (await rig.client.get("/health")).json()
+        return [row["state"] for row in health["instances"]], f'{DOWN}{{model="m"}} 1.0' in page
+
+    await rig.chat()  # so there is a connection
+    before = await state()
+    await rig.one.runtime.requests.close()  # as a process that was killed: discovery lists it still
+
+    assert before == (["ready"], False)
+    async with asyncio.timeout(PATIENT_S):
+        while await state() != (["down"], True):
+            await asyncio.sleep(0.01)
 
 
 async def test_unhealthy_but_alive_without_an_instance(bare):

@@ -25,8 +25,12 @@ class Plane:
 
     def __init__(self):
         self.asked, self.receivers, self.dead, self.may_move = [], [], set(), None
+        self.ended = set()  # instances whose connection has ended
         self.may_open = asyncio.Event()
         self.may_open.set()
+
+    def is_answering(self, instance_id, address=None):
+        return False if instance_id in self.ended else None
 
     async def open(
         self, address, endpoint, body, receiver, *, instance_id, headers, timeout_s, may_move
@@ -310,6 +314,13 @@ async def test_silent_instance_is_given_up_only_for_one_that_can_take_over(world
     verdicts.append(world.plane.may_move())
 
     assert verdicts == [False, True, False, True]
+
+
+async def test_instance_whose_connection_has_ended_is_down(world):
+    await world.put(10, 20)
+    world.plane.ended = {10}
+
+    assert [world.client.is_down(number) for number in (10, 20)] == [True, False]
 
 
 async def test_silent_instance_is_always_given_up_by_those_who_need_not_ask_it(world):

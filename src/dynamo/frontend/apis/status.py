@@ -53,10 +53,19 @@ def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
 
     def show_health(client: exchange.Exchange) -> None:
-        served = [instance for model in context.models.ready_bases for instance in model.instances]
+        served = [
+            (instance, replicas.state_of(instance.instance_id))
+            for model in context.models.ready_bases
+            for replicas in model.replicas.values()
+            for instance in replicas.live_instances
+        ]
         instances = [  # with the id as logs and metrics write it
-            {"instance": f"{instance.instance_id:x}", **msgspec.to_builtins(instance)}
-            for instance in served
+            {
+                "instance": f"{instance.instance_id:x}",
+                "state": state,
+                **msgspec.to_builtins(instance),
+            }
+            for instance, state in served
         ]
         is_draining = context.drain_state.is_draining
         if is_draining or not served:
@@ -65,7 +74,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             details: dict[str, Any] = {"instances": instances}
         else:
             body = {"status": "healthy"}
-            endpoints = sorted({str(instance.name) for instance in served})
+            endpoints = sorted({str(instance.name) for instance, _ in served})
             details = {"endpoints": endpoints, "instances": instances}
         if context.admission.has_valid_key(client):
             body |= details

@@ -272,7 +272,7 @@ class Views:
                         name,
                         replicas.cards[number],
                         address=", ".join(instance.transport.values()),
-                        state="down" if replicas.client.is_down(number) else "ready",
+                        state=replicas.state_of(number),
                         num_requests=num_by_worker.get(number, 0),
                     )
         for record in self._models.prefill_workers:

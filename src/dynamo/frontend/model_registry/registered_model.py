@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -37,6 +37,10 @@ class EndpointInstances:
         """Return those that are registered in discovery now, by id."""
         registered = self.client.instances
         return [registered[number] for number in sorted(self.cards) if number in registered]
+
+    def state_of(self, instance_id: int) -> Literal["ready", "down"]:
+        """Return down for an instance that is registered and was lost: it is asked last."""
+        return "down" if self.client.is_down(instance_id) else "ready"
 
     @property
     def has_live_instances(self) -> bool:
@@ -90,6 +94,14 @@ class RegisteredModel:
         return [
             instance for replicas in self.replicas.values() for instance in replicas.live_instances
         ]
+
+    def count_down(self) -> int:
+        """Count the instances that are registered and were lost."""
+        return sum(
+            replicas.state_of(instance.instance_id) == "down"
+            for replicas in self.replicas.values()
+            for instance in replicas.live_instances
+        )
 
     @property
     def is_ready(self) -> bool:

@@ -420,7 +420,9 @@ class ModelRegistry:
         return itertools.chain(self._models.values(), self._adapters.values())
 
     def _update_metrics(self, model: RegisteredModel) -> None:
-        self._metrics.update_model(model.card, len(model.instances), is_ready=model.is_ready)
+        self._metrics.update_model(
+            model.card, len(model.instances), model.count_down, is_ready=model.is_ready
+        )
 
 
 def _has_same_files(card: model_card.ModelCard, second: model_card.ModelCard) -> bool:
