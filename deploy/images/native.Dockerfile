@@ -2,7 +2,7 @@
 # Not built by the tests, which have no container engine: they lint this file, and check the steps that need none.
 ARG BASE=python:3.12-slim
 FROM ${BASE}
-ARG EXTRAS=native,etcd,nats,kubernetes,otel
+ARG EXTRAS=native,etcd,nats,kubernetes,semantic,otel
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 HF_HOME=/models
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE constraints.txt ./

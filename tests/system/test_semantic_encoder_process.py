@@ -1,5 +1,7 @@
 """The encoders in a process of their own, beside the router's process and a frontend."""
 
+import re
+
 import httpx
 import msgspec
 import pytest
@@ -39,7 +41,10 @@ def config(tmp_path):
 
 
 def test_router_and_frontend_ask_the_encoder_and_block_when_it_is_gone(deployment, config):
-    encoder = deployment.run("dynamo.semantic_encoder", "--config", str(config))
+    system_port = ports.reserve()
+    encoder = deployment.run(
+        "dynamo.semantic_encoder", "--config", str(config), "--system-port", str(system_port)
+    )
     frontend = deployment.frontend("--semantic-router", str(config))
     frontend.others = [deployment.mocker("--speedup-ratio", "0"), encoder]
     api_port, *others = (ports.reserve() for _ in range(3))
@@ -80,6 +85,12 @@ def test_router_and_frontend_ask_the_encoder_and_block_when_it_is_gone(deploymen
     assert headers["x-vsr-selected-decision"] == "rude_decision"
     risk = ask_router().json()["risk_score"]
     assert 0 < risk < 1
+    system = f"http://127.0.0.1:{system_port}"
+    assert httpx.get(f"{system}/live", timeout=PATIENT_S).status_code == 200
+    assert httpx.get(f"{system}/health", timeout=PATIENT_S).json()["status"] == "ready"
+    metrics = httpx.get(f"{system}/metrics", timeout=PATIENT_S).text
+    (count,) = re.findall(r"\ndynamo_component_requests_total{.*} (\d+)", metrics)
+    assert int(count) >= 3
     encoder.kill()
     eventually(lambda: ask_router().status_code == 503, what="the router misses the encoder")
     eventually(

@@ -13,9 +13,11 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, distribution, errors
+from dynamo.semantic import request_view
 
 if typing.TYPE_CHECKING:
-    from dynamo.semantic import replay, router, service
+    from dynamo.semantic import guards, replay, router, service
+    from dynamo.worker import classifier_set
 
 _FEATURE = "dynamo semantic"
 
@@ -64,7 +66,8 @@ def run(options: SemanticCommandConfig) -> int:
             "dynamo semantic explain: expected --semantic-router CONFIG.YAML or DYN_SEMANTIC_ROUTER"
         )
     made = loader(Path(options.semantic_router), clocks.SystemClock()).router
-    for line in explain(made, options.subject, options.model):
+    encoders = LocalEncoders((options.semantic_router, made))
+    for line in explain(made, options.subject, options.model, encoders):
         print(line)
     return 0
 
@@ -81,21 +84,66 @@ def _replay(options: SemanticCommandConfig) -> int:
         None if path is None else loader(Path(path), clocks.SystemClock()).router
         for path in (options.new_config, options.semantic_router)
     )
+    encoders = LocalEncoders((options.new_config, new), (options.semantic_router, old))
     requests = comparing.read_requests(Path(options.subject))
-    report = typing.cast("replay.ReplayReport", comparing.compare(requests, new, old))
+    report = typing.cast(
+        "replay.ReplayReport", comparing.compare(requests, new, old, encoders.read)
+    )
     for line in report.lines():
         print(line)
     return 0
 
 
-def explain(made: "router.SemanticRouter", text: str, model: str) -> Iterator[str]:
+class LocalEncoders:
+    """The encoders of configurations, loaded into this process where a configuration names any. Raises ConfigError."""
+
+    def __init__(self, *routers: "tuple[str | None, router.SemanticRouter | None]") -> None:
+        """Each router comes with the file of its configuration."""
+        by_path: dict[str | None, classifier_set.ClassifierSet] = {}
+        self._sets: list[tuple[router.SemanticRouter, classifier_set.ClassifierSet]] = []
+        for path, made in routers:
+            if made is None or not made.loaded.uses_encoders:
+                continue
+            if path not in by_path:
+                module = distribution.load_extra(
+                    "dynamo.worker.semantic_encoder",
+                    feature=f"{_FEATURE} with encoders",
+                    extra="native",
+                )
+                by_path[path] = module.load_models(module.SemanticEncoderConfig(router_config=path))
+            self._sets.append((made, by_path[path]))
+
+    def read(
+        self, made: "router.SemanticRouter", body: bytes
+    ) -> "guards.RequestClassifiers | None":
+        """Return the classifiers for a request, after the router's encoders have read it; None: the shipped ones."""
+        loaded = next((classifiers for owner, classifiers in self._sets if owner is made), None)
+        if loaded is None:
+            return None
+        try:
+            inputs = made.list_inputs(request_view.RequestView(body))
+        except errors.InvalidRequest:
+            return None  # `route` refuses the request
+        missing = made.references.missing()
+        inputs = [*inputs, *made.list_embedding_inputs(missing)]
+        keys = [(one.classifier, one.text) for one in inputs]
+        answers = dict(zip(keys, loaded.classify(inputs), strict=True))
+        made.references.add(answers)
+        return made.use_answers(answers)
+
+
+def explain(
+    made: "router.SemanticRouter", text: str, model: str, encoders: LocalEncoders
+) -> Iterator[str]:
     """Yield the lines that say what the router would do with a prompt, and why."""
     message = {"role": "user", "content": text}
     body = msgspec.json.encode({"model": model, "messages": [message]})
-    signals = made.find_signals(text)
+    classifiers = encoders.read(made, body)
+    signals = made.find_signals(text, classifiers)
     yield f"keyword rule: {signals.keyword_rule or 'none'}"
     if made.settings.embedding_rules:
-        yield f"embedding rule: none ({signals.missing_embedding})"
+        reason = f" ({signals.missing_embedding})" if signals.missing_embedding else ""
+        yield f"embedding rule: {signals.embedding_rule or 'none'}{reason}"
     if signals.domain_score is not None:
         probabilities = signals.domain_score.probabilities.items()
         best = sorted(probabilities, key=lambda item: -item[1])[:3]
@@ -105,7 +153,7 @@ def explain(made: "router.SemanticRouter", text: str, model: str) -> Iterator[st
         reasons = " and ".join(match.reasons)
         yield f"decision {match.settings.name} applies: {reasons} (priority {match.settings.priority})"
     try:
-        outcome = made.route(body, {})
+        outcome = made.route(body, {}, classifiers=classifiers)
     except errors.DynamoError as error:
         yield f"refused: {error}"
         return

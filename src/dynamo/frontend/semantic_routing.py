@@ -13,7 +13,7 @@ from dynamo.frontend.model_registry import registry
 from dynamo.observability import metrics
 from dynamo.runtime import component
 from dynamo.runtime.http import exchange
-from dynamo.semantic import cache, encoder_client, model_choice, router, service
+from dynamo.semantic import cache, encoder_client, model_choice, routing_outcome, service
 
 _CHAT = "chat_completions"
 
@@ -127,8 +127,8 @@ class RoutedExchange(exchange.WrappedExchange):
     def __init__(
         self,
         inner: exchange.Exchange,
-        outcome: router.RoutedRequest,
-        store: Callable[[router.RoutedRequest, bytes | None], None],
+        outcome: routing_outcome.RoutedRequest,
+        store: Callable[[routing_outcome.RoutedRequest, bytes | None], None],
         ask_next: Callable[[int], bool] | None = None,
     ) -> None:
         """`ask_next` gets the status of a failure, and returns whether another model answers in its place."""

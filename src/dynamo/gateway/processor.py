@@ -11,7 +11,7 @@ from dynamo.base import errors
 from dynamo.gateway import ext_proc_pb2 as messages
 from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange
-from dynamo.semantic import cache, immediate, router, service
+from dynamo.semantic import cache, immediate, routing_outcome, service
 
 ROUTED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _CHAT = ROUTED_PATHS[0]
@@ -33,7 +33,7 @@ class StreamProcessor:
         self._headers: dict[str, str] = {}
         self._body = bytearray()
         self._is_duplex_request = self._is_duplex_response = False
-        self._outcome: router.RoutedRequest | None = None
+        self._outcome: routing_outcome.RoutedRequest | None = None
         self._is_success = False
         self._recorder: cache.StreamRecorder | None = None
         self._answer_body = bytearray()
@@ -138,7 +138,7 @@ class StreamProcessor:
             return immediate.refuse(403, text, "permission_error")
         return outcome.answer
 
-    def _request_changes(self, outcome: router.RoutedRequest, num_bytes: int) -> Any:
+    def _request_changes(self, outcome: routing_outcome.RoutedRequest, num_bytes: int) -> Any:
         headers = list(outcome.upstream_headers)
         if len(outcome.body) != num_bytes:
             headers.append(("content-length", str(len(outcome.body))))
@@ -177,7 +177,7 @@ class StreamProcessor:
         pieces = _streamed(body.body, ends_stream=body.end_of_stream)
         return [messages.ProcessingResponse(response_body=piece) for piece in pieces]
 
-    def _record(self, outcome: router.RoutedRequest, body: Any) -> None:
+    def _record(self, outcome: routing_outcome.RoutedRequest, body: Any) -> None:
         """Keep the answer for usage and cache, and hand it over when it is complete."""
         if self._recorder is not None:
             self._recorder.feed(body.body)

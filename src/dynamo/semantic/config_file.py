@@ -44,10 +44,14 @@ class LoadedConfig:
         return has_models or self.settings.encoders.profile != "fast"
 
 
-def load(path: Path, categories: frozenset[str]) -> LoadedConfig:
+def load(
+    path: Path,
+    categories: frozenset[str],
+    find_hub_model: encoder_labels.FindHubModel = encoder_labels.find_in_hub_cache,
+) -> LoadedConfig:
     """Return the configuration in a file. Raises ConfigError, which names the key.
 
-    `categories` are those that the domain classifier knows.
+    `categories` are those that the domain classifier knows; `find_hub_model` finds a model's directory.
     """
     try:
         with path.open("rb") as file:
@@ -55,12 +59,17 @@ def load(path: Path, categories: frozenset[str]) -> LoadedConfig:
     except OSError as error:
         raise errors.ConfigError(f"{path}: expected a readable file: {error.strerror}") from error
     try:
-        return parse(data, categories, path.parent)
+        return parse(data, categories, path.parent, find_hub_model)
     except errors.ConfigError as error:
         raise errors.ConfigError(f"{path}: {error}") from error
 
 
-def parse(data: bytes, categories: frozenset[str], directory: Path | None = None) -> LoadedConfig:
+def parse(
+    data: bytes,
+    categories: frozenset[str],
+    directory: Path | None = None,
+    find_hub_model: encoder_labels.FindHubModel = encoder_labels.find_in_hub_cache,
+) -> LoadedConfig:
     """Return the configuration in the bytes of a file. Raises ConfigError, which names the key.
 
     Directories of models that are not absolute may be below `directory`.
@@ -83,8 +92,8 @@ def parse(data: bytes, categories: frozenset[str], directory: Path | None = None
         for number, decision in enumerate(settings.decisions)
     }
     _refuse_unsupported(settings)
-    encoders, absent = encoder_labels.find_models(settings, directory)
-    embedder, without = encoder_labels.find_embedder(settings, directory)
+    encoders, absent = encoder_labels.find_models(settings, directory, find_hub_model)
+    embedder, without = encoder_labels.find_embedder(settings, directory, find_hub_model)
     notes += [*absent, *without]
     tools = tool_database.read_database(settings.tools, directory)
     if encoder_labels.DOMAIN in encoders:

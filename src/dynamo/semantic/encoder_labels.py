@@ -1,11 +1,14 @@
 """The encoders of a configuration: the directory of each model that it names, and the names of the model's labels.
 
-A `model_id` is a directory: absolute, beside the configuration, or below the process's own. Names of the original's
-hub are no directories; they are noted, and the shipped classifier is used. Labels are read from the mapping that the
-configuration names, from the mapping file that the original puts beside a model, or from config.json.
+A `model_id` is a directory (absolute, beside the configuration, or below the process's own) or the name of a model
+of the hub. A name is looked up in the local cache, by the encoders' process also on the hub; one that is not there is
+noted, and the shipped classifier is used. Labels are read from the mapping that the configuration names, from the
+mapping file that the original puts beside a model, or from config.json.
 """
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,23 @@ _MAPPINGS = {
     ATTACK: "jailbreak_type_mapping.json",
     PII: "pii_type_mapping.json",
 }
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
+
+
+FindHubModel = Callable[[str], Path | None]
+
+
+def find_in_hub_cache(name: str) -> Path | None:
+    """Return the directory of a model of the hub in the local cache; None if it is not there."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    folder = cache / f"models--{name.replace('/', '--')}"
+    try:
+        directory = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return directory if directory.is_dir() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +58,7 @@ class EncoderModel:
 
 
 def find_models(
-    settings: config.SemanticConfig, directory: Path | None
+    settings: config.SemanticConfig, directory: Path | None, find_hub_model: FindHubModel
 ) -> tuple[dict[str, EncoderModel], list[str]]:
     """Return the models by classifier, and notes on those that are not there. Raises ConfigError.
 
@@ -59,9 +78,12 @@ def find_models(
     ):
         if not model_id:
             continue
-        found = _find_directory(f"{key}.model_id", model_id, directory)
+        found = _find_directory(f"{key}.model_id", model_id, directory, find_hub_model)
         if found is None:
-            notes.append(f"{key}.model_id: no directory {model_id}; the shipped classifier is used")
+            notes.append(
+                f"{key}.model_id: no directory {model_id}, and no such model in the hub's cache; "
+                "the shipped classifier is used"
+            )
             continue
         models[name] = EncoderModel(found, read_labels(found, _MAPPINGS[name], mapping, directory))
     if ATTACK in models:
@@ -70,7 +92,7 @@ def find_models(
 
 
 def find_embedder(
-    settings: config.SemanticConfig, directory: Path | None
+    settings: config.SemanticConfig, directory: Path | None, find_hub_model: FindHubModel
 ) -> tuple[Path | None, list[str]]:
     """Return the directory of the embedding model, and notes on those that are not there. Raises ConfigError.
 
@@ -85,11 +107,11 @@ def find_embedder(
         ("embedding_models.qwen3_model_path", others.qwen3_model_path),
         ("embedding_models.gemma_model_path", others.gemma_model_path),
     ):
-        found = _find_directory(key, model_id, directory) if model_id else None
+        found = _find_directory(key, model_id, directory, find_hub_model) if model_id else None
         if found is not None:
             return found, notes
         if model_id:
-            notes.append(f"{key}: no directory {model_id}")
+            notes.append(f"{key}: no directory {model_id}, and no such model in the hub's cache")
     absent = "; ".join(notes) or "bert_model.model_id: expected the directory of an embedding model"
     return None, [f"{absent}; without it nothing is compared by embedding"]
 
@@ -137,7 +159,9 @@ def read_labels(
     return _sort_labels(path / _CONFIG, fields["id2label"])
 
 
-def _find_directory(key: str, model_id: str, directory: Path | None) -> Path | None:
+def _find_directory(
+    key: str, model_id: str, directory: Path | None, find_hub_model: FindHubModel
+) -> Path | None:
     path = Path(model_id).expanduser()
     candidates: list[Path] = [path] if directory is None else [path, directory / path]
     for candidate in candidates:
@@ -147,7 +171,7 @@ def _find_directory(key: str, model_id: str, directory: Path | None) -> Path | N
             return candidate
     if path.is_absolute():
         raise errors.ConfigError(f"{key}: no such directory: {model_id}")
-    return None
+    return find_hub_model(model_id) if _HUB_NAME.fullmatch(model_id) else None
 
 
 def _read_mapping(path: Path) -> tuple[str, ...]:

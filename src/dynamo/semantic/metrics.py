@@ -1,7 +1,7 @@
 """The metrics of the semantic router, under the original's names (`llm_…`)."""
 
 from dynamo.observability import metrics
-from dynamo.semantic import guards, router
+from dynamo.semantic import guards, router, routing_outcome
 
 _LATENCY_BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1)
 
@@ -53,7 +53,7 @@ class SemanticMetrics:
         )
 
     def record_outcome(
-        self, outcome: router.RoutedRequest, seconds: float, num_entries: int
+        self, outcome: routing_outcome.RoutedRequest, seconds: float, num_entries: int
     ) -> None:
         """Count a routed request and the time that its routing took."""
         explanation = outcome.explanation

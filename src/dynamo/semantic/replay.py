@@ -5,17 +5,18 @@ A record is a line of the audit log, or a request itself as one line of JSON. Th
 
 import collections
 import gzip
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.semantic import router
+from dynamo.semantic import guards, router
 
 MAX_LINE = 2**26  # bytes of one record
 MOST_EXAMPLES = 20  # of requests that change, by name
+ReadRequest = Callable[[router.SemanticRouter, bytes], guards.RequestClassifiers | None]
 _DECISIVE = ("decision", "model", "reasoning", "path", "guards", "system prompt")
 
 
@@ -83,19 +84,23 @@ def compare(
     requests: Iterator[RecordedRequest | None],
     new: router.SemanticRouter,
     old: router.SemanticRouter | None,
+    read: ReadRequest = lambda made, body: None,
 ) -> ReplayReport:
-    """Return what the new configuration changes; without an old one, only where requests go."""
+    """Return what the new configuration changes; without an old one, only where requests go.
+
+    `read` returns the classifiers of a request, after the router's encoders have read it; None: the shipped ones.
+    """
     report = ReplayReport()
     for request in requests:
         if request is None:
             report.num_skipped += 1
             continue
         report.num_requests += 1
-        after = _outcome(new, request.body)
+        after = _outcome(new, request.body, read)
         report.models[after["model"] or after["path"]] += 1
         if old is None:
             continue
-        before = _outcome(old, request.body)
+        before = _outcome(old, request.body, read)
         changed = [name for name in _DECISIVE if before[name] != after[name]]
         for name in changed:
             report.changes[f"{name}: {before[name] or 'none'} -> {after[name] or 'none'}"] += 1
@@ -105,10 +110,10 @@ def compare(
     return report
 
 
-def _outcome(made: router.SemanticRouter, body: bytes) -> dict[str, str]:
+def _outcome(made: router.SemanticRouter, body: bytes, read: ReadRequest) -> dict[str, str]:
     """Return what becomes of a request, without a word of it."""
     try:
-        explanation = made.route(body, {}).explanation
+        explanation = made.route(body, {}, classifiers=read(made, body)).explanation
     except errors.DynamoError as error:
         return dict.fromkeys(_DECISIVE, "") | {"path": type(error).__name__}
     verdicts = [

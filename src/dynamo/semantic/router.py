@@ -5,7 +5,6 @@ forward, or an answer to give at once. Processes around it (frontend, gateway, c
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
@@ -22,6 +21,7 @@ from dynamo.semantic import (
     model_choice,
     request_view,
     rewriting,
+    routing_outcome,
     similarity,
     tool_database,
 )
@@ -32,85 +32,6 @@ DELETE_HEADER = (
     "x-vsr-cache-delete"  # of a request: names of entries to delete before it is answered
 )
 _MOST_DELETED = 100
-_ON, _OFF = "on", "off"
-
-
-@dataclass(slots=True, kw_only=True)
-class Explanation:
-    """Why a request went where it went: for headers, log, metrics and `explain`. It holds none of the text."""
-
-    signals: decisions.Signals = field(default_factory=decisions.Signals)
-    decision: str = ""
-    reasons: tuple[str, ...] = ()
-    confidence: float = 0.0
-    requested_model: str = ""
-    model: str = ""
-    endpoint: str = ""
-    reasoning: str = _OFF
-    has_system_prompt: bool = False
-    conversation: str = ""  # why the conversation stayed with its model or left it
-    struck_out: dict[str, str] = field(default_factory=dict)  # why a model cannot serve the request
-    failed: str = ""  # the model that was asked before and failed
-    verdicts: list[guards.GuardVerdict] = field(default_factory=list)
-    observed: str = ""  # the decision that is only observed
-    tools: tool_database.SelectedTools | None = None  # from the database, where it was asked
-    path: str = "upstream"  # upstream, cache or blocked
-    similarity: float | None = None
-    cache_key: str = ""  # the name of the entry that the answer is from, or will be stored in
-
-    @property
-    def category(self) -> str:
-        """Return the domain of the text, or nothing."""
-        return "" if self.signals.domain_score is None else self.signals.domain_score.category
-
-    def headers(self) -> list[tuple[str, str]]:
-        """Return the headers that tell the client of it."""
-        tools = self.tools.tools if self.tools is not None else ()
-        verdicts = {verdict.guard: verdict for verdict in self.verdicts}
-        attack, pii = verdicts.get("jailbreak"), verdicts.get("pii")
-        keywords = self.signals.keyword_rule or ""
-        pairs = {
-            "x-vsr-selected-category": self.category,
-            "x-vsr-selected-decision": self.decision,
-            "x-vsr-selected-confidence": f"{self.confidence:.4f}" if self.decision else "",
-            "x-vsr-selected-reasoning": self.reasoning,
-            "x-vsr-selected-model": self.model,
-            "x-vsr-injected-system-prompt": "true" if self.has_system_prompt else "false",
-            "x-vsr-matched-keywords": keywords,
-            "x-vsr-matched-embeddings": self.signals.embedding_rule or "",
-            "x-vsr-matched-domains": self.category,
-            "x-vsr-selected-tools": ",".join(tool.name for tool in tools),
-            "x-vsr-response-path": self.path,
-            "x-vsr-conversation": self.conversation,
-            "x-vsr-observed-decision": self.observed,
-            "x-vsr-failed-model": self.failed,
-            "x-vsr-cache-hit": "true" if self.path == "cache" else "",
-            "x-vsr-cache-key": self.cache_key,
-            "x-vsr-cache-similarity": "" if self.similarity is None else f"{self.similarity:.4f}",
-            "x-vsr-unread-text": "" if all(v.is_complete for v in self.verdicts) else "true",
-        }
-        if attack is not None and attack.action in ("observe", "route"):
-            pairs["x-vsr-jailbreak-observed"] = f"{attack.risk:.3f}"
-        if pii is not None and pii.action in ("observe", "route"):
-            pairs["x-vsr-pii-types"] = ",".join(pii.labels)
-        return [  # a value that ended its line would begin another header
-            (name, "".join(sign if " " <= sign <= "~" else "?" for sign in value)[:1000])
-            for name, value in pairs.items()
-            if value
-        ]
-
-
-@dataclass(slots=True, kw_only=True)
-class RoutedRequest:
-    """What is to be done with a request."""
-
-    explanation: Explanation
-    body: bytes  # as it goes on; the very object that came if nothing changes
-    answer: immediate.ImmediateAnswer | None = None  # to give at once
-    upstream_headers: list[tuple[str, str]] = field(default_factory=list)
-    removed_headers: list[str] = field(default_factory=list)
-    is_chosen: bool = False  # the router has chosen the model, so another may take its place
-    cache_key: cache.CacheKey | None = None  # under which the answer is to be stored
 
 
 class SemanticRouter:
@@ -162,7 +83,7 @@ class SemanticRouter:
         tenant: str = "",
         failed: Mapping[str, str] | None = None,
         classifiers: guards.RequestClassifiers | None = None,
-    ) -> RoutedRequest:
+    ) -> routing_outcome.RoutedRequest:
         """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it.
 
         `failed` are models that were asked and failed, each with its reason; they are struck out. `classifiers` have
@@ -175,9 +96,11 @@ class SemanticRouter:
                 f'"model": expected the name of a model, or "{self.settings.auto_model_name}" to have one chosen',
                 param="model",
             )
-        explanation = Explanation(requested_model=view.model, failed=", ".join(failed or ()))
+        explanation = routing_outcome.Explanation(
+            requested_model=view.model, failed=", ".join(failed or ())
+        )
         explanation.struck_out.update(failed or {})
-        outcome = RoutedRequest(explanation=explanation, body=body)
+        outcome = routing_outcome.RoutedRequest(explanation=explanation, body=body)
         signals = explanation.signals = self.find_signals(view.user_text, classifiers)
         matches = list(self._table.matches(signals))
         if matches and matches[0].settings.mode == "observe":
@@ -282,7 +205,7 @@ class SemanticRouter:
         self,
         view: request_view.RequestView,
         decision: str,
-        outcome: RoutedRequest,
+        outcome: routing_outcome.RoutedRequest,
         classifiers: guards.RequestClassifiers,
     ) -> str:
         """Let the guards read the request; return the model that one of them sends it to."""
@@ -323,7 +246,7 @@ class SemanticRouter:
         self,
         view: request_view.RequestView,
         classifiers: guards.RequestClassifiers,
-        explanation: Explanation,
+        explanation: routing_outcome.Explanation,
     ) -> None:
         """Note the tools that a request gets, before a model is chosen, which must be able to call them."""
         if not self._wants_tools(view):
@@ -346,7 +269,7 @@ class SemanticRouter:
         self,
         verdict: guards.GuardVerdict,
         decision: str,
-        explanation: Explanation,
+        explanation: routing_outcome.Explanation,
         view: request_view.RequestView,
     ) -> immediate.ImmediateAnswer:
         created = int(self._clock.wall())
@@ -362,7 +285,7 @@ class SemanticRouter:
         matches: Sequence[decisions.MatchedDecision],
         view: request_view.RequestView,
         keys: Sequence[str],
-        explanation: Explanation,
+        explanation: routing_outcome.Explanation,
     ) -> tuple[decisions.MatchedDecision | None, str]:
         """Return the decision of the conversation's last turn and its model, if it is to be kept."""
         turn = self.conversations.previous_turn(keys)
@@ -393,7 +316,7 @@ class SemanticRouter:
         headers: Mapping[str, str],
         tenant: str,
         plugin: config.CachePlugin | None,
-        outcome: RoutedRequest,
+        outcome: routing_outcome.RoutedRequest,
     ) -> bool:
         """Answer from the cache and return True, or note the key under which the answer is to be stored."""
         if not self.settings.semantic_cache.enabled or plugin is None or not plugin.enabled:
@@ -425,7 +348,7 @@ class SemanticRouter:
         match: decisions.MatchedDecision | None,
         kept: str,
         view: request_view.RequestView,
-        explanation: Explanation,
+        explanation: routing_outcome.Explanation,
     ) -> config.ModelReference:
         """Return the first model that can serve the request. Raises NoWorkers, with the reason for each."""
         references = [] if match is None else list(match.settings.modelRefs)
@@ -449,7 +372,7 @@ class SemanticRouter:
 
     def _rewrite(
         self,
-        outcome: RoutedRequest,
+        outcome: routing_outcome.RoutedRequest,
         view: request_view.RequestView,
         match: decisions.MatchedDecision | None,
         reference: config.ModelReference,
@@ -465,7 +388,7 @@ class SemanticRouter:
         if match is not None:
             effort = None
             if reference.use_reasoning:
-                explanation.reasoning = _ON
+                explanation.reasoning = routing_outcome.ON
                 effort = reference.reasoning_effort or self.settings.default_reasoning_effort
             body = rewriting.set_reasoning(body, view.fields, family, effort=effort)
             prompt = plugins.get("system_prompt")
@@ -485,7 +408,9 @@ class SemanticRouter:
             outcome.upstream_headers.append(("authorization", f"Bearer {entry.access_key}"))
         self._add_headers(outcome, plugins)
 
-    def _add_headers(self, outcome: RoutedRequest, plugins: Mapping[str, object]) -> None:
+    def _add_headers(
+        self, outcome: routing_outcome.RoutedRequest, plugins: Mapping[str, object]
+    ) -> None:
         """Add the headers for the model's server: its address, its name, and what the decision sets."""
         entry = self.settings.model_config.get(outcome.explanation.model)
         addresses = {e.name: f"{e.address}:{e.port}" for e in self.settings.vllm_endpoints}

@@ -22,11 +22,13 @@ from dynamo.semantic import (
     cache_file,
     config_file,
     encoder_client,
+    encoder_labels,
     encoder_scores,
     guards,
     metrics,
     model_choice,
     request_view,
+    routing_outcome,
 )
 from dynamo.semantic import router as semantic_router
 from dynamo.semantic.classifiers import profile
@@ -87,12 +89,11 @@ class RouterLoader:
         return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-_logger = logging.getLogger(__name__)
-
-
-def load_config(path: Path) -> config_file.LoadedConfig:
+def load_config(
+    path: Path, find_hub_model: encoder_labels.FindHubModel = encoder_labels.find_in_hub_cache
+) -> config_file.LoadedConfig:
     """Return the configuration in a file. Raises ConfigError, which names the key."""
-    return config_file.load(path, profile.load_profile().categories)
+    return config_file.load(path, profile.load_profile().categories, find_hub_model)
 
 
 class RoutingService:
@@ -192,7 +193,7 @@ class RoutingService:
         tenant: str = "",
         failed: Mapping[str, str] | None = None,
         classifiers: guards.RequestClassifiers | None = None,
-    ) -> semantic_router.RoutedRequest:
+    ) -> routing_outcome.RoutedRequest:
         """Return the outcome of a request, without the models that `failed`. Raises InvalidRequest and NoWorkers.
 
         `classifiers` are those of `ask_encoders`.
@@ -212,7 +213,7 @@ class RoutingService:
         self._log(outcome, seconds)
         return outcome
 
-    def record_answer(self, outcome: semantic_router.RoutedRequest, body: bytes | None) -> None:
+    def record_answer(self, outcome: routing_outcome.RoutedRequest, body: bytes | None) -> None:
         """Count the usage of a complete answer, and store it where the request's decision caches."""
         if body is None:
             return
@@ -226,7 +227,7 @@ class RoutingService:
         except (msgspec.DecodeError, KeyError, TypeError, ValueError):
             _logger.debug("an answer without usage")
 
-    def _log(self, outcome: semantic_router.RoutedRequest, seconds: float) -> None:
+    def _log(self, outcome: routing_outcome.RoutedRequest, seconds: float) -> None:
         explanation = outcome.explanation
         for verdict in explanation.verdicts:
             if verdict.action != "none" or "error" in verdict.labels:

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,9 @@ def main(engine_name: str) -> int:
             length = kind.max_local_prefill_length
             worker = dataclasses.replace(worker, max_local_prefill_length=length)
         progress = startup.StartProgress(clocks.SystemClock(), worker.startup_stall_timeout)
-        with _early_port(worker, progress) as start_port:
+        with startup.early_port(
+            worker.system_host, worker.used_system_port, progress
+        ) as start_port:
             directory = engines.find_model(engine_name, worker.model, progress.begin_download)
             progress.begin_load()
             make_any_host = _host_factory(worker, engine_name, directory, engine_settings)
@@ -79,23 +81,6 @@ def main(engine_name: str) -> int:
         _logger.exception("the worker died")
         return 1
     return 0
-
-
-@contextlib.contextmanager
-def _early_port(
-    worker: settings.WorkerConfig, progress: startup.StartProgress
-) -> Iterator[startup.StartPort | None]:
-    """Answer at the system port, if there is one, while nothing else runs yet. Raises ConfigError."""
-    if worker.used_system_port is None:
-        yield None
-        return
-    listener = startup.open_listener(worker.system_host, worker.used_system_port)
-    start_port = startup.StartPort(listener, progress)
-    try:
-        yield start_port
-    finally:
-        start_port.release()
-        listener.close()
 
 
 async def _serve(

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from dynamo.base import config, distribution, errors, process_setup, tasks
+from dynamo.base import addresses, config, distribution, errors, process_setup, tasks
+from dynamo.base import clock as clocks
 from dynamo.observability import logs
 from dynamo.protocols import classification, instances, wire
 from dynamo.runtime import component, requests
+from dynamo.worker import health, model_source, startup
 
 if TYPE_CHECKING:
     from dynamo.worker import classifier_set
@@ -28,6 +30,7 @@ _logger = logging.getLogger(__name__)
 _decode = msgspec.msgpack.Decoder(classification.ClassificationRequest).decode
 _PROG = "python -m dynamo.semantic_encoder"
 MAX_WAITING_CHARACTERS = 32 * 2**20
+_STALL_S = 300.0  # without progress, after which /live gives up a start
 _STOP_S = 5.0  # for running requests, after a signal
 
 
@@ -53,19 +56,38 @@ class SemanticEncoderConfig(component.RuntimeConfig):
     max_waiting: int = config.option(
         256, help="requests that may wait; more are refused as overload", least=1
     )
+    system_host: str = config.option(
+        "127.0.0.1", env="DYN_SYSTEM_HOST", help="address of /live, /health and /metrics"
+    )
+    system_port: addresses.PortRange | None = config.option(  # noqa: RUF009 (a declaration)
+        None,
+        env="DYN_SYSTEM_PORT",
+        help="port of /live, /health and /metrics, or a range of which the first free one is used; 0: any,"
+        " -1 (default): none",
+    )
 
 
 class _WaitingCall(NamedTuple):
     call: requests.Call
     request: classification.ClassificationRequest
     num_characters: int
+    received_at: float
 
 
 class ClassificationRequests:
     """Accepts requests for classification and answers them, all that wait in one turn."""
 
-    def __init__(self, classifiers: "classifier_set.ClassifierSet", *, max_waiting: int) -> None:
+    def __init__(
+        self,
+        classifiers: "classifier_set.ClassifierSet",
+        *,
+        max_waiting: int,
+        counters: health.WorkerMetrics,
+        clock: clocks.Clock,
+    ) -> None:
         self._classifiers = classifiers
+        self._counters = counters
+        self._clock = clock
         self._max_waiting = max_waiting
         self._waiting: deque[_WaitingCall] = deque()
         self._num_characters = 0
@@ -74,9 +96,12 @@ class ClassificationRequests:
 
     def handle(self, call: requests.Call) -> None:
         """Accept or refuse a call; the handler of the endpoint."""
+        received_at = self._clock.now()
+        self._counters.request_accepted(len(call.body))
         try:
-            self._accept(call)
+            self._accept(call, received_at)
         except errors.DynamoError as error:
+            self._end(received_at, error)
             call.fail(error)
 
     async def run(self) -> None:
@@ -94,7 +119,7 @@ class ClassificationRequests:
         """Return when the thread has ended."""
         await asyncio.to_thread(self._thread.shutdown)
 
-    def _accept(self, call: requests.Call) -> None:
+    def _accept(self, call: requests.Call, received_at: float) -> None:
         if len(self._waiting) >= self._max_waiting or self._num_characters > MAX_WAITING_CHARACTERS:
             raise errors.Overloaded("the encoders are at capacity")
         try:
@@ -107,7 +132,8 @@ class ClassificationRequests:
                 f"no encoder is loaded for {', '.join(sorted(unknown))}; "
                 "start this process again with the router's configuration"
             )
-        entry = _WaitingCall(call, request, sum(len(one.text) for one in request.inputs))
+        num_characters = sum(len(one.text) for one in request.inputs)
+        entry = _WaitingCall(call, request, num_characters, received_at)
         self._waiting.append(entry)
         self._num_characters += entry.num_characters
         self._has_work.set()
@@ -117,6 +143,10 @@ class ClassificationRequests:
         if entry in self._waiting:
             self._waiting.remove(entry)
             self._num_characters -= entry.num_characters
+            self._end(entry.received_at, errors.Cancelled("the caller went away"))
+
+    def _end(self, received_at: float, error: errors.DynamoError | None = None) -> None:
+        self._counters.request_ended(self._clock.now() - received_at, error)
 
     async def _compute(self, batch: list[_WaitingCall]) -> None:
         inputs = [one for entry in batch for one in entry.request.inputs]
@@ -125,14 +155,17 @@ class ClassificationRequests:
             results = await loop.run_in_executor(self._thread, self._classifiers.classify, inputs)
         except Exception as error:
             _logger.exception("a batch of %d texts failed", len(inputs))
+            failure = errors.EngineFailed(f"the encoder failed: {type(error).__name__}")
             for entry in batch:
-                entry.call.fail(errors.EngineFailed(f"the encoder failed: {type(error).__name__}"))
+                entry.call.fail(failure)
+                self._end(entry.received_at, failure)
             return
         first = 0
         for entry in batch:
             last = first + len(entry.request.inputs)
             entry.call.reply(classification.ClassificationReply(results=tuple(results[first:last])))
             entry.call.finish()
+            self._end(entry.received_at)
             first = last
 
 
@@ -145,7 +178,21 @@ def _run() -> None:
     logs.configure()
     argv = [re.sub(r"^--config(?==|$)", "--router-config", word) for word in sys.argv[1:]]
     settings = config.load(SemanticEncoderConfig, prog=_PROG, argv=argv)
-    asyncio.run(serve(settings))
+    clock = clocks.SystemClock()
+    progress = startup.StartProgress(clock, _STALL_S)
+    with startup.early_port(settings.system_host, settings.system_port, progress) as start_port:
+        classifiers = load_models(settings)
+        progress.finish()
+        asyncio.run(serve(settings, classifiers, clock, start_port))
+
+
+def _fetch_hub_model(name: str) -> Path | None:
+    """Return the directory of a model of the hub, which is downloaded if need be; None if it cannot be had."""
+    try:
+        return model_source.resolve(name)
+    except errors.ConfigError as error:
+        _logger.warning("%s", error)
+        return None
 
 
 def load_models(settings: SemanticEncoderConfig) -> "classifier_set.ClassifierSet":
@@ -153,11 +200,11 @@ def load_models(settings: SemanticEncoderConfig) -> "classifier_set.ClassifierSe
     if settings.router_config is None:
         raise errors.ConfigError("--config: expected the configuration of the router, got none")
     service = distribution.load_extra("dynamo.semantic.service", feature=_PROG, extra="semantic")
-    loaded = service.load_config(Path(settings.router_config))
+    loaded = service.load_config(Path(settings.router_config), _fetch_hub_model)
     modules = distribution.load_extra("dynamo.worker.classifier_set", feature=_PROG, extra="native")
     if not loaded.uses_encoders:
         raise errors.ConfigError(
-            f"{settings.router_config}: no model_id is a directory with an encoder, and "
+            f"{settings.router_config}: no model_id is a directory or a hub name of an encoder, and "
             "encoders.profile is fast; the word models need no process of their own"
         )
     native = modules.native_settings.NativeConfig(device=settings.device, threads=settings.threads)
@@ -178,19 +225,36 @@ def load_models(settings: SemanticEncoderConfig) -> "classifier_set.ClassifierSe
     return made
 
 
-async def serve(settings: SemanticEncoderConfig) -> None:
+async def serve(
+    settings: SemanticEncoderConfig,
+    classifiers: "classifier_set.ClassifierSet",
+    clock: clocks.Clock,
+    start_port: startup.StartPort | None,
+) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError."""
-    classifiers = load_models(settings)
-    accepted = ClassificationRequests(classifiers, max_waiting=settings.max_waiting)
     name = instances.EndpointName(
         settings.namespace, classification.COMPONENT, classification.ENDPOINT
     )
+    counters = health.WorkerMetrics(name, clock)
+    accepted = ClassificationRequests(
+        classifiers, max_waiting=settings.max_waiting, counters=counters, clock=clock
+    )
+    stop: asyncio.Event | None = None
+    system_port = health.SystemPort(
+        endpoints=(name.endpoint,),
+        is_ready=lambda: stop is not None and not stop.is_set(),
+        uptime_s=lambda: counters.uptime_s,
+        render=lambda: counters.render(()),
+    )
     running = tasks.Tasks()
     async with await component.DistributedRuntime.open(settings) as runtime:
-        stop = process_setup.stop_on_signals()
         try:
+            counters.follow(runtime)
+            if start_port is not None:
+                await system_port.start_on(start_port.release())
             running.start("classify", accepted.run())
             await runtime.register(name, accepted.handle)
+            stop = process_setup.stop_on_signals()
             _logger.info(
                 "serving the classifiers %s at %s", ", ".join(sorted(classifiers.names)), name
             )
@@ -199,3 +263,4 @@ async def serve(settings: SemanticEncoderConfig) -> None:
             await runtime.drain(_STOP_S)
             await running.close()
             await accepted.close()
+            await system_port.close()

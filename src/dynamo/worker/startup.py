@@ -241,3 +241,20 @@ def open_listener(host: str, ports: addresses.PortRange) -> socket.socket:
             if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
     return listeners.open_listener(host, ports.last, port_flag="--system-port")
+
+
+@contextlib.contextmanager
+def early_port(
+    host: str, ports: addresses.PortRange | None, progress: StartProgress
+) -> Iterator[StartPort | None]:
+    """Answer at the system port, if there is one, while nothing else runs yet. Raises ConfigError."""
+    if ports is None:
+        yield None
+        return
+    listener = open_listener(host, ports)
+    start_port = StartPort(listener, progress)
+    try:
+        yield start_port
+    finally:
+        start_port.release()
+        listener.close()

@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 
+from dynamo.semantic import service
 from dynamo.testing.kube import builtin_schemas, schema
 from waiting import PATIENT_S
 
@@ -77,3 +78,44 @@ def test_real_envoy_accepts_the_patched_listener_and_cluster(tmp_path):
     )
 
     assert result.returncode == 0, result.stderr
+
+
+ENCODER = FOLDER.parent / "semantic-encoder"
+
+
+def test_encoder_fits_the_schema_and_is_probed_at_its_system_port():
+    item = yaml.safe_load((ENCODER / "encoder.yaml").read_text())
+    (container,) = item["spec"]["template"]["spec"]["containers"]
+    environ = {entry["name"]: entry.get("value") for entry in container["env"]}
+
+    findings = schema.validate(item, None, builtin_schemas.load("apps/v1", "Deployment"))
+
+    assert findings == []
+    assert environ["DYN_SYSTEM_PORT"] == str(container["ports"][0]["containerPort"])
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]
+
+
+def test_configuration_of_the_encoder_asks_for_encoders():
+    assert service.load_config(ENCODER / "config.yaml").uses_encoders
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomization_of_the_encoder_connects_it_with_the_router():
+    rendered = subprocess.run(
+        ["kubectl", "kustomize", str(ENCODER)], capture_output=True, text=True, timeout=PATIENT_S
+    )
+
+    items = list(yaml.safe_load_all(rendered.stdout))
+    environs, findings = [], []
+    for item in items:
+        if item["kind"] == "Deployment":
+            (container,) = item["spec"]["template"]["spec"]["containers"]
+            environs.append({entry["name"]: entry for entry in container["env"]})
+            findings += schema.validate(item, None, builtin_schemas.load("apps/v1", "Deployment"))
+    (config,) = (item["data"] for item in items if item["kind"] == "ConfigMap")
+    shared = ("DYN_DISCOVERY_BACKEND", "ETCD_ENDPOINTS", "DYN_CLUSTER_TOKEN", "DYN_TCP_RPC_HOST")
+
+    assert findings == []
+    assert [environs[0][name] for name in shared] == [environs[1][name] for name in shared]
+    assert config["config.yaml"] == (ENCODER / "config.yaml").read_text()

@@ -74,7 +74,10 @@ def test_wrong_type_names_its_key():
 def test_a_model_without_a_directory_is_said_to_be_replaced():
     notes = parse("classifier: {category_model: {model_id: models/x}}").notes
 
-    assert any("no directory models/x; the shipped classifier is used" in note for note in notes)
+    assert any(
+        "no directory models/x, and no such model in the hub's cache; the shipped" in note
+        for note in notes
+    )
 
 
 @pytest.mark.parametrize(

@@ -143,3 +143,36 @@ def test_an_absolute_path_that_is_no_directory_is_refused(tmp_path):
     write(tmp_path / "model")
     text = DOMAIN.replace("}}", f", category_mapping_path: {tmp_path}/nothing}}}}")
     assert "no such file" in refusal_of(tmp_path, text)
+
+
+def put_in_hub_cache(home, name):
+    """Return the directory of a model in a hub cache of this home."""
+    folder = home / "hub" / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots").mkdir()
+    return write(folder / "snapshots" / "abc")
+
+
+def test_a_model_of_the_hub_is_found_in_the_local_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    directory = put_in_hub_cache(tmp_path, "org/cooks")
+
+    found = load(tmp_path, DOMAIN.replace("model_id: model", "model_id: org/cooks"))
+    absent = load(tmp_path, "classifier: {category_model: {model_id: org/others}}")
+
+    assert found.encoders["domain"].directory == directory
+    assert not absent.encoders
+    assert "no directory org/others, and no such model in the hub's cache" in absent.notes[0]
+
+
+def test_a_model_of_the_hub_is_found_by_a_process_that_can_fetch_it(tmp_path):
+    directory = write(tmp_path / "fetched")
+    path = tmp_path / "router.yaml"
+    path.write_text(GUARD.replace("model_id: model", "model_id: org/guard"))
+    (directory / "config.json").write_text(json.dumps({"id2label": {"0": "safe", "1": "attack"}}))
+
+    loaded = config_file.load(path, CATEGORIES, {"org/guard": directory}.get)
+
+    assert loaded.encoders["attack"].directory == directory

@@ -108,7 +108,7 @@ def test_without_a_vector_no_rule_holds_and_the_reason_is_said(tmp_path):
 
     assert silent.explanation.model == "general"
     assert "no encoder answered" in silent.explanation.signals.missing_embedding
-    lines = list(command.explain(made, "the engine stalls", "auto"))
+    lines = list(command.explain(made, "the engine stalls", "auto", command.LocalEncoders()))
     assert any(line.startswith("embedding rule: none (no embedding") for line in lines)
 
 
@@ -151,7 +151,8 @@ def test_rules_without_a_model_are_noted_and_those_without_candidates_refused():
 
     assert not loaded.uses_encoders
     assert loaded.notes == (
-        "bert_model.model_id: no directory models/x; without it nothing is compared by embedding",
+        "bert_model.model_id: no directory models/x, and no such model in the hub's cache; "
+        "without it nothing is compared by embedding",
     )
     with pytest.raises(errors.ConfigError, match=r"embedding_rules\.a: expected candidates"):
         config_file.parse(b"embedding_rules: [{name: a}]", FAST.categories)

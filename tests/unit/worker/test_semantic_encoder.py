@@ -13,13 +13,14 @@ import transformers
 import checkpoints
 import tokenizer_files
 from dynamo.base import clock, errors, tasks
+from dynamo.cli import semantic as command
 from dynamo.gateway import api
 from dynamo.observability import metrics
 from dynamo.protocols import classification, instances
 from dynamo.runtime import component
 from dynamo.runtime.http import server
 from dynamo.semantic import encoder_client, encoder_scores, service
-from dynamo.worker import classifier_set, semantic_encoder
+from dynamo.worker import classifier_set, health, semantic_encoder
 from semantic_configs import chat
 from waiting import PATIENT_S
 
@@ -64,12 +65,16 @@ class EncoderProcess:
     async def __aenter__(self):
         self.runtime = await component.DistributedRuntime.in_memory(self._cluster)
         classifiers = semantic_encoder.load_models(self.settings)
+        name = instances.EndpointName("dynamo", classification.COMPONENT, classification.ENDPOINT)
+        self.counters = health.WorkerMetrics(name, self.runtime.clock)
         self.accepted = semantic_encoder.ClassificationRequests(
-            classifiers, max_waiting=self.settings.max_waiting
+            classifiers,
+            max_waiting=self.settings.max_waiting,
+            counters=self.counters,
+            clock=self.runtime.clock,
         )
         self.tasks = tasks.Tasks()
         self.tasks.start("classify", self.accepted.run())
-        name = instances.EndpointName("dynamo", classification.COMPONENT, classification.ENDPOINT)
         await self.runtime.register(name, self.accepted.handle)
         return self
 
@@ -149,10 +154,10 @@ async def test_no_process_and_a_refusal_are_no_answers(directory, cluster, clien
 
 async def test_more_than_may_wait_is_refused_as_overload(directory, cluster):
     async with EncoderProcess(directory, cluster, max_waiting=1) as process:
-        entry = semantic_encoder._WaitingCall(None, None, 0)
+        entry = semantic_encoder._WaitingCall(None, None, 0, 0.0)
         process.accepted._waiting.append(entry)
         with pytest.raises(errors.Overloaded, match="the encoders are at capacity"):
-            process.accepted._accept(None)
+            process.accepted._accept(None, 0.0)
         process.accepted._drop(entry)
         assert not process.accepted._waiting
 
@@ -392,3 +397,27 @@ def test_the_label_count_of_the_files_is_checked(directory, tmp_path):
         semantic_encoder.load_models(
             semantic_encoder.SemanticEncoderConfig(router_config=str(path))
         )
+
+
+def test_explain_and_replay_ask_the_encoders(directory, tmp_path, capsys):
+    path = str(directory / "router.yaml")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(chat("bad ann"))
+    shares = dict(zip(LABELS["domain"], expected(directory, "domain", "bad ann"), strict=True))
+    best = max(shares, key=shares.get)
+
+    explained = command.SemanticCommandConfig(
+        action="explain", subject="bad ann", semantic_router=path
+    )
+    replayed = command.SemanticCommandConfig(
+        action="replay", subject=str(trace), new_config=path, semantic_router=path
+    )
+    assert command.run(explained) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert command.run(replayed) == 0
+
+    assert f"domain: {best} ({best} {shares[best]:.2f}" in "\n".join(lines)
+    model = {"law": "lawyer", "other": "general"}[best]
+    assert f"x-vsr-selected-model: {model}" in lines
+    expected_lines = ["1 requests, 0 change, 0 lines are no request", f"     1  go to {model}"]
+    assert expected_lines == capsys.readouterr().out.splitlines()

@@ -1,0 +1,85 @@
+"""The outcome of a routed request: a request to forward or an answer to give at once, and the reasons for it."""
+
+from dataclasses import dataclass, field
+
+from dynamo.semantic import cache, decisions, guards, immediate, tool_database
+
+ON, OFF = "on", "off"
+
+
+@dataclass(slots=True, kw_only=True)
+class Explanation:
+    """Why a request went where it went: for headers, log, metrics and `explain`. It holds none of the text."""
+
+    signals: decisions.Signals = field(default_factory=decisions.Signals)
+    decision: str = ""
+    reasons: tuple[str, ...] = ()
+    confidence: float = 0.0
+    requested_model: str = ""
+    model: str = ""
+    endpoint: str = ""
+    reasoning: str = OFF
+    has_system_prompt: bool = False
+    conversation: str = ""  # why the conversation stayed with its model or left it
+    struck_out: dict[str, str] = field(default_factory=dict)  # why a model cannot serve the request
+    failed: str = ""  # the model that was asked before and failed
+    verdicts: list[guards.GuardVerdict] = field(default_factory=list)
+    observed: str = ""  # the decision that is only observed
+    tools: tool_database.SelectedTools | None = None  # from the database, where it was asked
+    path: str = "upstream"  # upstream, cache or blocked
+    similarity: float | None = None
+    cache_key: str = ""  # the name of the entry that the answer is from, or will be stored in
+
+    @property
+    def category(self) -> str:
+        """Return the domain of the text, or nothing."""
+        return "" if self.signals.domain_score is None else self.signals.domain_score.category
+
+    def headers(self) -> list[tuple[str, str]]:
+        """Return the headers that tell the client of it."""
+        tools = self.tools.tools if self.tools is not None else ()
+        verdicts = {verdict.guard: verdict for verdict in self.verdicts}
+        attack, pii = verdicts.get("jailbreak"), verdicts.get("pii")
+        keywords = self.signals.keyword_rule or ""
+        pairs = {
+            "x-vsr-selected-category": self.category,
+            "x-vsr-selected-decision": self.decision,
+            "x-vsr-selected-confidence": f"{self.confidence:.4f}" if self.decision else "",
+            "x-vsr-selected-reasoning": self.reasoning,
+            "x-vsr-selected-model": self.model,
+            "x-vsr-injected-system-prompt": "true" if self.has_system_prompt else "false",
+            "x-vsr-matched-keywords": keywords,
+            "x-vsr-matched-embeddings": self.signals.embedding_rule or "",
+            "x-vsr-matched-domains": self.category,
+            "x-vsr-selected-tools": ",".join(tool.name for tool in tools),
+            "x-vsr-response-path": self.path,
+            "x-vsr-conversation": self.conversation,
+            "x-vsr-observed-decision": self.observed,
+            "x-vsr-failed-model": self.failed,
+            "x-vsr-cache-hit": "true" if self.path == "cache" else "",
+            "x-vsr-cache-key": self.cache_key,
+            "x-vsr-cache-similarity": "" if self.similarity is None else f"{self.similarity:.4f}",
+            "x-vsr-unread-text": "" if all(v.is_complete for v in self.verdicts) else "true",
+        }
+        if attack is not None and attack.action in ("observe", "route"):
+            pairs["x-vsr-jailbreak-observed"] = f"{attack.risk:.3f}"
+        if pii is not None and pii.action in ("observe", "route"):
+            pairs["x-vsr-pii-types"] = ",".join(pii.labels)
+        return [  # a value that ended its line would begin another header
+            (name, "".join(sign if " " <= sign <= "~" else "?" for sign in value)[:1000])
+            for name, value in pairs.items()
+            if value
+        ]
+
+
+@dataclass(slots=True, kw_only=True)
+class RoutedRequest:
+    """What is to be done with a request."""
+
+    explanation: Explanation
+    body: bytes  # as it goes on; the very object that came if nothing changes
+    answer: immediate.ImmediateAnswer | None = None  # to give at once
+    upstream_headers: list[tuple[str, str]] = field(default_factory=list)
+    removed_headers: list[str] = field(default_factory=list)
+    is_chosen: bool = False  # the router has chosen the model, so another may take its place
+    cache_key: cache.CacheKey | None = None  # under which the answer is to be stored
