@@ -16,7 +16,7 @@ from kube_recordings import RECORDINGS, Replay, any_cluster, define, normal, rea
 from waiting import PATIENT_S
 
 LEAST = {  # of the exchanges that are replayed
-    "02-crd": 0.8,
+    "02-crd": 0.82,
     "03-apply": 0.88,
     "03-concurrency-patch": 0.93,
     "03-extras": 0.84,

@@ -23,8 +23,8 @@ def check(
 ) -> Iterator[failures.FieldError]:
     """Yield the mistakes of a built-in object that are checked here; not all that a real server checks."""
     spec = item.get("spec") or {}
-    if "template" in spec and "selector" in spec:
-        yield from _check_workload(spec, (old or {}).get("spec"))
+    if (resource.group == "apps" and "spec" in item) or resource.plural == "jobs":
+        yield from _check_workload(resource.kind, spec, (old or {}).get("spec"))
     if resource.plural in ("pods",):
         yield from _check_containers(spec, "spec")
     if resource.plural == "customresourcedefinitions":
@@ -42,27 +42,35 @@ def check(
         yield failures.invalid_value("spec.leaseDurationSeconds", str(duration), text)
 
 
-def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
-    labels = (spec["template"].get("metadata") or {}).get("labels")
-    if not spec["selector"]:
+def _check_workload(kind: str, spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
+    template, selector = spec.get("template") or {}, spec.get("selector")
+    labels = (template.get("metadata") or {}).get("labels")
+    if not selector:
         yield failures.required("spec.selector")
-    if not (labels and selectors.matches(spec["selector"], labels)):
+    if not (labels and selectors.matches(selector, labels)):
         shown = json.dumps(labels, separators=(",", ":"))
         text = "`selector` does not match template `labels`"
         yield failures.invalid_value("spec.template.metadata.labels", shown, text)
-    if old is not None and old.get("selector") != spec["selector"]:
-        shown = json.dumps(spec["selector"], separators=(",", ":"))
+    if old is not None and old.get("selector") != selector:
+        shown = json.dumps(selector, separators=(",", ":"))
         yield failures.invalid_value("spec.selector", shown, "field is immutable")
-    if isinstance(spec.get("replicas"), int) and spec["replicas"] < 0:
+    replicas = spec.get("replicas", 0)
+    if not isinstance(replicas, int):
+        found = "string" if isinstance(replicas, str) else "number"
+        raise failures.bad_request(
+            f'{kind} in version "v1" cannot be handled as a {kind}: json: cannot unmarshal {found} into Go struct field'
+            f" {kind}Spec.spec.replicas of type int32"
+        )
+    if replicas < 0:
         text = "must be greater than or equal to 0"
-        yield failures.invalid_value("spec.replicas", str(spec["replicas"]), text)
+        yield failures.invalid_value("spec.replicas", str(replicas), text)
     rolling = (spec.get("strategy") or {}).get("rollingUpdate") or {}
     if {str(value).rstrip("%") for value in rolling.values()} == {"0"} and len(rolling) == 2:
         text = "may not be 0 when `maxSurge` is 0"
         field = "spec.strategy.rollingUpdate.maxUnavailable"
         yield failures.invalid_value(field, json.dumps(rolling["maxUnavailable"]), text)
     claims = {claim["metadata"].get("name") for claim in spec.get("volumeClaimTemplates") or ()}
-    yield from _check_containers(spec["template"]["spec"], "spec.template.spec", claims)
+    yield from _check_containers(template.get("spec") or {}, "spec.template.spec", claims)
 
 
 def _check_containers(
