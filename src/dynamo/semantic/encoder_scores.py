@@ -111,6 +111,8 @@ class EncoderScores:
         exact = _log_odds(max(window[1] for window in answer.windows))
         margin = EXACT_SHARE * exact + (1 - EXACT_SHARE) * _log_odds(fast.risk)
         risk = 1 / (1 + math.exp(-margin))
+        if attacks.SURE_RULE in fast.rules:
+            risk = max(risk, fast.risk)
         kind = "jailbreak" if risk >= 0.5 else "benign"
         return attacks.AttackScore(risk, kind, fast.rules, fast.is_complete)
 

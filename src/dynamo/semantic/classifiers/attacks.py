@@ -9,6 +9,7 @@ import numpy as np
 
 from dynamo.semantic.classifiers import disguises, words
 
+SURE_RULE = "request-in-table"  # decides alone; a model does not see what the line stands between
 WINDOW_SIZES = (512, 96)  # tokens; the small ones find a short attack inside a long text
 USUAL_MARGIN = math.log(0.7 / 0.3)  # the log odds of the published threshold, 0.7
 _FEW_WORDS = 48  # tokens; the fewer words, the less a word from attacks says
@@ -129,7 +130,7 @@ class AttackClassifier:
             margin -= self.short_margin * max(0.0, 1 - len(rows) / _FEW_WORDS)
         margin += self.rule_margin * min(3, len(matches))
         if _has_stray_request(lowered):
-            return max(margin, self.stray_margin), (*matches, "request-in-table")
+            return max(margin, self.stray_margin), (*matches, SURE_RULE)
         return margin, tuple(matches)
 
 
