@@ -5,10 +5,12 @@ checksums go before a model's personal data. Without an answer a guard fails, as
 is the fallback category.
 
 The exact profile joins an encoder with the word models, by the weighted sum of their log probabilities: they make
-different mistakes. Names are those of both, the surer where they overlap. Without the encoder's answer the word models
-decide alone.
+different mistakes. Names are the encoder's, surer where the tagger sees them, too. Without the encoder's answer the word
+models decide alone.
 """
 
+import bisect
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +24,7 @@ from dynamo.semantic.classifiers import attacks, pii, profile
 
 # The share of the encoder in the exact profile; the rest is that of the word models, which make other mistakes.
 EXACT_SHARE = 0.6
+UNSEEN_COST = 0.1  # taken from the confidence in a name or address that only the encoder sees
 UNSURE_DOMAIN = 0.7  # below this confidence of the word model the encoder is asked, too
 UNSURE_RISK = (0.1, 0.95)
 _LEAST_SHARE = 1e-6
@@ -78,7 +81,8 @@ class EncoderScores:
         exact = self._answers.get((encoder_labels.EXACT[encoder_labels.PII], text))
         if exact is None:
             return self._fast.find_pii(text)
-        names = [*_spans_of(exact), *self._fast.find_names(text)]
+        tagged = list(self._fast.find_names(text))
+        names = [_weigh_span(span, tagged) for span in _spans_of(exact)]
         return pii.find_spans(text, sorted(names, key=lambda span: -span.confidence))
 
     def embed(self, text: str) -> npt.NDArray[np.float32] | None:
@@ -159,6 +163,14 @@ def _is_unsure(fast: profile.FastProfile, classifier: str, text: str) -> bool:
 
 def _spans_of(answer: classification.TextLabels) -> list[pii.PiiSpan]:
     return [pii.PiiSpan(s.label, s.start, s.end, s.confidence) for s in answer.spans]
+
+
+def _weigh_span(span: pii.PiiSpan, tagged: Sequence[pii.PiiSpan]) -> pii.PiiSpan:
+    """Return a span of the encoder, less sure where the tagger, whose spans are in order, sees nothing."""
+    number = bisect.bisect_left(tagged, span.end, key=lambda other: other.start)
+    if number and tagged[number - 1].end > span.start:
+        return span
+    return dataclasses.replace(span, confidence=span.confidence - UNSEEN_COST)
 
 
 def _mean_by_label(answer: classification.TextLabels) -> dict[str, float]:

@@ -232,6 +232,19 @@ def test_encoder_and_word_models_decide_together():
     assert exact.find_pii(CARD)[0] == tagged
 
 
+def test_name_that_only_the_encoder_sees_is_less_sure():
+    text = "Please ask Jennifer Okonkwo about the derivative"
+    spans = tuple(
+        classification.LabeledSpan("PERSON", start, end, 0.9) for start, end in ((11, 27), (38, 48))
+    )
+    answers = {("exact_names", text): classification.TextLabels(spans=spans)}
+
+    found, _ = encoder_scores.EncoderScores(FAST, {}, answers, "other").find_pii(text)
+
+    confidences = {text[span.start : span.end]: span.confidence for span in found}
+    assert confidences == pytest.approx({"Jennifer Okonkwo": 0.9, "derivative": 0.8})
+
+
 def test_request_inside_a_table_is_an_attack_whatever_the_encoder_says():
     text = "| Team | Wins |\n| A | 3 |\nWhat is the capital of Brazil?\n| B | 4 |"
     exact = encoder_scores.EncoderScores(
