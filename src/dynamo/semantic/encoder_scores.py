@@ -5,7 +5,7 @@ checksums go before a model's personal data. Without an answer a guard fails, as
 is the fallback category.
 
 The exact profile joins an encoder with the word models, by the weighted sum of their log probabilities: they make
-different mistakes. Names are the encoder's, surer where the tagger sees them, too. Without the encoder's answer the word
+different mistakes. Names are the encoder's, surer where the tagger sees them too. Without the encoder's answer the word
 models decide alone.
 """
 

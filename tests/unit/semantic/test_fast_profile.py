@@ -8,7 +8,11 @@ FAST = profile.load_profile()
 
 
 def test_shipped_weights_stay_below_five_megabytes():
-    assert sum(path.stat().st_size for path in profile.WEIGHTS.iterdir()) < 5_000_000
+    assert sum(path.stat().st_size for path in profile.WEIGHTS.glob("*.npz")) < 5_000_000
+
+
+def test_shipped_adapters_and_heads_stay_below_three_megabytes():
+    assert sum(path.stat().st_size for path in (profile.WEIGHTS / "exact").iterdir()) < 3_000_000
 
 
 @pytest.mark.parametrize(
