@@ -74,7 +74,7 @@ test-kubernetes: $(VENV)/.dev  ## the original's example deployments and the pro
 	@DYN_TEST_KUBERNETES=1 $(BIN)/python -m pytest tests/system/test_kubernetes_manifests.py
 
 test-operator-chaos: $(VENV)/.dev  ## 200 random runs of dying operators, broken watches and failing calls; 500 deployments (minutes)
-	@DYN_TEST_CHAOS_RUNS=200 $(BIN)/python -m pytest tests/unit/operator/test_operator_service.py -k chaos
+	@DYN_TEST_CHAOS_RUNS=200 $(BIN)/python -m pytest --timeout=3600 tests/unit/operator/test_operator_service.py -k chaos
 	@DYN_TEST_KUBERNETES=1 $(BIN)/python -m pytest tests/system/test_operator_process.py -k five_hundred
 
 test-vllm-kubernetes: $(VLLM_VENV)/.vllm-$(VLLM)  ## the first article's manifests on the laptop's cluster, with real vLLM (root, kubectl; minutes)

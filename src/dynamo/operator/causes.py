@@ -148,5 +148,5 @@ def _ended_cause(pod: str, ended: Object, num_restarts: int) -> Cause:
         return Cause("Completed", f"{pod} has ended without an error; a service must go on")
     text = f"{pod} ended with exit code {ended.get('exitCode')}"
     if num_restarts:
-        text += f" and was restarted {num_restarts} times"
+        text += " and was restarted " + ("once" if num_restarts == 1 else f"{num_restarts} times")
     return Cause("CrashLoop", f"{text}: {log_line}" if log_line else text)

@@ -5,6 +5,8 @@ the spec as it is passes, so that an object from before a stricter operator can 
 """
 
 import base64
+import difflib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -13,6 +15,8 @@ from dynamo.base import errors
 from dynamo.operator import component, graph, objects, versions
 from dynamo.operator.objects import Object
 from dynamo.operator.settings import OperatorConfig
+
+_TYPES = ("frontend", "worker", "planner")
 
 
 class ConversionRequest(msgspec.Struct):
@@ -71,7 +75,18 @@ def answer_validation(review: AdmissionReview, settings: OperatorConfig) -> Obje
     except errors.ConfigError as error:
         status = {"code": 422, "reason": "Invalid", "message": str(error)}
         return _answer(request, {"allowed": False, "status": status})
-    return _answer(request, {"allowed": True})
+    warnings = list(_find_doubtful_types(written))
+    return _answer(request, {"allowed": True} | ({"warnings": warnings} if warnings else {}))
+
+
+def _find_doubtful_types(resource: Object) -> Iterator[str]:
+    """Yield a warning for each component type that looks like a known one with a typing error."""
+    for name, service in (resource["spec"].get("services") or {}).items():
+        given = service.get("componentType") or ""
+        close = difflib.get_close_matches(given.lower(), _TYPES, 1)
+        if close and given.lower() not in _TYPES:
+            field = f"spec.services.{name}.componentType"
+            yield f"{field}: {given} is none of {', '.join(_TYPES)}; did you mean {close[0]}?"
 
 
 def answer_defaulting(review: AdmissionReview) -> Object:

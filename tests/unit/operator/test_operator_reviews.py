@@ -21,6 +21,17 @@ def test_deployment_that_the_operator_can_make_is_allowed():
     assert validate(graph) == {"uid": "u", "allowed": True}
 
 
+def test_component_type_with_a_typing_error_gets_a_warning():
+    services = {"A": {**frontend(), "componentType": "frontent"}, "B": worker(componentType="Main")}
+    answer = validate(make_graph(services=services))
+
+    assert answer["allowed"]
+    assert answer["warnings"] == [
+        "spec.services.A.componentType: frontent is none of frontend, worker, planner;"
+        " did you mean frontend?"
+    ]
+
+
 def test_mistake_is_refused_in_the_words_of_the_status():
     graph = make_graph(
         services={"A": {**frontend(), "ingress": {"enabled": True, "useVirtualService": True}}}
