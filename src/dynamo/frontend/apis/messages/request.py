@@ -13,20 +13,13 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend.apis import error_dialects
-from dynamo.preprocess import conversation, images, inputs, options
+from dynamo.frontend.apis.messages import content_blocks
+from dynamo.preprocess import conversation, inputs, options
 from dynamo.protocols import generate
 from dynamo.runtime.http import json_body
 
 MAX_STOP_SEQUENCES = 64
-_Content = str | list[dict[str, Any]]  # of a message of a conversation: parts only with images
 StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-
-
-class CacheControl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to cache the prompt up to here; the longest time to live of a request is that of its whole prompt."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +74,7 @@ class MessageCountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     thinking: ThinkingConfig | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolSelection | None = None
-    cache_control: CacheControl | None = None
+    cache_control: content_blocks.CacheControl | None = None
     output_config: OutputConfig | None = None
     # without effect
     context_management: inputs.Hint = None
@@ -156,74 +149,6 @@ _decode_request = json_body.RequestDecoder(MessageRequest).decode
 decode_count = json_body.RequestDecoder(MessageCountRequest).decode
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of every content block."""
-
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Text of any role."""
-
-    type: Literal["text"]
-    text: str
-    citations: inputs.Hint = None
-
-
-class ImageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of an image."""
-
-    type: Literal["base64"]
-    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
-    data: str
-
-
-class ImageBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An image of the user, or of the result of a tool."""
-
-    type: Literal["image"]
-    source: ImageSource
-
-    def to_part(self, place: str) -> dict[str, Any]:
-        """Return it as the part of a message."""
-        url = images.data_url(self.source.media_type, self.source.data)
-        return images.make_part(url, f"{place}.source")
-
-
-class ToolUseBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool call of the assistant."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-    caller: inputs.Hint = None
-
-
-class ToolResultBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The result of a tool call."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
-    is_error: bool | None = None
-
-
-class ThinkingBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A thought of the assistant."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None
-
-
-class RedactedThinkingBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An encrypted thought, which is skipped: none of our models wrote it."""
-
-    type: Literal["redacted_thinking"]
-    data: str
-
-
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tool that the client runs."""
 
@@ -231,7 +156,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
-    cache_control: CacheControl | None = None
+    cache_control: content_blocks.CacheControl | None = None
     # without effect
     eager_input_streaming: inputs.Hint = None
     strict: inputs.Hint = None
@@ -267,14 +192,6 @@ class MessageConversation(inputs.Conversation, frozen=True, kw_only=True):
         return bool(self.template_args[options.SWITCH]) and not self.omits_thinking
 
 
-_DECODERS: dict[str, json_body.RequestDecoder[Any]] = {
-    "text": json_body.RequestDecoder(TextBlock),
-    "image": json_body.RequestDecoder(ImageBlock),
-    "tool_use": json_body.RequestDecoder(ToolUseBlock),
-    "tool_result": json_body.RequestDecoder(ToolResultBlock),
-    "thinking": json_body.RequestDecoder(ThinkingBlock),
-    "redacted_thinking": json_body.RequestDecoder(RedactedThinkingBlock),
-}
 _BLOCK_TYPES = {
     "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
@@ -324,8 +241,8 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
     """Return the conversation with the prompt of this request and further `fields`. Raises InvalidRequest."""
     builder = _MessageBuilder()
     if request.system is not None:
-        blocks = _decode_blocks(request.system, "system", ("text",))
-        builder.append("system", _join_texts(blocks))
+        blocks = content_blocks.decode(request.system, "system", ("text",))
+        builder.append("system", content_blocks.join_texts(blocks))
     for number, turn in enumerate(request.messages):
         builder.append_turn(turn, f"messages[{number}].content")
     if not builder.messages:
@@ -398,38 +315,43 @@ class _MessageBuilder:
         self._tool_by_call: dict[str, str] = {}
 
     def append_turn(self, turn: Turn, place: str) -> None:
-        blocks = _decode_blocks(turn.content, place, _BLOCK_TYPES[turn.role])
+        blocks = content_blocks.decode(turn.content, place, _BLOCK_TYPES[turn.role])
         if turn.role == "assistant":
             self._append_assistant(blocks)
             return
         for number, block in enumerate(blocks):
-            if isinstance(block, ToolResultBlock):
+            if isinstance(block, content_blocks.ToolResultBlock):
                 self._append_result(block, f"{place}[{number}]")
-        if any(isinstance(block, TextBlock | ImageBlock) for block in blocks):
-            self.append(turn.role, _convert_content(blocks, place))
+        if any(
+            isinstance(block, content_blocks.TextBlock | content_blocks.ImageBlock)
+            for block in blocks
+        ):
+            self.append(turn.role, content_blocks.convert(blocks, place))
 
-    def append(self, role: str, content: _Content) -> None:
+    def append(self, role: str, content: content_blocks.Content) -> None:
         """Append a message; content of the role that wrote last joins its message."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == role:
-            last["content"] = _join_contents(last["content"], content)
+            last["content"] = content_blocks.join_contents(last["content"], content)
         else:
             self.messages.append({"role": role, "content": content})
 
-    def _append_assistant(self, blocks: list[Block]) -> None:
-        self.append("assistant", _join_texts(blocks))
+    def _append_assistant(self, blocks: list[content_blocks.Block]) -> None:
+        self.append("assistant", content_blocks.join_texts(blocks))
         message = self.messages[-1]
-        if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+        if thoughts := [
+            block.thinking for block in blocks if isinstance(block, content_blocks.ThinkingBlock)
+        ]:
             earlier = message.get("reasoning_content", "")
-            message["reasoning_content"] = _join_lines(earlier, "\n".join(thoughts))
+            message["reasoning_content"] = content_blocks.join_lines(earlier, "\n".join(thoughts))
         for block in blocks:
-            if isinstance(block, ToolUseBlock):
+            if isinstance(block, content_blocks.ToolUseBlock):
                 self._tool_by_call[block.id] = block.name
                 function = {"name": block.name, "arguments": block.input}
                 call = {"id": block.id, "type": "function", "function": function}
                 message.setdefault("tool_calls", []).append(call)
 
-    def _append_result(self, block: ToolResultBlock, place: str) -> None:
+    def _append_result(self, block: content_blocks.ToolResultBlock, place: str) -> None:
         name = self._tool_by_call.get(block.tool_use_id)
         if name is None:
             param = f"{place}.tool_use_id"
@@ -439,62 +361,13 @@ class _MessageBuilder:
                 param=param,
             )
         content_place = f"{place}.content"
-        blocks = _decode_blocks(block.content or "", content_place, ("text", "image"))
+        blocks = content_blocks.decode(block.content or "", content_place, ("text", "image"))
         message: dict[str, Any] = {
             "role": "tool",
             "tool_call_id": block.tool_use_id,
             "name": name,
-            "content": _convert_content(blocks, content_place),
+            "content": content_blocks.convert(blocks, content_place),
         }
         if block.is_error:  # for templates that show it
             message["is_error"] = True
         self.messages.append(message)
-
-
-def _decode_blocks(
-    content: str | list[dict[str, Any]], place: str, types: tuple[str, ...]
-) -> list[Block]:
-    """Return the blocks of this content, each of one of these types; a plain text is one block."""
-    if isinstance(content, str):
-        return [TextBlock(type="text", text=content)]
-    blocks = []
-    for number, block in enumerate(content):
-        block_place = f"{place}[{number}]"
-        kind = block.get("type")
-        if kind not in types:
-            expected = ", ".join(map(repr, types))
-            got = f"got {kind!r:.60}" if "type" in block else "but it is missing"
-            raise errors.InvalidRequest(
-                f"{block_place}.type: expected one of {expected}, {got}",
-                param=f"{block_place}.type",
-            )
-        blocks.append(_DECODERS[kind].convert(block, block_place))
-    return blocks
-
-
-def _convert_content(blocks: list[Block], place: str) -> _Content:
-    """Return the text of these blocks, or, with images, their parts in order."""
-    if not any(isinstance(block, ImageBlock) for block in blocks):
-        return _join_texts(blocks)
-    parts: list[dict[str, Any]] = []
-    for number, block in enumerate(blocks):
-        if isinstance(block, ImageBlock):
-            parts.append(block.to_part(f"{place}[{number}]"))
-        elif isinstance(block, TextBlock):
-            parts.append({"type": "text", "text": block.text})
-    return parts
-
-
-def _join_contents(content: _Content, more: _Content) -> _Content:
-    if isinstance(content, str) and isinstance(more, str):
-        return _join_lines(content, more)
-    both = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in (content, more))
-    return [part for parts in both for part in parts]
-
-
-def _join_texts(blocks: list[Block]) -> str:
-    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
-
-
-def _join_lines(text: str, more: str) -> str:
-    return f"{text}\n{more}" if text and more else text or more

@@ -1,0 +1,146 @@
+"""The content blocks of Anthropic's messages, and the text or parts of a conversation that they become."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.preprocess import images, inputs
+from dynamo.runtime.http import json_body
+
+Content = str | list[dict[str, Any]]  # of a message of a conversation: parts only with images
+
+
+class CacheControl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request to cache the prompt up to here; the longest time to live of a request is that of its whole prompt."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of every content block."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Text of any role."""
+
+    type: Literal["text"]
+    text: str
+    citations: inputs.Hint = None
+
+
+class ImageSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file of an image."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image of the user, or of the result of a tool."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+    def to_part(self, place: str) -> dict[str, Any]:
+        """Return it as the part of a message."""
+        url = images.data_url(self.source.media_type, self.source.data)
+        return images.make_part(url, f"{place}.source")
+
+
+class ToolUseBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool call of the assistant."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: inputs.Hint = None
+
+
+class ToolResultBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A thought of the assistant."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An encrypted thought, which is skipped: none of our models wrote it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+_DECODERS: dict[str, json_body.RequestDecoder[Any]] = {
+    "text": json_body.RequestDecoder(TextBlock),
+    "image": json_body.RequestDecoder(ImageBlock),
+    "tool_use": json_body.RequestDecoder(ToolUseBlock),
+    "tool_result": json_body.RequestDecoder(ToolResultBlock),
+    "thinking": json_body.RequestDecoder(ThinkingBlock),
+    "redacted_thinking": json_body.RequestDecoder(RedactedThinkingBlock),
+}
+
+
+def decode(content: str | list[dict[str, Any]], place: str, types: tuple[str, ...]) -> list[Block]:
+    """Return the blocks of this content, each of one of these types; a plain text is one block."""
+    if isinstance(content, str):
+        return [TextBlock(type="text", text=content)]
+    blocks = []
+    for number, block in enumerate(content):
+        block_place = f"{place}[{number}]"
+        kind = block.get("type")
+        if kind not in types:
+            expected = ", ".join(map(repr, types))
+            got = f"got {kind!r:.60}" if "type" in block else "but it is missing"
+            raise errors.InvalidRequest(
+                f"{block_place}.type: expected one of {expected}, {got}",
+                param=f"{block_place}.type",
+            )
+        blocks.append(_DECODERS[kind].convert(block, block_place))
+    return blocks
+
+
+def convert(blocks: list[Block], place: str) -> Content:
+    """Return the text of these blocks, or, with images, their parts in order."""
+    if not any(isinstance(block, ImageBlock) for block in blocks):
+        return join_texts(blocks)
+    parts: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        if isinstance(block, ImageBlock):
+            parts.append(block.to_part(f"{place}[{number}]"))
+        elif isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+    return parts
+
+
+def join_contents(content: Content, more: Content) -> Content:
+    """Return the content of two turns of one role as that of one message."""
+    if isinstance(content, str) and isinstance(more, str):
+        return join_lines(content, more)
+    both = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in (content, more))
+    return [part for parts in both for part in parts]
+
+
+def join_texts(blocks: list[Block]) -> str:
+    """Return the text blocks as lines."""
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def join_lines(text: str, more: str) -> str:
+    """Return two texts, either of which may be empty, with a line break between them."""
+    return f"{text}\n{more}" if text and more else text or more
