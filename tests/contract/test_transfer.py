@@ -258,6 +258,9 @@ async def test_same_peer_is_connected_once(backend):
         assert same is peer
         assert len(set(again)) == 1
         assert peer not in again
+        async with asyncio.timeout(PATIENT_S):  # the threads that have connected end
+            while any(each.name.startswith("transfer-connect") for each in threading.enumerate()):
+                await asyncio.sleep(0.01)
 
 
 async def test_transfer_from_a_frozen_peer_fails_at_the_deadline_over_tcp():

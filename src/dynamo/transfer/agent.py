@@ -161,7 +161,7 @@ class TransferAgent:
         self._region: descriptors.Region | None = None
         self._metadata: descriptors.Metadata | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._connecting = ThreadPoolExecutor(NUM_CONNECTING, "transfer-connect")
+        self._connecting, self._num_connecting = _connecting_threads(), 0
         self._peer_by_epoch: dict[str, ConnectedPeer] = {}
         self._is_closed = False
 
@@ -238,13 +238,20 @@ class TransferAgent:
             address=remote.addresses[backend.name],
             num_bytes=remote.layout.num_bytes,
         )
-        job = ThreadJob(
-            self._connecting,
-            lambda limit: backend.connect(target, limit),
-            deadline_s=deadline_s,
-            discard=lambda route: route.close(),
-        )
-        new = ConnectedPeer(remote, backend, await job.result())
+        self._num_connecting += 1
+        try:
+            job = ThreadJob(
+                self._connecting,
+                lambda limit: backend.connect(target, limit),
+                deadline_s=deadline_s,
+                discard=lambda route: route.close(),
+            )
+            new = ConnectedPeer(remote, backend, await job.result())
+        finally:
+            self._num_connecting -= 1
+            if not self._num_connecting:  # the threads end; a pool would keep all that it ever had
+                self._connecting.shutdown(wait=False)
+                self._connecting = _connecting_threads()
         if self._is_closed:
             await new.close()
             raise errors.TransferError(f"{self.name} was closed while it connected")
@@ -326,3 +333,7 @@ class TransferAgent:
             self._on_notification(sender, message)
         finally:
             was_handled.set()
+
+
+def _connecting_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_CONNECTING, "transfer-connect")
