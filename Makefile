@@ -183,8 +183,9 @@ train-semantic-exact: $(VENV)/.dev  ## train the adapters and heads of the exact
 	@mkdir -p run && $(BIN)/python -m training.semantic.encoder --base $(BASE) --state run/semantic-encoder.pt --minutes 1000 --budget $(or $(BUDGET),1450) $(if $(TEXTS),--texts $(TEXTS))
 	@$(BIN)/python -m training.semantic.evaluate_exact --base $(BASE) $(if $(TEXTS),--texts $(TEXTS))
 
-bench-semantic: $(VENV)/.dev  ## measure what the semantic router costs a request
+bench-semantic: $(VENV)/.dev  ## measure what the semantic router costs a request, and the chain behind the real Envoy (REQUESTS=10000)
 	@$(BIN)/python -m benchmarks.semantic
+	@$(BIN)/python -m benchmarks.semantic_envoy $(if $(REQUESTS),--requests $(REQUESTS))
 
 simulate-check: $(VENV)/.dev  ## does the simulator foretell what real processes do
 	@$(BIN)/python -m benchmarks.simulate_check
