@@ -102,7 +102,7 @@ class LocalEncoders:
         by_path: dict[str | None, classifier_set.ClassifierSet] = {}
         self._sets: list[tuple[router.SemanticRouter, classifier_set.ClassifierSet]] = []
         for path, made in routers:
-            if made is None or not made.loaded.uses_encoders:
+            if made is None or not made.loaded.uses_process:
                 continue
             if path not in by_path:
                 module = distribution.load_extra(
@@ -126,6 +126,7 @@ class LocalEncoders:
             return None  # `route` refuses the request
         missing = made.references.missing()
         inputs = [*inputs, *made.list_embedding_inputs(missing)]
+        inputs = [one for one in inputs if one.classifier in loaded.names]
         keys = [(one.classifier, one.text) for one in inputs]
         answers = dict(zip(keys, loaded.classify(inputs), strict=True))
         made.references.add(answers)

@@ -259,11 +259,16 @@ class EncoderSettings(_Section, frozen=True, kw_only=True):
     """The encoders' process: how long a request waits for it, and whether the exact profile is in it.
 
     `base_model` is the directory or hub name of all-MiniLM-L6-v2, onto which the exact profile puts its adapters.
+    `embeddings_url` is the base address of a server (`http://host:8000/v1`) that gives the embeddings in place of the
+    process; the key for it is in the environment variable that `embeddings_key_variable` names.
     """
 
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     profile: Literal["fast", "unsure", "exact"] = "fast"
     base_model: str = ""
+    embeddings_url: str = ""
+    embeddings_model: str = ""
+    embeddings_key_variable: str = ""
 
 
 class CacheSettings(_Section, frozen=True, kw_only=True):
@@ -373,3 +378,8 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
     def auto_names(self) -> frozenset[str]:
         """Return the model names that ask the router to choose."""
         return frozenset({"auto", self.auto_model_name})
+
+    @property
+    def compares_by_embedding(self) -> bool:
+        """Return whether rules or tools are compared with a text by embedding."""
+        return bool(self.embedding_rules) or self.tools.enabled

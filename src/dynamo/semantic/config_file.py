@@ -4,6 +4,7 @@ What the original has and this router does not is refused by name; a key that ne
 the original passes over it. Nothing in a file can run away: its size, depth and number of values have bounds.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,10 +39,22 @@ class LoadedConfig:
     tools: list[tool_database.DatabaseTool] = field(default_factory=list)
 
     @property
-    def uses_encoders(self) -> bool:
+    def uses_process(self) -> bool:
         """Return whether the encoders' process is asked."""
         has_models = bool(self.encoders) or self.embedder is not None
         return has_models or self.settings.encoders.profile != "fast"
+
+    @property
+    def uses_encoders(self) -> bool:
+        """Return whether requests wait for encoders, in their process or behind an address."""
+        return self.uses_process or self.embeds
+
+    @property
+    def embeds(self) -> bool:
+        """Return whether texts are compared by embedding."""
+        return self.embedder is not None or (
+            bool(self.settings.encoders.embeddings_url) and self.settings.compares_by_embedding
+        )
 
 
 def load(
@@ -198,6 +211,14 @@ def _refuse_unsupported(settings: config.SemanticConfig) -> None:
         raise errors.ConfigError(
             f"encoders.profile: {settings.encoders.profile} needs base_model, the directory or hub name of "
             "all-MiniLM-L6-v2"
+        )
+    encoders = settings.encoders
+    if encoders.embeddings_url and not (
+        re.match(r"https?://[^/\s]+", encoders.embeddings_url) and encoders.embeddings_model
+    ):
+        raise errors.ConfigError(
+            f"encoders.embeddings_url: expected http://HOST:PORT/v1 and embeddings_model, "
+            f"got {encoders.embeddings_url} and {encoders.embeddings_model or 'no model'}"
         )
     refusals = {
         "config_source: kubernetes": settings.config_source != "file",

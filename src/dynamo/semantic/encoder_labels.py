@@ -96,9 +96,9 @@ def find_embedder(
 ) -> tuple[Path | None, list[str]]:
     """Return the directory of the embedding model, and notes on those that are not there. Raises ConfigError.
 
-    Nothing is looked for where nothing is compared by embedding.
+    Nothing is looked for where nothing is compared by embedding, or a server gives the embeddings.
     """
-    if not settings.embedding_rules and not settings.tools.enabled:
+    if not settings.compares_by_embedding or settings.encoders.embeddings_url:
         return None, []
     notes: list[str] = []
     others = settings.embedding_models

@@ -152,7 +152,7 @@ class SemanticRouter:
 
     def list_embedding_inputs(self, texts: Sequence[str]) -> list[classification.ClassifierInput]:
         """Return the texts whose vectors the encoder is asked for; none if nothing is compared by them."""
-        if self.loaded.embedder is None:
+        if not self.loaded.embeds:
             return []
         name = encoder_labels.EMBEDDING
         return [classification.ClassifierInput(name, text) for text in dict.fromkeys(texts)]

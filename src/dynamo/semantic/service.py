@@ -29,6 +29,7 @@ from dynamo.semantic import (
     model_choice,
     request_view,
     routing_outcome,
+    served_embeddings,
 )
 from dynamo.semantic import router as semantic_router
 from dynamo.semantic.classifiers import profile
@@ -165,26 +166,53 @@ class RoutingService:
     ) -> guards.RequestClassifiers:
         """Return the classifiers with what the encoders answer for these texts."""
         router = self.router
-        answers: encoder_scores.Answers = {}
-        if self._encoders is not None:
-            await self._embed_references(self._encoders)
-            start = self._clock.now()
-            timeout_s = router.settings.encoders.timeout_seconds
-            answers = await self._encoders.classify(inputs, timeout_s)
-            self.metrics.record_classification("encoders", self._clock.now() - start)
+        await self._embed_references()
+        start = self._clock.now()
+        answers = await self._classify(router, inputs)
+        self.metrics.record_classification("encoders", self._clock.now() - start)
         return router.use_answers(answers)
 
-    async def _embed_references(self, encoders: encoder_client.EncoderClient) -> None:
+    async def _classify(
+        self,
+        router: semantic_router.SemanticRouter,
+        inputs: Sequence[classification.ClassifierInput],
+    ) -> encoder_scores.Answers:
+        """Return the answers of the encoders' process and of the server of embeddings, asked at once."""
+        settings = router.settings.encoders
+        served = [
+            one.text
+            for one in inputs
+            if one.classifier == encoder_labels.EMBEDDING and settings.embeddings_url
+        ]
+        others = [
+            one
+            for one in inputs
+            if one.classifier != encoder_labels.EMBEDDING or not settings.embeddings_url
+        ]
+        answers = [served_embeddings.embed_texts(served, settings, self._clock)]
+        if self._encoders is not None:
+            answers.append(self._encoders.classify(others, settings.timeout_seconds))
+        return {key: one for part in await asyncio.gather(*answers) for key, one in part.items()}
+
+    async def _embed_references(self) -> None:
         """Have the texts embedded that requests are compared with, once for a configuration.
 
-        Who comes meanwhile waits for the same answer; the next request asks for what was not answered.
+        A request that comes meanwhile waits for the same answer; the next request asks for what was not answered.
         """
         router = self.router
         if not router.references.missing():
             return
         if self._references is None or self._references.done():
-            self._references = asyncio.create_task(_embed_missing(encoders, router))
+            self._references = asyncio.create_task(self._embed_missing(router))
         await asyncio.shield(self._references)
+
+    async def _embed_missing(self, router: semantic_router.SemanticRouter) -> None:
+        """Ask for the vectors in parts, until all are there or the encoder does not answer."""
+        references = router.references
+        while part := references.missing()[:_PART]:
+            references.add(await self._classify(router, router.list_embedding_inputs(part)))
+            if part[0] in references.missing():
+                return
 
     def route(
         self,
@@ -256,18 +284,6 @@ class RoutingService:
                 explanation.reasoning,
                 seconds * 1000,
             )
-
-
-async def _embed_missing(
-    encoders: encoder_client.EncoderClient, router: semantic_router.SemanticRouter
-) -> None:
-    """Ask for the vectors in parts, until all are there or the encoder does not answer."""
-    references, timeout_s = router.references, router.settings.encoders.timeout_seconds
-    while part := references.missing()[:_PART]:
-        answers = await encoders.classify(router.list_embedding_inputs(part), timeout_s)
-        references.add(answers)
-        if part[0] in references.missing():
-            return
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:

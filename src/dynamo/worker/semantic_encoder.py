@@ -202,7 +202,7 @@ def load_models(settings: SemanticEncoderConfig) -> "classifier_set.ClassifierSe
     service = distribution.load_extra("dynamo.semantic.service", feature=_PROG, extra="semantic")
     loaded = service.load_config(Path(settings.router_config), _fetch_hub_model)
     modules = distribution.load_extra("dynamo.worker.classifier_set", feature=_PROG, extra="native")
-    if not loaded.uses_encoders:
+    if not loaded.uses_process:
         raise errors.ConfigError(
             f"{settings.router_config}: no model_id is a directory or a hub name of an encoder, and "
             "encoders.profile is fast; the word models need no process of their own"

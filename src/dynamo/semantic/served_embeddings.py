@@ -1,0 +1,98 @@
+"""Embeddings of an OpenAI-compatible server (`/v1/embeddings`), for rules and tools in place of the encoders' process.
+
+Each question is one request on a connection of its own. A server that is away, slow, refuses or answers something else
+gives no vectors: rules by embedding then do not hold, and tools follow `fallback_to_empty`.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from urllib import parse
+
+import msgspec
+import numpy as np
+
+from dynamo.base import clock as clocks
+from dynamo.protocols import classification
+from dynamo.semantic import config, encoder_labels, encoder_scores
+
+_MOST_BYTES = 16 * 2**20  # of an answer
+_logger = logging.getLogger(__name__)
+
+
+class _Embedding(msgspec.Struct):
+    embedding: list[float]
+    index: int = 0
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
+
+
+async def embed_texts(
+    texts: Sequence[str], settings: config.EncoderSettings, clock: clocks.Clock
+) -> encoder_scores.Answers:
+    """Return the vectors of texts, each of length 1; none if the server does not give all of them in time."""
+    if not texts:
+        return {}
+    body = msgspec.json.encode({"model": settings.embeddings_model, "input": list(texts)})
+    try:
+        async with clock.timeout(settings.timeout_seconds):
+            answer = await _post(
+                f"{settings.embeddings_url.rstrip('/')}/embeddings", body, settings
+            )
+        vectors = _read_vectors(answer, len(texts))
+    except TimeoutError:
+        reason = f"no answer within {settings.timeout_seconds:g} s"
+    except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        return {
+            (encoder_labels.EMBEDDING, text): classification.TextLabels(vector=vector)
+            for text, vector in zip(texts, vectors, strict=True)
+        }
+    _logger.warning("no embeddings of %s: %s", settings.embeddings_url, reason)
+    return {}
+
+
+def _read_vectors(answer: bytes, num_texts: int) -> list[bytes]:
+    """Return the vectors in an answer, each of length 1. Raises ValueError and KeyError."""
+    rows = {row.index: row.embedding for row in msgspec.json.decode(answer, type=_Embeddings).data}
+    vectors = np.asarray([rows[number] for number in range(num_texts)], "<f4")
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    if not (np.isfinite(lengths).all() and lengths.all()):
+        raise ValueError("expected vectors with a finite length above 0")
+    return [vector.tobytes() for vector in (vectors / lengths).astype("<f4")]
+
+
+async def _post(url: str, body: bytes, settings: config.EncoderSettings) -> bytes:
+    """Return the body of the answer. Raises OSError, or ValueError for another status than 200."""
+    parts = parse.urlsplit(url)
+    is_tls = parts.scheme == "https"
+    key = (
+        os.environ.get(settings.embeddings_key_variable, "")
+        if settings.embeddings_key_variable
+        else ""
+    )
+    authorization = f"authorization: Bearer {key}\r\n" if key else ""
+    head = (
+        f"POST {parts.path or '/'} HTTP/1.0\r\nhost: {parts.netloc}\r\n{authorization}"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection(
+        parts.hostname, parts.port or (443 if is_tls else 80), ssl=True if is_tls else None
+    )
+    answer = bytearray()
+    try:
+        writer.write(head.encode() + body)
+        while piece := await reader.read(2**16):
+            answer += piece
+            if len(answer) > _MOST_BYTES:
+                raise ValueError(f"expected an answer of at most {_MOST_BYTES} bytes")
+    finally:
+        writer.close()
+    reply_head, _, content = bytes(answer).partition(b"\r\n\r\n")
+    if reply_head.split()[1:2] != [b"200"]:
+        raise ValueError(f"expected the status 200, got {reply_head[:60]!r}")
+    return content

@@ -1,0 +1,139 @@
+"""Embeddings of a server: what a request carries, and every answer that gives none."""
+
+import asyncio
+import contextlib
+
+import msgspec
+import numpy as np
+import pytest
+
+from dynamo.base import clock, errors
+from dynamo.observability import metrics
+from dynamo.semantic import config, config_file, encoder_scores, served_embeddings, service
+from semantic_configs import chat
+
+VECTORS = {"engine trouble": [3.0, 4.0], "my car stalls": [6.0, 8.1], "hello": [-4.0, 3.0]}
+CONFIG = """
+default_model: general
+encoders: {{embeddings_url: "{url}", embeddings_model: m, timeout_seconds: 5}}
+embedding_rules: [{{name: cars, threshold: 0.9, candidates: [engine trouble]}}]
+decisions:
+  - name: car_decision
+    rules: {{conditions: [{{type: embedding, name: cars}}]}}
+    modelRefs: [{{model: mechanic}}]
+"""
+
+
+@contextlib.asynccontextmanager
+async def serving(answer):
+    """Yield the address of a server whose answers `answer` makes of the texts, and the heads of its requests."""
+    heads = []
+
+    async def respond(reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        heads.append(head)
+        length = int(head.lower().partition("content-length: ")[2].split()[0])
+        request = msgspec.json.decode(await reader.readexactly(length))
+        assert request["model"] == "m"
+        with contextlib.suppress(ConnectionError):
+            writer.write(answer(request["input"]))
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", heads
+
+
+def embeddings(texts):
+    rows = [{"index": n, "embedding": VECTORS[text]} for n, text in enumerate(texts)]
+    return b"HTTP/1.0 200 OK\r\n\r\n" + msgspec.json.encode({"data": rows[::-1]})
+
+
+def settings_for(url, **fields):
+    return config.EncoderSettings(embeddings_url=url, embeddings_model="m", **fields)
+
+
+async def test_vectors_have_length_one_and_the_key_is_sent(monkeypatch):
+    monkeypatch.setenv("EMBEDDINGS_KEY", "secret")
+    async with serving(embeddings) as (url, heads):
+        settings = settings_for(url, embeddings_key_variable="EMBEDDINGS_KEY")
+        texts = ["engine trouble", "hello"]
+        answers = await served_embeddings.embed_texts(texts, settings, clock.SystemClock())
+
+    assert encoder_scores.vector_in(answers, "engine trouble").tolist() == pytest.approx([0.6, 0.8])
+    assert np.linalg.norm(encoder_scores.vector_in(answers, "hello")) == pytest.approx(1)
+    assert heads[0].startswith("POST /v1/embeddings HTTP/1.0")
+    assert "authorization: Bearer secret" in heads[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.0 503 Busy\r\n\r\n", "expected the status 200, got b'HTTP/1.0 503 Busy'"),
+        (b"", "expected the status 200"),
+        (b"HTTP/1.0 200 OK\r\n\r\n{", "DecodeError"),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"data": []}', "KeyError"),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"data": [{"embedding": [0, 0]}]}', "a finite length above 0"),
+        (b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 2**12, "an answer of at most"),
+    ],
+)
+async def test_answer_of_another_kind_gives_no_vectors(answer, reason, caplog, monkeypatch):
+    monkeypatch.setattr(served_embeddings, "_MOST_BYTES", 2**10)
+    async with serving(lambda texts: answer) as (url, _):
+        answers = await served_embeddings.embed_texts(
+            ["hello"], settings_for(url), clock.SystemClock()
+        )
+
+    assert answers == {}
+    assert reason in caplog.text
+
+
+async def test_server_that_is_away_or_silent_is_waited_for_a_bounded_time(caplog):
+    gone = settings_for("http://127.0.0.1:1/v1")
+    assert await served_embeddings.embed_texts(["a"], gone, clock.SystemClock()) == {}
+
+    async def say_nothing(reader, writer):
+        await reader.read()
+        writer.close()
+        has_ended.set()
+
+    has_ended = asyncio.Event()
+    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    async with silent:
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
+        settings = settings_for(url, timeout_seconds=0.05)
+        assert await served_embeddings.embed_texts(["a"], settings, clock.SystemClock()) == {}
+        await has_ended.wait()
+
+    assert "no answer within 0.05 s" in caplog.text
+
+
+async def test_rule_holds_by_the_vectors_of_a_server_and_not_without_them(tmp_path):
+    path = tmp_path / "router.yaml"
+    is_up = [True]
+
+    def answer(texts):
+        return embeddings(texts) if is_up[0] else b"HTTP/1.0 500 No\r\n\r\n"
+
+    async def model_of(routing, text):
+        body = chat(text)
+        classifiers = await routing.ask_encoders(body)
+        return routing.route(body, {}, classifiers=classifiers).explanation.model
+
+    async with serving(answer) as (url, heads):
+        path.write_text(CONFIG.format(url=url))
+        routing = service.RoutingService(path, metrics.Registry("llm"), clock.SystemClock())
+        assert await model_of(routing, "my car stalls") == "mechanic"
+        assert await model_of(routing, "hello") == "general"
+        num_requests = len(heads)
+        is_up[0] = False
+        assert await model_of(routing, "my car stalls") == "general"
+
+    assert num_requests == 3  # one for the candidates
+
+
+@pytest.mark.parametrize("fields", ["embeddings_url: host", "embeddings_url: http://host/v1"])
+def test_address_without_scheme_or_model_is_refused(fields):
+    with pytest.raises(errors.ConfigError, match=r"encoders\.embeddings_url: expected http://HOST"):
+        config_file.parse(f"encoders: {{{fields}}}".encode(), frozenset())
