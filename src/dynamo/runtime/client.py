@@ -112,7 +112,7 @@ class EndpointClient:
         given up only for one of them, or when it has left discovery; without it, always. Raises NoWorkers; and
         WorkerLost if `instance_id` is given and cannot be reached.
         """
-        lost_by_id: dict[int, errors.WorkerLost] = {}
+        lost_by_id: dict[int, errors.DynamoError] = {}
         while (chosen := self._choose(mode, instance_id, among, lost_by_id)) is not None:
             if chosen in self._down_until:
                 self.report_down(chosen)  # this request tries it; the others keep away meanwhile
@@ -129,7 +129,7 @@ class EndpointClient:
                     if alternatives is None
                     else functools.partial(self._has_alternative, chosen, alternatives),
                 )
-            except errors.WorkerLost as error:
+            except (errors.WorkerLost, errors.NoWorkers) as error:  # NoWorkers: it changed its role
                 self.report_down(chosen)
                 if instance_id is not None:
                     raise
@@ -242,7 +242,7 @@ class EndpointClient:
         self._last_chosen = round_robin(ids, self._last_chosen)
         return self._last_chosen
 
-    def _no_workers(self, instance_id: int | None, *lost: errors.WorkerLost) -> errors.NoWorkers:
+    def _no_workers(self, instance_id: int | None, *lost: errors.DynamoError) -> errors.NoWorkers:
         if instance_id is not None:
             return errors.NoWorkers(f"no instance {instance_id:x} serves {self.name}")
         if lost:

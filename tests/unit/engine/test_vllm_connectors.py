@@ -99,6 +99,23 @@ def test_only_nixl_can_export_prompts(names, expected):
     assert not connectors.can_export(None)
 
 
+@pytest.mark.parametrize("names", [["lmcache"], ["nixl", "lmcache"]])
+def test_lmcache_is_refused_on_a_cpu(names):
+    fields = {"kv_connector_extra_config": {}} | connectors.transfer_config(names, "e")
+    transfer = types.SimpleNamespace(**fields)
+    connectors.check_device(transfer, "cuda")
+
+    with pytest.raises(errors.ConfigError, match="expected a GPU.* --connector kvbm"):
+        connectors.check_device(transfer, "cpu")
+
+
+def test_other_connectors_are_accepted_on_a_cpu():
+    fields = {"kv_connector_extra_config": {}} | connectors.transfer_config(["kvbm"], "e")
+
+    connectors.check_device(types.SimpleNamespace(**fields), "cpu")
+    connectors.check_device(None, "cpu")
+
+
 def test_a_users_side_channel_is_kept():
     chosen = connectors.side_channel({"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1"}, 7)
 

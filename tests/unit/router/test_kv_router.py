@@ -237,6 +237,24 @@ async def test_queued_request_starts_when_its_worker_is_free(world):
     await world.until(lambda: world.num_calls == 2)
 
 
+async def test_worker_that_left_after_it_was_selected_is_passed_over(world, monkeypatch):
+    await world.route(2)
+    select, decisions = world.made.selector.select, []
+
+    def select_departed(*args):
+        decision = select(*args)
+        if not decisions:  # the first decision names a worker that has left discovery since
+            decision = decision._replace(worker=api.Worker(7, 0))
+        decisions.append(decision)
+        return decision
+
+    monkeypatch.setattr(world.made.selector, "select", select_departed)
+    await world.open(*LONG)
+
+    assert len(decisions) == 2
+    assert in_flight(world) == 1
+
+
 async def test_cancelled_wait_leaves_the_queue(world):
     await world.route(1, facts={"max_num_batched_tokens": 100})
     await world.open(*LONG)

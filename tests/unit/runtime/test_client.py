@@ -26,6 +26,7 @@ class Plane:
     def __init__(self):
         self.asked, self.receivers, self.dead, self.may_move = [], [], set(), None
         self.ended = set()  # instances whose connection has ended
+        self.elsewhere = set()  # they serve another endpoint by now
         self.may_open = asyncio.Event()
         self.may_open.set()
 
@@ -41,6 +42,8 @@ class Plane:
         await self.may_open.wait()
         if int(address) in self.dead:
             raise errors.WorkerLost(f"{address} is dead")
+        if int(address) in self.elsewhere:
+            raise errors.NoWorkers("'dynamo/backend/generate' is not served here")
         self.receivers.append(receiver)
         return (address, endpoint, body, headers, timeout_s)
 
@@ -112,6 +115,15 @@ async def test_round_robin_goes_round(world):
     asked = [await world.ask() for _ in range(4)]
 
     assert asked == [[10], [20], [30], [10]]
+
+
+async def test_instance_that_serves_another_endpoint_by_now_is_passed_over(world):
+    await world.put(10, 20)
+    world.plane.elsewhere = {10}
+
+    assert await world.ask() == [10, 20]
+    with pytest.raises(errors.NoWorkers, match="not served here"):
+        await world.ask(instance_id=10)
 
 
 async def test_random_mode_uses_the_drawn_instance(world):

@@ -18,7 +18,8 @@ from dynamo.protocols import kv_transfer
 NIXL = "NixlConnector"
 KVBM = "DynamoConnector"
 KVBM_MODULE = "dynamo.llm.vllm_integration.connector"
-_CLASSES = {"nixl": NIXL, "lmcache": "LMCacheConnectorV1", "kvbm": KVBM}
+LMCACHE = "LMCacheConnectorV1"
+_CLASSES = {"nixl": NIXL, "lmcache": LMCACHE, "kvbm": KVBM}
 NONE, UNSET = "none", "null"  # `null` is what manifests write for an option that is not set
 _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _DEVICES = "UCX_NET_DEVICES"
@@ -66,6 +67,18 @@ def can_export(transfer: Any) -> bool:
 def has_tiers(transfer: Any) -> bool:
     """Return whether our connector keeps blocks in tiers below vLLM's memory."""
     return KVBM in _all_connectors(transfer)
+
+
+def check_device(transfer: Any, device_type: str) -> None:
+    """Raise ConfigError for a connector that does not work on vLLM's type of device.
+
+    LMCache starts on a CPU, but has no connector for it: each request waits 3 s for an answer, and nothing is cached.
+    """
+    if device_type == "cpu" and LMCACHE in _all_connectors(transfer):
+        raise errors.ConfigError(
+            f"--connector lmcache ({LMCACHE}): expected a GPU, because LMCache has no connector for a CPU and would"
+            " delay each request by 3 s; --connector kvbm keeps blocks in host memory here"
+        )
 
 
 def check_layers(vllm_config: Any) -> None:

@@ -84,6 +84,7 @@ class VllmLibrary:
     async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
         endpoints = kv_event_endpoints(self._args)
         config = versions.make_config(self._args)
+        connectors.check_device(self._args.kv_transfer_config, config.device_config.device_type)
         if connectors.has_tiers(self._args.kv_transfer_config):
             connectors.check_layers(config)
         if endpoints is not None:
