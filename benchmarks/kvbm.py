@@ -209,7 +209,7 @@ def make_engine(model: Path, options: dict[str, Any]) -> Any:
     if options.pop("engine", "native") == "native":
         return NativeEngine(model, NativeConfig(**options))
     from dynamo.engine.adapters.settings import VllmConfig
-    from dynamo.engine.adapters.vllm import adapter
+    from dynamo.engine.adapters.vllm import engine as adapter
 
     flags = {
         "block-size": VLLM_BLOCK,

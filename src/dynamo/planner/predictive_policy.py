@@ -26,7 +26,7 @@ from dynamo.planner.profile import WorkerProfile
 
 _SMOOTHING = 0.3  # weight of the newest interval in means of lengths and rates
 _MOST_BURSTINESS = 6.0
-_NUM_RATIOS = 40
+_NUM_OUTCOMES = 40
 _MEMORY = 0.9  # weight of the lengths of the interval before
 _LEAST_SERVABLE = 0.5  # share of requests whose own prefill leaves time for the TTFT target
 _TREND_INTERVALS = 3  # that a growing number of answers is continued
@@ -65,7 +65,7 @@ class Forecast:
         self._prompt_lens: dict[float, float] = {}  # requests by length, older ones for less
         self._work: deque[float] = deque(maxlen=20)  # prompt tokens of an interval
         self._pending: deque[tuple[int, float]] = deque()  # forecasts, by the interval they are for
-        self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)  # actual tokens over foretold ones
+        self._outcomes: deque[tuple[float, float]] = deque(maxlen=_NUM_OUTCOMES)  # foretold, actual
         self._num_intervals = 0
         self._open_work = self._open_s = 0.0  # of the interval that is not complete
 
@@ -92,11 +92,15 @@ class Forecast:
         while self._pending and self._pending[0][0] <= self._num_intervals:
             _, expected = self._pending.popleft()
             if expected > 0:
-                self._ratios.append(work / expected)
+                self._outcomes.append((expected, work))
 
     def rates(self, num_steps: int, interval_s: float) -> list[float]:
         """Return the requests per second of the next intervals."""
+        basis = self._predictor.basis
         work = self._predictor.forecast(num_steps)
+        if self._predictor.basis != basis:
+            self._pending.clear()
+            self._outcomes.clear()
         lead = max(1, num_steps - 1)
         due = self._num_intervals + lead
         if not self._pending or self._pending[-1][0] < due:
@@ -105,11 +109,17 @@ class Forecast:
 
     @property
     def margin(self) -> float:
-        """Return the factor that eight of ten forecasts would have needed, at least 1."""
-        if len(self._ratios) < 5:
+        """Return the factor that eight of ten forecasts would have needed, at least 1.
+
+        The noise of the arrivals within an interval is left out: the waiting time of the queue accounts for it.
+        """
+        if len(self._outcomes) < 5:
             return _FIRST_MARGIN
-        ratios = sorted(self._ratios)
-        return min(_MOST_MARGIN, max(1.0, ratios[len(ratios) * 8 // 10]))
+        ratios = sorted(work / expected for expected, work in self._outcomes)
+        shortage = max(0.0, ratios[len(ratios) * 8 // 10] - 1)
+        error = sum((work - expected) ** 2 for expected, work in self._outcomes)
+        noise = sum(expected for expected, _ in self._outcomes) * self.burstiness * (self._isl or 0.0)
+        return min(_MOST_MARGIN, 1 + shortage * math.sqrt(max(0.0, 1 - noise / max(1.0, error))))
 
     @property
     def burstiness(self) -> float:

@@ -18,12 +18,18 @@ from dynamo.base import errors
 DEFAULT_WINDOW = 50
 _LEAST_POINTS = 5  # below, arima and kalman return the last value
 _MAX_ORDER = 5
-_LEAST_CORRELATION = 0.7  # of a series with itself one period ago
+_LEAST_LIKENESS = 0.7  # of a series with itself one period ago
+_MULTIPLES = 0.1  # by which twice the period may be more alike than the period
 _LEAST_PERIOD = 4  # intervals
 
 
 class Predictor(Protocol):
-    """The forecaster of one series."""
+    """The forecaster of one series.
+
+    `basis` is what its forecasts rest on, such as a period; errors on another basis say nothing of the next forecast.
+    """
+
+    basis: object
 
     def add(self, value: float) -> None:
         """Record the value of the interval that has ended."""
@@ -36,6 +42,8 @@ class Predictor(Protocol):
 
 class _WindowPredictor:
     """Keeps the last values of the series."""
+
+    basis: object = None
 
     def __init__(self, window: int = DEFAULT_WINDOW) -> None:
         self._values: deque[float] = deque(maxlen=window)
@@ -112,6 +120,8 @@ def _autoregression(series: Sequence[float]) -> list[float]:
 class KalmanPredictor:
     """A level and a trend, each a random walk, seen through noise."""
 
+    basis: object = None
+
     def __init__(
         self,
         window: int = DEFAULT_WINDOW,
@@ -158,6 +168,8 @@ class KalmanPredictor:
 class SeasonalPredictor:
     """Repeats the last period, where there is one."""
 
+    basis: object = None
+
     def __init__(self, window: int = DEFAULT_WINDOW) -> None:
         self._values: deque[float] = deque(maxlen=max(4 * window, 200))
         self._trend = KalmanPredictor(window)
@@ -171,6 +183,7 @@ class SeasonalPredictor:
         """Return the values of one period ago moved by the present difference, or the trend."""
         values = list(self._values)
         period = find_period(values)
+        self.basis = "trend" if period is None else "period"
         if period is None:
             recent = max(values[-3:], default=0.0)
             ceiling = max(values, default=0.0)
@@ -190,21 +203,30 @@ def smooth(values: Sequence[float]) -> list[float]:
 def find_period(values: Sequence[float]) -> int | None:
     """Return the shortest clear period of a series in intervals, or None; it must have come one and a half times."""
     series = smooth(values)
-    best, best_correlation = None, _LEAST_CORRELATION
-    for lag in range(_LEAST_PERIOD, int(len(series) / 1.4) + 1):
-        correlation = _correlation(series[lag:], series[:-lag])
-        if correlation > best_correlation + 0.02:
-            best, best_correlation = lag, correlation
-    if best is None:
+    lags = range(_LEAST_PERIOD, int(len(series) / 1.5) + 1)
+    likeness = {lag: _likeness(series, lag) for lag in lags}
+    least = max(_LEAST_LIKENESS, max(likeness.values(), default=0.0) - _MULTIPLES)
+    period = next((lag for lag in lags if likeness[lag] >= least), None)
+    if period is None:
         return None
-    half = best // 2  # ago the series was elsewhere, unlike a steady trend or noise
-    return best if _correlation(series[half:], series[:-half]) < 0 else None
+    while likeness.get(period + 1, 0.0) > likeness[period]:
+        period += 1
+    if period == lags[-1]:  # the next lag may be still more alike
+        return None
+    # half of it ago the series was elsewhere, unlike a steady trend or noise
+    return period if _likeness(series, period // 2) < 0 else None
 
 
-def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    if len(a) < _LEAST_PERIOD or min(a) == max(a) or min(b) == max(b):
+def _likeness(series: Sequence[float], lag: int) -> float:
+    """Return how like a series is to itself `lag` intervals ago: 1 if equal, about 0 if it is as far from it as chance.
+
+    Unlike a correlation it sees the level: two slopes are not alike because both rise.
+    """
+    pairs = list(zip(series[lag:], series[:-lag], strict=False))
+    spread = 2 * statistics.pvariance(series)
+    if len(pairs) < _LEAST_PERIOD or not spread:
         return 0.0
-    return statistics.correlation(a, b)
+    return 1 - statistics.fmean((a - b) ** 2 for a, b in pairs) / spread
 
 
 PREDICTORS: dict[str, Callable[[int], Predictor]] = {

@@ -100,23 +100,58 @@ def test_cached_prefixes_need_fewer_workers():
     assert cached < plain / 2
 
 
+class Numbered:
+    """A predictor that foretells a million tokens for each interval that there was, and that follows."""
+
+    basis = None
+    num_values = 0
+
+    def add(self, value):
+        self.num_values += 1
+
+    def forecast(self, number):
+        return [1e6 * (self.num_values + k) for k in range(1, number + 1)]
+
+
+def forecast_too_low(predictor, num_steps=1, num_intervals=29):
+    forecast = Forecast(predictor)
+    for number in range(1, num_intervals + 1):  # work of 1.1 million tokens, 2.2, 3.3 …
+        forecast.add(Traffic(num_requests=1100 * number, isl=1000), 10.0, 10.0)
+        forecast.rates(num_steps, 10.0)
+    return forecast
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
 def test_margin_compares_a_forecast_with_the_interval_that_it_was_for(num_steps):
-    class Numbered:
-        num_values = 0
+    assert forecast_too_low(Numbered(), num_steps).margin == pytest.approx(1.1, abs=0.002)
 
-        def add(self, value):
-            self.num_values += 1
 
+def test_margin_leaves_out_the_noise_of_arrivals():
+    class Constant(Numbered):
         def forecast(self, number):
-            return [1000.0 * (self.num_values + k) for k in range(1, number + 1)]
+            return [1e5] * number
 
-    forecast = Forecast(Numbered())
-    for number in range(1, 30):  # work of 1,100 tokens, 2,200, 3,300 …
-        forecast.add(Traffic(num_requests=1.1 * number, isl=1000), 10.0, 10.0)
-        forecast.rates(num_steps, 10.0)
+    draw, forecast = random.Random(3), Forecast(Constant())
+    for _ in range(40):  # 100 requests give or take 10, as a Poisson process has them
+        forecast.add(Traffic(num_requests=round(draw.gauss(100, 10)), isl=1000), 10.0, 10.0)
+        forecast.rates(1, 10.0)
 
-    assert forecast.margin == pytest.approx(1.1)
+    assert forecast.margin < 1.04
+
+
+def test_margin_forgets_the_errors_of_forecasts_on_another_basis():
+    predictor = Numbered()
+    forecast = forecast_too_low(predictor, num_intervals=20)
+    original = predictor.forecast
+
+    def forecast_by_period(number):
+        predictor.basis = "period"
+        return original(number)
+
+    predictor.forecast = forecast_by_period
+    forecast.rates(1, 10.0)
+
+    assert forecast.margin == 1.15  # as before any forecast came due
 
 
 def test_no_request_yet_asks_for_no_worker():

@@ -79,6 +79,19 @@ def test_period_of_a_wave_is_recognized():
     assert predictors.find_period([wave(i) for i in range(40)]) == PERIOD
 
 
+def test_two_rises_at_different_levels_are_no_period():
+    first = [10.0, 13, 16, 19, 20, 20, 18, 15, 12, 10, 8]
+
+    assert predictors.find_period([*first, *(value - 8 for value in first[:5])]) is None
+
+
+def test_period_is_found_once_half_of_it_has_come_again():
+    values = [wave(i) for i in range(40)]
+    lengths = [n for n in range(len(values)) if predictors.find_period(values[:n])]
+
+    assert 1.5 * PERIOD <= lengths[0] <= 1.5 * PERIOD + 2
+
+
 def test_unknown_name_is_refused_with_the_names():
     with pytest.raises(errors.ConfigError, match="seasonal"):
         predictors.make_predictor("prophet")
