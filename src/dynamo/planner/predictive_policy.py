@@ -118,7 +118,8 @@ class Forecast:
         ratios = sorted(work / expected for expected, work in self._outcomes)
         shortage = max(0.0, ratios[len(ratios) * 8 // 10] - 1)
         error = sum((work - expected) ** 2 for expected, work in self._outcomes)
-        noise = sum(expected for expected, _ in self._outcomes) * self.burstiness * (self._isl or 0.0)
+        token_variance = self.burstiness * (self._isl or 0.0)  # per token that arrives
+        noise = token_variance * sum(expected for expected, _ in self._outcomes)
         return min(_MOST_MARGIN, 1 + shortage * math.sqrt(max(0.0, 1 - noise / max(1.0, error))))
 
     @property

@@ -154,7 +154,7 @@ class KvRouter:
             )
             try:
                 return await self._send(routed, decision)
-            except (errors.WorkerLost, errors.NoWorkers):  # it is lost, or left since it was selected
+            except (errors.WorkerLost, errors.NoWorkers):  # NoWorkers: it has left since
                 if options.instance_id is not None:
                     raise
                 # a session's worker is only a preference: the next attempt may take any other

@@ -105,7 +105,7 @@ def test_lmcache_is_refused_on_a_cpu(names):
     transfer = types.SimpleNamespace(**fields)
     connectors.check_device(transfer, "cuda")
 
-    with pytest.raises(errors.ConfigError, match="expected a GPU.* --connector kvbm"):
+    with pytest.raises(errors.ConfigError, match=r"expected a GPU.* --connector kvbm"):
         connectors.check_device(transfer, "cpu")
 
 
