@@ -84,11 +84,13 @@ def bodies(host: str, seed: int) -> Iterator[bytes]:
         yield f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
-async def send(url: str, arrivals: Sequence[float], seed: int) -> load.Run:  # type: ignore[valid-type]
+async def send(
+    url: str, arrivals: Sequence[float], requests: Iterator[bytes], num_output: int
+) -> load.Run:  # type: ignore[valid-type]
     """Send a request at each of these times; return when all have ended."""
     door = urllib.parse.urlsplit(url)
     run = load.Run([], len(arrivals), len(arrivals), stream=True)
-    run.requests, run.num_cut, run.num_output = bodies(door.netloc, seed), 0, 150
+    run.requests, run.num_cut, run.num_output = requests, 0, num_output
     loop, begin = asyncio.get_running_loop(), time.monotonic()
     for at in arrivals:
         await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
@@ -181,7 +183,8 @@ def measure(
         log = directory / "decisions.jsonl"
         wait_for_first_workers(f"http://127.0.0.1:{planner_port}", log)
         begun = time.time()
-        run = asyncio.run(send(url, arrivals, args.seed))
+        host = urllib.parse.urlsplit(url).netloc
+        run = asyncio.run(send(url, arrivals, bodies(host, args.seed), 150))
         text = (directory / "log").read_text()
         if args.keep is not None:
             args.keep.mkdir(parents=True, exist_ok=True)

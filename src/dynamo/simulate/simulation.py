@@ -28,12 +28,18 @@ class Outcome:
     worker: api.Worker | None = None
     sent_at: float = 0.0
     first_output_at: float = 0.0
+    ended_at: float = 0.0
     num_cached: int = 0
 
     @property
     def ttft(self) -> float:
         """Return the seconds from arrival to the first token."""
         return self.first_output_at - self.arrival.at
+
+    @property
+    def itl(self) -> float:
+        """Return the mean seconds between two tokens; 0 for an answer of one."""
+        return (self.ended_at - self.first_output_at) / max(1, self.arrival.num_output - 1)
 
 
 @dataclass(slots=True)
@@ -131,7 +137,7 @@ class Simulation:
         self._schedule_step(worker, math.inf)
         for request_id in result.ended:
             self._selector.free(request_id, now)
-            del self._open[request_id]
+            self._open.pop(request_id).ended_at = now
         self._admit(now)
         turn = [
             arrival
@@ -163,6 +169,8 @@ class PolicySummary:
     p50_ttft: float
     p99_ttft: float
     max_ttft: float
+    mean_itl: float
+    requests_per_s: float  # from the first arrival to the last end
     hit_rate: float  # cached prompt tokens over prompt tokens
     imbalance: float  # computed prompt tokens: those of the busiest worker over the mean
     max_waiting: int  # in the router's queue
@@ -188,6 +196,9 @@ def summarise(
         p50_ttft=_quantile(ttfts, 0.5),
         p99_ttft=_quantile(ttfts, 0.99),
         max_ttft=ttfts[-1],
+        mean_itl=statistics.fmean(outcome.itl for outcome in record.outcomes),
+        requests_per_s=len(ttfts)
+        / (max(o.ended_at for o in record.outcomes) - record.outcomes[0].arrival.at),
         hit_rate=sum(o.num_cached for o in record.outcomes)
         / sum(o.arrival.num_tokens for o in record.outcomes),
         imbalance=shares[0],

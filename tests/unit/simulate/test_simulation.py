@@ -165,3 +165,11 @@ def test_requests_wait_in_the_router_when_workers_are_full():
 
     assert record.max_waiting == 2
     assert [o.first_output_at for o in record.outcomes] == [10.0, 20.0, 30.0]
+    assert [o.ended_at for o in record.outcomes] == [10.0, 20.0, 30.0]
+
+
+def test_outcome_has_the_time_between_its_tokens():
+    arrival = workload.SimulatedRequest(at=0.0, num_tokens=8, num_output=5, names=(1,))
+    outcome = simulation.Outcome(arrival=arrival, first_output_at=2.0, ended_at=4.0)
+
+    assert outcome.itl == 0.5
