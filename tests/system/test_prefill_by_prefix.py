@@ -68,6 +68,11 @@ class Pools:
         with concurrent.futures.ThreadPoolExecutor(16) as threads:
             return list(threads.map(lambda one: self.ask(one, **fields), prompts))
 
+    def num_stored_events(self):
+        """How many events of stored blocks the routers have applied; they may come later than the answer."""
+        series = 'dynamo_component_kv_cache_events_applied{event_type="stored",status="ok"}'
+        return self.frontend.metric(series)
+
     def routed(self, **labels):
         """How many prompts the frontend had computed so."""
         text = httpx.get(f"{self.frontend.url}/metrics", timeout=PATIENT_S).text
@@ -112,7 +117,14 @@ def test_prefill_by_prefix_gives_the_answers_of_an_aggregated_worker(pools):
 def test_prefixes_return_to_their_prefill_worker(pools):
     pools.ready()
     prefixes = [prompt(320, f"prefix {i}") for i in range(4)]
-    first = {i: pools.ask(one)["nvext"]["worker_id"] for i, one in enumerate(prefixes)}
+    first = {}
+    for i, one in enumerate(prefixes):
+        num_known = pools.num_stored_events()
+        first[i] = pools.ask(one)["nvext"]["worker_id"]
+        eventually(
+            lambda num_known=num_known: pools.num_stored_events() >= num_known + 2,
+            what="the events of both workers at their routers",
+        )
     before = sum(worker.metric("requests_total") for worker in pools.prefill)
     again = [(i, prefixes[i] + prompt(20, f"{turn} {i}")) for turn in range(4) for i in range(4)]
     answers = [(i, pools.ask(one)) for i, one in again]

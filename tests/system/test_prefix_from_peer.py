@@ -77,11 +77,18 @@ def tell_first(frontend, text, instance_id):
 
 def test_prefix_is_copied_from_the_other_worker_and_computed_when_that_is_dead(frontend):
     first, second = ids_of(frontend, 2)
-    said = tell_first(frontend, STORY, first)
-    again, loaded = ask(frontend, STORY, second)
+    copied = []
 
-    assert again == said
-    assert loaded["peer"] > 300
+    def is_copied():
+        """A copy that takes longer than computing would is given up: on a busy machine another may be in time."""
+        story = f"Story {len(copied)}. {STORY}"
+        said = tell_first(frontend, story, first)
+        again, loaded = ask(frontend, story, second)
+        assert again == said
+        copied.append(loaded.get("peer", 0))
+        return copied[-1] > 300
+
+    eventually(is_copied, what="a copied prefix", every_s=1)
     assert sum(worker.metric("kv_peer_tokens_total") for worker in frontend.others) > 300
     longer = f"{STORY} {STORY}"
     said = tell_first(frontend, longer, first)
