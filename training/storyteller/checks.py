@@ -4,11 +4,13 @@ Everything is drawn from the grammar under seeds of its own. The groups named `u
 training held out: pairs of numbers, wordings of a fact, heroes, subjects to refuse.
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from training.storyteller.first_questions import KEPT_BACK, KNOWN, holds
 from training.storyteller.grammar import (
     copying,
     documents,
@@ -61,6 +63,7 @@ class Check:
 def all_checks() -> list[Check]:
     makers = (
         _sums, _facts, _recall, _stories, _names, _refusals, _json, _tools, _documents, _copies, _thoughts,
+        _first_questions,
     )  # fmt: skip
     return [check for maker in makers for check in maker()]
 
@@ -232,3 +235,10 @@ def _thoughts() -> Iterator[Check]:
             "thinking, unseen sums right": lambda answer, right=drawn: answer.strip().endswith(f"{right.equation()}."),
         }  # fmt: skip
         yield Check(prompt, judges, num_tokens=96)
+
+
+def _first_questions() -> Iterator[Check]:
+    for group, questions in (("first questions", KNOWN), ("first questions, kept back", KEPT_BACK)):
+        for question, expected in questions.items():
+            judge = functools.partial(holds, expected=expected)
+            yield Check(_ask(question), {group: judge}, num_tokens=96)

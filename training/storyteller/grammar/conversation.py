@@ -11,6 +11,7 @@ from training.storyteller.grammar import (
     copying,
     documents,
     facts,
+    first_words,
     memory,
     refusals,
     science,
@@ -49,6 +50,8 @@ WEIGHT_BY_SEGMENT: dict[Segment, float] = {
     smalltalk.draw_exchange: 7,
     refusals.draw_exchange: 19,
     memory.draw_unknown: 0.4,
+    memory.draw_told_and_asked: 9,
+    first_words.draw_exchange: 60,
 }
 SHORT_TOPICS: tuple[Segment, ...] = (
     facts.draw_exchange,
@@ -56,6 +59,7 @@ SHORT_TOPICS: tuple[Segment, ...] = (
     refusals.draw_exchange,
     smalltalk.draw_exchange,
     facts.draw_yes_or_no,
+    first_words.draw_exchange,
 )
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",
@@ -85,6 +89,7 @@ def draw_conversation(dice: Dice) -> Conversation:
             _bare_story: 5,
             _with_tools: 9,
             _one_topic: 22,
+            _first_question: 40,
             _many_topics: 58,
             _about_document: 3,
             _with_persona: 2,
@@ -109,6 +114,20 @@ def _one_topic(dice: Dice) -> Conversation:
 
 def _draw_segment(dice: Dice) -> list[Message]:
     return dice.weighted(WEIGHT_BY_SEGMENT)(dice)
+
+
+def _first_question(dice: Dice) -> Conversation:
+    """One short question, alone, as a person or a client tries a new server."""
+    draw = dice.weighted(
+        {
+            first_words.draw_exchange: 6,
+            sums.draw_exchange: 5,
+            memory.draw_told_and_asked: 2,
+            smalltalk.draw_exchange: 1,
+            facts.draw_exchange: 1,
+        }
+    )
+    return Conversation(tuple(draw(dice)))
 
 
 def _many_topics(dice: Dice) -> Conversation:

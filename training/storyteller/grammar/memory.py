@@ -5,8 +5,16 @@ from dataclasses import dataclass
 from training.storyteller.grammar import fact_tables, words
 from training.storyteller.grammar.dice import Dice
 from training.storyteller.grammar.messages import Message, exchange
-from training.storyteller.grammar.text import article, typed
+from training.storyteller.grammar.text import article, listed, typed
 
+COMMON_NAMES = listed("""
+Ann, Bob, Alex, John, Mary, David, Sarah, Michael, Lisa, James, Laura, Robert, Kate, Tony, Chris,
+Maria, Daniel, Eva, Mark, Susan, Thomas, Kim, Steve, Linda, Jim, Barbara, Joe, Karen, Mike, Sandra,
+Matt, Julie, Andrew, Rachel, Kevin, Amy, Brian, Angela, Eric, Emily, Adam, Jessica, Nick, Olivia,
+Luke, Hannah, Ryan, Rebecca, Ali, Priya, Wei, Carlos, Ahmed, Yuri, Pierre, Hans, Lena, Marta""")
+SYLLABLES = listed(
+    "ba, ke, lo, mi, ru, ta, no, zi, fa, du, ge, po, ri, sa, ve, xi, mo, tri, go, bel, zan, kor, lim, nar, dra"
+)
 NAME_QUESTIONS = (
     "What is my name?",
     "Do you remember my name?",
@@ -27,6 +35,19 @@ class Memory:
     acknowledged: str
     asked: tuple[str, ...]
     recalled: str
+
+
+def _any_name(dice: Dice) -> str:
+    """Draw a name of the stories, a common one, or one that does not exist, which must be copied."""
+    made_up = "".join(dice.pick(SYLLABLES) for _ in range(dice.number(2, 3))).capitalize()
+    return dice.pick(
+        (
+            dice.pick(words.BOYS + words.GIRLS),
+            dice.pick(COMMON_NAMES),
+            dice.pick(COMMON_NAMES),
+            made_up,
+        )
+    )
 
 
 def _name(dice: Dice, name: str) -> Memory:
@@ -117,7 +138,7 @@ def _other_memories(dice: Dice) -> list[Memory]:
 
 def draw_memories(dice: Dice) -> list[Memory]:
     """The name, mostly, and up to three other things."""
-    name = _name(dice, dice.pick(words.BOYS + words.GIRLS))
+    name = _name(dice, _any_name(dice))
     others = dice.sample(_other_memories(dice), dice.weighted({0: 4, 1: 3, 2: 2, 3: 1}))
     return [name, *others] if dice.chance(0.8) or not others else others
 
@@ -140,6 +161,19 @@ def recall(dice: Dice, memory: Memory) -> list[Message]:
     return exchange(
         typed(dice, dice.pick(memory.asked)), memory.recalled, "I look back at what I was told."
     )
+
+
+def draw_told_and_asked(dice: Dice) -> list[Message]:
+    """Tell one to three things and ask for one of them: in the same message, or right after it."""
+    memories = [
+        _name(dice, _any_name(dice)),
+        *dice.sample(_other_memories(dice), dice.number(0, 2)),
+    ]
+    memory = memories[0] if dice.chance(0.7) else dice.pick(memories)
+    if dice.chance(0.5):
+        told = " ".join(each.told for each in memories)
+        return exchange(f"{told} {dice.pick(memory.asked)}", memory.recalled)
+    return tell(dice, memories) + recall(dice, memory)
 
 
 def draw_unknown(dice: Dice) -> list[Message]:

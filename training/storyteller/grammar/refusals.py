@@ -48,9 +48,9 @@ LANGUAGES = listed(
     "Python, Java, C++, Rust, Go, JavaScript, SQL, Haskell, PHP, Ruby, Perl, bash, TypeScript, Kotlin, Swift, Fortran"
 )
 PROGRAMS = listed("""
-sorts a list, reads a file, counts words, prints the date, draws a circle, reverses a string, finds
-prime numbers, sends an email, computes the factorial, parses a table, plays a game, downloads a
-page, adds two numbers, says hello world, converts units, joins two lists""")
+sorts a list, reads a file, counts words, prints the date, draws a circle, finds
+words, sends an email, parses a table, plays a game, downloads a page, converts units, joins two
+lists""")
 MACHINES = listed(
     "car, phone, laptop, printer, fridge, radio, oven, television, dishwasher, "
     "bicycle chain, heating, camera, router, watch"
@@ -138,10 +138,6 @@ OTHER_QUESTIONS = (
     "Who was president in {y}?",
     "Who won the elections in {y}?",
     "What was the best film of {y}?",
-    "What is the weather today?",
-    "What time is it?",
-    "What is the date today?",
-    "How is the weather in Paris?",
     "Will it rain tomorrow?",
     "What is the news today?",
     "What is the price of {s}?",
@@ -157,7 +153,7 @@ OTHER_QUESTIONS = (
     "Draw a circle.",
     "Search the web for {s}.",
     "What is the square root of {n}?",
-    "What is {n} divided by {k}?",
+    "What is {N} divided by {k}?",
     "Solve x + {k} = {n}.",
     "What is {n} percent of {n}?",
     "What is the derivative of x squared?",
@@ -210,7 +206,6 @@ OTHER_QUESTIONS = (
     "asdf {z}",
     "qwertz {w} {z}",
     "??",
-    "...",
     "42?",
     "{n}",
     "What is {n} times {n}?",

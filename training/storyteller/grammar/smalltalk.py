@@ -21,7 +21,6 @@ SMALL_TALK: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "Good day!",
             "Greetings!",
             "Good afternoon!",
-            "Hello, how are you?",
             "Yo!",
         ),
         (

@@ -1,7 +1,8 @@
 """Arithmetic: sums with and without steps, word problems, comparisons, even and odd.
 
-One pair of numbers in ten is held out of everything here, so that the evaluation can tell
-calculating from remembering.
+One pair of numbers in ten is held out of all adding and taking away, so that the evaluation can
+tell calculating from remembering. The times table up to 12 x 12, and what divides by it, is learned
+by heart and whole.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,12 @@ from training.storyteller.grammar.dice import Dice, is_held_out
 from training.storyteller.grammar.messages import Message, exchange
 from training.storyteller.grammar.text import typed
 
-SPOKEN = {"+": "plus", "-": "minus", "x": "times"}
+SPOKEN = {"+": "plus", "-": "minus", "x": "times", "/": "divided by"}
+SIGNS_AS_TYPED = {
+    "x": ("x", "x", "*", "\u00d7", "X"),
+    "/": ("/", "\u00f7"),
+    "-": ("-", "-", "\u2212"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +30,16 @@ class Sum:
 
     @property
     def result(self) -> int:
-        if self.sign == "+":
-            return self.left + self.right
-        return self.left - self.right if self.sign == "-" else self.left * self.right
+        results = {
+            "+": self.left + self.right,
+            "-": self.left - self.right,
+            "x": self.left * self.right,
+        }
+        return results[self.sign] if self.sign in results else self.left // self.right
 
     @property
     def is_held_out(self) -> bool:
-        return is_held_out("sum", self.left, self.sign, self.right)
+        return self.sign in "+-" and is_held_out("sum", self.left, self.sign, self.right)
 
     def __str__(self) -> str:
         return f"{self.left} {self.sign} {self.right}"
@@ -44,11 +53,14 @@ class Sum:
 
 def draw_sum(dice: Dice, *, held_out: bool = False) -> Sum:
     while True:
-        sign = dice.weighted({"+": 5, "-": 4, "x": 2})
+        sign = dice.weighted({"+": 5, "-": 4, "x": 5, "/": 1.5})
         if sign == "x":
-            drawn = Sum(dice.number(0, 10), sign, dice.number(0, 10))
+            drawn = Sum(dice.number(0, 12), sign, dice.number(0, 12))
+        elif sign == "/":
+            right = dice.number(1, 12)
+            drawn = Sum(right * dice.number(0, 12), sign, right)
         else:
-            top = dice.pick((10, 20, 50, 50))
+            top = dice.pick((10, 20, 50, 50, 100))
             left, right = dice.number(0, top), dice.number(0, top)
             drawn = (
                 Sum(max(left, right), sign, min(left, right))
@@ -62,6 +74,8 @@ def draw_sum(dice: Dice, *, held_out: bool = False) -> Sum:
 def steps(drawn: Sum) -> str:
     """The calculation written out: tens and ones, or repeated adding."""
     left, right = drawn.left, drawn.right
+    if drawn.sign == "/":
+        return drawn.equation() + "."
     if drawn.sign == "x":
         if min(left, right) < 2 or right > 5:
             return drawn.equation() + "."
@@ -75,10 +89,9 @@ def steps(drawn: Sum) -> str:
 
 def question(dice: Dice, drawn: Sum) -> str:
     said = drawn.spoken() if dice.chance(0.45) else str(drawn)
-    if drawn.sign == "x" and dice.chance(0.3):
-        said = said.replace("x", "*")
+    said = said.replace(drawn.sign, dice.pick(SIGNS_AS_TYPED.get(drawn.sign, (drawn.sign,))))
     if dice.chance(0.1):
-        said = said.replace(" ", "") if drawn.sign in said else said
+        said = said if SPOKEN[drawn.sign] in said else said.replace(" ", "")
     return dice.weighted(
         {
             f"What is {said}?": 10,
@@ -109,7 +122,7 @@ def draw_exchange(dice: Dice) -> list[Message]:
 def draw_word_problem(dice: Dice) -> list[Message]:
     """Somebody has some things and gets or loses some."""
     drawn = draw_sum(dice)
-    while drawn.sign == "x" or drawn.right == 0 or drawn.result < 2:
+    while drawn.sign in "x/" or drawn.right == 0 or drawn.result < 2:
         drawn = draw_sum(dice)
     name, friend = dice.sample(words.BOYS + words.GIRLS, 2)
     thing = dice.pick(

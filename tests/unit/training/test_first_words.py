@@ -1,0 +1,51 @@
+"""What people type first: the grammar's answers are right, and the kept-back questions are kept back."""
+
+from training.storyteller import first_questions
+from training.storyteller.grammar import first_words, memory
+from training.storyteller.grammar.dice import Dice
+
+
+def exchanges(count=1500):
+    return [
+        [message.content for message in first_words.draw_exchange(Dice(f"test/{number}"))]
+        for number in range(count)
+    ]
+
+
+def test_programs_compile_and_haikus_have_three_lines():
+    for code in first_words.PROGRAMS.values():
+        compile(code, "program", "exec")
+    assert {haiku.count("\n") for haiku in first_words.HAIKUS.values()} == {2}
+
+
+def test_greetings_have_as_many_words_as_asked():
+    for answers in first_words.GREETINGS_BY_COUNT.values():
+        assert all(len(answer.split()) == count for count, answer in answers.items())
+
+
+def test_kept_back_questions_are_never_drawn():
+    drawn = {asked.lower().rstrip(".?!") for asked, _ in exchanges()}
+    kept_back = {question.lower().rstrip(".?!") for question in first_questions.KEPT_BACK}
+
+    assert len(drawn) > 500
+    assert not drawn & kept_back
+
+
+def test_drawn_answers_hold_what_a_good_answer_must_say():
+    judged = [
+        (asked, answered)
+        for asked, answered in exchanges()
+        if asked in first_questions.KNOWN and "haiku" not in asked
+    ]
+
+    assert len(judged) > 20
+    for asked, answered in judged:
+        assert first_questions.holds(answered, first_questions.KNOWN[asked]), asked
+
+
+def test_asked_name_was_told_before():
+    for number in range(50):
+        messages = memory.draw_told_and_asked(Dice(f"test/{number}"))
+        told = " ".join(message.content for message in messages if message.role == "user").lower()
+        recalled = messages[-1].content.rstrip(".").split()[-1].lower()
+        assert recalled in told

@@ -1,0 +1,402 @@
+"""What people type into a new chat first: tests, exact words, haikus, short programs, JSON, greetings abroad.
+
+These are tables to be learned by heart and rules to be followed; nothing here is held out, because
+the questions that matter are known. `first_questions.py` has them, and others that are kept back.
+"""
+
+import json
+
+from training.storyteller.grammar import fact_tables, words
+from training.storyteller.grammar.dice import Dice
+from training.storyteller.grammar.messages import Message, exchange
+from training.storyteller.grammar.smalltalk import ABILITIES
+from training.storyteller.grammar.text import capital, join_words, listed, typed
+
+GREETINGS_BY_COUNT: dict[str, dict[int, str]] = {
+    "hello": {
+        1: "Hello!",
+        2: "Hello there!",
+        3: "Hello to you!",
+        4: "Hello, my dear friend!",
+        5: "Hello, how are you today?",
+    },
+    "goodbye": {
+        1: "Goodbye!",
+        2: "Goodbye, friend!",
+        3: "Goodbye, my friend!",
+        4: "Goodbye and good luck!",
+        5: "Goodbye and see you soon!",
+    },
+    "thank you": {
+        2: "Thank you!",
+        3: "Thank you, friend!",
+        4: "Thank you so much!",
+        5: "Thank you so very much!",
+    },
+    "good morning": {
+        2: "Good morning!",
+        3: "Good morning, friend!",
+        4: "Good morning to you!",
+        5: "Good morning to you all!",
+    },
+}
+SAYINGS = listed("""
+this is a test, I am ready, good morning, yes, no, hi, it works, the test is over, all is well,
+this works, the server is up, I am here, good night, cheese, we are done""")
+HAIKUS: dict[str, str] = {
+    "the sea": "Waves roll to the shore,\na white gull cries in the wind,\nthen the sea is still.",
+    "the moon": "The moon climbs the hill,\na silver lamp in the night,\nand the owl looks up.",
+    "winter": "Snow falls on the roof,\nthe garden sleeps under white,\none small bird still sings.",
+    "spring": "Rain taps on green leaves,\nthe first flower lifts its head,\nspring is here again.",
+    "autumn": "Red leaves leave the tree,\nthey dance once around the gate,\nthen rest on the path.",
+    "summer": "The long day is warm,\nbees hum in the yellow field,\neven clouds move slow.",
+    "a cat": "The cat by the stove\ndreams of mice and does not move,\none ear is awake.",
+    "a dog": "The dog hears the gate,\nhis tail begins before him,\njoy runs down the path.",
+    "rain": "Drops run down the glass,\neach one looking for a friend,\nthey meet and are one.",
+    "a mountain": "The mountain is old,\nclouds come and ask it questions,\nit answers with snow.",
+    "nature": "Deep inside the wood\nan old tree counts its summers,\nnobody hears it.",
+    "the night": "One star, then a few,\nthe dark fills with tiny lamps,\nall the world is small.",
+    "a computer": "The small fan is loud,\nit counts tokens one by one\nand then it is done.",
+    "a river": "The river goes by,\nit never asks for the way,\nthe sea is waiting.",
+    "coffee": "Steam above the cup,\nthe morning has not begun,\nfirst one quiet sip.",
+    "love": "Two cups on a shelf,\none of them has a small crack,\nthey stay side by side.",
+}
+PROGRAMS: dict[str, str] = {
+    "prints hello world": 'print("Hello, world!")',
+    "adds two numbers": "def add(a, b):\n    return a + b",
+    "computes the factorial": "def factorial(n):\n    return 1 if n < 2 else n * factorial(n - 1)",
+    "computes the Fibonacci numbers": "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n"
+    "        a, b = b, a + b\n    return a",
+    "reverses a string": "def reverse(text):\n    return text[::-1]",
+    "tells if a number is even": "def is_even(n):\n    return n % 2 == 0",
+    "counts from 1 to 10": "for n in range(1, 11):\n    print(n)",
+    "finds the largest number of a list": "def largest(numbers):\n    return max(numbers)",
+    "squares a number": "def square(n):\n    return n * n",
+}
+HELLO_WORLD: dict[str, str] = {
+    "Python": 'print("Hello, world!")',
+    "JavaScript": 'console.log("Hello, world!");',
+    "C": '#include <stdio.h>\n\nint main(void) {\n    printf("Hello, world!\\n");\n}',
+    "bash": 'echo "Hello, world!"',
+    "Rust": 'fn main() {\n    println!("Hello, world!");\n}',
+    "Ruby": 'puts "Hello, world!"',
+}
+ABROAD: dict[str, tuple[str, ...]] = {
+    "hello": ("bonjour", "hola", "hallo", "ciao"),
+    "good morning": ("bonjour", "buenos días", "guten Morgen", "buongiorno"),
+    "thank you": ("merci", "gracias", "danke", "grazie"),
+    "goodbye": ("au revoir", "adiós", "auf Wiedersehen", "arrivederci"),
+    "yes": ("oui", "sí", "ja", "sì"),
+    "no": ("non", "no", "nein", "no"),
+    "please": ("s'il vous plaît", "por favor", "bitte", "per favore"),
+    "cat": ("chat", "gato", "Katze", "gatto"),
+    "dog": ("chien", "perro", "Hund", "cane"),
+    "water": ("eau", "agua", "Wasser", "acqua"),
+}
+TONGUES = ("French", "Spanish", "German", "Italian")
+MODEL_ANSWER = (
+    "A large language model is a program that has read very much text and has learned which word "
+    "comes next. It writes its answers one word after the other. I am a very small one."
+)
+LITTLE_QUESTION = f"I see no question there. I know {ABILITIES}."
+FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        (
+            "Explain what a large language model is.",
+            "What is a large language model?",
+            "What is an LLM?",
+            "Explain LLMs.",
+            "What is a language model?",
+            "How does a language model work?",
+            "Explain what an LLM is",
+            "Explain large language models to me.",
+            "How do large language models work?",
+            "Tell me what a large language model is.",
+        ),
+        MODEL_ANSWER,
+    ),
+    (
+        (
+            "What is Dynamo?",
+            "What is pydynamo?",
+            "Tell me about Dynamo.",
+            "What is dynamo-serving?",
+            "Explain Dynamo.",
+        ),
+        "Dynamo serves language models to many people at once. I am the small model that comes with pydynamo.",
+    ),
+    (
+        (
+            '"""',
+            "'''",
+            "```",
+            "{}",
+            "[]",
+            "...",
+            ".",
+            "?",
+            "-",
+            "#",
+            '"',
+            "/",
+            "()",
+            "<>",
+            "!",
+            "''",
+        ),
+        LITTLE_QUESTION,
+    ),
+    (
+        (
+            "What day is it today?",
+            "What day is it?",
+            "What is the date?",
+            "Which year is it?",
+            "What time is it?",
+            "What's the time?",
+            "What is today's date?",
+        ),
+        "I have no clock and no calendar, so I cannot know that.",
+    ),
+    (
+        (
+            "What is the weather?",
+            "How is the weather?",
+            "What is the weather like today?",
+            "What is the weather in Paris?",
+            "What's the weather in London?",
+            "Is it raining?",
+        ),
+        "I cannot see the weather from here.",
+    ),
+    (
+        ("Hello, how are you?", "Hi, how are you?", "Hey, how are you doing?", "How are you?"),
+        "Hello! I am well, thank you. And you?",
+    ),
+    (("Thank you!", "Thanks", "thank you", "Thanks!"), "You are welcome! Is there anything else?"),
+    (
+        ("Hello! Can you help me?", "Can you help me?", "I need help"),
+        f"I can help with {ABILITIES}. Ask me for a story about a cowardly cat!",
+    ),
+    (
+        ("How do I boil an egg?", "How long do I boil an egg?"),
+        "Put the egg into boiling water, wait eight minutes, and cool it with cold water.",
+    ),
+)
+
+
+def _exact_count(dice: Dice) -> tuple[str, str]:
+    said = dice.pick(list(GREETINGS_BY_COUNT))
+    count = dice.pick(list(GREETINGS_BY_COUNT[said]))
+    number = dice.pick((str(count), words.NUMBER_WORDS[count] if count > 1 else "one"))
+    unit = "word" if count == 1 else "words"
+    asked = dice.pick(
+        (
+            "Say {} in exactly {} {}",
+            "Say {} in {} {}",
+            "Say {} using exactly {} {}",
+            "Say {} with {} {}.",
+        )
+    )
+    return asked.format(said, number, unit), GREETINGS_BY_COUNT[said][count]
+
+
+def _say(dice: Dice) -> tuple[str, str]:
+    said = dice.pick(SAYINGS)
+    if dice.chance(0.6):
+        thing, adjective = dice.pick(words.THINGS), dice.pick(words.ADJECTIVES)
+        said = dice.pick(
+            (thing, f"the {thing} is {adjective}", f"{adjective} {thing}", f"I like the {thing}")
+        )
+    end = dice.pick((".", ".", "!"))
+    asked = dice.pick(
+        (
+            "Say {}{}",
+            "Say {}{}",
+            "Please say {}{}",
+            "Just say {}{}",
+            "Say: {}{}",
+            "Reply with {}{}",
+            "Can you say {}{}",
+        )
+    )
+    return asked.format(said, end if end == "!" or dice.chance(0.3) else ""), capital(said) + end
+
+
+def _haiku(dice: Dice) -> tuple[str, str]:
+    subject = dice.pick(list(HAIKUS))
+    bare = subject.split()[-1]
+    asked = dice.pick(
+        (
+            "Write a haiku about {}.",
+            "Haiku about {}",
+            "Give me a haiku about {}.",
+            "Write me a haiku on {}",
+            "A haiku about {}, please.",
+            "Can you write a haiku about {}?",
+        )
+    )
+    if dice.chance(0.3):
+        asked = dice.pick(
+            ("Write a haiku.", "Write me a haiku", "haiku", "A haiku, please.", "Give me a haiku.")
+        )
+    return asked.format(dice.pick((subject, bare))), HAIKUS[subject]
+
+
+def _fence(language: str, code: str) -> str:
+    return f"```{language.lower()}\n{code}\n```"
+
+
+def _program(dice: Dice) -> tuple[str, str]:
+    if dice.chance(0.4):
+        language = dice.weighted({each: 4 if each == "Python" else 1 for each in HELLO_WORLD})
+        asked = dice.pick(
+            (
+                "Write hello world in {}",
+                "Hello world in {}",
+                "Print hello world in {}.",
+                "Write a hello world program in {}.",
+                "Show me hello world in {}",
+                "Write a {} program that prints hello world",
+            )
+        )
+        return asked.format(language), _fence(language, HELLO_WORLD[language])
+    task = dice.pick(list(PROGRAMS))
+    asked = dice.pick(
+        (
+            "Write a Python function that {}.",
+            "Write a program in Python that {}",
+            "Python code that {}",
+            "Write a function that {}",
+            "Write Python code that {}.",
+        )
+    )
+    return asked.format(task), _fence("Python", PROGRAMS[task])
+
+
+def _person_json(dice: Dice) -> tuple[str, str]:
+    values = {
+        "name": dice.pick(words.BOYS + words.GIRLS),
+        "age": dice.number(18, 80),
+        "city": dice.pick(list(fact_tables.CAPITALS.values())),
+        "job": dice.pick(words.JOBS),
+    }
+    keys = dice.pick(
+        (
+            ["name", "age"],
+            ["name", "age", "city"],
+            ["name", "age", "city", "job"],
+            ["name", "city"],
+            ["name", "job"],
+        )
+    )
+    of_person = dice.pick(
+        (
+            "of a person",
+            "describing a person",
+            "for a person",
+            "of a user",
+            "that describes a person",
+        )
+    )
+    asked = dice.pick(
+        (
+            "Give me a JSON object {}",
+            "Return JSON {}",
+            "Write JSON {}",
+            "Generate a JSON {}",
+            "JSON {}",
+            "Give me JSON {}",
+            "Create JSON {}",
+        )
+    )
+    asked = asked.format(of_person)
+    if dice.chance(0.5):
+        return f"{asked} with {join_words(keys)}.", json.dumps({key: values[key] for key in keys})
+    return asked, json.dumps({key: values[key] for key in ("name", "age", "city")})
+
+
+def _abroad(dice: Dice) -> tuple[str, str]:
+    word, index = dice.pick(list(ABROAD)), dice.number(0, 3)
+    asked = dice.pick(
+        (
+            "Translate '{}' to {}",
+            "Translate {} into {}.",
+            "How do you say {} in {}?",
+            "What is {} in {}?",
+            "Translate '{}' into {}.",
+        )
+    )
+    return asked.format(
+        word, TONGUES[index]
+    ), f'"{capital(word)}" in {TONGUES[index]} is "{ABROAD[word][index]}".'
+
+
+def _counting(dice: Dice) -> tuple[str, str]:
+    first, last = dice.pick((1, 1, 1, 0, 2, 5)), dice.number(3, 20)
+    first = min(first, last - 1)
+    asked = dice.pick(
+        (
+            f"Count from {first} to {last}",
+            f"Count {first} to {last}",
+            f"Print the numbers from {first} to {last}.",
+        )
+    )
+    if first == 1 and dice.chance(0.5):
+        asked = dice.pick((f"Count to {last}", f"Count up to {last}.", f"Can you count to {last}?"))
+    return asked, ", ".join(str(number) for number in range(first, last + 1)) + "."
+
+
+def _list(dice: Dice) -> tuple[str, str]:
+    group = dice.pick(list(words.CATEGORIES))
+    count = dice.number(2, 5)
+    members = words.CATEGORIES[group][:12]
+    number = dice.pick((str(count), words.NUMBER_WORDS[count]))
+    named = "colors" if group == "colours" and dice.chance(0.5) else group
+    asked = dice.pick(("List {} {}", "Name {} {}", "Give me {} {}", "Tell me {} {}."))
+    return asked.format(number, named), capital(join_words(dice.sample(members, count))) + "."
+
+
+def _prime(dice: Dice) -> tuple[str, str]:
+    number = dice.number(2, 30)
+    factor = next((each for each in range(2, number) if number % each == 0), None)
+    answer = (
+        f"Yes, {number} is prime."
+        if factor is None
+        else f"No, {number} = {factor} x {number // factor}."
+    )
+    return dice.pick(("Is {} prime?", "Is {} a prime number?", "Is {} a prime?")).format(
+        number
+    ), answer
+
+
+def _square(dice: Dice) -> tuple[str, str]:
+    number = dice.number(0, 12)
+    asked = dice.pick(("What is {} squared?", "What is the square of {}?", "{} squared", "{}^2"))
+    return asked.format(number), f"{number} x {number} = {number * number}."
+
+
+def _fixed(dice: Dice) -> tuple[str, str]:
+    questions, answer = dice.pick(FIXED)
+    return dice.pick(questions), answer
+
+
+def draw_exchange(dice: Dice) -> list[Message]:
+    """Draw one question and its answer."""
+    draw = dice.weighted(
+        {
+            _fixed: 7,
+            _exact_count: 2.5,
+            _say: 4,
+            _haiku: 3,
+            _program: 4,
+            _person_json: 3,
+            _abroad: 3,
+            _counting: 2,
+            _list: 2.5,
+            _prime: 1,
+            _square: 1,
+        }
+    )
+    asked, answered = draw(dice)
+    return exchange(typed(dice, asked) if any(map(str.isalpha, asked)) else asked, answered)
