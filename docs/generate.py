@@ -7,7 +7,7 @@ from pathlib import Path
 
 import prometheus_client
 
-from dynamo.base import clock
+from dynamo.base import clock, config
 from dynamo.cli import main as cli
 from dynamo.disagg import config as disagg_config
 from dynamo.disagg import metrics as disagg_metrics
@@ -82,7 +82,8 @@ def _settings(command: str, *parts: type) -> Iterator[str]:
         flags = [flag if flag is not None else "--" + field.name.replace("_", "-")]
         flags = flags if flags[0] else [field.name.upper()]  # a positional argument
         flags += field.metadata.get("aliases", ())
-        env = f"`{field.metadata['env']}`" if field.metadata["env"] else ""
+        variable = config.variable_of(field)
+        env = f"`{variable}`" if variable else ""
         default = "" if field.default in (None, "", ()) else f"`{field.default}`"
         text = field.metadata["help"].replace("|", "\\|")
         yield f"| {', '.join(f'`{flag}`' for flag in flags)} | {env} | {default} | {text} |"

@@ -1,11 +1,11 @@
 """The options of every command: one frozen dataclass, filled from a file, the environment and the flags.
 
-An option is declared once, with its name, variable, type, default and help:
+An option is declared once, with its name, variable, type, default and help; that of a `setting` is named after it:
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class FrontendConfig:
         '''The HTTP frontend.'''
-        http_port: int = option(8000, env="DYN_HTTP_PORT", help="port to listen on")
+        http_port: int = setting(8000, help="port to listen on")
 
 and `load(FrontendConfig, prog="python -m dynamo.frontend")` reads `--config FILE` (TOML), then `DYN_HTTP_PORT`, then
 `--http-port`; the later wins. Unknown keys, values of the wrong type and numbers out of range are refused in one
@@ -37,6 +37,7 @@ from dynamo.base import addresses, errors
 C = TypeVar("C")
 _TRUE = frozenset(("1", "true", "yes", "on"))
 _LIST_ACTIONS = {"word": "append", "text": "append", "words": "extend"}
+_OWN_VARIABLE = "DYN_*"  # of a setting: the field's name stands for the asterisk
 _FALSE = frozenset(("0", "false", "no", "off", ""))
 
 
@@ -54,9 +55,9 @@ def option(  # noqa: PLR0913 (a declaration; all but two have a default)
 ) -> Any:
     """Declare an option. `flag` replaces the one made from the field's name; "" makes it a positional argument.
 
-    `aliases` are other flags for it; `least` and `most` bound a number. With "text" the value may begin with a
-    dash; with "words" the flag takes all words up to the next flag. `implied` names another variable and the value
-    that this option has if that one is set and this one is not.
+    `env` is its environment variable; `aliases` are other flags for it; `least` and `most` bound a number. With "text"
+    the value may begin with a dash; with "words" the flag takes all words up to the next flag. `implied` names another
+    variable and the value that this option has if that one is set and this one is not.
     """
     metadata = {
         "help": help,
@@ -68,6 +69,11 @@ def option(  # noqa: PLR0913 (a declaration; all but two have a default)
         "implied": implied,
     }
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def setting(default: Any, **declared: Any) -> Any:
+    """Declare an `option` that the environment variable `DYN_` and its name in capitals sets as well."""
+    return option(default, env=_OWN_VARIABLE, **declared)
 
 
 def rest(*, help: str) -> Any:  # noqa: A002
@@ -118,7 +124,7 @@ def load_parts(
     values |= {
         name: _read(field, hints[name], environ[variable], variable)
         for name, field in fields.items()
-        if (variable := field.metadata["env"]) and variable in environ
+        if (variable := variable_of(field)) and variable in environ
     }
     values |= {
         name: _read(
@@ -166,6 +172,11 @@ def _takes_rest(field: dataclasses.Field[Any]) -> bool:
 def _flag_of(field: dataclasses.Field[Any]) -> str:
     flag = field.metadata.get("flag")
     return flag if flag is not None else "--" + field.name.replace("_", "-")
+
+
+def variable_of(field: dataclasses.Field[Any]) -> str:
+    """Return the environment variable that sets an option; "" if there is none."""
+    return (field.metadata["env"] or "").replace("*", field.name.upper())
 
 
 def complete(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
@@ -248,8 +259,8 @@ def _add_flag(
     text = field.metadata["help"]
     if field.default not in (None, "", ()):
         text += f" (default: {field.default})"
-    if field.metadata["env"]:
-        text += f" [{field.metadata['env']}]"
+    if variable := variable_of(field):
+        text += f" [{variable}]"
     text = text.replace("%", "%%")  # argparse formats it
     flag = _flag_of(field)
     if not flag:

@@ -39,49 +39,41 @@ _LOCAL_TOKEN = "token"  # the name of its file
 class ClusterConfig:
     """Settings of the connections between the processes of one cluster: how they meet, address and credentials."""
 
-    discovery_backend: Literal["file", "etcd", "kubernetes", "mem"] = config.option(
+    discovery_backend: Literal["file", "etcd", "kubernetes", "mem"] = config.setting(
         "file",
-        env="DYN_DISCOVERY_BACKEND",
         implied=("ETCD_ENDPOINTS", "etcd"),
         help="how processes find each other: by a directory of this host, by etcd (also if ETCD_ENDPOINTS is set), by"
         " the objects of the Kubernetes cluster that it runs in, or within one process only",
     )
-    file_kv: str | None = config.option(
-        None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"
+    file_kv: str | None = config.setting(
+        None, help="directory of file discovery; by default one per user"
     )
-    tcp_rpc_host: str = config.option(
+    tcp_rpc_host: str = config.setting(
         "127.0.0.1",
-        env="DYN_TCP_RPC_HOST",
         help="address on which this process listens for others, and by which they reach it",
     )
-    tcp_rpc_advertise: str | None = config.option(
+    tcp_rpc_advertise: str | None = config.setting(
         None,
-        env="DYN_TCP_RPC_ADVERTISE",
         help="address or address:port by which others reach this process, if it is another than it listens on, as"
         " behind a NAT; --tcp-rpc-host may then be 0.0.0.0",
     )
-    cluster_token_file: str | None = config.option(
+    cluster_token_file: str | None = config.setting(
         None,
-        env="DYN_CLUSTER_TOKEN_FILE",
         help="file with the secret that all processes of the cluster share, at least 16 bytes, and in a second line"
         f" another that is accepted too, while it is changed; or the secret itself in {TOKEN_VARIABLE}",
     )
-    cluster_tls_cert_path: str | None = config.option(
-        None,
-        env="DYN_CLUSTER_TLS_CERT_PATH",
-        help="certificate (PEM) of this process, for TLS with the others",
+    cluster_tls_cert_path: str | None = config.setting(
+        None, help="certificate (PEM) of this process, for TLS with the others"
     )
-    cluster_tls_key_path: str | None = config.option(
-        None, env="DYN_CLUSTER_TLS_KEY_PATH", help="private key (PEM) of that certificate"
+    cluster_tls_key_path: str | None = config.setting(
+        None, help="private key (PEM) of that certificate"
     )
-    cluster_tls_ca_cert_path: str | None = config.option(
+    cluster_tls_ca_cert_path: str | None = config.setting(
         None,
-        env="DYN_CLUSTER_TLS_CA_CERT_PATH",
         help="certificates (PEM) of the authority whose certificates the others must show; the cluster's own",
     )
-    insecure: bool = config.option(
+    insecure: bool = config.setting(
         False,
-        env="DYN_INSECURE",
         help="listen on any address without a token or certificates: whoever reaches it is served, other users of this"
         " host too",
     )

@@ -36,10 +36,8 @@ class GraphConfig:
         ".", help="directory from which the graph's module is imported"
     )
     dry_run: bool = config.option(False, help="print the commands, and start nothing")
-    namespace: str | None = config.option(
-        None,
-        env="DYN_NAMESPACE",
-        help="namespace of the endpoints (default: the decorator's, or dynamo)",
+    namespace: str | None = config.setting(
+        None, help="namespace of the endpoints (default: the decorator's, or dynamo)"
     )
     join: str | None = config.option(
         None, help="take part in the `dynamo serve` of this name (`dynamo ps` lists them)"

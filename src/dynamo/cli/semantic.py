@@ -32,10 +32,8 @@ class SemanticCommandConfig:
     subject: str = config.option(
         "", flag="", help="the configuration file, the prompt, or a file of requests (audit log)"
     )
-    semantic_router: str | None = config.option(
-        None,
-        env="DYN_SEMANTIC_ROUTER",
-        help="configuration file to explain by, or that replayed requests had",
+    semantic_router: str | None = config.setting(
+        None, help="configuration file to explain by, or that replayed requests had"
     )
     new_config: str | None = config.option(
         None, flag="--config", help="configuration file that replayed requests are to get"

@@ -44,13 +44,9 @@ _SOCKET_FOLDER_CHARS = 70  # a socket's path has 107 characters at most, and vLL
 class HttpConfig:
     """HTTP API."""
 
-    http_port: int = config.option(
-        8000, env="DYN_HTTP_PORT", help="port of the API", least=1, most=65535
-    )
-    http_host: str = config.option(
-        "127.0.0.1",
-        env="DYN_HTTP_HOST",
-        help="address of the API; 0.0.0.0 to serve other machines, too",
+    http_port: int = config.setting(8000, help="port of the API", least=1, most=65535)
+    http_host: str = config.setting(
+        "127.0.0.1", help="address of the API; 0.0.0.0 to serve other machines, too"
     )
 
 

@@ -45,29 +45,24 @@ class PrefillRoutingConfig:
         help="seconds that a prompt may take at prefill workers; after that the answering worker computes it",
         least=0.01,
     )
-    router_conditional_disagg: bool = config.option(
+    router_conditional_disagg: bool = config.setting(
         False,
-        env="DYN_ROUTER_CONDITIONAL_DISAGG",
         help="instead of by the two lengths above, decide by --router-conditional-disagg-config; by default every"
         " prompt goes to prefill workers, except those of which fewer tokens than eff_isl_threshold, and a smaller"
         " share than eff_isl_ratio_threshold, are new to the answering worker",
     )
-    router_conditional_disagg_config: str | None = config.option(
+    router_conditional_disagg_config: str | None = config.setting(
         None,
-        env="DYN_ROUTER_CONDITIONAL_DISAGG_CONFIG",
         help='for that, JSON: {"policy": "isl_bounding", "eff_isl_threshold": 2048, "eff_isl_ratio_threshold": 0.7};'
         " policy may be prefill_load (a prompt stays while prefill workers have more full steps to compute than"
         " prefill_busy_threshold) or isl_or_load (for either reason); with decode_busy_threshold none stays where a"
         " larger share of the blocks would be in use",
     )
-    decode_fallback: bool = config.option(
+    decode_fallback: bool = config.setting(
         True,
-        env="DYN_DECODE_FALLBACK",
         help="let the answering worker compute prompts that no prefill worker can compute; otherwise refuse them",
     )
-    enforce_disagg: bool = config.option(
-        False, env="DYN_ENFORCE_DISAGG", help="the same as --no-decode-fallback"
-    )
+    enforce_disagg: bool = config.setting(False, help="the same as --no-decode-fallback")
 
     def check(self, router_mode: str, queue_threshold: float | None = None) -> None:
         """Check the options against each other and the router mode. Raises ConfigError."""

@@ -24,87 +24,52 @@ _TRACE_STEM = "dynamo-request-trace"
 class RecordConfig(component.RuntimeConfig):
     """The settings of the audit log and the request trace."""
 
-    audit_sinks: tuple[str, ...] = config.option(
-        (),
-        env="DYN_AUDIT_SINKS",
-        help="write requests and responses to these audit logs: stderr, jsonl, jsonl_gz",
+    audit_sinks: tuple[str, ...] = config.setting(
+        (), help="write requests and responses to these audit logs: stderr, jsonl, jsonl_gz"
     )
-    audit_output_path: str | None = config.option(
-        None, env="DYN_AUDIT_OUTPUT_PATH", help="path of the audit log's file, without its suffix"
+    audit_output_path: str | None = config.setting(
+        None, help="path of the audit log's file, without its suffix"
     )
-    audit_force_logging: bool = config.option(
+    audit_force_logging: bool = config.setting(
+        False, help="audit every request; by default only those with `store: true`"
+    )
+    audit_capacity: int = config.setting(
+        1024, help="audit rows that may wait to be written; further rows are dropped", least=1
+    )
+    audit_jsonl_buffer_bytes: int = config.setting(
+        2**20, help="bytes that are collected before they are written", least=1
+    )
+    audit_jsonl_flush_interval_ms: int = config.setting(
+        1000, help="milliseconds after which audit rows are written, however few", least=1
+    )
+    audit_jsonl_gz_roll_bytes: int = config.setting(
+        2**28, help="bytes after which the audit log begins a new file; 0: no limit", least=0
+    )
+    audit_jsonl_gz_roll_lines: int = config.setting(
+        0, help="lines after which the audit log begins a new file; 0: no limit", least=0
+    )
+    request_trace: bool = config.setting(
         False,
-        env="DYN_AUDIT_FORCE_LOGGING",
-        help="audit every request; by default only those with `store: true`",
-    )
-    audit_capacity: int = config.option(
-        1024,
-        env="DYN_AUDIT_CAPACITY",
-        help="audit rows that may wait to be written; further rows are dropped",
-        least=1,
-    )
-    audit_jsonl_buffer_bytes: int = config.option(
-        2**20,
-        env="DYN_AUDIT_JSONL_BUFFER_BYTES",
-        help="bytes that are collected before they are written",
-        least=1,
-    )
-    audit_jsonl_flush_interval_ms: int = config.option(
-        1000,
-        env="DYN_AUDIT_JSONL_FLUSH_INTERVAL_MS",
-        help="milliseconds after which audit rows are written, however few",
-        least=1,
-    )
-    audit_jsonl_gz_roll_bytes: int = config.option(
-        2**28,
-        env="DYN_AUDIT_JSONL_GZ_ROLL_BYTES",
-        help="bytes after which the audit log begins a new file; 0: no limit",
-        least=0,
-    )
-    audit_jsonl_gz_roll_lines: int = config.option(
-        0,
-        env="DYN_AUDIT_JSONL_GZ_ROLL_LINES",
-        help="lines after which the audit log begins a new file; 0: no limit",
-        least=0,
-    )
-    request_trace: bool = config.option(
-        False,
-        env="DYN_REQUEST_TRACE",
         help="write a trace of requests for replays: arrival, lengths and block hashes, no text",
     )
-    request_trace_sinks: tuple[str, ...] = config.option(
-        ("jsonl_gz",),
-        env="DYN_REQUEST_TRACE_SINKS",
-        help="where the request trace is written: stderr, jsonl, jsonl_gz",
+    request_trace_sinks: tuple[str, ...] = config.setting(
+        ("jsonl_gz",), help="where the request trace is written: stderr, jsonl, jsonl_gz"
     )
-    request_trace_output_path: str | None = config.option(
+    request_trace_output_path: str | None = config.setting(
         None,
-        env="DYN_REQUEST_TRACE_OUTPUT_PATH",
         help=f"path of the trace's file, without its suffix (default: {_TRACE_STEM} in the temporary directory)",
     )
-    request_trace_capacity: int = config.option(
-        1024,
-        env="DYN_REQUEST_TRACE_CAPACITY",
-        help="trace rows that may wait to be written; further rows are dropped",
-        least=1,
+    request_trace_capacity: int = config.setting(
+        1024, help="trace rows that may wait to be written; further rows are dropped", least=1
     )
-    request_trace_jsonl_buffer_bytes: int = config.option(
-        2**20,
-        env="DYN_REQUEST_TRACE_JSONL_BUFFER_BYTES",
-        help="bytes that are collected before they are written",
-        least=1,
+    request_trace_jsonl_buffer_bytes: int = config.setting(
+        2**20, help="bytes that are collected before they are written", least=1
     )
-    request_trace_jsonl_flush_interval_ms: int = config.option(
-        1000,
-        env="DYN_REQUEST_TRACE_JSONL_FLUSH_INTERVAL_MS",
-        help="milliseconds after which trace rows are written, however few",
-        least=1,
+    request_trace_jsonl_flush_interval_ms: int = config.setting(
+        1000, help="milliseconds after which trace rows are written, however few", least=1
     )
-    request_trace_jsonl_gz_roll_bytes: int = config.option(
-        2**28,
-        env="DYN_REQUEST_TRACE_JSONL_GZ_ROLL_BYTES",
-        help="bytes after which the request trace begins a new file; 0: no limit",
-        least=0,
+    request_trace_jsonl_gz_roll_bytes: int = config.setting(
+        2**28, help="bytes after which the request trace begins a new file; 0: no limit", least=0
     )
 
     @property
@@ -141,48 +106,34 @@ class RecordConfig(component.RuntimeConfig):
 class AdmissionConfig(RecordConfig):
     """The settings of admission."""
 
-    api_keys_file: str | None = config.option(
-        None,
-        env="DYN_API_KEYS_FILE",
-        help="TOML file of API keys and their rate limits; with it every request needs a key",
+    api_keys_file: str | None = config.setting(
+        None, help="TOML file of API keys and their rate limits; with it every request needs a key"
     )
-    active_decode_blocks_threshold: float | None = config.option(
+    active_decode_blocks_threshold: float | None = config.setting(
         None,
-        env="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
         aliases=("--busy-threshold",),
         help="share of a worker's KV blocks, 0 to 1, above which it is busy and gets no requests",
         least=0,
         most=1,
     )
-    active_prefill_tokens_threshold: int | None = config.option(
-        None,
-        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
-        help="prompt tokens still to be computed above which a worker is busy",
-        least=0,
+    active_prefill_tokens_threshold: int | None = config.setting(
+        None, help="prompt tokens still to be computed above which a worker is busy", least=0
     )
-    active_prefill_tokens_threshold_frac: float | None = config.option(
-        None,
-        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
-        help="the same as a multiple of the worker's max_num_batched_tokens",
-        least=0,
+    active_prefill_tokens_threshold_frac: float | None = config.setting(
+        None, help="the same as a multiple of the worker's max_num_batched_tokens", least=0
     )
-    rejection_frontend_request_concurrency_limit: int | None = config.option(
+    rejection_frontend_request_concurrency_limit: int | None = config.setting(
         None,
-        env="DYN_REJECTION_FRONTEND_REQUEST_CONCURRENCY_LIMIT",
         help="requests of one model that may run at the same time; by default no limit",
         least=1,
     )
-    queue_limit: int = config.option(
+    queue_limit: int = config.setting(
         0,
-        env="DYN_QUEUE_LIMIT",
         help="requests of one model that may wait for a permit instead of being refused at once; 0: none",
         least=0,
     )
-    queue_timeout_secs: float = config.option(
-        10.0,
-        env="DYN_QUEUE_TIMEOUT_SECS",
-        help="seconds that a request waits for a permit before it is refused",
-        least=0,
+    queue_timeout_secs: float = config.setting(
+        10.0, help="seconds that a request waits for a permit before it is refused", least=0
     )
 
 
@@ -190,15 +141,10 @@ class AdmissionConfig(RecordConfig):
 class FrontendConfig(AdmissionConfig):
     """An HTTP server with the OpenAI API and others, which finds workers and sends requests to them."""
 
-    http_host: str = config.option(
-        "127.0.0.1", env="DYN_HTTP_HOST", help="address to listen on; 0.0.0.0: all networks"
-    )
-    http_port: int = config.option(
-        8000, env="DYN_HTTP_PORT", help="port to listen on; 0: any", least=0, most=65535
-    )
-    http_workers: int = config.option(
+    http_host: str = config.setting("127.0.0.1", help="address to listen on; 0.0.0.0: all networks")
+    http_port: int = config.setting(8000, help="port to listen on; 0: any", least=0, most=65535)
+    http_workers: int = config.setting(
         1,
-        env="DYN_HTTP_WORKERS",
         help="processes that share the port, each on one core; raise it when one core is not enough",
         least=1,
         most=256,
@@ -207,172 +153,125 @@ class FrontendConfig(AdmissionConfig):
         None,
         help="Unix socket at which other processes of --http-workers ask this one; set by their parent",
     )
-    cors_allow_origin: tuple[str, ...] = config.option(
+    cors_allow_origin: tuple[str, ...] = config.setting(
         (),
-        env="DYN_CORS_ALLOW_ORIGIN",
         help="origins, such as https://chat.example.com, whose web pages may send requests; * for all",
     )
-    allowed_hosts: tuple[str, ...] = config.option(
+    allowed_hosts: tuple[str, ...] = config.setting(
         (),
-        env="DYN_ALLOWED_HOSTS",
         help="names by which browsers reach this server, beside its host name and addresses; not "
         "looked at where API keys are used",
     )
-    unknown_parameters: Literal["accept", "refuse"] = config.option(
+    unknown_parameters: Literal["accept", "refuse"] = config.setting(
         "accept",
-        env="DYN_UNKNOWN_PARAMETERS",
         help="parameters that a request has and this server does not know: named in the header "
         "x-dynamo-ignored-parameters, or a 400",
     )
-    namespace: str = config.option(
+    namespace: str = config.setting(
         "",
-        env="DYN_NAMESPACE",
         help="serve only the models of this namespace, and of its generations that an orchestrator makes (`-` and eight"
         " hexadecimal digits behind it); by default all",
     )
-    tls_cert_path: str | None = config.option(
+    tls_cert_path: str | None = config.setting(
+        None, help="certificate chain (PEM); with it the server speaks HTTPS"
+    )
+    tls_key_path: str | None = config.setting(None, help="private key (PEM) of the certificate")
+    kserve_grpc_server: bool = config.setting(
+        False, help="serve KServe's v2 protocol over gRPC as well; over HTTP it is always served"
+    )
+    kserve_grpc_port: int = config.setting(
+        8001, help="port of the gRPC server; 0: any", least=0, most=65535
+    )
+    tls_client_ca_cert_path: str | None = config.setting(
         None,
-        env="DYN_TLS_CERT_PATH",
-        help="certificate chain (PEM); with it the server speaks HTTPS",
-    )
-    tls_key_path: str | None = config.option(
-        None, env="DYN_TLS_KEY_PATH", help="private key (PEM) of the certificate"
-    )
-    kserve_grpc_server: bool = config.option(
-        False,
-        env="DYN_KSERVE_GRPC_SERVER",
-        help="serve KServe's v2 protocol over gRPC as well; over HTTP it is always served",
-    )
-    kserve_grpc_port: int = config.option(
-        8001,
-        env="DYN_KSERVE_GRPC_PORT",
-        help="port of the gRPC server; 0: any",
-        least=0,
-        most=65535,
-    )
-    tls_client_ca_cert_path: str | None = config.option(
-        None,
-        env="DYN_TLS_CLIENT_CA_CERT_PATH",
         aliases=("--tls-client-ca-path",),
         help="certificate authority (PEM) by which clients must be certified",
     )
-    metrics_prefix: str = config.option(
-        "dynamo_frontend", env="DYN_METRICS_PREFIX", help="first part of the name of every metric"
+    metrics_prefix: str = config.setting(
+        "dynamo_frontend", help="first part of the name of every metric"
     )
-    http_body_limit_mb: int = config.option(
+    http_body_limit_mb: int = config.setting(
         8,
-        env="DYN_HTTP_BODY_LIMIT_MB",
         help="largest request body, in MiB, four times as much for embeddings; raise it for larger batches",
         least=1,
     )
-    http_body_memory_mb: int = config.option(
+    http_body_memory_mb: int = config.setting(
         512,
-        env="DYN_HTTP_BODY_MEMORY_MB",
         help="MiB for the bodies of all requests together; beyond it the largest that is still arriving is refused",
         least=1,
     )
-    http_read_timeout_secs: float = config.option(
-        60.0,
-        env="DYN_HTTP_READ_TIMEOUT_SECS",
-        help="seconds within which a request must arrive completely",
-        least=0.1,
+    http_read_timeout_secs: float = config.setting(
+        60.0, help="seconds within which a request must arrive completely", least=0.1
     )
-    tokenizer: Literal["fastokens", "default"] = config.option(
+    tokenizer: Literal["fastokens", "default"] = config.setting(
         "fastokens",
-        env="DYN_TOKENIZER",
         help="library that turns prompts into tokens; a model for which fastokens gives other tokens than "
         "Hugging Face's tokenizers uses the latter, as all do with `default`",
     )
-    tokenizer_cache_mb: int = config.option(
+    tokenizer_cache_mb: int = config.setting(
         tokenize.CACHE_BYTES // 2**20,
-        env="DYN_TOKENIZER_CACHE_MB",
         help="MiB per model for the tokens of earlier prompts, so that only new turns are tokenized; 0: none",
         least=0,
     )
-    model_cache: str | None = config.option(
+    model_cache: str | None = config.setting(
         None,
-        env="DYN_MODEL_CACHE",
         help="directory for tokenizer files fetched from other hosts (default: in the user's cache)",
     )
-    response_store_items: int = config.option(
-        10_000,
-        env="DYN_RESPONSE_STORE_ITEMS",
-        help="responses of /v1/responses that are stored, to be continued from; 0: none",
+    response_store_items: int = config.setting(
+        10_000, help="responses of /v1/responses that are stored, to be continued from; 0: none"
     )
-    response_store_mb: int = config.option(
-        64, env="DYN_RESPONSE_STORE_MB", help="MiB of memory for stored responses"
-    )
-    request_timeout_secs: float = config.option(
+    response_store_mb: int = config.setting(64, help="MiB of memory for stored responses")
+    request_timeout_secs: float = config.setting(
         3600.0,
-        env="DYN_REQUEST_TIMEOUT_SECS",
         help="seconds after which an incomplete response ends with an error; 0: no limit",
         least=0,
     )
-    migration_limit: int = config.option(
+    migration_limit: int = config.setting(
         3,
-        env="DYN_MIGRATION_LIMIT",
         help="times that a request migrates to another worker when its worker is lost; 0: never",
         least=0,
     )
-    migration_max_seq_len: int | None = config.option(
+    migration_max_seq_len: int | None = config.setting(
         None,
-        env="DYN_MIGRATION_MAX_SEQ_LEN",
         help="tokens of prompt and output above which a request does not migrate, as they are computed again",
         least=1,
     )
-    worker_wait_secs: float = config.option(
+    worker_wait_secs: float = config.setting(
         5.0,
-        env="DYN_WORKER_WAIT_SECS",
         help="seconds that a request, new or migrating, waits for a worker if there is none; longer while one is known"
         " to be starting",
         least=0,
     )
-    worker_wait_limit: int = config.option(
-        1000,
-        env="DYN_WORKER_WAIT_LIMIT",
-        help="new requests that may wait so; more are refused at once",
-        least=0,
+    worker_wait_limit: int = config.setting(
+        1000, help="new requests that may wait so; more are refused at once", least=0
     )
-    request_plane_outage_secs: float = config.option(
+    request_plane_outage_secs: float = config.setting(
         90.0,
-        env="DYN_REQUEST_PLANE_OUTAGE_SECS",
         help="seconds that an answer which has begun waits while the NATS server of the request plane is away",
         least=0,
     )
-    http_graceful_shutdown_timeout_secs: float = config.option(
-        5.0,
-        env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
-        help="seconds that running responses may take to finish after SIGTERM",
-        least=0,
+    http_graceful_shutdown_timeout_secs: float = config.setting(
+        5.0, help="seconds that running responses may take to finish after SIGTERM", least=0
     )
 
-    usage_file: str | None = config.option(
+    usage_file: str | None = config.setting(
         None,
-        env="DYN_USAGE_FILE",
         help="file in which the sums of /usage survive a restart, by default none; one for each frontend, and with"
         " --http-workers FILE.2 and so on beside it",
     )
-    files_dir: str | None = config.option(
+    files_dir: str | None = config.setting(
         None,
-        env="DYN_FILES_DIR",
         help="folder of this host for files and batches (/v1/files, /v1/batches), which the frontends of one namespace"
         " share (default: dynamo/files/NAMESPACE in XDG_STATE_HOME)",
     )
-    files_limit_gb: float = config.option(
-        10.0,
-        env="DYN_FILES_LIMIT_GB",
-        help="gigabytes that uploaded files may take together; more are refused",
-        least=0,
+    files_limit_gb: float = config.setting(
+        10.0, help="gigabytes that uploaded files may take together; more are refused", least=0
     )
-    batch_concurrency: int = config.option(
-        64,
-        env="DYN_BATCH_CONCURRENCY",
-        help="lines of batches that are answered at once",
-        least=1,
+    batch_concurrency: int = config.setting(
+        64, help="lines of batches that are answered at once", least=1
     )
-    semantic_router: str | None = config.option(
+    semantic_router: str | None = config.setting(
         None,
-        env="DYN_SEMANTIC_ROUTER",
         help="configuration (YAML) of the semantic router, which chooses models by what requests say; by default none",
     )
 

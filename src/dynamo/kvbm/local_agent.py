@@ -27,20 +27,17 @@ class TransferConfig(membership.ClusterConfig):
         ("shm", "tcp"),
         help="ways to copy KV blocks between workers (shm, tcp, nixl), best first; the first that both have is used",
     )
-    kv_transfer_host: str | None = config.option(
+    kv_transfer_host: str | None = config.setting(
         None,
-        env="DYN_KV_TRANSFER_HOST",
         help="address on which this worker listens for workers that copy its KV blocks (default: --tcp-rpc-host)",
     )
-    kv_transfer_port: addresses.PortRange = config.option(  # noqa: RUF009 (a declaration)
+    kv_transfer_port: addresses.PortRange = config.setting(  # noqa: RUF009 (a declaration)
         addresses.ANY_PORT,
-        env="DYN_KV_TRANSFER_PORT",
         help="port at which workers on other hosts reach this worker's KV blocks, or a range of which the first free"
         " one is used; 0: any free one",
     )
-    kv_transfer_advertise: str | None = config.option(
+    kv_transfer_advertise: str | None = config.setting(
         None,
-        env="DYN_KV_TRANSFER_ADVERTISE",
         help="address or address:port at which others reach the KV blocks, if they reach it at another than it listens"
         " on, as behind a NAT (default: the host of --tcp-rpc-advertise, unless there is a --kv-transfer-host)",
     )

@@ -49,57 +49,43 @@ class TierConfig:
         help="memories of KV blocks: hbm (the engine's own), host_dram, and nvme_ssd or object_store; by default hbm"
         " and host_dram, and the third if its path, URL or size is given",
     )
-    kvbm_cpu_cache_gb: str | None = config.option(
+    kvbm_cpu_cache_gb: str | None = config.setting(
         None,
-        env="DYN_KVBM_CPU_CACHE_GB",
         help="size of the host tier in GB, or with a unit (500MB, 2GiB), or auto: a quarter of the memory that is left"
         " (default: auto)",
     )
-    kvbm_cpu_cache_override_num_blocks: int | None = config.option(
-        None,
-        env="DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS",
-        help="size of the host tier in blocks",
-        least=1,
+    kvbm_cpu_cache_override_num_blocks: int | None = config.setting(
+        None, help="size of the host tier in blocks", least=1
     )
-    kvbm_disk_cache_gb: str | None = config.option(
+    kvbm_disk_cache_gb: str | None = config.setting(
         None,
-        env="DYN_KVBM_DISK_CACHE_GB",
         help="size of the disk tier in GB, or with a unit, or auto: half of the free space (default: auto)",
     )
-    kvbm_disk_cache_override_num_blocks: int | None = config.option(
-        None,
-        env="DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS",
-        help="size of the disk tier in blocks",
-        least=1,
+    kvbm_disk_cache_override_num_blocks: int | None = config.setting(
+        None, help="size of the disk tier in blocks", least=1
     )
     kvbm_nvme_path: str | None = config.option(
         None,
         env="DYN_KVBM_DISK_CACHE_DIR",
         help="directory of the disk tier's file, on a local disk; each worker needs one of its own",
     )
-    kvbm_object_store: str | None = config.option(
+    kvbm_object_store: str | None = config.setting(
         None,
-        env="DYN_KVBM_OBJECT_STORE",
         help="URL of an object store for blocks, instead of a disk: s3://BUCKET/PREFIX, gs://, az:// or file:///DIRECTORY;"
         " credentials come from the environment; workers may share it",
     )
-    kvbm_object_num_blocks: int = config.option(
-        10_000,
-        env="DYN_KVBM_OBJECT_NUM_BLOCKS",
-        help="size of the object store tier in blocks",
-        least=1,
+    kvbm_object_num_blocks: int = config.setting(
+        10_000, help="size of the object store tier in blocks", least=1
     )
-    kvbm_sharing_workers: int = config.option(
+    kvbm_sharing_workers: int = config.setting(
         1,
-        env="DYN_KVBM_SHARING_WORKERS",
         help="workers of this host and user that share one host tier, and one disk tier: each writes an equal part of"
         " them and reads all; the sizes are those of the whole (1: nothing is shared)",
         least=1,
         most=slot_file.MAX_PARTS,
     )
-    kvbm_shared_memory_dir: str | None = config.option(
+    kvbm_shared_memory_dir: str | None = config.setting(
         None,
-        env="DYN_KVBM_SHARED_MEMORY_DIR",
         help="directory of the shared host tier, in memory (default: dynamo-kv-UID in /dev/shm)",
     )
     kvbm_host_offload_filter: Literal["presence", "pass_all", "frequency", "presence_lfu"] = (

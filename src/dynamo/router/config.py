@@ -34,9 +34,8 @@ _TEMPERED = ("dynamo", "lmetric")  # the policies that use --router-temperature
 class RouterConfig:
     """How a KV router compares workers, and queues requests."""
 
-    router_policy: str | None = config.option(
+    router_policy: str | None = config.setting(
         None,
-        env="DYN_ROUTER_POLICY",
         help="policy by which router mode kv selects a worker (default: estimated-ttft; dynamo with one of the next two"
         f" options): {', '.join(get_args(PolicyName))}, or a class of your own, as module:Class",
     )
@@ -47,35 +46,29 @@ class RouterConfig:
         " (default: 1)",
         least=0,
     )
-    router_temperature: float | None = config.option(
+    router_temperature: float | None = config.setting(
         None,
-        env="DYN_ROUTER_TEMPERATURE",
         help="policies dynamo and lmetric: 0 takes the worker with the lowest cost; higher values draw one by cost"
         " (default: 0)",
         least=0,
     )
-    router_locality: float = config.option(
+    router_locality: float = config.setting(
         8.0,
-        env="DYN_ROUTER_LOCALITY",
         help="policy estimated-ttft: tokens of queue that a prompt accepts, when all workers are busy, to save"
         " computing one token; lower it for an even load, raise it for more cache hits",
         least=1,
     )
-    router_queue_threshold: float | None = config.option(
+    router_queue_threshold: float | None = config.setting(
         None,
-        env="DYN_ROUTER_QUEUE_THRESHOLD",
         help="requests wait in the router while all workers have more prompt tokens to compute than this number of"
         " steps holds (max_num_batched_tokens); 0: never wait; default: 1 for estimated-ttft, 0 for other policies",
         least=0,
     )
-    router_queue_policy: Literal["fcfs", "wspt", "deadline", "lcfs"] = config.option(
-        "wspt", env="DYN_ROUTER_QUEUE_POLICY", help="order of the requests that wait in the router"
+    router_queue_policy: Literal["fcfs", "wspt", "deadline", "lcfs"] = config.setting(
+        "wspt", help="order of the requests that wait in the router"
     )
-    router_queue_size: int = config.option(
-        4096,
-        env="DYN_ROUTER_QUEUE_SIZE",
-        help="requests that may wait in the router; more are refused",
-        least=1,
+    router_queue_size: int = config.setting(
+        4096, help="requests that may wait in the router; more are refused", least=1
     )
     router_device_credit: float = config.option(
         1.0,
@@ -222,9 +215,8 @@ class RoutingConfig(RouterConfig):
         "power-of-two",
         "consistent-hash",
         "direct",
-    ] = config.option(
+    ] = config.setting(
         "round-robin",
-        env="DYN_ROUTER_MODE",
         help="how a worker is selected; kv: by its cached prefixes and its load (see --router-policy)",
     )
     kv_events: bool = config.option(
@@ -233,50 +225,38 @@ class RoutingConfig(RouterConfig):
         aliases=("--router-kv-events",),
         help="follow the KV events of the workers; with --no-kv-events, guess from earlier decisions what is cached",
     )
-    router_ttl_secs: float = config.option(
-        120.0,
-        env="DYN_ROUTER_TTL_SECS",
-        help="with --no-kv-events, seconds for which a prompt counts as cached",
-        least=0,
+    router_ttl_secs: float = config.setting(
+        120.0, help="with --no-kv-events, seconds for which a prompt counts as cached", least=0
     )
-    router_max_tree_size: int = config.option(
-        2**20,
-        env="DYN_ROUTER_MAX_TREE_SIZE",
-        help="with --no-kv-events, blocks that the router remembers at most",
-        least=1,
+    router_max_tree_size: int = config.setting(
+        2**20, help="with --no-kv-events, blocks that the router remembers at most", least=1
     )
-    router_prune_target_ratio: float = config.option(
+    router_prune_target_ratio: float = config.setting(
         0.8,
-        env="DYN_ROUTER_PRUNE_TARGET_RATIO",
         help="with --no-kv-events, share of these blocks that remains after pruning",
         least=0,
         most=1,
     )
-    router_approximate_cache_policy: Literal["ttl", "lru"] = config.option(
+    router_approximate_cache_policy: Literal["ttl", "lru"] = config.setting(
         "ttl",
-        env="DYN_ROUTER_APPROXIMATE_CACHE_POLICY",
         help="with --no-kv-events, forget blocks after a time (ttl) or only when room ends (lru)",
     )
-    kv_cache_block_size: int | None = config.option(
+    kv_cache_block_size: int | None = config.setting(
         None,
-        env="DYN_KV_CACHE_BLOCK_SIZE",
         help="tokens per KV block of workers whose model card does not say it; otherwise that of the card is used",
         least=1,
     )
-    router_replica_sync: bool = config.option(
+    router_replica_sync: bool = config.setting(
         False,
-        env="DYN_ROUTER_REPLICA_SYNC",
         help="share requests in flight with the other routers of this namespace; for several routers or frontends",
     )
-    router_queue_timeout_secs: float = config.option(
+    router_queue_timeout_secs: float = config.setting(
         60.0,
-        env="DYN_ROUTER_QUEUE_TIMEOUT_SECS",
         help="seconds after which a request that waits in the router is refused as overload",
         least=0,
     )
-    router_session_affinity_ttl_secs: float | None = config.option(
+    router_session_affinity_ttl_secs: float | None = config.setting(
         None,
-        env="DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",
         help="send the requests of one X-Dynamo-Session-ID to one worker, until none came for these seconds",
         least=0,
     )

@@ -41,29 +41,22 @@ _logger = logging.getLogger(__name__)
 class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
     """Settings of discovery and the planes, which the configuration of each process inherits."""
 
-    namespace: str = config.option(
-        "dynamo", env="DYN_NAMESPACE", help="namespace of the endpoints of this process"
-    )
+    namespace: str = config.setting("dynamo", help="namespace of the endpoints of this process")
     etcd_endpoints: tuple[str, ...] = config.option(
         ("http://localhost:2379",),
         env="ETCD_ENDPOINTS",
         help="addresses of etcd; of several, the first that answers is used",
     )
-    etcd_start_timeout_secs: float = config.option(
-        120.0,
-        env="DYN_ETCD_START_TIMEOUT_SECS",
-        help="seconds for which a starting process waits for etcd",
-        least=1,
+    etcd_start_timeout_secs: float = config.setting(
+        120.0, help="seconds for which a starting process waits for etcd", least=1
     )
-    request_plane: Literal["tcp", "nats", "memory"] = config.option(
+    request_plane: Literal["tcp", "nats", "memory"] = config.setting(
         "tcp",
-        env="DYN_REQUEST_PLANE",
         implied=("NATS_SERVER", "nats"),
         help="transport of requests between processes; nats also if NATS_SERVER is set",
     )
-    event_plane: Literal["zmq", "nats", "memory"] = config.option(
+    event_plane: Literal["zmq", "nats", "memory"] = config.setting(
         "zmq",
-        env="DYN_EVENT_PLANE",
         implied=("NATS_SERVER", "nats"),
         help="transport of events, between processes; nats also if NATS_SERVER is set",
     )
@@ -72,46 +65,35 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
         env="NATS_SERVER",
         help="addresses of NATS, if a plane or queue uses it; several are one cluster",
     )
-    nats_start_timeout_secs: float = config.option(
-        10.0,
-        env="DYN_NATS_START_TIMEOUT_SECS",
-        help="seconds for which a starting process waits for NATS",
-        least=0,
+    nats_start_timeout_secs: float = config.setting(
+        10.0, help="seconds for which a starting process waits for NATS", least=0
     )
-    tcp_rpc_port: addresses.PortRange = config.option(  # noqa: RUF009 (a declaration)
+    tcp_rpc_port: addresses.PortRange = config.setting(  # noqa: RUF009 (a declaration)
         addresses.ANY_PORT,
-        env="DYN_TCP_RPC_PORT",
         help="port on which this process takes requests of others, or a range of which the first free one is used;"
         " 0: any free one",
     )
-    event_host: str | None = config.option(
+    event_host: str | None = config.setting(
         None,
-        env="DYN_EVENT_HOST",
         help="address at which others hear the events of this process (default: --tcp-rpc-host)",
     )
-    event_port: addresses.PortRange = config.option(  # noqa: RUF009 (a declaration)
+    event_port: addresses.PortRange = config.setting(  # noqa: RUF009 (a declaration)
         addresses.ANY_PORT,
-        env="DYN_EVENT_PORT",
         help="port at which others hear the events of this process, or a range of which the first free one is used;"
         " 0: any free one",
     )
-    event_advertise: str | None = config.option(
+    event_advertise: str | None = config.setting(
         None,
-        env="DYN_EVENT_ADVERTISE",
         help="address or address:port at which others hear the events, if it is another than it listens on, as behind"
         " a NAT (default: the host of --tcp-rpc-advertise, unless there is an --event-host)",
     )
-    request_silence_secs: float = config.option(
+    request_silence_secs: float = config.setting(
         requests.SILENCE_LIMIT_S,
-        env="DYN_REQUEST_SILENCE_SECS",
         help="seconds of silence in an answer after which its worker is given up; more on a very busy machine",
         least=0.1,
     )
-    inhibited_duration_secs: float = config.option(
-        5.0,
-        env="DYN_INHIBITED_DURATION_SECS",
-        help="seconds during which a failed instance is tried last",
-        least=0,
+    inhibited_duration_secs: float = config.setting(
+        5.0, help="seconds during which a failed instance is tried last", least=0
     )
 
     @property

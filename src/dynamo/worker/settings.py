@@ -72,15 +72,13 @@ class WorkerConfig(component.RuntimeConfig):
         " change it",
         least=0,
     )
-    kv_peer_prefixes: bool = config.option(
+    kv_peer_prefixes: bool = config.setting(
         False,
-        env="DYN_KV_PEER_PREFIXES",
         help="copy the cached prefix of a prompt from another worker where that is estimated to be faster than"
         " computing it, and let others copy from here; with the native and the simulated engine",
     )
-    prefill_queue: Literal["direct", "queue"] = config.option(
+    prefill_queue: Literal["direct", "queue"] = config.setting(
         "direct",
-        env="DYN_PREFILL_QUEUE",
         help="how prompts reach prefill workers, the same value for both sides; direct: each is sent to one of them;"
         " queue: all of them take from one queue in NATS (JetStream)",
     )
@@ -109,15 +107,13 @@ class WorkerConfig(component.RuntimeConfig):
         help="requests that may run or wait here; more are refused as overload, and frontends try another worker",
         least=1,
     )
-    migration_limit: int | None = config.option(
+    migration_limit: int | None = config.setting(
         None,
-        env="DYN_MIGRATION_LIMIT",
         help="times that a request may migrate to another worker; the frontend's limit holds if it is lower",
         least=0,
     )
-    start_estimate_s: float = config.option(
+    start_estimate_s: float = config.setting(
         120.0,
-        env="DYN_START_ESTIMATE_S",
         help="seconds that a start of this worker is estimated to take, for which frontends let requests of its model"
         " wait; raise it for models that load longer",
         least=0,
@@ -137,48 +133,35 @@ class WorkerConfig(component.RuntimeConfig):
         " with 0 these requests migrate to another worker",
         least=0,
     )
-    health_check_enabled: bool = config.option(
+    health_check_enabled: bool = config.setting(
         False,
-        env="DYN_HEALTH_CHECK_ENABLED",
         help="ask an engine without progress for one token, and end this worker if it does not answer",
     )
-    canary_wait_time: float = config.option(
-        10.0,
-        env="DYN_CANARY_WAIT_TIME",
-        help="seconds without progress before the health check asks the engine",
-        least=0.1,
+    canary_wait_time: float = config.setting(
+        10.0, help="seconds without progress before the health check asks the engine", least=0.1
     )
-    health_check_request_timeout: float = config.option(
-        3.0,
-        env="DYN_HEALTH_CHECK_REQUEST_TIMEOUT",
-        help="seconds for the engine to answer the health check",
-        least=0.1,
+    health_check_request_timeout: float = config.setting(
+        3.0, help="seconds for the engine to answer the health check", least=0.1
     )
-    system_host: str = config.option(
-        "127.0.0.1",
-        env="DYN_SYSTEM_HOST",
-        help="address of /live, /health and /metrics; 0.0.0.0 for all networks",
+    system_host: str = config.setting(
+        "127.0.0.1", help="address of /live, /health and /metrics; 0.0.0.0 for all networks"
     )
-    system_port: addresses.PortRange | None = config.option(  # noqa: RUF009 (a declaration)
+    system_port: addresses.PortRange | None = config.setting(  # noqa: RUF009 (a declaration)
         None,
-        env="DYN_SYSTEM_PORT",
         help="port of /live, /health and /metrics, or a range of which the first free one is used; 0: any,"
         " -1 (default): none",
     )
-    system_enabled: bool | None = config.option(
+    system_enabled: bool | None = config.setting(
         None,
-        env="DYN_SYSTEM_ENABLED",
         help=f"true: serve the system port, at {DEFAULT_SYSTEM_PORT} if --system-port names none; false: serve none",
     )
-    startup_stall_timeout: float = config.option(
+    startup_stall_timeout: float = config.setting(
         300.0,
-        env="DYN_STARTUP_STALL_TIMEOUT",
         help="seconds without progress (bytes of the model, computing, reading) after which /live gives up a start",
         least=1,
     )
-    system_use_endpoint_health_status: tuple[str, ...] = config.option(
+    system_use_endpoint_health_status: tuple[str, ...] = config.setting(
         (),
-        env="DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS",
         help="endpoints that /health waits for, such as generate; those of a worker become ready together",
     )
 

@@ -42,6 +42,22 @@ def test_flags_override_the_environment_which_overrides_the_file(tmp_path):
     assert (loaded.port, loaded.mode, loaded.wait_s) == (3, "random", 2.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LampConfig:
+    """A lamp for tests."""
+
+    lamp_watts: int = config.setting(40, help="how bright")
+
+
+def test_setting_has_a_variable_of_its_own_name(capsys):
+    loaded = config.load(LampConfig, prog="lamp", argv=(), environ={"DYN_LAMP_WATTS": "60"})
+    with pytest.raises(SystemExit):
+        config.load(LampConfig, prog="lamp", argv=("--help",))
+
+    assert loaded.lamp_watts == 60
+    assert "[DYN_LAMP_WATTS]" in capsys.readouterr().out
+
+
 def test_every_type_can_be_given_by_flag():
     loaded = load(
         "m", "--wait-s=0.5", "--mode", "direct", "--quiet", "--names", "a, b,", "--max-limit", "7"
