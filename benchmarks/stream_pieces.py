@@ -16,7 +16,7 @@ from benchmarks import preprocess
 from dynamo.base import clock
 from dynamo.frontend import metrics
 from dynamo.frontend.apis import chat, error_dialects
-from dynamo.frontend.delivery import delivery, identity, streaming
+from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.observability import metrics as observed
 from dynamo.preprocess import loading, preprocessor
 from dynamo.protocols import generate, model_card
@@ -55,7 +55,7 @@ def prepare(model: preprocessor.Preprocessor, tools: object) -> delivery.Prepare
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     request = chat.decode(json.dumps(body | ({"tools": tools} if tools else {})).encode())
     prompts = asyncio.run(chat.prepare(model, request, "r"))
-    answer_identity = identity.Identity(
+    answer_identity = sse.Identity(
         request_id="r",
         created=0,
         model="m",

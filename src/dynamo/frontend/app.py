@@ -7,8 +7,6 @@ import functools
 
 from dynamo.frontend.admission import load_thresholds
 from dynamo.frontend.apis import (
-    administration,
-    batches,
     chat,
     completions,
     description,
@@ -39,11 +37,9 @@ _APIS = (
     embeddings.operations,
     scores.operations,
     files.operations,
-    batches.operations,
     kserve.operations,
     ollama.operations,
     tokenize.operations,
-    administration.operations,
     status.operations,
     console.operations,
 )

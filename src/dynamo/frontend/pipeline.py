@@ -2,6 +2,10 @@
 
 `Pipeline.answer` is that path. It returns when the workers have the request; from then on outputs go from the request
 plane's callbacks through a `Delivery` to the client, without any task.
+
+Clients send parameters of other servers, and of later versions of an API. What a server does not know cannot be judged:
+`UnknownParameters` leaves it out, names it in a header of the answer, counts it, and logs it once per name; or it is
+refused.
 """
 
 import functools
@@ -13,20 +17,74 @@ from typing import Generic, Protocol, TypeVar
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
-from dynamo.frontend import audit, dispatch, metrics, nvext, unknown_parameters, waiting
+from dynamo.frontend import dispatch, metrics, nvext, request_records, waiting
 from dynamo.frontend.admission import controller
-from dynamo.frontend.delivery import delivery, identity, sse, streaming
+from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import logs, tracing
+from dynamo.observability import metrics as observed
 from dynamo.preprocess import inputs, preprocessor
 from dynamo.protocols import model_errors
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, json_body
+
+IGNORED_HEADER = "x-dynamo-ignored-parameters"
+MAX_IGNORED_SHOWN = 20  # names in a header
+MAX_LOGGED_NAMES = 1000  # names that are remembered so that each is logged once
+_MAX_NAME_CHARS = 100
+_UNPRINTABLE = re.compile(r"[^!-+\--~]")  # in a header's list of names: blanks, commas, controls
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class UnknownParameters:
+    """Decodes requests, and reports the parameters that they have and our types have not."""
+
+    def __init__(self, registry: observed.Registry, *, refuses: bool) -> None:
+        self._refuses = refuses
+        self._num_ignored = registry.counter(
+            "ignored_parameters_total", "Unknown parameters of requests, which had no effect"
+        )
+        self._logged: set[str] = set()
+
+    async def decode(
+        self, client: exchange.Exchange, decode: Callable[[bytes], T], body: bytes | None = None
+    ) -> T:
+        """Return the client's decoded body, or this one in its place. Raises InvalidRequest."""
+        names: list[str] = []
+
+        def decode_noting(body: bytes) -> T:
+            token = json_body.ignored_names.set(None if self._refuses else names)
+            try:
+                return decode(body)
+            finally:
+                json_body.ignored_names.reset(token)
+
+        if body is None:
+            decoded = await client.decode_body(decode_noting)
+        else:
+            decoded = await exchange.decode_apart(body, decode_noting)
+        if names:
+            self._report(client, [_UNPRINTABLE.sub("?", name[:_MAX_NAME_CHARS]) for name in names])
+        return decoded
+
+    def _report(self, client: exchange.Exchange, names: Sequence[str]) -> None:
+        shown = ", ".join(names[:MAX_IGNORED_SHOWN]) + (
+            ", ..." if len(names) > MAX_IGNORED_SHOWN else ""
+        )
+        client.headers = (*client.headers, (IGNORED_HEADER, shown))
+        self._num_ignored.inc(len(names))
+        if len(self._logged) < MAX_LOGGED_NAMES and not self._logged.issuperset(
+            names[:MAX_IGNORED_SHOWN]
+        ):
+            self._logged.update(names[:MAX_IGNORED_SHOWN])
+            path = client.request.path
+            _logger.info("ignored parameters that %s does not know: %s", path, shown)
+
 
 REQUEST_ID_HEADERS = ("x-request-id", "x-dynamo-request-id")
 QUERY_INSTANCE_ID = "query_instance_id"  # the annotation that asks which worker would answer
 _CLIENT_REQUEST_ID = re.compile(r"[!-~]{1,200}")
-_logger = logging.getLogger(__name__)
 Notify = Callable[[waiting.WaitNotice], None]
 R = TypeVar("R", bound=inputs.GenerationInput)
 F = TypeVar("F", bound=sse.AnswerFormatter)
@@ -41,7 +99,7 @@ class GenerationApi(Generic[R, F]):
     prepare: Callable[
         [preprocessor.Preprocessor, R, str], Awaitable[Sequence[preprocessor.Prepared]]
     ]
-    make_formatter: Callable[[R, identity.Identity], F]
+    make_formatter: Callable[[R, sse.Identity], F]
     stream: Callable[
         [exchange.Exchange, delivery.PreparedRequest[F], metrics.RequestMeter], delivery.Delivery
     ]
@@ -76,9 +134,9 @@ class Pipeline:
         dispatcher: dispatch.Dispatcher,
         worker_wait: waiting.WorkerWait,
         admission: controller.AdmissionController,
-        unknown: unknown_parameters.UnknownParameters,
+        unknown: UnknownParameters,
         start_trace: tracing.StartSpan = tracing.forward_trace,
-        watch: audit.WatchExchange | None = None,
+        watch: request_records.WatchExchange | None = None,
         semantic: BodyRouter | None = None,
         wants_explanation: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -234,7 +292,7 @@ class Pipeline:
                 f"{guided.param}: the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
                 param=guided.param,
             )
-        answer_identity = identity.Identity(
+        answer_identity = sse.Identity(
             request_id=arrival.id,
             created=int(self._clock.wall()),
             model=model.name,

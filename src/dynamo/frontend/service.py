@@ -11,7 +11,6 @@ from dynamo.disagg import prefill_route
 from dynamo.frontend import (
     app,
     browsers,
-    cache_clearing,
     config,
     dispatch,
     http_certificate,
@@ -19,14 +18,13 @@ from dynamo.frontend import (
     migration,
     pipeline,
     request_records,
-    unknown_parameters,
     waiting,
 )
 from dynamo.frontend.admission import authentication, controller
 from dynamo.frontend.apis import files, operation
 from dynamo.frontend.apis.kserve import grpc_loading
 from dynamo.frontend.batches import journal, runner, upload
-from dynamo.frontend.console import feed, planners, recorder, views
+from dynamo.frontend.console import feed, recorder, views
 from dynamo.frontend.model_registry import file_fetcher, registry
 from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
@@ -176,7 +174,7 @@ class Frontend:
                     self._dispatcher,
                     worker_wait,
                     self._admission,
-                    unknown_parameters.UnknownParameters(
+                    pipeline.UnknownParameters(
                         metrics_registry, refuses=settings.unknown_parameters == "refuse"
                     ),
                     self._records.enter_trace,
@@ -186,7 +184,7 @@ class Frontend:
                 ),
                 metrics=frontend_metrics,
                 admission=self._admission,
-                cache_clearer=cache_clearing.CacheClearer(self.models, runtime.client),
+                connect=runtime.client,
                 response_store=store,
                 shared_responses=peers.SharedResponses(
                     store, self._peers, self._admission.tenant_of
@@ -199,7 +197,7 @@ class Frontend:
                     recorder=self._recorder,
                     views=console_views,
                     feed=self._feed,
-                    planners=planners.Planners(runtime, self.models, settings.namespace),
+                    planners=feed.Planners(runtime, self.models, settings.namespace),
                 ),
                 start_trace=self._records.enter_trace,
                 request_timeout_s=timeout_s,

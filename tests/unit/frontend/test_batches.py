@@ -7,7 +7,8 @@ import openai
 import pytest
 from frontend_rig import outputs
 
-from dynamo.frontend.batches import journal, objects, runner
+from dynamo.frontend.batches import journal, runner
+from dynamo.frontend.batches import lines as batch_lines
 from waiting import PATIENT_S
 
 CHAT = "/v1/chat/completions"
@@ -71,7 +72,7 @@ async def begin(rig, lines, headers=(), endpoint=CHAT, **fields):
 async def ended(rig, batch, headers=()):
     """Wait until a batch has ended."""
     async with asyncio.timeout(PATIENT_S):
-        while batch["status"] not in objects.ENDED:
+        while batch["status"] not in batch_lines.ENDED:
             await asyncio.sleep(0.005)
             path = f"/v1/batches/{batch['id']}"
             batch = (await rig.client.get(path, headers=dict(headers))).json()
@@ -210,7 +211,7 @@ async def test_cancelled_batch_keeps_what_is_answered(start):
 
 
 async def test_lines_of_an_expired_batch_stand_in_the_error_file(start, monkeypatch):
-    monkeypatch.setattr(objects, "DAY_S", 1)
+    monkeypatch.setattr(batch_lines, "DAY_S", 1)
     rig = await start()
     rig.one.script = lambda call, request: None
     batch = await ended(rig, await begin(rig, [chat_line(1), chat_line(2)]))

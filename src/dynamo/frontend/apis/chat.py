@@ -12,9 +12,9 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import error_dialects, request_schemas
+from dynamo.frontend.apis import error_dialects, openapi
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, HELLO, ApiContext, Operation
-from dynamo.frontend.delivery import choices, identity, sse, streaming
+from dynamo.frontend.delivery import choices, sse, streaming
 from dynamo.preprocess import conversation, inputs, preprocessor
 from dynamo.preprocess.parsers import parser
 from dynamo.runtime.http import json_body
@@ -201,7 +201,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 class ChatFormatter:
     """Formats the answer to one request."""
 
-    def __init__(self, request: ChatRequest, answer_identity: identity.Identity) -> None:
+    def __init__(self, request: ChatRequest, answer_identity: sse.Identity) -> None:
         self._identity = answer_identity
         # in chunks the tier that served the request is for clients that chose one
         self._tier = {} if request.service_tier is None else {"service_tier": _SERVICE_TIER}
@@ -355,10 +355,10 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             tag="OpenAI",
             request=ChatRequest,
             request_details={
-                "messages": request_schemas.MESSAGES,
-                "tools": request_schemas.or_null(request_schemas.TOOLS),
+                "messages": openapi.MESSAGES,
+                "tools": openapi.or_null(openapi.TOOLS),
             },
-            request_rules=(request_schemas.LOGPROBS_RULE, request_schemas.FORMAT_RULE),
+            request_rules=(openapi.LOGPROBS_RULE, openapi.FORMAT_RULE),
             answer=ChatCompletion,
             events=ChatChunk,
             ends_with_done=True,

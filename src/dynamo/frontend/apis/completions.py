@@ -10,9 +10,9 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import error_dialects, request_schemas
+from dynamo.frontend.apis import error_dialects, openapi
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
-from dynamo.frontend.delivery import choices, identity, sse, streaming
+from dynamo.frontend.delivery import choices, sse, streaming
 from dynamo.preprocess import inputs, preprocessor
 from dynamo.runtime.http import json_body
 
@@ -167,7 +167,7 @@ class Completion(msgspec.Struct, kw_only=True):
 class CompletionFormatter:
     """Formats the answer to one request."""
 
-    def __init__(self, request: CompletionRequest, answer_identity: identity.Identity) -> None:
+    def __init__(self, request: CompletionRequest, answer_identity: sse.Identity) -> None:
         self._head = answer_identity.head("cmpl-", "text_completion")
         names = answer_identity.token_names(by_id=request.return_tokens_as_token_ids)
         self._token_text = names.token_text
@@ -259,12 +259,12 @@ API = pipeline.GenerationApi(
     dialect=error_dialects.OPENAI,
 )
 
-_NO_THINKING = request_schemas.make_object(
+_NO_THINKING = openapi.make_object(
     (),
     nvext={
         "anyOf": [
-            request_schemas.NULL,
-            request_schemas.make_object((), max_thinking_tokens=request_schemas.NULL),
+            openapi.NULL,
+            openapi.make_object((), max_thinking_tokens=openapi.NULL),
         ]
     },
 )
@@ -280,7 +280,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="Continue a text",
             tag="OpenAI",
             request=CompletionRequest,
-            request_details={"prompt": request_schemas.PROMPTS},
+            request_details={"prompt": openapi.PROMPTS},
             request_rules=(_NO_THINKING,),
             answer=Completion,
             events=Completion,

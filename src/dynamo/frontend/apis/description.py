@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamo.base import distribution
 from dynamo.frontend.apis import openapi
-from dynamo.frontend.apis.operation import ACCESS_ERRORS, HTML, ApiContext, Operation
+from dynamo.frontend.apis.operation import ACCESS_ERRORS, HTML, ApiContext, Operation, Operations
 from dynamo.frontend.delivery import sse
 from dynamo.runtime.http import exchange
 
@@ -38,41 +38,24 @@ Document = Mapping[str, Any]
 
 def operations(context: ApiContext, others: Sequence[Operation]) -> Sequence[Operation]:
     """Return the operations that describe themselves and all others."""
+    api = Operations(tag="Operation", errors=ACCESS_ERRORS)
 
     @functools.cache
     def make_document() -> dict[str, Any]:
-        return openapi.make_document((*others, *described), distribution.version())
+        return openapi.make_document((*others, *api.entries), distribution.version())
 
+    @api.get("/openapi.json", "This description", answer=dict[str, Any])
     def show_document(client: exchange.Exchange) -> None:
         client.respond(200, sse.encode(make_document()))
 
+    @api.get("/docs", "This description as a page", answer=HTML)
     def show_page(client: exchange.Exchange) -> None:
         ready = context.models.ready
         model = ready[0].name if ready else "MODEL"
         page = make_page(make_document(), host=client.request.headers.get("host", ""), model=model)
         client.respond(200, page, content_type=HTML, headers=SECURITY_HEADERS)
 
-    described = (
-        Operation(
-            method="GET",
-            path="/openapi.json",
-            handler=show_document,
-            summary="This description",
-            tag="Operation",
-            answer=dict[str, Any],
-            errors=ACCESS_ERRORS,
-        ),
-        Operation(
-            method="GET",
-            path="/docs",
-            handler=show_page,
-            summary="This description as a page",
-            tag="Operation",
-            answer=HTML,
-            errors=ACCESS_ERRORS,
-        ),
-    )
-    return described
+    return api.entries
 
 
 def make_page(document: Document, *, host: str, model: str) -> bytes:

@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import metrics, pipeline
-from dynamo.frontend.apis import completions, error_dialects, request_schemas
+from dynamo.frontend.apis import completions, error_dialects, openapi
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
@@ -395,7 +395,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="Vectors of texts",
             tag="OpenAI",
             request=TextEmbeddingRequest,
-            request_details={"input": request_schemas.EMBEDDED_PROMPTS},
+            request_details={"input": openapi.EMBEDDED_PROMPTS},
             body_factor=4,  # the texts of a full batch, where each character is several bytes
             answer=EmbeddingList,
             errors=GENERATION_ERRORS,

@@ -1,4 +1,7 @@
-"""OpenAI's files (`/v1/files`): the input of batches and their output."""
+"""OpenAI's files and batches: the input of batches and their output, and the lines of a file that are answered.
+
+Batches are answered beside and behind the requests of other clients.
+"""
 
 import asyncio
 import functools
@@ -11,16 +14,18 @@ from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_ID,
+    READ_ERRORS,
     ApiContext,
     Operation,
+    Operations,
     add_request_id,
 )
-from dynamo.frontend.batches import journal, objects, upload
+from dynamo.frontend.batches import journal, lines, upload
 from dynamo.frontend.delivery import delivery, sse
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, json_body
 
-PATH = "/v1/files"
-_MAX_LIMIT = 10_000  # OpenAI's
+PATH, BATCHES_PATH = "/v1/files", "/v1/batches"
+_MAX_FILES, _MAX_BATCHES = 10_000, 100  # of a page, as with OpenAI
 _PIECE_BYTES = 256 * 2**10
 _ERRORS = (*ACCESS_ERRORS, 404, 503)
 
@@ -61,10 +66,27 @@ def page_options(
 
 
 def operations(context: ApiContext) -> Sequence[Operation]:
-    """Return the operations of this API."""
-    files, tenant_of = context.batches.journal, context.admission.tenant_of
+    """Return the operations of files and batches."""
+    api = Operations(wrap=answer_from_disk, tag="Files and batches")
+    _declare_files(api, context)
+    _declare_batches(api, context)
+    return api.entries
 
-    def keep_upload(client: exchange.Exchange) -> objects.FileObject:
+
+def _declare_files(api: Operations, context: ApiContext) -> None:
+    files, tenant_of = context.batches.journal, context.admission.tenant_of
+    one_file = f"{PATH}/{ANY_ID}"
+
+    @api.post(
+        PATH,
+        "Upload the lines of a batch",
+        request=lines.UploadForm,
+        request_media_type="multipart/form-data",
+        example={"purpose": "batch", "file": "@requests.jsonl"},
+        answer=lines.FileObject,
+        errors=(400, *ACCESS_ERRORS, 408, 413, 415, 503),
+    )
+    def keep_upload(client: exchange.Exchange) -> lines.FileObject:
         arrived = client.request.sink
         if not isinstance(arrived, upload.FileUpload):
             raise errors.InvalidRequest("expected a form with a file, got no body", param="file")
@@ -76,86 +98,93 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             kept_s=kept_s,
         )
 
-    def list_files(client: exchange.Exchange) -> objects.FilePage:
-        return files.list_files(tenant_of(client), *page_options(client, _MAX_LIMIT))
+    @api.get(PATH, "Files, newest first", answer=lines.FilePage, errors=(400, *_ERRORS))
+    def list_files(client: exchange.Exchange) -> lines.FilePage:
+        return files.list_files(tenant_of(client), *page_options(client, _MAX_FILES))
 
-    def show_file(client: exchange.Exchange) -> objects.FileObject:
-        return files.find_file(_file_id(client), tenant_of(client))
+    @api.get(one_file, "One of them", answer=lines.FileObject, errors=_ERRORS)
+    def show_file(client: exchange.Exchange) -> lines.FileObject:
+        return files.find_file(_object_id(client), tenant_of(client))
 
-    def delete_file(client: exchange.Exchange) -> objects.DeletedFile:
-        files.delete_file(_file_id(client), tenant_of(client))
-        return objects.DeletedFile(id=_file_id(client))
-
-    return (
-        Operation(
-            method="POST",
-            path=PATH,
-            handler=answer_from_disk(keep_upload),
-            summary="Upload the lines of a batch",
-            tag="Files and batches",
-            request=objects.UploadForm,
-            request_media_type="multipart/form-data",
-            example={"purpose": "batch", "file": "@requests.jsonl"},
-            answer=objects.FileObject,
-            errors=(400, *ACCESS_ERRORS, 408, 413, 415, 503),
-        ),
-        Operation(
-            method="GET",
-            path=PATH,
-            handler=answer_from_disk(list_files),
-            summary="Files, newest first",
-            tag="Files and batches",
-            answer=objects.FilePage,
-            errors=(400, *_ERRORS),
-        ),
-        Operation(
-            method="GET",
-            path=f"{PATH}/{ANY_ID}",
-            handler=answer_from_disk(show_file),
-            summary="One of them",
-            tag="Files and batches",
-            answer=objects.FileObject,
-            errors=_ERRORS,
-        ),
-        Operation(
-            method="DELETE",
-            path=f"{PATH}/{ANY_ID}",
-            handler=answer_from_disk(delete_file),
-            summary="Delete a file",
-            tag="Files and batches",
-            answer=objects.DeletedFile,
-            errors=(*_ERRORS, 409),
-        ),
-        Operation(
-            method="GET",
-            path=f"{PATH}/{ANY_ID}/content",
-            handler=add_request_id(functools.partial(_send_content, context)),
-            summary="The content of a file",
-            tag="Files and batches",
-            answer="application/octet-stream",
-            errors=_ERRORS,
-        ),
+    @api.declare(
+        "DELETE", one_file, "Delete a file", answer=lines.DeletedFile, errors=(*_ERRORS, 409)
     )
+    def delete_file(client: exchange.Exchange) -> lines.DeletedFile:
+        files.delete_file(_object_id(client), tenant_of(client))
+        return lines.DeletedFile(id=_object_id(client))
 
-
-async def _send_content(context: ApiContext, client: exchange.Exchange) -> None:
-    """Send a file piece by piece, as fast as its client reads."""
-    read = functools.partial(
-        context.batches.journal.read_file, _file_id(client), context.admission.tenant_of(client)
+    @api.get(
+        f"{one_file}/content",
+        "The content of a file",
+        wrap=add_request_id,
+        answer="application/octet-stream",
+        errors=_ERRORS,
     )
-    try:
-        piece = await asyncio.to_thread(read, 0, _PIECE_BYTES)
-    except errors.DynamoError as error:
-        delivery.respond_error(client, error, error_dialects.OPENAI)
-        return
-    client.start_stream(200, content_type="application/octet-stream")
-    offset = 0
-    while piece and not client.is_closed:
-        await client.send(piece)
-        offset += len(piece)
-        piece = await asyncio.to_thread(read, offset, _PIECE_BYTES)
-    client.end()
+    async def send_content(client: exchange.Exchange) -> None:
+        """Send a file piece by piece, as fast as its client reads."""
+        read = functools.partial(files.read_file, _object_id(client), tenant_of(client))
+        try:
+            piece = await asyncio.to_thread(read, 0, _PIECE_BYTES)
+        except errors.DynamoError as error:
+            delivery.respond_error(client, error, error_dialects.OPENAI)
+            return
+        client.start_stream(200, content_type="application/octet-stream")
+        offset = 0
+        while piece and not client.is_closed:
+            await client.send(piece)
+            offset += len(piece)
+            piece = await asyncio.to_thread(read, offset, _PIECE_BYTES)
+        client.end()
 
 
-def _file_id(client: exchange.Exchange) -> str:
-    return client.request.path.removeprefix(PATH + "/").partition("/")[0]
+def _declare_batches(api: Operations, context: ApiContext) -> None:
+    batches, admission = context.batches, context.admission
+    decode = json_body.RequestDecoder(lines.BatchRequest).decode
+    answer_and_wake = functools.partial(answer_from_disk, announce=batches.wake)
+
+    def accept_and_answer(answer: Callable[[exchange.Exchange], Any]) -> exchange.Handler:
+        handler = answer_and_wake(answer)
+        return lambda client: (
+            handler(client) if context.accept(client, error_dialects.OPENAI) else None
+        )
+
+    @api.post(
+        BATCHES_PATH,
+        "Answer all lines of a file",
+        wrap=accept_and_answer,
+        request=lines.BatchRequest,
+        request_details={"endpoint": {"enum": list(lines.ENDPOINTS)}},
+        example={"input_file_id": "ID", "endpoint": lines.ENDPOINTS[0], "completion_window": "24h"},
+        answer=lines.Batch,
+        errors=READ_ERRORS,
+    )
+    def begin_batch(client: exchange.Exchange) -> lines.Batch:
+        key = admission.key_of(client)
+        asked, tenant = decode(client.request.body), admission.tenant_of(client)
+        return batches.journal.add_batch(asked, tenant, key.name if key else None)
+
+    @api.get(BATCHES_PATH, "Batches, newest first", answer=lines.BatchPage, errors=(400, *_ERRORS))
+    def list_batches(client: exchange.Exchange) -> lines.BatchPage:
+        options, _ = page_options(client, _MAX_BATCHES)
+        return batches.journal.list_batches(admission.tenant_of(client), options)
+
+    one_batch = f"{BATCHES_PATH}/{ANY_ID}"
+
+    @api.get(one_batch, "One of them, with its progress", answer=lines.Batch, errors=_ERRORS)
+    def show_batch(client: exchange.Exchange) -> lines.Batch:
+        return batches.journal.find_batch(_object_id(client), admission.tenant_of(client))
+
+    @api.post(
+        f"{one_batch}/cancel",
+        "Cancel a batch; what is answered already goes into its files",
+        wrap=answer_and_wake,
+        answer=lines.Batch,
+        errors=(*_ERRORS, 409),
+    )
+    def cancel_batch(client: exchange.Exchange) -> lines.Batch:
+        return batches.journal.cancel_batch(_object_id(client), admission.tenant_of(client))
+
+
+def _object_id(client: exchange.Exchange) -> str:
+    """Return the id in a path such as /v1/files/ID/content."""
+    return client.request.path.split("/")[3]

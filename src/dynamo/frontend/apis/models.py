@@ -13,6 +13,7 @@ from dynamo.frontend.apis.operation import (
     ANY_NAME,
     ApiContext,
     Operation,
+    Operations,
     add_request_id,
 )
 from dynamo.frontend.delivery import delivery, sse
@@ -48,7 +49,9 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
+    api = Operations(wrap=add_request_id, tag="OpenAI")
 
+    @api.get(PATH, "The models that are served", answer=ModelList, errors=ACCESS_ERRORS)
     def list_models(client: exchange.Exchange) -> None:
         visible = [
             model for model in context.models.ready if context.admission.may_see(client, model.name)
@@ -65,6 +68,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         else:
             client.respond(200, sse.encode({"object": "list", "data": rows}))
 
+    @api.get(f"{PATH}/{ANY_NAME}", "One of them", answer=Model, errors=(*ACCESS_ERRORS, 404))
     def show_model(client: exchange.Exchange) -> None:
         try:
             model = context.models.find(client.request.path.removeprefix(PATH + "/"))
@@ -75,26 +79,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         except errors.DynamoError as error:
             delivery.respond_error(client, error, error_dialects.OPENAI)
 
-    return (
-        Operation(
-            method="GET",
-            path=PATH,
-            handler=add_request_id(list_models),
-            summary="The models that are served",
-            tag="OpenAI",
-            answer=ModelList,
-            errors=ACCESS_ERRORS,
-        ),
-        Operation(
-            method="GET",
-            path=f"{PATH}/{ANY_NAME}",
-            handler=add_request_id(show_model),
-            summary="One of them",
-            tag="OpenAI",
-            answer=Model,
-            errors=(*ACCESS_ERRORS, 404),
-        ),
-    )
+    return api.entries
 
 
 def _anthropic_page(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

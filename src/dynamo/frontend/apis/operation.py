@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dynamo.base import errors, ids
-from dynamo.frontend import cache_clearing, metrics
+from dynamo.frontend import metrics
 from dynamo.frontend.admission import controller
 from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.batches import runner
@@ -22,6 +22,7 @@ from dynamo.observability import metrics as observed
 from dynamo.observability import tracing
 from dynamo.preprocess import inputs
 from dynamo.protocols import blocks, instances
+from dynamo.runtime import client as runtime_client
 from dynamo.runtime.http import exchange
 
 R = TypeVar("R")
@@ -65,6 +66,50 @@ class Operation:
     example: Mapping[str, Any] = field(default_factory=dict)  # a body without `model`
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Operations:
+    """The operations of one API, declared one by one; `common` are the fields of `Operation` that all of them have.
+
+    `wrap` makes a handler of what is declared, unless the declaration names a `wrap` of its own.
+    """
+
+    def __init__(
+        self, *, wrap: Callable[..., exchange.Handler] = lambda handler: handler, **common: Any
+    ) -> None:
+        self.entries: list[Operation] = []
+        self._wrap = wrap
+        self._common = common
+
+    def get(self, path: str, summary: str, **fields: Any) -> Callable[[F], F]:
+        """Return a decorator that declares a function as the handler of GET."""
+        return self.declare("GET", path, summary, **fields)
+
+    def post(self, path: str, summary: str, **fields: Any) -> Callable[[F], F]:
+        """Return a decorator that declares a function as the handler of POST."""
+        return self.declare("POST", path, summary, **fields)
+
+    def declare(
+        self,
+        method: str,
+        path: str,
+        summary: str,
+        *,
+        wrap: Callable[..., exchange.Handler] | None = None,
+        **fields: Any,
+    ) -> Callable[[F], F]:
+        """Return a decorator that declares a function as the handler of a method; `fields` are those of `Operation`."""
+
+        def add(function: F) -> F:
+            handler = (wrap or self._wrap)(function)
+            described = {"summary": summary, **self._common, **fields}
+            self.entries.append(Operation(method=method, path=path, handler=handler, **described))
+            return function
+
+        return add
+
+
 class DrainState:
     """Whether the frontend is shutting down, when it refuses new requests."""
 
@@ -82,7 +127,7 @@ class ApiContext:
     pipeline: Pipeline
     metrics: metrics.FrontendMetrics
     admission: controller.AdmissionController
-    cache_clearer: cache_clearing.CacheClearer
+    connect: Callable[[instances.EndpointName], runtime_client.EndpointClient]
     response_store: response_store.ResponseStore
     shared_responses: peers.SharedResponses
     batches: runner.BatchRunner

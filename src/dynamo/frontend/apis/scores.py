@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.frontend.apis import embeddings, error_dialects, request_schemas
+from dynamo.frontend.apis import embeddings, error_dialects, openapi
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
 from dynamo.runtime.http import json_body
 
@@ -174,15 +174,15 @@ def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
     return max(-1.0, min(1.0, product))  # rounding may exceed it
 
 
-_DOCUMENT = request_schemas.make_object(("text",), text=request_schemas.SOME_TEXT)
+_DOCUMENT = openapi.make_object(("text",), text=openapi.SOME_TEXT)
 _DETAILS: Mapping[type, Mapping[str, Any]] = {
     ScoreRequest: {
-        "text_1": request_schemas.EMBEDDED_TEXTS,
-        "text_2": request_schemas.EMBEDDED_TEXTS,
+        "text_1": openapi.EMBEDDED_TEXTS,
+        "text_2": openapi.EMBEDDED_TEXTS,
     },
     RerankRequest: {
-        "query": request_schemas.SOME_TEXT,
-        "documents": request_schemas.list_of({"anyOf": [request_schemas.SOME_TEXT, _DOCUMENT]}),
+        "query": openapi.SOME_TEXT,
+        "documents": openapi.list_of({"anyOf": [openapi.SOME_TEXT, _DOCUMENT]}),
     },
 }
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.apis import request_schemas
-from dynamo.frontend.apis.operation import READ_ERRORS, ApiContext, Operation
+from dynamo.frontend.apis import openapi
+from dynamo.frontend.apis.operation import READ_ERRORS, ApiContext, Operation, Operations
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import conversation, inputs
@@ -137,12 +137,10 @@ class Tokenization:
 
 _TEXT_OR_CONVERSATION = {
     "anyOf": [
-        request_schemas.make_object(
-            ("prompt",), prompt=request_schemas.TEXT, messages=request_schemas.NULL
-        ),
-        request_schemas.make_object(
+        openapi.make_object(("prompt",), prompt=openapi.TEXT, messages=openapi.NULL),
+        openapi.make_object(
             ("messages",),
-            prompt=request_schemas.NULL,
+            prompt=openapi.NULL,
             messages={"type": "array"},
             add_special_tokens={"enum": [False, None]},
         ),
@@ -153,32 +151,24 @@ _TEXT_OR_CONVERSATION = {
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
     tokenization = Tokenization(context.models)
-    return (
-        Operation(
-            method="POST",
-            path="/tokenize",
-            handler=context.compute(_decode_tokenize, tokenization.tokenize),
-            summary="From text, or a conversation, to token ids",
-            tag="Tokens",
-            request=TokenizeRequest,
-            request_details={
-                "messages": request_schemas.or_null(request_schemas.MESSAGES),
-                "tools": request_schemas.or_null(request_schemas.TOOLS),
-            },
-            request_rules=(_TEXT_OR_CONVERSATION,),
-            answer=TokenizeAnswer,
-            errors=READ_ERRORS,
-            example={"prompt": "Once upon a time"},
-        ),
-        Operation(
-            method="POST",
-            path="/detokenize",
-            handler=context.compute(_decode_detokenize, tokenization.detokenize),
-            summary="From token ids to text",
-            tag="Tokens",
-            request=DetokenizeRequest,
-            answer=DetokenizeAnswer,
-            errors=READ_ERRORS,
-            example={"tokens": [1, 2, 3]},
-        ),
-    )
+    api = Operations(tag="Tokens", errors=READ_ERRORS)
+    api.post(
+        "/tokenize",
+        "From text, or a conversation, to token ids",
+        request=TokenizeRequest,
+        request_details={
+            "messages": openapi.or_null(openapi.MESSAGES),
+            "tools": openapi.or_null(openapi.TOOLS),
+        },
+        request_rules=(_TEXT_OR_CONVERSATION,),
+        answer=TokenizeAnswer,
+        example={"prompt": "Once upon a time"},
+    )(context.compute(_decode_tokenize, tokenization.tokenize))
+    api.post(
+        "/detokenize",
+        "From token ids to text",
+        request=DetokenizeRequest,
+        answer=DetokenizeAnswer,
+        example={"tokens": [1, 2, 3]},
+    )(context.compute(_decode_detokenize, tokenization.detokenize))
+    return api.entries

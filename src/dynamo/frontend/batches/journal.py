@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.batches import lines, objects
+from dynamo.frontend.batches import lines
 from dynamo.protocols import model_errors
 
 MAX_FILE_BYTES = 512 * 2**20  # as with OpenAI
@@ -37,14 +37,14 @@ CREATE TABLE IF NOT EXISTS answers (
   batch TEXT, line INTEGER, is_error INTEGER, row BLOB, PRIMARY KEY (batch, line)) WITHOUT ROWID;
 """
 _encode = msgspec.json.Encoder().encode
-_decode_file = msgspec.json.Decoder(objects.FileObject).decode
-_decode_batch = msgspec.json.Decoder(objects.Batch).decode
+_decode_file = msgspec.json.Decoder(lines.FileObject).decode
+_decode_batch = msgspec.json.Decoder(lines.Batch).decode
 
 
 class OpenBatch(NamedTuple):
     """A batch that has not ended, with its tenant."""
 
-    batch: objects.Batch
+    batch: lines.Batch
     tenant: str
     key_name: str | None  # the API key that gives its lines their rights
 
@@ -127,12 +127,12 @@ class BatchJournal:
         *,
         tenant: str,
         filename: str,
-        purpose: objects.Purpose = "batch",
-        kept_s: int = objects.KEPT_S,
-    ) -> objects.FileObject:
+        purpose: lines.Purpose = "batch",
+        kept_s: int = lines.KEPT_S,
+    ) -> lines.FileObject:
         """Keep a complete partial file. Raises InvalidRequest if all files together become too large."""
         now = int(self._wall())
-        kept = objects.FileObject(
+        kept = lines.FileObject(
             id=f"file-{secrets.token_hex(12)}",
             bytes=partial.stat().st_size,
             created_at=now,
@@ -153,7 +153,7 @@ class BatchJournal:
         return kept
 
     def _insert_file(
-        self, database: sqlite3.Connection, kept: objects.FileObject, tenant: str
+        self, database: sqlite3.Connection, kept: lines.FileObject, tenant: str
     ) -> None:
         database.execute(
             "INSERT INTO files (id, tenant, purpose, bytes, expires_at, json) VALUES (?, ?, ?, ?, ?, ?)",
@@ -163,7 +163,7 @@ class BatchJournal:
     def _content(self, file_id: str) -> Path:
         return self.folder / "content" / file_id
 
-    def find_file(self, file_id: str, tenant: str) -> objects.FileObject:
+    def find_file(self, file_id: str, tenant: str) -> lines.FileObject:
         """Return a file of a tenant. Raises ObjectNotFound."""
         return _decode_file(self._find("files", file_id, tenant))
 
@@ -180,10 +180,10 @@ class BatchJournal:
 
     def list_files(
         self, tenant: str, options: PageOptions, purpose: str | None = None
-    ) -> objects.FilePage:
+    ) -> lines.FilePage:
         """Return a page of a tenant's files. Raises ObjectNotFound for an unknown `after`."""
         rows, has_more = self._page("files", tenant, options, purpose)
-        return objects.FilePage(**_page_fields([_decode_file(row) for row in rows], has_more))
+        return lines.FilePage(**_page_fields([_decode_file(row) for row in rows], has_more))
 
     def delete_file(self, file_id: str, tenant: str) -> None:
         """Delete a file. Raises ObjectNotFound, or Conflict while a batch reads it."""
@@ -201,8 +201,8 @@ class BatchJournal:
     # Batches
 
     def add_batch(
-        self, asked: objects.BatchRequest, tenant: str, key_name: str | None
-    ) -> objects.Batch:
+        self, asked: lines.BatchRequest, tenant: str, key_name: str | None
+    ) -> lines.Batch:
         """Begin a batch. Raises ObjectNotFound for an unknown input file, InvalidRequest for one that is an output."""
         source = self.find_file(asked.input_file_id, tenant)
         if source.purpose != "batch":
@@ -211,12 +211,12 @@ class BatchJournal:
                 param="input_file_id",
             )
         now = int(self._wall())
-        batch = objects.Batch(
+        batch = lines.Batch(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=asked.endpoint,
             input_file_id=asked.input_file_id,
             created_at=now,
-            expires_at=now + objects.DAY_S,
+            expires_at=now + lines.DAY_S,
             metadata=asked.metadata,
         )
         rule = asked.output_expires_after
@@ -228,22 +228,22 @@ class BatchJournal:
                     batch.id,
                     tenant,
                     key_name,
-                    rule.seconds if rule else objects.KEPT_S,
-                    now + objects.KEPT_S,
+                    rule.seconds if rule else lines.KEPT_S,
+                    now + lines.KEPT_S,
                     _encode(batch),
                 ),
             )
         return batch
 
-    def find_batch(self, batch_id: str, tenant: str) -> objects.Batch:
+    def find_batch(self, batch_id: str, tenant: str) -> lines.Batch:
         """Return a batch of a tenant with its present counts. Raises ObjectNotFound."""
         return self._with_counts(_decode_batch(self._find("batches", batch_id, tenant)))
 
-    def list_batches(self, tenant: str, options: PageOptions) -> objects.BatchPage:
+    def list_batches(self, tenant: str, options: PageOptions) -> lines.BatchPage:
         """Return a page of a tenant's batches. Raises ObjectNotFound for an unknown `after`."""
         rows, has_more = self._page("batches", tenant, options)
         batches = [self._with_counts(_decode_batch(row)) for row in rows]
-        return objects.BatchPage(**_page_fields(batches, has_more))
+        return lines.BatchPage(**_page_fields(batches, has_more))
 
     def open_batches(self) -> list[OpenBatch]:
         """Return the batches of all tenants that have not ended, oldest first."""
@@ -253,12 +253,12 @@ class BatchJournal:
             ).fetchall()
         return [OpenBatch(_decode_batch(row), tenant, key) for row, tenant, key in rows]
 
-    def cancel_batch(self, batch_id: str, tenant: str) -> objects.Batch:
+    def cancel_batch(self, batch_id: str, tenant: str) -> lines.Batch:
         """Have a batch cancelled. Raises ObjectNotFound, or Conflict if it has ended."""
         self.find_batch(batch_id, tenant)
 
-        def cancel(batch: objects.Batch) -> objects.Batch:
-            if batch.status in objects.ENDED:
+        def cancel(batch: lines.Batch) -> lines.Batch:
+            if batch.status in lines.ENDED:
                 raise errors.Conflict(f"the batch is {batch.status}: there is nothing to cancel")
             if batch.status in ("cancelling", "finalizing"):
                 return batch
@@ -266,7 +266,7 @@ class BatchJournal:
 
         return self._with_counts(self._change(batch_id, cancel))
 
-    def check_input(self, batch_id: str, max_body_bytes: int) -> objects.Batch:
+    def check_input(self, batch_id: str, max_body_bytes: int) -> lines.Batch:
         """Check all lines of a batch's file, and return the batch: in progress, or failed."""
         with self._open() as database:
             row = database.execute("SELECT json FROM batches WHERE id = ?", (batch_id,)).fetchone()
@@ -279,21 +279,21 @@ class BatchJournal:
                     break
             wrong = check.result()
         except FileNotFoundError:
-            wrong = [objects.LineError(code="file_not_found", message="the input file is gone")]
+            wrong = [lines.LineError(code="file_not_found", message="the input file is gone")]
 
-        def begin(current: objects.Batch) -> objects.Batch:
+        def begin(current: lines.Batch) -> lines.Batch:
             if current.status != "validating":  # it was cancelled
                 return current
             if wrong:
                 return current.with_status(
-                    "failed", self._wall(), errors=objects.LineErrors(data=wrong)
+                    "failed", self._wall(), errors=lines.LineErrors(data=wrong)
                 )
-            counts = objects.RequestCounts(total=check.num_lines)
+            counts = lines.RequestCounts(total=check.num_lines)
             return current.with_status("in_progress", self._wall(), request_counts=counts)
 
         return self._change(batch_id, begin)
 
-    def unanswered(self, batch: objects.Batch, max_body_bytes: int) -> Generator[tuple[int, bytes]]:
+    def unanswered(self, batch: lines.Batch, max_body_bytes: int) -> Generator[tuple[int, bytes]]:
         """Yield number and row of each line of a batch that has no answer yet."""
         with self._open() as database:
             numbers = database.execute("SELECT line FROM answers WHERE batch = ?", (batch.id,))
@@ -302,7 +302,7 @@ class BatchJournal:
             if number not in answered:
                 yield number, row
 
-    def _rows(self, batch: objects.Batch, max_bytes: int) -> Generator[tuple[int, bytes]]:
+    def _rows(self, batch: lines.Batch, max_bytes: int) -> Generator[tuple[int, bytes]]:
         """Yield number and text of each row that is not blank; of a row that is too long, too much by one byte."""
         number = 0
         with self._content(batch.input_file_id).open("rb") as content:
@@ -322,7 +322,7 @@ class BatchJournal:
                 [(batch_id, one.number, one.is_error, one.row) for one in answers],
             )
 
-    def finish(self, batch_id: str, status: objects.Status) -> objects.Batch:
+    def finish(self, batch_id: str, status: lines.Status) -> lines.Batch:
         """End a batch: write its answers into an output file and an error file, in the order of their lines."""
         if (
             status == "completed"
@@ -340,7 +340,7 @@ class BatchJournal:
                 if partial is None:
                     continue
                 now = int(self._wall())
-                kept = objects.FileObject(
+                kept = lines.FileObject(
                     id=f"file-{secrets.token_hex(12)}",
                     bytes=partial.stat().st_size,
                     created_at=now,
@@ -406,9 +406,7 @@ class BatchJournal:
             database.execute("BEGIN IMMEDIATE")
             yield database
 
-    def _change(
-        self, batch_id: str, change: Callable[[objects.Batch], objects.Batch]
-    ) -> objects.Batch:
+    def _change(self, batch_id: str, change: Callable[[lines.Batch], lines.Batch]) -> lines.Batch:
         with self._exclusive() as database:
             (row,) = database.execute(
                 "SELECT json FROM batches WHERE id = ?", (batch_id,)
@@ -418,24 +416,24 @@ class BatchJournal:
         return changed
 
     @staticmethod
-    def _update(database: sqlite3.Connection, batch: objects.Batch) -> None:
+    def _update(database: sqlite3.Connection, batch: lines.Batch) -> None:
         database.execute(
             "UPDATE batches SET json = ?, is_ended = ? WHERE id = ?",
-            (_encode(batch), batch.status in objects.ENDED, batch.id),
+            (_encode(batch), batch.status in lines.ENDED, batch.id),
         )
 
-    def _with_counts(self, batch: objects.Batch) -> objects.Batch:
-        if batch.status in objects.ENDED:
+    def _with_counts(self, batch: lines.Batch) -> lines.Batch:
+        if batch.status in lines.ENDED:
             return batch
         with self._open() as database:
             return self._counted(database, batch)
 
     @staticmethod
-    def _counted(database: sqlite3.Connection, batch: objects.Batch) -> objects.Batch:
+    def _counted(database: sqlite3.Connection, batch: lines.Batch) -> lines.Batch:
         num_answers, num_errors = database.execute(
             "SELECT count(*), coalesce(sum(is_error), 0) FROM answers WHERE batch = ?", (batch.id,)
         ).fetchone()
-        counts = objects.RequestCounts(
+        counts = lines.RequestCounts(
             total=batch.request_counts.total,
             completed=num_answers - num_errors,
             failed=num_errors,
@@ -480,9 +478,7 @@ class BatchJournal:
         return [row for (row,) in rows[: options.limit]], len(rows) > options.limit
 
 
-def _page_fields(
-    data: Sequence[objects.FileObject | objects.Batch], has_more: bool
-) -> dict[str, Any]:
+def _page_fields(data: Sequence[lines.FileObject | lines.Batch], has_more: bool) -> dict[str, Any]:
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return {"data": data, "first_id": first_id, "last_id": last_id, "has_more": has_more}
 

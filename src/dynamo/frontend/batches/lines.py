@@ -1,14 +1,165 @@
-"""The lines of a batch: what is read from its input file, and what is written to its output and error file.
+"""OpenAI's files and batches, in its names (https://platform.openai.com/docs/api-reference/batch), and a batch's lines.
 
-A line is {"custom_id", "method": "POST", "url", "body"}; its answer has the same custom_id.
+A line of the input file is {"custom_id", "method": "POST", "url", "body"}; its answer in the output file or the error
+file has the same custom_id.
 """
 
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from dynamo.frontend.batches import objects
+from dynamo.base import errors
 from dynamo.protocols import model_errors
+
+DAY_S = 24 * 3600
+KEPT_S = 30 * DAY_S  # how long files are kept by default, as OpenAI keeps those of batches
+MIN_KEPT_S = 3600
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+Purpose = Literal["batch", "batch_output"]
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+ENDED: frozenset[str] = frozenset(("failed", "completed", "expired", "cancelled"))
+_MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
+_MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class FileObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that was uploaded, or that a batch has written. Times are seconds since 1970."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+
+
+class FilePage(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of files."""
+
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a deletion."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class ExpiryRule(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a file is kept."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, msgspec.Meta(ge=MIN_KEPT_S, le=KEPT_S)]
+
+
+class UploadForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of an upload (`multipart/form-data`)."""
+
+    file: Annotated[str, msgspec.Meta(extra_json_schema={"format": "binary"})]
+    purpose: Literal["batch"]
+
+
+class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The request to answer all lines of a file."""
+
+    input_file_id: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[_MetadataKey, _MetadataValue], msgspec.Meta(max_length=16)] | None = (
+        None
+    )
+    output_expires_after: ExpiryRule | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest for an endpoint that takes no batches."""
+        if self.endpoint not in ENDPOINTS:
+            raise errors.InvalidRequest(
+                f"endpoint: expected one of {', '.join(ENDPOINTS)}, got {self.endpoint[:100]!r}",
+                param="endpoint",
+            )
+
+
+class LineError(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with a line of the input file."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class LineErrors(msgspec.Struct, frozen=True, kw_only=True):
+    """The reasons for which a batch failed."""
+
+    data: list[LineError]
+    object: Literal["list"] = "list"
+
+
+class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """How many lines a batch has, and how many are answered, and by an error."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch. Times are seconds since 1970."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: LineErrors | None = None
+    input_file_id: str
+    completion_window: Literal["24h"] = "24h"
+    status: Status = "validating"
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts()
+    metadata: dict[str, Any] | None = None
+
+    def with_status(self, status: Status, now_s: float, **fields: Any) -> "Batch":
+        """Return the batch in another status, which it has since now."""
+        return msgspec.structs.replace(
+            self, status=status, **{f"{status}_at": int(now_s)}, **fields
+        )
+
+
+class BatchPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of batches."""
+
+    object: Literal["list"] = "list"
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
 
 MAX_LINES = 50_000  # of one file, as with OpenAI
 MAX_ERRORS = 100  # of a file that are reported
@@ -53,12 +204,12 @@ class LineRequest(NamedTuple):
 
 
 class InvalidLine(Exception):
-    """A line is no request of this batch; `args[0]` is the `objects.LineError`."""
+    """A line is no request of this batch; `args[0]` is the `LineError`."""
 
     @property
-    def reason(self) -> objects.LineError:
+    def reason(self) -> LineError:
         """Return what is wrong with the line."""
-        reason: objects.LineError = self.args[0]
+        reason: LineError = self.args[0]
         return reason
 
 
@@ -82,7 +233,7 @@ def parse(row: bytes, number: int, endpoint: str, max_body_bytes: int) -> BatchL
 
 
 def _invalid(code: str, message: str, number: int, param: str | None = None) -> InvalidLine:
-    return InvalidLine(objects.LineError(code=code, message=message, line=number, param=param))
+    return InvalidLine(LineError(code=code, message=message, line=number, param=param))
 
 
 class FileCheck:
@@ -90,7 +241,7 @@ class FileCheck:
 
     def __init__(self, endpoint: str, max_body_bytes: int) -> None:
         self.num_lines = 0
-        self.errors: list[objects.LineError] = []
+        self.errors: list[LineError] = []
         self._endpoint = endpoint
         self._max_body_bytes = max_body_bytes
         self._number_by_id: dict[str, int] = {}
@@ -114,15 +265,13 @@ class FileCheck:
         """Return whether the file is refused whatever follows."""
         return len(self.errors) >= MAX_ERRORS or self.num_lines > MAX_LINES
 
-    def result(self) -> list[objects.LineError]:
+    def result(self) -> list[LineError]:
         """Return what is wrong with the file; nothing if its lines can be answered."""
         if not self.num_lines:
-            return [
-                objects.LineError(code="empty_file", message="expected a line at least, got none")
-            ]
+            return [LineError(code="empty_file", message="expected a line at least, got none")]
         if self.num_lines > MAX_LINES:
             message = f"expected at most {MAX_LINES} lines, got more: use several batches"
-            return [objects.LineError(code="too_many_lines", message=message)]
+            return [LineError(code="too_many_lines", message=message)]
         return self.errors
 
 

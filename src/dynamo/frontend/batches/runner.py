@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.frontend.batches import journal, lines, objects
+from dynamo.frontend.batches import journal, lines
 from dynamo.runtime.http import exchange
 
 POLL_S = 2.0
@@ -139,19 +139,19 @@ class BatchRunner:
         finally:
             await tasks.cancel(set(running.values()))
 
-    async def _run_batch(self, batch: objects.Batch, asker: "LineAsker") -> None:
+    async def _run_batch(self, batch: lines.Batch, asker: "LineAsker") -> None:
         """Take one batch to its end; after an error of the journal it is begun again."""
         try:
             if batch.status == "validating":
                 batch = await asyncio.to_thread(
                     self.journal.check_input, batch.id, self._max_body_bytes
                 )
-            status: objects.Status = "completed"
+            status: lines.Status = "completed"
             if batch.status == "cancelling":
                 status = "cancelled"
             elif batch.status == "in_progress":
                 status = await self._answer_in_time(batch, asker)
-            if batch.status not in objects.ENDED:
+            if batch.status not in lines.ENDED:
                 batch = await asyncio.to_thread(self.journal.finish, batch.id, status)
             counts = batch.request_counts
             _logger.info(
@@ -161,7 +161,7 @@ class BatchRunner:
         except (errors.Unavailable, OSError) as error:
             _logger.warning("%s waits: %s", batch.id, error)
 
-    async def _answer_in_time(self, batch: objects.Batch, asker: "LineAsker") -> objects.Status:
+    async def _answer_in_time(self, batch: lines.Batch, asker: "LineAsker") -> lines.Status:
         """Answer all lines that have no answer; return the status in which the batch ends."""
         stop = self._stops[batch.id]
         answering = asyncio.ensure_future(self._answer_lines(batch, asker))
@@ -181,7 +181,7 @@ class BatchRunner:
         await asyncio.to_thread(self._expire_lines, batch)
         return "expired"
 
-    def _expire_lines(self, batch: objects.Batch) -> None:
+    def _expire_lines(self, batch: lines.Batch) -> None:
         remaining = self._requests(batch)
         while chunk := list(itertools.islice(remaining, _CHUNK)):
             expired = [
@@ -194,14 +194,14 @@ class BatchRunner:
             ]
             self.journal.add_answers(batch.id, expired)
 
-    def _requests(self, batch: objects.Batch) -> Generator[lines.LineRequest]:
+    def _requests(self, batch: lines.Batch) -> Generator[lines.LineRequest]:
         """Yield the requests of lines that have no answer yet."""
         for number, row in self.journal.unanswered(batch, self._max_body_bytes):
             line = lines.parse(row, number, batch.endpoint, self._max_body_bytes)
             model, body = str(line.body.get("model")), lines.request_body(line)
             yield lines.LineRequest(number, line.custom_id, model, body)
 
-    async def _answer_lines(self, batch: objects.Batch, asker: "LineAsker") -> None:
+    async def _answer_lines(self, batch: lines.Batch, asker: "LineAsker") -> None:
         remaining = self._requests(batch)
         writer = AnswerWriter(self.journal, batch.id)
 
@@ -333,5 +333,5 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-def _line_id(batch: objects.Batch, number: int) -> str:
+def _line_id(batch: lines.Batch, number: int) -> str:
     return f"batch_req_{batch.id.removeprefix('batch_')}_{number}"

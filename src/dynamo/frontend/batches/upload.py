@@ -8,7 +8,7 @@ from typing import BinaryIO
 from python_multipart import exceptions, multipart
 
 from dynamo.base import errors
-from dynamo.frontend.batches import journal, objects
+from dynamo.frontend.batches import journal, lines
 from dynamo.runtime.http import exchange, parser
 
 _MAX_FIELD_BYTES = 1024
@@ -82,10 +82,10 @@ class FileUpload:
                 f"expected the purpose batch, the only one that is served, got {purpose[:50]!r}",
                 param="purpose",
             )
-        seconds = self._fields.get(_EXPIRY, b"%d" % objects.KEPT_S)
-        if not seconds.isdigit() or not objects.MIN_KEPT_S <= int(seconds[:12]) <= objects.KEPT_S:
+        seconds = self._fields.get(_EXPIRY, b"%d" % lines.KEPT_S)
+        if not seconds.isdigit() or not lines.MIN_KEPT_S <= int(seconds[:12]) <= lines.KEPT_S:
             raise errors.InvalidRequest(
-                f"expected seconds from {objects.MIN_KEPT_S} to {objects.KEPT_S}", param=_EXPIRY
+                f"expected seconds from {lines.MIN_KEPT_S} to {lines.KEPT_S}", param=_EXPIRY
             )
         self._file.close()
         return int(seconds)

@@ -15,7 +15,7 @@ from typing import Literal, cast
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.delivery import identity
+from dynamo.frontend.delivery import sse
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import embed, generate, instances, model_card
 from dynamo.router import route as routing
@@ -76,7 +76,7 @@ class RegisteredModel:
         self._problem = problem
         self._num_picks = itertools.count()
         adapter_names = () if base is None else (card.display_name,)
-        self.fingerprint = identity.fingerprint(card, *adapter_names)
+        self.fingerprint = sse.fingerprint(card, *adapter_names)
 
     def make_adapter(self, name: str) -> "RegisteredModel":
         """Return a LoRA adapter of this model, without instances."""

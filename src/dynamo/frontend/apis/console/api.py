@@ -25,7 +25,7 @@ from dynamo.frontend.apis.operation import (
     Operation,
     add_request_id,
 )
-from dynamo.frontend.console import feed, planners, views
+from dynamo.frontend.console import feed, views
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.protocols import planner_report
 from dynamo.runtime.http import exchange
@@ -218,7 +218,7 @@ class ConsoleApi:
 
     def show_planners(
         self, _: exchange.Exchange, __: views.Viewer, query: PlannerPageQuery
-    ) -> Awaitable[planners.PlannerPage]:
+    ) -> Awaitable[feed.PlannerPage]:
         """Return the reports of all planners, with a simulated future if the query asks for one."""
         return self._console.planners.ask(planner_report.PlannerQuery(factor=query.factor))
 
@@ -284,7 +284,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             NoQuery, api.show_cache, views.CachePage, "Which workers have the prefixes that recent prompts share"
         ),
         f"{API}/planner": (
-            PlannerPageQuery, api.show_planners, planners.PlannerPage,
+            PlannerPageQuery, api.show_planners, feed.PlannerPage,
             "The planners: load, prediction, decisions and reasons; ?factor=2 simulates twice the load",
         ),
         f"{API}/log": (LogQuery, api.show_log, LogPage, "The last lines of this process's log"),

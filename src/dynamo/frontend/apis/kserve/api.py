@@ -5,7 +5,8 @@ GET   /v2/health/live, /v2/health/ready
 GET   /v2/models/{name}[/versions/1]             the model's tensors; .../ready, .../config
 POST  /v2/models/{name}[/versions/1]/infer       tensors as JSON; .../generate, .../generate_stream without tensors
 
-The gRPC service (`grpc_server`) answers through the same handlers.
+Answers are tensors (`infer`), or plain fields (Triton's `generate`). The gRPC service (`grpc_server`) answers through
+the same handlers.
 """
 
 import functools
@@ -15,18 +16,73 @@ from typing import Any, NamedTuple
 
 from dynamo.base import distribution, errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import completions, error_dialects, request_schemas
-from dynamo.frontend.apis.kserve import answer, request
+from dynamo.frontend.apis import completions, error_dialects, openapi
+from dynamo.frontend.apis.kserve import request as kserve
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_NAME,
     GENERATION_ERRORS,
     ApiContext,
     Operation,
+    Operations,
 )
-from dynamo.frontend.delivery import delivery, sse
+from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.runtime.http import exchange
+
+
+class GenerateFormatter:
+    """Formats an answer as plain fields; several choices are lists."""
+
+    def __init__(self, request: kserve.InferRequest, answer_identity: sse.Identity) -> None:
+        self._head = {"model_name": answer_identity.model, "model_version": kserve.VERSION}
+        if request.infer_id:
+            self._head["id"] = request.infer_id
+
+    def chunk(self, part: sse.ChoicePart) -> dict[str, Any]:
+        """Return the chunk for a part of the only choice; the last one has a finish reason."""
+        reasons = [] if part.finish_reason is None else [part.finish_reason]
+        return self._outputs([completions.content_of(part.piece)], reasons)
+
+    def usage_chunk(self, usage: sse.Usage) -> dict[str, Any]:
+        """Raise LocalProtocolError: the protocol has no usage, so no request can ask for it."""
+        raise errors.LocalProtocolError(f"KServe's protocol does not tell usage, got {usage}")
+
+    def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
+        """Return the complete answer."""
+        del usage
+        texts = ["".join(map(completions.content_of, answer.pieces)) for answer in answers]
+        return self._outputs(texts, [answer.finish_reason for answer in answers])
+
+    def _outputs(self, texts: list[str], reasons: list[str]) -> dict[str, Any]:
+        outputs: dict[str, Any] = {**self._head, kserve.TEXT_OUTPUT: _unwrap(texts)}
+        return {**outputs, kserve.FINISH_REASON: _unwrap(reasons)} if reasons else outputs
+
+
+class InferFormatter(GenerateFormatter):
+    """Formats an answer as tensors."""
+
+    def _outputs(self, texts: list[str], reasons: list[str]) -> dict[str, Any]:
+        tensors = [_text_tensor(kserve.TEXT_OUTPUT, texts)]
+        if reasons:
+            tensors.append(_text_tensor(kserve.FINISH_REASON, reasons))
+        return {**self._head, "outputs": tensors}
+
+
+class KserveStreamDelivery(streaming.StreamDelivery):
+    """A stream that ends without OpenAI's `[DONE]`."""
+
+    last_event = b""
+
+
+def _unwrap(elements: list[str]) -> str | list[str]:
+    """Return the only element, or the list of several."""
+    return elements[0] if len(elements) == 1 else elements
+
+
+def _text_tensor(name: str, elements: list[str]) -> dict[str, Any]:
+    return {"name": name, "datatype": "BYTES", "shape": [len(elements)], "data": elements}
+
 
 PREFIX = "/v2"
 EXTENSIONS = ["generate", "model_configuration", "binary_tensor_data"]
@@ -37,7 +93,7 @@ _TARGET = re.compile(
     r"(/(?P<action>ready|config|infer|infer_stream|generate|generate_stream))?"
 )
 _JSON_LENGTH = "inference-header-content-length"  # where raw tensors follow the JSON
-InferApi = pipeline.GenerationApi[request.InferRequest, answer.GenerateFormatter]
+InferApi = pipeline.GenerationApi[kserve.InferRequest, GenerateFormatter]
 
 
 class Target(NamedTuple):
@@ -71,7 +127,7 @@ class KserveHandlers:
         target = parse_target(client.request.path)
         try:
             model = self._context.models.find(target.model)
-            request.check_version(target.model, target.version)
+            kserve.check_version(target.model, target.version)
             model.check_can_generate()
             self._context.admission.check_may_see(client, model.name)
         except errors.DynamoError as error:
@@ -107,9 +163,9 @@ def _make_api(target: Target, json_bytes: int | None) -> InferApi:
     """Return the API of a route; of a body with raw tensors, the first `json_bytes` are JSON."""
     has_tensors = target.action.startswith("infer")
     decode = functools.partial(
-        functools.partial(request.decode_infer, json_bytes=json_bytes)
+        functools.partial(kserve.decode_infer, json_bytes=json_bytes)
         if has_tensors
-        else request.decode_generate,
+        else kserve.decode_generate,
         model=target.model,
         version=target.version,
         can_stream=target.action.endswith("_stream"),
@@ -118,8 +174,8 @@ def _make_api(target: Target, json_bytes: int | None) -> InferApi:
         endpoint=completions.API.endpoint,
         decode=decode,
         prepare=completions.prepare,
-        make_formatter=answer.InferFormatter if has_tensors else answer.GenerateFormatter,
-        stream=answer.KserveStreamDelivery,
+        make_formatter=InferFormatter if has_tensors else GenerateFormatter,
+        stream=KserveStreamDelivery,
         dialect=error_dialects.KSERVE,
     )
 
@@ -127,7 +183,7 @@ def _make_api(target: Target, json_bytes: int | None) -> InferApi:
 def describe_server() -> dict[str, Any]:
     """Return the metadata of the server."""
     return {
-        "name": request.PLATFORM,
+        "name": kserve.PLATFORM,
         "version": distribution.version(),
         "extensions": EXTENSIONS,
     }
@@ -137,12 +193,12 @@ def describe_model(model: RegisteredModel) -> dict[str, Any]:
     """Return the metadata of a model: its tensors."""
     return {
         "name": model.name,
-        "versions": [request.VERSION],
-        "platform": request.PLATFORM,
-        "inputs": [_tensor(request.TEXT_INPUT, "BYTES", 1), _tensor(request.STREAMING, "BOOL", 1)],
+        "versions": [kserve.VERSION],
+        "platform": kserve.PLATFORM,
+        "inputs": [_tensor(kserve.TEXT_INPUT, "BYTES", 1), _tensor(kserve.STREAMING, "BOOL", 1)],
         "outputs": [
-            _tensor(request.TEXT_OUTPUT, "BYTES", -1),
-            _tensor(request.FINISH_REASON, "BYTES", -1),
+            _tensor(kserve.TEXT_OUTPUT, "BYTES", -1),
+            _tensor(kserve.FINISH_REASON, "BYTES", -1),
         ],
     }
 
@@ -151,23 +207,23 @@ def describe_config(model: RegisteredModel) -> dict[str, Any]:
     """Return Triton's configuration of a model."""
     return {
         "name": model.name,
-        "platform": request.PLATFORM,
-        "backend": request.PLATFORM,
+        "platform": kserve.PLATFORM,
+        "backend": kserve.PLATFORM,
         "max_batch_size": 0,
         "input": [
-            {"name": request.TEXT_INPUT, "data_type": "TYPE_STRING", "dims": [1]},
-            {"name": request.STREAMING, "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+            {"name": kserve.TEXT_INPUT, "data_type": "TYPE_STRING", "dims": [1]},
+            {"name": kserve.STREAMING, "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
         ],
         "output": [
-            {"name": request.TEXT_OUTPUT, "data_type": "TYPE_STRING", "dims": [-1]},
-            {"name": request.FINISH_REASON, "data_type": "TYPE_STRING", "dims": [-1]},
+            {"name": kserve.TEXT_OUTPUT, "data_type": "TYPE_STRING", "dims": [-1]},
+            {"name": kserve.FINISH_REASON, "data_type": "TYPE_STRING", "dims": [-1]},
         ],
         "model_transaction_policy": {"decoupled": True},
     }
 
 
-def _describe_tensor(name: str, datatype: str, element: request_schemas.Schema) -> Any:
-    return request_schemas.make_object(
+def _describe_tensor(name: str, datatype: str, element: openapi.Schema) -> Any:
+    return openapi.make_object(
         ("name", "datatype", "shape", "data"),
         name={"const": name},
         datatype={"const": datatype},
@@ -178,88 +234,68 @@ def _describe_tensor(name: str, datatype: str, element: request_schemas.Schema) 
     )
 
 
-_PROMPT = _describe_tensor(request.TEXT_INPUT, "BYTES", request_schemas.SOME_TEXT)
-_STREAM = _describe_tensor(request.STREAMING, "BOOL", {"const": False})
+_PROMPT = _describe_tensor(kserve.TEXT_INPUT, "BYTES", openapi.SOME_TEXT)
+_STREAM = _describe_tensor(kserve.STREAMING, "BOOL", {"const": False})
 _INPUTS = {"type": "array", "minItems": 1, "maxItems": 2, "prefixItems": [_PROMPT, _STREAM]}
 
 
-_OUTPUT = request_schemas.make_object(
-    ("name",), name={"enum": [request.TEXT_OUTPUT, request.FINISH_REASON]}
-)
-_OUTPUTS = request_schemas.or_null({"type": "array", "items": _OUTPUT})
+_OUTPUT = openapi.make_object(("name",), name={"enum": [kserve.TEXT_OUTPUT, kserve.FINISH_REASON]})
+_OUTPUTS = openapi.or_null({"type": "array", "items": _OUTPUT})
 _TEXT_DETAILS = {
-    "text_input": request_schemas.SOME_TEXT,
+    "text_input": openapi.SOME_TEXT,
     "stream": {"enum": [False, None]},
-    "parameters": request_schemas.or_null({"type": "object"}),
+    "parameters": openapi.or_null({"type": "object"}),
 }
 
 
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
     handlers = KserveHandlers(context)
-    describe = functools.partial(Operation, tag="KServe", dialect=error_dialects.KSERVE)
+    api = Operations(tag="KServe", dialect=error_dialects.KSERVE, answer=dict[str, Any])
     answer_tensors = functools.partial(
-        describe,
-        method="POST",
-        handler=handlers.infer,
-        answer=dict[str, Any],
-        request=request.InferBody,
+        api.post,
+        request=kserve.InferBody,
         request_details={"inputs": _INPUTS, "outputs": _OUTPUTS},
         errors=GENERATION_ERRORS,
     )
     answer_text = functools.partial(
         answer_tensors,
-        request=request.GenerateBody,
+        request=kserve.GenerateBody,
         request_details=_TEXT_DETAILS,
         example={"text_input": "Once upon a time", "parameters": {"max_tokens": 60}},
     )
-    show_model = functools.partial(
-        describe,
-        method="GET",
-        handler=handlers.show_model,
-        answer=dict[str, Any],
-        errors=(400, *ACCESS_ERRORS, 404, 503),
-    )
-    return (
-        answer_tensors(path=_MODEL + "/infer", summary="Answer a text in a tensor"),
-        answer_tensors(
-            path=_MODEL + "/infer_stream", summary="Stream such an answer", events=dict[str, Any]
-        ),
-        answer_text(path=_MODEL + "/generate", summary="Answer a text"),
+    for declare in (
+        answer_tensors(_MODEL + "/infer", "Answer a text in a tensor"),
+        answer_tensors(_MODEL + "/infer_stream", "Stream such an answer", events=dict[str, Any]),
+        answer_text(_MODEL + "/generate", "Answer a text"),
         answer_text(
-            path=_MODEL + "/generate_stream",
-            summary="Stream such an answer",
+            _MODEL + "/generate_stream",
+            "Stream such an answer",
             events=dict[str, Any],
-            request=request.StreamedGenerateBody,
+            request=kserve.StreamedGenerateBody,
             request_details={**_TEXT_DETAILS, "stream": {"enum": [True, None]}},
         ),
-        show_model(path=_MODEL, summary="A model's tensors"),
-        show_model(path=_MODEL + "/config", summary="A model's configuration"),
-        show_model(path=_MODEL + "/ready", summary="200 if the model is ready, else 503"),
-        describe(
-            method="GET",
-            path=PREFIX,
-            handler=lambda client: _respond(client, describe_server()),
-            summary="Name and version of this server",
-            answer=dict[str, Any],
-            errors=ACCESS_ERRORS,
-        ),
-        describe(
-            method="GET",
-            path="/v2/health/live",
-            handler=lambda client: _respond(client, {"live": True}),
-            summary="200 as long as the process runs",
-            answer=dict[str, Any],
-        ),
-        describe(
-            method="GET",
-            path="/v2/health/ready",
-            handler=handlers.show_readiness,
-            summary="200 if a model is ready, else 503",
-            answer=dict[str, Any],
-            other_answers={503: dict[str, Any]},
-        ),
-    )
+    ):
+        declare(handlers.infer)
+    for path, summary in (
+        (_MODEL, "A model's tensors"),
+        (_MODEL + "/config", "A model's configuration"),
+        (_MODEL + "/ready", "200 if the model is ready, else 503"),
+    ):
+        api.get(path, summary, errors=(400, *ACCESS_ERRORS, 404, 503))(handlers.show_model)
+    api.get(
+        "/v2/health/ready", "200 if a model is ready, else 503", other_answers={503: dict[str, Any]}
+    )(handlers.show_readiness)
+
+    @api.get(PREFIX, "Name and version of this server", errors=ACCESS_ERRORS)
+    def show_server(client: exchange.Exchange) -> None:
+        _respond(client, describe_server())
+
+    @api.get("/v2/health/live", "200 as long as the process runs")
+    def show_live(client: exchange.Exchange) -> None:
+        _respond(client, {"live": True})
+
+    return api.entries
 
 
 def _tensor(name: str, datatype: str, length: int) -> dict[str, Any]:

@@ -1,20 +1,25 @@
 """Ollama's API, for its clients: text, embeddings, and which models are served.
 
 A worker has its model loaded before it is served, so `/api/ps` lists the same models as `/api/tags`, and models are not
-pulled, copied or deleted here. Lines of a stream are JSON (NDJSON).
+pulled, copied or deleted here.
+
+An answer is one object, or a line of JSON (NDJSON) for each part, of which the last tells the counts. Tool calls come
+complete, as Ollama sends them: their pieces are collected until another kind of piece follows.
 """
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 import msgspec
 import xxhash
 
 from dynamo.base import distribution, errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import chat, embeddings, error_dialects, request_schemas
-from dynamo.frontend.apis.ollama import answer, request
+from dynamo.frontend.apis import chat, embeddings, error_dialects, openapi
+from dynamo.frontend.apis.ollama import request
+from dynamo.frontend.apis.ollama import request as ollama_request
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     GENERATION_ERRORS,
@@ -22,12 +27,168 @@ from dynamo.frontend.apis.operation import (
     READ_ERRORS,
     ApiContext,
     Operation,
+    Operations,
     add_request_id,
 )
-from dynamo.frontend.delivery import delivery, sse, streaming
+from dynamo.frontend.delivery import choices, delivery, sse, streaming
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import conversation
+from dynamo.preprocess.parsers import parser
 from dynamo.runtime.http import exchange
+
+NS_PER_S = 10**9
+_REASONS = {"length": "length"}  # all others are "stop"
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The message of the model, or a part of it."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: str = ""
+    tool_calls: list[dict[str, Any]] = []
+
+
+class OllamaAnswer(msgspec.Struct, kw_only=True):
+    """An answer or a line of one; durations are in nanoseconds, and the last line alone has them."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load"] | msgspec.UnsetType = msgspec.UNSET
+    total_duration: int | msgspec.UnsetType = msgspec.UNSET
+    load_duration: int | msgspec.UnsetType = msgspec.UNSET
+    prompt_eval_count: int | msgspec.UnsetType = msgspec.UNSET
+    prompt_eval_duration: int | msgspec.UnsetType = msgspec.UNSET
+    eval_count: int | msgspec.UnsetType = msgspec.UNSET
+    eval_duration: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class OllamaChatAnswer(OllamaAnswer, kw_only=True):
+    """The answer of `/api/chat`."""
+
+    message: OllamaMessage
+
+
+class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
+    """The answer of `/api/generate`."""
+
+    response: str
+    thinking: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class OllamaFormatter:
+    """Formats the answer to one request."""
+
+    def __init__(
+        self, turn: ollama_request.OllamaConversation, answer_identity: sse.Identity
+    ) -> None:
+        self._turn = turn
+        self._clock = answer_identity.clock
+        self._began_at = self._clock.now()
+        self._first_at = self._began_at  # of the first token, where it is known
+        self._head = make_head(answer_identity.model, answer_identity.created)
+        self._calls: dict[int, choices.Call] = {}
+
+    def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
+        """Return the complete answer."""
+        (answer,) = answers
+        text = "".join(piece for piece in answer.pieces if isinstance(piece, str))
+        thoughts = [piece.text for piece in answer.pieces if isinstance(piece, parser.Reasoning)]
+        calls = [piece for piece in answer.pieces if isinstance(piece, choices.Call)]
+        return self._object(
+            text, "".join(thoughts), calls, self._ending(answer.finish_reason, usage)
+        )
+
+    def begin(self, usage: sse.Usage) -> bytes:
+        """Note the time of the first token; the stream has nothing before it."""
+        del usage
+        self._first_at = self._clock.now()
+        return b""
+
+    def piece(self, piece: choices.Piece) -> bytes:
+        """Return the line of a piece, after the calls that came before it."""
+        if isinstance(piece, choices.Call):
+            earlier = self._calls.get(piece.number)
+            text = earlier.arguments if earlier is not None else ""
+            self._calls[piece.number] = choices.Call(
+                piece.number, piece.id, piece.name, text + piece.arguments
+            )
+            return b""
+        if isinstance(piece, str):
+            return self._take_calls() + self._line(self._object(piece))
+        return self._take_calls() + self._line(self._object(thoughts=piece.text))
+
+    def end(self, finish_reason: str, stop_string: str | None, usage: sse.Usage) -> bytes:
+        """Return the last line, which has no text."""
+        del stop_string
+        last = self._object(ending=self._ending(finish_reason, usage))
+        return self._take_calls() + self._line(last)
+
+    def error(self, error: errors.DynamoError) -> bytes:
+        """Return the last line of a failed stream."""
+        return error_dialects.OLLAMA.body_of(error) + b"\n"
+
+    def _take_calls(self) -> bytes:
+        """Return the line of the calls that were collected, if there are any."""
+        calls, self._calls = list(self._calls.values()), {}
+        return self._line(self._object(calls=calls)) if calls else b""
+
+    def _object(
+        self,
+        text: str = "",
+        thoughts: str = "",
+        calls: Sequence[choices.Call] = (),
+        ending: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        shown: dict[str, Any] = {}
+        if thoughts and not self._turn.hides_thinking:
+            shown["thinking"] = thoughts
+        if calls:
+            shown["tool_calls"] = [
+                {"function": {"name": call.name, "arguments": msgspec.Raw(call.arguments.encode())}}
+                for call in calls
+            ]
+        content: dict[str, Any] = {"response": text, **shown}
+        if self._turn.is_chat:
+            content = {"message": {"role": "assistant", "content": text, **shown}}
+        return {**self._head, **content, **(ending or {"done": False})}
+
+    def _line(self, data: dict[str, Any]) -> bytes:
+        return sse.encode(data) + b"\n"
+
+    def _ending(self, finish_reason: str, usage: sse.Usage) -> dict[str, Any]:
+        now = self._clock.now()
+        return {
+            "done": True,
+            "done_reason": _REASONS.get(finish_reason, "stop"),
+            "total_duration": round((now - self._began_at) * NS_PER_S),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": round((self._first_at - self._began_at) * NS_PER_S),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": round((now - self._first_at) * NS_PER_S),
+        }
+
+
+def make_head(model: str, created: float) -> dict[str, Any]:
+    """Return the fields that every answer begins with; `created` in seconds since 1970."""
+    return {"model": model, "created_at": format_time(created)}
+
+
+def make_load_answer(turn: ollama_request.OllamaConversation, created: float) -> dict[str, Any]:
+    """Return the answer to a request that only asks for the model to be loaded."""
+    content: dict[str, Any] = {"response": ""}
+    if turn.is_chat:
+        content = {"message": {"role": "assistant", "content": ""}}
+    head = make_head(turn.model, created)
+    return {**head, **content, "done": True, "done_reason": "load"}
+
+
+def format_time(seconds: float) -> str:
+    """Return a time since 1970 as Ollama writes it (RFC 3339)."""
+    return datetime.fromtimestamp(seconds, tz=UTC).isoformat().replace("+00:00", "Z")
+
 
 _NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
 # by our names of capabilities
@@ -115,7 +276,7 @@ class OllamaHandlers:
             endpoint=endpoint,
             decode=decode,
             prepare=chat.prepare,
-            make_formatter=answer.OllamaFormatter,
+            make_formatter=OllamaFormatter,
             stream=streaming.LineDelivery,
             dialect=_DIALECT,
         )
@@ -174,7 +335,7 @@ class OllamaHandlers:
 
     async def _confirm_loaded(self, turn: request.OllamaConversation) -> dict[str, Any]:
         created = self._context.models.find(turn.model).card.created
-        return answer.make_load_answer(turn, created)
+        return make_load_answer(turn, created)
 
     def _make_embeddings(
         self, plan: embeddings.EmbeddingPlan, vectors: Sequence[Any]
@@ -183,108 +344,86 @@ class OllamaHandlers:
         return {
             "model": plan.model,
             "embeddings": vectors,
-            "total_duration": round(duration_s * answer.NS_PER_S),
+            "total_duration": round(duration_s * NS_PER_S),
             "load_duration": 0,
             "prompt_eval_count": plan.num_tokens,
         }
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
-    """Return the operations of this API."""
-    handlers = OllamaHandlers(context)
-    describe = functools.partial(Operation, tag="Ollama", dialect=_DIALECT)
-    return (
-        describe(
-            method="POST",
-            path="/api/chat",
-            handler=handlers.generate(request.decode_chat, "ollama_chat"),
-            summary="Answer a conversation, as Ollama does",
-            request=request.OllamaChatRequest,
-            request_details={
-                "messages": request_schemas.or_null(_MESSAGES),
-                "tools": request_schemas.or_null(request_schemas.TOOLS),
-            },
-            answer=answer.OllamaChatAnswer,
-            streams_lines=True,
-            errors=GENERATION_ERRORS,
-            example={"messages": HELLO, "stream": False},
-        ),
-        describe(
-            method="POST",
-            path="/api/generate",
-            handler=handlers.generate(request.decode_generate, "ollama_generate"),
-            summary="Answer a prompt, as Ollama does",
-            request=request.OllamaGenerateRequest,
-            answer=answer.OllamaGenerateAnswer,
-            streams_lines=True,
-            errors=GENERATION_ERRORS,
-            example={"prompt": "What is the capital of France?", "stream": False},
-        ),
-        describe(
-            method="POST",
-            path="/api/embed",
-            handler=handlers.embed,
-            summary="Vectors of texts, as Ollama gives them",
-            request=request.OllamaEmbedRequest,
-            request_details={"input": request_schemas.EMBEDDED_TEXTS},
-            answer=OllamaEmbeddings,
-            errors=GENERATION_ERRORS,
-            example={"input": ["A cat sat on a mat."]},
-        ),
-        describe(
-            method="GET",
-            path="/api/tags",
-            handler=add_request_id(functools.partial(handlers.list_models, is_loaded=False)),
-            summary="The models that are served, as Ollama lists them",
-            answer=OllamaModelList,
-            errors=ACCESS_ERRORS,
-        ),
-        describe(
-            method="GET",
-            path="/api/ps",
-            handler=add_request_id(functools.partial(handlers.list_models, is_loaded=True)),
-            summary="The same: all that is served is loaded",
-            answer=OllamaModelList,
-            errors=ACCESS_ERRORS,
-        ),
-        describe(
-            method="POST",
-            path="/api/show",
-            handler=add_request_id(handlers.show_model),
-            summary="What is known of a model, as Ollama shows it",
-            request=request.OllamaModelRequest,
-            request_rules=(_NAMED,),
-            answer=OllamaModelFacts,
-            errors=READ_ERRORS,
-        ),
-        describe(
-            method="GET",
-            path="/api/version",
-            handler=add_request_id(
-                lambda client: client.respond(200, sse.encode({"version": distribution.version()}))
-            ),
-            summary="The release of this server",
-            answer=OllamaVersion,
-            errors=ACCESS_ERRORS,
-        ),
-    )
-
-
 _MESSAGES = {
     "type": "array",
-    "items": request_schemas.make_object(
+    "items": openapi.make_object(
         ("role",),
         role={"enum": list(conversation.ROLES)},
-        content={"anyOf": [request_schemas.CONTENT, request_schemas.NULL]},
-        **request_schemas.OTHER_KEYS,
+        content={"anyOf": [openapi.CONTENT, openapi.NULL]},
+        **openapi.OTHER_KEYS,
     ),
 }
 _NAMED = {
     "anyOf": [
-        request_schemas.make_object((name,), **{name: request_schemas.SOME_TEXT})
-        for name in ("model", "name")
+        openapi.make_object((name,), **{name: openapi.SOME_TEXT}) for name in ("model", "name")
     ]
 }
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of this API."""
+    handlers = OllamaHandlers(context)
+    api = Operations(tag="Ollama", dialect=_DIALECT, errors=ACCESS_ERRORS)
+    api.post(
+        "/api/chat",
+        "Answer a conversation, as Ollama does",
+        request=request.OllamaChatRequest,
+        request_details={
+            "messages": openapi.or_null(_MESSAGES),
+            "tools": openapi.or_null(openapi.TOOLS),
+        },
+        answer=OllamaChatAnswer,
+        streams_lines=True,
+        errors=GENERATION_ERRORS,
+        example={"messages": HELLO, "stream": False},
+    )(handlers.generate(request.decode_chat, "ollama_chat"))
+    api.post(
+        "/api/generate",
+        "Answer a prompt, as Ollama does",
+        request=request.OllamaGenerateRequest,
+        answer=OllamaGenerateAnswer,
+        streams_lines=True,
+        errors=GENERATION_ERRORS,
+        example={"prompt": "What is the capital of France?", "stream": False},
+    )(handlers.generate(request.decode_generate, "ollama_generate"))
+    api.post(
+        "/api/embed",
+        "Vectors of texts, as Ollama gives them",
+        request=request.OllamaEmbedRequest,
+        request_details={"input": openapi.EMBEDDED_TEXTS},
+        answer=OllamaEmbeddings,
+        errors=GENERATION_ERRORS,
+        example={"input": ["A cat sat on a mat."]},
+    )(handlers.embed)
+    for path, summary, is_loaded in (
+        ("/api/tags", "The models that are served, as Ollama lists them", False),
+        ("/api/ps", "The same: all that is served is loaded", True),
+    ):
+        list_models = functools.partial(handlers.list_models, is_loaded=is_loaded)
+        api.get(path, summary, wrap=add_request_id, answer=OllamaModelList)(list_models)
+    api.post(
+        "/api/show",
+        "What is known of a model, as Ollama shows it",
+        wrap=add_request_id,
+        request=request.OllamaModelRequest,
+        request_rules=(_NAMED,),
+        answer=OllamaModelFacts,
+        errors=READ_ERRORS,
+    )(handlers.show_model)
+
+    @api.get(
+        "/api/version", "The release of this server", wrap=add_request_id, answer=OllamaVersion
+    )
+    def show_version(client: exchange.Exchange) -> None:
+        client.respond(200, sse.encode({"version": distribution.version()}))
+
+    return api.entries
 
 
 def _is_empty(client: exchange.Exchange) -> bool:
@@ -305,7 +444,7 @@ def _describe(model: RegisteredModel) -> dict[str, Any]:
     return {
         "name": model.name,
         "model": model.name,
-        "modified_at": answer.format_time(card.created),
+        "modified_at": format_time(card.created),
         "size": 0,
         "digest": xxhash.xxh3_128_hexdigest(checksums.encode()),
         "details": {

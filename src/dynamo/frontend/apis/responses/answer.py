@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend.apis.responses import request as responses_request
-from dynamo.frontend.delivery import choices, identity, sse
+from dynamo.frontend.delivery import choices, sse
 from dynamo.preprocess import conversation
 from dynamo.protocols import model_errors
 
@@ -117,7 +117,7 @@ class ResponseFormatter:
     def __init__(
         self,
         request: responses_request.ResponsesRequest,
-        answer_identity: identity.Identity,
+        answer_identity: sse.Identity,
         store: Store,
     ) -> None:
         self._digits = answer_identity.request_id.replace("-", "")
@@ -332,7 +332,7 @@ def _usage(usage: sse.Usage) -> dict[str, Any]:
 
 
 def _fixed_fields(
-    request: responses_request.ResponsesRequest, answer_identity: identity.Identity
+    request: responses_request.ResponsesRequest, answer_identity: sse.Identity
 ) -> dict[str, Any]:
     """Return the fields that are known before the answer: mostly those of the request."""
     text_format = request.text.format if request.text is not None else None

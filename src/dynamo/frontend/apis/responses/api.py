@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import chat, error_dialects, request_schemas
+from dynamo.frontend.apis import chat, error_dialects, openapi
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_ID,
@@ -17,10 +17,11 @@ from dynamo.frontend.apis.operation import (
     READ_ERRORS,
     ApiContext,
     Operation,
+    Operations,
     add_request_id,
 )
 from dynamo.frontend.apis.responses import answer, request
-from dynamo.frontend.delivery import delivery, identity, sse, streaming
+from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.processes import response_store
 from dynamo.preprocess import inputs
 from dynamo.protocols import model_errors
@@ -169,7 +170,7 @@ class Responses:
         client.respond(400, error_dialects.OPENAI.refusal(400, message))
 
     def _make_formatter(
-        self, turn: ResponseConversation, answer_identity: identity.Identity
+        self, turn: ResponseConversation, answer_identity: sse.Identity
     ) -> answer.ResponseFormatter:
         return answer.ResponseFormatter(
             turn.request, answer_identity, lambda response: self._store_turn(turn, response)
@@ -202,21 +203,21 @@ class Responses:
         self._store.put(response["id"], stored)
 
 
-_TOOL_CHOICE = request_schemas.make_object(
+_TOOL_CHOICE = openapi.make_object(
     (),
     tool_choice={
         "anyOf": [
-            request_schemas.NULL,
-            request_schemas.TEXT,
-            request_schemas.make_object(
+            openapi.NULL,
+            openapi.TEXT,
+            openapi.make_object(
                 ("type", "name"),
                 type={"enum": ["function", "custom"]},
-                name=request_schemas.SOME_TEXT,
+                name=openapi.SOME_TEXT,
             ),
-            request_schemas.make_object(
+            openapi.make_object(
                 ("type", "mode", "tools"),
                 type={"const": "allowed_tools"},
-                mode=request_schemas.TEXT,
+                mode=openapi.TEXT,
                 tools={"type": "array"},
             ),
         ]
@@ -228,79 +229,68 @@ def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
     responses = Responses(context)
     shared = context.shared_responses
-    return (
-        Operation(
-            method="POST",
-            path=PATH,
-            handler=shared.wrap_continuing(responses.generate),
-            summary="Answer, and store the answer so that a request can continue it",
-            tag="OpenAI",
-            request=request.ResponsesRequest,
-            request_details={"background": {"enum": [False, None]}},
-            request_rules=(_TOOL_CHOICE,),
-            answer=answer.Response,
-            events=answer.ResponseEvent,
-            errors=GENERATION_ERRORS,
-            example={"input": "Who are you?", "max_output_tokens": 60},
-        ),
-        Operation(
-            method="GET",
-            path=_ID_PATH + ANY_ID,
-            handler=add_request_id(shared.wrap_lookup(_response_id, responses.show)),
-            summary="A stored answer",
-            tag="OpenAI",
-            answer=answer.Response,
-            errors=(400, *ACCESS_ERRORS, 404),
-        ),
-        Operation(
-            method="DELETE",
-            path=_ID_PATH + ANY_ID,
-            handler=add_request_id(shared.wrap_lookup(_response_id, responses.delete)),
-            summary="Delete a stored answer",
-            tag="OpenAI",
-            answer=answer.DeletedResponse,
-            errors=(*ACCESS_ERRORS, 404),
-        ),
-        Operation(
-            method="GET",
-            path=f"{_ID_PATH}{ANY_ID}/input_items",
-            handler=add_request_id(shared.wrap_lookup(_response_id, responses.list_input_items)),
-            summary="The items of a stored answer's input",
-            tag="OpenAI",
-            answer=answer.InputItemList,
-            errors=(400, *ACCESS_ERRORS, 404),
-        ),
-        Operation(
-            method="POST",
-            path=f"{_ID_PATH}{ANY_ID}/cancel",
-            handler=add_request_id(shared.wrap_lookup(_response_id, responses.cancel)),
-            summary="Cancel an answer in the background, of which there are none",
-            tag="OpenAI",
-            answer=None,
-            errors=(400, *ACCESS_ERRORS, 404),
-        ),
-        Operation(
-            method="POST",
-            path=f"{PATH}/compact",
-            handler=add_request_id(_refuse_compaction),
-            summary="Compact a conversation, which is not supported",
-            tag="OpenAI",
-            answer=None,
-            errors=(*ACCESS_ERRORS, 404),
-        ),
-        Operation(
-            method="POST",
-            path=f"{PATH}/input_tokens",
-            handler=shared.wrap_continuing(responses.count_tokens),
-            summary="Count the tokens of such a request",
-            tag="OpenAI",
-            request=request.ResponseCountRequest,
-            request_rules=(_TOOL_CHOICE,),
-            answer=ResponseTokens,
-            errors=READ_ERRORS,
-            example={"input": "Who are you?"},
-        ),
+    stored_path = _ID_PATH + ANY_ID
+    api = Operations(tag="OpenAI", errors=(400, *ACCESS_ERRORS, 404))
+
+    def of_stored(handler: exchange.Handler) -> exchange.Handler:
+        return add_request_id(shared.wrap_lookup(_response_id, handler))
+
+    api.post(
+        PATH,
+        "Answer, and store the answer so that a request can continue it",
+        request=request.ResponsesRequest,
+        request_details={"background": {"enum": [False, None]}},
+        request_rules=(_TOOL_CHOICE,),
+        answer=answer.Response,
+        events=answer.ResponseEvent,
+        errors=GENERATION_ERRORS,
+        example={"input": "Who are you?", "max_output_tokens": 60},
+    )(shared.wrap_continuing(responses.generate))
+    api.get(stored_path, "A stored answer", wrap=of_stored, answer=answer.Response)(responses.show)
+    api.declare(
+        "DELETE",
+        stored_path,
+        "Delete a stored answer",
+        wrap=of_stored,
+        answer=answer.DeletedResponse,
+        errors=(*ACCESS_ERRORS, 404),
+    )(responses.delete)
+    api.get(
+        f"{stored_path}/input_items",
+        "The items of a stored answer's input",
+        wrap=of_stored,
+        answer=answer.InputItemList,
+    )(responses.list_input_items)
+    api.post(
+        f"{stored_path}/cancel",
+        "Cancel an answer in the background, of which there are none",
+        wrap=of_stored,
+        answer=None,
+    )(responses.cancel)
+    api.post(
+        f"{PATH}/input_tokens",
+        "Count the tokens of such a request",
+        request=request.ResponseCountRequest,
+        request_rules=(_TOOL_CHOICE,),
+        answer=ResponseTokens,
+        errors=READ_ERRORS,
+        example={"input": "Who are you?"},
+    )(shared.wrap_continuing(responses.count_tokens))
+
+    @api.post(
+        f"{PATH}/compact",
+        "Compact a conversation, which is not supported",
+        wrap=add_request_id,
+        answer=None,
+        errors=(*ACCESS_ERRORS, 404),
     )
+    def refuse_compaction(client: exchange.Exchange) -> None:
+        message = (
+            "compaction is not supported: send the whole conversation, or previous_response_id"
+        )
+        client.respond(404, error_dialects.OPENAI.refusal(404, message))
+
+    return api.entries
 
 
 def _instructions(decoded: request.ResponseCountRequest) -> list[dict[str, Any]]:
@@ -335,11 +325,6 @@ def _select_page(
             )
         ordered = ordered[ids.index(after) + 1 :]
     return ordered[: int(limit)], len(ordered) > int(limit)
-
-
-def _refuse_compaction(client: exchange.Exchange) -> None:
-    message = "compaction is not supported: send the whole conversation, or previous_response_id"
-    client.respond(404, error_dialects.OPENAI.refusal(404, message))
 
 
 def _respond_unknown(client: exchange.Exchange) -> None:
