@@ -18,7 +18,7 @@ from dynamo.frontend.apis.kserve import request as kserve
 from dynamo.frontend.apis.messages import request as message_request
 from dynamo.frontend.apis.ollama import request as ollama
 from dynamo.frontend.apis.responses import request as responses_request
-from dynamo.frontend.batches import objects
+from dynamo.frontend.batches import lines
 from dynamo.preprocess import inputs
 
 PAGE = (pathlib.Path(__file__).parents[3] / "docs" / "api.md").read_text()
@@ -36,7 +36,7 @@ REQUEST_BY_TITLE = {
     "POST /v1/embeddings": embeddings.TextEmbeddingRequest,
     "POST /v1/score": scores.ScoreRequest,
     "POST /v1/rerank": scores.RerankRequest,
-    "POST /v1/batches": objects.BatchRequest,
+    "POST /v1/batches": lines.BatchRequest,
     "POST /v2/models/{name}/infer": kserve.InferBody,
     "POST /v2/models/{name}/generate": kserve.GenerateBody,
     "POST /tokenize": tokenize.TokenizeRequest,
