@@ -204,7 +204,7 @@ bench-kvbm-copies: $(VENV)/.dev  ## the copies of cache tiers beside memcpy, dd 
 	@$(BIN)/python -m benchmarks.kvbm_copies $(ARGS)
 
 bench-kvbm-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## the same over vLLM on a CPU (CASES, ARGS as above)
-	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.kvbm --engine vllm $(if $(CASES),--cases $(CASES)) $(ARGS)
+	@OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VLLM_VENV)/bin/python -m benchmarks.kvbm --engine vllm $(if $(CASES),--cases $(CASES)) $(ARGS)
 
 bench-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## measure what we cost beside vLLM alone, idle too, and what KV routing over vLLM saves
 	@$(VLLM_VENV)/bin/python -m benchmarks.vllm

@@ -211,12 +211,14 @@ def make_engine(model: Path, options: dict[str, Any]) -> Any:
     from dynamo.engine.adapters.settings import VllmConfig
     from dynamo.engine.adapters.vllm import engine as adapter
 
+    num_tokens = options.pop("num_gpu_blocks_override") * BLOCK
     flags = {
         "block-size": VLLM_BLOCK,
-        "num-gpu-blocks-override": options.pop("num_gpu_blocks_override") * BLOCK // VLLM_BLOCK,
+        "num-gpu-blocks-override": num_tokens // VLLM_BLOCK,
         "max-num-seqs": options.pop("max_num_seqs"),
         "dtype": "float32",
-        "max-model-len": SHAPE["max_position_embeddings"],
+        # vLLM refuses a context that its memory could not hold
+        "max-model-len": min(SHAPE["max_position_embeddings"], num_tokens - VLLM_BLOCK),
     }
     del options["block_size"], options["threads"]
     connector = (options.pop("connector"),) if "connector" in options else ("none",)
