@@ -47,12 +47,15 @@ class SemanticRouter:
         self._classifiers = classifiers
         self._clock = clock
         self._chosen_models = served
+        self.settings = loaded.settings
         self.conversations = model_choice.ConversationMemory(loaded.settings.conversations, clock)
         self.cache = cache.SemanticCache(loaded.settings.semantic_cache, clock)
         self.replace_config(loaded)
 
     def replace_config(self, loaded: config_file.LoadedConfig) -> None:
-        """Use another configuration from now on. Conversations stay; a cache with other settings starts empty."""
+        """Use another configuration from now on. Conversations stay; the cache of a changed one starts empty."""
+        if self.settings != loaded.settings:
+            self.cache = cache.SemanticCache(loaded.settings.semantic_cache, self._clock)
         self.loaded = loaded
         self.settings = loaded.settings
         self._keywords = decisions.KeywordMatcher(self.settings.keyword_rules)
@@ -66,8 +69,6 @@ class SemanticRouter:
         self._rules = similarity.SimilarityRules(rules, self.references)
         self._table = decisions.DecisionTable(self.settings)
         self._served = self._chosen_models or model_choice.ConfiguredModels(self.settings)
-        if self.cache.settings != self.settings.semantic_cache:
-            self.cache = cache.SemanticCache(self.settings.semantic_cache, self._clock)
 
     def list_models(self) -> immediate.ImmediateAnswer:
         """Return the answer to `GET /v1/models`."""

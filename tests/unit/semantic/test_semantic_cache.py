@@ -5,7 +5,7 @@ import pytest
 
 from dynamo.semantic import cache, config, question_meaning, request_view, router
 from dynamo.testing import clock
-from semantic_configs import COMPLETION, SUM, chat, make_router
+from semantic_configs import COMPLETION, CONFIG, SUM, chat, make_router
 
 
 def key_of(body, headers=None, tenant=""):
@@ -210,4 +210,16 @@ def test_caller_deletes_the_entry_that_it_was_given_and_no_other_caller_does():
 
     assert deleting.answer is None
     assert dict(deleting.explanation.headers())["x-vsr-cache-key"] == name
+    assert len(made.cache) == 0
+
+
+def test_changed_configuration_gives_no_answers_of_the_former():
+    made = make_router()
+    made.cache.store(made.route(chat(SUM), {}).cache_key, COMPLETION)
+
+    made.replace_config(made.loaded)
+    num_kept = len(made.cache)
+    made.replace_config(make_router(CONFIG.replace("default_model: general", "")).loaded)
+
+    assert num_kept == 1
     assert len(made.cache) == 0
