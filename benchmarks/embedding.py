@@ -19,7 +19,7 @@ import transformers
 from dynamo.engine import api
 from dynamo.engine.native.embedder import TextEmbedding
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.protocols import blocks, embed
+from dynamo.protocols import blocks, encoders
 
 ROUNDS = 7
 CELLS = {  # number of texts, shortest, longest
@@ -33,7 +33,7 @@ Texts = Sequence[Sequence[int]]
 
 def run_ours(model: TextEmbedding, texts: Texts) -> torch.Tensor:
     packed = model.embed([api.EmbedInput(blocks.pack(text)) for text in texts])
-    return torch.tensor([embed.unpack(one) for one in packed])
+    return torch.tensor([encoders.unpack(one) for one in packed])
 
 
 def run_transformers(model: torch.nn.Module, texts: Texts) -> torch.Tensor:

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.transfer import LAYOUT, MIB
-from dynamo.kvbm import disk_file, host_memory, tier_copies
+from dynamo.kvbm import host_memory, tier_copies
+from dynamo.kvbm import storage as storages
 from dynamo.kvbm.tiers import CachedBlock
 from dynamo.transfer import api, descriptors, job, memory
 
@@ -100,7 +101,7 @@ def take_turns(
 
 def bench_disk(directory: Path, num_rounds: int, num_blocks: int) -> None:
     """Print how fast blocks are written and read, beside dd."""
-    ours = disk_file.DiskFile(
+    ours = storages.DiskFile(
         directory / "ours", {}, block_bytes=DISK_BLOCK_BYTES, num_slots=num_blocks
     )
     ways: dict[str, Callable[[str], None]] = {
@@ -152,7 +153,7 @@ def run_dd(path: Path, verb: str, num_blocks: int) -> None:
     )
 
 
-def run_tier(storage: disk_file.DiskFile, verb: str, num_blocks: int) -> None:
+def run_tier(storage: storages.DiskFile, verb: str, num_blocks: int) -> None:
     """Write or read all slots with the threads that the engine has for it."""
     num_threads = storage.num_threads
     with mmap.mmap(-1, num_threads * DISK_BLOCK_BYTES) as buffers:

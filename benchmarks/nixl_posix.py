@@ -7,13 +7,13 @@ import os
 
 import nixl._api as nixl
 
-from dynamo.kvbm import disk_file
+from dynamo.kvbm import storage
 from dynamo.transfer import memory
 
 PLUGIN = "POSIX"
 
 
-class NixlPosixFile(disk_file.DiskFile):
+class NixlPosixFile(storage.DiskFile):
     """A `storage.Storage` with an agent of the library, which is used by one thread at a time."""
 
     num_threads = 1
@@ -30,7 +30,7 @@ class NixlPosixFile(disk_file.DiskFile):
     def _move(self, call, slot, content):
         agent, window = self._agent, memory.Window(content)
         address, length = window.address, len(content)
-        is_aligned = not (address | length) % disk_file.PAGE_BYTES
+        is_aligned = not (address | length) % storage.PAGE_BYTES
         fd = self._data_fd if is_aligned else self._fd  # past the page cache only whole pages move
         registered = agent.register_memory([(address, length, 0, "")], "DRAM", [PLUGIN])
         try:

@@ -198,10 +198,10 @@ MODULES = {
 
 
 @contextlib.contextmanager
-def adapter(module="engine"):
-    """A module of the adapter, which believes that SGLang is there."""
+def adapter():
+    """The adapter, which believes that SGLang is there."""
     with faked(MODULES, ADAPTER):
-        yield importlib.import_module(f"{ADAPTER}.{module}")
+        yield importlib.import_module(ADAPTER)
 
 
 @contextlib.contextmanager

@@ -130,7 +130,7 @@ MODULES = {
 
 
 @contextlib.contextmanager
-def adapter(module="engine"):
-    """A module of the adapter, which believes that TensorRT-LLM is there."""
+def adapter():
+    """The adapter, which believes that TensorRT-LLM is there."""
     with fake_sglang.faked(MODULES, ADAPTER):
-        yield importlib.import_module(f"{ADAPTER}.{module}")
+        yield importlib.import_module(ADAPTER)

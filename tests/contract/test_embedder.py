@@ -10,7 +10,7 @@ from dynamo.engine import api
 from dynamo.engine.mock.engine import MockEmbedder
 from dynamo.engine.native.embedder import NativeEmbedder
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.protocols import blocks, embed
+from dynamo.protocols import blocks, encoders
 
 pytestmark = pytest.mark.reference  # transformers, which makes the checkpoint, takes long to import
 
@@ -38,7 +38,7 @@ def inputs(*texts, dimensions=None):
 
 
 def cosine(one, other):
-    return sum(map(operator.mul, embed.unpack(one), embed.unpack(other)))
+    return sum(map(operator.mul, encoders.unpack(one), encoders.unpack(other)))
 
 
 async def test_each_input_gets_a_unit_vector(embedder):
@@ -47,7 +47,7 @@ async def test_each_input_gets_a_unit_vector(embedder):
     found = await embedder.embed(inputs([1, 2, 3], [4]))
 
     assert facts.vectors.dimensions == 64
-    assert [len(one) for one in found] == [64 * embed.FLOAT_BYTES] * 2
+    assert [len(one) for one in found] == [64 * encoders.FLOAT_BYTES] * 2
     assert [cosine(one, one) for one in found] == pytest.approx([1, 1], abs=1e-5)
 
 
@@ -67,7 +67,7 @@ async def test_vector_can_be_shortened_where_supported(embedder):
     long, short = await embedder.embed(inputs([1, 2]) + inputs([1, 2], dimensions=16))
 
     assert facts.vectors.can_shorten
-    assert (len(long), len(short)) == (64 * embed.FLOAT_BYTES, 16 * embed.FLOAT_BYTES)
+    assert (len(long), len(short)) == (64 * encoders.FLOAT_BYTES, 16 * encoders.FLOAT_BYTES)
     assert cosine(short, short) == pytest.approx(1, abs=1e-5)
 
 

@@ -12,7 +12,7 @@ import pytest
 import nats_server
 from dynamo.base import errors
 from dynamo.runtime.backends import memory, zmq
-from dynamo.runtime.backends.nats import events as nats_events
+from dynamo.runtime.backends.nats import planes
 from waiting import PATIENT_S
 
 TOPIC = "dynamo/backend/kv-events"
@@ -37,7 +37,7 @@ class Network:
         if self._kind == "memory":
             plane = memory.MemoryEventPlane(self._bus, instance_id)
         elif self._kind == "nats":
-            plane = nats_events.NatsEventPlane(self.nats, instance_id)
+            plane = planes.NatsEventPlane(self.nats, instance_id)
         else:
             discovery = memory.MemoryDiscovery(self._cluster)
             plane = zmq.ZmqEventPlane(discovery, instance_id, credentials=self._credentials)

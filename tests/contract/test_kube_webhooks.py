@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 import kube_recordings
-from dynamo.base import certificates
+from dynamo.base import tls
 from dynamo.runtime.http import server
 from kube_recordings import RECORDINGS, Replay, any_cluster, normal
 from waiting import PATIENT_S
@@ -256,8 +256,8 @@ def distinct(reviews):
 async def webhook(tmp_path):
     """Yield the webhook, its ports, and its certificates in base64."""
     peer = RecordedWebhook()
-    good = await certificates.make_certificate(["127.0.0.1", "localhost"])
-    other = await certificates.make_certificate(["elsewhere.example.com"])
+    good = await tls.make_certificate(["127.0.0.1", "localhost"])
+    other = await tls.make_certificate(["elsewhere.example.com"])
     servers, bound = [], []
     for made in (good, other):
         listening = server.HttpServer(

@@ -11,8 +11,7 @@ import nats_server as servers
 from dynamo.base import errors
 from dynamo.protocols import generate
 from dynamo.runtime.backends import frame_connection
-from dynamo.runtime.backends.nats import connection, events
-from dynamo.runtime.backends.nats import requests as nats_requests
+from dynamo.runtime.backends.nats import connection, planes
 from waiting import PATIENT_S
 
 ECHO, TOPIC = "a/b/echo", "a/b/events"
@@ -51,8 +50,8 @@ def server(tmp_path):
 async def joined(server, limits=QUICK):
     """A process: its connection and its request plane."""
     to_nats = await servers.connect(server.url)
-    network = nats_requests.NatsNetwork(to_nats, namespace="a", number=next(IDS))
-    plane = nats_requests.NatsRequestPlane(network, limits, item_type=generate.Output)
+    network = planes.NatsNetwork(to_nats, namespace="a", number=next(IDS))
+    plane = planes.NatsRequestPlane(network, limits, item_type=generate.Output)
     try:
         yield plane, to_nats
     finally:
@@ -119,7 +118,7 @@ async def test_an_open_while_there_is_no_server_is_worker_lost_in_time(server):
 
 
 async def test_a_server_that_is_away_for_long_is_not_waited_for_again(server, monkeypatch):
-    monkeypatch.setattr(nats_requests, "AWAY_S", 0.0)
+    monkeypatch.setattr(planes, "AWAY_S", 0.0)
     async with joined(server, frame_connection.ConnectionLimits(connect_s=60.0)) as (
         asker,
         to_nats,
@@ -145,7 +144,7 @@ async def test_an_open_waits_for_a_server_that_restarts(server):
 
 
 async def test_request_waits_for_a_peer_that_reconnects_later(server, monkeypatch):
-    monkeypatch.setattr(nats_requests, "RETURN_S", PATIENT_S)
+    monkeypatch.setattr(planes, "RETURN_S", PATIENT_S)
     calls, number = [], next(IDS)
     async with joined(server, UNHURRIED) as (asker, to_nats):
         gone, probed, publish = asyncio.Event(), asyncio.Event(), to_nats.publish
@@ -163,8 +162,8 @@ async def test_request_waits_for_a_peer_that_reconnects_later(server, monkeypatc
         opening = asyncio.ensure_future(asker.open(address, ECHO, None, Receiver()))
         await probed.wait()
         other = await servers.connect(server.url)
-        network = nats_requests.NatsNetwork(other, namespace="a", number=number)
-        late = nats_requests.NatsRequestPlane(network, UNHURRIED, item_type=generate.Output)
+        network = planes.NatsNetwork(other, namespace="a", number=number)
+        late = planes.NatsRequestPlane(network, UNHURRIED, item_type=generate.Output)
         await late.serve(ECHO, calls.append)
         await opening
         await until(lambda: calls)
@@ -215,8 +214,8 @@ async def test_a_server_that_dismisses_us_is_joined_again(tmp_path):
 
 async def test_a_lost_message_breaks_the_link_by_name(server, monkeypatch):
     async with asking(server) as (asker, address, calls, receiver, _):
-        split = nats_requests.EnvelopeWriter.split
-        monkeypatch.setattr(nats_requests.EnvelopeWriter, "split", lambda *a: list(split(*a))[1:])
+        split = planes.EnvelopeWriter.split
+        monkeypatch.setattr(planes.EnvelopeWriter, "split", lambda *a: list(split(*a))[1:])
         calls[0].send(generate.Output((1,)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -231,16 +230,16 @@ async def test_a_lost_message_breaks_the_link_by_name(server, monkeypatch):
 
 
 async def test_idle_stream_stops_probing_but_stays_open(server, monkeypatch):
-    monkeypatch.setattr(nats_requests, "PROBE_S", 0.01)
+    monkeypatch.setattr(planes, "PROBE_S", 0.01)
     said = []
-    say = nats_requests.NatsNetwork.send
-    monkeypatch.setattr(nats_requests.NatsNetwork, "send", lambda *a: (said.append(a[3]), say(*a)))
+    say = planes.NatsNetwork.send
+    monkeypatch.setattr(planes.NatsNetwork, "send", lambda *a: (said.append(a[3]), say(*a)))
     async with asking(server, UNHURRIED) as (asker, address, calls, receiver, _):
         said.clear()
-        await until(lambda: said.count(nats_requests.PROBE) == 10)
+        await until(lambda: said.count(planes.PROBE) == 10)
         await asyncio.sleep(0.1)  # ten more, if it would not end
 
-        assert said.count(nats_requests.PROBE) == 10
+        assert said.count(planes.PROBE) == 10
         assert not receiver.over.done()
         assert await serves_again(asker, address, calls)
 
@@ -248,9 +247,9 @@ async def test_idle_stream_stops_probing_but_stays_open(server, monkeypatch):
 def serve_until_killed(url, pipe):
     async def serve():
         to_nats = await servers.connect(url)
-        network = nats_requests.NatsNetwork(to_nats, namespace="a", number=99)
+        network = planes.NatsNetwork(to_nats, namespace="a", number=99)
         pipe.send(
-            await nats_requests.NatsRequestPlane(network, item_type=generate.Output).serve(
+            await planes.NatsRequestPlane(network, item_type=generate.Output).serve(
                 ECHO, lambda call: None
             )
         )
@@ -282,7 +281,7 @@ async def test_a_killed_worker_is_noticed_by_a_probe(server):
 async def test_event_numbers_show_the_gap_after_a_server_restart(server):
     heard = []
     async with joined(server) as (_, one), joined(server) as (_, other):
-        speaker, listener = events.NatsEventPlane(one, 1), events.NatsEventPlane(other, 2)
+        speaker, listener = planes.NatsEventPlane(one, 1), planes.NatsEventPlane(other, 2)
         await speaker.advertise(TOPIC)
         await listener.subscribe(TOPIC, heard.extend)
         speaker.publish(TOPIC, b"before")
@@ -307,7 +306,7 @@ async def test_event_numbers_show_messages_missed_by_a_slow_listener(server, mon
     monkeypatch.setattr(connection, "_SUBSCRIPTION_MESSAGES", 10)
     heard = []
     async with joined(server) as (_, to_nats):
-        plane = events.NatsEventPlane(to_nats, 1)
+        plane = planes.NatsEventPlane(to_nats, 1)
         await plane.advertise(TOPIC)
         await plane.subscribe(TOPIC, heard.extend)
         for _ in range(5000):

@@ -8,10 +8,14 @@ import pytest
 
 from dynamo.base import clock as clocks
 from dynamo.launch import allocation, children, guard
-from dynamo.planner import virtual_connector
-from dynamo.planner.connectors import RegisteredWorkers, endpoints
+from dynamo.planner import connectors
+from dynamo.planner.connectors import (
+    LocalConnector,
+    LocalWorkerOptions,
+    RegisteredWorkers,
+    endpoints,
+)
 from dynamo.planner.kubernetes_connector import KubernetesConnector
-from dynamo.planner.local_connector import LocalConnector, LocalWorkerOptions
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.runtime.backends import file
@@ -41,7 +45,7 @@ class Foreign:
 
     def __init__(self, registry):
         self.registry, self.keys = registry, {name: [] for name in ("prefill", "backend")}
-        self.client = virtual_connector.VirtualOrchestrator(registry, NAMESPACE)
+        self.client = connectors.VirtualOrchestrator(registry, NAMESPACE)
 
     async def run(self):
         while True:
@@ -104,7 +108,7 @@ async def connector(request, tmp_path):
     registered = tuple(RegisteredWorkers(registry, name) for name in endpoints(NAMESPACE))
     async with contextlib.AsyncExitStack() as stack:
         if request.param == "virtual":
-            made = virtual_connector.VirtualConnector(
+            made = connectors.VirtualConnector(
                 registry, NAMESPACE, clocks.SystemClock(), registered
             )
             follower = asyncio.ensure_future(Foreign(registry).run())

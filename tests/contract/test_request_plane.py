@@ -22,7 +22,7 @@ from dynamo.runtime.backends import (
     tcp,
 )
 from dynamo.runtime.backends.nats import connection
-from dynamo.runtime.backends.nats import requests as nats_requests
+from dynamo.runtime.backends.nats import planes as nats_planes
 from waiting import PATIENT_S
 
 NORMAL = frame_connection.ConnectionLimits()
@@ -103,7 +103,7 @@ class World:
 
     def network(self):
         if self.kind == "nats":
-            return nats_requests.NatsNetwork(self.nats, namespace="a.b", number=next(IDS))
+            return nats_planes.NatsNetwork(self.nats, namespace="a.b", number=next(IDS))
         if self.kind == "memory":
             return self.memory_network
         return tcp.TcpNetwork(credentials=self.credentials)
@@ -119,7 +119,7 @@ class World:
             network = self.network()
             if address is not None:
                 network._inbox = address
-            plane = nats_requests.NatsRequestPlane(network, limits, **options)
+            plane = nats_planes.NatsRequestPlane(network, limits, **options)
         else:
             port = int(address.rpartition(":")[2]) if address is not None else 0
             at = listening.ListenAddress(ports=addresses.PortRange(port, port))

@@ -15,7 +15,7 @@ from dynamo.base import errors, membership, proof
 from dynamo.protocols import generate, wire
 from dynamo.runtime import listening, requests
 from dynamo.runtime.backends import frame_connection, memory, multiplex, tcp
-from dynamo.runtime.backends.nats import requests as nats_requests
+from dynamo.runtime.backends.nats import planes
 from waiting import PATIENT_S
 
 ECHO = "a/b/echo"
@@ -99,9 +99,9 @@ async def over_nats(url):
     connection, ids = await nats_servers.connect(url), itertools.count(1)
 
     def join():
-        return nats_requests.NatsNetwork(connection, namespace="fuzz", number=next(ids))
+        return planes.NatsNetwork(connection, namespace="fuzz", number=next(ids))
 
-    yield join(), lambda network: nats_requests.NatsRequestPlane(join(), item_type=generate.Output)
+    yield join(), lambda network: planes.NatsRequestPlane(join(), item_type=generate.Output)
     await connection.close()
 
 

@@ -13,8 +13,8 @@ if importlib.util.find_spec("sglang") is None:
 
 import pytest_asyncio
 
+from dynamo.engine.adapters import sglang
 from dynamo.engine.adapters.settings import SglangConfig
-from dynamo.engine.adapters.sglang import engine as adapter
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from engine_suite import Host, Sink
 from foreign_engine import model_directory, shared  # noqa: F401 (a fixture)
@@ -39,7 +39,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def make_engine():
     settings = SglangConfig(load_tokenizer=True, engine_args=tuple(FLAGS.split()))
-    return lambda: adapter.build(MODEL, settings, "m")
+    return lambda: sglang.build(MODEL, settings, "m")
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -10,8 +10,8 @@ if importlib.util.find_spec("tensorrt_llm") is None:
         allow_module_level=True,
     )
 
+from dynamo.engine.adapters import trtllm
 from dynamo.engine.adapters.settings import TrtllmConfig
-from dynamo.engine.adapters.trtllm import engine as adapter
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from foreign_engine import *  # noqa: F403 (its fixtures)
 from foreign_engine import model_directory
@@ -47,7 +47,7 @@ def make_engine():
         kv_block_size=32,
         free_gpu_memory_fraction=0.2,
     )
-    return lambda: adapter.build(MODEL, settings)
+    return lambda: trtllm.build(MODEL, settings)
 
 
 async def test_start_returns_the_facts_of_trtllms_configuration(host):

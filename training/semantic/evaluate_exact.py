@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from dynamo.engine.native import settings
-from dynamo.protocols import classification
+from dynamo.protocols import encoders
 from dynamo.semantic import encoder_labels, encoder_scores
 from dynamo.semantic.classifiers import attacks, pii, profile
 from dynamo.worker import classifier_set
@@ -31,7 +31,7 @@ class ExactProfile:
         self._classifiers = classifier_set.ClassifierSet(
             [exact], max_batch_tokens=4096, max_text_tokens=16_384
         )
-        self._answers: dict[tuple[str, str], classification.TextLabels] = {}
+        self._answers: dict[tuple[str, str], encoders.TextLabels] = {}
         self._scores = encoder_scores.EncoderScores(self._fast, {}, self._answers, profile.OTHER)
         self.categories = self._fast.categories
 
@@ -40,7 +40,7 @@ class ExactProfile:
         ordered = sorted(set(rows), key=len)
         for start in range(0, len(ordered), _AT_ONCE):
             inputs = [
-                classification.ClassifierInput(name, text)
+                encoders.ClassifierInput(name, text)
                 for text in ordered[start : start + _AT_ONCE]
                 for name in encoder_labels.EXACT.values()
             ]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dynamo.base import alerts, config, errors, local_users, proof
+from dynamo.base import config, errors, local_users, proof, tls
 
 TOKEN_VARIABLE = "DYN_CLUSTER_TOKEN"
 MIN_TOKEN_BYTES = 16
@@ -299,7 +299,7 @@ def _tls(settings: ClusterConfig) -> Tls | None:
 
 def _context(side: int, certificate: str, key: str, authority: str) -> ssl.SSLContext:
     """Accept any certificate of the cluster's authority, whatever its address, since workers come and go."""
-    context = alerts.AlertingContext(side)
+    context = tls.AlertingContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED

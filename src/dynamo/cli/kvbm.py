@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dynamo.base import config, errors
-from dynamo.kvbm import disk_file
+from dynamo.kvbm import storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ def run(options: KvbmCommandConfig) -> int:
     """Run the action and return the exit code: 1 if blocks are damaged. Raises ConfigError."""
     if not options.directory:
         raise errors.ConfigError("dynamo kvbm: expected the directory of a disk tier")
-    file = disk_file.open_stored(Path(options.directory))
-    actions: dict[str, Callable[[disk_file.DiskFile], int]] = {
+    file = storage.open_stored(Path(options.directory))
+    actions: dict[str, Callable[[storage.DiskFile], int]] = {
         "ls": _list,
         "verify": _verify,
         "clear": _clear,
@@ -40,7 +40,7 @@ def run(options: KvbmCommandConfig) -> int:
         file.close()
 
 
-def _list(file: disk_file.DiskFile) -> int:
+def _list(file: storage.DiskFile) -> int:
     size = file.header.block_bytes
     print(f"{file.path}: {len(file.blocks)} of {file.num_slots} blocks, {size} bytes each")
     for name, value in file.header.fingerprint.items():
@@ -48,7 +48,7 @@ def _list(file: disk_file.DiskFile) -> int:
     return 0
 
 
-def _verify(file: disk_file.DiskFile) -> int:
+def _verify(file: storage.DiskFile) -> int:
     content = memoryview(mmap.mmap(-1, file.header.block_bytes))  # whole pages, for direct reads
     damaged = [slot for slot in file.blocks if not file.read(slot, content)]
     print(
@@ -57,7 +57,7 @@ def _verify(file: disk_file.DiskFile) -> int:
     return 1 if damaged else 0
 
 
-def _clear(file: disk_file.DiskFile) -> int:
+def _clear(file: storage.DiskFile) -> int:
     file.forget()
     print(f"{file.path}: {len(file.blocks)} blocks are forgotten")
     return 0

@@ -23,7 +23,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.disagg import config, hung_workers, metrics, policy, prefill_queue
+from dynamo.disagg import config, metrics, policy, prefill_queue
 from dynamo.observability import metrics as registries
 from dynamo.protocols import generate, kv_transfer, model_card, model_errors
 from dynamo.router import kv_router, route, route_factory
@@ -66,7 +66,7 @@ class PrefillRoute:
         self._counters = counters
         self._clock = clock
         self._prefill: kv_router.KvRouter | None = None
-        self._hung = hung_workers.HungWorkers(self._send_probe, self._is_prefill_worker, clock)
+        self._hung = prefill_queue.HungWorkers(self._send_probe, self._is_prefill_worker, clock)
         self._decoders: frozenset[int] = frozenset()  # workers that can copy from prefill workers
         self.preview_instance = decode.preview_instance
         self._bind_open()
@@ -154,7 +154,7 @@ class PrefillRoute:
 
     async def _send_probe(self, instance_id: int, probe: generate.Request) -> None:
         if self._prefill is not None:
-            options = route.RoutingOptions(instance_id=instance_id, timeout_s=hung_workers.PROBE_S)
+            options = route.RoutingOptions(instance_id=instance_id, timeout_s=prefill_queue.PROBE_S)
             await _request_prefill(self._prefill, probe, options)
 
     async def close(self) -> None:

@@ -235,7 +235,7 @@ class Embedder(Protocol):
         """Load the model. Raises ConfigError (the model is not supported) or EngineFailed."""
 
     async def embed(self, batch: Sequence[EmbedInput]) -> list[bytes]:
-        """Return the unit vector of each text, packed (`embed.pack`). Raises RequestError or EngineFailed.
+        """Return the unit vector of each text, packed (`encoders.pack`). Raises RequestError or EngineFailed.
 
         A vector does not depend on the other texts of the batch, beyond rounding.
         """

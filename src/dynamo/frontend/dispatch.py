@@ -19,7 +19,7 @@ from dynamo.frontend.delivery.attempt import Attempt
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate
-from dynamo.router import explanation, route, suspects
+from dynamo.router import explanation, retry_rules, route
 
 _logger = logging.getLogger(__name__)
 
@@ -171,8 +171,8 @@ class RequestDispatch:
         original, num_choices = self._reply.original_request(attempt), self._reply.num_choices
         answered = attempt.collect_answered(num_choices)
         num_deaths = self._count_deaths(attempt, error)
-        if suspects.is_suspect(original, num_deaths, has_tokens=attempt.has_begun):
-            self._reply.fail(suspects.make_error(self._meter.arrival.reported_id, num_deaths))
+        if retry_rules.is_suspect(original, num_deaths, has_tokens=attempt.has_begun):
+            self._reply.fail(retry_rules.make_error(self._meter.arrival.reported_id, num_deaths))
             return True
         verdict = policy.judge(
             num_migrations=attempt.num_moves,

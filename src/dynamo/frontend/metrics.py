@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from dynamo.base import errors
 from dynamo.frontend import migration, stage_metrics
 from dynamo.observability import metrics
-from dynamo.protocols import embed, generate, model_card, model_errors, trace_context
+from dynamo.protocols import encoders, generate, model_card, model_errors, trace_context
 from dynamo.router import explanation, route
 from dynamo.runtime import component, credentials
 
@@ -362,7 +362,7 @@ class RequestMeter:
         model.inflight.inc()
         model.queued.inc()
 
-    def record_prompt(self, request: generate.Request | embed.EmbeddingRequest) -> None:
+    def record_prompt(self, request: generate.Request | encoders.EmbeddingRequest) -> None:
         """Record that a prompt, or the inputs of an embedding request, are sent to a worker."""
         self.num_prompts += 1
         self.num_prompt_tokens += request.prompt_len

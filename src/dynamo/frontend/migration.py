@@ -5,7 +5,7 @@ penalties, grammars and limits of thinking continue as if nothing had happened. 
 is kept by the delivery, which sees one answer all along: its text, its parsers, its usage.
 
 Only the loss of a worker is a reason (`WorkerLost`): what one engine cannot serve, another cannot serve either. A
-request that may have killed its worker (`router.suspects`) does not migrate, because it would kill the next one too.
+request that may have killed its worker (`router.retry_rules`) does not migrate, because it would kill the next one too.
 """
 
 import enum

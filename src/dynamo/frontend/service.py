@@ -30,7 +30,7 @@ from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
 from dynamo.preprocess import tokenize, tokenizer_findings
 from dynamo.router import config as router_config
-from dynamo.router import route_factory, wait_policy
+from dynamo.router import retry_rules, route_factory
 from dynamo.runtime import component
 from dynamo.runtime.http import encodings, exchange, parser, server
 
@@ -113,7 +113,7 @@ class Frontend:
             runtime.discovery, namespace=settings.namespace
         )
         worker_wait = waiting.WorkerWait(
-            wait_policy.WaitPolicy(
+            retry_rules.WaitPolicy(
                 wait_s=settings.worker_wait_secs,
                 max_waiting=settings.worker_wait_limit,
                 outage_s=settings.request_plane_outage_secs,

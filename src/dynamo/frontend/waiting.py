@@ -1,4 +1,4 @@
-"""Requests that wait for a worker, by the rule of `router.wait_policy`, and the workers that are expected.
+"""Requests that wait for a worker, by the rule of `router.retry_rules`, and the workers that are expected.
 
 A worker announces its start in discovery, with an estimate of how long that takes (`instances.WorkerStart`).
 """
@@ -16,7 +16,7 @@ from dynamo.base import errors
 from dynamo.frontend.metrics import UNKNOWN_MODEL
 from dynamo.observability import metrics
 from dynamo.protocols import instances
-from dynamo.router import wait_policy
+from dynamo.router import retry_rules
 from dynamo.runtime import discovery
 
 PAUSE_S = 0.1  # between two tries to find a worker
@@ -95,7 +95,7 @@ class WorkerWait:
 
     def __init__(
         self,
-        policy: wait_policy.WaitPolicy,
+        policy: retry_rules.WaitPolicy,
         clock: clocks.Clock,
         expected: ExpectedWorkers,
         gauge: metrics.Gauge | None = None,

@@ -1,20 +1,314 @@
-"""The exchange of KV blocks between one engine and others: the one object that an engine's event-loop side uses.
+"""The exchange of KV blocks between one engine and others, and the one object for it that an engine's event loop uses.
 
-prefill   `exporter`   blocks stay under a lease until another engine has read them
-decode    `importer`   blocks are copied from `peers`, the engines that hold them
+prefill   `KvExporter`   blocks stay under a lease until another engine has read them
+decode    `KvImporter`   blocks are copied from the engines that hold them (`agents`)
+
+The export: blocks computed for another engine, leased until it has read them or a time limit passes.
+
+    last output of the prompt ──▶ the KV transfer parameters say where the blocks are; the time limit begins
+    "release 7" from the importing engine, or the time limit ──▶ the blocks of lease 7 are free
+
+The first token of the answer, drawn with the prompt, travels with the same parameters if the other engine can use it.
+
+The import: copies from engines that hold a prompt's blocks, for sequences that wait for them.
+
+    an import that the scheduler requests ──▶ READ ──▶ the sequence goes on, and "release 7" ends the lease
+
+Copied blocks may be used only if they were certainly still under lease when the copy ended. Our own clock decides: the
+parameters say how long the lease lasts from when they arrive, and a copy that ends later counts as failed.
 """
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
+import msgspec
+
+from dynamo.base import addresses, errors, tasks
 from dynamo.base import clock as clocks
-from dynamo.base import errors
-from dynamo.kvbm.exporter import KvExporter
-from dynamo.kvbm.importer import BeforeCopy, KvImporter
-from dynamo.kvbm.local_agent import LocalAgent, MakeAgent
-from dynamo.kvbm.peers import PeerEngines
-from dynamo.kvbm.sharing import BlockOwner, ImportReport, usable_first_token
+from dynamo.kvbm.agents import CONNECT_S, LocalAgent, MakeAgent, PeerEngines
+from dynamo.kvbm.sharing import BlockOwner, ImportReport, KvImport, usable_first_token
 from dynamo.protocols import generate, kv_transfer
+from dynamo.transfer import api as transfer
 from dynamo.transfer import descriptors
+
+PREFIX_LEASE_S = 8.0  # at most, for a prefix: its reader waits no longer than computing takes
+_RELEASE = "release "
+_logger = logging.getLogger(__name__)
+
+
+class KvExporter:
+    """The leases of one engine. Used on the event loop only."""
+
+    def __init__(self, clock: clocks.Clock, *, lease_s: float) -> None:
+        """`lease_s`: seconds that blocks are kept for the importing engine."""
+        self._clock = clock
+        self._lease_s = lease_s
+        self._owner: BlockOwner | None = None
+        self._timers: dict[int, clocks.Timer] = {}  # by lease id
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def set_owner(self, owner: BlockOwner) -> None:
+        """Set the engine that owns the blocks."""
+        self._owner = owner
+
+    def publish_lease(
+        self, request: generate.Request, output: generate.Output, me: descriptors.Metadata
+    ) -> generate.Output:
+        """Complete the last output of an exported prompt with all that its reader needs, and start the time limit."""
+        assert output.kv_transfer_params is not None
+        assert output.kv_transfer_params.remote is not None
+        first_token = None
+        params = request.kv_transfer_params
+        if params is not None and params.do_first_token:
+            logprobs = output.logprobs[0] if output.logprobs else None
+            first_token = kv_transfer.FirstToken(
+                output.token_ids[0], logprobs, output.cached_tokens
+            )
+        lease_s = self._lease_s
+        if output.kv_transfer_params.remote.is_prefix:
+            lease_s = min(lease_s, PREFIX_LEASE_S)
+        host, port = addresses.split(me.addresses["tcp"]) if "tcp" in me.addresses else ("", 0)
+        remote = msgspec.structs.replace(
+            output.kv_transfer_params.remote,
+            remote_engine_id=me.epoch,
+            remote_host=host,
+            remote_port=port,
+            remote_hold_s=lease_s,
+            tp_size=me.layout.tp_size,
+            first_token=first_token,
+        )
+        _logger.debug(
+            "request_finished(%s), request_status=FINISHED_LENGTH_CAPPED, kv_transfer_params=%s",
+            request.id, kv_transfer.to_log(request.kv_transfer_params),
+        )  # fmt: skip
+        lease_id = remote.remote_hold_id
+        self._timers[lease_id] = self._clock.call_later(lease_s, self._expire, lease_id)
+        self._is_idle.clear()
+        params = kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
+        return msgspec.structs.replace(output, kv_transfer_params=params)
+
+    def cancel_lease(self, output: generate.Output) -> None:
+        """Free the blocks of an output that has no receiver any more, so that no engine will read them."""
+        params = output.kv_transfer_params
+        if params is not None and params.remote is not None:
+            self._release(params.remote.remote_hold_id)
+
+    def handle_notification(self, sender: str, message: bytes) -> None:
+        """Release a lease at the word of the engine that has read the blocks."""
+        verb, _, lease_id = message.decode("ascii", "replace").partition(" ")
+        if verb == _RELEASE.strip() and lease_id.isdecimal():
+            self._release(int(lease_id))
+        else:
+            _logger.warning("%s said %r, expected %r and a number", sender, message[:40], _RELEASE)
+
+    async def wait_until_released(self) -> None:
+        """Return when no lease is left: all were released, or their time limits have passed."""
+        await self._is_idle.wait()
+
+    def close(self) -> None:
+        """Cancel all time limits."""
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _expire(self, lease_id: int) -> None:
+        _logger.warning("no engine read the blocks of lease %d in time: freeing them", lease_id)
+        self._release(lease_id)
+
+    def _release(self, lease_id: int) -> None:
+        timer = self._timers.pop(lease_id, None)
+        if timer is not None:
+            timer.cancel()
+        if self._owner is not None:
+            self._owner.release_lease(lease_id)
+        if not self._timers:
+            self._is_idle.set()
+
+
+def release_message(remote: kv_transfer.RemoteBlocks) -> bytes:
+    """Return the notification by which the importing engine releases the lease."""
+    return f"{_RELEASE}{remote.remote_hold_id}".encode()
+
+
+NOTIFY_S = 2.0
+BeforeCopy = Callable[[KvImport], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A request that came with a lease, before its copy begins."""
+
+    request: generate.Request
+    remote: kv_transfer.RemoteBlocks
+    lease_ends_at: float  # by the importer's clock
+
+
+class KvImporter:
+    """The imports of one engine. Used on the event loop only."""
+
+    def __init__(
+        self,
+        agent: LocalAgent,
+        peers: PeerEngines,
+        clock: clocks.Clock,
+        *,
+        timeout_s: float,
+        before_copy: BeforeCopy | None,
+    ) -> None:
+        """`timeout_s` bounds each copy. `before_copy` simulates a slow or failing network: it may wait, or raise."""
+        self._agent, self._peers, self._timeout_s = agent, peers, timeout_s
+        self._clock = clock
+        self._before_copy = before_copy
+        self._owner: BlockOwner | None = None
+        self._expected: dict[str, _Expected] = {}  # by request id
+        self._listeners: list[Callable[[ImportReport], None]] = []
+        self._tasks = tasks.Tasks()
+        self._is_closed = False
+
+    def set_owner(self, owner: BlockOwner) -> None:
+        """Set the engine that learns how each import has ended."""
+        self._owner = owner
+
+    def on_import(self, listener: Callable[[ImportReport], None]) -> None:
+        """Call `listener` after every import."""
+        self._listeners.append(listener)
+
+    def forget_listeners(self) -> None:
+        """Call no listener any more."""
+        self._listeners.clear()
+
+    def expect_import(self, request: generate.Request, remote: kv_transfer.RemoteBlocks) -> None:
+        """Allow an import for this request; the time of its lease runs from now."""
+        lease_ends_at = self._clock.now() + remote.remote_hold_s
+        self._expected[request.id] = _Expected(request, remote, lease_ends_at)
+
+    def abort_import(self, request_id: str) -> None:
+        """Release the lease of an aborted request; a copy that has begun ends by itself."""
+        expected = self._expected.pop(request_id, None)
+        if expected is not None:
+            self._tasks.start("release remote blocks", self._release_lease(expected.remote))
+
+    def skip_import(self, request_id: str) -> None:
+        """Release the lease of a request that was answered without a copy, and report that as success."""
+        expected = self._expected[request_id]
+        self.abort_import(request_id)
+        self._report(request_id, expected.remote)
+
+    def begin_imports(self, imports: list[KvImport]) -> None:
+        """Start these copies; the owner learns how each has ended."""
+        for kv_import in imports if not self._is_closed else ():
+            self._tasks.start("import KV blocks", self._run_import(kv_import))
+
+    async def close(self) -> None:
+        """End all copies. Idempotent."""
+        self._is_closed = True
+        await self._tasks.close()
+
+    async def _run_import(self, kv_import: KvImport) -> None:
+        began_at = self._clock.now()
+        error: errors.DynamoError | None = errors.Cancelled("the engine stops")
+        try:
+            await self._copy_in_time(kv_import)
+            error = None
+        except errors.DynamoError as failure:
+            error = failure
+        finally:
+            assert self._owner is not None
+            self._owner.end_import(kv_import.import_id, is_copied=error is None)
+        duration_s = self._clock.now() - began_at
+        self._finish_import(kv_import, error, duration_s)
+        if not isinstance(error, errors.Cancelled):
+            await self._release_lease(kv_import.remote)
+
+    async def _copy_in_time(self, kv_import: KvImport) -> None:
+        """Raises DynamoError if the blocks were not copied, or were perhaps given to others meanwhile."""
+        request = kv_import.request
+        _logger.debug(
+            "update_state_after_alloc(%s): num_external_tokens=%d, kv_transfer_params=%s",
+            request.id, kv_import.num_tokens, kv_transfer.to_log(request.kv_transfer_params),
+        )  # fmt: skip
+        expected = self._expected.get(request.id)
+        if expected is None or expected.request is not request:
+            raise errors.Cancelled("the request was aborted before its blocks were copied")
+        del self._expected[request.id]
+        self._check_lease(expected.lease_ends_at)
+        if not kv_import.local_blocks:
+            return
+        limit_s = min(self._timeout_s, kv_import.limit_s)
+        connect_s = min(CONNECT_S, kv_import.limit_s)
+        async with self._peers.use_connection(
+            kv_import.remote.remote_engine_id, connect_s=connect_s
+        ) as peer:
+            if self._before_copy is not None:
+                await self._before_copy(kv_import)
+            agent = await self._agent.get_started()
+            copy = agent.prepare(
+                transfer.TransferOperation.READ,
+                peer,
+                kv_import.local_blocks,
+                kv_import.remote_blocks,
+            )
+            try:
+                await copy.post(deadline_s=limit_s)
+            except errors.TransferError:
+                await self._peers.discard_connection(peer)
+                raise
+            finally:
+                await copy.release()
+        self._check_lease(expected.lease_ends_at)
+
+    async def _release_lease(self, remote: kv_transfer.RemoteBlocks) -> None:
+        """Notify the exporting engine; if that fails, its own time limit frees the blocks."""
+        try:
+            async with self._peers.use_connection(remote.remote_engine_id) as peer:
+                agent = await self._agent.get_started()
+                await agent.notify(peer, release_message(remote), deadline_s=NOTIFY_S)
+        except errors.DynamoError as error:
+            _logger.debug("could not release remote blocks, their time will end it: %s", error)
+
+    def _finish_import(
+        self, kv_import: KvImport, error: errors.DynamoError | None, duration_s: float
+    ) -> None:
+        """Log and report the outcome; an abort is no outcome."""
+        if isinstance(error, errors.Cancelled):
+            return
+        request = kv_import.request
+        if error is not None:
+            _logger.warning("%s: its prompt is computed here: %s", request.id, error)
+        else:
+            params = kv_transfer.to_log(request.kv_transfer_params) or {}
+            _logger.debug(
+                "update_state_after_alloc(%s): num_external_tokens=0, kv_transfer_params=%s (%.1f ms)",
+                request.id, params | {"do_remote_prefill": False}, duration_s * 1000,
+            )  # fmt: skip
+        num_blocks = len(kv_import.local_blocks)
+        self._report(request.id, kv_import.remote, num_blocks, duration_s=duration_s, error=error)
+
+    def _report(
+        self,
+        request_id: str,
+        remote: kv_transfer.RemoteBlocks,
+        num_blocks: int = 0,
+        *,
+        duration_s: float = 0.0,
+        error: errors.DynamoError | None = None,
+    ) -> None:
+        report = ImportReport(
+            request_id=request_id,
+            engine_id=remote.remote_engine_id,
+            num_blocks=num_blocks,
+            duration_s=duration_s,
+            error=error,
+            is_prefix=remote.is_prefix,
+        )
+        for listener in self._listeners:
+            listener(report)
+
+    def _check_lease(self, lease_ends_at: float) -> None:
+        if self._clock.now() > lease_ends_at:
+            raise errors.TransferError("it took so long that the blocks may be held no more")
 
 
 class KvExchange:

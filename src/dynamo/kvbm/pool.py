@@ -126,7 +126,7 @@ class BlockPool:
         *,
         events: EventLog | None = None,
     ) -> None:
-        """Several tiers may share one log of `events`."""
+        """Several tiers may share one log of `planes`."""
         self.num_blocks = num_blocks
         self.events = events or EventLog()
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack; the lowest id on top

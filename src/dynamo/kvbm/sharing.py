@@ -1,7 +1,7 @@
 """KV blocks that an engine shares with other engines for a while, as the engine's scheduler sees them.
 
 An *export* is a set of blocks under a lease: they were computed for another engine, and stay in the pool until the
-lease is released. `exporter` decides when that is.
+lease is released. `exchange` decides when that is.
 
 An *import* is a copy of another engine's blocks into ours. If another engine has computed its prompt, a sequence gets
 blocks like any other, and then takes part in no step (vLLM's state WAITING_FOR_REMOTE_KVS) until the copy has
@@ -154,7 +154,7 @@ class SharedBlocks(Generic[S]):
     def lease_blocks(
         self, block_ids: list[int], *, is_prefix: bool = False
     ) -> kv_transfer.KvTransferParams:
-        """Keep these blocks after their sequence ends. Return the parameters, which `exporter` completes."""
+        """Keep these blocks after their sequence ends. Return the parameters, which `exchange` completes."""
         lease_id, leased = next(self._ids), tuple(block_ids)
         self._pool.retain(leased)
         self._blocks_by_lease[lease_id] = leased

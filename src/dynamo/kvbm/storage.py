@@ -1,12 +1,44 @@
 """The storage below host memory: slots for blocks, which outlive the process. One suite of tests holds all of it.
 
-disk_file.DiskFile             a file on a local disk
-object_storage.ObjectStorage   objects in S3, Azure, Google's storage or a directory
+DiskFile        a file on a local disk
+ObjectStorage   objects in S3, Azure, Google's storage or a directory
+
+The disk tier's file is a `slot_file.SlotFile`, allocated once and found again after a restart. A
+block is written before its record, and nothing is flushed: after a kill or a crash a record may be missing, or name
+bytes that are not there, and then the checksum says so when the block is read. Wrong bytes are never returned.
+
+Blocks begin at multiples of 4 KiB, and are moved past the page cache (O_DIRECT) where the file system can: host memory
+has them already.
+
+The object store tier has one object for each block, in whatever `obstore` can reach by a URL.
+
+    PREFIX / fingerprint / sequence hash - local hash - parent hash
+
+The name has all that the index needs, so a start lists names and reads no block. The fingerprint (model, dtype, layout,
+...) is a hash: blocks of another engine are never seen. Each object begins with the checksum of its block.
+
+Workers may share a prefix: one that starts finds what others have stored by then. Each removes what it evicts; a block
+that another worker has removed meanwhile is not there when it is read, and is computed.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
+import obstore
+import xxhash
+from obstore import exceptions
+from obstore import store as stores
+
+from dynamo.base import errors
+from dynamo.kvbm import slot_file
 from dynamo.kvbm.tiers import CachedBlock, SharedChanges, TierSlots
 from dynamo.protocols import kv_events
 
@@ -63,3 +95,278 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Release what the storage holds. Idempotent."""
+
+
+FILE_NAME = "blocks.kv"
+PAGE_BYTES = slot_file.PAGE_BYTES
+_KEPT_BYTES = 64 * 2**20  # free space that the file leaves on its disk
+_Move = Callable[[int, list[memoryview], int], int]  # os.preadv, os.pwritev
+_logger = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class DiskFile(slot_file.SlotFile):
+    """A `storage.Storage`: the open file. Its methods may be called by any thread, one at a time for each slot."""
+
+    tier = kv_events.DISK
+    num_threads = 2
+
+    def __init__(
+        self,
+        directory: Path,
+        fingerprint: Mapping[str, str],
+        *,
+        block_bytes: int,
+        num_slots: int,
+        num_parts: int = 1,
+        is_whole: bool = False,
+    ) -> None:
+        """Create the file, or open the one of an earlier run. Raises ConfigError that names it and what is wrong."""
+        self.name = str(directory / FILE_NAME)
+        self._data_fd = self._direct_fd = -1
+        super().__init__(
+            directory / FILE_NAME,
+            fingerprint,
+            block_bytes=block_bytes,
+            num_slots=num_slots,
+            num_parts=num_parts,
+            stride=-(-block_bytes // PAGE_BYTES) * PAGE_BYTES,
+            option="--kvbm-nvme-path",
+            is_whole=is_whole,
+        )
+
+    def write(self, slot: int, block: CachedBlock, content: memoryview, generation: int) -> None:
+        """Write a block to a slot. Raises OSError; the slot then holds nothing.
+
+        A block of an earlier generation is not found again: its record has that generation too.
+        """
+        checksum = xxhash.xxh3_64_intdigest(content)
+        self._move(os.pwritev, slot, content)
+        self.write_record(slot, block, checksum, generation)
+
+    def read(self, slot: int, content: memoryview, expected: CachedBlock | None = None) -> bool:
+        """Read the block of a slot; return False if it is not what was written, or not `expected`. Raises OSError."""
+        own = self.slots
+        checksum = self._checksums.get(slot)
+        if not own.first <= slot < own.first + own.num:
+            record = self.read_record(slot)
+            is_expected = record is not None and record.block == expected
+            checksum = record.checksum if record is not None and is_expected else None
+        self._move(os.preadv, slot, content)
+        return xxhash.xxh3_64_intdigest(content) == checksum
+
+    def close(self, *, removes_unused: bool = False) -> None:
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
+        self._data_fd = self._direct_fd = -1
+        super().close(removes_unused=removes_unused)
+
+    def _open(self) -> None:
+        super()._open()
+        self._data_fd = self._fd
+        block_bytes = self.header.block_bytes
+        if block_bytes % PAGE_BYTES:
+            self._go_buffered(f"blocks of {block_bytes} bytes are not whole pages")
+            return
+        try:
+            self._direct_fd = os.open(self.path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            self._data_fd = self._direct_fd
+        except OSError as error:
+            self._go_buffered(str(error))
+
+    def _reserve_space(self, num_bytes: int) -> None:
+        facts, disk = os.fstat(self._fd), os.fstatvfs(self._fd)
+        free = disk.f_bavail * disk.f_frsize + facts.st_blocks * 512
+        if num_bytes + _KEPT_BYTES > free:
+            per_block = num_bytes / self.num_slots
+            fitting = int(max(0, free - _KEPT_BYTES) / per_block)
+            raise errors.ConfigError(
+                f"--kvbm-disk-cache-gb: {num_bytes / 1e9:.3g} GB ({self.num_slots} blocks) do not fit into the"
+                f" {free / 1e9:.3g} GB that are free at {self.path.parent}; the largest that fits is"
+                f" {fitting * self._stride / 1e9:.3g} GB ({fitting} blocks)"
+            )
+
+    def _allocate(self, num_bytes: int) -> None:
+        if not _libc.fallocate(self._fd, 0, 0, num_bytes):
+            return
+        code = ctypes.get_errno()
+        if code != errno.EOPNOTSUPP:
+            raise OSError(code, os.strerror(code))
+        _logger.warning(
+            "the file system at %s cannot reserve space: the disk tier takes it as it grows",
+            self.path.parent,
+        )
+
+    def _move(self, call: _Move, slot: int, content: memoryview) -> None:
+        """Read or write all bytes of a slot, buffered from now on if the file system cannot do it otherwise."""
+        at, num_done = self._slots_at + slot * self._stride, 0
+        while num_done < len(content):
+            try:
+                num_moved = call(self._data_fd, [content[num_done:]], at + num_done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or self._data_fd == self._fd:
+                    raise
+                self._go_buffered(str(error))
+                continue
+            if not num_moved:
+                raise OSError(errno.EIO, "the file ends too early")
+            num_done += num_moved
+
+    def _go_buffered(self, reason: str) -> None:
+        _logger.warning("the disk tier uses the page cache for %s: %s", self.path, reason)
+        self._data_fd = self._fd  # the other one may be in use: `close` closes it
+
+
+def read_header(directory: Path) -> slot_file.Header | None:
+    """Return the header of the file in a directory; None if there is none that can be read."""
+    return slot_file.read_header(directory / FILE_NAME)
+
+
+def open_stored(directory: Path) -> DiskFile:
+    """Open the file in a directory as it is. Raises ConfigError if there is none, or if a process uses it."""
+    header = read_header(directory)
+    if header is None:
+        raise errors.ConfigError(f"{directory} has no {FILE_NAME} with KV blocks")
+    return DiskFile(
+        directory,
+        header.fingerprint,
+        block_bytes=header.block_bytes,
+        num_slots=header.num_slots,
+        num_parts=header.num_parts,
+        is_whole=True,
+    )
+
+
+TIMEOUT_S = 10  # of one request
+_HEADER = struct.Struct("<8sQ")  # format, checksum of the block
+_FORMAT = b"dynkvb1\0"
+_ROOT = "root"  # instead of a parent's hash
+_NAME_PARTS = 3
+
+
+class ObjectStorage:
+    """A `storage.Storage`. Its methods may be called by any thread, one at a time for each slot."""
+
+    tier = kv_events.REMOTE
+    num_threads = 4
+
+    def __init__(
+        self, url: str, fingerprint: Mapping[str, str], *, num_slots: int, part: str = ""
+    ) -> None:
+        """Find the blocks of earlier runs. `part` is the name of a rank. Raises ConfigError that names the URL."""
+        self.name, self.num_slots = url, num_slots
+        text = "\n".join(f"{name}={value}" for name, value in sorted(fingerprint.items()))
+        self._prefix = f"{xxhash.xxh3_64_hexdigest(text.encode())}/{part}".rstrip("/")
+        self._lock = threading.Lock()
+        self.generation = 0
+        self._paths: dict[int, str] = {}  # by slot
+        self.blocks: dict[int, CachedBlock] = {}
+        try:
+            options: dict[str, Any] = {"mkdir": True}  # of a directory, which has no time limits
+            if not url.startswith("file:"):
+                options = {
+                    "client_options": {"timeout": f"{TIMEOUT_S}s", "allow_http": True},
+                    "retry_config": {"max_retries": 1},
+                }
+            self._store = stores.from_url(url, **options)
+            self._find_blocks()
+        except (exceptions.BaseError, OSError, ValueError) as error:
+            raise errors.ConfigError(
+                f"--kvbm-object-store {url}: expected a store that can be listed, got: {_describe(error)}"
+            ) from error
+
+    def write(self, slot: int, block: CachedBlock, content: memoryview, generation: int) -> None:
+        """Write a block, and remove the one that the slot held. Raises OSError, also if all was forgotten meanwhile."""
+        parent = _ROOT if block.parent_hash is None else f"{block.parent_hash:016x}"
+        path = f"{self._prefix}/{block.sequence_hash:016x}-{block.local_hash:016x}-{parent}"
+        with self._lock:
+            former = self._paths.pop(slot, None)
+        header = _HEADER.pack(_FORMAT, xxhash.xxh3_64_intdigest(content))
+        try:
+            if former is not None and former != path:
+                self._remove([former])
+            if generation == self.generation:
+                obstore.put(self._store, path, b"".join((header, content)), use_multipart=False)
+            if generation != self.generation:  # perhaps after `forget` has listed the objects
+                self._remove([path])
+                raise OSError("all blocks were forgotten while this one was to be written")
+        except exceptions.BaseError as error:
+            raise OSError(_describe(error)) from error
+        with self._lock:
+            self._paths[slot] = path
+
+    @property
+    def slots(self) -> TierSlots:
+        """All slots: each worker has a list of its own."""
+        return TierSlots(num=self.num_slots, stored=self.blocks)
+
+    def look(self) -> None:
+        """Find nothing: what other workers store is found at the next start."""
+
+    def read(self, slot: int, content: memoryview, expected: CachedBlock | None = None) -> bool:
+        """Read the block of a slot; return False if it is gone or wrong. Raises OSError."""
+        path = self._paths.get(slot)
+        if path is None:
+            return False
+        try:
+            stored = memoryview(obstore.get(self._store, path).bytes())
+        except FileNotFoundError:
+            return False
+        except exceptions.BaseError as error:
+            raise OSError(_describe(error)) from error
+        if len(stored) != _HEADER.size + len(content):
+            return False
+        format_name, checksum = _HEADER.unpack(stored[: _HEADER.size])
+        content[:] = stored[_HEADER.size :]
+        return bool(format_name == _FORMAT and xxhash.xxh3_64_intdigest(content) == checksum)
+
+    def forget(self) -> None:
+        """Remove all blocks of this fingerprint, those of other workers too. Raises OSError."""
+        with self._lock:
+            self._paths.clear()
+            self.generation += 1
+        try:
+            for page in obstore.list(self._store, prefix=self._prefix):
+                self._remove([entry["path"] for entry in page])
+        except exceptions.BaseError as error:
+            raise OSError(_describe(error)) from error
+
+    def close(self) -> None:
+        """Do nothing: there is no connection that would have to be closed."""
+
+    def _find_blocks(self) -> None:
+        """Enter the newest objects as blocks; remove those for which there is no slot."""
+        entries = [
+            entry for page in obstore.list(self._store, prefix=self._prefix) for entry in page
+        ]
+        entries.sort(key=lambda entry: entry["last_modified"], reverse=True)
+        for entry in entries:
+            block = _parse(entry["path"])
+            if block is not None and len(self.blocks) < self.num_slots:
+                slot = len(self.blocks)
+                self.blocks[slot], self._paths[slot] = block, entry["path"]
+        kept = set(self._paths.values())
+        self._remove([entry["path"] for entry in entries if entry["path"] not in kept])
+        self.blocks = dict(reversed(self.blocks.items()))
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        with contextlib.suppress(FileNotFoundError):  # another worker was quicker
+            obstore.delete(self._store, paths)
+
+
+def _parse(path: str) -> CachedBlock | None:
+    """Return the block of an object's name; None for something else."""
+    parts = path.rpartition("/")[2].split("-")
+    if len(parts) != _NAME_PARTS:
+        return None
+    try:
+        parent = None if parts[2] == _ROOT else int(parts[2], 16)
+        return CachedBlock(int(parts[0], 16), int(parts[1], 16), parent)
+    except ValueError:
+        return None
+
+
+def _describe(error: Exception) -> str:
+    """Return the first line of an error, without the library's dump of its value."""
+    return str(error).partition("\n")[0]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import xxhash
 
 from dynamo.base import config, distribution, errors
-from dynamo.kvbm import disk_file, host_memory, local_agent, shared_memory, slot_file, tier_policy
+from dynamo.kvbm import agents, host_memory, slot_file, tier_policy
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import storage as storages
 from dynamo.kvbm.tier_copies import RegionMemory, TierCopies
@@ -147,7 +147,7 @@ class TierConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvbmConfig(TierConfig, local_agent.TransferConfig):
+class KvbmConfig(TierConfig, agents.TransferConfig):
     """Whether the KV cache has tiers."""
 
     connector: Literal["none", "null", "kvbm"] = config.option(
@@ -234,8 +234,8 @@ def open_storage(
     num_parts, reserved = settings.kvbm_sharing_workers, device_bytes
     if num_parts > 1:
         kind = {**fingerprint, "block_bytes": str(block_bytes)}
-        path = shared_memory.locate(settings.kvbm_shared_memory_dir, kind)
-        reserved -= shared_memory.count_spare_bytes(path)
+        path = host_memory.locate(settings.kvbm_shared_memory_dir, kind)
+        reserved -= host_memory.count_spare_bytes(path)
     num_host = host_memory.count_host_blocks(
         settings.kvbm_cpu_cache_gb or "auto",
         settings.kvbm_cpu_cache_override_num_blocks,
@@ -248,7 +248,7 @@ def open_storage(
         )
     host: host_memory.HostMemory
     if num_parts > 1:
-        host = shared_memory.SharedHostMemory(
+        host = host_memory.SharedHostMemory(
             path, kind, num_blocks=num_host, block_bytes=block_bytes, num_parts=num_parts
         )
     else:
@@ -265,7 +265,7 @@ def open_storage(
         return TierStorage(host=host, disk=None)
     assert settings.kvbm_nvme_path is not None
     directory = Path(settings.kvbm_nvme_path, part)
-    file = disk_file.DiskFile(
+    file = storages.DiskFile(
         directory,
         fingerprint,
         block_bytes=block_bytes,
@@ -309,7 +309,7 @@ def make_cache(
 def _object_storage() -> Any:
     """Import the module of object stores. Raises ConfigError if its library is not installed."""
     try:
-        return importlib.import_module("dynamo.kvbm.object_storage")
+        return importlib.import_module("dynamo.kvbm.storage")
     except ImportError as error:
         raise errors.ConfigError(
             f"--kvbm-object-store: expected the package obstore: {distribution.install_command('objects')}"
@@ -339,7 +339,7 @@ def _count_disk_blocks(settings: TierConfig, directory: Path, block_bytes: int) 
     )
     if num_blocks is not None:
         return num_blocks
-    if size == "auto" and (stored := disk_file.read_header(directory)) is not None:
+    if size == "auto" and (stored := storages.read_header(directory)) is not None:
         return stored.num_slots
     if size == "auto":
         existing = next(

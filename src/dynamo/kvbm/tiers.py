@@ -102,7 +102,7 @@ class Tier:
         first_slot: int = 0,
         num_usable: int | None = None,
     ) -> None:
-        """`events` is the log of the engine's own blocks too, so that routers see one order of events.
+        """`planes` is the log of the engine's own blocks too, so that routers see one order of events.
 
         Only the first `num_usable` slots are used until `add_slots` (None: all). The first one is `first_slot`.
         """

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
-from dynamo.base import errors, variables
+from dynamo.base import errors, process_setup
 from dynamo.protocols import trace_context
 
 _OFF = logging.CRITICAL + 10
@@ -88,7 +88,7 @@ def configure(environ: Mapping[str, str] = os.environ, stream: TextIO | None = N
     logging.getLogger("dynamo").setLevel(default)
     for module, level in by_module.items():
         logging.getLogger(module).setLevel(level)
-    if unknown := variables.describe_unknown(environ):
+    if unknown := process_setup.describe_unknown(environ):
         logging.getLogger(__name__).warning("%s", unknown)
 
 

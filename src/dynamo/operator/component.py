@@ -3,7 +3,7 @@
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.operator import api_types, causes, engine_commands, objects, pod_template
+from dynamo.operator import api_types, causes, objects, pod_template
 from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.pod_template import ServiceComponent
 from dynamo.operator.settings import OperatorConfig
@@ -166,7 +166,7 @@ def make_leader_worker_set(component: ServiceComponent, owner: Object, num_nodes
         )
     template = pod_template.make_template(component)
     main = next(c for c in template["spec"]["containers"] if c["name"] == pod_template.MAIN)
-    leader, follower = engine_commands.spread_over_nodes(main, component.framework, num_nodes)
+    leader, follower = pod_template.spread_over_nodes(main, component.framework, num_nodes)
     templates = [
         objects.merge(template, {"spec": {"containers": [container]}})
         for container in (leader, follower)

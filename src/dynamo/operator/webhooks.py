@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import msgspec
 
-from dynamo.base import certificates, errors
 from dynamo.base import clock as clocks
+from dynamo.base import errors, tls
 from dynamo.operator import api_types, objects, reviews, versions
 from dynamo.operator.objects import Object
 from dynamo.operator.settings import OperatorConfig, parse_address
@@ -143,7 +143,7 @@ class WebhookService:
             definition = await self._cluster.get(*_CRD, _DEFINITION)
             if definition is not None:
                 await self._change_definition(definition, is_served=True)
-        certificate = certificates.ServerCertificate(content["tls.crt"], content["tls.key"])
+        certificate = tls.ServerCertificate(content["tls.crt"], content["tls.key"])
         certificate.load_into(self._context)
         self._certificate = content["tls.crt"]
 
@@ -159,7 +159,7 @@ class WebhookService:
             }
             if annotations.get(_RENEW_ANNOTATION, "") > self._timestamp(0):
                 return content
-            made = await certificates.make_certificate(self._names(), days=_LIFETIME_DAYS)
+            made = await tls.make_certificate(self._names(), days=_LIFETIME_DAYS)
             content = {
                 "tls.crt": made.certificate,
                 "tls.key": made.key,

@@ -14,15 +14,22 @@ from dynamo.launch import allocation, children, guard
 from dynamo.observability import logs
 from dynamo.planner import service
 from dynamo.planner.config import PlannerConfig, ScalingConfig
-from dynamo.planner.connectors import Connector, RegisteredWorkers, WakeUpPromise, endpoints
-from dynamo.planner.local_connector import LocalConnector, LocalWorkerOptions, Pool
+from dynamo.planner.connectors import (
+    Connector,
+    LocalConnector,
+    LocalWorkerOptions,
+    Pool,
+    RegisteredWorkers,
+    VirtualConnector,
+    WakeUpPromise,
+    endpoints,
+)
 from dynamo.planner.traffic_source import (
     FrontendSource,
     LoadSource,
     PrometheusSource,
     TrafficSource,
 )
-from dynamo.planner.virtual_connector import VirtualConnector
 from dynamo.protocols import instances
 from dynamo.runtime import component
 

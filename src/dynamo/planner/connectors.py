@@ -1,14 +1,40 @@
 """The seam between a decision and the workers: a connector tells what there is, and orders what should be.
 
+Three implement it: the local and the virtual connector here, and `kubernetes_connector`.
+
 No connector waits until what it ordered is done. A worker that starts, one that serves and one that drains are told
 apart (`PoolState`), so that decisions go on meanwhile. A worker serves when it is registered in discovery.
+
+The local connector starts and drains worker processes on this machine through `launch`. Each worker gets cores and
+devices of its own, if it is given any. A worker that is taken away gets SIGTERM: it leaves discovery, finishes or hands
+over what it runs, and ends; only then are its cores free again. Of several workers the youngest goes first, and one
+that has not served yet before all others. A worker that changes its role gets SIGUSR1 (prefill) or SIGUSR2 (decode),
+which `worker.role_change` obeys; it counts as starting until it serves in that role. Workers that die are not restarted
+here: the next decision orders a new one, with the planner's pauses between failures. If the planner dies, its workers
+leave in the same way: no answer is cut, and no worker is left without owner.
+
+The virtual connector writes decisions as state in discovery, for an orchestrator of others to carry out.
+
+    v1/planner/{namespace}/target    {"num_prefill_workers": 2, "num_decode_workers": 3, "decision_id": 7}
+    v1/planner/{namespace}/scaled    {"decision_id": 7}, written by the orchestrator when that is done
+
+The orchestrator uses `VirtualOrchestrator`: wait for a target, make it so, complete it. Until a target is completed its
+missing workers count as starting; after `TIMEOUT_S` seconds the planner says that none carried it out.
 """
 
-from typing import Protocol
+import asyncio
+import dataclasses
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import msgspec
 
-from dynamo.planner.observation import PoolState
+from dynamo.base import clock as clocks
+from dynamo.base import errors, tasks
+from dynamo.launch import allocation, children, guard
+from dynamo.planner.observation import PoolState, Replicas
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.protocols import instances
 from dynamo.runtime import discovery
@@ -71,3 +97,295 @@ def endpoints(namespace: str) -> tuple[instances.EndpointName, instances.Endpoin
         instances.EndpointName(namespace, "prefill", "generate"),
         instances.EndpointName(namespace, "backend", "generate"),
     )
+
+
+Pool = Literal["prefill", "decode"]
+MakeSpec = Callable[[Pool, int, allocation.Allocation], children.ChildSpec]
+_SMOOTHING = 0.3  # weight of the newest duration of a start or a change
+_SIGNAL_BY_ROLE: dict[Pool, signal.Signals] = {"prefill": signal.SIGUSR1, "decode": signal.SIGUSR2}
+
+
+@dataclass(slots=True, eq=False)
+class _LocalWorker:
+    pool: "_LocalPool"
+    child: children.Child
+    resources: allocation.Allocation
+    ordered_at: float
+    instance: str | None = None  # its key in discovery, once it serves
+    is_draining: bool = False
+    is_changing: bool = False  # it was in the other pool
+
+
+@dataclass(slots=True)
+class _LocalPool:
+    registered: RegisteredWorkers
+    workers: list[_LocalWorker] = field(default_factory=list)
+    startup_s: float | None = None
+    role_change_s: float | None = None
+    left_keys: set[str] = field(default_factory=set)  # of workers that change into the other pool
+    failure: str = ""
+    num_started: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalWorkerOptions:
+    """What each worker process gets, and what it can do."""
+
+    cores: int = 0
+    devices: int = 0
+    stop_timeout_s: float = 35.0
+    can_change_roles: bool = False  # it obeys the two signals
+
+
+class LocalConnector:
+    """Owns the worker processes of one model; closing it drains them all."""
+
+    def __init__(
+        self,
+        make_spec: MakeSpec,
+        guardian: guard.Guard,
+        clock: clocks.Clock,
+        *,
+        registered: tuple[RegisteredWorkers, RegisteredWorkers],
+        allocator: allocation.Allocator,
+        options: LocalWorkerOptions,
+    ) -> None:
+        self._make_spec = make_spec
+        self._guard = guardian
+        self._clock = clock
+        self._pools: dict[Pool, _LocalPool] = {
+            "prefill": _LocalPool(registered[0]),
+            "decode": _LocalPool(registered[1]),
+        }
+        self._allocator = allocator
+        self._options = options
+        self._running = tasks.Tasks()
+
+    async def observe(self) -> tuple[PoolState, PoolState]:
+        """Return the prefill pool and the decode pool."""
+        prefill, decode = [await self._observe_pool(pool) for pool in self._pools]
+        return prefill, decode
+
+    async def scale(self, decision: Decision) -> None:
+        """Start, change and drain worker processes."""
+        if decision.role_changes > 0:
+            self._change_roles("prefill", "decode", decision.role_changes)
+        elif decision.role_changes < 0:
+            self._change_roles("decode", "prefill", -decision.role_changes)
+        numbers = zip(self._pools, decision.replicas, decision.withdrawals, strict=True)
+        for name, target, num_withdrawn in numbers:
+            pool = self._pools[name]
+            starting = [w for w in pool.workers if w.instance is None and not w.is_draining]
+            for worker in starting[:num_withdrawn]:
+                self._drain(pool, worker)
+            present = [worker for worker in pool.workers if not worker.is_draining]
+            for _ in range(target - len(present)):
+                await self._start(name, pool)
+            youngest_first = sorted(present, key=lambda w: (w.instance is None, w.ordered_at))
+            for worker in youngest_first[target:]:
+                self._drain(pool, worker)
+
+    async def close(self) -> None:
+        """Drain all workers, and wait until they have ended."""
+        workers = [worker for pool in self._pools.values() for worker in pool.workers]
+        await asyncio.gather(
+            *(worker.child.stop(self._options.stop_timeout_s) for worker in workers)
+        )
+        await self._running.close()
+
+    async def _observe_pool(self, name: Pool) -> PoolState:
+        pool = self._pools[name]
+        keys = await pool.registered.read_ids()
+        now = self._clock.now()
+        pool.left_keys &= keys
+        new_keys = sorted(keys - {worker.instance for worker in pool.workers} - pool.left_keys)
+        for worker in pool.workers:
+            if worker.instance is None and not worker.is_draining and new_keys:
+                worker.instance = new_keys.pop(0)
+                measured_s = now - worker.ordered_at
+                if worker.is_changing:
+                    pool.role_change_s = _blend(pool.role_change_s, measured_s)
+                else:
+                    pool.startup_s = _blend(pool.startup_s, measured_s)
+                pool.failure = ""
+        present = [worker for worker in pool.workers if not worker.is_draining]
+        return PoolState(
+            num_ready=sum(worker.instance is not None for worker in present),
+            starting_since=tuple(
+                sorted(worker.ordered_at for worker in present if worker.instance is None)
+            ),
+            num_draining=len(pool.workers) - len(present),
+            startup_s=pool.startup_s,
+            failure=pool.failure,
+            role_change_s=(pool.role_change_s or 0.0) if self._options.can_change_roles else None,
+        )
+
+    def _change_roles(self, old: Pool, new: Pool, number: int) -> None:
+        giver, taker = self._pools[old], self._pools[new]
+        serving = [worker for worker in giver.workers if worker.instance and not worker.is_draining]
+        for worker in sorted(serving, key=lambda w: w.ordered_at)[-number:]:
+            giver.workers.remove(worker)
+            giver.left_keys.add(worker.instance or "")
+            worker.pool, worker.instance, worker.is_changing = taker, None, True
+            worker.ordered_at = self._clock.now()
+            taker.workers.append(worker)
+            worker.child.signal(_SIGNAL_BY_ROLE[new])
+
+    async def _start(self, name: Pool, pool: _LocalPool) -> None:
+        try:
+            resources = self._allocator.acquire(
+                num_cores=self._options.cores, num_devices=self._options.devices
+            )
+        except errors.ConfigError as error:
+            pool.failure = str(error)
+            return
+        pool.num_started += 1
+        spec = dataclasses.replace(
+            self._make_spec(name, pool.num_started, resources), grace_s=self._options.stop_timeout_s
+        )
+        try:
+            child = await children.start(spec, self._guard, self._running, self._clock)
+        except OSError as error:
+            pool.failure = f"{spec.name} cannot be started: {error}"
+            self._allocator.release(resources)
+            return
+        worker = _LocalWorker(pool, child, resources, ordered_at=self._clock.now())
+        pool.workers.append(worker)
+        self._running.start(f"watch {spec.name}", self._watch(worker))
+
+    def _drain(self, pool: _LocalPool, worker: _LocalWorker) -> None:
+        worker.is_draining = True
+        if worker.instance is None and worker.child.last_line:
+            pool.failure = f"last words: {worker.child.last_line}"
+        stop = worker.child.stop(self._options.stop_timeout_s)
+        self._running.start(f"drain {worker.child.spec.name}", stop)
+
+    async def _watch(self, worker: _LocalWorker) -> None:
+        death = await worker.child.death()
+        worker.pool.workers.remove(worker)
+        self._allocator.release(worker.resources)
+        if not worker.is_draining:
+            worker.pool.failure = str(death)
+
+
+def _blend(earlier_s: float | None, measured_s: float) -> float:
+    return measured_s if earlier_s is None else earlier_s + _SMOOTHING * (measured_s - earlier_s)
+
+
+TIMEOUT_S = 1800.0
+
+
+class ScalingTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner wants; `decision_id` rises with each change."""
+
+    num_prefill_workers: int
+    num_decode_workers: int
+    decision_id: int
+
+
+class ScalingDone(msgspec.Struct, frozen=True, kw_only=True):
+    """The orchestrator has carried out the decision with this id, and all before it."""
+
+    decision_id: int
+
+
+def target_key(namespace: str) -> str:
+    """Return the key of the target in discovery."""
+    return f"v1/planner/{namespace}/target"
+
+
+def done_key(namespace: str) -> str:
+    """Return the key of the orchestrator's answer in discovery."""
+    return f"v1/planner/{namespace}/scaled"
+
+
+class VirtualConnector:
+    """Writes targets, and counts the workers that are registered."""
+
+    def __init__(
+        self,
+        registry: discovery.Discovery,
+        namespace: str,
+        clock: clocks.Clock,
+        registered: tuple[RegisteredWorkers, RegisteredWorkers],
+    ) -> None:
+        self._registry = registry
+        self._namespace = namespace
+        self._clock = clock
+        self._registered = registered
+        self._target: Replicas | None = None
+        self._decision_id = 0
+        self._ordered_at = 0.0
+
+    async def observe(self) -> tuple[PoolState, PoolState]:
+        """Return the pools: registered workers serve, further ones of an open target are starting."""
+        counts = [len(await registered.read_ids()) for registered in self._registered]
+        is_done = self._target is None or await self._last_completed_id() >= self._decision_id
+        age_s = self._clock.now() - self._ordered_at
+        failure = (
+            f"no orchestrator completed decision {self._decision_id} within {TIMEOUT_S:.0f} s"
+            if not is_done and age_s > TIMEOUT_S
+            else ""
+        )
+        targets = Replicas(counts[0], counts[1]) if self._target is None else self._target
+        prefill, decode = [
+            PoolState(
+                num_ready=min(count, target) if not is_done else count,
+                starting_since=(self._ordered_at,) * (0 if is_done else max(0, target - count)),
+                num_draining=0 if is_done else max(0, count - target),
+                failure=failure,
+            )
+            for count, target in zip(counts, targets, strict=True)
+        ]
+        return prefill, decode
+
+    async def scale(self, decision: Decision) -> None:
+        """Write a target if it is a new one."""
+        current = decision.present if self._target is None else self._target
+        if decision.replicas == current:
+            return
+        if self._decision_id == 0:
+            self._decision_id = await self._last_completed_id()
+        self._target = decision.replicas
+        self._decision_id += 1
+        self._ordered_at = self._clock.now()
+        target = ScalingTarget(
+            num_prefill_workers=decision.replicas.prefill,
+            num_decode_workers=decision.replicas.decode,
+            decision_id=self._decision_id,
+        )
+        await self._registry.put(target_key(self._namespace), msgspec.json.encode(target))
+
+    async def close(self) -> None:
+        """Leave the workers as they are."""
+
+    async def _last_completed_id(self) -> int:
+        """Return the id of the last decision that the orchestrator has carried out."""
+        key = done_key(self._namespace)
+        content = (await self._registry.get_prefix(key)).get(key)
+        return 0 if content is None else msgspec.json.decode(content, type=ScalingDone).decision_id
+
+
+class VirtualOrchestrator:
+    """The client of a foreign orchestrator: wait for a target, carry it out, complete it."""
+
+    def __init__(self, registry: discovery.Discovery, namespace: str) -> None:
+        self._registry = registry
+        self._namespace = namespace
+        self._completed_id = 0
+
+    async def wait(self) -> ScalingTarget:
+        """Wait for a target that is not completed, and return the newest."""
+        key = target_key(self._namespace)
+        async for change in self._registry.watch(key):
+            if isinstance(change, discovery.Put) and change.key == key:
+                target = msgspec.json.decode(change.value, type=ScalingTarget)
+                if target.decision_id > self._completed_id:
+                    return target
+        raise asyncio.CancelledError
+
+    async def complete(self, target: ScalingTarget) -> None:
+        """Tell the planner that this target and all before it are carried out."""
+        self._completed_id = target.decision_id
+        answer = ScalingDone(decision_id=target.decision_id)
+        await self._registry.put(done_key(self._namespace), msgspec.json.encode(answer))

@@ -6,7 +6,7 @@ A worker that is ordered now serves after its start-up time. The policy therefor
   will be waiting by then, with a margin for what forecasts of this length lacked so far;
 - gives up a worker only if none of the predictions until then needs it: it could not be back in time.
 
-The number of workers for a rate of requests follows from the waiting time (`queueing`): prompts are computed without
+The number of workers for a rate of requests follows from the waiting time (`policies`): prompts are computed without
 what the prefix cache holds, and at most one in twenty may wait longer than the target leaves beside its own prefill.
 Prompts that alone exceed the target are left out of that count, but not out of the work; if most of them do, no number
 of workers meets the target, and the policy scales for throughput. Decode workers run at the fullest point of the
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dynamo.planner import queueing
+from dynamo.planner import policies
 from dynamo.planner.observation import Observation, PoolLoad, Replicas, Traffic
 from dynamo.planner.policies import Prediction, Proposal, Targets, in_mode
 from dynamo.planner.predictors import Predictor
@@ -390,7 +390,7 @@ class Sizing:
         return 1.0 if self._waits_s else self._headroom.most_busy
 
     def _for_waiting_time(self, requests_per_s: float) -> int:
-        return queueing.least_workers(
+        return policies.least_workers(
             requests_per_s=requests_per_s,
             service_s=self._service_s,
             waits_s=self._waits_s,

@@ -26,8 +26,7 @@ from dynamo.launch import children, guard, supervisor
 from dynamo.planner import profile_files, profile_sweep, traffic_source
 from dynamo.planner.config import parse_duration_s
 from dynamo.planner.policies import Targets
-from dynamo.planner.profile_client import ProfileClient
-from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize
+from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize, ProfileClient
 
 _PROG = "python -m dynamo.profiler"
 _MODEL = "profiled"
@@ -211,7 +210,7 @@ class _Sweep:
         sys.stdout.write(text)
         sys.stdout.flush()
         if importlib.util.find_spec("matplotlib") is not None:
-            plots = importlib.import_module("dynamo.planner.profile_plots")
+            plots = importlib.import_module("dynamo.planner.profile_files")
             targets_ms = {
                 "ttft_ms": self._targets.ttft_s * 1e3,
                 "itl_ms": self._targets.itl_s * 1e3,

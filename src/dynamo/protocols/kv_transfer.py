@@ -68,7 +68,7 @@ class PrefixSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Keys and values of a prompt that another engine keeps under a lease, in the order of its blocks.
 
-    The engine's scheduler sets block ids and lease; `kvbm.exporter` adds the rest before it leaves the engine.
+    The engine's scheduler sets block ids and lease; `kvbm.exchange` adds the rest before it leaves the engine.
     """
 
     remote_block_ids: tuple[int, ...]

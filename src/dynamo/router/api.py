@@ -1,7 +1,7 @@
 """The seams of the router: what an index and a policy get and return.
 
 An *index* says how many leading blocks of a prompt each worker has cached: `prefix_index` exactly, from the workers' KV
-events; `approx_index` as a guess from earlier decisions. A *policy* selects a worker by that and by load. Both are
+events; `prefix_index` as a guess from earlier decisions. A *policy* selects a worker by that and by load. Both are
 plain objects: no clock (`now` is an argument), no randomness of their own (`draw` is injected), no I/O. A policy reads
 *live* loads, which `active_sequences` keeps up to date, so that a decision copies nothing. `selection.Selector` joins
 index, loads, policy and queue; it is the only object that callers use.

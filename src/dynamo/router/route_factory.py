@@ -14,7 +14,6 @@ from dynamo.observability import metrics as observed
 from dynamo.protocols import instances, kv_events, load, model_card
 from dynamo.router import (
     api,
-    approx_index,
     config,
     kv_event_subscriber,
     kv_router,
@@ -172,7 +171,7 @@ class RouteFactory:
             )
             self._tasks.start(f"hear KV events of {component_name}", subscriber.start())
             return _ComponentState(index, self._clock, subscriber=subscriber)
-        guesses = approx_index.ApproxIndex(
+        guesses = prefix_index.ApproxIndex(
             policy=settings.router_approximate_cache_policy,
             ttl_s=settings.router_ttl_secs,
             max_guesses=settings.router_max_tree_size,
@@ -188,7 +187,7 @@ class _ComponentState(kv_router.SequenceListener):
     index: api.Index
     clock: clocks.Clock
     subscriber: kv_event_subscriber.KvEventSubscriber | None = None
-    guesses: approx_index.ApproxIndex | None = None
+    guesses: prefix_index.ApproxIndex | None = None
     sync: replica_sync.ReplicaSync | None = None
     selectors: list[selection.Selector] = field(default_factory=list)
 
@@ -226,7 +225,7 @@ class _ComponentState(kv_router.SequenceListener):
 class _ExpiringIndex:
     """An approximate index that drops expired guesses before each look-up."""
 
-    def __init__(self, guesses: approx_index.ApproxIndex, clock: clocks.Clock) -> None:
+    def __init__(self, guesses: prefix_index.ApproxIndex, clock: clocks.Clock) -> None:
         self._guesses = guesses
         self._clock = clock
         self.remove_worker = guesses.remove_worker

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable
 from typing import cast
 
-from dynamo.base import alerts, clock, errors, membership, proof
+from dynamo.base import clock, errors, membership, proof, tls
 from dynamo.observability import logs
 from dynamo.protocols import wire
 
@@ -172,7 +172,7 @@ async def secure(
     limit_s: float,
 ) -> asyncio.Transport:
     """Return the connection with TLS, of which `protocol` gets the data. Raises OSError, also if it was closed."""
-    with alerts.written_to(transport):
+    with tls.written_to(transport):
         secured = await asyncio.get_running_loop().start_tls(
             transport, protocol, context, server_side=is_server, ssl_handshake_timeout=limit_s
         )

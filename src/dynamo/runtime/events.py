@@ -4,7 +4,7 @@ Delivery is not promised, so each publisher numbers its messages on a topic from
 that it missed some. How they are recovered is the listener's affair.
 
 Implementations: `backends.memory`, `backends.zmq` (the default: each publisher binds a socket and writes its address
-into discovery), `backends.nats.events`. `tests/contract/test_event_plane.py` runs one suite over all of them.
+into discovery), `backends.nats.planes`. `tests/contract/test_event_plane.py` runs one suite over all of them.
 """
 
 import asyncio

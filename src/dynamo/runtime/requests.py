@@ -9,7 +9,7 @@ A stream carries *items*, of one type for the whole plane, which its owner names
 the tokens of each step so), and *replies*, of any type, which their reader decodes.
 
 Implementations: `backends.memory` (one process), `backends.tcp` (the default; one multiplexed connection per pair of
-processes) and `backends.nats.requests`. `tests/contract/test_request_plane.py` runs one suite over all of them.
+processes) and `backends.nats.planes`. `tests/contract/test_request_plane.py` runs one suite over all of them.
 
 Promises: a stream ends exactly once at each side. A peer that breaks, stalls or is silent ends all its streams by
 StreamBroken, a silent server within `SILENCE_LIMIT_S` (or as set), a silent client later; nothing waits for ever. All

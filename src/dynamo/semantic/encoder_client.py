@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.protocols import classification, instances
+from dynamo.protocols import encoders, instances
 from dynamo.runtime import client as endpoint_client
 from dynamo.runtime import component
 from dynamo.semantic import encoder_scores
@@ -23,20 +23,18 @@ class EncoderClient:
         self._has_waited = False  # for discovery to find the process, once
 
     async def classify(
-        self, inputs: Sequence[classification.ClassifierInput], timeout_s: float
+        self, inputs: Sequence[encoders.ClassifierInput], timeout_s: float
     ) -> encoder_scores.Answers:
         """Return the answers; none if the process is away, fails, or takes longer than `timeout_s`."""
         if not inputs:
             return {}
-        request = classification.ClassificationRequest(inputs=tuple(inputs))
+        request = encoders.ClassificationRequest(inputs=tuple(inputs))
         try:
             async with self._clock.timeout(timeout_s):
                 if not self._has_waited:
                     self._has_waited = True
                     await self._endpoint.wait_for_instances(timeout_s)
-                reply = await self._endpoint.call(
-                    request, reply_type=classification.ClassificationReply
-                )
+                reply = await self._endpoint.call(request, reply_type=encoders.ClassificationReply)
         except TimeoutError:
             _logger.warning("the encoders did not answer within %g s", timeout_s)
             return {}
@@ -50,5 +48,5 @@ class EncoderClient:
 def make_client(runtime: component.DistributedRuntime) -> EncoderClient:
     """Return a client of the encoders in the runtime's namespace; it is closed with the runtime."""
     namespace = runtime.namespace().name or DEFAULT_NAMESPACE
-    name = instances.EndpointName(namespace, classification.COMPONENT, classification.ENDPOINT)
+    name = instances.EndpointName(namespace, encoders.COMPONENT, encoders.ENDPOINT)
     return EncoderClient(runtime.client(name), runtime.clock)

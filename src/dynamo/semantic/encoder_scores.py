@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamo.base import errors
-from dynamo.protocols import classification
+from dynamo.protocols import encoders
 from dynamo.semantic import encoder_labels
 from dynamo.semantic.classifiers import attacks, pii, profile
 
@@ -28,7 +28,7 @@ UNSEEN_COST = 0.1  # taken from the confidence in a name or address that only th
 UNSURE_DOMAIN = 0.7  # below this confidence of the word model the encoder is asked, too
 UNSURE_RISK = (0.1, 0.95)
 _LEAST_SHARE = 1e-6
-Answers = Mapping[tuple[str, str], classification.TextLabels]  # by classifier and text
+Answers = Mapping[tuple[str, str], encoders.TextLabels]  # by classifier and text
 
 
 class EncoderScores:
@@ -120,7 +120,7 @@ class EncoderScores:
         kind = "jailbreak" if risk >= 0.5 else "benign"
         return attacks.AttackScore(risk, kind, fast.rules, fast.is_complete)
 
-    def _answer(self, classifier: str, text: str) -> classification.TextLabels:
+    def _answer(self, classifier: str, text: str) -> encoders.TextLabels:
         answer = self._answers.get((classifier, text))
         if answer is None:
             raise errors.Unavailable(f"the encoder of the classifier {classifier} did not answer")
@@ -138,7 +138,7 @@ def list_inputs(
     profile_name: str,
     fast: profile.FastProfile,
     texts_by_classifier: Mapping[str, Sequence[str]],
-) -> list[classification.ClassifierInput]:
+) -> list[encoders.ClassifierInput]:
     """Return what the encoders have to read, each text once for each classifier.
 
     A configured model reads all; the exact profile the rest, or with `unsure` what the word models are unsure of.
@@ -149,7 +149,7 @@ def list_inputs(
         for text in dict.fromkeys(texts):
             is_read = classifier in models or profile_name == "exact"
             if is_read or (profile_name == "unsure" and _is_unsure(fast, classifier, text)):
-                inputs.append(classification.ClassifierInput(name, text))
+                inputs.append(encoders.ClassifierInput(name, text))
     return inputs
 
 
@@ -161,7 +161,7 @@ def _is_unsure(fast: profile.FastProfile, classifier: str, text: str) -> bool:
     return any(span.type == "PERSON" for span in fast.find_pii(text)[0])
 
 
-def _spans_of(answer: classification.TextLabels) -> list[pii.PiiSpan]:
+def _spans_of(answer: encoders.TextLabels) -> list[pii.PiiSpan]:
     return [pii.PiiSpan(s.label, s.start, s.end, s.confidence) for s in answer.spans]
 
 
@@ -173,7 +173,7 @@ def _weigh_span(span: pii.PiiSpan, tagged: Sequence[pii.PiiSpan]) -> pii.PiiSpan
     return dataclasses.replace(span, confidence=span.confidence - UNSEEN_COST)
 
 
-def _mean_by_label(answer: classification.TextLabels) -> dict[str, float]:
+def _mean_by_label(answer: encoders.TextLabels) -> dict[str, float]:
     means = np.mean(answer.windows, axis=0).tolist()
     return dict(zip(answer.labels, means, strict=True))
 

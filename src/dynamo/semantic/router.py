@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.protocols import classification
+from dynamo.protocols import encoders
 from dynamo.semantic import (
     cache,
     config,
@@ -133,7 +133,7 @@ class SemanticRouter:
         self.conversations.remember(present, explanation.decision, explanation.model)
         return outcome
 
-    def list_inputs(self, view: request_view.RequestView) -> list[classification.ClassifierInput]:
+    def list_inputs(self, view: request_view.RequestView) -> list[encoders.ClassifierInput]:
         """Return the texts of a request that the encoders of the configuration have to read."""
         needed = {
             encoder_labels.DOMAIN: self._table.needs_domain,
@@ -151,16 +151,16 @@ class SemanticRouter:
             inputs += self.list_embedding_inputs(texts[encoder_labels.DOMAIN])
         return inputs
 
-    def list_embedding_inputs(self, texts: Sequence[str]) -> list[classification.ClassifierInput]:
+    def list_embedding_inputs(self, texts: Sequence[str]) -> list[encoders.ClassifierInput]:
         """Return the texts whose vectors the encoder is asked for; none if nothing is compared by them."""
         if not self.loaded.embeds:
             return []
         name = encoder_labels.EMBEDDING
-        return [classification.ClassifierInput(name, text) for text in dict.fromkeys(texts)]
+        return [encoders.ClassifierInput(name, text) for text in dict.fromkeys(texts)]
 
     def list_inputs_for(
         self, texts_by_classifier: Mapping[str, Sequence[str]]
-    ) -> list[classification.ClassifierInput]:
+    ) -> list[encoders.ClassifierInput]:
         """Return what the encoders have to read of these texts, by classifier."""
         return encoder_scores.list_inputs(
             self.loaded.encoders,

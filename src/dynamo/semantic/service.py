@@ -17,7 +17,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.observability import metrics as observed
-from dynamo.protocols import classification
+from dynamo.protocols import encoders
 from dynamo.semantic import (
     cache_file,
     config_file,
@@ -162,7 +162,7 @@ class RoutingService:
         return await self.ask_encoders_for(inputs)
 
     async def ask_encoders_for(
-        self, inputs: Sequence[classification.ClassifierInput]
+        self, inputs: Sequence[encoders.ClassifierInput]
     ) -> guards.RequestClassifiers:
         """Return the classifiers with what the encoders answer for these texts."""
         router = self.router

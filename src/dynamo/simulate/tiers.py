@@ -18,7 +18,6 @@ from typing import Any, Literal
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
 from dynamo.engine.mock import answers, batch, memory, timing
-from dynamo.engine.mock import tiers as mock_tiers
 from dynamo.protocols import blocks, generate
 
 Rounds = Sequence[float]
@@ -90,9 +89,9 @@ class TieredWorker:
             max_num_seqs=256, max_num_batched_tokens=8192, context_length=settings.cache_tokens
         )
         self._batch = batch.MockBatch(cycle, paging, limits)
-        self._copies: mock_tiers.SimulatedCopies | None = None
+        self._copies: memory.SimulatedCopies | None = None
         if host_bytes_per_s is not None:
-            sizes = mock_tiers.SimulatedTiersConfig(
+            sizes = memory.SimulatedTiersConfig(
                 num_host_blocks=settings.host_tokens // _BLOCK,
                 num_disk_blocks=0,
                 host_bytes_per_s=host_bytes_per_s,
@@ -100,9 +99,9 @@ class TieredWorker:
                 block_size=_BLOCK,
                 block_bytes=_BLOCK * settings.kv_bytes_per_token,
             )
-            paging.tiers = mock_tiers.make_cache(paging.pool, sizes)
+            paging.tiers = memory.make_cache(paging.pool, sizes)
             clock = typing.cast(clocks.Clock, self._clock)
-            self._copies = mock_tiers.SimulatedCopies(
+            self._copies = memory.SimulatedCopies(
                 paging.tiers, sizes, clock, self._batch.end_tier_copy
             )
 

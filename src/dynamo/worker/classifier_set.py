@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from dynamo.base import errors
 from dynamo.engine import api as engine_api
-from dynamo.engine.native import classifier_files, embedder, text_classifier
+from dynamo.engine.native import embedder, model_files, text_classifier
 from dynamo.engine.native import settings as native_settings
 from dynamo.preprocess import tokenizer_library
-from dynamo.protocols import blocks, classification
+from dynamo.protocols import blocks, encoders
 from dynamo.semantic import encoder_labels
 from dynamo.semantic.classifiers import profile
 from dynamo.worker import model_source
@@ -66,7 +66,7 @@ def load_classifier(
     name: str, model: encoder_labels.EncoderModel, settings: native_settings.NativeConfig
 ) -> LoadedClassifier:
     """Load a model of the configuration. Raises ConfigError."""
-    files = classifier_files.read_classifier(model.directory)
+    files = model_files.read_classifier(model.directory)
     expected = "token" if name == encoder_labels.PII else "sequence"
     if files.task != expected:
         raise errors.ConfigError(
@@ -119,9 +119,7 @@ class LoadedEmbedder:
     tokenizer: tokenizer_library.OffsetTokenizer
     window: int
 
-    def embed(
-        self, texts: Sequence[str], max_batch_tokens: int
-    ) -> Iterator[classification.TextLabels]:
+    def embed(self, texts: Sequence[str], max_batch_tokens: int) -> Iterator[encoders.TextLabels]:
         """Yield the vectors of texts in their order."""
         tokenizer = self.tokenizer
         encoded = [ids for ids, _ in tokenizer.encode(texts)] if texts else []
@@ -135,7 +133,7 @@ class LoadedEmbedder:
             vectors = self.model.embed([engine_api.EmbedInput(blocks.pack(row)) for row in rows])
             for w, vector in zip(batch, vectors, strict=True):
                 is_complete = w.end == len(encoded[w.text])
-                yield classification.TextLabels(vector=vector, is_complete=is_complete)
+                yield encoders.TextLabels(vector=vector, is_complete=is_complete)
 
 
 def load_embedder(directory: Path, settings: native_settings.NativeConfig) -> LoadedEmbedder:
@@ -169,11 +167,9 @@ class ClassifierSet:
         names = {name for classifier in self._classifiers for name in classifier.heads}
         return frozenset(names if self._embedder is None else {*names, encoder_labels.EMBEDDING})
 
-    def classify(
-        self, inputs: Sequence[classification.ClassifierInput]
-    ) -> list[classification.TextLabels]:
+    def classify(self, inputs: Sequence[encoders.ClassifierInput]) -> list[encoders.TextLabels]:
         """Return the labels of the texts in their order; the classifiers must be known."""
-        results: dict[int, classification.TextLabels] = {}
+        results: dict[int, encoders.TextLabels] = {}
         for classifier in self._classifiers:
             numbers = [n for n, one in enumerate(inputs) if one.classifier in classifier.heads]
             texts = list(dict.fromkeys(inputs[n].text for n in numbers))
@@ -234,16 +230,14 @@ class ReadText(NamedTuple):
     is_complete: bool
 
 
-def _describe(read: ReadText, head: LabelHead) -> classification.TextLabels:
+def _describe(read: ReadText, head: LabelHead) -> encoders.TextLabels:
     rows = read.rows_by_head[head.head]
     if not head.is_by_token:
         shares = tuple(tuple(part[0]) for part in rows)
-        return classification.TextLabels(
-            labels=head.labels, windows=shares, is_complete=read.is_complete
-        )
+        return encoders.TextLabels(labels=head.labels, windows=shares, is_complete=read.is_complete)
     token_rows = join_windows(list(zip(read.windows, rows, strict=True)))
     spans = tuple(find_spans(token_rows, read.offsets, head.labels))
-    return classification.TextLabels(spans=spans, is_complete=read.is_complete)
+    return encoders.TextLabels(spans=spans, is_complete=read.is_complete)
 
 
 def cut_windows(num_tokens: int, size: int, overlap: int = OVERLAP) -> list[tuple[int, int]]:
@@ -286,7 +280,7 @@ def join_windows(parts: Sequence[tuple[TextWindow, Rows]]) -> Rows:
 
 def find_spans(
     rows: Rows, offsets: Sequence[tuple[int, int]], labels: Sequence[str]
-) -> Iterator[classification.LabeledSpan]:
+) -> Iterator[encoders.LabeledSpan]:
     """Yield runs of tokens with the same kind of label; B- and S- begin another.
 
     The share of a kind is the sum of its labels' (B-, I- and so on); the confidence is the mean of a run's shares.
@@ -302,7 +296,7 @@ def find_spans(
         place = labels[max(kinds[kind], key=row.__getitem__)][:2]
         begins = place in ("B-", "S-") and first > end  # a piece of a word goes on
         if run and (kind != current or begins):
-            yield classification.LabeledSpan(current, start, end, sum(run) / len(run))
+            yield encoders.LabeledSpan(current, start, end, sum(run) / len(run))
             run = []
         if kind:
             if not run:
@@ -310,4 +304,4 @@ def find_spans(
             end = last
             run.append(shares[kind])
     if run:
-        yield classification.LabeledSpan(current, start, end, sum(run) / len(run))
+        yield encoders.LabeledSpan(current, start, end, sum(run) / len(run))

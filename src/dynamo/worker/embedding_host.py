@@ -24,7 +24,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
-from dynamo.protocols import blocks, embed, instances, model_card, model_errors, wire
+from dynamo.protocols import blocks, encoders, instances, model_card, model_errors, wire
 from dynamo.runtime import component, requests
 from dynamo.worker import card as cards
 from dynamo.worker import health, startup
@@ -32,7 +32,7 @@ from dynamo.worker import health, startup
 MAX_BATCH_INPUTS = 64  # also bounds a reply: 64 vectors of 8192 floats are 2 MiB
 MAX_WAITING_TOKENS = 4 * 2**20  # 16 MiB
 _logger = logging.getLogger(__name__)
-_decode = msgspec.msgpack.Decoder(embed.EmbeddingRequest).decode
+_decode = msgspec.msgpack.Decoder(encoders.EmbeddingRequest).decode
 MakeEmbeddingCard = Callable[[api.EmbedderFacts], model_card.ModelCard]
 
 
@@ -163,7 +163,7 @@ class EmbeddingQueue:
 @dataclass(slots=True)
 class _Entry:
     call: requests.Call
-    request: embed.EmbeddingRequest
+    request: encoders.EmbeddingRequest
     num_inputs_left: int
     accepted_at: float
 
@@ -223,7 +223,7 @@ class EmbeddingRequests:
                 continue
             await self._embed(batch)
 
-    def _admit(self, body: msgspec.Raw) -> embed.EmbeddingRequest:
+    def _admit(self, body: msgspec.Raw) -> encoders.EmbeddingRequest:
         if len(self._entry_by_id) >= self._limit or self._queue.num_tokens > MAX_WAITING_TOKENS:
             raise errors.Overloaded("Server overloaded: worker at capacity")
         try:
@@ -258,7 +258,7 @@ class EmbeddingRequests:
         if entry is None:
             return  # its caller left while the batch was computed
         entry.call.reply(
-            embed.Vectors(tuple(vector_by_number), b"".join(vector_by_number.values()))
+            encoders.Vectors(tuple(vector_by_number), b"".join(vector_by_number.values()))
         )
         entry.num_inputs_left -= len(vector_by_number)
         if not entry.num_inputs_left:
@@ -273,7 +273,7 @@ class EmbeddingRequests:
         return entry
 
 
-def _check(request: embed.EmbeddingRequest, facts: api.EmbedderFacts) -> None:
+def _check(request: encoders.EmbeddingRequest, facts: api.EmbedderFacts) -> None:
     """Raise RequestError for a request that would harm others in its batch; frontends refuse it in their own words."""
     full_dimensions = facts.vectors.dimensions
     if request.dimensions is not None and not 1 <= request.dimensions <= full_dimensions:

@@ -86,7 +86,7 @@ KIND_BY_NAME = {
     ),
     "sglang": EngineKind(
         settings="dynamo.engine.adapters.settings:SglangConfig",
-        engine="dynamo.engine.adapters.sglang.engine:build",
+        engine="dynamo.engine.adapters.sglang:build",
         embedder=None,
         check="dynamo.engine.adapters.settings:check_sglang",
         requires="sglang",
@@ -94,7 +94,7 @@ KIND_BY_NAME = {
     ),
     "trtllm": EngineKind(
         settings="dynamo.engine.adapters.settings:TrtllmConfig",
-        engine="dynamo.engine.adapters.trtllm.engine:build",
+        engine="dynamo.engine.adapters.trtllm:build",
         embedder=None,
         check="dynamo.engine.adapters.settings:check_trtllm",
         requires="tensorrt_llm",

@@ -30,8 +30,8 @@ from dynamo.engine import api
 from dynamo.observability import tracing
 from dynamo.protocols import instances, kv_events, load, model_card, wire
 from dynamo.runtime import component, requests
+from dynamo.worker import card as cards
 from dynamo.worker import (
-    call_trace,
     health,
     inflight,
     kv_event_publisher,
@@ -40,7 +40,6 @@ from dynamo.worker import (
     sleep,
     startup,
 )
-from dynamo.worker import card as cards
 
 _logger = logging.getLogger(__name__)
 ENGINE_STOP_S = 10.0  # an engine that hangs does not stop either
@@ -107,12 +106,12 @@ class Host:
             clock=clock,
             is_aggregated=options.is_aggregated,
         )
-        self._handle = call_trace.logged(self._requests.handle)
+        self._handle = inflight.logged(self._requests.handle)
         traces = options.traces
         self._exporter = tracing.make_exporter(traces) if traces is not None else None
         if traces is not None and self._exporter is not None:
             ratio = traces.otel_traces_sampler_arg
-            self._handle = call_trace.traced(self._handle, self._exporter, ratio, clock)
+            self._handle = inflight.traced(self._handle, self._exporter, ratio, clock)
         self._publisher = kv_event_publisher.KvEventPublisher(
             runtime.events,
             namespace=endpoint.namespace,

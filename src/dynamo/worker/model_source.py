@@ -85,7 +85,7 @@ def built_in() -> Path:
 
 
 def task(requested_task: str, directory: Path) -> str:
-    """Return `generate` or `embed`: the requested task, or for `auto` the one that the files show."""
+    """Return `generate` or `encoders`: the requested task, or for `auto` the one that the files show."""
     if requested_task != "auto":
         return requested_task
     if directory.suffix == GGUF_SUFFIX:

@@ -19,7 +19,7 @@ import msgspec
 from dynamo.base import addresses, config, distribution, errors, process_setup, tasks
 from dynamo.base import clock as clocks
 from dynamo.observability import logs
-from dynamo.protocols import classification, instances, wire
+from dynamo.protocols import encoders, instances, wire
 from dynamo.runtime import component, requests
 from dynamo.worker import health, model_source, startup
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dynamo.worker import classifier_set
 
 _logger = logging.getLogger(__name__)
-_decode = msgspec.msgpack.Decoder(classification.ClassificationRequest).decode
+_decode = msgspec.msgpack.Decoder(encoders.ClassificationRequest).decode
 _PROG = "python -m dynamo.semantic_encoder"
 MAX_WAITING_CHARACTERS = 32 * 2**20
 _STALL_S = 300.0  # without progress, after which /live gives up a start
@@ -69,7 +69,7 @@ class SemanticEncoderConfig(component.RuntimeConfig):
 
 class _WaitingCall(NamedTuple):
     call: requests.Call
-    request: classification.ClassificationRequest
+    request: encoders.ClassificationRequest
     num_characters: int
     received_at: float
 
@@ -163,7 +163,7 @@ class ClassificationRequests:
         first = 0
         for entry in batch:
             last = first + len(entry.request.inputs)
-            entry.call.reply(classification.ClassificationReply(results=tuple(results[first:last])))
+            entry.call.reply(encoders.ClassificationReply(results=tuple(results[first:last])))
             entry.call.finish()
             self._end(entry.received_at)
             first = last
@@ -232,9 +232,7 @@ async def serve(
     start_port: startup.StartPort | None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError."""
-    name = instances.EndpointName(
-        settings.namespace, classification.COMPONENT, classification.ENDPOINT
-    )
+    name = instances.EndpointName(settings.namespace, encoders.COMPONENT, encoders.ENDPOINT)
     counters = health.WorkerMetrics(name, clock)
     accepted = ClassificationRequests(
         classifiers, max_waiting=settings.max_waiting, counters=counters, clock=clock

@@ -24,7 +24,8 @@ import msgspec
 
 from dynamo.base import addresses, errors
 from dynamo.base import clock as clocks
-from dynamo.runtime.http import listeners, server
+from dynamo.runtime import listening
+from dynamo.runtime.http import server
 
 _logger = logging.getLogger(__name__)
 _LEAST_CPU_S = 3.0  # that count as work: a process that only waits uses less in minutes
@@ -236,11 +237,11 @@ def open_listener(host: str, ports: addresses.PortRange) -> socket.socket:
     """Listen at the first free port. Raises ConfigError if none is free."""
     for port in range(ports.first, ports.last):
         try:
-            return listeners.open_listener(host, port, port_flag="--system-port")
+            return listening.open_listener(host, port, port_flag="--system-port")
         except errors.ConfigError as error:
             if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
-    return listeners.open_listener(host, ports.last, port_flag="--system-port")
+    return listening.open_listener(host, ports.last, port_flag="--system-port")
 
 
 @contextlib.contextmanager

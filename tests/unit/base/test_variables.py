@@ -4,7 +4,7 @@ import pathlib
 import re
 
 import dynamo.base
-from dynamo.base import variables
+from dynamo.base import process_setup
 
 SOURCE = pathlib.Path(dynamo.base.__file__).parents[1]
 
@@ -13,11 +13,11 @@ def test_known_variables_are_those_that_the_source_reads():
     texts = (p.read_text() for p in SOURCE.rglob("*.py") if p.name != "variables.py")
     read = {name for text in texts for name in re.findall(r'"(DYN_[A-Z0-9_]*[A-Z0-9])"', text)}
 
-    assert read == variables.KNOWN
+    assert read == process_setup.KNOWN
 
 
 def test_unknown_variables_are_named_with_the_nearest_known_one():
-    sentence = variables.describe_unknown(
+    sentence = process_setup.describe_unknown(
         {"DYN_HTPP_PORT": "1", "DYN_XYZZY": "1", "DYN_HTTP_PORT": "1", "PATH": "/"}
     )
 
@@ -25,6 +25,6 @@ def test_unknown_variables_are_named_with_the_nearest_known_one():
 
 
 def test_known_variables_are_not_named():
-    environ = dict.fromkeys(variables.KNOWN, "1")
+    environ = dict.fromkeys(process_setup.KNOWN, "1")
 
-    assert variables.describe_unknown(environ) is None
+    assert process_setup.describe_unknown(environ) is None

@@ -4,14 +4,14 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.cli import kvbm
-from dynamo.kvbm import disk_file, tiers
+from dynamo.kvbm import storage, tiers
 
 SIZE = 4096
 
 
 @pytest.fixture
 def directory(tmp_path):
-    file = disk_file.DiskFile(tmp_path, {"model": "m"}, block_bytes=SIZE, num_slots=4)
+    file = storage.DiskFile(tmp_path, {"model": "m"}, block_bytes=SIZE, num_slots=4)
     for slot in range(3):
         block = tiers.CachedBlock(slot, slot, None)
         file.write(slot, block, memoryview(bytearray([slot] * SIZE)), 0)
@@ -33,8 +33,8 @@ def test_ls_names_the_model_and_counts_blocks(directory, capsys):
 
 def test_verify_counts_damaged_blocks(directory, capsys):
     assert run("verify", directory) == 0
-    with (directory / disk_file.FILE_NAME).open("r+b") as file:
-        file.seek(2 * disk_file.PAGE_BYTES + SIZE)
+    with (directory / storage.FILE_NAME).open("r+b") as file:
+        file.seek(2 * storage.PAGE_BYTES + SIZE)
         file.write(b"damaged")
 
     assert run("verify", directory) == 1
@@ -54,7 +54,7 @@ def test_directory_without_a_file_is_refused(tmp_path):
 
 
 def test_file_that_a_worker_uses_is_refused(directory):
-    used = disk_file.open_stored(directory)
+    used = storage.open_stored(directory)
     with pytest.raises(errors.ConfigError, match="in use by another process"):
         run("clear", directory)
     used.close()

@@ -8,7 +8,7 @@ import pytest
 import kv_params
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.disagg import hung_workers, prefill_queue
+from dynamo.disagg import prefill_queue
 from dynamo.protocols import blocks, generate, kv_transfer, model_errors
 from dynamo.testing import clock as virtual
 
@@ -154,7 +154,7 @@ async def test_hung_worker_gets_no_prompt_until_it_answers_a_probe():
     asked = [worker for worker, _ in workers.asked]
     probe = workers.asked[1][1]
     probe.ended(None)  # it answers, without blocks to give away
-    await time.advance(hung_workers.PAUSE_S)
+    await time.advance(prefill_queue.PAUSE_S)
     asking.append(await workers.begin())
 
     assert asked == [1, 1, 2, 2]  # the second time by a probe
@@ -186,10 +186,10 @@ async def test_probe_is_repeated_until_it_is_answered_or_the_worker_is_gone():
     await time.advance(DEADLINE_S)
     assert isinstance(late.exception(), errors.DeadlineExceeded)
     for _ in range(3):
-        await time.advance(hung_workers.PROBE_S + hung_workers.PAUSE_S)
+        await time.advance(prefill_queue.PROBE_S + prefill_queue.PAUSE_S)
     sizes, num_asked = [workers.queue.size], len(workers.asked)
     workers.ids.clear()
-    await time.advance(hung_workers.PROBE_S + hung_workers.PAUSE_S)
+    await time.advance(prefill_queue.PROBE_S + prefill_queue.PAUSE_S)
     workers.ids.append(1)
     sizes.append(workers.queue.size)
     await workers.queue.close()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters import guided_decoding
+from dynamo.engine.adapters import translation
 from dynamo.protocols import generate
 
 THOUGHTS = generate.GuidedReasoning(opens=("<think>",), closes=("</think>",))
@@ -18,8 +18,8 @@ CALLS = generate.GuidedToolCalls(
 
 
 def fields(*, has_reasoner=False, **shape):
-    support = guided_decoding.GuidedSupport(has_reasoner=has_reasoner)
-    return guided_decoding.structured_output_fields(generate.GuidedDecoding(**shape), support)
+    support = translation.GuidedSupport(has_reasoner=has_reasoner)
+    return translation.structured_output_fields(generate.GuidedDecoding(**shape), support)
 
 
 def tag(**shape):
@@ -92,13 +92,11 @@ def test_another_backend_than_vllms_is_refused():
     wanted = generate.GuidedDecoding(regex="a", backend="outlines")
 
     assert (
-        guided_decoding.structured_output_fields(
-            wanted, guided_decoding.GuidedSupport(backend="outlines")
-        )["regex"]
+        translation.structured_output_fields(wanted, translation.GuidedSupport(backend="outlines"))[
+            "regex"
+        ]
         == "a"
     )
     with pytest.raises(errors.InvalidRequest) as refusal:
-        guided_decoding.structured_output_fields(
-            wanted, guided_decoding.GuidedSupport(backend="xgrammar")
-        )
+        translation.structured_output_fields(wanted, translation.GuidedSupport(backend="xgrammar"))
     assert refusal.value.param == "guided_decoding_backend"

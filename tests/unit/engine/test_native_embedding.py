@@ -14,7 +14,7 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.native.embedder import TextEmbedding
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.protocols import blocks, embed, model_card
+from dynamo.protocols import blocks, encoders, model_card
 
 pytestmark = pytest.mark.reference
 TEXTS = [[5, 6, 7, 8, 9], [11], [400, 3, 200], list(range(20, 60)), [9, 8, 7, 6, 5]]
@@ -22,7 +22,7 @@ TEXTS = [[5, 6, 7, 8, 9], [11], [400, 3, 200], list(range(20, 60)), [9, 8, 7, 6,
 
 def vectors(model, texts=TEXTS, dimensions=None):
     packed = model.embed([api.EmbedInput(blocks.pack(text), dimensions) for text in texts])
-    return torch.tensor([embed.unpack(one) for one in packed])
+    return torch.tensor([encoders.unpack(one) for one in packed])
 
 
 def expected(directory, pool, texts=TEXTS):

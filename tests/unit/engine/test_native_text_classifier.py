@@ -8,7 +8,7 @@ import torch
 
 import checkpoints
 from dynamo.base import errors
-from dynamo.engine.native import classifier_files
+from dynamo.engine.native import model_files
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.engine.native.text_classifier import TextClassifier
 
@@ -31,7 +31,7 @@ def expected(model, windows=WINDOWS):
 
 
 def load(directory, num_labels=3):
-    files = classifier_files.read_classifier(directory)
+    files = model_files.read_classifier(directory)
     return TextClassifier(files, num_labels, NativeConfig())
 
 

@@ -14,8 +14,8 @@ from checkpoints import make_checkpoint
 from dynamo.base import errors
 from dynamo.engine.native.engine import NativeEngine
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.kvbm import disk_file, tier_policy, tier_setup, tiered_cache
 from dynamo.kvbm import pool as pools
+from dynamo.kvbm import storage, tier_policy, tier_setup, tiered_cache
 from dynamo.protocols import blocks, generate, kv_events
 from dynamo.transfer import api as transfer
 from dynamo.transfer import memory
@@ -273,9 +273,9 @@ async def test_wrong_byte_on_disk_is_computed_and_counted(model, tmp_path):
     async with serving(model, **tiers(100, 400, tmp_path)) as served:
         first = await served.answer(prompt)
         await served.settle()
-    path = tmp_path / disk_file.FILE_NAME
+    path = tmp_path / storage.FILE_NAME
     with path.open("r+b") as file:
-        file.seek(-(400 - 5) * 2 * disk_file.PAGE_BYTES + 100, os.SEEK_END)  # in the sixth slot
+        file.seek(-(400 - 5) * 2 * storage.PAGE_BYTES + 100, os.SEEK_END)  # in the sixth slot
         file.write(b"damaged")
     async with serving(model, **tiers(100, 400, tmp_path)) as served:
         assert await served.answer(prompt) == first
@@ -338,12 +338,12 @@ async def test_writes_that_hang_while_all_is_cleared_are_not_found_after_a_resta
     async with serving(model, **tiers(100, 400, tmp_path)) as served:
         await served.answer(prompt)
         async with asyncio.timeout(PATIENT_S):
-            while stuck.num_calls < disk_file.DiskFile.num_threads:
+            while stuck.num_calls < storage.DiskFile.num_threads:
                 await asyncio.sleep(0.005)
         await served.engine.clear_kv_blocks()
         stuck.may_go_on.set()
         await served.settle()
-    assert stuck.num_calls > disk_file.DiskFile.num_threads
+    assert stuck.num_calls > storage.DiskFile.num_threads
     async with serving(model, **tiers(100, 400, tmp_path)) as served:
         await served.answer(prompt)
         assert served.sink.cached["1"] == 0
@@ -460,14 +460,14 @@ class StuckFile:
 
     def __init__(self, monkeypatch, method="read"):
         self.may_go_on, self.num_calls = threading.Event(), 0
-        real = getattr(disk_file.DiskFile, method)
+        real = getattr(storage.DiskFile, method)
 
         def wait_and_call(file, *args):
             self.num_calls += 1
             assert self.may_go_on.wait(PATIENT_S)
             return real(file, *args)
 
-        monkeypatch.setattr(disk_file.DiskFile, method, wait_and_call)
+        monkeypatch.setattr(storage.DiskFile, method, wait_and_call)
 
 
 async def test_disk_that_hangs_delays_a_prompt_by_a_bounded_time(model, tmp_path, monkeypatch):
@@ -515,7 +515,7 @@ async def test_full_disk_leaves_answers_as_they_are(model, tmp_path, monkeypatch
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(disk_file.DiskFile, "write", refuse)
+    monkeypatch.setattr(storage.DiskFile, "write", refuse)
     prompt = text(1, 80)
     async with serving(model, num_gpu_blocks_override=34, **tiers(100, 400, tmp_path)) as served:
         first = await served.answer(prompt)

@@ -11,13 +11,13 @@ from dynamo.engine.adapters.settings import SglangConfig
 
 
 def made(*flags, **settings):
-    with fake_sglang.adapter("engine") as engine:
+    with fake_sglang.adapter() as engine:
         config = SglangConfig(engine_args=flags, **settings)
         return engine.server_args(fake_sglang.types.SimpleNamespace(), config, "some")
 
 
 def endpoints(*flags):
-    with fake_sglang.adapter("engine") as engine:
+    with fake_sglang.adapter() as engine:
         args = made(*flags)
         return args, engine.kv_event_endpoints(args)
 

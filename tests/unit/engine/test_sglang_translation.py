@@ -4,11 +4,14 @@ import json
 
 import pytest
 
+import fake_sglang
 from dynamo.base import errors
-from dynamo.engine.adapters.sglang import translation
 from dynamo.protocols import blocks, generate, kv_transfer
 
-WITH_TOKENIZER = translation.SglangFeatures(has_tokenizer=True)
+with fake_sglang.adapter() as sglang:
+    pass
+
+WITH_TOKENIZER = sglang.SglangFeatures(has_tokenizer=True)
 
 
 def planned(*, index=0, features=WITH_TOKENIZER, options=None, stop=None, report=None, **fields):
@@ -22,7 +25,7 @@ def planned(*, index=0, features=WITH_TOKENIZER, options=None, stop=None, report
         output_options=generate.OutputOptions(**report or {}),
         **fields,
     )
-    return translation.generate_arguments(request, index, features)
+    return sglang.generate_arguments(request, index, features)
 
 
 def params(**request):
@@ -92,9 +95,9 @@ def test_a_choice_of_texts_is_a_structural_tag():
 @pytest.mark.parametrize(
     ("features", "told"),
     [
-        (translation.SglangFeatures(), None),
-        (translation.SglangFeatures(has_priority=True), 3),
-        (translation.SglangFeatures(has_priority=True, is_low_first=True), -3),
+        (sglang.SglangFeatures(), None),
+        (sglang.SglangFeatures(has_priority=True), 3),
+        (sglang.SglangFeatures(has_priority=True, is_low_first=True), -3),
     ],
 )
 def test_priority_follows_sglangs_order(features, told):
@@ -105,7 +108,7 @@ def test_priority_follows_sglangs_order(features, told):
     ("param", "request_"),
     [
         ("ignore_eos", {"stop": {"ignore_eos": True, "stop_token_ids": (9,)}}),
-        ("min_tokens", {"stop": {"min_tokens": 3}, "features": translation.SglangFeatures()}),
+        ("min_tokens", {"stop": {"min_tokens": 3}, "features": sglang.SglangFeatures()}),
         ("nvext.max_thinking_tokens", {"thinking": generate.ThinkingLimit(max_tokens=4, close_ids=(3,))}),
         ("kv_transfer_params", {"kv_transfer_params": kv_transfer.PREFILL_ONLY}),
         ("guided_decoding", {"options": {"guided_decoding": generate.GuidedDecoding(json="{}")}, "num_resumed": 1}),
@@ -141,7 +144,7 @@ def translated(told, *, index=0, is_first=False, eos=(2,), stops=(), **report):
         stop_conditions=generate.StopConditions(stop_token_ids=stops),
         output_options=generate.OutputOptions(**report),
     )
-    return translation.translate_output(told, index, request, is_first=is_first)
+    return sglang.translate_output(told, index, request, is_first=is_first)
 
 
 def test_a_plain_output_has_tokens_and_index():

@@ -4,9 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import fake_trtllm
 from dynamo.base import errors
-from dynamo.engine.adapters.trtllm import translation
 from dynamo.protocols import blocks, generate, kv_transfer
+
+with fake_trtllm.adapter() as trtllm:
+    pass
 
 
 def fields(*, eos=(2, 3), options=None, stop=None, report=None, **request):
@@ -20,7 +23,7 @@ def fields(*, eos=(2, 3), options=None, stop=None, report=None, **request):
         output_options=generate.OutputOptions(**report or {}),
         **request,
     )
-    return translation.sampling_fields(made, 0, 100)
+    return trtllm.sampling_fields(made, 0, 100)
 
 
 def test_a_request_without_a_limit_may_fill_the_context():
@@ -107,7 +110,7 @@ def translated(told, *, is_first=False, eos=(2, 3), **report):
         eos_token_ids=eos,
         output_options=generate.OutputOptions(**report),
     )
-    return translation.translate_output(told, 1, request, is_first=is_first)
+    return trtllm.translate_output(told, 1, request, is_first=is_first)
 
 
 def test_a_plain_output_has_tokens_and_index():

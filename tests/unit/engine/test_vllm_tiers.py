@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from dynamo.engine.adapters import guided_decoding
+from dynamo.engine.adapters import translation as shared
 from dynamo.engine.adapters.vllm import tier_plan, tier_scheduler, translation
 from dynamo.kvbm import tier_setup, tiered_cache, tiers
 from dynamo.protocols import generate, kv_events
@@ -314,7 +314,7 @@ def test_wish_to_keep_blocks_reaches_the_tiers(rig):
     hint = generate.Request(
         id="a", model="m", token_ids=b"", cache_hint=generate.CacheHint(ttl_s=300, is_pinned=True)
     )
-    support = guided_decoding.GuidedSupport()
+    support = shared.GuidedSupport()
     sampling = types.SimpleNamespace(**translation.sampling_fields(hint, 0, support))
     request = rig.request("a", sampling_params=sampling)
     rig.compute(request)

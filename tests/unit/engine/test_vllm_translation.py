@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.adapters import guided_decoding
+from dynamo.engine.adapters import translation as shared
 from dynamo.engine.adapters.vllm import translation
 from dynamo.engine.adapters.vllm.translation import VllmLoad
 from dynamo.protocols import blocks, generate, kv_transfer
@@ -24,7 +24,7 @@ def fields(index=0, *, stop=None, options=None, report=None, **request):
         output_options=generate.OutputOptions(**report or {}),
         **request,
     )
-    return translation.sampling_fields(made, index, guided_decoding.GuidedSupport())
+    return translation.sampling_fields(made, index, shared.GuidedSupport())
 
 
 def test_default_options_are_neutral():

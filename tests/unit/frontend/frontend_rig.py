@@ -8,13 +8,13 @@ import httpx
 import msgspec
 
 from dynamo.frontend import config, service
-from dynamo.protocols import blocks, embed, generate, instances, model_card
+from dynamo.protocols import blocks, encoders, generate, instances, model_card
 from dynamo.runtime import component
 from waiting import PATIENT_S
 
 EOS = 256
 NAME = instances.EndpointName("dynamo", "backend", "generate")
-_decode_embed = msgspec.msgpack.Decoder(embed.EmbeddingRequest).decode
+_decode_embed = msgspec.msgpack.Decoder(encoders.EmbeddingRequest).decode
 _decode = msgspec.msgpack.Decoder(generate.Request).decode
 
 
@@ -114,8 +114,8 @@ class Embedder(Worker):
             return
         for number, token_ids in reversed(list(enumerate(request.inputs))):
             vector = [blocks.count(token_ids), blocks.unpack(token_ids)[0], 0, 0]
-            packed = embed.pack(vector[: request.dimensions])
-            call.reply(embed.Vectors((number,), packed))
+            packed = encoders.pack(vector[: request.dimensions])
+            call.reply(encoders.Vectors((number,), packed))
         call.finish()
 
     @property

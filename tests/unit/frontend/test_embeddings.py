@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.apis import embeddings
-from dynamo.protocols import embed, generate, model_card
+from dynamo.protocols import encoders, generate, model_card
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def test_input_may_be_texts_or_token_lists(rig, given, expected):
 async def test_base64_is_the_vector_in_32_bit_floats(rig):
     answer = await rig.embed("abc", encoding_format="base64")
 
-    assert vectors(answer) == [base64.b64encode(embed.pack([3, 97, 0, 0])).decode()]
+    assert vectors(answer) == [base64.b64encode(encoders.pack([3, 97, 0, 0])).decode()]
 
 
 @pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"])
@@ -63,7 +63,7 @@ async def test_openai_client_gets_the_same_vectors_in_each_encoding(client, enco
 
     found = [one.embedding for one in answer.data]
     if encoding == "base64":
-        found = [embed.unpack(base64.b64decode(one)) for one in found]
+        found = [encoders.unpack(base64.b64decode(one)) for one in found]
     assert found == [[3, 97, 0, 0], [1, 100, 0, 0]]
     assert answer.usage.total_tokens == 4
 
@@ -171,10 +171,10 @@ async def test_disconnected_client_cancels_the_request_at_the_worker(rig):
         (lambda call, _: call.fail(errors.EngineFailed("no memory")), 500),
         (lambda call, _: call.finish(), 503),
         (lambda call, _: call.reply("what"), 500),
-        (lambda call, _: call.reply(embed.Vectors((0,), b"short")), 500),
-        (lambda call, _: call.reply(embed.Vectors((7,), embed.pack([0] * 4))), 500),
+        (lambda call, _: call.reply(encoders.Vectors((0,), b"short")), 500),
+        (lambda call, _: call.reply(encoders.Vectors((7,), encoders.pack([0] * 4))), 500),
         (lambda call, _: call.send(generate.Output((1,))), 500),
-        (lambda call, _: call.reply(embed.Vectors((0, 0), embed.pack([0] * 8))), 500),
+        (lambda call, _: call.reply(encoders.Vectors((0, 0), encoders.pack([0] * 8))), 500),
     ],
 )
 async def test_failure_or_malformed_reply_of_a_worker_is_an_error(rig, script, status):

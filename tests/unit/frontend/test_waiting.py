@@ -11,10 +11,10 @@ from frontend_rig import Worker
 from dynamo.base import errors
 from dynamo.frontend import waiting
 from dynamo.protocols import instances
-from dynamo.router import wait_policy
+from dynamo.router import retry_rules
 from dynamo.testing import clock as clocks
 
-LIMIT = wait_policy.WaitPolicy(wait_s=5.0, max_waiting=2)
+LIMIT = retry_rules.WaitPolicy(wait_s=5.0, max_waiting=2)
 
 
 class Expected:

@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from dynamo.base import errors
-from dynamo.kvbm import disk_file
+from dynamo.kvbm import storage
 from dynamo.kvbm.tiers import CachedBlock
 from waiting import PATIENT_S
 
@@ -26,7 +26,7 @@ def content(name):
 
 
 def open_file(directory, fingerprint=OURS, num_slots=8, block_bytes=SIZE):
-    return disk_file.DiskFile(directory, fingerprint, block_bytes=block_bytes, num_slots=num_slots)
+    return storage.DiskFile(directory, fingerprint, block_bytes=block_bytes, num_slots=num_slots)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_wrong_byte_is_found(directory):
     fill(file, 10)
     file.close()
     with file.path.open("r+b") as raw:
-        raw.seek(2 * disk_file.PAGE_BYTES + 77)
+        raw.seek(2 * storage.PAGE_BYTES + 77)
         raw.write(b"x")
     again = open_file(directory)
 
@@ -92,7 +92,7 @@ def test_damaged_record_is_left_out(directory):
     fill(file, 10, 20)
     file.close()
     with file.path.open("r+b") as raw:
-        raw.seek(disk_file.PAGE_BYTES + 3)
+        raw.seek(storage.PAGE_BYTES + 3)
         raw.write(b"x")
     again = open_file(directory)
 
@@ -119,11 +119,11 @@ def test_file_of_another_engine_is_refused_by_name(directory, field, value):
 
 def test_file_that_holds_something_else_is_refused(directory):
     directory.mkdir()
-    (directory / disk_file.FILE_NAME).write_bytes(b"letters to my love")
+    (directory / storage.FILE_NAME).write_bytes(b"letters to my love")
 
     with pytest.raises(errors.ConfigError, match="holds something else than KV blocks"):
         open_file(directory)
-    assert (directory / disk_file.FILE_NAME).read_bytes() == b"letters to my love"
+    assert (directory / storage.FILE_NAME).read_bytes() == b"letters to my love"
 
 
 def test_second_user_of_a_file_is_refused(directory):
@@ -142,7 +142,7 @@ def test_file_of_another_size_begins_empty(directory):
     again = open_file(directory, num_slots=4)
 
     assert again.blocks == {}
-    assert disk_file.read_header(directory).num_slots == 4
+    assert storage.read_header(directory).num_slots == 4
     again.close()
 
 

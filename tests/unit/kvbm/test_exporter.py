@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dynamo.kvbm import exporter as exporters
+from dynamo.kvbm import exchange
 from dynamo.protocols import generate, kv_transfer
 from dynamo.testing import clock as clocks
 from dynamo.transfer import descriptors
@@ -43,7 +43,7 @@ async def exporter(owner):
 
 
 def made(owner, clock=None):
-    exporter = exporters.KvExporter(clock or clocks.VirtualClock(), lease_s=LONG_S)
+    exporter = exchange.KvExporter(clock or clocks.VirtualClock(), lease_s=LONG_S)
     exporter.set_owner(owner)
     return exporter
 
@@ -85,7 +85,7 @@ async def test_released_leases_free_their_blocks_and_end_the_wait(exporter, owne
     exporter.handle_notification("peer", b"release 2")
     await asyncio.sleep(0)
     was_done = waiting.done()
-    exporter.handle_notification("peer", exporters.release_message(hold(exporter, 1)))
+    exporter.handle_notification("peer", exchange.release_message(hold(exporter, 1)))
     await asyncio.wait_for(waiting, PATIENT_S)
 
     assert not was_done

@@ -5,12 +5,12 @@ import sys
 import pytest
 
 from dynamo.base import errors
-from dynamo.kvbm import local_agent
+from dynamo.kvbm import agents
 
 
 def make(*backends):
-    settings = local_agent.TransferConfig(kv_transfer_backends=backends)
-    return local_agent.make_agent("native", settings, None, lambda *said: None)
+    settings = agents.TransferConfig(kv_transfer_backends=backends)
+    return agents.make_agent("native", settings, None, lambda *said: None)
 
 
 def test_unknown_backend_is_refused_by_name():

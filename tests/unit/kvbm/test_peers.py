@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from dynamo.base import errors
-from dynamo.kvbm import peers
+from dynamo.kvbm import agents
 from dynamo.testing import clock as clocks
 
 LONG_S = 60
@@ -43,7 +43,7 @@ def clock():
 
 @pytest.fixture
 async def engines(agent, clock):
-    engines = peers.PeerEngines(agent, clock, remember_s=LONG_S)
+    engines = agents.PeerEngines(agent, clock, remember_s=LONG_S)
     yield engines
     engines.close()
 
@@ -89,7 +89,7 @@ async def test_failed_reconnection_costs_one_copy_and_is_tried_again_later(agent
         async with engines.use_connection("e"):
             pass
     num_made = len(agent.made)
-    await clock.advance(peers.REST_S)
+    await clock.advance(agents.REST_S)
 
     async with engines.use_connection("e") as fresh:
         assert fresh is agent.made[1]

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from dynamo.base import errors
-from dynamo.kvbm import disk_file, host_memory, shared_memory, slot_file
+from dynamo.kvbm import host_memory, slot_file, storage
 from dynamo.kvbm.tiers import CachedBlock
 from waiting import PATIENT_S
 
@@ -22,8 +22,8 @@ def block(name):
 
 
 def join(directory, num_parts=2, num_blocks=NUM_BLOCKS, kind=OURS):
-    path = shared_memory.locate(str(directory), kind)
-    return shared_memory.SharedHostMemory(
+    path = host_memory.locate(str(directory), kind)
+    return host_memory.SharedHostMemory(
         path, kind, num_blocks=num_blocks, block_bytes=SIZE, num_parts=num_parts
     )
 
@@ -124,7 +124,7 @@ def test_last_worker_removes_the_memory_and_a_start_that_of_other_models(directo
     first.close()
     kept = len(list(directory.iterdir()))
     second.close()
-    other = shared_memory.locate(str(directory), {"model": "other"})
+    other = host_memory.locate(str(directory), {"model": "other"})
     crashed = slot_file.SlotFile(
         other, {"model": "other"}, block_bytes=SIZE, num_slots=4, num_parts=2, stride=SIZE, option=""
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_last_worker_removes_the_memory_and_a_start_that_of_other_models(directo
 
     assert (kept, existed) == (1, True)
     assert [path.name for path in directory.iterdir()] == [
-        shared_memory.locate(str(directory), OURS).name
+        host_memory.locate(str(directory), OURS).name
     ]
     last.close()
 
@@ -203,7 +203,7 @@ def test_killed_writer_leaves_whole_blocks_to_readers_and_to_its_successor(direc
 
 def test_workers_share_a_disk_file_by_parts(tmp_path):
     def open_part():
-        return disk_file.DiskFile(tmp_path, OURS, block_bytes=SIZE, num_slots=8, num_parts=2)
+        return storage.DiskFile(tmp_path, OURS, block_bytes=SIZE, num_slots=8, num_parts=2)
 
     first, second = open_part(), open_part()
     content = memoryview(bytearray(b"abcdefgh" * (SIZE // 8)))
@@ -215,9 +215,9 @@ def test_workers_share_a_disk_file_by_parts(tmp_path):
     assert buffer == content
     assert not second.read(0, buffer, block(8))  # the slot has another block by now
     with pytest.raises(errors.ConfigError, match="in use by another process"):
-        disk_file.open_stored(tmp_path)
+        storage.open_stored(tmp_path)
     first.close()
     second.close()
-    whole = disk_file.open_stored(tmp_path)
+    whole = storage.open_stored(tmp_path)
     assert whole.blocks == {0: block(7)}
     whole.close()

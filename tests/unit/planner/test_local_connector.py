@@ -5,7 +5,7 @@ import pytest
 
 from dynamo.base import clock as clocks
 from dynamo.launch import allocation, children, guard
-from dynamo.planner.local_connector import LocalConnector, LocalWorkerOptions
+from dynamo.planner.connectors import LocalConnector, LocalWorkerOptions
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
 from waiting import PATIENT_S

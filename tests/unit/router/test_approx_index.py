@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.protocols import blocks
-from dynamo.router import api, approx_index
+from dynamo.router import api, prefix_index
 
 ALICE, BOB = api.Worker(1), api.Worker(2)
 TTL_S = 10
 
 
 def make(policy="ttl", max_guesses=1000):
-    return approx_index.ApproxIndex(policy=policy, ttl_s=TTL_S, max_guesses=max_guesses)
+    return prefix_index.ApproxIndex(policy=policy, ttl_s=TTL_S, max_guesses=max_guesses)
 
 
 def names(*local_hashes):
@@ -87,7 +87,7 @@ def test_oldest_guesses_are_pruned_when_the_index_is_full(steps):
 
 
 def test_number_of_guesses_pruned_at_once_is_bounded(monkeypatch):
-    monkeypatch.setattr(approx_index, "_MIN_PRUNED", 4)
+    monkeypatch.setattr(prefix_index, "_MIN_PRUNED", 4)
     index = make("lru", max_guesses=100)
     sizes = []
     for root in range(120):

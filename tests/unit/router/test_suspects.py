@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.protocols import blocks, generate
-from dynamo.router import suspects
+from dynamo.router import retry_rules
 
 GRAMMAR = generate.GuidedDecoding(json="{}", param="response_format")
 
@@ -26,4 +26,4 @@ def request(guided=None):
 def test_request_is_a_suspect_after_a_death_in_preparation_or_two(
     guided, num_deaths, has_tokens, expected
 ):
-    assert suspects.is_suspect(request(guided), num_deaths, has_tokens=has_tokens) is expected
+    assert retry_rules.is_suspect(request(guided), num_deaths, has_tokens=has_tokens) is expected

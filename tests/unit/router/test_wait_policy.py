@@ -2,9 +2,9 @@
 
 import pytest
 
-from dynamo.router import wait_policy
+from dynamo.router import retry_rules
 
-POLICY = wait_policy.WaitPolicy(wait_s=5.0, max_waiting=2)
+POLICY = retry_rules.WaitPolicy(wait_s=5.0, max_waiting=2)
 
 
 @pytest.mark.parametrize(("start_s", "expected_s"), [(None, 5.0), (1.0, 5.0), (60.0, 90.0)])

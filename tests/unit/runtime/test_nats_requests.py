@@ -5,35 +5,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.runtime.backends.nats import requests
+from dynamo.runtime.backends.nats import planes
 
-LIMIT = requests.HEADER.size + 5
+LIMIT = planes.HEADER.size + 5
 writes = st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=8)
 
 
 def said(datas):
-    writer = requests.EnvelopeWriter()
+    writer = planes.EnvelopeWriter()
     return [m for data in datas for m in writer.split(data, LIMIT)]
 
 
 @given(writes)
 def test_bytes_are_split_into_messages_under_the_limit(datas):
-    messages, reader = said(datas), requests.EnvelopeReader()
+    messages, reader = said(datas), planes.EnvelopeReader()
     heard = [reader.unwrap(message) for message in messages]
 
     assert b"".join(data for _, data in heard) == b"".join(datas)
-    assert {kind for kind, _ in heard} == {requests.MessageKind.BYTES}
+    assert {kind for kind, _ in heard} == {planes.MessageKind.BYTES}
     assert all(len(message) <= LIMIT for message in messages)
 
 
 @given(writes, st.data())
 def test_a_message_that_is_missing_doubled_or_displaced_is_noticed(datas, data):
-    messages, reader = said(datas), requests.EnvelopeReader()
+    messages, reader = said(datas), planes.EnvelopeReader()
     at = data.draw(st.integers(0, len(messages) - 1))
     harmed = data.draw(
         st.sampled_from(
             [
-                messages[:at] + messages[at + 1 :] + [requests.HEADER.pack(1, len(messages))],
+                messages[:at] + messages[at + 1 :] + [planes.HEADER.pack(1, len(messages))],
                 messages[: at + 1] + messages[at:],
                 messages[at:] + messages[:at] if at else [*messages, messages[0]],
             ]
@@ -47,9 +47,9 @@ def test_a_message_that_is_missing_doubled_or_displaced_is_noticed(datas, data):
 @given(st.binary(max_size=12))
 def test_malformed_message_raises_a_protocol_error(message):
     try:
-        kind, _ = requests.EnvelopeReader().unwrap(message)
+        kind, _ = planes.EnvelopeReader().unwrap(message)
     except errors.RemoteProtocolError:
         return
 
-    assert kind in requests.MessageKind
-    assert kind is requests.MessageKind.PROBE or message[1 : requests.HEADER.size] == bytes(8)
+    assert kind in planes.MessageKind
+    assert kind is planes.MessageKind.PROBE or message[1 : planes.HEADER.size] == bytes(8)

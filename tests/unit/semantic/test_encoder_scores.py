@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from dynamo.base import errors
-from dynamo.protocols import classification
+from dynamo.protocols import encoders
 from dynamo.semantic import config_file, encoder_labels, encoder_scores, guards, router
 from dynamo.semantic.classifiers import attacks, pii, profile
 from dynamo.testing import clock
@@ -31,7 +31,7 @@ prompt_guard: {enabled: true, threshold: 0.7, on_error: block}
 
 
 def answer(name, *windows, **fields):
-    return classification.TextLabels(labels=MODELS[name].labels, windows=windows, **fields)
+    return encoders.TextLabels(labels=MODELS[name].labels, windows=windows, **fields)
 
 
 def scores(models=MODELS, **answers):
@@ -71,10 +71,10 @@ def test_the_domain_is_the_mean_over_windows():
 def test_patterns_go_before_the_model():
     text = f"Ann has {CARD}"
     spans = (
-        classification.LabeledSpan("PERSON", 0, 3, 0.9),
-        classification.LabeledSpan("PERSON", 4, len(text), 0.9),
+        encoders.LabeledSpan("PERSON", 0, 3, 0.9),
+        encoders.LabeledSpan("PERSON", 4, len(text), 0.9),
     )
-    found = classification.TextLabels(spans=spans, is_complete=False)
+    found = encoders.TextLabels(spans=spans, is_complete=False)
     classifiers = encoder_scores.EncoderScores(FAST, MODELS, {("pii", text): found}, "law")
 
     marked, is_complete = classifiers.find_pii(text)
@@ -121,7 +121,7 @@ def test_answers_of_the_encoders_decide_the_route():
     answers = {
         ("domain", "hello"): answer("domain", (0.1, 0.9)),
         ("attack", "hello"): answer("attack", (0.99, 0.01, 0.0)),
-        ("pii", "hello"): classification.TextLabels(),
+        ("pii", "hello"): encoders.TextLabels(),
     }
 
     outcome = made.route(chat("hello"), {}, classifiers=made.use_answers(answers))
@@ -178,7 +178,7 @@ def make_exact_router(profile_name, fast=FAST):
 
 
 def exact_answer(share_of_attack):
-    return classification.TextLabels(
+    return encoders.TextLabels(
         labels=("benign", "jailbreak"), windows=((1 - share_of_attack, share_of_attack),)
     )
 
@@ -212,12 +212,10 @@ def test_encoder_and_word_models_decide_together():
     categories = sorted(FAST.categories)
     shares = tuple(0.9 if name == "law" else 0.1 / 13 for name in categories)
     answers = {
-        ("exact_domain", text): classification.TextLabels(
-            labels=tuple(categories), windows=(shares,)
-        ),
+        ("exact_domain", text): encoders.TextLabels(labels=tuple(categories), windows=(shares,)),
         ("exact_attack", text): exact_answer(0.999),
-        ("exact_names", text): classification.TextLabels(
-            spans=(classification.LabeledSpan("PERSON", 0, 4, 0.9),)
+        ("exact_names", text): encoders.TextLabels(
+            spans=(encoders.LabeledSpan("PERSON", 0, 4, 0.9),)
         ),
     }
     exact = encoder_scores.EncoderScores(FAST, {}, answers, "other")
@@ -228,7 +226,7 @@ def test_encoder_and_word_models_decide_together():
     assert sum(joined.probabilities.values()) == pytest.approx(1)
     assert exact.classify_attack(text).risk > FAST.classify_attack(text).risk
     assert [span.type for span in exact.find_pii(text)[0]] == ["PERSON"]
-    answers["exact_names", CARD] = classification.TextLabels()
+    answers["exact_names", CARD] = encoders.TextLabels()
     assert exact.find_pii(CARD)[0] == tagged
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.cli import semantic as command
-from dynamo.protocols import classification
+from dynamo.protocols import encoders
 from dynamo.semantic import config, config_file, decisions, router, similarity
 from dynamo.semantic.classifiers import profile
 from dynamo.testing import clock
@@ -38,9 +38,7 @@ decisions:
 
 def answers(*texts):
     return {
-        ("embedding", text): classification.TextLabels(
-            vector=np.array(VECTORS[text], "<f4").tobytes()
-        )
+        ("embedding", text): encoders.TextLabels(vector=np.array(VECTORS[text], "<f4").tobytes())
         for text in texts
     }
 
@@ -114,7 +112,7 @@ def test_without_a_vector_no_rule_holds_and_the_reason_is_said(tmp_path):
 
 def test_candidates_of_another_model_are_not_compared(tmp_path):
     made = make_router(tmp_path)
-    longer = {("embedding", "text"): classification.TextLabels(vector=np.ones(3, "<f4").tobytes())}
+    longer = {("embedding", "text"): encoders.TextLabels(vector=np.ones(3, "<f4").tobytes())}
 
     signals = made.find_signals("text", made.use_answers(longer))
 
@@ -125,7 +123,7 @@ def test_a_request_asks_for_its_vector_together_with_its_labels(tmp_path):
     made = make_router(tmp_path)
     view = router.request_view.RequestView(chat("hello"))
 
-    assert made.list_inputs(view) == [classification.ClassifierInput("embedding", "hello")]
+    assert made.list_inputs(view) == [encoders.ClassifierInput("embedding", "hello")]
 
 
 def test_candidates_are_asked_for_until_they_are_there():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dynamo.base import errors
-from dynamo.protocols import classification
+from dynamo.protocols import encoders
 from dynamo.semantic import config_file, router
 from dynamo.semantic.classifiers import profile
 from dynamo.testing import clock
@@ -57,9 +57,7 @@ def make_router(directory, more=""):
 
 def answers(*texts):
     return {
-        ("embedding", text): classification.TextLabels(
-            vector=np.array(VECTORS[text], "<f4").tobytes()
-        )
+        ("embedding", text): encoders.TextLabels(vector=np.array(VECTORS[text], "<f4").tobytes())
         for text in texts
     }
 

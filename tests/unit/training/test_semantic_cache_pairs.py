@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from training.semantic import evaluate_cache
 
-from dynamo.protocols import classification
+from dynamo.protocols import encoders
 
 
 def test_the_cache_joins_the_pairs_that_the_documentation_counts():
@@ -20,7 +20,7 @@ def test_cosines_are_those_of_neighbours():
         def embed(self, texts, max_batch_tokens):
             for text in texts:
                 vector = np.array((1.0, 0.0) if text == "a" else (0.6, 0.8), "<f4")
-                yield classification.TextLabels(vector=vector.tobytes())
+                yield encoders.TextLabels(vector=vector.tobytes())
 
     cosines = evaluate_cache.measure_cosines(Model(), [("a", "a"), ("a", "b")])
 

@@ -6,7 +6,7 @@ from worker_fakes import FakeCall, make_request
 from dynamo.base import errors
 from dynamo.observability import logs
 from dynamo.protocols import generate, trace_context
-from dynamo.worker import call_trace
+from dynamo.worker import inflight
 
 PARENT = trace_context.TraceContext("a" * 32, "b" * 16, 1)
 HEADERS = {**PARENT.headers(), "x-request-id": "mine"}
@@ -59,12 +59,12 @@ def taken():
 
 @pytest.fixture
 def take(exported, clock, taken):
-    return call_trace.traced(taken.append, exported, 1.0, clock)
+    return inflight.traced(taken.append, exported, 1.0, clock)
 
 
 def test_log_lines_of_a_call_name_its_request():
     seen = []
-    take = call_trace.logged(lambda _: seen.append(logs.log_context.get()))
+    take = inflight.logged(lambda _: seen.append(logs.log_context.get()))
     take(call(**HEADERS))
 
     assert seen == [logs.LogContext("handle_payload", "mine", PARENT)]

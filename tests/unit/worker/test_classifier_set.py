@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import tokenizer_files
 from dynamo.base import errors
 from dynamo.preprocess import tokenizer_library
-from dynamo.protocols import classification
+from dynamo.protocols import encoders
 from dynamo.worker import classifier_set
 
 WORDS = ["good", "bad", "ann", "lee", "##s", ","]
@@ -53,7 +53,7 @@ def make_set(*, is_by_token=False, window=100, **limits):
 
 def classify(classifiers, *texts):
     (name,) = classifiers.names
-    return classifiers.classify([classification.ClassifierInput(name, text) for text in texts])
+    return classifiers.classify([encoders.ClassifierInput(name, text) for text in texts])
 
 
 @given(st.integers(0, 2000), st.integers(70, 600), st.integers(1, 64))

@@ -11,7 +11,7 @@ from dynamo.base import clock, errors, tasks
 from dynamo.base import clock as clocks
 from dynamo.engine import api
 from dynamo.engine.mock.engine import MockEmbedder
-from dynamo.protocols import blocks, embed, generate, instances, model_card, model_errors
+from dynamo.protocols import blocks, encoders, generate, instances, model_card, model_errors
 from dynamo.runtime import component, requests
 from dynamo.worker import card, embedding_host, health
 from waiting import PATIENT_S
@@ -41,7 +41,7 @@ class FakeEmbedder:
         await self.may_answer.wait()
         if self.error is not None:
             raise self.error
-        return [embed.pack(_vector(blocks.unpack(one.token_ids))) for one in batch]
+        return [encoders.pack(_vector(blocks.unpack(one.token_ids))) for one in batch]
 
 
 def _vector(token_ids):
@@ -67,7 +67,7 @@ async def calls(embedder):
 
 def make_call(*texts, **fields):
     packed = tuple(map(blocks.pack, texts))
-    return FakeCall(embed.EmbeddingRequest(id="r", model="m", inputs=packed, **fields))
+    return FakeCall(encoders.EmbeddingRequest(id="r", model="m", inputs=packed, **fields))
 
 
 def told(call):
@@ -77,7 +77,7 @@ def told(call):
         size = len(reply.data) // len(reply.numbers)
         for place, number in enumerate(reply.numbers):
             assert number not in found
-            found[number] = embed.unpack(reply.data[place * size : (place + 1) * size])
+            found[number] = encoders.unpack(reply.data[place * size : (place + 1) * size])
     return found
 
 
@@ -225,13 +225,13 @@ async def ask(asker, *texts):
     client = asker.client(ENDPOINT)
     await client.wait_for_instances(1)
     (worker,) = client.instances.values()
-    request = embed.EmbeddingRequest(id="r", model="e", inputs=tuple(map(blocks.pack, texts)))
+    request = encoders.EmbeddingRequest(id="r", model="e", inputs=tuple(map(blocks.pack, texts)))
     return await requests.call(
         asker.requests,
         worker.transport["memory"],
         ENDPOINT.path,
         request,
-        reply_type=embed.Vectors,
+        reply_type=encoders.Vectors,
         timeout_s=5,
     )
 
@@ -243,7 +243,7 @@ async def test_embedding_host_answers_and_publishes_its_dimensions(world):
     vectors = await ask(asker, [1, 2], [3])
 
     assert sorted(vectors.numbers) == [0, 1]
-    assert len(vectors.data) == 2 * 8 * embed.FLOAT_BYTES
+    assert len(vectors.data) == 2 * 8 * encoders.FLOAT_BYTES
     assert found.model_type == ("embeddings",)
     assert (found.embedding.dimensions, found.context_length, found.created) == (8, 64, 7)
     assert list(found.files) == ["config.json"]

@@ -16,7 +16,7 @@ from dynamo.base import clock, errors, tasks
 from dynamo.cli import semantic as command
 from dynamo.gateway import api
 from dynamo.observability import metrics
-from dynamo.protocols import classification, instances
+from dynamo.protocols import encoders, instances
 from dynamo.runtime import component
 from dynamo.runtime.http import server
 from dynamo.semantic import encoder_client, encoder_scores, service
@@ -65,7 +65,7 @@ class EncoderProcess:
     async def __aenter__(self):
         self.runtime = await component.DistributedRuntime.in_memory(self._cluster)
         classifiers = semantic_encoder.load_models(self.settings)
-        name = instances.EndpointName("dynamo", classification.COMPONENT, classification.ENDPOINT)
+        name = instances.EndpointName("dynamo", encoders.COMPONENT, encoders.ENDPOINT)
         self.counters = health.WorkerMetrics(name, self.runtime.clock)
         self.accepted = semantic_encoder.ClassificationRequests(
             classifiers,
@@ -96,7 +96,7 @@ async def client(cluster):
 
 
 def texts(name, *values):
-    return [classification.ClassifierInput(name, value) for value in values]
+    return [encoders.ClassifierInput(name, value) for value in values]
 
 
 def expected(directory, name, text):

@@ -23,14 +23,14 @@ import xxhash
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api, refusal
-from dynamo.engine.mock import tiers
+from dynamo.engine.mock import memory
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.batch import BatchLimits, MockBatch, StepPlan
 from dynamo.engine.mock.memory import MockChoice, MockMemory
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.mock.timing import Profile, Timing
-from dynamo.kvbm import exchange, local_agent, sharing, tiered_cache
-from dynamo.protocols import embed, generate, load, model_card
+from dynamo.kvbm import agents, exchange, sharing, tiered_cache
+from dynamo.protocols import encoders, generate, load, model_card
 from dynamo.transfer import descriptors
 from dynamo.transfer import memory as transfer_memory
 from dynamo.transfer.backends import local
@@ -93,7 +93,7 @@ class MockRank:
         self._exchange = kv_exchange
         self._has_changed = asyncio.Event()
         self._due = 0.0  # when the last step ended
-        self.copies: tiers.SimulatedCopies | None = None  # set before `run`
+        self.copies: memory.SimulatedCopies | None = None  # set before `run`
 
     def submit(self, request: generate.Request) -> None:
         """Queue a request for the next step."""
@@ -181,7 +181,7 @@ class MockEngine(exchange.ExchangesKv):
         self._facts = _facts(settings, context_length)
         self._clock = clock or clocks.SystemClock()
         self._exchange = exchange.KvExchange(
-            functools.partial(local_agent.make_agent, "mocker", settings, room),
+            functools.partial(agents.make_agent, "mocker", settings, room),
             self._clock,
             timeout_s=settings.kv_transfer_timeout_s,
             lease_s=settings.kv_hold_s,
@@ -228,7 +228,7 @@ class MockEngine(exchange.ExchangesKv):
         self._asleep: frozenset[str] = frozenset()  # the parts that are released by `sleep`
 
     def _add_tiers(self, settings: MockConfig) -> None:
-        config = tiers.SimulatedTiersConfig(
+        config = memory.SimulatedTiersConfig(
             num_host_blocks=settings.kvbm_host_blocks,
             num_disk_blocks=settings.kvbm_disk_blocks,
             host_bytes_per_s=settings.kvbm_host_bandwidth * 1e9,
@@ -236,10 +236,10 @@ class MockEngine(exchange.ExchangesKv):
             block_size=settings.block_size,
             block_bytes=settings.kv_bytes_per_token * settings.block_size,
         )
-        for memory, rank in zip(self._memories, self._ranks, strict=True):
-            memory.tiers = tiers.make_cache(memory.pool, config)
-            rank.copies = tiers.SimulatedCopies(
-                memory.tiers, config, self._clock, rank.end_tier_copy
+        for rank_memory, rank in zip(self._memories, self._ranks, strict=True):
+            rank_memory.tiers = memory.make_cache(rank_memory.pool, config)
+            rank.copies = memory.SimulatedCopies(
+                rank_memory.tiers, config, self._clock, rank.end_tier_copy
             )
 
     @property
@@ -448,4 +448,4 @@ def _vector(token_ids: bytes, dimensions: int) -> bytes:
     draw = random.Random(seed).gauss
     values = [draw(0, 1) for _ in range(dimensions)]
     length = math.hypot(*values)
-    return embed.pack(value / length for value in values)
+    return encoders.pack(value / length for value in values)

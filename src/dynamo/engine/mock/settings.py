@@ -10,13 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import config, errors
-from dynamo.kvbm import local_agent
+from dynamo.kvbm import agents
 
 _EARLIER_NAMES = {"num_gpu_blocks": "num_gpu_blocks_override", "dp_size": "data_parallel_size"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MockConfig(local_agent.TransferConfig):
+class MockConfig(agents.TransferConfig):
     """The mock engine."""
 
     connector: Literal["nixl", "null"] = config.option(

@@ -16,13 +16,7 @@ import torch
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.native import (
-    attention,
-    config,
-    grammar_compiler,
-    model_files,
-    runner,
-)
+from dynamo.engine.native import attention, config, grammar_compiler, model_files, runner
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.settings import NativeConfig

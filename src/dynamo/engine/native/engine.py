@@ -20,8 +20,8 @@ from dynamo.engine.native import guided_decoding, scheduler
 from dynamo.engine.native.assemble import Assembly, assemble
 from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.settings import NativeConfig
+from dynamo.kvbm import agents, tier_report
 from dynamo.kvbm import exchange as exchanges
-from dynamo.kvbm import local_agent, tier_report
 from dynamo.protocols import generate, kv_transfer, load
 from dynamo.transfer.backends import local
 
@@ -237,7 +237,7 @@ class NativeEngine(exchanges.ExchangesKv):
         self._model_path = model_path
         self._settings = settings
         self._exchange = exchanges.KvExchange(
-            functools.partial(local_agent.make_agent, "native", settings, room),
+            functools.partial(agents.make_agent, "native", settings, room),
             clocks.SystemClock(),
             timeout_s=settings.kv_transfer_timeout_s,
             lease_s=settings.kv_hold_s,

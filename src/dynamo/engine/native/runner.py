@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dynamo.base import errors
-from dynamo.engine.native import attention, classifier_files, models, sampler, weights
+from dynamo.engine.native import attention, model_files, models, sampler, weights
 from dynamo.engine.native import config as configs
 from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
 from dynamo.protocols import generate
@@ -29,7 +29,7 @@ DTYPES = {
 
 
 def resolve_dtype(
-    config: configs.ModelConfig | classifier_files.EncoderShape, dtype: str, device: str
+    config: configs.ModelConfig | model_files.EncoderShape, dtype: str, device: str
 ) -> torch.dtype:
     """Return the named type, or for "auto" the one that suits the device. Raises ConfigError."""
     if dtype == "auto":

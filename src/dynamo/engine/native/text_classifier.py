@@ -1,10 +1,19 @@
 """Encoder classifiers: token ids in, probabilities of labels out; one forward pass for a batch of windows.
 
 A sequence classifier gives one row of probabilities for a window, a token classifier one for each token of it. The
-network is our own, as that of the embedder: the encoder of BERT and RoBERTa (`models`) or ModernBERT (`modernbert`),
-with the heads that Hugging Face Transformers puts onto them.
+network is our own, as that of the embedder: the encoder of BERT and RoBERTa (`models`) or ModernBERT, with the heads
+that Hugging Face Transformers puts onto them.
 
 `MultiHeadClassifier` has several heads over one encoder: all labels of a text for the price of one pass.
+
+The encoder of ModernBERT (arXiv 2412.13663); weights in, hidden states out.
+
+    x ── norm ── attention ──+── norm ── gated mlp ──+── … ── norm
+    └────────────────────────┘ └─────────────────────┘
+
+Positions are rotary. In most layers a token attends only to its neighbours, half of `local_attention` on either side,
+with frequencies of their own; every third layer, as a rule, attends to the whole text. The first layer has no norm
+before its attention, because the embedding has one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +24,107 @@ import torch
 import torch.nn.functional as F
 
 from dynamo.base import errors
-from dynamo.engine.native import (
-    attention,
-    classifier_files,
-    lora_weights,
-    model_files,
-    models,
-    modernbert,
-    runner,
-    weights,
-)
+from dynamo.engine.native import attention, model_files, models, rope, runner, weights
+from dynamo.engine.native.model_files import ModernBertConfig
 from dynamo.engine.native.settings import NativeConfig
+
+PREFIX = "model."
+
+
+class Norm:
+    """A layer norm, with or without a bias."""
+
+    def __init__(self, config: ModernBertConfig, checkpoint: weights.Checkpoint, name: str) -> None:
+        self._shape, self._eps = (config.hidden_size,), config.norm_eps
+        self._weight = checkpoint.take(f"{name}.weight", config.hidden_size)
+        self._bias = (
+            checkpoint.take(f"{name}.bias", config.hidden_size) if config.norm_bias else None
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
+
+
+class ModernBertLayer:
+    """Attention and gated MLP, each after a norm and with a residual around both."""
+
+    def __init__(
+        self, config: ModernBertConfig, checkpoint: weights.Checkpoint, index: int
+    ) -> None:
+        prefix = f"{PREFIX}layers.{index}"
+        hidden, inner = config.hidden_size, config.intermediate_size
+
+        def linear(name: str, rows: int, width: int, *, has_bias: bool) -> models.Linear:
+            return models.make_linear(
+                checkpoint, f"{prefix}.{name}", rows, width, has_bias=has_bias
+            )
+
+        self._attention_norm = (
+            Norm(config, checkpoint, f"{prefix}.attn_norm") if index > 0 else None
+        )
+        self._qkv = linear("attn.Wqkv", 3 * hidden, hidden, has_bias=config.attention_bias)
+        self._output = linear("attn.Wo", hidden, hidden, has_bias=config.attention_bias)
+        self._mlp_norm = Norm(config, checkpoint, f"{prefix}.mlp_norm")
+        self._up = linear("mlp.Wi", 2 * inner, hidden, has_bias=config.mlp_bias)
+        self._down = linear("mlp.Wo", hidden, inner, has_bias=config.mlp_bias)
+        self._heads = config.num_heads
+        self.is_local = config.is_local(index)
+        self._reach = config.local_attention // 2 if self.is_local else None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        texts: attention.PackedTexts,
+    ) -> torch.Tensor:
+        """Map x [tokens, hidden] to the same shape, with the cosines and sines of its tokens."""
+        normed = x if self._attention_norm is None else self._attention_norm(x)
+        qkv = self._qkv(normed).unflatten(1, (3 * self._heads, -1))
+        rotated = qkv[:, : 2 * self._heads]
+        rope.rotate(rotated, *tables, out=rotated)
+        attended = texts.attend_near(
+            qkv[:, : self._heads], qkv[:, self._heads :], reach=self._reach
+        )
+        x = x + self._output(attended)
+        inner, gate = self._up(self._mlp_norm(x)).chunk(2, -1)
+        return x + self._down(F.gelu(inner) * gate)
+
+
+class ModernBert:
+    """The embedding and all layers."""
+
+    def __init__(self, config: ModernBertConfig, checkpoint: weights.Checkpoint) -> None:
+        """Take the tensors from the checkpoint. Raises ConfigError."""
+        checkpoint.add_prefix(PREFIX)
+        name, width = f"{PREFIX}embeddings", config.hidden_size
+        self._words = checkpoint.take(f"{name}.tok_embeddings.weight", config.vocab_size, width)
+        self._norm = Norm(config, checkpoint, f"{name}.norm")
+        self._layers = [ModernBertLayer(config, checkpoint, i) for i in range(config.num_layers)]
+        self._final_norm = Norm(config, checkpoint, f"{PREFIX}final_norm")
+        checkpoint.refuse_rest("head.", "decoder.", "classifier.")
+        device, dtype = str(self._words.device), self._words.dtype
+        self._tables = {
+            is_local: rope.Rope(
+                head_dim=width // config.num_heads,
+                theta=config.rope_theta(is_local=is_local),
+                scaling="default",
+                parameters={},
+                original_context=config.num_positions,
+            ).tables(config.num_positions, dtype=dtype, device=device)
+            for is_local in (False, True)
+        }
+
+    def hidden(self, token_ids: torch.Tensor, texts: attention.PackedTexts) -> torch.Tensor:
+        """Return the normed output of the last layer [tokens, hidden] for token ids [tokens]."""
+        x = self._norm(F.embedding(token_ids, self._words))
+        rows = {
+            is_local: (cos[texts.positions], sin[texts.positions])
+            for is_local, (cos, sin) in self._tables.items()
+        }
+        for layer in self._layers:
+            x = layer(x, rows[layer.is_local], texts)
+        return self._final_norm(x)
+
 
 Network = Callable[[torch.Tensor, attention.PackedTexts], torch.Tensor]
 Pool = Callable[[torch.Tensor, attention.PackedTexts], torch.Tensor]
@@ -44,7 +143,7 @@ class TextClassifier:
     """A classifier in a Hugging Face directory; called by one thread at a time."""
 
     def __init__(
-        self, files: classifier_files.ClassifierFiles, num_labels: int, settings: NativeConfig
+        self, files: model_files.ClassifierFiles, num_labels: int, settings: NativeConfig
     ) -> None:
         """Load encoder and head, with a LoRA adapter if the directory has one. Raises ConfigError."""
         runner.check_device(settings.device)
@@ -79,11 +178,11 @@ class MultiHeadClassifier:
             raise errors.ConfigError(f"{base}: expected a BERT encoder, as all-MiniLM-L6-v2")
         shape = model_files.read_encoder_config(base)
         self.max_context = shape.max_context
-        path = adapter_path / classifier_files.ADAPTER_CONFIG
-        adapter = model_files.read_json(path, classifier_files.AdapterConfig)
+        path = adapter_path / model_files.ADAPTER_CONFIG
+        adapter = model_files.read_json(path, model_files.AdapterConfig)
         if adapter is None:
             raise errors.ConfigError(f"{path} does not exist")
-        classifier_files.check_adapter(adapter_path, adapter)
+        model_files.check_adapter(adapter_path, adapter)
         with _open_checkpoint(base, adapter_path, shape, adapter, settings) as checkpoint:
             self._network = _make_network(shape, checkpoint)
         stored = weights.read_tensors(adapter_path / "heads.safetensors")
@@ -119,14 +218,14 @@ def _run(
 def _open_checkpoint(
     base: Path,
     adapter_path: Path,
-    shape: classifier_files.EncoderShape,
-    adapter: classifier_files.AdapterConfig | None,
+    shape: model_files.EncoderShape,
+    adapter: model_files.AdapterConfig | None,
     settings: NativeConfig,
 ) -> weights.Checkpoint:
     dtype = runner.resolve_dtype(shape, settings.dtype, settings.device)
     if adapter is None:
         return weights.Checkpoint(base, dtype=dtype, device=settings.device)
-    return lora_weights.AdaptedCheckpoint(
+    return weights.AdaptedCheckpoint(
         base,
         adapter_path,
         adapter,
@@ -136,30 +235,30 @@ def _open_checkpoint(
     )
 
 
-def _prefix_of(shape: classifier_files.EncoderShape) -> str:
-    if isinstance(shape, classifier_files.ModernBertConfig):
-        return modernbert.PREFIX
+def _prefix_of(shape: model_files.EncoderShape) -> str:
+    if isinstance(shape, model_files.ModernBertConfig):
+        return PREFIX
     return shape.prefix
 
 
-def _make_network(shape: classifier_files.EncoderShape, checkpoint: weights.Checkpoint) -> Network:
-    if isinstance(shape, classifier_files.ModernBertConfig):
-        return modernbert.ModernBert(shape, checkpoint).hidden
+def _make_network(shape: model_files.EncoderShape, checkpoint: weights.Checkpoint) -> Network:
+    if isinstance(shape, model_files.ModernBertConfig):
+        return ModernBert(shape, checkpoint).hidden
     encoder = models.Encoder(shape, checkpoint)
     return lambda token_ids, texts: encoder.hidden(token_ids, texts.positions, texts)
 
 
 def _take_head(
-    files: classifier_files.ClassifierFiles, num_labels: int, checkpoint: weights.Checkpoint
+    files: model_files.ClassifierFiles, num_labels: int, checkpoint: weights.Checkpoint
 ) -> Head:
     """Take the tensors of the head that the architecture has. Raises ConfigError."""
     shape, is_by_token = files.shape, files.task == "token"
     width = shape.hidden_size
-    if isinstance(shape, classifier_files.ModernBertConfig):
+    if isinstance(shape, model_files.ModernBertConfig):
         dense = models.make_linear(
             checkpoint, "head.dense", width, width, has_bias=shape.classifier_bias
         )
-        norm = modernbert.Norm(shape, checkpoint, "head.norm")
+        norm = Norm(shape, checkpoint, "head.norm")
         classify = models.make_linear(checkpoint, "classifier", num_labels, width, has_bias=True)
         pool = _pool_none if is_by_token else _POOLS[shape.classifier_pooling]
         return Head(

@@ -27,7 +27,7 @@ from dynamo.frontend.delivery import delivery
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import metrics as observed
-from dynamo.protocols import embed, generate
+from dynamo.protocols import encoders, generate
 from dynamo.runtime import events
 from dynamo.runtime.http import exchange
 
@@ -122,7 +122,7 @@ class AdmissionController:
     async def admit(
         self,
         model: RegisteredModel,
-        prompts: Sequence[generate.Request | embed.EmbeddingRequest],
+        prompts: Sequence[generate.Request | encoders.EmbeddingRequest],
         client: exchange.Exchange,
         meter: frontend_metrics.RequestMeter,
         instance_id: int | None,

@@ -21,12 +21,12 @@ from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operat
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import inputs, options
-from dynamo.protocols import blocks, embed, generate, model_card
+from dynamo.protocols import blocks, encoders, generate, model_card
 from dynamo.router import route
 from dynamo.runtime import requests
 from dynamo.runtime.http import exchange, json_body
 
-_decode_vectors = msgspec.msgpack.Decoder(embed.Vectors).decode
+_decode_vectors = msgspec.msgpack.Decoder(encoders.Vectors).decode
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):
@@ -122,7 +122,7 @@ class EmbeddingDelivery:
 
     def add_vectors(self, numbers: Sequence[int], data: bytes) -> None:
         """Take the vectors of these inputs, packed floats. Raises RemoteProtocolError for a wrong length or input."""
-        size = self.plan.dimensions * embed.FLOAT_BYTES
+        size = self.plan.dimensions * encoders.FLOAT_BYTES
         if len(data) != len(numbers) * size:
             raise errors.RemoteProtocolError(
                 f"expected {len(numbers)} vectors of {size} bytes from the worker, got {len(data)} bytes"
@@ -132,7 +132,7 @@ class EmbeddingDelivery:
                 raise errors.RemoteProtocolError(f"the worker sent vector {number} twice")
             vector = data[place * size : (place + 1) * size]
             is_base64 = self.plan.request.encoding_format == "base64"
-            value = base64.b64encode(vector).decode() if is_base64 else embed.unpack(vector)
+            value = base64.b64encode(vector).decode() if is_base64 else encoders.unpack(vector)
             self._objects[number] = self.plan.api.make_vector(number, value)
             self._num_missing -= 1
         if self._num_missing:
@@ -282,7 +282,7 @@ class EmbeddingPipeline:
         meter = self._meter(model.name, arrival, api)
         try:
             check_dimensions(request.dimensions, model.embedding)
-            engine_request = embed.EmbeddingRequest(
+            engine_request = encoders.EmbeddingRequest(
                 id=arrival.id,
                 model=model.name,
                 inputs=tuple(await model.preparer.tokenize_embedding_inputs(request.prompts)),
@@ -313,7 +313,7 @@ class EmbeddingPipeline:
     async def _dispatch(
         self,
         model: RegisteredModel,
-        request: embed.EmbeddingRequest,
+        request: encoders.EmbeddingRequest,
         reply: EmbeddingDelivery,
         arrival: metrics.Arrival,
     ) -> None:
@@ -325,7 +325,7 @@ class EmbeddingPipeline:
         for numbers in split_inputs(lengths, len(model.instances)):
             if reply.is_over:  # the client disconnected, or an earlier share failed
                 return
-            share = embed.EmbeddingRequest(
+            share = encoders.EmbeddingRequest(
                 id=request.id,
                 model=request.model,
                 inputs=tuple(request.inputs[number] for number in numbers),

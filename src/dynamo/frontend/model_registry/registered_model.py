@@ -17,7 +17,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.frontend.delivery import sse
 from dynamo.preprocess import preprocessor
-from dynamo.protocols import embed, generate, instances, model_card
+from dynamo.protocols import encoders, generate, instances, model_card
 from dynamo.router import route as routing
 from dynamo.runtime import client, requests
 
@@ -164,7 +164,7 @@ class RegisteredModel:
 
     async def open_stream(
         self,
-        request: generate.Request | embed.EmbeddingRequest,
+        request: generate.Request | encoders.EmbeddingRequest,
         receiver: requests.Receiver,
         options: routing.RoutingOptions,
         *,

@@ -1,7 +1,7 @@
 """The request plane over any network that carries ordered bytes: one kept connection per client process and address.
 
 The life of a stream, and what is refused, is settled by `client_connection` and `server_connection` on a
-`frame_connection`. A network only listens and connects: `tcp.TcpNetwork`, `memory.MemoryNetwork`, `nats.requests`.
+`frame_connection`. A network only listens and connects: `tcp.TcpNetwork`, `memory.MemoryNetwork`, `nats.planes`.
 """
 
 import asyncio

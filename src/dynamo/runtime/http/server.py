@@ -20,7 +20,7 @@ from typing import Any, cast
 import msgspec
 
 from dynamo.base import errors, local_users, tasks
-from dynamo.runtime.http import listeners
+from dynamo.runtime import listening
 from dynamo.runtime.http.exchange import ErrorBody, Exchange, Handler, Request
 from dynamo.runtime.http.parser import (
     NO_ROOM,
@@ -91,13 +91,13 @@ class HttpServer:
         where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         try:
             if host == "::":  # asyncio would listen on IPv6 alone
-                where = {"sock": listeners.open_dual_socket(port, shares_port=shares_port)}
+                where = {"sock": listening.open_dual_socket(port, shares_port=shares_port)}
             self._listener = await loop.create_server(
                 lambda: _Connection(self, loop), ssl=self._tls, backlog=1024, **where
             )
         except OSError as error:
             raise errors.ConfigError(
-                listeners.describe_failure(error, host, port, port_flag)
+                listening.describe_failure(error, host, port, port_flag)
             ) from error
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
         return int(self._listener.sockets[0].getsockname()[1])

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from dynamo.base import certificates, errors, tasks
 from dynamo.base import clock as clocks
+from dynamo.base import errors, tasks, tls
 from dynamo.launch import guard
 from dynamo.testing.kube import (
     api,
@@ -86,7 +86,7 @@ async def _listen(
     served: "api.Api", authority: "rights.Authority", token: str, host: str, port: int
 ) -> Cluster:
     """Serve the API at an address, by TLS. Raises ConfigError."""
-    made = await certificates.make_certificate([host])
+    made = await tls.make_certificate([host])
     front = http_front.HttpFront(served, tls=made.open_context(), authority=authority)
     bound = await front.start(host, port)
     return Cluster(served, front, f"https://{host}:{bound}", made.certificate, token)

@@ -33,7 +33,6 @@ import nixl._api as nixl
 
 from dynamo.base import errors, membership
 from dynamo.transfer import api, memory, messages
-from dynamo.transfer.backends import nixl_messages
 from dynamo.transfer.job import MAX_DEADLINE_S, TimeLimit
 from dynamo.transfer.plan import Pattern, Piece
 
@@ -192,17 +191,17 @@ class NixlBackend:
         self._exposed, self._window = exposed, memory.Window(exposed.region.memory)
         try:
             own = NixlEndpoint(exposed.epoch, self._window)
-            address = nixl_messages.Address(own.contact, self._window.address)
+            address = messages.Address(own.contact, self._window.address)
         except errors.TransferError as error:
             raise errors.ConfigError(f"NIXL cannot open this pool: {error}") from error
         self._service = NixlServer(own, exposed)
-        return base64.b85encode(nixl_messages.encode(address)).decode()
+        return base64.b85encode(messages.encode(address)).decode()
 
     def connect(self, target: api.PeerTarget, limit: TimeLimit) -> "NixlRoute":
         assert self._exposed is not None, "connect before listen"
         assert self._window is not None
         try:
-            address = nixl_messages.decode_address(base64.b85decode(target.address))
+            address = messages.decode_address(base64.b85decode(target.address))
         except ValueError as error:
             raise errors.TransferError(f"{target.name} has no NIXL address: {error}") from error
         route = NixlRoute(self._exposed.name, self._window, target, address)
@@ -224,7 +223,7 @@ class NixlRoute:
         name: str,
         window: memory.Window,
         target: api.PeerTarget,
-        address: nixl_messages.Address,
+        address: messages.Address,
     ) -> None:
         self._name, self._window, self._target, self._address = name, window, target, address
         self._turn = threading.Lock()
@@ -244,23 +243,19 @@ class NixlRoute:
 
     def notify(self, message: bytes, limit: TimeLimit) -> None:
         with self._borrow(limit) as own:
-            message_sent = nixl_messages.NixlNotify(
-                next(self._numbers), message, limit.remaining_s()
-            )
-            own.send(self._target.epoch, nixl_messages.encode(message_sent))
+            message_sent = messages.NixlNotify(next(self._numbers), message, limit.remaining_s())
+            own.send(self._target.epoch, messages.encode(message_sent))
             answer = self._receive(own, limit)
             while getattr(answer, "number", message_sent.number) != message_sent.number:
                 answer = self._receive(own, limit)  # of an earlier notification that timed out
-        if isinstance(answer, nixl_messages.NixlRefused):
+        if isinstance(answer, messages.NixlRefused):
             raise errors.TransferError(f"the peer refused: {answer.reason}")
 
     def close(self) -> None:
         with self._turn:
             if self._endpoint is not None:
                 try:
-                    self._endpoint.send(
-                        self._target.epoch, nixl_messages.encode(nixl_messages.NixlBye())
-                    )
+                    self._endpoint.send(self._target.epoch, messages.encode(messages.NixlBye()))
                 except errors.TransferError:  # the peer closed first
                     return
                 finally:
@@ -297,17 +292,17 @@ class NixlRoute:
     def _greet(self, own: NixlEndpoint, limit: TimeLimit) -> None:
         if (name := own.add_peer(self._address.contact)) != self._target.epoch:
             raise errors.TransferError(f"that address is {name}'s")
-        hello = nixl_messages.NixlHello(self._name, own.answer_contact)
-        own.send(self._target.epoch, nixl_messages.encode(hello))
-        if not isinstance(answer := self._receive(own, limit), nixl_messages.NixlWelcome):
+        hello = messages.NixlHello(self._name, own.answer_contact)
+        own.send(self._target.epoch, messages.encode(hello))
+        if not isinstance(answer := self._receive(own, limit), messages.NixlWelcome):
             raise errors.RemoteProtocolError(f"expected a welcome, got {type(answer).__name__}")
 
-    def _receive(self, own: NixlEndpoint, limit: TimeLimit) -> nixl_messages.NixlMessage:
+    def _receive(self, own: NixlEndpoint, limit: TimeLimit) -> messages.NixlMessage:
         """Return the peer's next message."""
         wait = Wait(limit)
         while not (received := own.receive()):
             wait.pause()
-        return nixl_messages.decode(received[0][1])
+        return messages.decode(received[0][1])
 
     def _end(self) -> None:
         if self._endpoint is not None:
@@ -321,9 +316,7 @@ class NixlServer:
     def __init__(self, endpoint: NixlEndpoint, exposed: api.Exposed) -> None:
         self._endpoint, self._exposed = endpoint, exposed
         self._names: OrderedDict[str, str] = OrderedDict()  # the names that peers gave themselves
-        self._answers: queue.SimpleQueue[tuple[str, nixl_messages.NixlMessage]] = (
-            queue.SimpleQueue()
-        )
+        self._answers: queue.SimpleQueue[tuple[str, messages.NixlMessage]] = queue.SimpleQueue()
         self._undelivered = threading.Semaphore(MAX_UNDELIVERED)
         self._deliverers = ThreadPoolExecutor(4, "transfer-nixl-deliver")
         self._closed = threading.Event()
@@ -348,12 +341,12 @@ class NixlServer:
     def _turn(self) -> None:
         for peer, body in self._endpoint.receive():
             try:
-                match nixl_messages.decode(body):
-                    case nixl_messages.NixlHello() as hello:
+                match messages.decode(body):
+                    case messages.NixlHello() as hello:
                         self._admit(peer, hello)
-                    case nixl_messages.NixlNotify() as notification:
+                    case messages.NixlNotify() as notification:
                         self._accept_notification(peer, notification)
-                    case nixl_messages.NixlBye():
+                    case messages.NixlBye():
                         self._forget(peer)
                     case _:
                         log.debug("%s sent an answer without a request", peer)
@@ -362,43 +355,41 @@ class NixlServer:
         while not self._answers.empty():
             self._send(*self._answers.get())
 
-    def _admit(self, peer: str, hello: nixl_messages.NixlHello) -> None:
+    def _admit(self, peer: str, hello: messages.NixlHello) -> None:
         if (name := self._endpoint.add_peer(hello.contact)) != peer:
             self._endpoint.remove_peer(name)
             raise errors.RemoteProtocolError(f"{peer} gave the address of {name}")
         self._names[peer] = hello.name
         if len(self._names) > MAX_PEERS:
             self._forget(next(iter(self._names)))
-        self._send(peer, nixl_messages.NixlWelcome())
+        self._send(peer, messages.NixlWelcome())
 
     def _forget(self, peer: str) -> None:
         if self._names.pop(peer, None) is not None:
             self._endpoint.remove_peer(peer)
 
-    def _accept_notification(self, peer: str, message: nixl_messages.NixlNotify) -> None:
+    def _accept_notification(self, peer: str, message: messages.NixlNotify) -> None:
         if peer not in self._names:
             return  # it did not say hello, so it cannot be answered
         if not self._undelivered.acquire(blocking=False):
-            self._send(
-                peer, nixl_messages.NixlRefused(message.number, "too many notifications at once")
-            )
+            self._send(peer, messages.NixlRefused(message.number, "too many notifications at once"))
             return
         self._deliverers.submit(self._deliver, peer, self._names[peer], message)
 
-    def _deliver(self, peer: str, name: str, message: nixl_messages.NixlNotify) -> None:
+    def _deliver(self, peer: str, name: str, message: messages.NixlNotify) -> None:
         try:
             limit = TimeLimit(min(max(message.timeout_s, 0.001), MAX_DEADLINE_S))
             self._exposed.deliver(name, message.message, limit)
         except errors.DynamoError as error:
-            self._answers.put((peer, nixl_messages.NixlRefused(message.number, str(error))))
+            self._answers.put((peer, messages.NixlRefused(message.number, str(error))))
         else:
-            self._answers.put((peer, nixl_messages.NixlHeard(message.number)))
+            self._answers.put((peer, messages.NixlHeard(message.number)))
         finally:
             self._undelivered.release()
 
-    def _send(self, peer: str, message: nixl_messages.NixlMessage) -> None:
+    def _send(self, peer: str, message: messages.NixlMessage) -> None:
         try:
-            self._endpoint.send(peer, nixl_messages.encode(message))
+            self._endpoint.send(peer, messages.encode(message))
         except errors.TransferError as error:  # the peer has gone, and waits for nothing
             log.debug("%s cannot be reached from %s: %s", peer, self._exposed.name, error)
             self._names.pop(peer, None)

@@ -8,38 +8,37 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.transfer import messages
-from dynamo.transfer.backends import nixl_messages
 
 WORDS = [
-    nixl_messages.NixlHello("decode-0", b"contact"),
-    nixl_messages.NixlWelcome(),
-    nixl_messages.NixlNotify(7, b"pulled", 1.5),
-    nixl_messages.NixlHeard(7),
-    nixl_messages.NixlRefused(7, "too busy"),
-    nixl_messages.NixlBye(),
+    messages.NixlHello("decode-0", b"contact"),
+    messages.NixlWelcome(),
+    messages.NixlNotify(7, b"pulled", 1.5),
+    messages.NixlHeard(7),
+    messages.NixlRefused(7, "too busy"),
+    messages.NixlBye(),
 ]
 
 
 @pytest.mark.parametrize("word", WORDS, ids=lambda word: type(word).__name__)
 def test_nixl_message_survives_the_wire(word):
-    assert nixl_messages.decode(nixl_messages.encode(word)) == word
+    assert messages.decode(messages.encode(word)) == word
 
 
-@pytest.mark.parametrize("said", [b"", b"pulled", bytes(nixl_messages.MAX_BYTES + 1)])
+@pytest.mark.parametrize("said", [b"", b"pulled", bytes(messages.MAX_BYTES + 1)])
 def test_malformed_nixl_message_is_refused(said):
     with pytest.raises(errors.RemoteProtocolError, match="expected"):
-        nixl_messages.decode(said)
+        messages.decode(said)
 
 
 def test_longest_notification_fits():
-    longest = nixl_messages.NixlNotify(2**63, bytes(messages.MAX_NOTIFICATION_BYTES), 600.0)
+    longest = messages.NixlNotify(2**63, bytes(messages.MAX_NOTIFICATION_BYTES), 600.0)
 
-    assert nixl_messages.decode(nixl_messages.encode(longest)) == longest
+    assert messages.decode(messages.encode(longest)) == longest
 
 
 def test_malformed_nixl_address_is_refused():
     with pytest.raises(errors.TransferError, match="NIXL's address"):
-        nixl_messages.decode_address(b"127.0.0.1:80")
+        messages.decode_address(b"127.0.0.1:80")
 
 
 PIECES = st.lists(

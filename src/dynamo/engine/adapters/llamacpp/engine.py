@@ -19,9 +19,9 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xllamacpp
 
@@ -29,9 +29,122 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.adapters import streams
 from dynamo.engine.adapters import translation as shared
-from dynamo.engine.adapters.llamacpp import completion, slots, translation
+from dynamo.engine.adapters.llamacpp import slots, translation
 from dynamo.engine.adapters.settings import LlamacppConfig
-from dynamo.protocols import generate, kv_events, load
+from dynamo.protocols import blocks, generate, kv_events, load
+
+_UNAVAILABLE = 503
+Put = Callable[[translation.CompletionPart | Exception | None], object]
+OnResult = Callable[[Mapping[str, Any]], bool]  # returns whether to cancel the rest
+
+
+class Server(Protocol):
+    """The part of xllamacpp's server that completes prompts."""
+
+    def handle_completions(self, options: Mapping[str, Any], on_result: OnResult) -> None:
+        """Complete a prompt, and call `on_result` with each token, until the end or until it returns True."""
+
+
+class Completion:
+    """One choice of a request. `put` may be called in any thread; the thread of `run` is the only one that computes."""
+
+    def __init__(
+        self,
+        request: generate.Request,
+        options: Mapping[str, Any],
+        claim: slots.SlotClaim,
+        put: Put,
+    ) -> None:
+        self.claim = claim
+        self.put = put
+        self.tokens: list[int] = []  # of the answer, as far as they have come
+        self.is_aborted = False  # set on the event loop, read by the thread
+        self._request = request
+        self._options = options
+        self._stops = frozenset(shared.stop_token_ids(request))
+        self._num_cached = 0
+        self._num_predicted = 0  # since the current call of llama.cpp began
+        self._last: translation.CompletionPart | None = None
+        self._end = generate.FinishReason.LENGTH
+        self._failure: errors.DynamoError | None = None
+
+    def run(
+        self, server: Server, block_size: int, token_bytes: Callable[[], Sequence[bytes]]
+    ) -> translation.CompletionPart:
+        """Compute the answer to its end, or until it is aborted, and return its last part. Raises DynamoError.
+
+        The last part is not sent: when it is, the slot should be free, for a next request with the same prefix.
+        """
+        self._block_size, self._token_bytes = block_size, token_bytes
+        if self._request.stop_conditions.min_tokens:
+            self._complete(server, translation.without_end(self._options, self._request))
+        if self._last is None:
+            num_left = self._options["n_predict"] - len(self.tokens)
+            self._complete(server, {**self._options, "n_predict": num_left})
+        if self._last is not None:
+            return self._last
+        # It ended by an end token that only llama.cpp knows, or within a character.
+        no_logprobs = None if self._request.output_options.logprobs is None else ()
+        return translation.CompletionPart((), self._num_cached, no_logprobs, self._end)
+
+    def _complete(self, server: Server, options: Mapping[str, Any]) -> None:
+        if self.is_aborted:
+            return
+        assert self.claim.slot is not None
+        self._num_predicted = 0
+        prompt = {
+            "prompt": blocks.unpack(self.claim.prompt) + self.tokens,
+            "id_slot": self.claim.slot.number,
+            "cache_prompt": bool(self.claim.num_cached or self.tokens),
+        }
+        server.handle_completions({**options, **prompt}, self._receive)
+        if self._failure is not None:
+            raise self._failure
+
+    def _receive(self, result: Mapping[str, Any]) -> bool:
+        """Take one result of llama.cpp; return whether to cancel the rest."""
+        if "error" in result:
+            error = result["error"]
+            kind = errors.Overloaded if error.get("code") == _UNAVAILABLE else errors.InvalidRequest
+            self._failure = kind(f"llama.cpp: {error.get('message')}")
+            return True
+        if (progress := result.get("prompt_progress")) is not None:
+            if not self.tokens:
+                self._num_cached = progress["cache"] // self._block_size * self._block_size
+            return self.is_aborted
+        verbose = result["__verbose"]
+        if verbose["stop"]:
+            if verbose["stop_type"] == "eos":
+                self._end = generate.FinishReason.EOS
+        elif self._last is None and not self.is_aborted:
+            self._add_tokens(result, verbose)
+        return self._last is not None or self.is_aborted
+
+    def _add_tokens(self, result: Mapping[str, Any], verbose: Mapping[str, Any]) -> None:
+        """Send the token of a result, after those that llama.cpp withheld."""
+        new: tuple[int, ...] = tuple(verbose["tokens"])
+        num_missing = verbose["tokens_predicted"] - self._num_predicted - len(new)
+        self._num_predicted = verbose["tokens_predicted"]
+        num_recovered = 0
+        if num_missing:
+            text = result["choices"][0]["text"]
+            recovered = translation.recover(text, new[0], num_missing, self._token_bytes()) or ()
+            num_recovered, new = len(recovered), (*recovered, *new)
+        self.tokens += new
+        finish, stop_token = None, None
+        if new[-1] in self._stops:
+            finish, reason = shared.stop_finish(self._request, new[-1])
+            stop_token = reason if isinstance(reason, int) else None
+        elif len(self.tokens) >= self._options["n_predict"]:
+            finish = generate.FinishReason.LENGTH
+        num_top = self._request.output_options.logprobs
+        logprobs = translation.part_logprobs(result, num_recovered, num_top)
+        part = translation.CompletionPart(new, self._num_cached, logprobs, finish, stop_token)
+        if finish is None:
+            self.put(part)
+        else:
+            self._last = part
+
 
 _SPARE_TOKENS = 256  # so that a request ends at our context length, before llama.cpp's
 _MIN_CONTEXT = 256
@@ -86,8 +199,8 @@ class LlamaLibrary:
         self._config = json.loads((directory / "config.json").read_text("utf-8"))
         self._context_length = choose_context_length(self._config, settings)
         self._slots = slots.SlotTable(settings.max_num_seqs, settings.block_size)
-        self._completions: dict[slots.SlotClaim, completion.Completion] = {}
-        self._names: dict[str, completion.Completion] = {}  # by name, while their streams are read
+        self._completions: dict[slots.SlotClaim, Completion] = {}
+        self._names: dict[str, Completion] = {}  # by name, while their streams are read
         self._threads = concurrent.futures.ThreadPoolExecutor(
             settings.max_num_seqs, thread_name_prefix="llama.cpp"
         )
@@ -148,7 +261,7 @@ class LlamaLibrary:
             self._loop.call_soon_threadsafe(parts.put_nowait, part)
 
         claim = slots.SlotClaim(request.token_ids, request.hash_seed)
-        self._completions[claim] = running = completion.Completion(request, plan, claim, put)
+        self._completions[claim] = running = Completion(request, plan, claim, put)
         self._names[name] = running
         self._slots.enqueue(claim, request.priority)
         self._start_granted()
@@ -222,7 +335,7 @@ class LlamaLibrary:
                 return
             self._threads.submit(self._run, self._completions[claim])
 
-    def _run(self, running: completion.Completion) -> None:
+    def _run(self, running: Completion) -> None:
         """Compute a completion, in a thread."""
         last: translation.CompletionPart | Exception
         try:
@@ -231,9 +344,7 @@ class LlamaLibrary:
             last = error
         self._loop.call_soon_threadsafe(self._end, running, last)
 
-    def _end(
-        self, running: completion.Completion, last: translation.CompletionPart | Exception
-    ) -> None:
+    def _end(self, running: Completion, last: translation.CompletionPart | Exception) -> None:
         """Take the slot back, send the end of the answer, and start the next request."""
         is_known = not isinstance(last, Exception) and not running.is_aborted
         self._publish(self._slots.release(running.claim, running.tokens if is_known else None))

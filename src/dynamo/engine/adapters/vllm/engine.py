@@ -14,8 +14,9 @@ from typing import Any
 from dynamo.base import clock as clocks
 from dynamo.base import distribution, errors
 from dynamo.engine import api
-from dynamo.engine.adapters import guided_decoding, kv_subscriber, streams
+from dynamo.engine.adapters import kv_subscriber, streams
 from dynamo.engine.adapters import settings as adapter_settings
+from dynamo.engine.adapters import translation as shared
 from dynamo.engine.adapters.settings import VllmConfig
 from dynamo.engine.adapters.vllm import (
     connectors,
@@ -93,7 +94,7 @@ class VllmLibrary:
             )
         self._llm = await versions.start(self._args, config, self._load.record)
         structured = config.structured_outputs_config
-        self._guided_support = guided_decoding.GuidedSupport(
+        self._guided_support = shared.GuidedSupport(
             structured.backend, bool(structured.reasoning_parser)
         )
         self._vocab_size: int = config.model_config.get_vocab_size()

@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.adapters import guided_decoding, translation
+from dynamo.engine.adapters import translation
 from dynamo.engine.adapters.vllm import connectors
 from dynamo.engine.adapters.vllm.tier_plan import CACHE_HINT
 from dynamo.kvbm import tier_report
@@ -28,7 +28,7 @@ _FINISH_REASONS = {
 
 
 def sampling_fields(
-    request: generate.Request, index: int, support: guided_decoding.GuidedSupport
+    request: generate.Request, index: int, support: translation.GuidedSupport
 ) -> dict[str, Any]:
     """Return the fields of vLLM's SamplingParams for choice `index`. Raises InvalidRequest.
 
@@ -41,7 +41,7 @@ def sampling_fields(
         translation.refuse_resumed_guided(request, "vLLM")
     return {
         **translation.sampling_fields(request, index, "vllm"),
-        "structured_outputs": guided and guided_decoding.structured_output_fields(guided, support),
+        "structured_outputs": guided and translation.structured_output_fields(guided, support),
         "thinking_token_budget": request.thinking.max_tokens if request.thinking else None,
         "ignore_eos": True,
         "logprobs": report.logprobs,

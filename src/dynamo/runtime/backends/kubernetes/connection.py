@@ -22,8 +22,8 @@ import httpx2
 import msgspec
 
 from dynamo.base import clock, errors
-from dynamo.runtime.backends.kubernetes import access, watched_objects
-from dynamo.runtime.backends.kubernetes.watched_objects import Object, WatchEvent
+from dynamo.runtime.backends.kubernetes import access, pod_records
+from dynamo.runtime.backends.kubernetes.pod_records import Object, WatchEvent
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class KubernetesConnection:
         the cluster cannot be reached or, after the first list, refuses, the watch waits for it. Raises KindMissing,
         Forbidden and Unauthenticated for the first list.
         """
-        watched = watched_objects.WatchedObjects()
+        watched = pod_records.WatchedObjects()
         revision: str | None = None
         has_synced = False
         pause_s = _FIRST_PAUSE_S

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from dynamo.base import clock, errors, tasks
 from dynamo.runtime.backends.kubernetes import connection, pod_records
-from dynamo.runtime.backends.kubernetes.watched_objects import Object
+from dynamo.runtime.backends.kubernetes.pod_records import Object
 from dynamo.runtime.discovery import (
     REMOVED,
     UNCONFIRMED_S,

@@ -15,7 +15,7 @@ from dynamo.runtime.backends.nats import access
 from dynamo.runtime.services import WorkQueueBounds
 
 if TYPE_CHECKING:  # they need the packages of an extra
-    from dynamo.runtime.backends.nats import connection, events, jetstream, requests
+    from dynamo.runtime.backends.nats import connection, jetstream, planes
 
 
 class NatsServices:
@@ -57,21 +57,21 @@ class NatsServices:
         limits: frame_connection.ConnectionLimits = frame_connection.ConnectionLimits(),  # noqa: B008 (a frozen value)
         *,
         instance_id: int = 0,
-    ) -> "requests.NatsRequestPlane":
+    ) -> "planes.NatsRequestPlane":
         """Make a request plane with an inbox of its own, after `connect`."""
         assert self._connection is not None, "not connected"
-        backend = _load("requests")
+        backend = _load("planes")
         network = backend.NatsNetwork(
             self._connection, namespace=self._namespace, number=ids.new_instance_id()
         )
-        plane: requests.NatsRequestPlane = backend.NatsRequestPlane(
+        plane: planes.NatsRequestPlane = backend.NatsRequestPlane(
             network, limits, item_type=item_type, instance_id=instance_id
         )
         return plane
 
-    def new_events(self) -> "events.NatsEventPlane":
+    def new_events(self) -> "planes.NatsEventPlane":
         """Make the event plane, after `connect`."""
-        plane: events.NatsEventPlane = _load("events").NatsEventPlane(
+        plane: planes.NatsEventPlane = _load("planes").NatsEventPlane(
             self._connection, self._instance_id
         )
         return plane

@@ -1,4 +1,4 @@
-"""SGLang's engine behind the engine seam (`streams.Library`): arguments, requests, load, KV events.
+"""SGLang's engine behind the engine seam (`streams.Library`): arguments, requests, results, load, KV events.
 
 Its schedulers are processes of their own. One that fails sends SIGQUIT to this process, as does SGLang's watchdog;
 SGLang's handler of that signal would kill this process, ours reports the death, and the worker's requests migrate.
@@ -6,6 +6,14 @@ SGLang's handler of that signal would kill this process, ours reports the death,
 The only module that imports SGLang, and so the only one that depends on its releases. Written after the sources of
 0.5.23: `srt/entrypoints/engine.py`, `srt/server_args.py`, `srt/managers/tokenizer_manager.py`,
 `srt/managers/load_snapshot.py`. Not run here.
+
+Each choice is a request of its own, so that one can be aborted alone; their prompt is computed once, as they share a
+prefix. SGLang stops at the model's own end tokens beside ours, or with `ignore_eos` at no token at all. An option that
+SGLang cannot honour is refused by name.
+
+A result is a map of `output_ids` and `meta_info`. With `incremental_streaming_output` tokens and their logprobs are
+only the new ones. A logprob is (value, token, text); those of a prompt begin with (None, token, text), as nothing
+predicts the first token.
 """
 
 import argparse
@@ -15,7 +23,7 @@ import json
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.runtime_context import get_schedule
@@ -23,11 +31,165 @@ from sglang.srt.server_args import ServerArgs
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.adapters import kv_subscriber, streams
+from dynamo.engine.adapters import kv_subscriber, streams, translation
 from dynamo.engine.adapters import settings as adapter_settings
 from dynamo.engine.adapters.settings import SglangConfig
-from dynamo.engine.adapters.sglang import translation
 from dynamo.protocols import blocks, generate, load
+
+_BAD_REQUEST, _UNAVAILABLE = 400, 503
+_ALL_TOKENS = -1  # for top_k
+_GUIDED_SUPPORT = translation.GuidedSupport(has_choice=False)
+_GUIDED_FIELDS = {
+    "json": "json_schema",
+    "regex": "regex",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
+
+
+class SglangFeatures(NamedTuple):
+    """Features of SGLang that depend on how it was started."""
+
+    has_tokenizer: bool = False
+    has_priority: bool = False
+    is_low_first: bool = False  # the lower priority is served first
+
+
+def generate_arguments(
+    request: generate.Request, index: int, features: SglangFeatures
+) -> dict[str, Any]:
+    """Return the arguments of SGLang's `async_generate` for choice `index`. Raises InvalidRequest.
+
+    Prompt logprobs are the first choice's only.
+    """
+    _refuse_unsupported(request, features)
+    report = request.output_options
+    prompt_logprobs = report.prompt_logprobs if index == 0 else None
+    top_counts = [count for count in (report.logprobs, prompt_logprobs) if count is not None]
+    priority = -request.priority if features.is_low_first else request.priority
+    return {
+        "sampling_params": _sampling_params(request, index),
+        "return_logprob": bool(top_counts),
+        "logprob_start_len": 0 if prompt_logprobs is not None else -1,  # from the first, or none
+        "top_logprobs_num": max(top_counts, default=0),
+        "routed_dp_rank": request.data_parallel_rank,
+        # SGLang without priorities refuses a request that has one; ours is only a hint.
+        "priority": priority if features.has_priority else None,
+    }
+
+
+def _sampling_params(request: generate.Request, index: int) -> dict[str, Any]:
+    options = request.sampling_options
+    params = {
+        **translation.sampling_fields(request, index, "sglang"),
+        "top_k": options.top_k or _ALL_TOKENS,
+        "logit_bias": {str(token): bias for token, bias in options.logit_bias.items()} or None,
+        "ignore_eos": request.stop_conditions.ignore_eos,
+    }
+    if options.guided_decoding is None:
+        return params
+    translation.refuse_resumed_guided(request, "SGLang")
+    fields = translation.structured_output_fields(options.guided_decoding, _GUIDED_SUPPORT)
+    named = {_GUIDED_FIELDS[name]: value for name, value in fields.items() if value is not None}
+    return params | named
+
+
+def _refuse_unsupported(request: generate.Request, features: SglangFeatures) -> None:
+    stop = request.stop_conditions
+    translation.refuse_param(
+        "SGLang", "ignore_eos", "ignores stop tokens with it, too: leave out one of them",
+        is_used=stop.ignore_eos and bool(stop.stop_token_ids),
+    )  # fmt: skip
+    translation.refuse_param(
+        "SGLang", "min_tokens", "needs the tokenizer for it: start it with --load-tokenizer",
+        is_used=stop.min_tokens > 0 and not features.has_tokenizer,
+    )  # fmt: skip
+    translation.refuse_param(
+        "SGLang", "nvext.max_thinking_tokens", "has no limit for thoughts here",
+        is_used=request.thinking is not None,
+    )  # fmt: skip
+    translation.refuse_param(
+        "SGLang", "kv_transfer_params", "moves blocks by its own rendezvous, which is not supported yet",
+        is_used=request.kv_transfer_params is not None,
+    )  # fmt: skip
+
+
+def translate_output(
+    result: Mapping[str, Any], index: int, request: generate.Request, *, is_first: bool
+) -> generate.Output:
+    """Convert a result of choice `index`; `is_first` marks the request's first one.
+
+    Raises InvalidRequest, Overloaded or EngineFailed if SGLang gave the request up.
+    """
+    meta, tokens = result["meta_info"], tuple(result["output_ids"])
+    finish, report = meta["finish_reason"], request.output_options
+    if finish is None and not is_first and report == translation.TOKENS_ONLY:
+        return generate.Output(tokens, None, index)
+    finish_reason, stop_reason = _finish(finish, request)
+    # SGLang repeats the prompt's logprobs with every result; we report them with the choice's first.
+    is_beginning = meta["completion_tokens"] == len(tokens)
+    prompt_logprobs = report.prompt_logprobs if is_beginning and index == 0 else None
+    return generate.Output(
+        tokens,
+        finish_reason,
+        index,
+        logprobs=_logprobs(meta, "output", report.logprobs),
+        cached_tokens=meta["cached_tokens"] if is_first else None,
+        stop_reason=stop_reason,
+        prompt_logprobs=_logprobs(meta, "input", prompt_logprobs, skip=1),
+    )
+
+
+def _finish(
+    finish: Mapping[str, Any] | None, request: generate.Request
+) -> tuple[generate.FinishReason | None, int | str | None]:
+    if finish is None:
+        return None, None
+    match finish["type"]:
+        case "length":
+            return generate.FinishReason.LENGTH, None
+        case "stop":
+            matched = finish["matched"]
+            is_ours = matched in request.stop_conditions.stop_token_ids
+            return translation.stop_finish(request, matched if is_ours else None)
+    message = f"SGLang: {finish.get('message') or finish['type']}"
+    if finish.get("status_code") == _BAD_REQUEST:
+        raise errors.InvalidRequest(message)
+    if finish.get("status_code") == _UNAVAILABLE:
+        raise errors.Overloaded(message)
+    raise errors.EngineFailed(message)
+
+
+def _logprobs(
+    meta: Mapping[str, Any], side: str, num_top: int | None, *, skip: int = 0
+) -> tuple[generate.TokenLogprobs, ...] | None:
+    """Convert the logprobs of the "input" or "output" tokens, without the first `skip`; the likeliest come sorted."""
+    if num_top is None:
+        return None
+    chosen = meta[f"{side}_token_logprobs"][skip:]
+    top = meta.get(f"{side}_top_logprobs", [])[skip:] if num_top else []
+    return tuple(
+        generate.TokenLogprobs(
+            entry[0],
+            tuple(
+                generate.TopLogprob(token, value) for value, token, _ in (likely or ())[:num_top]
+            ),
+        )
+        for entry, likely in zip(chosen, top or [()] * len(chosen), strict=True)
+    )
+
+
+def rank_load(snapshot: Any, facts: api.EngineFacts) -> translation.RankLoad:
+    """Return the load of a rank from its LoadSnapshot, which is None before its first step."""
+    if snapshot is None:
+        return translation.RankLoad()
+    return translation.RankLoad(
+        num_running=snapshot.num_running_reqs,
+        num_waiting=snapshot.num_waiting_reqs,
+        num_blocks=snapshot.num_used_tokens // facts.kv_block_size,
+        hit_rate=snapshot.cache_hit_rate,
+    )
+
 
 CLEAR_TIMEOUT_S = 30.0  # SGLang clears its cache only when no request runs
 _DEFAULT_KV_ENDPOINT = "tcp://*:5557"  # where SGLang publishes KV events by default
@@ -102,7 +264,7 @@ class SglangLibrary:
 
     def __init__(self, args: ServerArgs) -> None:
         self._args = args
-        self._features = translation.SglangFeatures(
+        self._features = SglangFeatures(
             has_tokenizer=not args.skip_tokenizer_init,
             has_priority=args.enable_priority_scheduling,
             is_low_first=args.schedule_low_priority_values_first,
@@ -138,7 +300,7 @@ class SglangLibrary:
         return size
 
     def plan(self, request: generate.Request, index: int) -> Any:
-        return translation.generate_arguments(request, index, self._features)
+        return generate_arguments(request, index, self._features)
 
     async def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
         results = await self._started.async_generate(
@@ -150,7 +312,7 @@ class SglangLibrary:
     def translate(
         self, result: Any, index: int, request: generate.Request, *, is_first: bool
     ) -> generate.Output:
-        return translation.translate_output(result, index, request, is_first=is_first)
+        return translate_output(result, index, request, is_first=is_first)
 
     def explain(self, error: Exception) -> errors.DynamoError:
         """Convert an error; SGLang raises ValueError for a wrong request."""
@@ -171,7 +333,7 @@ class SglangLibrary:
         snapshots = {snapshot.dp_rank: snapshot for snapshot in _snapshots(self._started)}
         num_tokens = num_prefill_tokens // facts.data_parallel_size
         return [
-            translation.rank_load(snapshots.get(rank), facts).metrics(
+            rank_load(snapshots.get(rank), facts).metrics(
                 facts, rank, num_prefill_tokens=num_tokens, is_idle=is_idle
             )
             for rank in range(facts.data_parallel_size)

@@ -1,1 +1,0 @@
-"""The adapter for TensorRT-LLM's `LLM` class on PyTorch: tokens in, tokens out. Written for 1.2, not run here."""
