@@ -27,7 +27,7 @@ from benchmarks.transfer import LAYOUT, MIB
 from dynamo.kvbm import host_memory, tier_copies
 from dynamo.kvbm import storage as storages
 from dynamo.kvbm.tiers import CachedBlock
-from dynamo.transfer import api, descriptors, job, memory
+from dynamo.transfer import api, descriptors, memory
 
 DISK_BLOCK_BYTES = 2 * MIB
 LIMIT_S = 300.0
@@ -64,7 +64,7 @@ def bench_host(num_rounds: int) -> None:
                 draw.sample(everything, num_blocks) if is_scattered else list(range(num_blocks))
             )
             slots = draw.sample(everything, num_blocks) if is_scattered else list(range(num_blocks))
-            limit = job.TimeLimit(LIMIT_S)
+            limit = api.TimeLimit(LIMIT_S)
             num_bytes = num_blocks * LAYOUT.block_bytes
 
             def copy(operation: api.TransferOperation) -> Callable[[], None]:

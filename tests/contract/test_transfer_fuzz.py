@@ -18,8 +18,8 @@ from dynamo.base import errors, membership, proof
 from dynamo.runtime import authentication
 from dynamo.transfer import api, descriptors, messages, server
 from dynamo.transfer import link as links
+from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.backends import shm, tcp
-from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link, admit, new_authenticator, welcome
 from transfer_peer import LAYOUT, blocks_of, content
 from waiting import PATIENT_S

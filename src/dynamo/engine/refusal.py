@@ -9,11 +9,19 @@ from dynamo.engine import api
 from dynamo.protocols import blocks, generate, limits, model_errors
 
 
-def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int | None) -> None:
+def check(
+    request: generate.Request,
+    facts: api.EngineFacts,
+    *,
+    vocab_size: int | None,
+    is_id_open: bool = False,
+) -> None:
     """Raise RequestError if no engine with these facts can serve the request, WorkerLost if another worker may.
 
-    With `vocab_size` None any token id is accepted.
+    With `vocab_size` None any token id is accepted. `is_id_open`: a request of the same id has not ended.
     """
+    if is_id_open:
+        raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
     limits.check(request)
     _check_prompt(request, facts.context_length)
     if not 0 <= request.num_resumed < request.prompt_len:

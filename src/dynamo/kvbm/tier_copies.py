@@ -24,7 +24,7 @@ from dynamo.kvbm.storage import Storage
 from dynamo.kvbm.tiered_cache import DEVICE, HOST, TierCopy
 from dynamo.kvbm.tiers import SharedChanges
 from dynamo.protocols import kv_events
-from dynamo.transfer import api, descriptors, job, memory, plan
+from dynamo.transfer import api, descriptors, memory, plan
 
 Generations = tuple[int, int]
 """How often all blocks were forgotten, in host memory and in the storage below."""
@@ -55,7 +55,7 @@ class DeviceMemory(Protocol):
         operation: api.TransferOperation,
         device_blocks: Sequence[int],
         host_slots: Sequence[int],
-        limit: job.TimeLimit,
+        limit: api.TimeLimit,
     ) -> None:
         """WRITE copies blocks to slots, READ slots to blocks. Raises TransferError at the time limit."""
 
@@ -75,7 +75,7 @@ class RegionMemory:
         operation: api.TransferOperation,
         device_blocks: Sequence[int],
         host_slots: Sequence[int],
-        limit: job.TimeLimit,
+        limit: api.TimeLimit,
     ) -> None:
         """Copy blocks, those that follow one another in one piece; see `DeviceMemory`."""
         copies = plan.make(self._layout, self._host_layout, device_blocks, host_slots)
@@ -258,8 +258,8 @@ class TierCopies:
         host_slots: Sequence[int],
         limit_s: float | None,
     ) -> None:
-        limit = job.TimeLimit(
-            job.MAX_DEADLINE_S if limit_s is None else max(limit_s, _MIN_MEMORY_S)
+        limit = api.TimeLimit(
+            api.MAX_DEADLINE_S if limit_s is None else max(limit_s, _MIN_MEMORY_S)
         )
         self._device.move(operation, device_blocks, host_slots, limit)
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from dynamo.base import errors
 from dynamo.transfer import api, descriptors, memory, messages, plan
-from dynamo.transfer.job import ThreadJob, TimeLimit
+from dynamo.transfer.api import ThreadJob, TimeLimit
 
 NUM_CONNECTING = 8  # peers to which we connect at the same time
 NUM_THREADS = 4  # transfers with one peer that run at the same time, and so its connections

@@ -29,7 +29,7 @@ from dynamo.base import errors, local_users, membership
 from dynamo.protocols import wire
 from dynamo.runtime import authentication
 from dynamo.transfer import messages
-from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.api import TimeLimit
 
 GREETING_LIMIT_S = 5.0
 # A copy of which no byte has come for so long, or a link that was not opened, is given up: the peer's host is silent,

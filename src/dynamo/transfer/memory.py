@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dynamo.base import errors
 from dynamo.transfer import api
-from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.plan import Pattern
 
 CAN_SHARE = sys.platform == "linux"

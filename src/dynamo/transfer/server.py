@@ -18,7 +18,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.runtime import authentication
 from dynamo.transfer import api, messages
-from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.link import GREETING_LIMIT_S, Link, admit, welcome
 
 log = logging.getLogger(__name__)

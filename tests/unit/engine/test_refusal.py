@@ -132,3 +132,10 @@ def test_images_beyond_those_of_the_engine_are_refused():
         dataclasses.replace(FACTS, max_images=1),
         vocab_size=50,
     )
+
+
+def test_request_whose_id_is_open_is_refused():
+    request = generate.Request(id="a", model="m", token_ids=blocks.pack((1, 2)))
+
+    with pytest.raises(errors.InvalidRequest, match="'a' runs already"):
+        refusal.check(request, FACTS, vocab_size=50, is_id_open=True)

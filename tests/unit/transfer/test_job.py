@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dynamo.base import errors
-from dynamo.transfer.job import MAX_DEADLINE_S, ThreadJob, TimeLimit
+from dynamo.transfer.api import MAX_DEADLINE_S, ThreadJob, TimeLimit
 from waiting import PATIENT_S
 
 

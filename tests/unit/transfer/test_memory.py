@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.transfer import api, memory
-from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.plan import Pattern
 
 READ, WRITE = api.TransferOperation.READ, api.TransferOperation.WRITE

@@ -12,7 +12,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.transfer import link as links
 from dynamo.transfer import messages
-from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.link import Link
 
 WAKE = 256 * 1024

@@ -8,7 +8,7 @@ import pytest
 from dynamo.base import errors, membership
 from dynamo.transfer import api, descriptors, server
 from dynamo.transfer import link as links
-from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.link import Link, new_authenticator
 from transfer_peer import LAYOUT
 from waiting import PATIENT_S

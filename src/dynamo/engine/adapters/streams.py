@@ -140,9 +140,8 @@ class StreamingEngine:
         """Check a request and start its choices; an error that only the library can find goes to the sink."""
         if self._death is not None:
             raise self._death
-        refusal.check(request, self._facts, vocab_size=self._library.vocab_size)
-        if request.id in self._open:
-            raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
+        is_id_open, vocab_size = request.id in self._open, self._library.vocab_size
+        refusal.check(request, self._facts, vocab_size=vocab_size, is_id_open=is_id_open)
         choices = range(request.sampling_options.n)
         plans = [self._library.plan(request, index) for index in choices]
         self._num_named += 1

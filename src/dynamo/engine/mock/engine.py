@@ -270,9 +270,8 @@ class MockEngine(exchange.ExchangesKv):
             raise self._death
         if self._asleep:
             raise errors.Conflict(f"the engine sleeps: it misses {', '.join(sorted(self._asleep))}")
-        refusal.check(request, self._facts, vocab_size=None)
-        if any(request.id in rank.batch for rank in self._ranks):
-            raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
+        is_id_open = any(request.id in rank.batch for rank in self._ranks)
+        refusal.check(request, self._facts, vocab_size=None, is_id_open=is_id_open)
         if request.kv_transfer_params is not None:
             self._exchange.accept_request(request)
         if request.data_parallel_rank is not None:

@@ -65,11 +65,10 @@ class LoadedEngine:
         """Check a request and pass it to the loop, when its grammar is compiled."""
         if self._death is not None:
             raise self._death
-        refusal.check(request, self.facts, vocab_size=self._vocab_size)
+        is_id_open = request.id in self._open
+        refusal.check(request, self.facts, vocab_size=self._vocab_size, is_id_open=is_id_open)
         if request.sampling_options.guided_decoding is not None:
             guided_decoding.check_backend(request.sampling_options.guided_decoding)
-        if request.id in self._open:
-            raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
         first_token = None
         if request.kv_transfer_params is not None:
             first_token = self._accept_transfer(request)

@@ -4,7 +4,7 @@ import secrets
 
 from dynamo.base import errors
 from dynamo.transfer import api, memory
-from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.plan import Pattern
 
 

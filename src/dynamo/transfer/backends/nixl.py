@@ -33,7 +33,7 @@ import nixl._api as nixl
 
 from dynamo.base import errors, membership
 from dynamo.transfer import api, memory, messages
-from dynamo.transfer.job import MAX_DEADLINE_S, TimeLimit
+from dynamo.transfer.api import MAX_DEADLINE_S, TimeLimit
 from dynamo.transfer.plan import Pattern, Piece
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import socket
 
 from dynamo.base import errors, membership
 from dynamo.transfer import api, memory, messages, server
-from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.link import Link, LinkPool, enter, new_authenticator
 from dynamo.transfer.plan import Pattern
 

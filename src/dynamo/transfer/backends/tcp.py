@@ -12,7 +12,7 @@ from dynamo.base import addresses, errors, membership
 from dynamo.runtime import listening
 from dynamo.runtime.backends import tcp as request_plane
 from dynamo.transfer import api, messages, server
-from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.link import Link, LinkPool, TlsLink, enter, new_authenticator
 from dynamo.transfer.plan import Pattern, Piece
 

@@ -5,8 +5,8 @@ import gc
 import pytest
 
 from dynamo.base import errors
+from dynamo.transfer.api import TimeLimit
 from dynamo.transfer.backends import shm
-from dynamo.transfer.job import TimeLimit
 
 
 def test_connection_that_is_too_late_opens_no_socket():

@@ -18,7 +18,7 @@ from dynamo.base import errors
 from dynamo.engine.adapters.vllm.tier_plan import EndedCopy, OpenedStorage, TierPlan, TierResults
 from dynamo.kvbm import host_memory, tier_copies, tier_setup, tiered_cache
 from dynamo.protocols import kv_events
-from dynamo.transfer import api, job, memory, plan
+from dynamo.transfer import api, memory, plan
 
 
 class LayerMemory:
@@ -35,7 +35,7 @@ class LayerMemory:
         operation: api.TransferOperation,
         device_blocks: Sequence[int],
         host_slots: Sequence[int],
-        limit: job.TimeLimit,
+        limit: api.TimeLimit,
     ) -> None:
         """Copy the parts of the blocks layer by layer; see `tier_copies.DeviceMemory`."""
         offset = 0
