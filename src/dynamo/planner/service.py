@@ -20,7 +20,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.observability import metrics as observed
-from dynamo.planner import profile_files, what_if
+from dynamo.planner import profile_files, scaling_pipeline
 from dynamo.planner.auto_policy import AutoPolicy
 from dynamo.planner.config import ScalingConfig
 from dynamo.planner.connectors import Connector, WakeUpPromise
@@ -292,7 +292,7 @@ class PlannerService:
         startup_s = last.decode.startup_s or settings.startup_time
         traffic = last.traffic.value
         per_interval = traffic.num_requests * interval_s / last.interval_s
-        steps = what_if.simulate(
+        steps = scaling_pipeline.simulate(
             make_pipeline(settings),
             last,
             dataclasses.replace(traffic, num_requests=per_interval),

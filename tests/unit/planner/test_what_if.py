@@ -1,6 +1,6 @@
 """The planner's simulated future: its own pipeline over simulated workers, in virtual time."""
 
-from dynamo.planner import what_if
+from dynamo.planner import scaling_pipeline
 from dynamo.planner.config import ScalingConfig
 from dynamo.planner.observation import Fresh, Observation, PoolLoad, PoolState, Traffic
 from dynamo.planner.service import make_pipeline
@@ -17,7 +17,7 @@ def simulate(factor, *, num_ready=2, kv_usage=0.3, **settings):
     )
     settings = {"max_workers": 8, "max_gpu_budget": 8, "scale_down_delay": 5.0, **settings}
     pipeline = make_pipeline(ScalingConfig(**settings))
-    steps = what_if.simulate(
+    steps = scaling_pipeline.simulate(
         pipeline, last, traffic, factor=factor, interval_s=1.0, horizon_s=200, startup_s=10.0
     )
     return [
