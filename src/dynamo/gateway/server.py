@@ -30,7 +30,7 @@ class ExtProcServer:
     async def start(self, host: str, port: int, certificates: Path | None = None) -> int:
         """Listen and return the port, which the system chooses for 0. Raises ConfigError.
 
-        `tls` is a directory with `tls.crt` and `tls.key`; without it the connection is not encrypted.
+        `certificates` is a directory with `tls.crt` and `tls.key`; without it the connection is not encrypted.
         """
         size = self._max_body_bytes + _ENVELOPE_BYTES
         server = grpc.aio.server(

@@ -28,7 +28,7 @@ import msgspec
 from dynamo.base import addresses, errors, tasks
 from dynamo.base import clock as clocks
 from dynamo.kvbm.agents import CONNECT_S, LocalAgent, MakeAgent, PeerEngines
-from dynamo.kvbm.sharing import BlockOwner, ImportReport, KvImport, usable_first_token
+from dynamo.kvbm.sharing import BlockLease, BlockOwner, ImportReport, KvImport, usable_first_token
 from dynamo.protocols import generate, kv_transfer
 from dynamo.transfer import api as transfer
 from dynamo.transfer import descriptors
@@ -55,11 +55,13 @@ class KvExporter:
         self._owner = owner
 
     def publish_lease(
-        self, request: generate.Request, output: generate.Output, me: descriptors.Metadata
+        self,
+        request: generate.Request,
+        output: generate.Output,
+        lease: BlockLease,
+        me: descriptors.Metadata,
     ) -> generate.Output:
-        """Complete the last output of an exported prompt with all that its reader needs, and start the time limit."""
-        assert output.kv_transfer_params is not None
-        assert output.kv_transfer_params.remote is not None
+        """Add to the last output of an exported prompt all that its reader needs, and start the time limit."""
         first_token = None
         params = request.kv_transfer_params
         if params is not None and params.do_first_token:
@@ -67,12 +69,12 @@ class KvExporter:
             first_token = kv_transfer.FirstToken(
                 output.token_ids[0], logprobs, output.cached_tokens
             )
-        lease_s = self._lease_s
-        if output.kv_transfer_params.remote.is_prefix:
-            lease_s = min(lease_s, PREFIX_LEASE_S)
+        lease_s = min(self._lease_s, PREFIX_LEASE_S) if lease.is_prefix else self._lease_s
         host, port = addresses.split(me.addresses["tcp"]) if "tcp" in me.addresses else ("", 0)
-        remote = msgspec.structs.replace(
-            output.kv_transfer_params.remote,
+        remote = kv_transfer.RemoteBlocks(
+            remote_block_ids=lease.block_ids,
+            remote_hold_id=lease.lease_id,
+            is_prefix=lease.is_prefix,
             remote_engine_id=me.epoch,
             remote_host=host,
             remote_port=port,
@@ -84,17 +86,14 @@ class KvExporter:
             "request_finished(%s), request_status=FINISHED_LENGTH_CAPPED, kv_transfer_params=%s",
             request.id, kv_transfer.to_log(request.kv_transfer_params),
         )  # fmt: skip
-        lease_id = remote.remote_hold_id
-        self._timers[lease_id] = self._clock.call_later(lease_s, self._expire, lease_id)
+        self._timers[lease.lease_id] = self._clock.call_later(lease_s, self._expire, lease.lease_id)
         self._is_idle.clear()
         params = kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
         return msgspec.structs.replace(output, kv_transfer_params=params)
 
-    def cancel_lease(self, output: generate.Output) -> None:
+    def cancel_lease(self, lease: BlockLease) -> None:
         """Free the blocks of an output that has no receiver any more, so that no engine will read them."""
-        params = output.kv_transfer_params
-        if params is not None and params.remote is not None:
-            self._release(params.remote.remote_hold_id)
+        self._release(lease.lease_id)
 
     def handle_notification(self, sender: str, message: bytes) -> None:
         """Release a lease at the word of the engine that has read the blocks."""
@@ -376,10 +375,12 @@ class KvExchange:
             self._importer.expect_import(request, remote)
         return usable_first_token(request, remote)
 
-    def publish_lease(self, request: generate.Request, output: generate.Output) -> generate.Output:
+    def publish_lease(
+        self, request: generate.Request, output: generate.Output, lease: BlockLease
+    ) -> generate.Output:
         """Complete the last output of an exported prompt; the time limit of its lease begins."""
         assert self._agent.description is not None
-        return self._exporter.publish_lease(request, output, self._agent.description)
+        return self._exporter.publish_lease(request, output, lease, self._agent.description)
 
     async def close(self) -> None:
         """Cancel all leases and imports, and close the agent. Idempotent."""

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from dynamo.base import errors
 from dynamo.kvbm import pool as pools
@@ -54,6 +54,14 @@ class ImportReport:
     duration_s: float
     error: errors.DynamoError | None  # then the prompt is computed here
     is_prefix: bool = False  # of a prefix that the exporting engine happened to have
+
+
+class BlockLease(NamedTuple):
+    """Blocks that stay in the pool for another engine; `exchange` says there where they are, and for how long."""
+
+    lease_id: int
+    block_ids: tuple[int, ...]  # positions in the registered region
+    is_prefix: bool = False  # these are leading full blocks; the rest of the prompt is not computed
 
 
 class BlockOwner(Protocol):
@@ -151,18 +159,12 @@ class SharedBlocks(Generic[S]):
             sequence.num_computed += num_tokens if is_copied else 0
         return sequence
 
-    def lease_blocks(
-        self, block_ids: list[int], *, is_prefix: bool = False
-    ) -> kv_transfer.KvTransferParams:
-        """Keep these blocks after their sequence ends. Return the parameters, which `exchange` completes."""
+    def lease_blocks(self, block_ids: list[int], *, is_prefix: bool = False) -> BlockLease:
+        """Keep these blocks after their sequence ends."""
         lease_id, leased = next(self._ids), tuple(block_ids)
         self._pool.retain(leased)
         self._blocks_by_lease[lease_id] = leased
-        ids = tuple(self._first_block + i for i in leased)
-        remote = kv_transfer.RemoteBlocks(
-            remote_block_ids=ids, remote_hold_id=lease_id, is_prefix=is_prefix
-        )
-        return kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
+        return BlockLease(lease_id, tuple(self._first_block + i for i in leased), is_prefix)
 
     def release_lease(self, lease_id: int) -> None:
         """Free leased blocks. An unknown id is no error: the importing engine and the time limit may both release."""

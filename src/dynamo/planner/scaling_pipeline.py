@@ -10,10 +10,10 @@
   only if the workers that remain would hold the targets. For workers that another pool takes over by a change of role
   there is no window, because they can be back as quickly.
 
-`report_what_if` runs the same pipeline over simulated workers, in virtual time: what the planner would do if the load
-were another. The last observation is repeated with its traffic multiplied. Load spreads evenly, so that of a worker falls as others
-get ready; a worker is ready a start-up time after its order. Latencies stay as observed: what they would be is the
-matter of `dynamo.simulate plan`, which simulates the workers' steps too.
+`simulate` runs the same pipeline over simulated workers, in virtual time: what the planner would do if the load were
+another. The last observation is repeated with its traffic multiplied. Load spreads evenly, so that of a worker falls as
+others get ready; a worker is ready a start-up time after its order. Latencies stay as observed: what they would be is
+the matter of `dynamo.simulate plan`, which simulates the workers' steps too.
 """
 
 import dataclasses

@@ -66,14 +66,11 @@ class PrefixSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Keys and values of a prompt that another engine keeps under a lease, in the order of its blocks.
-
-    The engine's scheduler sets block ids and lease; `kvbm.exchange` adds the rest before it leaves the engine.
-    """
+    """Keys and values of a prompt that another engine keeps under a lease, in the order of its blocks."""
 
     remote_block_ids: tuple[int, ...]
     remote_hold_id: int
-    remote_engine_id: str = ""
+    remote_engine_id: str
     remote_host: str = ""
     remote_port: int = 0
     remote_hold_s: float = LEASE_S

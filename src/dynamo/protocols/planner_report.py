@@ -44,7 +44,7 @@ class PlannerQuery(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PlannerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one planner. `scaling_pipeline` has the changes of a simulated future, the first decision included."""
+    """The state of one planner. `what_if` has the changes of a simulated future, the first decision included."""
 
     namespace: str
     policy: str

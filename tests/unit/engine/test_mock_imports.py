@@ -47,8 +47,9 @@ class Engine:
     def prefill(self, prompt):
         """Where its blocks are."""
         self.submit("p", prompt, kv_transfer.PREFILL_ONLY, max_tokens=1)
-        (output,) = self.run()
-        return kv_params.with_remote(output.kv_transfer_params, remote_engine_id="e")
+        self.run()
+        ((_, lease),) = self.batch.take_newly_leased().values()
+        return kv_params.at_remote(remote_block_ids=lease.block_ids, remote_hold_id=lease.lease_id)
 
     def copy(self, source):
         """What begins is done at once; gives the copies, which have not ended."""

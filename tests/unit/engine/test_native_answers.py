@@ -81,7 +81,7 @@ class Engine:
         result = scheduler.commit(chunks, runner.run(chunks))
         for sequence in result.ended:
             runner.forget(sequence)
-        for request, output in result.outputs:
+        for request, output, _ in result.outputs:
             self.tokens.setdefault((request.id, output.index), []).extend(output.token_ids)
             if output.cached_tokens is not None:
                 self.cached[request.id] = output.cached_tokens

@@ -39,10 +39,11 @@ class Pulling(Engine):
         chunks = self.scheduler.schedule()
         self.imports += self.scheduler.take_imports()
         result = self.scheduler.commit(chunks, [self.compute(chunk) for chunk in chunks])
-        for request, output in result.outputs:
+        for request, output, lease in result.outputs:
             self.outputs.setdefault((request.id, output.index), []).extend(output.token_ids)
             if output.finish_reason is not None:
                 self.finished[request.id, output.index] = output
+                self.lease = lease
         return chunks
 
     def end(self, kv_import, *, is_copied):
@@ -154,12 +155,11 @@ def test_leased_blocks_stay_allocated_until_the_lease_is_released():
     engine = Pulling()
     engine.submit_with(kv_transfer.PREFILL_ONLY, "a", range(10), max_tokens=1)
     engine.run()
-    held = engine.finished["a", 0].kv_transfer_params.remote
     active = engine.paging.num_active
-    engine.scheduler.release_lease(held.remote_hold_id)
-    engine.scheduler.release_lease(held.remote_hold_id)
+    engine.scheduler.release_lease(engine.lease.lease_id)
+    engine.scheduler.release_lease(engine.lease.lease_id)
 
-    assert len(held.remote_block_ids) == active == 3
+    assert len(engine.lease.block_ids) == active == 3
     assert engine.paging.num_active == 0
 
 
@@ -169,8 +169,7 @@ def test_sequence_that_waits_for_leased_blocks_runs_when_they_are_released():
     engine.step()
     engine.submit("b", range(20, 34), max_tokens=1)
     assert not engine.step()
-    held = engine.finished["a", 0].kv_transfer_params.remote
-    engine.scheduler.release_lease(held.remote_hold_id)
+    engine.scheduler.release_lease(engine.lease.lease_id)
     engine.run()
 
     assert engine.outputs["b", 0] == answer(range(20, 34), 1)

@@ -79,7 +79,7 @@ class Engine:
         assert sum(chunk.num_tokens for chunk in chunks) <= self.budget
         assert len({chunk.sequence for chunk in chunks}) == len(chunks) <= self.seqs
         result = self.scheduler.commit(chunks, [self.compute(chunk) for chunk in chunks])
-        for request, output in result.outputs:
+        for request, output, _ in result.outputs:
             key = (request.id, output.index)
             assert key not in self.finished
             self.outputs.setdefault(key, []).extend(output.token_ids)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dynamo.kvbm import exchange
+from dynamo.kvbm import exchange, sharing
 from dynamo.protocols import generate, kv_transfer
 from dynamo.testing import clock as clocks
 from dynamo.transfer import descriptors
@@ -48,18 +48,14 @@ def made(owner, clock=None):
     return exporter
 
 
-def output(number=3):
-    remote = kv_transfer.RemoteBlocks(remote_block_ids=(1, 2), remote_hold_id=number)
-    params = kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
+def output():
     logprobs = (generate.TokenLogprobs(-1.0),)
-    return generate.Output(
-        (5,), generate.FinishReason.LENGTH, logprobs=logprobs, cached_tokens=16, kv_transfer_params=params
-    )  # fmt: skip
+    return generate.Output((5,), generate.FinishReason.LENGTH, logprobs=logprobs, cached_tokens=16)
 
 
 def hold(exporter, number=3, ask=kv_transfer.PREFILL_ONLY):
     request = generate.Request(id="r", model="m", token_ids=b"", kv_transfer_params=ask)
-    told = exporter.publish_lease(request, output(number), ME)
+    told = exporter.publish_lease(request, output(), sharing.BlockLease(number, (1, 2)), ME)
     return kv_transfer.remote_blocks(told.kv_transfer_params)
 
 
@@ -106,8 +102,7 @@ async def test_expired_lease_frees_its_blocks(owner, caplog):
 
 
 async def test_cancelled_lease_frees_its_blocks_at_once(exporter, owner):
-    exporter.cancel_lease(output())
-    exporter.cancel_lease(generate.Output((5,)))
+    exporter.cancel_lease(sharing.BlockLease(3, (1, 2)))
     await asyncio.wait_for(exporter.wait_until_released(), PATIENT_S)
 
     assert owner.released == [3]

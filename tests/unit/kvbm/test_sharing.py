@@ -93,11 +93,11 @@ def test_useless_blocks_are_not_copied_but_their_lease_is_released(sequence):
 def test_leased_blocks_outlive_their_sequence_until_the_lease_is_released():
     pool, blocks = shared()
     ids = pool.allocate(3)
-    params = blocks.lease_blocks(ids)
+    lease = blocks.lease_blocks(ids)
     pool.release(ids)
     during = pool.num_active
-    blocks.release_lease(params.remote.remote_hold_id)
-    blocks.release_lease(params.remote.remote_hold_id)
+    blocks.release_lease(lease.lease_id)
+    blocks.release_lease(lease.lease_id)
 
     assert (during, pool.num_active) == (3, 0)
 
@@ -108,11 +108,11 @@ def test_pools_of_one_region_share_ids_and_give_positions_in_the_region():
         shared(first_block=start, ids=ids) for start in (0, 16)
     )
     leases = [
-        first.lease_blocks(first_pool.allocate(1)).remote,
-        second.lease_blocks(second_pool.allocate(1)).remote,
+        first.lease_blocks(first_pool.allocate(1)),
+        second.lease_blocks(second_pool.allocate(1)),
     ]
 
-    assert [(one.remote_hold_id, one.remote_block_ids) for one in leases] == [(1, (0,)), (2, (16,))]
+    assert leases == [(1, (0,), False), (2, (16,), False)]
 
 
 @pytest.mark.parametrize(

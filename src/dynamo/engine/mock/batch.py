@@ -10,6 +10,7 @@ Benchmarks of all other parts use this engine, so a token must cost next to noth
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -45,6 +46,13 @@ class StepPlan:
         return not self.num_prompt_tokens and not self.num_decoding
 
 
+class LeasedPrompt(NamedTuple):
+    """A request whose prompt's blocks are kept for another engine, with their lease."""
+
+    request: generate.Request
+    lease: sharing.BlockLease
+
+
 class MockBatch:
     """The requests of one rank; they may come and go between `schedule` and `commit`. One event loop owns it."""
 
@@ -59,7 +67,7 @@ class MockBatch:
         self._memory = memory
         self._limits = limits
         self._shared = shared or sharing.SharedBlocks(memory.pool, memory.block_size)
-        self._newly_leased: dict[str, generate.Request] = {}
+        self._newly_leased: dict[tuple[str, int], LeasedPrompt] = {}
         self._exports: list[api.EngineOutput] = []  # of requests for cached blocks only
         self._waiting: list[MockChoice] = []
         self._prefilling: list[MockChoice] = []  # in order of admission, like all below
@@ -182,11 +190,9 @@ class MockBatch:
             token_ids=(),
             finish_reason=generate.FinishReason.LENGTH,
             cached_tokens=choice.num_computed,
-            kv_transfer_params=self._shared.lease_blocks(leased, is_prefix=True)
-            if leased
-            else None,
         )
-        self._newly_leased[choice.request.id] = choice.request
+        if leased:
+            self._lease(choice, leased, is_prefix=True)
         self._exports.append(api.EngineOutput(choice.request.id, output))
         self._end(choice)
 
@@ -198,8 +204,12 @@ class MockBatch:
         self._num_cached_tokens += num_tokens
         choice.num_loaded = by_origin
 
-    def take_newly_leased(self) -> dict[str, generate.Request]:
-        """Return the requests with blocks that were put under a lease since the last call, by id."""
+    def _lease(self, choice: MockChoice, block_ids: list[int], *, is_prefix: bool = False) -> None:
+        lease = self._shared.lease_blocks(block_ids, is_prefix=is_prefix)
+        self._newly_leased[choice.request.id, choice.index] = LeasedPrompt(choice.request, lease)
+
+    def take_newly_leased(self) -> dict[tuple[str, int], LeasedPrompt]:
+        """Return the prompts whose blocks were put under a lease since the last call, by request id and choice."""
         leased, self._newly_leased = self._newly_leased, {}
         return leased
 
@@ -364,15 +374,10 @@ class MockBatch:
                 prompt_logprobs=self._cycle.prompt_logprobs(choice.request),
             )
         if choice.num_output == answer.length:
-            leased = None
             if kv_transfer.is_prefill_only(choice.request.kv_transfer_params):
-                self._newly_leased[choice.request.id] = choice.request
-                leased = self._shared.lease_blocks(choice.block_ids)
+                self._lease(choice, choice.block_ids)
             output = msgspec.structs.replace(
-                output,
-                finish_reason=answer.finish_reason,
-                stop_reason=answer.stop_reason,
-                kv_transfer_params=leased,
+                output, finish_reason=answer.finish_reason, stop_reason=answer.stop_reason
             )
             ended.append(choice)
         elif choice.num_output == choice.next_check:

@@ -156,8 +156,9 @@ class MockRank:
         """Give the sink outputs; those that lease blocks are completed before."""
         if leased := self.batch.take_newly_leased():
             for i, (request_id, output) in enumerate(outputs):
-                if output.kv_transfer_params is not None:
-                    published = self._exchange.publish_lease(leased[request_id], output)
+                prompt = leased.get((request_id, output.index))
+                if prompt is not None and output.finish_reason is not None:
+                    published = self._exchange.publish_lease(prompt.request, output, prompt.lease)
                     outputs[i] = api.EngineOutput(request_id, published)
         if outputs:
             sink.outputs(outputs)

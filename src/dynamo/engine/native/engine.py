@@ -20,7 +20,7 @@ from dynamo.engine.native import guided_decoding, scheduler
 from dynamo.engine.native.assemble import Assembly, assemble
 from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.kvbm import agents, tier_report
+from dynamo.kvbm import agents, sharing, tier_report
 from dynamo.kvbm import exchange as exchanges
 from dynamo.protocols import generate, kv_transfer, load
 from dynamo.transfer.backends import local
@@ -178,7 +178,7 @@ class LoadedEngine:
             result.outputs = [self._publish_lease(*item) for item in result.outputs]
         batch = [
             api.EngineOutput(request.id, output)
-            for request, output in result.outputs
+            for request, output, _ in result.outputs
             if self._is_open_choice(request, output)
         ]
         if batch:
@@ -191,15 +191,18 @@ class LoadedEngine:
             self._sink.kv_events(result.block_events)
 
     def _publish_lease(
-        self, request: generate.Request, output: generate.Output
+        self,
+        request: generate.Request,
+        output: generate.Output,
+        lease: sharing.BlockLease | None,
     ) -> scheduler.RequestOutput:
         """Complete an output that leases blocks to another engine, or free them if the request was aborted."""
-        if output.kv_transfer_params is not None:
+        if lease is not None:
             opened = self._find_open(request)
             if opened is not None and output.index in opened.choices:
-                output = self._exchange.publish_lease(request, output)
+                output = self._exchange.publish_lease(request, output, lease)
             else:
-                self._exchange.cancel_lease(output)
+                self._exchange.cancel_lease(lease)
         return scheduler.RequestOutput(request, output)
 
     def _is_open_choice(self, request: generate.Request, output: generate.Output) -> bool:

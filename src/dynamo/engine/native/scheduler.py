@@ -56,6 +56,7 @@ class RequestOutput(NamedTuple):
 
     request: generate.Request
     output: generate.Output
+    lease: sharing.BlockLease | None = None  # of the prompt's blocks, for another engine
 
 
 class RequestFailure(NamedTuple):
@@ -188,8 +189,7 @@ class Scheduler:
     def take_exports(self) -> StepResult:
         """Return the answers to requests for cached blocks only, since the last call."""
         exports, self._exports = self._exports, []
-        holds_blocks = any(output.kv_transfer_params for _, output in exports)
-        return StepResult(outputs=exports, holds_blocks=holds_blocks)
+        return StepResult(outputs=exports, holds_blocks=any(answer.lease for answer in exports))
 
     def _export_cached(self, sequence: Sequence) -> None:
         """Begin to answer a request for cached blocks only."""
@@ -204,14 +204,13 @@ class Scheduler:
         """Answer a request for cached blocks only, with a lease on them if there are any."""
         num_blocks = sequence.num_computed // self._paging.block_size
         leased = sequence.block_ids[:num_blocks]
-        params = self._shared.lease_blocks(leased, is_prefix=True) if leased else None
+        lease = self._shared.lease_blocks(leased, is_prefix=True) if leased else None
         output = generate.Output(
             token_ids=(),
             finish_reason=generate.FinishReason.LENGTH,
             cached_tokens=sequence.num_computed,
-            kv_transfer_params=params,
         )
-        self._exports.append(RequestOutput(sequence.request, output))
+        self._exports.append(RequestOutput(sequence.request, output, lease))
         del self._groups[sequence.request.id]
         self._paging.release(sequence)
 
@@ -403,13 +402,13 @@ class Scheduler:
             logprobs=(drawn.logprobs,) if drawn.logprobs else None,
             cached_tokens=None if group.has_reported_cached else sequence.num_cached,
             stop_reason=stop_reason,
-            kv_transfer_params=self._shared.lease_blocks(sequence.block_ids) if is_leased else None,
             prompt_logprobs=drawn.prompt_logprobs,
             tier_tokens=None if group.has_reported_cached else _tier_tokens(sequence),
         )
         group.has_reported_cached = True
         result.holds_blocks |= is_leased
-        result.outputs.append(RequestOutput(sequence.request, output))
+        lease = self._shared.lease_blocks(sequence.block_ids) if is_leased else None
+        result.outputs.append(RequestOutput(sequence.request, output, lease))
         if finish_reason is not None:
             self._end(sequence, group)
             result.ended.append(sequence)
