@@ -245,7 +245,7 @@ LIMIT_PARAM = "nvext.max_thinking_tokens"
 def make_effort_args(
     effort: str, variables: Set[str], *, can_think: bool, param: str
 ) -> dict[str, Any]:
-    """Return the values for a template that reads `process_setup`; none where it cannot be told how hard to think.
+    """Return the values for a template that reads `variables`; none where it cannot be told how hard to think.
 
     Raises InvalidRequest, which names `param`, if the model thinks and its template cannot be told not to.
     """

@@ -233,9 +233,9 @@ def test_encoder_and_word_models_decide_together():
 def test_name_that_only_the_encoder_sees_is_less_sure():
     text = "Please ask Jennifer Okonkwo about the derivative"
     spans = tuple(
-        classification.LabeledSpan("PERSON", start, end, 0.9) for start, end in ((11, 27), (38, 48))
+        encoders.LabeledSpan("PERSON", start, end, 0.9) for start, end in ((11, 27), (38, 48))
     )
-    answers = {("exact_names", text): classification.TextLabels(spans=spans)}
+    answers = {("exact_names", text): encoders.TextLabels(spans=spans)}
 
     found, _ = encoder_scores.EncoderScores(FAST, {}, answers, "other").find_pii(text)
 
