@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from dynamo.base import clock as clocks
-from dynamo.protocols import classification
+from dynamo.protocols import encoders
 from dynamo.semantic import config, encoder_labels, encoder_scores
 
 _MOST_BYTES = 16 * 2**20  # of an answer
@@ -49,7 +49,7 @@ async def embed_texts(
         reason = f"{type(error).__name__}: {error}"
     else:
         return {
-            (encoder_labels.EMBEDDING, text): classification.TextLabels(vector=vector)
+            (encoder_labels.EMBEDDING, text): encoders.TextLabels(vector=vector)
             for text, vector in zip(texts, vectors, strict=True)
         }
     _logger.warning("no embeddings of %s: %s", settings.embeddings_url, reason)

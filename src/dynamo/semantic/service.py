@@ -175,7 +175,7 @@ class RoutingService:
     async def _classify(
         self,
         router: semantic_router.SemanticRouter,
-        inputs: Sequence[classification.ClassifierInput],
+        inputs: Sequence[encoders.ClassifierInput],
     ) -> encoder_scores.Answers:
         """Return the answers of the encoders' process and of the server of embeddings, asked at once."""
         settings = router.settings.encoders
