@@ -87,7 +87,7 @@ class Storyteller:
         result = self.parts.scheduler.commit(chunks, self.parts.runner.run(chunks))
         for sequence in result.ended:
             self.parts.runner.forget(sequence)
-        for request, output in result.outputs:
+        for request, output, _ in result.outputs:
             self._tokens[request.id] += output.token_ids
             if output.finish_reason is not None:
                 self._ends[request.id] = output.finish_reason
