@@ -22,6 +22,8 @@ needs_obstore = pytest.mark.skipif(not HAS_OBSTORE, reason="obstore is not insta
 if HAS_OBSTORE:
     import obstore
 
+    from dynamo.kvbm import object_storage
+
 HAS_MOTO = HAS_OBSTORE and importlib.util.find_spec("moto") is not None
 needs_moto = pytest.mark.skipif(not HAS_MOTO, reason="moto or obstore is not installed")
 
@@ -47,13 +49,13 @@ def open_nixl(directory, fingerprint):
 
 def open_objects(directory, fingerprint):
     directory.mkdir(exist_ok=True)
-    return storages.ObjectStorage(directory.as_uri(), fingerprint, num_slots=NUM_SLOTS)
+    return object_storage.ObjectStorage(directory.as_uri(), fingerprint, num_slots=NUM_SLOTS)
 
 
 def open_bucket(directory, fingerprint):
     """Open the tier in the bucket of the running `s3`, under a prefix of this test alone."""
     url = f"s3://cache{directory}"
-    return storages.ObjectStorage(url, fingerprint, num_slots=NUM_SLOTS)
+    return object_storage.ObjectStorage(url, fingerprint, num_slots=NUM_SLOTS)
 
 
 class FaultyStore(http.server.ThreadingHTTPServer):
@@ -262,10 +264,12 @@ def test_object_whose_write_ends_after_all_was_forgotten_is_removed(tmp_path, mo
 @needs_obstore
 def test_more_objects_than_slots_are_removed_at_the_start(tmp_path):
     for name in range(1, 4):
-        other = storages.ObjectStorage(tmp_path.as_uri(), OURS, num_slots=2 * NUM_SLOTS, part="x")
+        other = object_storage.ObjectStorage(
+            tmp_path.as_uri(), OURS, num_slots=2 * NUM_SLOTS, part="x"
+        )
         for slot in range(2):
             other.write(len(other.blocks) + slot, block(10 * name + slot), content(1), 0)
-    storage = storages.ObjectStorage(tmp_path.as_uri(), OURS, num_slots=NUM_SLOTS, part="x")
+    storage = object_storage.ObjectStorage(tmp_path.as_uri(), OURS, num_slots=NUM_SLOTS, part="x")
 
     assert len(storage.blocks) == NUM_SLOTS
     assert len(list(tmp_path.rglob("*-*-*"))) == NUM_SLOTS
@@ -296,7 +300,7 @@ def test_absent_store_is_refused_at_start_and_named(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     with pytest.raises(errors.ConfigError, match="--kvbm-object-store s3://none/x: expected a"):
-        storages.ObjectStorage("s3://none/x", OURS, num_slots=1)
+        object_storage.ObjectStorage("s3://none/x", OURS, num_slots=1)
 
 
 @needs_obstore
@@ -323,7 +327,7 @@ def test_failing_store_is_an_error_of_the_system(tmp_path, monkeypatch):
 def test_store_that_stops_answering_is_an_error_within_its_time_limit(
     s3, tmp_path, monkeypatch, fault
 ):
-    monkeypatch.setattr(storages, "TIMEOUT_S", 1)
+    monkeypatch.setattr(object_storage, "TIMEOUT_S", 1)
     storage = open_bucket(tmp_path, OURS)
     storage.write(0, block(1), content(1), 0)
     s3.fault = fault

@@ -309,7 +309,7 @@ def make_cache(
 def _object_storage() -> Any:
     """Import the module of object stores. Raises ConfigError if its library is not installed."""
     try:
-        return importlib.import_module("dynamo.kvbm.storage")
+        return importlib.import_module("dynamo.kvbm.object_storage")
     except ImportError as error:
         raise errors.ConfigError(
             f"--kvbm-object-store: expected the package obstore: {distribution.install_command('objects')}"

@@ -1,4 +1,4 @@
-"""The files of a profile, in the original's format, and its plots; numpy and matplotlib are imported here alone.
+"""The files of a profile, in the original's format; the only module of the planner that imports numpy.
 
 A directory holds `selected_prefill_interpolation/raw_data.npz` with the arrays `prefill_isl`, `prefill_ttft` (ms) and
 `prefill_thpt_per_gpu`, and `selected_decode_interpolation/raw_data.npz` with `x_kv_usage`, `y_context_length`, `z_itl`
@@ -8,8 +8,6 @@ A directory holds `selected_prefill_interpolation/raw_data.npz` with the arrays 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from matplotlib import figure
 
 from dynamo.base import distribution, errors
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
@@ -86,25 +84,3 @@ def _numpy() -> Any:
             f"profiles need numpy, which is not installed: {command}"
         ) from error
     return numpy
-
-
-def draw(profile: WorkerProfile, path: Path, *, ttft_ms: float, itl_ms: float) -> None:
-    """Write a PNG file with the prefill curve and the decode curves, and the targets as lines."""
-    canvas = figure.Figure(figsize=(11, 4.5), dpi=110, layout="constrained")
-    prefill, decode = canvas.subplots(1, 2)
-    curve = profile.prefill
-    prefill.plot(curve.isl, [s * 1e3 for s in curve.ttft_s], marker=".")
-    prefill.axhline(ttft_ms, color="grey", linewidth=0.8)
-    prefill.set(
-        xscale="log", yscale="log", xlabel="prompt tokens", ylabel="TTFT on an idle worker, ms"
-    )
-    for context in sorted({point.context for point in profile.decode.points}):
-        points = [point for point in profile.decode.points if point.context == context]
-        usage, itl = [100 * p.kv_usage for p in points], [1e3 * p.itl_s for p in points]
-        decode.plot(usage, itl, marker=".", label=f"context {context:.0f}")
-    decode.axhline(itl_ms, color="grey", linewidth=0.8)
-    decode.set(xlabel="KV cache in use, %", ylabel="time between tokens, ms", ylim=(0, None))
-    decode.legend(fontsize="small")
-    for ax in (prefill, decode):
-        ax.grid(alpha=0.3)
-    canvas.savefig(path, format="png")

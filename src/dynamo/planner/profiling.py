@@ -210,7 +210,7 @@ class _Sweep:
         sys.stdout.write(text)
         sys.stdout.flush()
         if importlib.util.find_spec("matplotlib") is not None:
-            plots = importlib.import_module("dynamo.planner.profile_files")
+            plots = importlib.import_module("dynamo.planner.profile_plots")
             targets_ms = {
                 "ttft_ms": self._targets.ttft_s * 1e3,
                 "itl_ms": self._targets.itl_s * 1e3,
