@@ -118,6 +118,13 @@ class Frontend(Process):
 
         return eventually(is_so, within_s=within_s, what=f"{expected} at {self.url}")
 
+    def await_workers(self, number: int) -> None:
+        """Wait until the frontend knows so many workers of the model; it lists the model with the first of them."""
+        series = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
+        eventually(
+            lambda: self.is_live() and self.metric(series) == number, what=f"{number} workers"
+        )
+
     def chat(self, text: str = "Tell me a story", **fields: object) -> httpx.Response:
         return httpx.post(
             f"{self.url}/v1/chat/completions", json=chat(text, **fields), timeout=PATIENT_S

@@ -4,7 +4,7 @@ import os
 import pathlib
 
 import httpx
-from deployment import MODEL, newly_asked
+from deployment import newly_asked
 
 import ports
 from waiting import PATIENT_S, eventually
@@ -48,7 +48,7 @@ def test_policy_of_ones_own_keeps_long_prompts_at_one_worker(deployment):
     deployment.environ["PYTHONPATH"] = path
     frontend = deployment.frontend("--router-mode", "kv", "--router-policy", "by_length:ByLength")
     frontend.others += workers
-    frontend.await_models([MODEL])
+    frontend.await_workers(2)
 
     def asked_by(text):
         with newly_asked(workers) as asked:

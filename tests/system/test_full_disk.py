@@ -5,9 +5,6 @@ import os
 import subprocess
 
 import pytest
-from deployment import MODEL
-
-from waiting import eventually
 
 FAST = ("--speedup-ratio", "1000")
 
@@ -34,29 +31,21 @@ def fill(disk):
     assert os.statvfs(disk).f_bavail == 0
 
 
-def await_workers(frontend, number):
-    name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
-    eventually(
-        lambda: frontend.is_live() and frontend.metric(name) == number,
-        what=f"{number} workers",
-    )
-
-
 def test_full_disk_stops_no_running_process_and_is_named_to_new_ones(deployment, disk):
     dying, _ = deployment.mocker(*FAST), deployment.mocker(*FAST)
     frontend = deployment.frontend()
-    await_workers(frontend, 2)
+    frontend.await_workers(2)
     fill(disk)
     served = {frontend.chat(max_tokens=2).status_code for _ in range(4)}
     dying.kill()
-    await_workers(frontend, 1)  # death is still noticed
+    frontend.await_workers(1)  # death is still noticed
     served |= {frontend.chat(max_tokens=2).status_code for _ in range(4)}
     fill(disk)  # the place of the dead one's keys
     refused = deployment.mocker(*FAST)
     code, said = refused.exit_code(), refused.log.read_text()
     (disk / "ballast").unlink()
     deployment.mocker(*FAST)
-    await_workers(frontend, 2)
+    frontend.await_workers(2)
 
     assert served == {200}
     assert code == 2

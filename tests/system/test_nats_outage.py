@@ -79,9 +79,7 @@ def test_stream_of_the_only_worker_goes_on_after_a_stop(deployment, server):
 def test_stopped_worker_is_given_up_where_another_can_take_over(deployment, server):
     frontend = deployment.frontend("--router-mode", "round-robin")
     workers = [deployment.mocker("--speedup-ratio", "1") for _ in range(2)]
-    frontend.await_models([MODEL])
-    name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
-    eventually(lambda: frontend.metric(name) == 2, what="both workers")
+    frontend.await_workers(2)
     with (
         newly_asked(workers) as holder,
         frontend.stream(max_tokens=2000, ignore_eos=True) as lines,
