@@ -30,7 +30,8 @@ def main(lifeline: str, parent: str, cores: str, *argv: str) -> None:
     with contextlib.suppress(BrokenPipeError):  # the guard was killed: the kernel's part remains
         os.write(int(lifeline), b"group %d\n" % os.getpid())
     os.set_inheritable(int(lifeline), False)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; programs do not expect that
+    # Python ignores these two, which programs do not expect
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         if int(parent):
