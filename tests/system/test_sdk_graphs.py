@@ -130,6 +130,8 @@ def test_graph_of_a_language_model_answers_at_its_port(deployment, home, tmp_pat
     options = bench.BenchConfig(url=address, requests=3, max_tokens=3, json=True)
     exit_code = bench.run(options)
     report = json.loads(capsys.readouterr().out)
+    failed_code = bench.run(bench.BenchConfig(url=address, requests=1, model="nope", json=True))
+    failed = json.loads(capsys.readouterr().out)
     top.run(top.TopConfig(url=address, interval=0.1, once=True))
 
     assert "# Processor runs inside Frontend" in printed
@@ -137,4 +139,6 @@ def test_graph_of_a_language_model_answers_at_its_port(deployment, home, tmp_pat
     assert httpx.post(url, json=body, timeout=PATIENT_S).json()["usage"]["completion_tokens"] == 3
     assert (exit_code, report["requests"], report["failed"]) == (0, 3, 0)
     assert report["ttft_ms_p50"] > 0
+    assert failed_code == 1
+    assert "The model 'nope' does not exist" in failed["first_error"]
     assert "mock" in capsys.readouterr().out

@@ -14,22 +14,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dynamo import client
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
 from dynamo.cli import top
 
-_WORDS = (
-    "brave",
-    "cat",
-    "river",
-    "stone",
-    "light",
-    "garden",
-    "winter",
-    "letter",
-    "window",
-    "quiet",
-)
+_WORDS = ("brave", "cat", "river", "stone", "light", "garden", "winter", "letter", "wind", "quiet")
 _REQUEST_S = 600.0
 _LINE_BYTES = 2**24
 
@@ -39,6 +29,7 @@ class BenchConfig:
     """Load a frontend and report its times."""
 
     url: str = config.option("http://127.0.0.1:8000", help="address of the frontend")
+    api_key: str = config.option("", env="DYN_API_KEY", help="API key, where one is wanted")
     model: str | None = config.option(
         None, help="model (default: the first that the frontend lists)"
     )
@@ -75,14 +66,15 @@ def run(options: BenchConfig) -> int:
 
 async def _run(options: BenchConfig, clock: clocks.Clock) -> list[Answered]:
     draw = random.Random(options.seed)
-    client = _Client(options.url, clock)
-    model = options.model or await client.first_model()
+    url = top.check_url(options.url)
+    chats = _ChatClient(url, options.api_key, clock)
+    model = options.model or _first_model(url, options.api_key)
     slots = asyncio.Semaphore(options.requests if options.rate else options.concurrency)
     tasks = []
 
     async def ask(prompt: str) -> Answered:
         async with slots:
-            return await client.stream(model, prompt, options.max_tokens)
+            return await chats.stream(model, prompt, options.max_tokens)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(options.requests):
@@ -94,28 +86,25 @@ async def _run(options: BenchConfig, clock: clocks.Clock) -> list[Answered]:
     return [task.result() for task in tasks]
 
 
-class _Client:
-    def __init__(self, url: str, clock: clocks.Clock) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme != "http" or parts.hostname is None:
-            raise errors.ConfigError(f"--url {url}: expected http://host:port")
-        self._url = url
-        self._address = (parts.hostname, parts.port or 80)
-        self._clock = clock
+def _first_model(url: str, api_key: str) -> str:
+    try:
+        models = client.Client(url, api_key=api_key).list_models()
+    except errors.Unavailable as error:
+        raise errors.Unavailable(top.describe_no_answer(url, error.__cause__)) from error
+    if not models:
+        raise errors.Unavailable("the frontend lists no model yet")
+    return models[0].id
 
-    async def first_model(self) -> str:
-        """Return the first model that the frontend lists. Raises Unavailable."""
-        try:
-            reader, writer = await asyncio.open_connection(*self._address)
-        except OSError as error:
-            raise errors.Unavailable(top.describe_no_answer(self._url, error)) from error
-        writer.write(b"GET /v1/models HTTP/1.0\r\nhost: localhost\r\n\r\n")
-        body = (await reader.read()).partition(b"\r\n\r\n")[2]
-        writer.close()
-        models = msgspec.json.decode(body)["data"]
-        if not models:
-            raise errors.Unavailable("the frontend lists no model yet")
-        return str(models[0]["id"])
+
+class _ChatClient:
+    def __init__(self, url: str, api_key: str, clock: clocks.Clock) -> None:
+        parts = urllib.parse.urlsplit(url)
+        self._ssl = parts.scheme == "https" or None
+        self._address = (parts.hostname, parts.port or (443 if self._ssl else 80))
+        self._head = "POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        if api_key:
+            self._head += f"authorization: Bearer {api_key}\r\n"
+        self._clock = clock
 
     async def stream(self, model: str, prompt: str, max_tokens: int) -> Answered:
         """Return the times of one answer."""
@@ -128,13 +117,17 @@ class _Client:
             }
         )
         sent_at, times = self._clock.now(), []
-        head = "POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         try:
             async with self._clock.timeout(_REQUEST_S):
-                reader, writer = await asyncio.open_connection(*self._address, limit=_LINE_BYTES)
+                reader, writer = await asyncio.open_connection(
+                    *self._address, limit=_LINE_BYTES, ssl=self._ssl
+                )
                 try:
-                    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+                    writer.write(f"{self._head}content-length: {len(body)}\r\n\r\n".encode() + body)
                     status = await reader.readline()
+                    if b" 200" not in status:
+                        refusal = (await reader.read()).partition(b"\r\n\r\n")[2]
+                        raise errors.Unavailable((status.strip() + b": " + refusal).decode()[:500])
                     async for line in reader:
                         if line.startswith(b"data: {"):
                             if b'"error"' in line[:20]:
@@ -144,8 +137,6 @@ class _Client:
                     writer.close()
         except (OSError, TimeoutError, errors.DynamoError) as error:
             return Answered(sent_at, error=str(error) or type(error).__name__)
-        if b" 200" not in status:
-            return Answered(sent_at, error=status.decode("utf-8", "replace").strip())
         return Answered(sent_at, tuple(times), "" if times else "an answer without tokens")
 
 

@@ -44,6 +44,8 @@ def pull(options: PullConfig) -> int:
 
 def remove(options: RemoveConfig) -> int:
     """Remove a model. Raises ConfigError if it is not there."""
+    if not options.model:
+        raise errors.ConfigError("dynamo rm: expected a model's name, as `dynamo list` shows it")
     freed = model_source.remove_cached(options.model)
     print(f"removed {options.model}: {freed / 1e9:.2f} GB are free again")
     return 0

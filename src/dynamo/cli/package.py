@@ -181,11 +181,11 @@ def read(tag: str, output: str | None) -> Manifest:
 
 def archive_path(tag: str, output: str | None) -> Path:
     """Return the archive of a tag. Raises ConfigError."""
-    if not tag:
-        raise errors.ConfigError(
-            "expected the tag that `dynamo build` printed; `dynamo get` lists them"
-        )
     name, _, version = tag.removesuffix(".").partition(":")
+    if not version:
+        raise errors.ConfigError(
+            f"expected the tag that `dynamo build` printed, like app:1a2b, got {tag!r}; `dynamo get` lists them"
+        )
     return _directory(output) / f"{name}-{version}.tar.gz".replace("/", "_")
 
 

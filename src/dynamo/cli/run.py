@@ -109,7 +109,8 @@ def read_words(words: Sequence[str]) -> dict[str, str]:
             raise errors.ConfigError(f"{word!r} is one too many: expected in=..., out=..., MODEL")
         fields[name] = word if name == "model" else value
     source = fields.get("source", "text")
-    if source not in SOURCES and not source.startswith(_BATCH):
+    is_batch = source.startswith(_BATCH) and source != _BATCH
+    if source not in SOURCES and not is_batch:
         raise errors.ConfigError(f"in={source}: expected one of {', '.join(SOURCES)}")
     workers.endpoint_of(fields.get("target", "native"))
     return fields

@@ -4,8 +4,10 @@ Rates are those between two readings. Columns: workers that serve the model, req
 to the first token in the interval, and the share of prompt tokens that were cached.
 """
 
+import contextlib
 import os
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,17 +33,28 @@ class TopConfig:
 
 def run(options: TopConfig) -> int:
     """Show the table until Ctrl-C. Raises Unavailable if the frontend does not answer."""
-    before = read(options.url)
+    url = check_url(options.url)
+    before = read(url)
     with live.Live(auto_refresh=False, transient=False) as display:
         while True:
             began_at = time.monotonic()
             time.sleep(options.interval)
-            after = read(options.url)
+            after = read(url)
             rows = compare(before, after, time.monotonic() - began_at)
-            display.update(_table(options.url, rows), refresh=True)
+            display.update(_table(url, rows), refresh=True)
             before = after
             if options.once:
                 return 0
+
+
+def check_url(text: str) -> str:
+    """Return the address of a frontend, with http:// if it names no scheme. Raises ConfigError."""
+    url = text if "://" in text else f"http://{text}"
+    with contextlib.suppress(ValueError):
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url.rstrip("/")
+    raise errors.ConfigError(f"--url: expected http://host:port, got {text!r}")
 
 
 def read(url: str) -> Samples:
@@ -53,7 +66,7 @@ def read(url: str) -> Samples:
         raise errors.Unavailable(describe_no_answer(url, error)) from error
 
 
-def describe_no_answer(url: str, error: OSError | ValueError) -> str:
+def describe_no_answer(url: str, error: BaseException | None) -> str:
     """Return what to do if no frontend answers at this address."""
     cause = getattr(error, "reason", error)  # urllib wraps the system's error
     number = getattr(cause, "errno", None)

@@ -23,7 +23,16 @@ _ANY_OBJECT = '{"type":"object"}'
 
 
 def from_fields(request: inputs.GenerationInput) -> generate.GuidedDecoding | None:
-    """Return what the guided fields ask for. Raises InvalidRequest if several are set."""
+    """Return what the guided fields or the response format ask for. Raises InvalidRequest if several are set."""
+    guide, answer_format = _from_guides(request), _from_response_format(request)
+    if guide is not None and answer_format is not None:
+        raise errors.InvalidRequest(
+            f"{guide.param}: not together with {answer_format.param}", param=guide.param
+        )
+    return guide or answer_format
+
+
+def _from_guides(request: inputs.GenerationInput) -> generate.GuidedDecoding | None:
     if (
         request.nvext is None
         and request.structured_outputs is None
@@ -83,21 +92,13 @@ def from_conversation(
 
     Raises InvalidRequest for fields that exclude each other.
     """
-    from_guide, from_format = from_fields(request), _from_response_format(request)
-    must_call = request.must_call
-    if from_guide is None and from_format is None and not must_call:
-        return None
-    if from_guide is not None and from_format is not None:
-        raise errors.InvalidRequest(
-            f"{from_guide.param}: not together with {from_format.param}", param=from_guide.param
-        )
-    if must_call and from_guide is not None:
-        raise errors.InvalidRequest(
-            f"{from_guide.param}: not together with a tool_choice that forces a call",
-            param=from_guide.param,
-        )
-    guided = from_guide or from_format
-    if must_call:  # a response format is for text, and there will be none
+    guided = from_fields(request)
+    if request.must_call:  # a response format is for text, and there will be none
+        if guided is not None and guided.param != request.format_param:
+            raise errors.InvalidRequest(
+                f"{guided.param}: not together with a tool_choice that forces a call",
+                param=guided.param,
+            )
         calls = _guide_calls(request, answer_format.frame)
         return generate.GuidedDecoding(calls=calls, backend=_backend(request), param="tool_choice")
     if guided is None or not request.allows_calls:
@@ -122,7 +123,7 @@ def _backend(request: inputs.GenerationInput) -> str | None:
     return backend
 
 
-def _from_response_format(request: inputs.Conversation) -> generate.GuidedDecoding | None:
+def _from_response_format(request: inputs.GenerationInput) -> generate.GuidedDecoding | None:
     response_format = request.response_format
     if response_format is None or response_format.type == "text":
         return None

@@ -260,11 +260,17 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
     top_p: Probability | None = None
     metadata: Metadata | None = None
     store: bool | None = None
+    response_format: ResponseFormat | None = None  # OpenAI has it in chats only, vLLM everywhere
     # beyond OpenAI
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     nvext: NvExt | None = None
+
+    @property
+    def format_param(self) -> str:
+        """The name of the field that holds the shape of the answer."""
+        return "response_format"
 
     @property
     def extensions(self) -> NvExt:
@@ -356,9 +362,11 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if self.prompt_logprobs is not None and self.stream:
             raise errors.InvalidRequest(
-                "prompt_logprobs: they come with a whole answer; leave it out, or stream",
+                "prompt_logprobs: they come with a whole answer; leave it out, or set stream to false",
                 param="prompt_logprobs",
             )
+        if self.response_format is not None:
+            self.response_format.check()
         if self.nvext is not None:
             self._check_extensions(self.nvext)
 
@@ -388,7 +396,6 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
     max_completion_tokens: Length | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
-    response_format: ResponseFormat | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_retention: CacheRetention | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -408,11 +415,6 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
     def effort_param(self) -> str:
         """The name of the field that holds the reasoning effort."""
         return "reasoning_effort"
-
-    @property
-    def format_param(self) -> str:
-        """The name of the field that holds the shape of the answer."""
-        return "response_format"
 
     @property
     def max_thinking_tokens(self) -> int | None:
@@ -474,11 +476,7 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
     def template_args(self) -> dict[str, Any]:
         """Variables for the chat template, from either field; `chat_template_args` wins."""
         documents = {} if self.documents is None else {"documents": self.documents}
-        return {
-            **documents,
-            **(self.chat_template_kwargs or {}),
-            **(self.chat_template_args or {}),
-        }
+        return {**documents, **(self.chat_template_kwargs or {}), **(self.chat_template_args or {})}
 
     def check(self) -> None:
         """Raise InvalidRequest for messages, tools or combinations of fields that the API does not allow."""
@@ -486,8 +484,6 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         conversation.check_messages(self.messages)
         if self.tools:
             conversation.check_tools(self.tools)
-        if self.response_format is not None:
-            self.response_format.check()
         if isinstance(self.tool_choice, ChosenTools):
             self.tool_choice.check()
         if self.continue_final_message and self.add_generation_prompt:

@@ -179,8 +179,15 @@ async def test_deployments_are_applied_listed_shown_and_deleted(home, capsys):
         (lambda: processes.stop(processes.StopConfig()), "no `dynamo serve` runs here"),
         (lambda: processes.show_logs(processes.LogsConfig(name="x")), "no log of x"),
         (lambda: models.remove(models.RemoveConfig(model="no/such")), "`dynamo list`"),
+        (lambda: models.remove(models.RemoveConfig()), "expected a model's name"),
         (lambda: models.pull(models.PullConfig()), "expected a model's name"),
         (lambda: bench.run(bench.BenchConfig(url="ftp://x")), "expected http://"),
+        (
+            lambda: bench.run(bench.BenchConfig(url="x:99999")),
+            "expected http://host:port, got 'x:99",
+        ),
+        (lambda: top.run(top.TopConfig(url="")), "expected http://host:port, got ''"),
+        (lambda: package.get(package.GetConfig(tag="x")), "like app:1a2b, got 'x'"),
     ],
 )
 def test_mistake_says_what_to_do(home, call, says):

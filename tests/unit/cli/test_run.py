@@ -24,6 +24,7 @@ def test_words_may_come_in_any_order(words, expected):
     ("words", "message"),
     [
         (["in=telepathy"], "in=telepathy: expected one of text, stdin, batch:FILE, http"),
+        (["in=batch:"], "in=batch:: expected one of text, stdin, batch:FILE, http"),
         (["out=warp"], "there are native, mocker"),
         (["out=dyn://a"], "is no endpoint"),
         (["a", "b"], "'b' is one too many"),

@@ -154,7 +154,8 @@ def test_keys_of_logit_bias_are_token_ids():
             "tool_choice: expected 'auto' or 'none' or 'required' or an object, got a string ('any')",
         ),
         ("tools", [TOOL] * 1025, "tools: expected a list of at most 1024, got a list of 1025"),
-        ("functions", [TOOL], "functions: expected a list of at most 0, got a list of 1"),
+        ("length_penalty", 2, "length_penalty: expected 1, got 2"),
+        ("functions", [TOOL], "functions: expected a list with nothing in it, got a list of 1"),
         (
             "use_beam_search",
             True,

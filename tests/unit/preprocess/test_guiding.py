@@ -59,6 +59,13 @@ def test_a_guided_field_at_the_root_or_in_nvext(fields, expected):
     assert guide(**fields) == guide(nvext=fields) == guiding.from_fields(completion) == told
 
 
+def test_completion_has_a_response_format():
+    body = {"model": "m", "prompt": "x", "response_format": {"type": "json_object"}}
+    completion = openai_completions.decode(json.dumps(body).encode())
+
+    assert guiding.from_fields(completion) == guide(response_format={"type": "json_object"})
+
+
 @pytest.mark.parametrize(
     ("outputs", "expected"),
     [

@@ -281,7 +281,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             tag="OpenAI",
             request=CompletionRequest,
             request_details={"prompt": openapi.PROMPTS},
-            request_rules=(_NO_THINKING,),
+            request_rules=(_NO_THINKING, openapi.FORMAT_RULE),
             answer=Completion,
             events=Completion,
             ends_with_done=True,

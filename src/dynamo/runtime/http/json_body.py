@@ -1,8 +1,9 @@
 """JSON bodies as typed requests, or as errors that name the field, what was expected there and what came.
 
 A valid body is decoded once, in C. Another one is decoded a second time without types. If it differs only in what does
-no harm, it is taken: names that no type has are noted (`ignored_names`) and left out, and 6.0 stands for 6. Else the
-place in the decoder's message is looked up both in the types (what was expected) and in the value (what came).
+no harm, it is taken: names that no type has are left out, and noted (`ignored_names`) unless their value is null; 6.0
+stands for 6. Else the place in the decoder's message is looked up both in the types (what was expected) and in the
+value (what came).
 """
 
 import re
@@ -126,7 +127,7 @@ def _adapt(expected: msgspec.inspect.Type, value: Any, place: str, names: list[s
     if isinstance(value, dict) and (struct := _alternative(expected, msgspec.inspect.StructType)):
         fields = {field.encode_name: field.type for field in struct.fields}
         prefix = f"{place}." if place else ""
-        names += [prefix + name for name in value if name not in fields]
+        names += [prefix + name for name in value if name not in fields and value[name] is not None]
         return {
             name: _adapt(fields[name], inner, prefix + name, names)
             for name, inner in value.items()
@@ -208,7 +209,7 @@ def _make_error(
 def _make_key_error(param: str, struct: Any, value: dict[str, Any]) -> errors.InvalidRequest:
     prefix = f"{param}." if param else ""
     names = {field.encode_name for field in struct.fields}
-    if unknown := sorted(value.keys() - names):
+    if unknown := sorted(name for name in value.keys() - names if value[name] is not None):
         listed = ", ".join(f"`{prefix}{name[:_MAX_SHOWN]}`" for name in unknown[:10])
         first = prefix + unknown[0][:_MAX_SHOWN]
         return errors.InvalidRequest(f"Unsupported parameter(s): {listed}", param=first)
@@ -245,10 +246,12 @@ def _phrase_number(expected: msgspec.inspect.FloatType | msgspec.inspect.IntType
     if expected.gt is not None:
         return f"{kind} above {expected.gt} and at most {expected.le}"
     if expected.ge is not None:
+        if expected.ge == expected.le:
+            return f"{expected.ge}"
         end = f" to {expected.le}" if expected.le is not None else ""
         return f"{kind} from {expected.ge}{end}"
     return kind
 
 
 def _phrase_length(limit: int | None, unit: str) -> str:
-    return f" of at most {limit}{unit}" if limit is not None else ""
+    return "" if limit is None else f" of at most {limit}{unit}" if limit else " with nothing in it"
