@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import socket
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ import members
 import nats_server as nats_servers
 from dynamo.base import errors, membership, proof
 from dynamo.protocols import generate, wire
-from dynamo.runtime import listening, requests
+from dynamo.runtime import authentication, listening, requests
 from dynamo.runtime.backends import frame_connection, memory, multiplex, tcp
 from dynamo.runtime.backends.nats import planes
 from waiting import PATIENT_S
@@ -253,6 +254,23 @@ async def test_pending_connections_are_bounded_without_a_token():
     await asyncio.gather(*strangers)
 
     assert reply == 1
+
+
+async def test_worker_that_dies_as_it_is_connected_to_is_worker_lost():
+    """Its kernel accepts a connection, and resets it before the first byte is sent."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    network = tcp.TcpNetwork(credentials=members.with_token())
+
+    class Dying(authentication.ClientHandshake):
+        def connection_made(self, transport):
+            listener.close()
+            super().connection_made(transport)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(authentication, "ClientHandshake", Dying)
+        with pytest.raises(errors.WorkerLost, match="closed the connection before"):
+            await network.connect(address, asyncio.Protocol)
 
 
 OTHER_TOKEN = members.with_token("the token of another cluster")

@@ -8,6 +8,7 @@ back in a second or two). The client sees a pause.
 A request that names an instance is for that instance alone: it neither waits nor migrates.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 
@@ -183,8 +184,14 @@ class RequestDispatch:
             self._log_refusal(verdict, error)
             return False
         attempts = self._reply.split(attempt, migration.remaining_requests(original, answered))
-        self._shared.tasks.start("migrate a request", self._migrate(attempts, error))
+        task = self._shared.tasks.start("migrate a request", self._migrate(attempts, error))
+        task.add_done_callback(self._fail_if_it_died)
         return True
+
+    def _fail_if_it_died(self, task: asyncio.Task[None]) -> None:
+        """Fail the answer if the task that migrates it has died, because nothing else would end it."""
+        if task.cancelled() or task.exception() is not None:
+            self._reply.fail(errors.DynamoError("an internal error lost the answer; see the log"))
 
     def _count_deaths(self, attempt: Attempt, error: errors.DynamoError) -> int:
         """Return how many workers died that had this attempt or one before it for the same choices."""

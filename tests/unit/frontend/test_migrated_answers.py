@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynamo.base import errors
+from dynamo.frontend.model_registry import registered_model
 from dynamo.protocols import generate, model_card
 from waiting import PATIENT_S
 
@@ -427,3 +428,18 @@ async def test_request_migrates_from_a_worker_that_died_with_tokens_of_it(worker
     answer = await workers.chat()
 
     assert answer.json()["choices"][0]["message"]["content"] == SAYS
+
+
+async def test_stream_ends_with_an_error_if_the_task_that_migrates_it_dies(workers, monkeypatch):
+    fail_after(workers, 3)
+    open_stream = registered_model.RegisteredModel.open_stream
+
+    async def open_once(self, request, *args, **options):
+        if request.num_resumed:
+            raise OSError("Bad file descriptor")
+        return await open_stream(self, request, *args, **options)
+
+    monkeypatch.setattr(registered_model.RegisteredModel, "open_stream", open_once)
+    answer = await workers.chat(stream=True)
+
+    assert "an internal error lost the answer" in events(answer.text)[-1]["error"]["message"]

@@ -95,11 +95,12 @@ class TcpNetwork:
             transport, _ = await asyncio.get_running_loop().create_connection(
                 make if tls is None else asyncio.Protocol, host, port
             )
+            if not transport.is_closing():  # else the peer died meanwhile, as the protocol knows
+                notice_dead_peers(transport.get_extra_info("socket"))
         except (OSError, UnicodeError) as error:
             raise errors.WorkerLost(
                 f"cannot connect to the worker at {address}: {error}"
             ) from error
-        notice_dead_peers(transport.get_extra_info("socket"))
         if tls is None:
             return
         protocol = make()
