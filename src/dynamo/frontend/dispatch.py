@@ -11,6 +11,7 @@ A request that names an instance is for that instance alone: it neither waits no
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
@@ -25,25 +26,17 @@ from dynamo.router import explanation, retry_rules, route
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class Dispatcher:
     """The parts that all requests share. `find_model` returns the model of a name as it is served now."""
 
-    def __init__(
-        self,
-        find_model: Callable[[str], RegisteredModel],
-        policy: migration.MigrationPolicy,
-        clock: clocks.Clock,
-        timeout_s: float | None,
-        busy_workers: Callable[[RegisteredModel], Collection[int]],
-        worker_wait: waiting.WorkerWait,
-    ) -> None:
-        self.find_model = find_model
-        self.policy = policy
-        self.clock = clock
-        self.timeout_s = timeout_s
-        self.tasks = tasks.Tasks()
-        self.busy_workers = busy_workers
-        self.worker_wait = worker_wait
+    find_model: Callable[[str], RegisteredModel]
+    policy: migration.MigrationPolicy
+    clock: clocks.Clock
+    timeout_s: float | None
+    busy_workers: Callable[[RegisteredModel], Collection[int]]
+    worker_wait: waiting.WorkerWait
+    background: tasks.Tasks = field(default_factory=tasks.Tasks)
 
     async def dispatch_request(
         self,
@@ -67,22 +60,11 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Cancel the search for workers of migrating requests."""
-        await self.tasks.close()
+        await self.background.close()
 
 
 class RequestDispatch:
     """The dispatch of one request."""
-
-    __slots__ = (
-        "_dead_instances",
-        "_deadline",
-        "_instance_id",
-        "_meter",
-        "_model",
-        "_reply",
-        "_shared",
-        "_weights",
-    )
 
     def __init__(
         self,
@@ -184,7 +166,7 @@ class RequestDispatch:
             self._log_refusal(verdict, error)
             return False
         attempts = self._reply.split(attempt, migration.remaining_requests(original, answered))
-        task = self._shared.tasks.start("migrate a request", self._migrate(attempts, error))
+        task = self._shared.background.start("migrate a request", self._migrate(attempts, error))
         task.add_done_callback(self._fail_if_it_died)
         return True
 

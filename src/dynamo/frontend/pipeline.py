@@ -162,7 +162,7 @@ class Pipeline:
         if self._semantic is not None:
 
             def ask_again(client: exchange.Exchange, body: bytes) -> None:
-                self._dispatcher.tasks.start(
+                self._dispatcher.background.start(
                     "ask another model", self._answer(api, client, arrival, body)
                 )
 

@@ -35,47 +35,93 @@ async def test_model_appears_with_its_first_worker_and_vanishes_with_its_last(ba
     assert seen == [[], ["m"], ["m"], []]
 
 
-async def test_request_waits_for_a_model_that_is_not_loaded_yet(bare, monkeypatch):
-    """The files of the first model take long to load, and the second one has its turn after it."""
-    may_load = asyncio.Event()
-    load = registry.ModelRegistry._load
+class Loading:
+    """Stands before the loading of models: each waits until it is allowed."""
 
-    async def load_later(self, records):
-        await may_load.wait()
-        return await load(self, records)
+    def __init__(self, monkeypatch):
+        self.names = []  # of the models that began to load
+        self.may_load = asyncio.Event()
+        self.free_names = set()  # of models that do not wait
+        load = registry.ModelRegistry._load
 
-    monkeypatch.setattr(registry.ModelRegistry, "_load", load_later)
+        async def load_later(models, records):
+            name = records[0].card_json.display_name
+            self.names.append(name)
+            if name not in self.free_names:
+                await self.may_load.wait()
+            return await load(models, records)
+
+        monkeypatch.setattr(registry.ModelRegistry, "_load", load_later)
+
+
+@pytest.fixture
+def loading(monkeypatch):
+    return Loading(monkeypatch)
+
+
+async def test_request_waits_for_a_model_that_is_not_loaded_yet(bare, loading):
     await bare.register(Worker, "a", NAME)
     await bare.register(Worker, "b", NAME)
     await bare.start()
     answer = bare.start_task(bare.complete(model="b"))
-    await bare.until(lambda: "b" in bare.frontend.models._announced_names)
-    may_load.set()
+    await bare.until(lambda: "b" in loading.names)
+    loading.may_load.set()
 
     assert (await answer).status_code == 200
 
 
-async def test_request_waits_for_a_model_that_has_just_registered(bare, monkeypatch):
+async def test_request_waits_for_a_model_that_has_just_registered(bare, loading):
     """Discovery has its card, and the frontend is not done with it."""
+    loading.free_names = {"m"}
     await bare.start()
     await bare.worker()
-    may_load = asyncio.Event()
-    load = registry.ModelRegistry._load
-
-    async def load_later(self, records):
-        await may_load.wait()
-        return await load(self, records)
-
-    monkeypatch.setattr(registry.ModelRegistry, "_load", load_later)
     await bare.register(Worker, "late", NAME)
     answer = bare.start_task(bare.complete(model="late"))
     unknown = await bare.complete(model="nowhere")
     was_waiting = not answer.done()
-    may_load.set()
+    loading.may_load.set()
 
     assert was_waiting
     assert (await answer).status_code == 200
     assert unknown.status_code == 404
+
+
+async def test_files_that_come_slowly_delay_no_other_model(bare, loading):
+    loading.free_names = {"m"}
+    await bare.start()
+    await bare.register(Worker, "slow", NAME)
+    await bare.until(lambda: loading.names == ["slow"])
+    await bare.worker("m")
+
+    assert await names(bare) == ["m"]
+    assert (await bare.chat()).status_code == 200
+
+
+async def test_few_models_are_loaded_at_a_time(bare, loading):
+    """Their tokenizers take memory while they are read."""
+    for number in range(registry.MAX_LOADS + 2):
+        await bare.register(Worker, f"m{number}", NAME)
+    await bare.start()
+    await bare.until(lambda: len(loading.names) == registry.MAX_LOADS)
+    began = list(loading.names)
+    loading.may_load.set()
+    await bare.until(lambda: len(bare.instances) == registry.MAX_LOADS + 2)
+
+    assert len(began) == registry.MAX_LOADS
+
+
+async def test_worker_that_leaves_while_its_model_is_loaded_is_not_listed(bare, loading):
+    loading.free_names = {"m"}
+    await bare.start()
+    leaving = await bare.register(Worker, "slow", NAME)
+    await bare.until(lambda: loading.names == ["slow"])
+    await leaving.runtime.close()
+    await bare.worker("m")  # discovery has told of both
+    loading.may_load.set()
+    await bare.until(lambda: not bare.frontend.models._refreshing_names)
+
+    assert await names(bare) == ["m"]
+    assert [*bare.frontend.models._models] == ["m"]
 
 
 async def test_worker_that_started_before_the_frontend_is_found(bare):

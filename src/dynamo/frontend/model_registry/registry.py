@@ -7,6 +7,9 @@ else. A refused card stays recorded, so that it counts once the others are gone.
 Prefill workers answer no client, but compute prompts for decode workers: the routes of a model (`disagg.prefill_route`)
 get a router to its prefill workers as soon as there is one, and none when the last is gone. A prefill worker works for
 the decode workers of its namespace that serve the same files.
+
+A change of discovery is recorded at once. Each model is made to agree with the records by a task of its own, because
+its files may take long to come: that delays no other model.
 """
 
 import asyncio
@@ -14,13 +17,13 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors
+from dynamo.base import errors, tasks
 from dynamo.disagg import prefill_route
 from dynamo.frontend import metrics
 from dynamo.frontend.model_registry import file_fetcher, registered_model
@@ -31,7 +34,7 @@ from dynamo.router import kv_router, route
 from dynamo.runtime import client, discovery
 
 SETTLE_S = 1.0  # how long a card may be seen before its instance
-ANNOUNCED_S = 30.0  # how long the models that were there at the start may take to load
+MAX_LOADS = 4  # of models at a time; each may wait for files, and takes memory for its tokenizer
 _logger = logging.getLogger(__name__)
 RouteFactory = Callable[[client.EndpointClient, model_card.ModelCard], route.Route]
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
@@ -43,20 +46,18 @@ _CardsByInstance = Mapping[int, model_card.ModelCard]
 class PrefillPools:
     """The pools of prefill workers, by model and endpoint."""
 
-    def __init__(self, connect: Connect, make_router: PrefillRouterFactory) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        make_router: PrefillRouterFactory,
+        records: Mapping[str, model_card.CardRecord],
+    ) -> None:
+        """`records` are those of all prefill workers, by key, oldest first: a live view."""
         self._connect = connect
         self._make_router = make_router
-        self._records: dict[str, model_card.CardRecord] = {}  # by key, oldest first
+        self._records = records
         self._routers: dict[tuple[str, instances.EndpointName], kv_router.KvRouter] = {}
         self._active: set[tuple[str, str]] = set()  # models and namespaces with prefill workers
-
-    def add_worker(self, key: str, record: model_card.CardRecord) -> None:
-        """Add or replace the record of a prefill worker."""
-        self._records[key] = record
-
-    def remove_worker(self, key: str) -> model_card.CardRecord | None:
-        """Remove and return the record of a prefill worker; None if the key is not one's."""
-        return self._records.pop(key, None)
 
     async def update_routes(self, model: RegisteredModel) -> None:
         """Give the routes of a model the prefill workers that there are now."""
@@ -110,14 +111,6 @@ class PrefillPools:
             self._active.discard(key)
 
 
-class CardSource(Protocol):
-    """The part of discovery that the registry needs."""
-
-    async def get_prefix(self, prefix: str) -> Mapping[str, bytes]: ...
-
-    def watch(self, prefix: str) -> AsyncIterator[discovery.Change]: ...
-
-
 class RouteFactories(NamedTuple):
     """How routes to workers are made; without `make_prefill_router`, prefill workers are recorded, but not asked."""
 
@@ -130,7 +123,7 @@ class ModelRegistry:
 
     def __init__(
         self,
-        cards: CardSource,
+        cards: discovery.Discovery,
         connect: Callable[[instances.EndpointName], client.EndpointClient],
         factories: RouteFactories,
         frontend_metrics: metrics.FrontendMetrics,
@@ -153,16 +146,21 @@ class ModelRegistry:
         self._models: dict[str, RegisteredModel] = {}
         self._adapters: Mapping[str, RegisteredModel] = {}  # of these models
         self._names_by_alias: Mapping[str, str] = {}
-        self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
+        self._clients: dict[instances.EndpointName, asyncio.Task[client.EndpointClient]] = {}
+        self._tasks = tasks.Tasks()
+        self._may_load = asyncio.Semaphore(MAX_LOADS)
+        self._changed_names: set[str] = set()  # of models whose records have changed
+        self._refreshing_names: set[str] = set()  # of models with a task
         self._lost_names: set[str] = set()  # of models that were served before
-        self._announced_names: set[str] = set()  # of models with a card at the start
-        self._announced_until = 0.0  # by then they are loaded, or gone
         self._look_lock = asyncio.Lock()
         self._looked_at = -math.inf
         self._cards_seen: tuple[bytes, ...] = ()  # at the last look
-        self._unloaded_names: set[str] = set()  # of adapters that left with the last change
+        # of adapters that left the card of a worker, by base model
+        self._unloaded_names: dict[str, set[str]] = {}
         self._pools = (
-            PrefillPools(self._connect_endpoint, factories.make_prefill_router)
+            PrefillPools(
+                self._connect_endpoint, factories.make_prefill_router, self._prefill_records
+            )
             if factories.make_prefill_router is not None
             else None
         )
@@ -194,8 +192,6 @@ class ModelRegistry:
             raise errors.NoWorkers(
                 f"the model {name!r} has lost its last worker: start one, or try again shortly"
             )
-        if name in self._announced_names and self._clock.now() < self._announced_until:
-            raise errors.NoWorkers(f"the model {name!r} is being loaded: try again shortly")
         ready_names = ", ".join(repr(model.name) for model in self.ready)
         if not ready_names and not self._models:
             raise errors.NoWorkers(
@@ -237,25 +233,39 @@ class ModelRegistry:
 
     async def watch(self) -> None:
         """Follow the model cards in discovery until cancelled."""
-        for value in (await self._cards.get_prefix(instances.CARDS)).values():
-            with contextlib.suppress(ValueError):  # it is reported when its turn comes
-                card = _decode_record(value).card_json
-                self._announced_names.update((card.display_name, *card.lora_names, *card.aliases))
-        self._announced_until = self._clock.now() + ANNOUNCED_S
-        async for change in self._cards.watch(instances.CARDS):
-            record = self._apply_change(change)
-            if record is not None:
-                await self._refresh(record.card_json.display_name)
-                self._refresh_adapters()
+        try:
+            async for change in self._cards.watch(instances.CARDS):
+                record = self._apply_change(change)
+                if record is not None:
+                    self._start_refresh(record.card_json.display_name)
+        finally:
+            await self._tasks.close()
+
+    def _start_refresh(self, name: str) -> None:
+        """Have a model agree with the records: by the task that runs for it, or by a new one."""
+        self._changed_names.add(name)
+        if name not in self._refreshing_names:
+            self._refreshing_names.add(name)
+            self._tasks.start(f"refresh the model {name}", self._refresh_while_changed(name))
+
+    async def _refresh_while_changed(self, name: str) -> None:
+        try:
+            while name in self._changed_names:
+                self._changed_names.discard(name)
+                await self._refresh(name)
+                self._refresh_adapters(self._unloaded_names.get(name, ()))
                 self._refresh_aliases()
+        finally:
+            self._unloaded_names.pop(name, None)
+            self._refreshing_names.discard(name)
 
     def _apply_change(self, change: discovery.Change) -> model_card.CardRecord | None:
         """Record a change; return the record that came or went, or None if no model here changes by it."""
-        self._unloaded_names = set()
         if isinstance(change, discovery.Delete):
-            self._prefill_records.pop(change.key, None)
-            removed = self._pools.remove_worker(change.key) if self._pools is not None else None
-            return removed or self._records.pop(change.key, None)
+            records = (
+                self._prefill_records if change.key in self._prefill_records else self._records
+            )
+            return records.pop(change.key, None)
         try:
             record = _decode_record(change.value)
         except wire.DECODE_ERRORS as error:
@@ -265,33 +275,29 @@ class ModelRegistry:
             return None
         if record.card_json.worker_type is model_card.WorkerType.PREFILL:
             self._prefill_records[change.key] = record
-            if self._pools is None:  # decode workers ask it
-                return None
-            self._pools.add_worker(change.key, record)
             return record
         previous = self._records.get(change.key)
         if previous is not None:
-            names = {*previous.card_json.lora_names}
-            self._unloaded_names = names - {*record.card_json.lora_names}
+            unloaded = {*previous.card_json.lora_names} - {*record.card_json.lora_names}
+            self._unloaded_names.setdefault(record.card_json.display_name, set()).update(unloaded)
         self._records[change.key] = record
         return record
 
     async def _refresh(self, name: str) -> None:
         """Make the model of this name agree with the records."""
-        records = [
-            record for record in self._records.values() if record.card_json.display_name == name
-        ]
-        if not records:
-            model = self._models.pop(name, None)
-            if model is not None:
-                self._lose(model)
-            return
+        records = self._records_of(name)
         model = self._models.get(name)
-        is_current = any(
-            model and _has_same_files(record.card_json, model.card) for record in records
-        )
-        if model is None or not is_current or not model.is_loaded:
-            model = await self._load(records)
+        is_loaded = model is not None and model.is_loaded
+        is_current = any(model and _has_same_files(each.card_json, model.card) for each in records)
+        if records and not (is_loaded and is_current):
+            async with self._may_load:
+                model = await self._load(records)
+            records = self._records_of(name)  # they may have changed meanwhile
+        if not records or model is None:
+            lost = self._models.pop(name, None)
+            if lost is not None:
+                self._lose(lost)
+            return
         model.replicas = await self._connect_replicas(model, records)
         if self._pools is not None:
             await self._pools.update_routes(model)
@@ -301,12 +307,19 @@ class ModelRegistry:
         self._lost_names.discard(name)
         self._update_metrics(model)
 
-    def _refresh_adapters(self) -> None:
-        """Make the LoRA adapters agree with the cards of the base models."""
+    def _records_of(self, name: str) -> list[model_card.CardRecord]:
+        return [
+            record for record in self._records.values() if record.card_json.display_name == name
+        ]
+
+    def _refresh_adapters(self, unloaded_names: Collection[str]) -> None:
+        """Make the LoRA adapters agree with the cards of the base models, the model of the oldest card first."""
         previous = self._adapters
-        self._adapters = registered_model.list_adapters(self._models, previous)
+        names = [record.card_json.display_name for record in self._records.values()]
+        bases = {name: self._models[name] for name in names if name in self._models}
+        self._adapters = registered_model.list_adapters(bases, previous)
         for name in previous.keys() - self._adapters.keys():
-            if name in self._unloaded_names:  # on purpose: it need not be waited for
+            if name in unloaded_names:  # on purpose: it need not be waited for
                 _logger.info("the adapter %r was unloaded by the last worker that had it", name)
                 self._detach(previous[name])
             else:
@@ -401,15 +414,19 @@ class ModelRegistry:
         return replicas_by_name
 
     async def _connect_endpoint(self, name: instances.EndpointName) -> client.EndpointClient:
-        """Return a client that follows this endpoint; a new one has waited for its first instance, a moment."""
-        endpoint_client = self._clients.get(name)
-        if endpoint_client is None:
-            endpoint_client = self._clients[name] = self._connect(name)
-            endpoint_client.on_change(self._update_all_metrics)
-            try:
-                await endpoint_client.wait_for_instances(SETTLE_S)
-            except errors.NoWorkers as error:
-                _logger.warning("a model card without an instance: %s", error)
+        """Return a client that follows this endpoint and has waited for its first instance, a moment."""
+        if name not in self._clients:
+            following = self._follow_endpoint(name)
+            self._clients[name] = self._tasks.start(f"connect to {name}", following)
+        return await asyncio.shield(self._clients[name])
+
+    async def _follow_endpoint(self, name: instances.EndpointName) -> client.EndpointClient:
+        endpoint_client = self._connect(name)
+        endpoint_client.on_change(self._update_all_metrics)
+        try:
+            await endpoint_client.wait_for_instances(SETTLE_S)
+        except errors.NoWorkers as error:
+            _logger.warning("a model card without an instance: %s", error)
         return endpoint_client
 
     def _update_all_metrics(self) -> None:
