@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import pathlib
 import sys
+import threading
 
 import httpx
 import pytest
@@ -152,16 +153,38 @@ def test_router_api_and_metrics_answer_beside_envoy(deployment, tmp_path):
 
 
 @pytest.mark.parametrize("fails_open", [False, True])
-def test_dead_router_follows_the_failure_mode_and_comes_back(deployment, tmp_path, fails_open):
+def test_router_killed_under_load_follows_the_failure_mode_and_comes_back(
+    deployment, tmp_path, fails_open
+):
     chain = Chain(deployment, tmp_path, fails_open=fails_open)
-    chain.router.may_end = True
-    chain.router.kill()
+    is_over = threading.Event()
 
-    lost = chain.chat("python", model=MODEL)
-    chain.start_router()
-    eventually(lambda: chain.chat("python").status_code == 200, what="routed again")
+    def ask_on():
+        answers = [chain.chat("hello", model=MODEL)]
+        while not is_over.is_set():
+            answers.append(chain.chat("hello", model=MODEL))
+        return answers
 
-    assert lost.status_code == (200 if fails_open else 500)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(ask_on) for _ in range(8)]
+        try:
+            chain.router.may_end = True
+            chain.router.kill()
+            while_dead = chain.chat("hello", model=MODEL)
+            chain.start_router()
+            eventually(lambda: is_routed(chain.chat("python")), what="routed again")
+        finally:
+            is_over.set()
+        answers = [answer for one in running for answer in one.result()]
+
+    unrouted = [answer for answer in (while_dead, *answers) if not is_routed(answer)]
+    assert while_dead in unrouted
+    assert {answer.status_code for answer in unrouted} == {200 if fails_open else 500}
+    assert all(answer.json()["model"] == MODEL for answer in answers if answer.status_code == 200)
+
+
+def is_routed(answer):
+    return answer.status_code == 200 and "x-vsr-response-path" in answer.headers
 
 
 def test_requests_at_once_all_take_their_right_way(deployment, tmp_path):

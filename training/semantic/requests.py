@@ -137,7 +137,9 @@ def typical_words(known: Sequence[texts.Row]) -> list[str]:
     totals: collections.Counter[bool] = collections.Counter()
     for row in known:
         is_attack = row["label"] != "benign"
-        counts[is_attack].update({word for word in words.tokenize(row["text"])[0] if len(word) > 3})
+        counts[is_attack].update(
+            {word for word in words.tokenize(row["text"]).words if len(word) > 3}
+        )
         totals[is_attack] += 1
     gains = {
         word: number / totals[True] * math.log(number / (counts[False][word] + 2))

@@ -97,7 +97,7 @@ def train_domain(source: Path, out: Path) -> None:
             weights += [weight] + [FRAGMENT_WEIGHT] * len(fragments)
     for row in texts.read_topic_terms():
         for frame in draw.sample(FRAMES, FRAMES_OF_TERM):
-            samples.append(words.tokenize(frame.format(row["text"]))[0])
+            samples.append(words.tokenize(frame.format(row["text"])).words)
             labels.append(classes.index(row["category"]))
             weights.append(TERM_WEIGHT)
     settings = linear.FitSettings(max_entries=80_000)
@@ -162,7 +162,7 @@ def _calibrate(rows: Sequence[texts.Row], path: Path) -> np.ndarray:
     for size, share in zip(attacks.WINDOW_SIZES, FALSE_ALARMS, strict=True):
         margins = []
         for tokens in _tokens(harmless):
-            rows_of_text = model.token_rows(words.pair_words(list(tokens)))
+            rows_of_text = model.token_rows(words.TokenizedText(list(tokens)))
             logits = model.window_logits(rows_of_text, (size,))
             margins.append(float((logits[:, 1] - logits[:, 0]).max()))
         offsets.append(np.quantile(margins, 1 - share) - attacks.USUAL_MARGIN)
@@ -179,7 +179,7 @@ def train_entities(source: Path, out: Path, names: Path | None) -> None:
 
 
 def _tokens(rows: Sequence[texts.Row]) -> list[linear.Tokens]:
-    return [words.tokenize(row["text"])[0] for row in rows]
+    return [words.tokenize(row["text"]).words for row in rows]
 
 
 if __name__ == "__main__":

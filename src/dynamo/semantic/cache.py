@@ -29,9 +29,7 @@ _SIDE_EFFECTS = ("tools", "functions", "seed", "previous_response_id", "logprobs
 class CacheKey:
     """What two requests must share to share an answer, and the meaning of the question."""
 
-    digest: (
-        bytes  # of everything that is compared exactly, and of the question's words in any order
-    )
+    digest: bytes  # of all that is compared exactly, and of the question's words in any order
     tenant: str
     meaning: question_meaning.QuestionMeaning
 

@@ -7,9 +7,7 @@ their order to text in lower case.
 
 import re
 
-MAX_REWORDED = (
-    500  # characters; a longer question is compared in its own words, so the rules cannot cost much
-)
+MAX_REWORDED = 500  # characters; a longer question is compared in its own words: rules take time
 _I = r"(?:i|we|one|you|someone|people)"
 _IS = r"(?:is|are|was|were)"
 _LANGUAGE = "(french|german|spanish|italian|english|japanese|chinese|russian|portuguese|korean|arabic|greek|hindi)"

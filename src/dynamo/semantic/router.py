@@ -28,9 +28,7 @@ from dynamo.semantic import (
 from dynamo.semantic.classifiers import profile
 
 FALLBACK = "default_model"
-DELETE_HEADER = (
-    "x-vsr-cache-delete"  # of a request: names of entries to delete before it is answered
-)
+DELETE_HEADER = "x-vsr-cache-delete"  # names of entries to delete before the request is answered
 _MOST_DELETED = 100
 
 

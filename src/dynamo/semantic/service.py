@@ -173,9 +173,7 @@ class RoutingService:
         return router.use_answers(answers)
 
     async def _classify(
-        self,
-        router: semantic_router.SemanticRouter,
-        inputs: Sequence[encoders.ClassifierInput],
+        self, router: semantic_router.SemanticRouter, inputs: Sequence[encoders.ClassifierInput]
     ) -> encoder_scores.Answers:
         """Return the answers of the encoders' process and of the server of embeddings, asked at once."""
         settings = router.settings.encoders

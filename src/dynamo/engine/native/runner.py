@@ -39,6 +39,11 @@ def resolve_dtype(
     return DTYPES[dtype]
 
 
+def has_bfloat16() -> bool:
+    """Return whether the processor has instructions for products of bfloat16."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def cache_bytes_per_block(config: configs.ModelConfig, dtype: torch.dtype, block_size: int) -> int:
     """Return the bytes of one block of the KV cache, over all layers."""
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim

@@ -26,17 +26,16 @@ _RULES = {
         r"\b(?:without|no|free (?:of|from)|not bound by|has no|ignore) (?:any |all |its |your |the )?(?:moral|"
         r"ethical|"
         r"content|safety|openai|usual|typical)?[ ,]{0,2}(?:restrictions|limitations|filters?|censorship|guidelines|"
-        r"ethics|morals|safeguards|policies)\b",
+        r"ethics|morals|safeguards|policies)\b"
     ),
     "persona": re.compile(
         r"\b(?:do anything now|developer mode|jailbr(?:oken|eak) mode|god mode|dan mode|evil (?:bot|ai|confidant)|"
         r"unfiltered (?:ai|model|assistant|and amoral)|stay in character|you are no longer (?:an? )?(?:ai|"
-        r"assistant|chatgpt))\b",
+        r"assistant|chatgpt))\b"
     ),
     "never-refuse": re.compile(
         r"\b(?:never|cannot|can't|must not|do not|don't|will not|won't) (?:ever )?(?:refuse|reject|decline|"
-        r"say (?:that )?you "
-        r"(?:can't|cannot)|apologi[sz]e|break character)\b",
+        r"say (?:that )?you (?:can't|cannot)|apologi[sz]e|break character)\b"
     ),
     "reveal-prompt": re.compile(
         r"\b(?:reveal|show|print|repeat|output|tell me|display|leak|spell)\b.{0,30}?\b(?:system|initial|"
@@ -89,8 +88,8 @@ class AttackClassifier:
     short_margin = 1.5  # taken from the log odds of a text of hardly a word; less of longer ones
     stray_margin = math.log(0.9 / 0.1)  # the least log odds where a request stands inside a table
 
-    def __init__(self, path: Path) -> None:
-        self._model = words.WordModel(path)
+    def __init__(self, path: Path, lexicon: words.Lexicon | None = None) -> None:
+        self._model = words.WordModel(path, lexicon)
         with np.load(path, allow_pickle=False) as stored:
             self._offsets = [float(offset) for offset in stored["offsets"]]
 
@@ -124,7 +123,7 @@ class AttackClassifier:
             for match in matches.values():
                 start = max(0, match.start() - _AROUND)
                 piece = words.split(lowered[start : match.end() + _AROUND])
-                logits = self._model.logits(words.pair_words(piece))
+                logits = self._model.logits(words.TokenizedText(piece))
                 margin = max(margin, float(logits[1] - logits[0]) - self._offsets[0])
         if not matches:
             margin -= self.short_margin * max(0.0, 1 - len(rows) / _FEW_WORDS)
@@ -132,11 +131,6 @@ class AttackClassifier:
         if _has_stray_request(lowered):
             return max(margin, self.stray_margin), (*matches, SURE_RULE)
         return margin, tuple(matches)
-
-
-def matching_rules(text: str) -> tuple[str, ...]:
-    """Return the names of the rules that match somewhere in the text."""
-    return tuple(_find_rules(text.lower()))
 
 
 def _has_stray_request(lowered: str) -> bool:

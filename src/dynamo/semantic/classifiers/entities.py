@@ -91,21 +91,16 @@ class EntityTagger:
                 bytes(stored[name]).decode().split("\n")
                 for name in ("first", "last", "common", "vocabulary")
             )
-            reach = 2 * REACH + 1
-            width = stored["words"].shape[1]
-            hidden = stored["hidden"].reshape(reach, -1, stored["hidden"].shape[1])
-            # A row of the hidden layer for each word and group at each place: sums take the place of products.
             self._words, self._groups = (
-                np.einsum(
-                    "nw,rwh->nrh", stored[name] * stored[f"{name}_scale"], part, optimize=True
-                ).reshape(-1, hidden.shape[2])
-                for name, part in (("words", hidden[:, :width]), ("groups", hidden[:, width:]))
+                stored[name] * stored[f"{name}_scale"] for name in ("words", "groups")
             )
-            self._bias = stored["hidden_bias"]
+            self._hidden, self._bias = stored["hidden"], stored["hidden_bias"]
             self._output, self._output_bias = stored["output"], stored["output_bias"]
         self._features = TokenFeatures(lists, vocabulary)
         self._number_of_token: dict[str, int] = {"": 0}  # 0: before and behind the text
-        self._ids: Any = np.zeros((_MAX_KNOWN_TOKENS, 3), np.int64)
+        width = self._words.shape[1] + self._groups.shape[1]
+        self._embedded: Any = np.zeros((_MAX_KNOWN_TOKENS, width), np.float32)
+        self._embedded[0] = self._embed(0, 0, 0)
         self._is_candidate = bytearray(_MAX_KNOWN_TOKENS)
 
     def find(self, text: str) -> Iterator[pii.PiiSpan]:
@@ -119,26 +114,23 @@ class EntityTagger:
                 confidences.append(confidence)
         if not labels:
             return
-        matches = list(TOKEN.finditer(text))
+        starts = _find_starts(text, tokens[: labels[-1][0] + 1])
         run = [0]
         for number in range(1, len(labels) + 1):
-            label = labels[run[-1]][1]
-            last = matches[labels[run[-1]][0]]
+            last, label = labels[run[-1]]
+            end = starts[last] + len(tokens[last])
             if number < len(labels) and labels[number][1] == label:
-                following = matches[labels[number][0]]
-                if following.start() - last.end() <= _MOST_GAP and _GAPS[label].fullmatch(
-                    text, last.end(), following.start()
-                ):
+                following = starts[labels[number][0]]
+                gap = _GAPS[label]
+                if following - end <= _MOST_GAP and gap.fullmatch(text, end, following):
                     run.append(number)
                     continue
             confidence = sum(confidences[part] for part in run) / len(run)
             first = labels[run[0]][0]
             before = tokens[first - 1] if first else ""
             is_word = label == "PERSON" and len(run) == 1
-            if is_word and self._features.is_thing(tokens[first], before):
-                run = [number]
-                continue
-            yield pii.PiiSpan(label, matches[first].start(), last.end(), confidence)
+            if not is_word or not self._features.is_thing(tokens[first], before):
+                yield pii.PiiSpan(label, starts[first], end, confidence)
             run = [number]
 
     def _label(self, tokens: Sequence[str]) -> Iterator[tuple[int, str, float]]:
@@ -154,10 +146,8 @@ class EntityTagger:
         margin = [0] * REACH
         padded = np.array(margin + numbers + margin)
         places = np.arange(2 * REACH + 1)
-        rows = self._ids[padded[np.array(candidates)[:, None] + places]] * len(places)
-        rows += places[:, None]  # [candidates, places, word | ending | group]
-        scores = self._words[rows[..., 0]] + self._words[rows[..., 1]] + self._groups[rows[..., 2]]
-        hidden = np.maximum(scores.sum(axis=1) + self._bias, 0)
+        rows = self._embedded[padded[np.array(candidates)[:, None] + places]]
+        hidden = np.maximum(rows.reshape(len(candidates), -1) @ self._hidden + self._bias, 0)
         probabilities = words.softmax(hidden @ self._output + self._output_bias)
         best = probabilities.argmax(axis=1)
         for row in np.flatnonzero(best).tolist():
@@ -169,6 +159,19 @@ class EntityTagger:
         """Return a new number for an unknown token."""
         number = len(self._number_of_token)
         *ids, self._is_candidate[number] = self._features.of(token)
-        self._ids[number] = ids
+        self._embedded[number] = self._embed(*ids)
         self._number_of_token[token] = number
         return number
+
+    def _embed(self, word: int, ending: int, group: int) -> Any:
+        """Return the vector of a token by its numbers."""
+        return np.concatenate((self._words[word] + self._words[ending], self._groups[group]))
+
+
+def _find_starts(text: str, tokens: Sequence[str]) -> list[int]:
+    """Return where the first tokens of a text begin: between two tokens there is nothing but blanks."""
+    starts, end = [], 0
+    for token in tokens:
+        starts.append(text.index(token, end))
+        end = starts[-1] + len(token)
+    return starts

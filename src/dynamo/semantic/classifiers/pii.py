@@ -22,9 +22,7 @@ class PiiSpan:
     confidence: float
 
 
-Check = Callable[
-    [re.Match[str]], float
-]  # the confidence that a match is what it looks like; 0: it is not
+Check = Callable[[re.Match[str]], float]  # the confidence that a match is what it looks like
 
 
 def find_spans(text: str, names: Iterable[PiiSpan] = ()) -> tuple[list[PiiSpan], bool]:
@@ -46,21 +44,26 @@ def find_spans(text: str, names: Iterable[PiiSpan] = ()) -> tuple[list[PiiSpan],
 
 def _finders(text: str) -> Iterator[Iterator[PiiSpan]]:
     """Yield the searches that the characters of the text make worth while, the surest first."""
-    has_digits = _DIGITS.search(text) is not None
+    has_number = _LONG_NUMBER.search(text) is not None
+    lowered = text.lower()
     if "@" in text:
         yield _search("EMAIL_ADDRESS", _EMAIL, text, lambda _: 1.0)
         yield _search("EMAIL_ADDRESS", _PAYMENT_ADDRESS, text, lambda _: 0.9)
-    if has_digits:
-        yield _search_ibans(text)
+    yield _search_ibans(text)
+    if has_number:
         yield _search("CREDIT_CARD", _CARD, text, _check_card)
         yield _search("US_SSN", _SSN, text, _check_ssn)
         yield _search("US_SSN", _NEAR_SSN, text, lambda _: 0.8, group=1)
+    if "licen" in lowered:
         yield _search("US_DRIVER_LICENSE", _LICENCE, text, lambda _: 0.8, group=1)
+    if has_number:
         yield _search("IP_ADDRESS", _IPV4, text, _check_ip)
         yield _search("PHONE_NUMBER", _PHONE, text, _check_phone)
+    if "birth" in lowered or "born" in lowered or "dob" in lowered:
         yield _search("DATE_TIME", _BIRTH, text, lambda _: 0.8, group=1)
+    if _HOUSE_NUMBER.search(text):
         yield _search("STREET_ADDRESS", _STREET, text, lambda _: 0.75)
-    if text.count(":") >= 2:
+    if _COLONS.search(text):
         yield _search("IP_ADDRESS", _IPV6, text, _check_ip)
     yield _search("PERSON", _NAME, text, _check_name, group=1)
 
@@ -74,7 +77,10 @@ def _search(
             yield PiiSpan(kind, match.start(group), match.end(group), confidence)
 
 
-_DIGITS = re.compile(r"\d")
+# What a text must have, or the patterns below cannot match: each is a fifth of the cost of one of them.
+_LONG_NUMBER = re.compile(r"[\d(+][\d .()+-]{6}")
+_HOUSE_NUMBER = re.compile(r"\d[A-Za-z]? [A-Z]")
+_COLONS = re.compile(r":[0-9A-Fa-f]{0,4}:")
 _EMAIL = re.compile(
     r"(?<![\w.+-])[\w.+%'-]{1,64}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,8}[A-Za-z]{2,24}(?![\w-])"
 )
@@ -82,7 +88,8 @@ _PAYMENT_ADDRESS = re.compile(  # of a person at a bank of India (UPI): the addr
     r"(?<![\w.+-])[\w.-]{2,64}@(?:ok(?:sbi|axis|icici|hdfcbank)|ybl|ibl|axl|apl|upi|paytm|sbi|icici|hdfcbank|"
     r"axisbank)(?![\w.-]*\w)"
 )
-_IBAN_START = re.compile(r"(?<![A-Za-z0-9])[A-Za-z]{2}\d{2}(?=[ -]?[A-Za-z0-9])")
+# Patterns that begin with a class of characters are searched for three times as fast, so what is before comes behind.
+_IBAN_START = re.compile(r"\d\d(?<=[A-Za-z]{2}..)(?<![A-Za-z0-9][A-Za-z]{2}..)(?=[ -]?[A-Za-z0-9])")
 _CARD = re.compile(r"(?<![\w.-])(?:[2-6]\d{3}|1800)(?:[ -]?\d){8,15}(?![\w-])")
 _SSN = re.compile(
     r"(?<![\w-])(?<!Suite )(?<!Apt )(?<!Apt\. )(?<!Unit )(\d{3})([- ])(\d{2})\2(\d{4})(?![\w-])"
@@ -129,10 +136,9 @@ _STREET = re.compile(
 )
 _NAME_WORD = r"[^\W\d_a-z][^\W\d_A-Z]{1,20}(?:[-'][^\W\d_a-z][^\W\d_A-Z]{1,20})?"
 _NAME = re.compile(
-    rf"\b(?:[Mm]y (?:full )?name is|[Mm]y name's|[Nn]ame(?:d| on the \w{{1,12}})?:|[Ii] am called|[Cc]all me|"
-    rf"[Mm]r\.?|[Mm]rs\.?|[Mm]s\.?|"
-    rf"[Dd]r\.|[Mm]aiden name is|[Rr]egards,?\s|[Ss]incerely,?\s|"
-    rf"[Dd]ear)\s{{1,3}}({_NAME_WORD}(?: (?:[A-Z]\. )?{_NAME_WORD}){{0,2}})"
+    rf"[MmNnIiCcDdRrSs](?<!\w.)(?:(?<=[Mm])(?:y (?:full )?name is|y name's|r\.?|rs\.?|s\.?|aiden name is)|"
+    rf"(?<=[Nn])ame(?:d| on the \w{{1,12}})?:|(?<=[Ii]) am called|(?<=[Cc])all me|(?<=[Dd])(?:r\.|ear)|"
+    rf"(?<=[Rr])egards,?\s|(?<=[Ss])incerely,?\s)\s{{1,3}}({_NAME_WORD}(?: (?:[A-Z]\. )?{_NAME_WORD}){{0,2}})"
 )
 _NOT_NAMES = frozenset(
     ("Sir Madam All Team Customer Friend Hiring Editor Santa Diary God Lord President").split()  # noqa: SIM905
@@ -150,17 +156,18 @@ _IBAN_LENGTHS = {code[:2]: int(code[2:]) for code in _IBAN_LENGTH_TABLE.split()}
 def _search_ibans(text: str) -> Iterator[PiiSpan]:
     """Yield the account numbers that have their country's length and leave a remainder of 1 by 97."""
     for match in _IBAN_START.finditer(text):
-        length = _IBAN_LENGTHS.get(match[0][:2].upper())
+        start = match.start() - 2
+        length = _IBAN_LENGTHS.get(text[start : start + 2].upper())
         if length is None:
             continue
         rest = rf"(?:[ -]?[A-Za-z0-9]){{{length - 4}}}(?![A-Za-z0-9])"
         tail = re.compile(rest).match(text, match.end())
         if tail is None:
             continue
-        code = re.sub(r"[ -]", "", match[0] + tail[0]).upper()
+        code = re.sub(r"[ -]", "", text[start : tail.end()]).upper()
         number = "".join(str(int(sign, 36)) for sign in code[4:] + code[:4])
         if int(number) % 97 == 1:
-            yield PiiSpan("IBAN_CODE", match.start(), tail.end(), 1.0)
+            yield PiiSpan("IBAN_CODE", start, tail.end(), 1.0)
 
 
 def _check_card(match: re.Match[str]) -> float:

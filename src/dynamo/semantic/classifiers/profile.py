@@ -26,8 +26,8 @@ class DomainScore:
 class DomainClassifier:
     """A word model over the text of the last user message."""
 
-    def __init__(self, path: Path) -> None:
-        self._model = words.WordModel(path)
+    def __init__(self, path: Path, lexicon: words.Lexicon | None = None) -> None:
+        self._model = words.WordModel(path, lexicon)
         self.categories = tuple(self._model.classes)
 
     def classify(self, text: words.TokenizedText) -> DomainScore:
@@ -47,8 +47,10 @@ class FastProfile:
     """Domain, attacks and personal data, for English text."""
 
     def __init__(self, weights: Path = WEIGHTS) -> None:
-        self._domain = DomainClassifier(weights / "domain.npz")
-        self._attacks = attacks.AttackClassifier(weights / "attacks.npz")
+        paths = [weights / "domain.npz", weights / "attacks.npz"]
+        lexicon = words.Lexicon([words.read_vocabulary(path) for path in paths])
+        self._domain = DomainClassifier(paths[0], lexicon)
+        self._attacks = attacks.AttackClassifier(paths[1], lexicon)
         self._entities = entities.EntityTagger(weights / "entities.npz")
         self.categories = frozenset(self._domain.categories)
 

@@ -12,9 +12,10 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,21 +24,16 @@ MAX_WORD = 40  # letters of a word; a longer run of letters is cut into several 
 _TOKEN = re.compile(rf"[^\W\d_]{{1,{MAX_WORD}}}|\d|[!-/:-@\[-`{{-~]|[\xa1-\xbf×÷\u2190-\u22ff]")
 _DIGIT = "0"  # stands for every digit
 _NGRAM_SIZES = (3, 4, 5)
+_KEY_BASE = 2**32  # of a pair's first word in its key
 _MAX_UNKNOWN_WORDS = 100_000  # with their rows, of all models together
 
 
-class TokenizedText(NamedTuple):
-    """The words of a text, and each with the one before it; the first pair is empty."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedText:
+    """The words of a text."""
 
     words: list[str]
-    pairs: list[str]
     is_complete: bool = True  # all of the text was read
-
-
-def pair_words(words: list[str]) -> TokenizedText:
-    """Return words with their pairs."""
-    pairs = [f"{first} {second}" for first, second in itertools.pairwise(words)]
-    return TokenizedText(words, ["", *pairs][: len(words)])
 
 
 @lru_cache(4)  # the classifiers of one request read the same texts
@@ -49,7 +45,7 @@ def tokenize(text: str) -> TokenizedText:
     limit = MAX_TOKENS * 16  # characters; bounds the work for a text without spaces
     tokens = split(text[:limit].lower())
     is_complete = len(text) <= limit and len(tokens) <= MAX_TOKENS
-    return pair_words(tokens[:MAX_TOKENS])._replace(is_complete=is_complete)
+    return TokenizedText(tokens[:MAX_TOKENS], is_complete)
 
 
 def split(lowered: str) -> list[str]:
@@ -67,45 +63,85 @@ def letter_ngrams(word: str) -> list[int]:
     ]
 
 
+class Lexicon:
+    """The words and pairs of several models, each with a number, so that a text is looked up once for all of them."""
+
+    def __init__(self, vocabularies: Sequence[Sequence[str]]) -> None:
+        entries = dict.fromkeys(itertools.chain(*vocabularies))
+        words = dict.fromkeys(part for entry in entries for part in entry.split(" "))
+        self._words = {word: number for number, word in enumerate(words)}
+        self.num_words = len(self._words)  # also the number of an unknown word
+        pairs = sorted((self._key(entry), entry) for entry in entries if " " in entry)
+        keys = (key for key, _ in pairs)
+        self._keys: Any = np.array([-1, *keys, np.iinfo(np.int64).max])  # -1: of an unknown pair
+        numbered = enumerate(pairs, self.num_words + 2)
+        self.number_of = self._words | {pair: number for number, (_, pair) in numbered}
+        self.size = self.num_words + 1 + len(self._keys)
+        self.find = lru_cache(4)(self._find)  # texts are the same by identity
+
+    def _find(self, text: TokenizedText) -> Any:
+        """Return the numbers of the words and of the pairs that end with them, int [2, words]."""
+        find, unknown = self._words.get, self.num_words
+        numbers: Any = np.array([find(word, unknown) for word in text.words], np.int64)
+        keys = np.full_like(numbers, -1)
+        keys[1:] = numbers[:-1] * _KEY_BASE + numbers[1:]
+        places: Any = np.searchsorted(self._keys, keys)
+        places[self._keys[places] != keys] = 0
+        return np.stack((numbers, places + self.num_words + 1))
+
+    def _key(self, pair: str) -> int:
+        first, _, second = pair.partition(" ")
+        return self._words[first] * _KEY_BASE + self._words[second]
+
+
+def read_vocabulary(path: Path) -> list[str]:
+    """Return the words and pairs of the model in a file."""
+    with np.load(path, allow_pickle=False) as stored:
+        return bytes(stored["vocabulary"]).decode().split("\n")
+
+
 class WordModel:
     """A linear model over the words of a text, read from a `.npz` file.
 
     The rows of words are integers of 8 bits, with one scale for each class; those of n-grams have scales of their own.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lexicon: Lexicon | None = None) -> None:
+        """Read a model. `lexicon` knows its vocabulary, and perhaps those of other models."""
+        vocabulary = read_vocabulary(path)
+        self._lexicon = lexicon or Lexicon([vocabulary])
         with np.load(path, allow_pickle=False) as stored:
             self.classes: Sequence[str] = json.loads(bytes(stored["classes"]).decode())
-            vocabulary = bytes(stored["vocabulary"]).decode().split("\n")
-            self._rows: Any = stored["rows"]
+            rows = stored["rows"]
             self._scale: Any = stored["scale"]
             self._bias: Any = stored["bias"]
             self._ngrams: Any = stored["ngrams"]
             self._ngram_scale: Any = stored["ngram_scale"]
             self._output: Any = stored["output"]  # [hidden units, classes]
-        self._index = {entry: number for number, entry in enumerate(vocabulary)}
+        numbers: Any = np.array([self._lexicon.number_of[entry] for entry in vocabulary])
+        self._rows: Any = np.zeros((self._lexicon.size, rows.shape[1]), np.int8)
+        self._rows[numbers] = rows[:-1]
+        self._is_known: Any = np.zeros(self._lexicon.num_words + 1, bool)
+        self._is_known[numbers[numbers < self._lexicon.num_words]] = True
         self._unknown_row = lru_cache(_MAX_UNKNOWN_WORDS // 10)(self._compute_row)
 
     def token_rows(self, text: TokenizedText) -> Any:
         """Return a row for each word, float32 [words, columns]: that of the word and of the pair that it ends."""
-        find, none = self._index.get, len(self._index)
-        words = [find(word, none) for word in text.words]
-        rows = self._rows[words].astype(np.float32)
-        rows += self._rows[[find(pair, none) for pair in text.pairs]]
+        numbers = self._lexicon.find(text)
+        rows = self._rows[numbers].sum(axis=0, dtype=np.float32)
         rows *= self._scale
         if self._ngrams.size:
-            for position, number in enumerate(words):
-                if number == none and len(word := text.words[position]) > 1 and word.isalpha():
-                    rows[position] += self._unknown_row(word)
+            unknown = np.flatnonzero(~self._is_known[numbers[0]]).tolist()
+            words = {n: text.words[n] for n in unknown if len(text.words[n]) > 1}
+            made = {n: self._unknown_row(word) for n, word in words.items() if word.isalpha()}
+            if made:
+                rows[list(made)] += np.array(list(made.values()))
         return rows
 
     def logits(self, text: TokenizedText) -> Any:
         """Return the score of each class for the whole text, float32 [classes]."""
-        if not text.words:
-            return self._score(self._bias)
-        return self._score(
-            self.token_rows(text).sum(axis=0) / np.sqrt(len(text.words)) + self._bias
-        )
+        total = self.token_rows(text).sum(axis=0) / np.sqrt(max(1, len(text.words)))
+        return self._score(total + self._bias)
 
     def window_logits(self, rows: Any, sizes: Sequence[int]) -> Any:
         """Return the scores of overlapping windows of a text by its rows, float32 [windows, classes]; at least one.
