@@ -220,7 +220,7 @@ class RequestDispatch:
     def _find_same_model(self) -> RegisteredModel:
         """Return the model as it is served now; it may have vanished and returned. Raises NoWorkers."""
         model = self._shared.find_model(self._model.name)
-        if model.card.checksums != self._model.card.checksums:
+        if model is not self._model and model.card.checksums != self._model.card.checksums:
             raise errors.NoWorkers(
                 f"the model {model.name!r} is another one by now, which cannot go on with this answer"
             )

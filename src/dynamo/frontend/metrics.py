@@ -210,35 +210,42 @@ class LastRequests:
 
     def __init__(self, registry: metrics.Registry) -> None:
         labels = ("dp_rank", "worker_id", "worker_type")
-        self._gauges = [
-            registry.gauge(f"worker_last_{name}", f"{text} of a worker's latest request", labels)
+        self._families = [
+            registry.fast_gauge(f"worker_last_{name}", f"{text} of a worker's latest request", labels)
             for name, text in (
                 ("input_sequence_tokens", "Prompt tokens"),
                 ("time_to_first_token_seconds", "Time from arrival to first token"),
                 ("inter_token_latency_seconds", "Mean time between two tokens"),
             )
         ]
-        self._workers: dict[tuple[str, str, str], None] = {}
+        self._workers: dict[tuple[int, int], Sequence[metrics.FastNumber]] = {}  # by rank and id
 
     def show(self, request: "RequestMeter", ended_at: float) -> None:
         """Show a request that a worker has answered."""
         if request.worker_id is None or request.first_token_at is None:
             return
         rank = (request.request and request.request.data_parallel_rank) or 0
-        worker = (str(rank), f"{request.worker_id:x}", "decode")
-        self._workers.pop(worker, None)
-        self._workers[worker] = None
-        if len(self._workers) > MAX_WORKERS:
+        worker = (rank, request.worker_id)
+        gauges = self._workers.pop(worker, None) or self._add(worker)
+        self._workers[worker] = gauges
+        num_prompt_tokens, ttft_s, itl_s = gauges
+        num_prompt_tokens.value = request.num_prompt_tokens
+        ttft_s.value = request.first_token_at - request.arrived_at
+        itl_s.value = (ended_at - request.first_token_at) / max(1, request.num_tokens - 1)
+
+    def _add(self, worker: tuple[int, int]) -> Sequence[metrics.FastNumber]:
+        """Return the gauges of a worker that is new here; the one heard longest ago makes room."""
+        if len(self._workers) == MAX_WORKERS:
             oldest = next(iter(self._workers))
             del self._workers[oldest]
-            for gauge in self._gauges:
-                gauge.remove(*oldest)
-        mean_itl_s = (ended_at - request.first_token_at) / max(1, request.num_tokens - 1)
-        ttft_s = request.first_token_at - request.arrived_at
-        for gauge, value in zip(
-            self._gauges, (request.num_prompt_tokens, ttft_s, mean_itl_s), strict=True
-        ):
-            gauge.labels(*worker).set(value)
+            for family in self._families:
+                family.remove(*_worker_labels(oldest))
+        return [family.labels(*_worker_labels(worker)) for family in self._families]
+
+
+def _worker_labels(worker: tuple[int, int]) -> tuple[str, str, str]:
+    rank, instance_id = worker
+    return str(rank), f"{instance_id:x}", "decode"
 
 
 class ModelMetrics:

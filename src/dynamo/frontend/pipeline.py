@@ -8,6 +8,7 @@ Clients send parameters of other servers, and of later versions of an API. What 
 refused.
 """
 
+import contextlib
 import functools
 import logging
 import re
@@ -247,6 +248,9 @@ class Pipeline:
         self, name: str, client: exchange.Exchange, notify: Notify = lambda notice: None
     ) -> RegisteredModel:
         """Return the model of this name, as soon as a worker has registered it. Raises ModelNotFound or NoWorkers."""
+
+        with contextlib.suppress(model_errors.ModelNotFound, errors.NoWorkers):
+            return self._models.find(name)  # nearly always; the rest asks again, and may wait
 
         async def find() -> RegisteredModel:
             try:

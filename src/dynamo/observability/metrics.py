@@ -109,6 +109,10 @@ class FastFamily(Generic[C]):
             child = self._children[values] = self._make_child()
         return child
 
+    def remove(self, *values: str) -> None:
+        """Show the metric of these label values no longer. Raises KeyError."""
+        del self._children[values]
+
     def adopt(self, child: C, *values: str) -> None:
         """Show a metric that another object made and updates under these label values."""
         self._children[values] = child

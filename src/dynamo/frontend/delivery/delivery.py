@@ -205,10 +205,6 @@ class Delivery(abc.ABC):
         if not self._retry(attempt, error):
             self.fail(error)
 
-    def is_open(self, prompt_number: int) -> bool:
-        """Return whether any choice of this prompt is incomplete."""
-        return None in [choice.finish_reason for choice in self.choices_of(prompt_number)]
-
     def choices_of(self, prompt_number: int) -> Sequence[choices.Choice]:
         """Return the n choices of one prompt."""
         num = self.num_choices
@@ -252,12 +248,11 @@ class Delivery(abc.ABC):
 
     def settle(self, choice: choices.Choice) -> bool:
         """Account for a choice that has ended, and return whether the whole answer is complete."""
-        prompt_number = choice.index // self.num_choices
-        if self.is_open(prompt_number):
+        siblings = self.choices_of(choice.index // self.num_choices)
+        if None in [sibling.finish_reason for sibling in siblings]:
             if choice.is_cut:
                 self._attempts[choice.index].cancel_choice(choice)
             return False
-        siblings = self.choices_of(prompt_number)
         if True in [sibling.is_cut for sibling in siblings]:
             self._cancel(siblings)  # the engine knows neither stop strings nor tool calls
         self._num_open -= 1
