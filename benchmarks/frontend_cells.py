@@ -88,7 +88,7 @@ def _streamed(name: str, pace: Pace, conc: int, requests: int, share: float) -> 
 def _short(conc: int) -> Cell:
     return Cell(
         name=f"short request, {conc} at once", pace="unpaced", conc=conc, requests=4000,
-        unit="µs CPU", figure=request_cpu_us, goal=Goal(most=0.5, is_ratio=True),
+        unit="µs CPU", figure=request_cpu_us, goal=Goal(most=0.3, is_ratio=True),
     )  # fmt: skip
 
 
@@ -100,21 +100,22 @@ def _long(num_tokens: int, kind: str, text: str, requests: int, goal: Goal | Non
 
 
 _AS_FAST = Goal(most=1.0, is_ratio=True)
+_HALF = Goal(most=0.5, is_ratio=True)
 CELLS = (
-    _streamed("32 at once, paced", "paced", 32, 256, 0.6),
-    _streamed("128 at once, paced", "paced", 128, 512, 0.6),
-    _streamed("128 at once, unpaced", "unpaced", 128, 1024, 0.8),
+    _streamed("32 at once, paced", "paced", 32, 256, 0.45),
+    _streamed("128 at once, paced", "paced", 128, 512, 0.45),
+    _streamed("128 at once, unpaced", "unpaced", 128, 1024, 0.25),
     _short(16),
     _short(64),
     Cell(
         name="first token, one kept connection, engine at once", pace="unpaced", conc=1,
         requests=200, num_tokens=16, stream=True, unit="ms", figure=ttft_ms, goal=Goal(most=2.0),
     ),
-    _long(8000, "known", "new turn under a known system prompt", 150, _AS_FAST),
-    _long(32000, "known", "new turn under a known system prompt", 60, _AS_FAST),
+    _long(8000, "known", "new turn under a known system prompt", 150, _HALF),
+    _long(32000, "known", "new turn under a known system prompt", 60, _HALF),
     _long(8000, "distinct", "all new", 40, _AS_FAST),
     _long(32000, "distinct", "all new", 20, _AS_FAST),
 )  # fmt: skip
-MEMORY = Goal(most=120.0)  # MB, of the frontend of the unpaced cells, after them
+MEMORY = Goal(most=0.4, is_ratio=True)  # of the frontend of the unpaced cells, after them
 START = Goal(most=1.0)  # s, until the frontend answers /health
 TWO_PROCESSES = 1.8  # times the throughput of one, at least

@@ -211,7 +211,9 @@ class LastRequests:
     def __init__(self, registry: metrics.Registry) -> None:
         labels = ("dp_rank", "worker_id", "worker_type")
         self._families = [
-            registry.fast_gauge(f"worker_last_{name}", f"{text} of a worker's latest request", labels)
+            registry.fast_gauge(
+                f"worker_last_{name}", f"{text} of a worker's latest request", labels
+            )
             for name, text in (
                 ("input_sequence_tokens", "Prompt tokens"),
                 ("time_to_first_token_seconds", "Time from arrival to first token"),
