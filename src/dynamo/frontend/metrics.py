@@ -241,13 +241,11 @@ class LastRequests:
             oldest = next(iter(self._workers))
             del self._workers[oldest]
             for family in self._families:
-                family.remove(*_worker_labels(oldest))
-        return [family.labels(*_worker_labels(worker)) for family in self._families]
+                family.remove(*self._labels_of(*oldest))
+        return [family.labels(*self._labels_of(*worker)) for family in self._families]
 
-
-def _worker_labels(worker: tuple[int, int]) -> tuple[str, str, str]:
-    rank, instance_id = worker
-    return str(rank), f"{instance_id:x}", "decode"
+    def _labels_of(self, rank: int, instance_id: int) -> tuple[str, str, str]:
+        return str(rank), f"{instance_id:x}", "decode"
 
 
 class ModelMetrics:
@@ -357,15 +355,10 @@ class RequestMeter:
         self.prefill: route.PrefillResult | None = None
         # the decisions of the router and the hashes of their prompts; None: they are not explained
         self.explanations: list[tuple[explanation.RoutingExplanation, Sequence[int]]] | None = None
-        self.tier_tokens: dict[
-            str, int
-        ] = {}  # of `num_cached`, those of tiers below the engine's memory
+        self.tier_tokens: dict[str, int] = {}  # of `num_cached`, those of slower tiers
         self.error_type = ""
-        self._is_over = False
-        self._is_queued = True
-        self.on_end: Callable[[int], None] | None = (
-            None  # called once, with the number of generated tokens
-        )
+        self._is_over, self._is_queued = False, True
+        self.on_end: Callable[[int], None] | None = None  # called once, with the generated tokens
         model.families.open_requests[self] = None
         model.families.started.labels(endpoint, model.label, self.request_type).inc()
         model.inflight.inc()
