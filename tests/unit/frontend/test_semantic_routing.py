@@ -83,8 +83,10 @@ async def test_text_of_a_blocked_request_is_recorded_nowhere(bare, tmp_path, cap
     path.write_text(CONFIG.replace("cache: {enabled", f"cache: {{directory: {answers}, enabled"))
     await bare.start(
         semantic_router=str(path),
-        **{"audit_sinks": ("jsonl",), "audit_output_path": str(tmp_path / "audit.jsonl")},
-        **{"request_trace": True, "request_trace_sinks": ("jsonl",)},
+        audit_sinks=("jsonl",),
+        audit_output_path=str(tmp_path / "audit.jsonl"),
+        request_trace=True,
+        request_trace_sinks=("jsonl",),
         request_trace_output_path=str(tmp_path / "trace"),
     )
     bare.coder = await bare.worker("coder")

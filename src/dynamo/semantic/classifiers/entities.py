@@ -22,6 +22,7 @@ TOKEN = re.compile(r"[^\W\d_]+|\d+|\n+|[^\w\s]|_")
 _SHAPES = ("other", "newline", "lower", "title", "upper", "letter", "mixed", *"12345", "long")
 _SIGNS = ".,:;'\"-/@#()!?&|"
 _CHUNK = 8192  # tokens that are tagged at a time
+_BLOCK = 64  # candidates of one product: a larger one starts threads, which cost more than it does
 _MAX_KNOWN_TOKENS = 30_000  # with their features
 _ARTICLES = ("the", "a", "an")
 _MOST_GAP = 40  # characters between two tokens of one span
@@ -94,7 +95,8 @@ class EntityTagger:
             self._words, self._groups = (
                 stored[name] * stored[f"{name}_scale"] for name in ("words", "groups")
             )
-            self._hidden, self._bias = stored["hidden"], stored["hidden_bias"]
+            hidden, self._bias = stored["hidden"], stored["hidden_bias"]
+            self._hidden = hidden.reshape(2 * REACH + 1, -1, hidden.shape[1])
             self._output, self._output_bias = stored["output"], stored["output_bias"]
         self._features = TokenFeatures(lists, vocabulary)
         self._number_of_token: dict[str, int] = {"": 0}  # 0: before and behind the text
@@ -145,9 +147,16 @@ class EntityTagger:
             return
         margin = [0] * REACH
         padded = np.array(margin + numbers + margin)
-        places = np.arange(2 * REACH + 1)
-        rows = self._embedded[padded[np.array(candidates)[:, None] + places]]
-        hidden = np.maximum(rows.reshape(len(candidates), -1) @ self._hidden + self._bias, 0)
+        for start in range(0, len(candidates), _BLOCK):
+            yield from self._label_candidates(candidates[start : start + _BLOCK], padded)
+
+    def _label_candidates(
+        self, candidates: Sequence[int], padded: Any
+    ) -> Iterator[tuple[int, str, float]]:
+        """Yield the candidates that have a label; `padded` are the numbers of all tokens, with a margin."""
+        places = np.arange(2 * REACH + 1)[:, None]
+        rows = self._embedded[padded[np.array(candidates) + places]]  # [places, candidates, width]
+        hidden = np.maximum(np.matmul(rows, self._hidden).sum(axis=0) + self._bias, 0)
         probabilities = words.softmax(hidden @ self._output + self._output_bias)
         best = probabilities.argmax(axis=1)
         for row in np.flatnonzero(best).tolist():
