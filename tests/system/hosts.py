@@ -156,7 +156,7 @@ class Network:
             _ip("-n", self.name, "link", "add", "bridge", "type", "bridge", "stp_state", "0")
             self.give_address(self.name, "bridge", 1)
             _ip("-n", self.name, "link", "set", "bridge", "up")
-            with _standing_in(self.name):
+            with standing_in(self.name):
                 yield self
         finally:
             for host in self.hosts:
@@ -185,7 +185,7 @@ def _dotted(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _standing_in(name: str) -> Iterator[None]:
+def standing_in(name: str) -> Iterator[None]:
     """The calling thread, and the processes that it starts, in this namespace."""
     assert threading.current_thread() is threading.main_thread()
     before = os.open(_OWN, os.O_RDONLY)
