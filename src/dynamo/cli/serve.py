@@ -132,6 +132,8 @@ class ServeConfig(HttpConfig):
 
 def serve(options: ServeConfig) -> int:
     """Serve until a signal comes, and return the exit code. Raises ConfigError."""
+    if options.pin or options.memory_budget_gb:
+        raise errors.ConfigError("--pin and --memory-budget-gb: expected several models, got one")
     check_port(options.http_host, options.http_port)
     engine = options.engine or engines.default_for(options.model)
     options = dataclasses.replace(options, engine=engine)

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from dynamo.base import clock as clocks
+from dynamo.base import errors
 from dynamo.cli import serve
 
 
@@ -55,6 +56,11 @@ async def test_model_is_ready_when_the_frontend_lists_it(body, expected):
 
 async def test_address_without_a_server_lists_no_model(unused_tcp_port):
     assert not await serve.lists_model("127.0.0.1", unused_tcp_port, "m", clocks.SystemClock())
+
+
+def test_options_of_several_models_are_refused_with_one():
+    with pytest.raises(errors.ConfigError, match="--pin and --memory-budget-gb: expected several"):
+        serve.serve(serve.ServeConfig(pin=("storyteller",)))
 
 
 def test_progress_shows_the_seconds_waited_and_the_limit(capsys):
