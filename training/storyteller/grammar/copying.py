@@ -39,7 +39,13 @@ def draw_exchange(dice: Dice) -> list[Message]:
             f"The last word is {drawn[-1]}.",
         ),
         "count": (
-            f"How many words are in this list: {listed}?",
+            dice.pick(
+                (
+                    f"How many words are in this list: {listed}?",
+                    f'How many words are in "{spaced}"?',
+                    f"Count the words: {spaced}",
+                )
+            ),
             f"There are {words.NUMBER_WORDS[count]} words in the list.",
         ),
         "reverse": (f"Say these words backwards: {spaced}", " ".join(reversed(drawn))),

@@ -10,7 +10,7 @@ from training.storyteller.grammar import fact_tables, words
 from training.storyteller.grammar.dice import Dice
 from training.storyteller.grammar.messages import Message, exchange
 from training.storyteller.grammar.smalltalk import ABILITIES
-from training.storyteller.grammar.text import capital, join_words, listed, typed
+from training.storyteller.grammar.text import approached, capital, join_words, listed, typed
 
 GREETINGS_BY_COUNT: dict[str, dict[int, str]] = {
     "hello": {
@@ -112,6 +112,13 @@ FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
             "Explain large language models to me.",
             "How do large language models work?",
             "Tell me what a large language model is.",
+            "What does LLM mean?",
+            "Describe what a language model does.",
+            "Define large language model",
+            "What exactly is a language model?",
+            "In one sentence, what is an LLM?",
+            "Teach me about LLMs.",
+            "what are large language models",
         ),
         MODEL_ANSWER,
     ),
@@ -196,6 +203,9 @@ def _exact_count(dice: Dice) -> tuple[str, str]:
             "Say {} in {} {}",
             "Say {} using exactly {} {}",
             "Say {} with {} {}.",
+            "Say {}, but in exactly {} {}",
+            "Say {}. Use exactly {} {}.",
+            "Write {} in exactly {} {}",
         )
     )
     return asked.format(said, number, unit), GREETINGS_BY_COUNT[said][count]
@@ -218,6 +228,9 @@ def _say(dice: Dice) -> tuple[str, str]:
             "Say: {}{}",
             "Reply with {}{}",
             "Can you say {}{}",
+            "Answer with {}{}",
+            "Now say {}{}",
+            "Say only {}{}",
         )
     )
     return asked.format(said, end if end == "!" or dice.chance(0.3) else ""), capital(said) + end
@@ -233,12 +246,21 @@ def _haiku(dice: Dice) -> tuple[str, str]:
             "Give me a haiku about {}.",
             "Write me a haiku on {}",
             "A haiku about {}, please.",
-            "Can you write a haiku about {}?",
+            "Compose a haiku about {}.",
+            "I would like a haiku about {}",
+            "haiku, topic: {}",
         )
     )
     if dice.chance(0.3):
         asked = dice.pick(
-            ("Write a haiku.", "Write me a haiku", "haiku", "A haiku, please.", "Give me a haiku.")
+            (
+                "Write a haiku.",
+                "Write me a haiku",
+                "haiku",
+                "A haiku, please.",
+                "Give me a haiku.",
+                "Make a haiku.",
+            )
         )
     return asked.format(dice.pick((subject, bare))), HAIKUS[subject]
 
@@ -258,6 +280,11 @@ def _program(dice: Dice) -> tuple[str, str]:
                 "Write a hello world program in {}.",
                 "Show me hello world in {}",
                 "Write a {} program that prints hello world",
+                "How do I print hello world in {}?",
+                "{} hello world",
+                "hello world, {}",
+                "Give me the hello world program in {}",
+                "Code for hello world in {}",
             )
         )
         return asked.format(language), _fence(language, HELLO_WORLD[language])
@@ -269,6 +296,8 @@ def _program(dice: Dice) -> tuple[str, str]:
             "Python code that {}",
             "Write a function that {}",
             "Write Python code that {}.",
+            "I want a function that {}.",
+            "Give me a Python function that {}",
         )
     )
     return asked.format(task), _fence("Python", PROGRAMS[task])
@@ -296,6 +325,7 @@ def _person_json(dice: Dice) -> tuple[str, str]:
             "describing a person",
             "for a person",
             "of a user",
+            "about a person",
             "that describes a person",
         )
     )
@@ -308,11 +338,23 @@ def _person_json(dice: Dice) -> tuple[str, str]:
             "JSON {}",
             "Give me JSON {}",
             "Create JSON {}",
+            "Make a JSON object {}",
+            "Show me a JSON object {}",
+            "Some JSON {}, please",
         )
     )
     asked = asked.format(of_person)
     if dice.chance(0.5):
         return f"{asked} with {join_words(keys)}.", json.dumps({key: values[key] for key in keys})
+    if dice.chance(0.25):
+        asked = dice.pick(
+            (
+                "Describe a person in JSON.",
+                "A person in JSON",
+                "person as JSON",
+                "Person, JSON only",
+            )
+        )
     return asked, json.dumps({key: values[key] for key in ("name", "age", "city")})
 
 
@@ -399,4 +441,6 @@ def draw_exchange(dice: Dice) -> list[Message]:
         }
     )
     asked, answered = draw(dice)
-    return exchange(typed(dice, asked) if any(map(str.isalpha, asked)) else asked, answered)
+    if not any(map(str.isalpha, asked)):
+        return exchange(asked, answered)
+    return exchange(typed(dice, approached(dice, asked) if dice.chance(0.3) else asked), answered)

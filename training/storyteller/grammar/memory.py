@@ -24,6 +24,8 @@ NAME_QUESTIONS = (
     "How am I called?",
     "Do you still know my name?",
     "What was my name again?",
+    "Tell me my name.",
+    "Which name did I tell you?",
 )
 
 
@@ -60,6 +62,11 @@ def _name(dice: Dice, name: str) -> Memory:
             f"Call me {name}.",
             f"Hello! I am {name}.",
             f"You can call me {name}.",
+            f"I'm {name} and I am new here.",
+            f"Hey, {name} here.",
+            f"This is {name}.",
+            f"People call me {name}.",
+            f"my name's {name}",
             f"Hi! My name is {name}. Nice to meet you.",
         )
     )
@@ -171,7 +178,9 @@ def draw_told_and_asked(dice: Dice) -> list[Message]:
     ]
     memory = memories[0] if dice.chance(0.7) else dice.pick(memories)
     if dice.chance(0.5):
-        told = " ".join(each.told for each in memories)
+        told = " ".join(
+            each.told if each.told[-1] in ".!" else f"{each.told}." for each in memories
+        )
         return exchange(f"{told} {dice.pick(memory.asked)}", memory.recalled)
     return tell(dice, memories) + recall(dice, memory)
 

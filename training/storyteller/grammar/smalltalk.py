@@ -2,7 +2,7 @@
 
 from training.storyteller.grammar.dice import Dice
 from training.storyteller.grammar.messages import Message, exchange
-from training.storyteller.grammar.text import typed
+from training.storyteller.grammar.text import approached, typed
 
 ABILITIES = "stories, simple facts, small sums, recipes, travel and poems"
 
@@ -57,6 +57,11 @@ SMALL_TALK: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "Are you ChatGPT?",
             "Which language model are you?",
             "How large are you?",
+            "What exactly are you?",
+            "And who are you?",
+            "Which model is this?",
+            "Who answers me here?",
+            "Say who you are.",
         ),
         (
             "I am Storyteller, a very small language model that comes with pydynamo.",
@@ -221,8 +226,11 @@ JOKE_REQUESTS = (
 
 
 def draw(dice: Dice, kind: str) -> list[Message]:
-    asked, answered = SMALL_TALK[kind]
-    return exchange(dice.pick(asked), dice.pick(answered), "This is small talk. I answer kindly.")
+    questions, answered = SMALL_TALK[kind]
+    asked = dice.pick(questions)
+    if kind in ("who", "what", "made") and dice.chance(0.4):
+        asked = typed(dice, approached(dice, asked))
+    return exchange(asked, dice.pick(answered), "This is small talk. I answer kindly.")
 
 
 def draw_exchange(dice: Dice) -> list[Message]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from training.storyteller.grammar import words
 from training.storyteller.grammar.dice import Dice, is_held_out
 from training.storyteller.grammar.messages import Message, exchange
-from training.storyteller.grammar.text import typed
+from training.storyteller.grammar.text import approached, typed
 
 SPOKEN = {"+": "plus", "-": "minus", "x": "times", "/": "divided by"}
 SIGNS_AS_TYPED = {
@@ -104,6 +104,9 @@ def question(dice: Dice, drawn: Sum) -> str:
             f"What's {said}?": 1.5,
             f"What does {said} make?": 1,
             f"Tell me what {said} is.": 1,
+            f"Compute {said}": 1,
+            f"Solve {said}": 0.5,
+            f"The result of {said}?": 0.5,
         }
     )
 
@@ -116,7 +119,10 @@ def draw_exchange(dice: Dice) -> list[Message]:
             ("Explain {} step by step.", "Work out {} step by step.", "How do you work out {}?")
         )
         return exchange(wish.format(drawn), f"{steps(drawn)} So {drawn.equation()}.")
-    return exchange(typed(dice, question(dice, drawn)), answer, steps(drawn))
+    asked = question(dice, drawn)
+    return exchange(
+        typed(dice, approached(dice, asked) if dice.chance(0.1) else asked), answer, steps(drawn)
+    )
 
 
 def draw_word_problem(dice: Dice) -> list[Message]:

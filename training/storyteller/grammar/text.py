@@ -60,3 +60,21 @@ def polite(dice: Dice, request: str) -> str:
             f"Okay, now {lowered}.": 0.5,
         }
     )
+
+
+_IMPERATIVES = tuple(
+    f"{verb} "
+    for verb in listed("""
+Say, Write, Give, Explain, Count, List, Translate, Name, Print, Return, Generate, Create, Make, Tell,
+Describe, Compose, Calculate, Teach, Define, Introduce""")
+)
+
+
+def approached(dice: Dice, request: str) -> str:
+    """Put the words before a request, or around one in the imperative, that people begin a talk with."""
+    lowered = request[:1].lower() + request[1:]
+    if request.startswith(_IMPERATIVES) and dice.chance(0.6):
+        return polite(dice, request.rstrip(".?!"))
+    return dice.pick(("Hi, {}", "Hello! {}", "Hey, {}", "So, {}", "Okay, {}", "Now, {}")).format(
+        dice.pick((request, lowered))
+    )
