@@ -10,9 +10,19 @@ R1-Distill-Llama-70B in FP8, prompts of 3,000 tokens, answers of 150, 1 to 256 c
 workers of one GPU and a decode worker of four against two aggregated workers of four: 30 % more tokens per GPU. On two
 nodes eight prefill workers of one GPU and a decode worker of eight against an aggregated worker of eight on each: more
 than twice as many.
+
+The time of a step is a roofline, plus the cost of tensor parallelism:
+
+    overhead + max(weights read, arithmetic) + keys and values read + all-reduces
+
+Weights are read once for whatever is computed, so decode waits for memory and a prompt for arithmetic. Two all-reduces
+a layer each cost their latency, and their bytes over the links: for a prompt on eight GPUs that is nearly as much time
+as the arithmetic itself, which is why prompts are better computed by GPUs that each hold the whole model.
+
+The default figures are those of H100 SXM and a Llama of 70 billion parameters in FP8; how much of the peaks is reached
+is an assumption, and flags of `simulate disagg` change it. Latencies are seconds, rates are per second.
 """
 
-import heapq
 import itertools
 import math
 import sys
@@ -24,8 +34,10 @@ from typing import NamedTuple
 
 from dynamo.base import config, errors
 from dynamo.disagg import policy
+from dynamo.planner import observation
 from dynamo.simulate import screen
-from dynamo.simulate.workers import Gpu, GpuGroup, GpuWorker, Job, ModelShape
+from dynamo.simulate.plan_cluster import PlanCluster
+from dynamo.simulate.plan_worker import Request
 
 ALWAYS_REMOTE = policy.LocalPrefillLimits(max_local_prefill_length=0, max_prefill_queue_size=2**31)
 _NUM_ROUNDS = 6  # requests of each client; the first and the last are not counted
@@ -39,6 +51,86 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """The usable speed and memory of one GPU."""
+
+    flops: float = 0.45 * 1979e12  # FP8, dense; the share that long prompts reach
+    bytes_per_s: float = 0.75 * 3.35e12  # of its own memory
+    memory_bytes: float = 0.95 * 80e9
+    link_bytes_per_s: float = 300e9  # of an all-reduce over NVLink, as NCCL counts it
+    all_reduce_s: float = 10e-6  # latency of an all-reduce of next to no bytes
+    overhead_s: float = 3e-3  # of an iteration: scheduling, launching, sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The size of a dense transformer."""
+
+    num_parameters: float = 70e9
+    weight_bytes: float = 70e9
+    num_layers: int = 80
+    hidden_size: int = 8192
+    kv_bytes: float = (
+        327_680.0  # keys and values of a token: 80 layers of 8 heads of 128 in 16 bits
+    )
+    activation_bytes: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuGroup:
+    """GPUs that hold a model together (tensor parallelism)."""
+
+    gpu: Gpu
+    model: ModelShape
+    size: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    transfer_bytes_per_s: float = math.inf
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Return the tokens of KV cache that fit beside the weights; 0 or less: the model does not fit."""
+        free = self.size * self.gpu.memory_bytes - self.model.weight_bytes
+        return int(free // self.model.kv_bytes)
+
+    def prompt_s(self, start: int, end: int) -> float:
+        """Return the seconds of arithmetic for the tokens `start` to `end` of a prompt: linear layers and attention."""
+        linear = 2 * self.model.num_parameters * (end - start)
+        attention = 2 * self.model.num_layers * self.model.hidden_size * (end**2 - start**2)
+        return (linear + attention) / (self.size * self.gpu.flops)
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """Return the seconds in which the KV cache of so many tokens goes to another group."""
+        return num_tokens * self.model.kv_bytes / self.transfer_bytes_per_s
+
+    def step_s(
+        self,
+        prompts: Sequence[tuple[int, int]],
+        num_decoding: int,
+        num_active: int,
+        num_prefilling: int = 0,
+    ) -> float:
+        """Return the seconds of a step; decode reads keys and values of what is no prompt in the making."""
+        prompts_s = sum(self.prompt_s(start, end) for start, end in prompts)
+        num_prompt_tokens = sum(end - start for start, end in prompts)
+        num_read = num_active - num_prefilling + num_decoding
+        bandwidth = self.size * self.gpu.bytes_per_s
+        decoding_s = 2 * self.model.num_parameters * num_decoding / (self.size * self.gpu.flops)
+        all_reduces_s = 0.0
+        if self.size > 1:
+            num_tokens = num_prompt_tokens + num_decoding
+            num_bytes = num_tokens * self.model.hidden_size * self.model.activation_bytes
+            over_links = 2 * (self.size - 1) / self.size * num_bytes / self.gpu.link_bytes_per_s
+            all_reduces_s = 2 * self.model.num_layers * (self.gpu.all_reduce_s + over_links)
+        return (
+            self.gpu.overhead_s
+            + max(self.model.weight_bytes / bandwidth, prompts_s + decoding_s)
+            + num_read * self.model.kv_bytes / bandwidth
+            + all_reduces_s
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """A pool of workers. Without prefill workers it is aggregated."""
 
@@ -48,9 +140,6 @@ class Pool:
     num_prefill: int = 0
     prefill_group: GpuGroup | None = None
     limits: policy.LocalPrefillLimits = ALWAYS_REMOTE
-    transfer_s: float = 0.0  # to copy the KV blocks of a prompt
-    max_num_seqs: int = 256
-    max_num_tokens: int = 2048
 
     @property
     def num_gpus(self) -> int:
@@ -71,95 +160,54 @@ class Point(NamedTuple):
 
 def measure(pool: Pool, concurrency: int, *, num_prompt: int, num_output: int) -> Point:
     """Simulate `concurrency` clients of a pool. Raises ConfigError if a request does not fit into a worker."""
-    run = _PoolRun(pool, num_prompt=num_prompt, num_output=num_output)
-    jobs = run.serve(concurrency, num_jobs=concurrency * _NUM_ROUNDS)
+    jobs, num_remote = serve(pool, concurrency, num_prompt=num_prompt, num_output=num_output)
     jobs.sort(key=lambda job: job.ended_at)
     counted = jobs[concurrency : len(jobs) - concurrency]
     span = counted[-1].ended_at - jobs[concurrency - 1].ended_at
-    itl = fmean((job.ended_at - job.first_token_at) / (num_output - 1) for job in counted)
+    itl = fmean(job.itl_s for job in counted)
     return Point(
         concurrency=concurrency,
         per_user=1 / itl,
         per_gpu=len(counted) * num_output / span / pool.num_gpus,
-        mean_ttft=fmean(job.first_token_at - job.begun_at for job in counted),
-        share_remote=run.num_remote / len(jobs),
+        mean_ttft=fmean(job.ttft_s for job in counted),
+        share_remote=num_remote / len(jobs),
     )
 
 
-class _PoolRun:
-    def __init__(self, pool: Pool, *, num_prompt: int, num_output: int) -> None:
-        self._pool, self._num_prompt, self._num_output = pool, num_prompt, num_output
-        for group in filter(None, (pool.group, pool.prefill_group)):
-            if group.num_kv_tokens < num_prompt + num_output:
-                raise errors.ConfigError(
-                    f"{pool.name}: a group of {group.size} GPUs has room for {max(0, group.num_kv_tokens)} tokens"
-                    f" beside the model, expected {num_prompt + num_output}"
-                )
-        self._decoders = [self._make_worker(pool.group) for _ in range(pool.num_workers)]
-        self._prefillers = [
-            self._make_worker(pool.prefill_group, is_prefill_only=True)
-            for _ in range(pool.num_prefill)
-            if pool.prefill_group is not None
-        ]
-        self._turns = itertools.cycle(self._decoders)
-        self._order = itertools.count()
-        self._due: list[tuple[float, int, GpuWorker | Job]] = []
-        self.num_remote = 0
+def serve(
+    pool: Pool, concurrency: int, *, num_prompt: int, num_output: int
+) -> tuple[list[Request], int]:
+    """Return the requests of all clients, and how many of their prompts went to prefill workers."""
+    for group in filter(None, (pool.group, pool.prefill_group)):
+        if group.num_kv_tokens < num_prompt + num_output:
+            raise errors.ConfigError(
+                f"{pool.name}: a group of {group.size} GPUs has room for {max(0, group.num_kv_tokens)} tokens"
+                f" beside the model, expected {num_prompt + num_output}"
+            )
+    requests: list[Request] = []
+    num_remote = 0
 
-    def serve(self, concurrency: int, *, num_jobs: int) -> list[Job]:
-        """Run `num_jobs` jobs, `concurrency` at a time; return them."""
-        ended_jobs: list[Job] = []
-        for _ in range(concurrency):
-            self._start_job(0.0)
-        num_started = concurrency
-        while self._due:
-            now, _, due = heapq.heappop(self._due)
-            ended = self._handle(due, now)
-            for _ in ended[: max(0, num_jobs - num_started)]:
-                self._start_job(now)
-            num_started += len(ended)
-            ended_jobs += ended
-        return ended_jobs
+    def ask() -> None:
+        nonlocal num_remote
+        if len(requests) == concurrency * _NUM_ROUNDS:
+            return
+        request = Request(at=cluster.now, num_prompt=num_prompt, num_output=num_output)
+        requests.append(request)
+        is_remote = pool.limits.allow_remote(num_prompt, cluster.prefill_queue)
+        num_remote += is_remote
+        cluster.submit(request, is_local=not is_remote)
 
-    def _start_job(self, now: float) -> None:
-        job = Job(num_prompt=self._num_prompt, num_output=self._num_output, begun_at=now)
-        chosen = min(self._prefillers, key=lambda worker: worker.num_open, default=None)
-        queue_size = None if chosen is None else chosen.num_waiting
-        if chosen is not None and self._pool.limits.allow_remote(job.num_prompt, queue_size):
-            self.num_remote += 1
-            self._submit(chosen, job, now)
-        else:
-            self._submit(next(self._turns), job, now)
-
-    def _handle(self, due: GpuWorker | Job, now: float) -> list[Job]:
-        if isinstance(due, Job):  # its KV blocks have been copied
-            self._submit(min(self._decoders, key=lambda worker: worker.num_open), due, now)
-            return []
-        result = due.advance(now)
-        self._schedule_step(due)
-        if due in self._prefillers:
-            for job in result.prefilled:
-                arrives_at = now + self._pool.transfer_s
-                heapq.heappush(self._due, (arrives_at, next(self._order), job))
-        return result.ended
-
-    def _submit(self, worker: GpuWorker, job: Job, now: float) -> None:
-        was_idle = worker.next_time == math.inf
-        worker.submit(job, now)
-        if was_idle:
-            self._schedule_step(worker)
-
-    def _schedule_step(self, worker: GpuWorker) -> None:
-        if worker.next_time < math.inf:
-            heapq.heappush(self._due, (worker.next_time, next(self._order), worker))
-
-    def _make_worker(self, group: GpuGroup, *, is_prefill_only: bool = False) -> GpuWorker:
-        return GpuWorker(
-            group,
-            max_num_seqs=self._pool.max_num_seqs,
-            max_num_tokens=self._pool.max_num_tokens,
-            is_prefill_only=is_prefill_only,
-        )
+    cluster = PlanCluster(
+        pool.group,
+        prefill_times=pool.prefill_group,
+        is_aggregated=not pool.num_prefill,
+        on_end=ask,
+    )
+    cluster.add_ready(observation.Replicas(pool.num_prefill, pool.num_workers))
+    for _ in range(concurrency):
+        ask()
+    cluster.run_until(math.inf)
+    return requests, num_remote
 
 
 class Ratio(NamedTuple):
@@ -298,21 +346,25 @@ def pools(settings: DisaggConfig, num_nodes: int) -> list[Pool]:
         overhead_s=settings.overhead_ms / 1e3,
     )
     half = num_nodes * _GPUS_PER_NODE // 2
-    group = GpuGroup(gpu=gpu, model=model, size=half)
+    group = GpuGroup(
+        gpu=gpu,
+        model=model,
+        size=half,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        transfer_bytes_per_s=settings.transfer_gb_s * 1e9,
+    )
     aggregated = Pool(
         name="aggregated",
         num_workers=2,
         group=group,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_tokens=settings.max_num_batched_tokens,
     )
     split = replace(
         aggregated,
         name="disaggregated",
         num_workers=1,
         num_prefill=half,
-        prefill_group=GpuGroup(gpu=gpu, model=model, size=1),
-        transfer_s=settings.prompt_tokens * model.kv_bytes / (settings.transfer_gb_s * 1e9),
+        prefill_group=replace(group, size=1),
     )
     conditional = replace(split, name="conditional", limits=policy.LocalPrefillLimits())
     return [aggregated, split, conditional]
@@ -333,15 +385,10 @@ def _gains(ratios: Sequence[Ratio]) -> tuple[str, ...]:
         return ("-",) * (3 + len(_SPEEDS))
     best = max(ratios, key=lambda each: each.ratio)
     ranges = ", ".join(f"{low:.0f}-{high:.0f}" for low, high in winning_ranges(ratios)) or "never"
-    return (
-        f"{best.ratio:.2f}",
-        f"{best.per_user:.0f}",
-        ranges,
-        *(_gain_at(ratios, speed) for speed in _SPEEDS),
+    gains = (
+        f"{min(ratios, key=lambda each: abs(each.per_user - speed)).ratio:.2f}"
+        if ratios[0].per_user <= speed <= ratios[-1].per_user
+        else "-"
+        for speed in _SPEEDS
     )
-
-
-def _gain_at(ratios: Sequence[Ratio], speed: float) -> str:
-    if not ratios[0].per_user <= speed <= ratios[-1].per_user:
-        return "-"
-    return f"{min(ratios, key=lambda each: abs(each.per_user - speed)).ratio:.2f}"
+    return f"{best.ratio:.2f}", f"{best.per_user:.0f}", ranges, *gains

@@ -1,21 +1,21 @@
-"""The cluster of the planner's simulation: pools of workers that start, serve, drain and are billed.
+"""A cluster in virtual time: pools of workers that start, serve, drain and are billed.
 
-It is what a connector orders from, and what an observation measures. A worker is billed from the order of its start
-until it has drained. A prompt goes to the worker that will have computed it first, its cached prefix included; what a
-draining prefill worker has not begun goes to another one. Without a ready worker requests wait. A worker that changes
-its role drains first, and serves `role_change_s` seconds later; until then it counts as starting.
+It is what a connector of the simulated planner orders from, and what an observation measures. A worker is billed from
+the order of its start until it has drained. A prompt goes to the worker that will have computed it first, its cached
+prefix included; what a draining prefill worker has not begun goes to another one. Without a ready worker requests wait.
+A worker that changes its role drains first, and serves `role_change_s` seconds later; until then it counts as starting.
 """
 
 import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dynamo.planner import observation
-from dynamo.simulate.plan_worker import PlanWorker, Request, Role, StepResult, StepTimes
+from dynamo.simulate.plan_worker import PlanWorker, Request, Role, StepResult, Timing
 
 _LENGTH_BUCKETS = (100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000, math.inf)
 
@@ -43,6 +43,7 @@ class _Pool:
     """The workers of one role. With thousands of them, no request may look at each."""
 
     role: Role
+    times: Timing
     ready: list[_Member] = field(default_factory=list)
     starting: list[_Member] = field(default_factory=list)
     draining: list[_Member] = field(default_factory=list)
@@ -116,21 +117,23 @@ class PlanCluster:
 
     def __init__(
         self,
-        times: StepTimes,
+        times: Timing,
         *,
-        startup_s: float,
+        startup_s: float = 0.0,
         role_change_s: float | None = None,
         is_aggregated: bool = False,
+        prefill_times: Timing | None = None,  # if they are others
+        on_end: Callable[[], None] = lambda: None,  # after each request
     ) -> None:
         self.now = 0.0
         self.gpu_seconds = 0.0
         self.num_scalings = 0
         self.num_ended = 0
-        self._times = times
+        self._on_end = on_end
         self._startup_s = startup_s
         self._role_change_s = role_change_s  # None: workers keep their roles
-        self._prefill = _Pool("prefill")
-        self._decode = _Pool("agg" if is_aggregated else "decode")
+        self._prefill = _Pool("prefill", prefill_times or times)
+        self._decode = _Pool("agg" if is_aggregated else "decode", times)
         self._entry = self._decode if is_aggregated else self._prefill
         self._order = itertools.count()
         self._due: list[tuple[float, int, _Member | Request]] = []
@@ -174,10 +177,16 @@ class PlanCluster:
             while len(pool.ready) > number:
                 self._drain(pool)
 
-    def submit(self, request: Request) -> None:
-        """Let a request arrive now."""
+    @property
+    def prefill_queue(self) -> int | None:
+        """Return the prompts that wait in the prefill worker that would get the next one; None without one."""
+        pool = self._prefill
+        return pool.least_loaded().worker.num_waiting if pool.ready else None
+
+    def submit(self, request: Request, *, is_local: bool = False) -> None:
+        """Let a request arrive now; with `is_local` a decode worker computes its prompt."""
         self._interval.arrived.append(request)
-        self._send(request, self._entry)
+        self._send(request, self._decode if is_local else self._entry)
 
     def run_until(self, time: float) -> None:
         """Let time pass until `time`."""
@@ -226,7 +235,7 @@ class PlanCluster:
         )
 
     def _make(self, pool: _Pool, *, ready_at: float) -> _Member:
-        worker = PlanWorker(pool.role, self._times)
+        worker = PlanWorker(pool.role, pool.times)
         return _Member(worker, pool.role, ordered_at=self.now, ready_at=ready_at)
 
     def _pool_of(self, member: _Member) -> _Pool:
@@ -256,7 +265,7 @@ class PlanCluster:
         assert self._role_change_s is not None
         member.is_changing = False
         member.role = self._decode.role if member.role == "prefill" else "prefill"
-        member.worker = PlanWorker(member.role, self._times)
+        member.worker = PlanWorker(member.role, self._pool_of(member).times)
         member.ready_at = self.now + self._role_change_s
         self._push(member.ready_at, member)
 
@@ -289,7 +298,7 @@ class PlanCluster:
         member = pool.least_loaded()
         if pool is self._entry and (holders := pool.holders(request)):
             member = min(
-                [member, *holders], key=lambda m: (_queued_after(m.worker, request), m.number)
+                [member, *holders], key=lambda m: (m.worker.queued_after(request), m.number)
             )
         next_time = member.worker.next_time
         member.worker.submit(request, self.now)
@@ -310,16 +319,16 @@ class PlanCluster:
         self._interval.ended += result.ended
         self.num_ended += len(result.ended)
         if member.role == "prefill":
-            times = self._times
             for request in result.prefilled:
                 if request.num_output > 1:
-                    num_bytes = request.num_prompt * times.kv_bytes_per_token
-                    self._push(self.now + num_bytes / times.kv_bytes_per_s, request)
+                    self._push(self.now + pool.times.transfer_s(request.num_prompt), request)
         if member.is_changing and not member.worker.num_open:
             self._end_role(member)
         elif member.is_draining and not member.worker.num_open:
             pool.draining.remove(member)
             self._bill(member)
+        for _ in result.ended:
+            self._on_end()
 
     def _withdraw_idlest(self, pool: _Pool) -> _Member:
         """Take the worker with the least load out of service; others get the requests that it has not begun."""
@@ -348,11 +357,6 @@ class PlanCluster:
             startup_s=self._startup_s,
             role_change_s=self._role_change_s,
         )
-
-
-def _queued_after(worker: PlanWorker, request: Request) -> tuple[int, int]:
-    num_new = request.num_prompt - (worker.cached_tokens(request) if request.names else 0)
-    return worker.num_queued_tokens + num_new, worker.num_active_tokens
 
 
 def _load(pool: _Pool) -> observation.PoolLoad:

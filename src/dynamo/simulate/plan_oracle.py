@@ -57,16 +57,12 @@ def find_needs(scenario: PlanScenario) -> list[observation.Replicas]:
         arrivals = scenario.requests[position : position + num_arrivals]
         position += num_arrivals
         trial = _Trial(scenario, cluster, arrivals, begin, end)
-        present = trial.smallest(_smaller(present, least))
+        present = trial.smallest(
+            observation.Replicas(*(max(n - 1, low) for n, low in zip(present, least, strict=True)))
+        )
         cluster = trial.commit(present)
         needs.append(present)
     return needs
-
-
-def _smaller(replicas: observation.Replicas, least: observation.Replicas) -> observation.Replicas:
-    return observation.Replicas(
-        max(least.prefill, replicas.prefill - 1), max(least.decode, replicas.decode - 1)
-    )
 
 
 class _Trial:

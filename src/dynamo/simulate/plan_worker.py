@@ -1,5 +1,6 @@
-"""A worker of the planner's simulation: batches, chunked prompts, decode steps by the use of the KV cache.
+"""A worker that batches: chunked prompts beside decode steps, and the times of its steps by a profile.
 
+The simulations of the planner and of disaggregation run it, the second with the times of a group of GPUs.
 Steps in which nothing but decoding happens are computed in one go up to the first answer that ends; a request that
 comes in between joins at the end of the step that runs then. A request is admitted when its prompt and answer have
 room, so nothing is preempted. Times are seconds, and never go back.
@@ -12,15 +13,46 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 Role = Literal["prefill", "decode", "agg"]
 _MOST_STEPS = 512  # computed in one go
 
 
+class Timing(Protocol):
+    """The times of a worker's steps, and its limits."""
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Return the tokens for which the KV cache has room."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Return the most requests at once."""
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Return the most tokens of a step."""
+
+    def step_s(
+        self,
+        prompts: Sequence[tuple[int, int]],
+        num_decoding: int,
+        num_active: int,
+        num_prefilling: int = 0,
+    ) -> float:
+        """Return the seconds of a step that computes these parts of prompts, from and to a token.
+
+        `num_active` tokens are in the KV cache, of which `num_prefilling` are of prompts that are not complete.
+        """
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """Return the seconds in which the KV cache of so many tokens goes to another worker."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """The times of a worker's steps in seconds, and its memory."""
+    """The times of a worker's steps in seconds by a profile, and its memory."""
 
     prefill_s: Callable[[float], float]  # by the new prompt tokens of the step
     decode_s: Callable[[float], float]  # by the share of the KV cache in use
@@ -29,6 +61,23 @@ class StepTimes:
     max_num_batched_tokens: int = 8192
     kv_bytes_per_s: float = 64e9  # from a prefill worker to a decode worker
     kv_bytes_per_token: int = 131_072
+
+    def step_s(
+        self,
+        prompts: Sequence[tuple[int, int]],
+        num_decoding: int,
+        num_active: int,
+        num_prefilling: int = 0,
+    ) -> float:
+        """Return the seconds of a step: those of its prompts, and of decoding by the use of the KV cache."""
+        decode_s = self.decode_s(min(1.0, num_active / self.num_kv_tokens)) if num_decoding else 0.0
+        if not prompts:
+            return decode_s
+        return self.prefill_s(sum(end - start for start, end in prompts)) + decode_s
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """Return the seconds in which the KV cache of so many tokens goes to another worker."""
+        return num_tokens * self.kv_bytes_per_token / self.kv_bytes_per_s
 
 
 def h100_8b() -> StepTimes:
@@ -65,6 +114,11 @@ class Request:
         return self.num_prompt + self.num_output
 
     @property
+    def is_prefilled(self) -> bool:
+        """Return True if its prompt is computed."""
+        return self.first_token_at < math.inf
+
+    @property
     def ttft_s(self) -> float:
         """Return the seconds from arrival to the first token."""
         return self.first_token_at - self.at
@@ -86,13 +140,14 @@ class StepResult:
 class PlanWorker:
     """One worker in one role."""
 
-    def __init__(self, role: Role, times: StepTimes) -> None:
+    def __init__(self, role: Role, times: Timing) -> None:
         self.role = role
         self.next_time = math.inf
         self.num_queued_tokens = 0  # prompt tokens that are not computed yet
         self.num_active_tokens = 0
         self._times = times
         self._waiting: deque[Request] = deque()
+        self._computed: deque[Request] = deque()  # prompts of these; they wait for room only
         self._prefilling: deque[Request] = deque()
         self._decoding: list[tuple[int, int, Request]] = []  # a heap by the step of their end
         self._order = itertools.count()
@@ -105,7 +160,7 @@ class PlanWorker:
     @property
     def num_waiting(self) -> int:
         """Return the number of requests of which nothing is computed yet."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._computed)
 
     @property
     def num_running(self) -> int:
@@ -131,13 +186,20 @@ class PlanWorker:
             num_blocks += 1
         return min(num_blocks * request.block_size, request.num_prompt - 1)
 
+    def queued_after(self, request: Request) -> tuple[int, int]:
+        """Return the prompt tokens to be computed with one more request, and the tokens in the KV cache."""
+        num_new = request.num_prompt - (self.cached_tokens(request) if request.names else 0)
+        return self.num_queued_tokens + num_new, self.num_active_tokens
+
     def submit(self, request: Request, now: float) -> None:
-        """Queue a request; its prompt is computed already if this worker only decodes."""
-        if self.role != "decode":
+        """Queue a request, the prompt of which is computed already if it has its first token."""
+        if request.is_prefilled:
+            self._computed.append(request)
+        else:
             request.num_cached = self.cached_tokens(request)
             request.num_left = request.num_prompt - request.num_cached
             self.num_queued_tokens += request.num_left
-        self._waiting.append(request)
+            self._waiting.append(request)
         if self.next_time == math.inf:
             self._begin(now)
         elif len(self._ends) > 1:
@@ -146,10 +208,10 @@ class PlanWorker:
 
     def withdraw_waiting(self) -> list[Request]:
         """Remove the requests of which nothing is computed yet, and return them."""
-        withdrawn = list(self._waiting)
+        withdrawn = [*self._computed, *self._waiting]
+        self._computed.clear()
         self._waiting.clear()
-        if self.role != "decode":
-            self.num_queued_tokens -= sum(request.num_left for request in withdrawn)
+        self.num_queued_tokens -= sum(request.num_left for request in withdrawn)
         return withdrawn
 
     def advance(self, now: float) -> StepResult:
@@ -199,29 +261,27 @@ class PlanWorker:
         for _ in range(num_over):
             self._cache.popitem(last=False)
 
-    def _admit(self) -> Request | None:
+    def _admit(self, queue: deque[Request]) -> Request | None:
         """Return the next request after it got room; None if none waits or none fits."""
-        if not self._waiting or self.num_running >= self._times.max_num_seqs:
+        if not queue or self.num_running >= self._times.max_num_seqs:
             return None
-        request = self._waiting[0]
+        request = queue[0]
         need = request.num_prompt if self.role == "prefill" else request.num_tokens
         if self._num_reserved + need > self._times.num_kv_tokens and self.num_running:
             return None
-        self._waiting.popleft()
+        queue.popleft()
         self._num_reserved += need
         self.num_active_tokens += request.num_prompt
         return request
 
     def _begin(self, now: float) -> None:
-        if self.role == "decode":
-            while (request := self._admit()) is not None:
-                self._decode(request)
+        while (request := self._admit(self._computed)) is not None:
+            self._decode(request)
         num_decoding = len(self._decoding)
-        num_prompt_tokens = self._plan_chunks(self._times.max_num_batched_tokens - num_decoding)
+        parts = self._plan_chunks(self._times.max_num_batched_tokens - num_decoding)
         if self._chunks:
-            now += self._times.prefill_s(num_prompt_tokens)
-            if num_decoding:
-                now += self._times.decode_s(self.kv_usage)
+            num_prefilling = sum(request.num_prompt for request in self._prefilling)
+            now += self._times.step_s(parts, num_decoding, self.num_active_tokens, num_prefilling)
             self._ends = [now]
         elif num_decoding:
             self._ends = self._decode_ends(now, num_decoding)
@@ -229,31 +289,32 @@ class PlanWorker:
             self._ends = []
         self.next_time = self._ends[-1] if self._ends else math.inf
 
-    def _plan_chunks(self, budget: int) -> int:
-        """Plan the prompt tokens of a step, and return their number; prompts beyond it go on waiting."""
+    def _plan_chunks(self, budget: int) -> list[tuple[int, int]]:
+        """Plan the prompts of a step, and return their parts; prompts beyond the budget go on waiting."""
         self._chunks = []
-        num_planned = 0
         for request in self._prefilling:
-            num_planned += self._plan_chunk(request, budget - num_planned)
-        while num_planned < budget and (admitted := self._admit()) is not None:
+            budget -= self._plan_chunk(request, budget)
+        while budget > 0 and (admitted := self._admit(self._waiting)) is not None:
             self._prefilling.append(admitted)
-            num_planned += self._plan_chunk(admitted, budget - num_planned)
-        return num_planned
+            budget -= self._plan_chunk(admitted, budget)
+        return [
+            (request.num_prompt - request.num_left, request.num_prompt - request.num_left + num)
+            for request, num in self._chunks
+        ]
 
     def _plan_chunk(self, request: Request, budget: int) -> int:
         num_tokens = min(budget, request.num_left)
         if num_tokens > 0:
             self._chunks.append((request, num_tokens))
-        return num_tokens
+        return max(0, num_tokens)
 
     def _decode_ends(self, now: float, num_decoding: int) -> list[float]:
         num_steps = min(_MOST_STEPS, self._decoding[0][0] - self._num_steps)
-        share = self.num_active_tokens / self._times.num_kv_tokens
-        growth = num_decoding / self._times.num_kv_tokens
-        decode_s = self._times.decode_s
+        num_active = self.num_active_tokens
+        step_s = self._times.step_s
         ends = []
         for _ in range(max(1, num_steps)):
-            now += decode_s(share)
-            share += growth
+            now += step_s((), num_decoding, num_active)
+            num_active += num_decoding
             ends.append(now)
         return ends

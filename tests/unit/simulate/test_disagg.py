@@ -9,27 +9,24 @@ from hypothesis import strategies as st
 from dynamo.base import errors
 from dynamo.disagg import policy
 from dynamo.simulate import disagg
-from dynamo.simulate.disagg import Point, Pool
-from dynamo.simulate.workers import Gpu, GpuGroup, ModelShape
+from dynamo.simulate.disagg import Gpu, GpuGroup, ModelShape, Point, Pool
 
-BIG, SMALL = (GpuGroup(gpu=Gpu(), model=ModelShape(), size=size) for size in (4, 1))
-AGGREGATED = Pool(name="aggregated", num_workers=2, group=BIG, max_num_tokens=4096)
+BIG, SMALL = (
+    GpuGroup(gpu=Gpu(), model=ModelShape(), size=size, max_num_batched_tokens=4096)
+    for size in (4, 1)
+)
+AGGREGATED = Pool(name="aggregated", num_workers=2, group=BIG)
 SPLIT = replace(AGGREGATED, name="split", num_workers=1, num_prefill=4, prefill_group=SMALL)
 ASKED = {"num_prompt": 3000, "num_output": 11}
 
 
 def prefill_s(group):
-    return group.iteration_s(
-        prompts_s=group.prompt_s(0, 3000), num_prompt_tokens=3000, num_decoding=0, num_read=0
-    )
+    return group.step_s([(0, 3000)], num_decoding=0, num_active=3000, num_prefilling=3000)
 
 
 def mean_step_s(group):
     """Of an answer alone."""
-    steps = [
-        group.iteration_s(prompts_s=0, num_prompt_tokens=0, num_decoding=1, num_read=3000 + written)
-        for written in range(1, 11)
-    ]
+    steps = [group.step_s((), num_decoding=1, num_active=3000 + i) for i in range(10)]
     return sum(steps) / len(steps)
 
 
@@ -47,7 +44,9 @@ def test_single_client_waits_only_for_its_own_work(pool, group):
 
 
 def test_transfer_delays_the_second_token():
-    slow = disagg.measure(replace(SPLIT, transfer_s=0.5), 1, **ASKED)
+    link = 3000 * SMALL.model.kv_bytes / 0.5  # bytes a second
+    group = replace(SMALL, transfer_bytes_per_s=link)
+    slow = disagg.measure(replace(SPLIT, prefill_group=group), 1, **ASKED)
 
     assert 1 / slow.per_user == pytest.approx(mean_step_s(BIG) + 0.5 / 10)
     assert slow.mean_ttft == pytest.approx(prefill_s(SMALL))

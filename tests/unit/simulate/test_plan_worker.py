@@ -88,3 +88,13 @@ def test_every_request_ends_and_nothing_is_left(rows):
     assert len(serve(worker, requests)) == len(requests)
     assert worker.num_active_tokens == worker.num_queued_tokens == worker.num_open == 0
     assert all(r.at < r.first_token_at <= r.ended_at for r in requests)
+
+
+def test_computed_prompt_goes_ahead_of_prompts_that_wait():
+    worker = PlanWorker("agg", TIMES)
+    prompts = [request(num_prompt=8192) for _ in range(4)]
+    computed = request(num_output=2)
+    computed.first_token_at = 0.0
+    serve(worker, [*prompts, computed])
+
+    assert computed.ended_at < prompts[1].first_token_at + TIMES.decode_s(1)

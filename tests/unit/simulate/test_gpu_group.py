@@ -1,11 +1,12 @@
-"""The time of an iteration, against arithmetic done by hand, and the order in which a GPU worker runs its jobs."""
+"""The time of a step, against arithmetic done by hand, and the order in which a worker with these times works."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from dynamo.simulate.workers import Gpu, GpuGroup, GpuWorker, Job, ModelShape
+from dynamo.simulate.disagg import Gpu, GpuGroup, ModelShape
+from dynamo.simulate.plan_worker import PlanWorker, Request
 
 GPU = Gpu(flops=1e12, bytes_per_s=1e10, memory_bytes=3e9, link_bytes_per_s=1e9, all_reduce_s=1e-5,
           overhead_s=0.001)  # fmt: skip
@@ -30,22 +31,24 @@ def test_chunks_of_a_prompt_take_as_long_as_the_whole(cut):
 
 
 def test_single_decode_waits_for_weights_and_kv_reads():
-    took = group().iteration_s(prompts_s=0, num_prompt_tokens=0, num_decoding=1, num_read=500)
+    took = group().step_s((), num_decoding=1, num_active=499)
 
     assert took == pytest.approx(0.001 + 2e9 / 1e10 + 500 * 1e4 / 1e10)
 
 
 def test_long_prompt_hides_the_weight_reads():
-    took = group().iteration_s(prompts_s=7.0, num_prompt_tokens=9, num_decoding=10, num_read=0)
+    took = group().step_s([(0, 3000)], num_decoding=10, num_active=3490, num_prefilling=3000)
 
-    assert took == pytest.approx(0.001 + 7.0 + 10 * 2e9 / 1e12)
+    prompt_s = group().prompt_s(0, 3000)
+    assert took == pytest.approx(0.001 + prompt_s + 10 * 2e9 / 1e12 + 500 * 1e4 / 1e10)
 
 
 def test_gpu_groups_pay_two_all_reduces_a_layer():
-    took = group(4).iteration_s(prompts_s=3.0, num_prompt_tokens=1000, num_decoding=0, num_read=0)
+    took = group(4).step_s([(0, 1000)], num_decoding=0, num_active=1000, num_prefilling=1000)
 
     over_links = 2 * 3 / 4 * 1000 * 100 * 2 / 1e9
-    assert took == pytest.approx(0.001 + 3.0 + 2 * 10 * (1e-5 + over_links))
+    prompt_s = group(4).prompt_s(0, 1000)
+    assert took == pytest.approx(0.001 + prompt_s + 2 * 10 * (1e-5 + over_links))
     assert group(4).prompt_s(0, 100) == pytest.approx(group(1).prompt_s(0, 100) / 4)
 
 
@@ -57,12 +60,12 @@ def test_kv_cache_fills_the_memory_beside_the_weights(size, num_tokens):
 GROUP = GpuGroup(gpu=Gpu(), model=ModelShape(), size=2)
 
 
-def worker(group=GROUP, **changes):
-    return GpuWorker(group, **{"max_num_seqs": 8, "max_num_tokens": 2048, **changes})
+def worker(role="agg", **changes):
+    return PlanWorker(role, replace(GROUP, **{"max_num_seqs": 8, **changes}))
 
 
-def job(num_prompt=3000, num_output=3, **changes):
-    return Job(num_prompt=num_prompt, num_output=num_output, **changes)
+def request(num_prompt=3000, num_output=3, **changes):
+    return Request(at=0.0, num_prompt=num_prompt, num_output=num_output, **changes)
 
 
 def finish(worker):
@@ -74,67 +77,56 @@ def finish(worker):
     return done
 
 
-def prompt_s(start, end, *, num_decoding=0, num_read=0):
-    return GROUP.iteration_s(
-        prompts_s=GROUP.prompt_s(start, end),
-        num_prompt_tokens=end - start,
-        num_decoding=num_decoding,
-        num_read=num_read,
-    )
+def decode_s(*numbers_read):
+    return sum(GROUP.step_s((), num_decoding=1, num_active=n - 1) for n in numbers_read)
 
 
 def test_prompt_is_computed_in_chunks_and_then_decoded():
-    alone, one = worker(), job()
+    alone, one = worker(), request()
     alone.submit(one, 0.0)
     finish(alone)
 
-    first = prompt_s(0, 2048) + prompt_s(2048, 3000)
-    steps = [prompt_s(0, 0, num_decoding=1, num_read=3000 + written) for written in (1, 2)]
+    first = sum(GROUP.step_s([part], 0, 0) for part in ((0, 2048), (2048, 3000)))
     assert one.first_token_at == pytest.approx(first)
-    assert one.ended_at == pytest.approx(first + sum(steps))
+    assert one.ended_at == pytest.approx(first + decode_s(3001, 3002))
 
 
-def test_decode_waits_for_a_prompt_in_the_same_iteration():
-    shared, early, late = worker(), job(num_prompt=100), job(num_prompt=2000)
+def test_decode_waits_for_a_prompt_in_the_same_step():
+    shared, early, late = worker(), request(num_prompt=100), request(num_prompt=2000)
     shared.submit(early, 0.0)
     shared.submit(late, 0.0)
     times = [now for now, _ in finish(shared)]
 
     assert times[1] - times[0] == pytest.approx(
-        GROUP.iteration_s(
-            prompts_s=GROUP.prompt_s(0, 2000),
-            num_prompt_tokens=2000,
-            num_decoding=1,
-            num_read=101,
-        )
+        GROUP.step_s([(0, 2000)], num_decoding=1, num_active=2100, num_prefilling=2000)
     )
 
 
-def test_prefill_worker_releases_a_job_with_its_first_token():
-    prefill = worker(is_prefill_only=True)
-    prefill.submit(job(num_prompt=2000), 0.0)
+def test_prefill_worker_releases_a_request_with_its_first_token():
+    prefill = worker("prefill")
+    one = request(num_prompt=2000)
+    prefill.submit(one, 0.0)
     ((now, done),) = finish(prefill)
 
-    assert now == pytest.approx(prompt_s(0, 2000))
-    assert ([one.num_written for one in done.prefilled], done.ended) == ([1], [])
+    assert now == pytest.approx(GROUP.step_s([(0, 2000)], 0, 0))
+    assert (done.prefilled, done.ended) == ([one], [])
     assert prefill.num_open == 0
 
 
-def test_job_with_a_computed_prompt_is_only_decoded():
-    decode, one = worker(), job(num_computed=3000, num_written=1)
+@pytest.mark.parametrize("role", ["decode", "agg"])
+def test_request_with_a_computed_prompt_is_only_decoded(role):
+    decode, one = worker(role), request(first_token_at=4.0)
     decode.submit(one, 5.0)
     finish(decode)
 
-    assert one.ended_at == pytest.approx(
-        5.0 + sum(prompt_s(0, 0, num_decoding=1, num_read=3000 + n) for n in (1, 2))
-    )
+    assert one.ended_at == pytest.approx(5.0 + decode_s(3001, 3002))
 
 
 @pytest.mark.parametrize("limit", ["sequences", "memory"])
-def test_job_without_room_waits_until_another_ends(limit):
+def test_request_without_room_waits_until_another_ends(limit):
     memory = replace(GROUP.gpu, memory_bytes=(70e9 + 4000 * 327_680) / 2)
-    full = worker(replace(GROUP, gpu=memory)) if limit == "memory" else worker(max_num_seqs=1)
-    first, second = job(), job()
+    full = worker(gpu=memory) if limit == "memory" else worker(max_num_seqs=1)
+    first, second = request(), request()
     for one in (first, second):
         full.submit(one, 0.0)
     waiting = full.num_waiting
