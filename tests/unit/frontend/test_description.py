@@ -52,6 +52,14 @@ def test_openapi_document_is_valid():
         jsonschema_rs.meta.validate(schema)
 
 
+def test_mistyped_threshold_contradicts_the_description():
+    schema = DOCUMENT["components"]["schemas"]["ThresholdChange"]
+    is_valid = jsonschema_rs.validator_for(schema).is_valid
+
+    assert is_valid({"model": "m", "active_decode_blocks_threshold": 0.5})
+    assert not is_valid({"model": "m", "active_decode_block_threshold": 0.5})
+
+
 def test_described_limits_equal_those_of_the_decoder():
     fields = DOCUMENT["components"]["schemas"]["ChatRequest"]["properties"]
 

@@ -270,6 +270,9 @@ def _declare_administration(api: Operations, context: ApiContext) -> None:
         "Change it for one model; what is left out stays, and null is no threshold",
         wrap=functools.partial(context.compute, load_thresholds.decode_change),
         request=load_thresholds.ThresholdChange,
+        request_rules=(
+            {"propertyNames": {"enum": [*load_thresholds.ThresholdChange.__struct_fields__]}},
+        ),
         answer=ModelThresholds,
         errors=READ_ERRORS,
         example={"active_decode_blocks_threshold": 0.9},
