@@ -24,6 +24,9 @@ ATTACK_SETTINGS = linear.FitSettings(
     steps=80,
     hidden_width=12,
 )
+DOMAIN_SETTINGS = linear.FitSettings(
+    max_entries=80_000, ngram_buckets=2**18, ngram_weight=1.5, penalty=5e-6
+)
 ATTACK_WEIGHT, PERSONA_WEIGHT = 2.0, 3.0  # beside other harmless texts; there are few of both
 MOST_SMALL, SMALL_WEIGHT = 4, 0.5  # small windows of one long text beside its large ones
 SEED = 20
@@ -100,8 +103,7 @@ def train_domain(source: Path, out: Path) -> None:
             samples.append(words.tokenize(frame.format(row["text"])).words)
             labels.append(classes.index(row["category"]))
             weights.append(TERM_WEIGHT)
-    settings = linear.FitSettings(max_entries=80_000)
-    fitted = linear.fit(samples, np.array(labels), len(classes), settings, np.array(weights))
+    fitted = linear.fit(samples, np.array(labels), len(classes), DOMAIN_SETTINGS, np.array(weights))
     linear.write(fitted, classes, out / "domain.npz")
 
 
