@@ -142,21 +142,21 @@ class Pipeline:
         wants_explanation: Callable[[], bool] = lambda: False,
     ) -> None:
         """`wants_explanation` is asked for each request whether the router's decision is to be explained."""
-        self._models = registry
-        self._metrics = frontend_metrics
+        self.models = registry
+        self.metrics = frontend_metrics
         self._clock = clock
         self._dispatcher = dispatcher
         self.worker_wait = worker_wait
-        self._admission = admission
+        self.admission = admission
         self.unknown = unknown
-        self._start_trace = start_trace
+        self.start_trace = start_trace
         self._watch = watch
         self._semantic = semantic
         self._wants_explanation = wants_explanation
 
     async def answer(self, api: GenerationApi[R, F], client: exchange.Exchange) -> None:
         """Take one request from its body to the workers that answer it."""
-        arrival = record_arrival(client, self._metrics, self._start_trace)
+        arrival = record_arrival(client, self.metrics, self.start_trace)
         if self._watch is not None:
             client = self._watch(client)
         body = None
@@ -194,7 +194,7 @@ class Pipeline:
             self._refuse(api, client, arrival, error)
             return
         meter = metrics.RequestMeter(
-            self._metrics.for_model(model.name),
+            self.metrics.for_model(model.name),
             api.endpoint,
             is_stream=bool(request.stream),
             arrival=arrival,
@@ -203,22 +203,22 @@ class Pipeline:
             routing = nvext.parse_headers(client.request.headers)
             extra_fields = nvext.requested_fields(request, client.request.headers)
             is_explained = nvext.EXPLANATION in extra_fields
-            self._admission.check_rights(
+            self.admission.rights.check_rights(
                 client,
                 chooses_worker=is_explained or routing.chooses_worker(request),
                 sets_priority=request.scheduling_priority > 0  # anyone may wait for others
                 or getattr(request.extensions.cache_control, "pin", False),
             )
-            salt = self._admission.cache_salt(client, model, request.cache_salt)
+            salt = self.admission.rights.cache_salt(client, model, request.cache_salt)
             if is_explained or self._wants_explanation():
                 meter.explanations = []
             prepared = await self._prepare(
                 api, model, request, arrival, routing, salt, extra_fields
             )
             instance_id = routing.instance_of(request)
-            if self._admission.is_active:
+            if self.admission.is_active:
                 prompts = [prompt.request for prompt in prepared.prompts]
-                await self._admission.admit(model, prompts, client, meter, instance_id)
+                await self.admission.admit(model, prompts, client, meter, instance_id)
             if QUERY_INSTANCE_ID in prepared.annotations:
                 self._respond_instance_id(model, prepared, client, instance_id)
                 meter.record_success()
@@ -239,7 +239,7 @@ class Pipeline:
         error: errors.DynamoError,
     ) -> None:
         """Answer a request for no known model with an error."""
-        unknown = self._metrics.for_model(metrics.UNKNOWN_MODEL)
+        unknown = self.metrics.for_model(metrics.UNKNOWN_MODEL)
         meter = metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival)
         meter.record_failure(error)
         delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
@@ -254,7 +254,7 @@ class Pipeline:
 
         async def find() -> RegisteredModel:
             try:
-                return self._models.find(name)
+                return self.models.find(name)
             except (model_errors.ModelNotFound, errors.NoWorkers) as error:
                 if failure := self.worker_wait.failure_of(name):
                     raise errors.NoWorkers(f"{name!r} could not be loaded: {failure}") from None
@@ -264,7 +264,7 @@ class Pipeline:
                     raise errors.NoWorkers(
                         f"the first worker of {name!r} is starting: try again shortly"
                     ) from None
-                if await self._models.is_announced(name):
+                if await self.models.is_announced(name):
                     raise errors.NoWorkers(
                         f"the model {name!r} is being loaded: try again shortly"
                     ) from None
@@ -331,7 +331,7 @@ class Pipeline:
         chosen_id = model.choose_instance(
             prepared.prompts[0].request,
             instance_id=instance_id,
-            avoid=self._admission.busy_workers(model),
+            avoid=self.admission.busy_workers.of_model(model),
         )
         headers = (("cache-control", "no-cache"), *prepared.headers)
         client.start_stream(200, content_type=sse.CONTENT_TYPE, headers=headers)

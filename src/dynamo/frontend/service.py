@@ -1,7 +1,9 @@
 """A running frontend: every part of it is made here, and every long-lived task is started here."""
 
 import asyncio
+import functools
 import logging
+from collections.abc import Sequence
 from types import TracebackType
 
 from dynamo.base import clock as clocks
@@ -20,9 +22,26 @@ from dynamo.frontend import (
     request_records,
     waiting,
 )
-from dynamo.frontend.admission import authentication, controller
-from dynamo.frontend.apis import files, operation
+from dynamo.frontend.admission import authentication, busy_workers, controller, load_thresholds
+from dynamo.frontend.admission import metrics as admission_metrics
+from dynamo.frontend.apis import (
+    chat,
+    completions,
+    description,
+    embeddings,
+    files,
+    models,
+    operation,
+    scores,
+    status,
+)
+from dynamo.frontend.apis import tokenize as token_counts
+from dynamo.frontend.apis.console import api as console
+from dynamo.frontend.apis.kserve import api as kserve
 from dynamo.frontend.apis.kserve import grpc_loading
+from dynamo.frontend.apis.messages import api as messages
+from dynamo.frontend.apis.ollama import api as ollama
+from dynamo.frontend.apis.responses import api as responses
 from dynamo.frontend.batches import journal, runner, upload
 from dynamo.frontend.console import feed, recorder, views
 from dynamo.frontend.model_registry import file_fetcher, registry
@@ -54,88 +73,46 @@ class Frontend:
         prefill: prefill_config.PrefillRoutingConfig | None = None,
     ) -> None:
         settings.check()
+        routing = routing or router_config.RoutingConfig()
         self._settings = settings
         self._clock = clocks.SystemClock()
         self._tasks = tasks.Tasks()
         metrics_registry = observed.Registry(settings.metrics_prefix)
         self._loop_delay = observed.LoopDelay(metrics_registry, self._clock)
         self._records = request_records.RequestRecords(settings, metrics_registry, self._clock)
+        self._recorder = recorder.ConsoleRecorder(self._clock, settings.usage_file)
         migration_policy = migration.MigrationPolicy(
             limit=settings.migration_limit,
             max_seq_len=settings.migration_max_seq_len,
         )
-        self._recorder = recorder.ConsoleRecorder(self._clock, settings.usage_file)
-        self._metrics = frontend_metrics = metrics.FrontendMetrics(
+        self._metrics = metrics.FrontendMetrics(
             metrics_registry,
             self._clock.now,
             (*self._records.observers, self._recorder),
             migration_policy,
         )
+        self._metrics.follow(runtime)
 
-        self._routes = route_factory.RouteFactory(
-            routing or router_config.RoutingConfig(), runtime, self._clock, metrics_registry
-        )
+        self._routes = route_factory.RouteFactory(routing, runtime, self._clock, metrics_registry)
         self._prefill_route = self._make_prefill_route(
-            routing or router_config.RoutingConfig(),
-            prefill or prefill_config.PrefillRoutingConfig(),
-            runtime,
-            metrics_registry,
+            routing, prefill or prefill_config.PrefillRoutingConfig(), runtime, metrics_registry
         )
-        self.models = registry.ModelRegistry(
-            runtime.discovery,
-            runtime.client,
-            registry.RouteFactories(self._routes.make_route)
-            if self._prefill_route is None
-            else registry.RouteFactories(
-                self._prefill_route.make, self._prefill_route.make_prefill_router
-            ),
-            frontend_metrics,
-            self._clock,
-            file_fetcher.FileFetcher(
-                runtime.requests,
-                runtime.services,
-                file_fetcher.cache_directory(settings.model_cache),
-                self._clock,
-            ),
-            namespace=settings.namespace,
-            tokenizer_options=tokenize.TokenizerOptions(
-                settings.tokenizer,
-                settings.tokenizer_cache_mb * 2**20,
-                tokenizer_findings.FindingsDirectory.of_user(),
-            ),
-        )
+        self.models = self._make_model_registry(runtime)
 
-        self._admission = controller.AdmissionController(
-            settings, self.models, runtime.events, metrics_registry, self._clock, self._tasks
-        )
-        timeout_s = settings.request_timeout_secs or None
+        self._admission = self._make_admission(runtime, metrics_registry)
         self._expected_workers = waiting.ExpectedWorkers(
             runtime.discovery, namespace=settings.namespace
         )
-        worker_wait = waiting.WorkerWait(
-            retry_rules.WaitPolicy(
-                wait_s=settings.worker_wait_secs,
-                max_waiting=settings.worker_wait_limit,
-                outage_s=settings.request_plane_outage_secs,
-            ),
-            self._clock,
-            self._expected_workers,
-            frontend_metrics.waiting_for_worker,
-            lambda: runtime.requests.is_away,
-        )
+        worker_wait = self._make_worker_wait(runtime)
+        timeout_s = settings.request_timeout_secs or None
         self._dispatcher = dispatch.Dispatcher(
             self.models.find,
             migration_policy,
             self._clock,
             timeout_s,
-            self._admission.busy_workers,
+            self._admission.busy_workers.of_model,
             worker_wait,
         )
-        store = response_store.ResponseStore(
-            max_items=settings.response_store_items,
-            max_bytes=settings.response_store_mb * 2**20,
-        )
-        self._peers = peers.Peers(settings.http_worker_socket, self._clock)
         self._semantic = None
         if settings.semantic_router is not None:
             self._semantic = distribution.load_extra(
@@ -147,14 +124,23 @@ class Frontend:
                 self._clock,
                 runtime,
             )
-        console_views = views.Views(
+        request_pipeline = pipeline.Pipeline(
             self.models,
-            frontend_metrics,
-            self._recorder,
-            router_mode=(routing or router_config.RoutingConfig()).router_mode,
-            find_matches=self._routes.find_matches,
-            list_starting=lambda: self._expected_workers.starts,
+            self._metrics,
+            self._clock,
+            self._dispatcher,
+            worker_wait,
+            self._admission,
+            pipeline.UnknownParameters(
+                metrics_registry, refuses=settings.unknown_parameters == "refuse"
+            ),
+            self._records.enter_trace,
+            self._records.watch,
+            self._semantic,
+            self._recorder.wants_explanation,
         )
+
+        self._peers = peers.Peers(settings.http_worker_socket, self._clock)
         self._batches = runner.BatchRunner(
             journal.BatchJournal(
                 settings.files_folder, max_bytes=int(settings.files_limit_gb * 10**9)
@@ -163,95 +149,32 @@ class Frontend:
             concurrency=settings.batch_concurrency,
             max_body_bytes=settings.http_body_limit_mb * 2**20,
         )
-        self._feed = feed.Feed(console_views, self.models, runtime.events)
-        self._app = app.App(
-            operation.ApiContext(
-                models=self.models,
-                pipeline=pipeline.Pipeline(
-                    self.models,
-                    frontend_metrics,
-                    self._clock,
-                    self._dispatcher,
-                    worker_wait,
-                    self._admission,
-                    pipeline.UnknownParameters(
-                        metrics_registry, refuses=settings.unknown_parameters == "refuse"
-                    ),
-                    self._records.enter_trace,
-                    self._records.watch,
-                    self._semantic,
-                    self._recorder.wants_explanation,
-                ),
-                metrics=frontend_metrics,
-                admission=self._admission,
-                connect=runtime.client,
-                response_store=store,
-                shared_responses=peers.SharedResponses(
-                    store, self._peers, self._admission.tenant_of
-                ),
-                peers=self._peers,
-                batches=self._batches,
-                list_on_demand=lambda: self._expected_workers.on_demand,
-                metrics_registry=metrics_registry,
-                console=feed.Console(
-                    recorder=self._recorder,
-                    views=console_views,
-                    feed=self._feed,
-                    planners=feed.Planners(runtime, self.models, settings.namespace),
-                ),
-                start_trace=self._records.enter_trace,
-                request_timeout_s=timeout_s,
-            )
-        )
-
-        routes = encodings.BodyInflater(
-            self._app.routes, self._max_body_bytes, self._app.error_body
-        )
-        authenticator = self._admission.make_authenticator(routes, self._app.dialect_of)
-        handler = authenticator or authentication.LocalAdministration(routes, self._app.dialect_of)
-        policy = browsers.BrowserPolicy(
-            frozenset(settings.cors_allow_origin),
-            None
-            if settings.api_keys_file
-            else frozenset(settings.allowed_hosts) | browsers.own_names(),
-        )
-
-        def check_head(request: exchange.Request) -> int:
-            """Return how many bytes a request's body may have. Raises RequestRefused without a valid key."""
-            if browsers.is_preflight(request):
-                return 0  # it has no key, and needs no body
-            if authenticator is not None:
-                authenticator.check_head(request)
-            return self._max_body_bytes(request)
-
-        self._certificate = http_certificate.HttpCertificate(
-            settings, frontend_metrics.certificates
-        )
-        frontend_metrics.follow(runtime)
-        self._server = server.HttpServer(
-            browsers.BrowserGuard(handler, policy, self._app.dialect_of),
-            limits=parser.HttpLimits(
-                kept_body_bytes=settings.http_body_memory_mb * 2**20,
-                request_s=settings.http_read_timeout_secs,
-                num_connections=process_setup.reserve_open_files(parser.NUM_CONNECTIONS),
+        self._console = self._make_console(runtime, routing.router_mode)
+        self._handlers = operation.RequestHandlers(request_pipeline)
+        shared_responses = peers.SharedResponses(
+            response_store.ResponseStore(
+                max_items=settings.response_store_items,
+                max_bytes=settings.response_store_mb * 2**20,
             ),
-            tls=self._certificate.tls,
-            error_body=self._app.error_body,
-            check_head=check_head,
-            open_sink=self._open_sink,
+            self._peers,
+            self._admission.rights.tenant_of,
         )
-        self._grpc = grpc_loading.make_server(settings, handler, check_head)
+        self._sibling_routes: peers.PeerRoutes = {
+            ("GET", "/metrics"): status.metrics_handler(metrics_registry),
+            ("POST", "/busy_threshold"): self._handlers.compute(
+                load_thresholds.decode_change, self._admission.busy_workers.change_thresholds
+            ),
+            ("GET", console.USAGE): functools.partial(console.answer_usage, self._console),
+            **shared_responses.routes,
+        }
+        vectors = embeddings.EmbeddingPipeline(request_pipeline, timeout_s=timeout_s)
+        cache_clearer = status.CacheClearer(self.models, runtime.client)
+        self._app = app.App(
+            self._declare_operations(vectors, shared_responses, cache_clearer, metrics_registry)
+        )
 
-    def _max_body_bytes(self, request: exchange.Request) -> int:
-        """Return how many bytes the body of a request may have, compressed or inflated."""
-        factor = self._app.body_factor_of(request.path)
-        return factor * self._settings.http_body_limit_mb * 2**20
-
-    def _open_sink(self, request: exchange.Request) -> exchange.BodySink | None:
-        """Return what writes an uploaded file to disk while it arrives. Raises RequestRefused."""
-        if (request.method, request.path) != ("POST", files.PATH):
-            return None
-        return upload.FileUpload(request, self._batches.journal)
+        self._certificate = http_certificate.HttpCertificate(settings, self._metrics.certificates)
+        self._server, self._grpc = self._make_servers()
 
     def _make_prefill_route(
         self,
@@ -273,9 +196,165 @@ class Frontend:
             routing.router_queue_threshold,
         )
 
+    def _make_model_registry(self, runtime: component.DistributedRuntime) -> registry.ModelRegistry:
+        settings = self._settings
+        if self._prefill_route is None:
+            factories = registry.RouteFactories(self._routes.make_route)
+        else:
+            factories = registry.RouteFactories(
+                self._prefill_route.make, self._prefill_route.make_prefill_router
+            )
+        return registry.ModelRegistry(
+            runtime.discovery,
+            runtime.client,
+            factories,
+            self._metrics,
+            self._clock,
+            file_fetcher.FileFetcher(
+                runtime.requests,
+                runtime.services,
+                file_fetcher.cache_directory(settings.model_cache),
+                self._clock,
+            ),
+            namespace=settings.namespace,
+            tokenizer_options=tokenize.TokenizerOptions(
+                settings.tokenizer,
+                settings.tokenizer_cache_mb * 2**20,
+                tokenizer_findings.FindingsDirectory.of_user(),
+            ),
+        )
+
+    def _make_admission(
+        self, runtime: component.DistributedRuntime, metrics_registry: observed.Registry
+    ) -> controller.AdmissionController:
+        settings, own_metrics = self._settings, admission_metrics.AdmissionMetrics(metrics_registry)
+        return controller.AdmissionController(
+            settings,
+            authentication.ClientRights(settings, own_metrics, self._clock),
+            load_thresholds.BusyWorkers(
+                self.models,
+                busy_workers.BusyThresholds(
+                    active_decode_blocks_threshold=settings.active_decode_blocks_threshold,
+                    active_prefill_tokens_threshold=settings.active_prefill_tokens_threshold,
+                    active_prefill_tokens_threshold_frac=settings.active_prefill_tokens_threshold_frac,
+                ),
+                runtime.events,
+                self._clock,
+                self._tasks,
+            ),
+            own_metrics,
+            self._clock,
+        )
+
+    def _make_worker_wait(self, runtime: component.DistributedRuntime) -> waiting.WorkerWait:
+        return waiting.WorkerWait(
+            retry_rules.WaitPolicy(
+                wait_s=self._settings.worker_wait_secs,
+                max_waiting=self._settings.worker_wait_limit,
+                outage_s=self._settings.request_plane_outage_secs,
+            ),
+            self._clock,
+            self._expected_workers,
+            self._metrics.waiting_for_worker,
+            lambda: runtime.requests.is_away,
+        )
+
+    def _make_console(self, runtime: component.DistributedRuntime, mode: str) -> feed.Console:
+        console_views = views.Views(
+            self.models,
+            self._metrics,
+            self._recorder,
+            router_mode=mode,
+            find_matches=self._routes.find_matches,
+            list_starting=lambda: self._expected_workers.starts,
+        )
+        return feed.Console(
+            recorder=self._recorder,
+            views=console_views,
+            feed=feed.Feed(console_views, self.models, runtime.events),
+            planners=feed.Planners(runtime, self.models, self._settings.namespace),
+        )
+
+    def _declare_operations(
+        self,
+        vectors: embeddings.EmbeddingPipeline,
+        shared_responses: peers.SharedResponses,
+        cache_clearer: status.CacheClearer,
+        metrics_registry: observed.Registry,
+    ) -> Sequence[operation.Operation]:
+        """Return the operations of all APIs in the order in which they are described; a new API is a line here."""
+        handlers = self._handlers
+        apis = (
+            *chat.operations(handlers),
+            *completions.operations(handlers),
+            *responses.operations(handlers, shared_responses),
+            *models.operations(handlers, lambda: self._expected_workers.on_demand),
+            *messages.operations(handlers),
+            *embeddings.operations(handlers, vectors),
+            *scores.operations(handlers, vectors),
+            *files.operations(handlers, self._batches),
+            *kserve.operations(handlers),
+            *ollama.operations(handlers, vectors),
+            *token_counts.operations(handlers),
+            *status.state_operations(handlers, self._peers, metrics_registry),
+            *status.administration_operations(
+                handlers, cache_clearer, self._admission.busy_workers, self._peers
+            ),
+            *console.operations(self._console, handlers.rights, self._peers),
+        )
+        return (*apis, *description.operations(self.models, apis))
+
+    def _make_servers(self) -> tuple[server.HttpServer, grpc_loading.KserveServer]:
+        """Return the servers of HTTP and gRPC, which check browsers and keys before the application gets a request."""
+        settings = self._settings
+        routes = encodings.BodyInflater(
+            self._app.routes, self._max_body_bytes, self._app.error_body
+        )
+        authenticator = self._admission.rights.make_authenticator(routes, self._app.dialect_of)
+        handler = authenticator or authentication.LocalAdministration(routes, self._app.dialect_of)
+        policy = browsers.BrowserPolicy(
+            frozenset(settings.cors_allow_origin),
+            None
+            if settings.api_keys_file
+            else frozenset(settings.allowed_hosts) | browsers.own_names(),
+        )
+
+        def check_head(request: exchange.Request) -> int:
+            """Return how many bytes a request's body may have. Raises RequestRefused without a valid key."""
+            if browsers.is_preflight(request):
+                return 0  # it has no key, and needs no body
+            if authenticator is not None:
+                authenticator.check_head(request)
+            return self._max_body_bytes(request)
+
+        http_server = server.HttpServer(
+            browsers.BrowserGuard(handler, policy, self._app.dialect_of),
+            limits=parser.HttpLimits(
+                kept_body_bytes=settings.http_body_memory_mb * 2**20,
+                request_s=settings.http_read_timeout_secs,
+                num_connections=process_setup.reserve_open_files(parser.NUM_CONNECTIONS),
+            ),
+            tls=self._certificate.tls,
+            error_body=self._app.error_body,
+            check_head=check_head,
+            open_sink=self._open_sink,
+        )
+        return http_server, grpc_loading.make_server(settings, handler, check_head)
+
+    def _max_body_bytes(self, request: exchange.Request) -> int:
+        """Return how many bytes the body of a request may have, compressed or inflated."""
+        factor = self._app.body_factor_of(request.path)
+        return factor * self._settings.http_body_limit_mb * 2**20
+
+    def _open_sink(self, request: exchange.Request) -> exchange.BodySink | None:
+        """Return what writes an uploaded file to disk while it arrives. Raises RequestRefused."""
+        if (request.method, request.path) != ("POST", files.PATH):
+            return None
+        return upload.FileUpload(request, self._batches.journal)
+
     async def __aenter__(self) -> "Frontend":
         await self._routes.start()
-        self._admission.load_keys()
+        self._admission.rights.load_keys()
         host, port = self._settings.http_host, self._settings.http_port
         self.port = await self._server.start(host, port, shares_port=self._peers.name is not None)
         try:
@@ -283,12 +362,13 @@ class Frontend:
         except errors.ConfigError:
             await self._server.close()
             raise
-        await self._peers.start(self._app.sibling_routes)
-        self._admission.start()
+        await self._peers.start(self._sibling_routes)
+        self._admission.rights.start(self._tasks)
+        self._admission.busy_workers.start()
         self._tasks.start("watch the certificate", self._certificate.follow(self._clock))
         self._tasks.start("watch models", self.models.watch())
         self._tasks.start("watch starting workers", self._expected_workers.watch())
-        batches = self._batches.run(self._app.routes, self._admission.headers_of)
+        batches = self._batches.run(self._app.routes, self._admission.rights.headers_of)
         self._tasks.start("run the batches", batches)
         if self._semantic is not None:
             self._tasks.start("watch the semantic router's file", self._semantic.watch())
@@ -304,7 +384,7 @@ class Frontend:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._feed.close()
+        await self._console.feed.close()
         await self._grpc.stop(0)
         await self._server.close()
         await self._dispatcher.close()
@@ -325,7 +405,7 @@ class Frontend:
 
     def reload_keys(self) -> None:
         """Have the file of API keys read again at once."""
-        self._admission.reload_keys()
+        self._admission.rights.reload_keys()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then drain. Raises the error of a long-lived task that failed."""
@@ -334,7 +414,8 @@ class Frontend:
 
     async def drain(self) -> None:
         """Refuse new requests and let running responses finish, within the time that the settings allow."""
-        self._app.start_draining()
+        self._handlers.is_draining = True
+        self._console.feed.end_all()
         limit_s = self._settings.http_graceful_shutdown_timeout_secs
         _logger.info("stopping: running answers may take %g s to finish", limit_s)
         has_finished, _ = await asyncio.gather(

@@ -10,7 +10,7 @@ Tiers are an open set: any tier that an event names is indexed. `kv_events.TIERS
 follow in the order in which they first appeared, as slower than those before.
 
 Blocks are kept by sequence hash in a `prefix_tree`; `EngineHashMap` translates for engines with hashes of their own. A
-block of such an engine with an unknown parent cannot be placed and is left out (`num_orphans`).
+block of such an engine with an unknown parent cannot be placed and is left out.
 
 `ApproxIndex`, guessed from where prompts were sent:
 
@@ -51,7 +51,6 @@ class PrefixIndex:
     """An `api.Index`. Mutable; one thread or event loop owns it."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self.num_orphans = 0  # published blocks that could not be placed
         self._tree = prefix_tree.PrefixTree(max_blocks)
         self._worker_bits = WorkerBits()
         self._sweeping = 0  # bits of the removed workers that are being swept
@@ -157,7 +156,6 @@ class PrefixIndex:
         if has_own_hashes(event):
             translated = self._engine_hashes.translate(worker, event)
             if translated is None:
-                self.num_orphans += len(event.blocks)
                 return
             parent, names = translated
         else:

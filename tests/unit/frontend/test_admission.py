@@ -85,9 +85,9 @@ async def busy_rig(rig, **settings):
     """All that comes is refused until the one worker tells something else."""
     await rig.start(active_decode_blocks_threshold=0.5, **settings)
     rig.one = await rig.worker()
-    await rig.until(lambda: rig.cluster.bus and rig.frontend._admission._load_monitor._topics)
+    await rig.until(lambda: rig.cluster.bus and rig.frontend._admission.busy_workers._topics)
     await tell_load(rig, rig.one, active=90)
-    loads = rig.frontend._admission.loads
+    loads = rig.frontend._admission.busy_workers.loads
     await rig.until(lambda: len(loads))
     return rig
 
@@ -248,8 +248,8 @@ async def test_requests_are_refused_while_the_worker_is_busy(bare):
     rig = await busy_rig(bare)
     refused = await rig.chat()
     await tell_load(rig, rig.one, active=10)
-    admission = rig.frontend._admission
-    await rig.until(lambda: not admission.busy_workers(rig.frontend.models.find("m")))
+    busy_workers = rig.frontend._admission.busy_workers
+    await rig.until(lambda: not busy_workers.of_model(rig.frontend.models.find("m")))
 
     assert refused.status_code == 503
     assert refused.json()["error"]["message"] == "All workers are busy, please retry later"
@@ -364,9 +364,9 @@ async def test_thresholds_are_read_and_changed_at_run_time(rig):
 async def test_threshold_set_at_run_time_applies(rig):
     body = {"model": "m", "active_decode_blocks_threshold": 0.5}
     await rig.client.post("/busy_threshold", json=body)
-    await rig.until(lambda: rig.frontend._admission._load_monitor._topics)
+    await rig.until(lambda: rig.frontend._admission.busy_workers._topics)
     await tell_load(rig, rig.one, active=90)
-    await rig.until(lambda: len(rig.frontend._admission.loads))
+    await rig.until(lambda: len(rig.frontend._admission.busy_workers.loads))
 
     assert (await rig.chat()).status_code == 503
 

@@ -150,7 +150,7 @@ async def test_nothing_is_computed_while_no_console_is_open(rig):
     await follow(rig, "requests")
     await rig.until(lambda: not recorder.num_viewers)
     assert not recorder.wants_explanation()
-    assert rig.frontend._feed._running == []
+    assert rig.frontend._console.feed._running == []
 
 
 async def test_decision_is_explained_while_a_console_is_open(bare):

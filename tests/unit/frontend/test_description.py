@@ -7,12 +7,12 @@ import msgspec
 import pytest
 from frontend_rig import events, outputs
 
-from dynamo.frontend import app
+from dynamo.frontend import service
 from dynamo.frontend.apis import chat as chat_request
 from dynamo.frontend.apis import description, openapi
 from dynamo.observability import metrics
 
-OPERATIONS = app.App(mock.MagicMock()).operations
+OPERATIONS = service.Frontend._declare_operations(*[mock.MagicMock()] * 5)
 DOCUMENT = openapi.make_document(OPERATIONS, "1.2.3")
 
 

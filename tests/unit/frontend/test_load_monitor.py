@@ -1,4 +1,4 @@
-"""The load monitor, over the event plane in memory."""
+"""The loads of workers that are received, over the event plane in memory."""
 
 import asyncio
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from frontend_rig import NAME
 
+from dynamo.base import tasks
 from dynamo.frontend.admission import busy_workers, load_thresholds
 from dynamo.protocols import load
 from dynamo.runtime.backends import memory
@@ -26,11 +27,9 @@ EVENT = load.LoadEvent(
 
 @pytest.fixture
 async def rig():
-    """A watch over one model, and somebody who can publish."""
+    """Receive the loads of one model's workers, and publish them."""
     bus = memory.MemoryBus()
-    made = SimpleNamespace(
-        loads=busy_workers.WorkerLoads(), clock=virtual.VirtualClock(), num_changes=0
-    )
+    made = SimpleNamespace(clock=virtual.VirtualClock(), num_changes=0)
     made.speaker = memory.MemoryEventPlane(bus, 7)
     await made.speaker.advertise(TOPIC)
 
@@ -38,12 +37,15 @@ async def rig():
         made.num_changes += 1
 
     known = SimpleNamespace(ready=[SimpleNamespace(replicas={NAME: None})])
-    plane = memory.MemoryEventPlane(bus, 8)
-    watch = load_thresholds.LoadMonitor(plane, known, made.loads, changed, made.clock)
-    task = asyncio.ensure_future(watch.watch())
+    plane, running = memory.MemoryEventPlane(bus, 8), tasks.Tasks()
+    thresholds = busy_workers.BusyThresholds(active_decode_blocks_threshold=0.5)
+    busy = load_thresholds.BusyWorkers(known, thresholds, plane, made.clock, running)
+    busy.on_change(changed)
+    busy.start()
+    made.loads = busy.loads
     await settle()
     yield made
-    task.cancel()
+    await running.close()
     await plane.close()
     await made.speaker.close()
 

@@ -208,11 +208,10 @@ def test_removed_worker_is_not_matched_before_the_sweep():
     assert index.find_matches(names).by_tier[DEVICE] == {ALICE: 1, BOB: 3}
 
 
-def test_engine_block_with_unknown_parent_is_an_orphan():
+def test_engine_block_with_unknown_parent_is_left_out():
     index, stranger = prefix_index.PrefixIndex(), FOREIGN[0]
     index.apply(stranger, stored(stranger, [1, 2, 3], skip=1))
 
-    assert index.num_orphans == 2
     assert index.num_blocks == 0
 
 

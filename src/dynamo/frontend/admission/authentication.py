@@ -1,4 +1,4 @@
-"""Authentication by API key: the key file, which is read again when it changes, and the check of every request.
+"""API keys at work: the key file, which is read again when it changes, and what the keys of clients allow.
 
 The file is looked at once a second, which needs no watcher and follows every way to replace a file (write in place,
 rename, a mounted secret behind a link that moves); SIGHUP looks at once. A file with an error changes nothing.
@@ -9,14 +9,17 @@ scrapers need no key.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, membership
+from dynamo.base import errors, membership, tasks
+from dynamo.frontend import config
 from dynamo.frontend.admission import api_keys, metrics, rate_limits
 from dynamo.frontend.delivery import delivery
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.runtime.http import exchange, parser
 
 CHECK_INTERVAL_S = 1.0
@@ -29,6 +32,7 @@ OPEN_PATHS = frozenset(
 )
 ADMIN_ROUTES = frozenset((("POST", "/busy_threshold"), ("POST", "/clear_kv_blocks")))
 _NO_MODEL = "unknown"  # the body is not read before the key is checked
+_SALT_CHARS = 32  # of a hash: 128 bits
 _FileStamp = tuple[int, int, int]  # inode, size, time of change
 _logger = logging.getLogger(__name__)
 
@@ -170,3 +174,124 @@ class KeyAuthenticator:
                 f"the key {api_key.entry.name!r} is not an administrator's (admin = true), which {request.path} takes"
             )
         return api_key
+
+
+class ClientRights:
+    """What clients may do by their API keys; without a key file all of them may do everything."""
+
+    def __init__(
+        self,
+        settings: config.FrontendConfig,
+        admission_metrics: metrics.AdmissionMetrics,
+        clock: clocks.Clock,
+    ) -> None:
+        self._host = settings.http_host
+        self._metrics = admission_metrics
+        self._clock = clock
+        self._key_file = (
+            KeyFileWatcher(Path(settings.api_keys_file), clock) if settings.api_keys_file else None
+        )
+        self._unsalted_models: set[str] = set()  # that were warned about
+
+    @property
+    def uses_keys(self) -> bool:
+        """Return whether clients need an API key."""
+        return self._key_file is not None
+
+    def load_keys(self) -> None:
+        """Read the file of API keys for the first time, before the frontend listens. Raises ConfigError."""
+        if self._key_file is not None:
+            self._key_file.load()
+
+    def reload_keys(self) -> None:
+        """Have the file of API keys read again at once."""
+        if self._key_file is not None:
+            self._key_file.check_now.set()
+
+    def start(self, running: tasks.Tasks) -> None:
+        """Begin to follow the key file in a task of `running`, or warn that there is none."""
+        if self._key_file is not None:
+            running.start("watch the API keys", self._key_file.watch())
+        elif not membership.is_loopback(self._host):
+            _logger.warning(
+                "listening on %s without API keys: every client that reaches it may use it (--api-keys-file)",
+                self._host,
+            )
+
+    def make_authenticator(
+        self, handler: exchange.Handler, dialect_of: Callable[[str], delivery.ErrorDialect]
+    ) -> KeyAuthenticator | None:
+        """Return a handler that authenticates requests before `handler` gets them; None if API keys are not used."""
+        if self._key_file is None:
+            return None
+        return KeyAuthenticator(
+            handler, self._key_file.api_keys, dialect_of, self._metrics, self._clock
+        )
+
+    def api_key_of(self, client: exchange.Exchange) -> api_keys.ApiKey | None:
+        """Return the client's API key with its accounts; None without keys. Raises Unauthenticated."""
+        if self._key_file is None:
+            return None
+        return self._key_file.api_keys.authenticate(client.request.headers)
+
+    def tenant_of(self, client: exchange.Exchange) -> str:
+        """Return the tenant of the client's API key; "" without keys. Raises Unauthenticated."""
+        api_key = self.api_key_of(client)
+        return "" if api_key is None else api_key.tenant
+
+    def headers_of(self, key_name: str | None) -> Mapping[str, str]:
+        """Return the headers by which this process itself asks with the rights of an API key; none without keys."""
+        if self._key_file is None or key_name is None:
+            return {}
+        return self._key_file.api_keys.headers_of(key_name)
+
+    def has_valid_key(self, client: exchange.Exchange) -> bool:
+        """Return whether the client's API key is valid; always true without keys."""
+        try:
+            self.tenant_of(client)
+        except errors.Unauthenticated:
+            return False
+        return True
+
+    def check_rights(
+        self, client: exchange.Exchange, *, chooses_worker: bool, sets_priority: bool
+    ) -> None:
+        """Raise Forbidden if the client's API key may not do this; without keys every client may."""
+        if (chooses_worker or sets_priority) and (api_key := self.api_key_of(client)) is not None:
+            api_key.check_rights(chooses_worker=chooses_worker, sets_priority=sets_priority)
+
+    def cache_salt(
+        self, client: exchange.Exchange, model: RegisteredModel, requested: str | None
+    ) -> str | None:
+        """Return the salt of a request's cached blocks: of its tenant, and of the salt that it asks for.
+
+        None, for all that have none, without keys (or with a cache that tenants share) and without a salt of its own.
+        Raises InvalidRequest for a requested salt that the model's engine cannot keep.
+        """
+        can_keep = model.card.runtime_config.supports_cache_salt
+        if requested is not None and not can_keep:
+            raise errors.InvalidRequest(
+                f"cache_salt: the engine of {model.name!r} does not keep cached prefixes apart; leave it out",
+                param="cache_salt",
+            )
+        is_shared = self._key_file is None or self._key_file.api_keys.shares_prefix_cache
+        tenant = "" if is_shared else self.tenant_of(client)
+        if tenant and not can_keep and model.name not in self._unsalted_models:
+            self._unsalted_models.add(model.name)
+            _logger.warning(
+                "the engine of %r does not keep the cached prefixes of tenants apart: each can measure what others ask",
+                model.name,
+            )
+        if not tenant and requested is None:
+            return None
+        return hashlib.sha256(f"{tenant}\0{requested or ''}".encode()).hexdigest()[:_SALT_CHARS]
+
+    def may_see(self, client: exchange.Exchange, model: str) -> bool:
+        """Return whether the client's API key allows this model. Raises Unauthenticated."""
+        api_key = self.api_key_of(client)
+        return api_key is None or api_key.allows_model(model)
+
+    def check_may_see(self, client: exchange.Exchange, model: str) -> None:
+        """Raise Forbidden if the client's API key does not allow this model."""
+        if not self.may_see(client, model):
+            raise errors.Forbidden(f"this key may not ask the model {model!r}")

@@ -1,6 +1,6 @@
 """The thresholds above which a worker counts as busy (`GET|POST /busy_threshold`), and the loads compared with them.
 
-Thresholds can be changed for each model at run time. `LoadMonitor` receives the load of the workers of all models.
+Thresholds can be changed for each model at run time.
 """
 
 import logging
@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import msgspec
 
 from dynamo.base import clock as clocks
+from dynamo.base import errors, tasks
 from dynamo.frontend.admission import busy_workers
 from dynamo.frontend.delivery import sse
 from dynamo.frontend.model_registry import registry
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.protocols import load
 from dynamo.runtime import events
 from dynamo.runtime.http import exchange, json_body
@@ -48,30 +50,77 @@ def decode_change(body: bytes) -> ThresholdChange:
 _decode_event = msgspec.msgpack.Decoder(load.LoadEvent).decode
 
 
-class ThresholdRegistry:
-    """The thresholds of each model: `initial` ones, until they are changed; `on_change` is called after a change."""
+class BusyWorkers:
+    """The workers that should get no request now: the loads that they report, compared with the thresholds of models.
+
+    A model has the `initial` thresholds until they are changed. Loads are received, in a task of `running`, from the
+    first threshold on.
+    """
 
     def __init__(
         self,
         models: registry.ModelRegistry,
         initial: busy_workers.BusyThresholds,
-        on_change: Callable[[], None],
+        event_plane: events.EventPlane,
+        clock: clocks.Clock,
+        running: tasks.Tasks,
     ) -> None:
         self._models = models
         self._initial = initial
-        self._on_change = on_change
+        self._event_plane = event_plane
+        self._clock = clock
+        self._running = running
         self._by_model: dict[str, busy_workers.BusyThresholds] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._topics: set[str] = set()  # that are subscribed to
+        self.loads = busy_workers.WorkerLoads()
+        self.is_active = initial.are_set  # or have been since
 
-    def find(self, model: str) -> busy_workers.BusyThresholds:
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever other workers may be busy than before.
+
+        This is after each batch of reports, and every `REFRESH_INTERVAL_S`, because a report that stays out changes the
+        load as well.
+        """
+        self._listeners.append(listener)
+
+    def start(self) -> None:
+        """Begin to receive loads if a threshold is set."""
+        if self.is_active:
+            self._running.start("watch the workers' load", self._watch_loads())
+
+    def of_model(self, model: RegisteredModel) -> frozenset[int]:
+        """Return the ids of the model's instances that are busy."""
+        thresholds = self.thresholds_of(model.name)
+        if not thresholds.are_set:
+            return frozenset()
+        return self.loads.select_busy(
+            [instance.instance_id for instance in model.instances],
+            thresholds,
+            model.card.runtime_config.max_num_batched_tokens,
+            self._clock.now(),
+        )
+
+    def num_free(self, name: str) -> int | None:
+        """Count the model's workers that are not busy; None if no threshold is set or the model is gone."""
+        if not self.thresholds_of(name).are_set:
+            return None
+        try:
+            model = self._models.find(name)
+        except errors.DynamoError:
+            return None
+        return len(model.instances) - len(self.of_model(model))
+
+    def thresholds_of(self, model: str) -> busy_workers.BusyThresholds:
         """Return the thresholds of a model's workers."""
         return self._by_model.get(model, self._initial)
 
-    def show(self, client: exchange.Exchange) -> None:
+    def show_thresholds(self, client: exchange.Exchange) -> None:
         """Answer `GET`: the thresholds of all models."""
         rows = [self._row(model.name) for model in self._models.ready]
         client.respond(200, sse.encode({"thresholds": rows}))
 
-    async def change(self, request: ThresholdChange) -> dict[str, Any]:
+    async def change_thresholds(self, request: ThresholdChange) -> dict[str, Any]:
         """Answer `POST`: change thresholds of one model and return all of its thresholds. Raises RequestError."""
         name = self._models.find(request.model).name
         fields = {
@@ -79,37 +128,17 @@ class ThresholdRegistry:
             for field in busy_workers.BusyThresholds.__struct_fields__
             if (value := getattr(request, field)) is not msgspec.UNSET
         }
-        self._by_model[name] = msgspec.structs.replace(self.find(name), **fields)
-        self._on_change()
+        self._by_model[name] = msgspec.structs.replace(self.thresholds_of(name), **fields)
+        if not self.is_active:
+            self.is_active = True
+            self.start()
+        self._announce()
         return self._row(name)
 
     def _row(self, model: str) -> dict[str, Any]:
-        return {"model": model, **msgspec.structs.asdict(self.find(model))}
+        return {"model": model, **msgspec.structs.asdict(self.thresholds_of(model))}
 
-
-class LoadMonitor:
-    """Receives the load of all workers into `loads`.
-
-    `on_change` is called after each batch of reports, and every `REFRESH_INTERVAL_S`, because a report that stays out
-    changes the load as well.
-    """
-
-    def __init__(
-        self,
-        event_plane: events.EventPlane,
-        models: registry.ModelRegistry,
-        loads: busy_workers.WorkerLoads,
-        on_change: Callable[[], None],
-        clock: clocks.Clock,
-    ) -> None:
-        self._event_plane = event_plane
-        self._models = models
-        self._loads = loads
-        self._on_change = on_change
-        self._clock = clock
-        self._topics: set[str] = set()  # that are subscribed to
-
-    async def watch(self) -> None:
+    async def _watch_loads(self) -> None:
         """Subscribe to the loads of all models' workers, also of later ones, until cancelled."""
         while True:
             topics = {
@@ -120,15 +149,19 @@ class LoadMonitor:
             for topic in topics - self._topics:
                 self._topics.add(topic)
                 await self._event_plane.subscribe(topic, self._receive)
-            self._loads.drop_stale(self._clock.now())
-            self._on_change()
+            self.loads.drop_stale(self._clock.now())
+            self._announce()
             await self._clock.sleep(REFRESH_INTERVAL_S)
 
     def _receive(self, batch: list[events.Event]) -> None:
         now = self._clock.now()
         for event in batch:
             try:
-                self._loads.update_load(_decode_event(event.payload), now)
+                self.loads.update_load(_decode_event(event.payload), now)
             except msgspec.MsgspecError as error:
                 _logger.warning("ignored the load reported by %x: %s", event.publisher, error)
-        self._on_change()
+        self._announce()
+
+    def _announce(self) -> None:
+        for listener in self._listeners:
+            listener()

@@ -13,7 +13,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.frontend import pipeline
 from dynamo.frontend.apis import error_dialects, openapi
-from dynamo.frontend.apis.operation import GENERATION_ERRORS, HELLO, ApiContext, Operation
+from dynamo.frontend.apis.operation import GENERATION_ERRORS, HELLO, Operation, RequestHandlers
 from dynamo.frontend.delivery import choices, sse, streaming
 from dynamo.preprocess import conversation, inputs, preprocessor
 from dynamo.preprocess.parsers import parser
@@ -344,13 +344,13 @@ API = pipeline.GenerationApi(
 )
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(handlers: RequestHandlers) -> Sequence[Operation]:
     """Return the operations of this API."""
     return (
         Operation(
             method="POST",
             path="/v1/chat/completions",
-            handler=context.generate(API),
+            handler=handlers.generate(API),
             summary="Answer a conversation, as OpenAI's chat does",
             tag="OpenAI",
             request=ChatRequest,

@@ -11,7 +11,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.frontend import pipeline
 from dynamo.frontend.apis import error_dialects, openapi
-from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
+from dynamo.frontend.apis.operation import GENERATION_ERRORS, Operation, RequestHandlers
 from dynamo.frontend.delivery import choices, sse, streaming
 from dynamo.preprocess import inputs, preprocessor
 from dynamo.runtime.http import json_body
@@ -270,13 +270,13 @@ _NO_THINKING = openapi.make_object(
 )
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(handlers: RequestHandlers) -> Sequence[Operation]:
     """Return the operations of this API."""
     return (
         Operation(
             method="POST",
             path="/v1/completions",
-            handler=context.generate(API),
+            handler=handlers.generate(API),
             summary="Continue a text",
             tag="OpenAI",
             request=CompletionRequest,

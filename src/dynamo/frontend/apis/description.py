@@ -14,8 +14,9 @@ from typing import Any
 
 from dynamo.base import distribution
 from dynamo.frontend.apis import openapi
-from dynamo.frontend.apis.operation import ACCESS_ERRORS, HTML, ApiContext, Operation, Operations
+from dynamo.frontend.apis.operation import ACCESS_ERRORS, HTML, Operation, Operations
 from dynamo.frontend.delivery import sse
+from dynamo.frontend.model_registry import registry
 from dynamo.runtime.http import exchange
 
 SECURITY_HEADERS = (("content-security-policy", "default-src 'none'; style-src 'unsafe-inline'"),)
@@ -36,7 +37,7 @@ border-top: 1px solid var(--line); padding: .2rem .6rem .2rem 0; } td:first-chil
 Document = Mapping[str, Any]
 
 
-def operations(context: ApiContext, others: Sequence[Operation]) -> Sequence[Operation]:
+def operations(models: registry.ModelRegistry, others: Sequence[Operation]) -> Sequence[Operation]:
     """Return the operations that describe themselves and all others."""
     api = Operations(tag="Operation", errors=ACCESS_ERRORS)
 
@@ -50,7 +51,7 @@ def operations(context: ApiContext, others: Sequence[Operation]) -> Sequence[Ope
 
     @api.get("/docs", "This description as a page", answer=HTML)
     def show_page(client: exchange.Exchange) -> None:
-        ready = context.models.ready
+        ready = models.ready
         model = ready[0].name if ready else "MODEL"
         page = make_page(make_document(), host=client.request.headers.get("host", ""), model=model)
         client.respond(200, page, content_type=HTML, headers=SECURITY_HEADERS)

@@ -17,7 +17,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.frontend import metrics, pipeline
 from dynamo.frontend.apis import completions, error_dialects, openapi
-from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
+from dynamo.frontend.apis.operation import GENERATION_ERRORS, Operation, RequestHandlers
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import inputs, options
@@ -261,16 +261,19 @@ API = EmbeddingApi(
 class EmbeddingPipeline:
     """Answers requests for embeddings."""
 
-    def __init__(self, context: ApiContext) -> None:
-        self._pipeline = context.pipeline
-        self._metrics = context.metrics
-        self._admission = context.admission
-        self._timeout_s = context.request_timeout_s
-        self._start_trace = context.start_trace
+    def __init__(self, requests: pipeline.Pipeline, *, timeout_s: float | None) -> None:
+        self._pipeline = requests
+        self._timeout_s = timeout_s
+
+    def seconds_since(self, arrived_at: float) -> float:
+        """Return how long ago a request arrived."""
+        return self._pipeline.metrics.now() - arrived_at
 
     async def handle(self, client: exchange.Exchange, api: EmbeddingApi = API) -> None:
         """Take one request from its body to the workers that answer it."""
-        arrival = pipeline.record_arrival(client, self._metrics, self._start_trace)
+        arrival = pipeline.record_arrival(
+            client, self._pipeline.metrics, self._pipeline.start_trace
+        )
         headers = tuple((name, arrival.reported_id) for name in pipeline.REQUEST_ID_HEADERS)
         try:
             request = await self._pipeline.unknown.decode(client, api.decode)
@@ -288,8 +291,8 @@ class EmbeddingPipeline:
                 inputs=tuple(await model.preparer.tokenize_embedding_inputs(request.prompts)),
                 dimensions=request.dimensions,
             )
-            if self._admission.is_active:
-                await self._admission.admit(model, [engine_request], client, meter, None)
+            if self._pipeline.admission.is_active:
+                await self._pipeline.admission.admit(model, [engine_request], client, meter, None)
         except errors.DynamoError as error:
             meter.record_failure(error)
             delivery.respond_error(client, error, api.dialect, headers)
@@ -351,7 +354,7 @@ class EmbeddingPipeline:
         self, model: str, arrival: metrics.Arrival, api: EmbeddingApi
     ) -> metrics.RequestMeter:
         return metrics.RequestMeter(
-            self._metrics.for_model(model), api.endpoint, is_stream=False, arrival=arrival
+            self._pipeline.metrics.for_model(model), api.endpoint, is_stream=False, arrival=arrival
         )
 
 
@@ -382,16 +385,13 @@ def check_dimensions(dimensions: int | None, facts: model_card.EmbeddingFacts) -
     )
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(handlers: RequestHandlers, embeddings: EmbeddingPipeline) -> Sequence[Operation]:
     """Return the operations of this API."""
-    embeddings = EmbeddingPipeline(context)
     return (
         Operation(
             method="POST",
             path="/v1/embeddings",
-            handler=lambda client: (
-                embeddings.handle(client) if context.accept(client, error_dialects.OPENAI) else None
-            ),
+            handler=handlers.accepted(embeddings.handle),
             summary="Vectors of texts",
             tag="OpenAI",
             request=TextEmbeddingRequest,

@@ -15,12 +15,12 @@ from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_ID,
     READ_ERRORS,
-    ApiContext,
     Operation,
     Operations,
+    RequestHandlers,
     add_request_id,
 )
-from dynamo.frontend.batches import journal, lines, upload
+from dynamo.frontend.batches import journal, lines, runner, upload
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.runtime.http import exchange, json_body
 
@@ -65,16 +65,17 @@ def page_options(
     return options, query.get("purpose")
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(handlers: RequestHandlers, batches: runner.BatchRunner) -> Sequence[Operation]:
     """Return the operations of files and batches."""
     api = Operations(wrap=answer_from_disk, tag="Files and batches")
-    _declare_files(api, context)
-    _declare_batches(api, context)
+    _declare_files(api, batches.journal, handlers.rights.tenant_of)
+    _declare_batches(api, handlers, batches)
     return api.entries
 
 
-def _declare_files(api: Operations, context: ApiContext) -> None:
-    files, tenant_of = context.batches.journal, context.admission.tenant_of
+def _declare_files(
+    api: Operations, files: journal.BatchJournal, tenant_of: Callable[[exchange.Exchange], str]
+) -> None:
     one_file = f"{PATH}/{ANY_ID}"
 
     @api.post(
@@ -137,21 +138,17 @@ def _declare_files(api: Operations, context: ApiContext) -> None:
         client.end()
 
 
-def _declare_batches(api: Operations, context: ApiContext) -> None:
-    batches, admission = context.batches, context.admission
+def _declare_batches(
+    api: Operations, handlers: RequestHandlers, batches: runner.BatchRunner
+) -> None:
+    rights = handlers.rights
     decode = json_body.RequestDecoder(lines.BatchRequest).decode
     answer_and_wake = functools.partial(answer_from_disk, announce=batches.wake)
-
-    def accept_and_answer(answer: Callable[[exchange.Exchange], Any]) -> exchange.Handler:
-        handler = answer_and_wake(answer)
-        return lambda client: (
-            handler(client) if context.accept(client, error_dialects.OPENAI) else None
-        )
 
     @api.post(
         BATCHES_PATH,
         "Answer all lines of a file",
-        wrap=accept_and_answer,
+        wrap=lambda answer: handlers.accepted(answer_and_wake(answer)),
         request=lines.BatchRequest,
         request_details={"endpoint": {"enum": list(lines.ENDPOINTS)}},
         example={"input_file_id": "ID", "endpoint": lines.ENDPOINTS[0], "completion_window": "24h"},
@@ -159,20 +156,21 @@ def _declare_batches(api: Operations, context: ApiContext) -> None:
         errors=READ_ERRORS,
     )
     def begin_batch(client: exchange.Exchange) -> lines.Batch:
-        key = admission.key_of(client)
-        asked, tenant = decode(client.request.body), admission.tenant_of(client)
-        return batches.journal.add_batch(asked, tenant, key.name if key else None)
+        api_key = rights.api_key_of(client)
+        key_name = None if api_key is None else api_key.entry.name
+        asked, tenant = decode(client.request.body), rights.tenant_of(client)
+        return batches.journal.add_batch(asked, tenant, key_name)
 
     @api.get(BATCHES_PATH, "Batches, newest first", answer=lines.BatchPage, errors=(400, *_ERRORS))
     def list_batches(client: exchange.Exchange) -> lines.BatchPage:
         options, _ = page_options(client, _MAX_BATCHES)
-        return batches.journal.list_batches(admission.tenant_of(client), options)
+        return batches.journal.list_batches(rights.tenant_of(client), options)
 
     one_batch = f"{BATCHES_PATH}/{ANY_ID}"
 
     @api.get(one_batch, "One of them, with its progress", answer=lines.Batch, errors=_ERRORS)
     def show_batch(client: exchange.Exchange) -> lines.Batch:
-        return batches.journal.find_batch(_object_id(client), admission.tenant_of(client))
+        return batches.journal.find_batch(_object_id(client), rights.tenant_of(client))
 
     @api.post(
         f"{one_batch}/cancel",
@@ -182,7 +180,7 @@ def _declare_batches(api: Operations, context: ApiContext) -> None:
         errors=(*_ERRORS, 409),
     )
     def cancel_batch(client: exchange.Exchange) -> lines.Batch:
-        return batches.journal.cancel_batch(_object_id(client), admission.tenant_of(client))
+        return batches.journal.cancel_batch(_object_id(client), rights.tenant_of(client))
 
 
 def _object_id(client: exchange.Exchange) -> str:

@@ -1,6 +1,6 @@
 """`GET /v1/models`: the models that are served, in OpenAI's form, or in Anthropic's for its clients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -11,9 +11,9 @@ from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_NAME,
-    ApiContext,
     Operation,
     Operations,
+    RequestHandlers,
     add_request_id,
 )
 from dynamo.frontend.delivery import delivery, sse
@@ -47,21 +47,22 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[Model]
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(
+    handlers: RequestHandlers, list_on_demand: Callable[[], Collection[instances.WorkerStart]]
+) -> Sequence[Operation]:
     """Return the operations of this API."""
+    models, rights = handlers.models, handlers.rights
     api = Operations(wrap=add_request_id, tag="OpenAI")
 
     @api.get(PATH, "The models that are served", answer=ModelList, errors=ACCESS_ERRORS)
     def list_models(client: exchange.Exchange) -> None:
-        visible = [
-            model for model in context.models.ready if context.admission.may_see(client, model.name)
-        ]
+        visible = [model for model in models.ready if rights.may_see(client, model.name)]
         rows = [_model_object(model) for model in visible]
         names = {model.name for model in visible}
         rows += [
             _unloaded_object(start)
-            for start in context.list_on_demand()
-            if start.model not in names and context.admission.may_see(client, start.model)
+            for start in list_on_demand()
+            if start.model not in names and rights.may_see(client, start.model)
         ]
         if "anthropic-version" in client.request.headers:
             client.respond(200, sse.encode(_anthropic_page(rows)))
@@ -71,8 +72,8 @@ def operations(context: ApiContext) -> Sequence[Operation]:
     @api.get(f"{PATH}/{ANY_NAME}", "One of them", answer=Model, errors=(*ACCESS_ERRORS, 404))
     def show_model(client: exchange.Exchange) -> None:
         try:
-            model = context.models.find(client.request.path.removeprefix(PATH + "/"))
-            context.admission.check_may_see(client, model.name)
+            model = models.find(client.request.path.removeprefix(PATH + "/"))
+            rights.check_may_see(client, model.name)
             row = _model_object(model)
             is_anthropic = "anthropic-version" in client.request.headers
             client.respond(200, sse.encode(_anthropic_model(row) if is_anthropic else row))

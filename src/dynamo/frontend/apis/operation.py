@@ -1,28 +1,21 @@
 """An operation of the HTTP API: one method of one path, with its handler and its description.
 
-Each API folder has a function `operations(context)` that returns its operations; `app` lists these functions. Routes,
-`/openapi.json` and `/docs` are all made from that one list, so there is no route without a description.
+Each API has a function `operations` that gets the services which it uses and returns its operations; `service` calls
+these functions. Routes, `/openapi.json` and `/docs` are all made from that one list, so there is no route without a
+description.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dynamo.base import errors, ids
-from dynamo.frontend import metrics
-from dynamo.frontend.admission import controller
 from dynamo.frontend.apis import error_dialects
-from dynamo.frontend.batches import runner
-from dynamo.frontend.console import feed
 from dynamo.frontend.delivery import delivery, sse
-from dynamo.frontend.model_registry import registry
 from dynamo.frontend.pipeline import REQUEST_ID_HEADERS, GenerationApi, Pipeline, client_request_id
-from dynamo.frontend.processes import peers, response_store
-from dynamo.observability import metrics as observed
-from dynamo.observability import tracing
 from dynamo.preprocess import inputs
-from dynamo.protocols import blocks, instances
-from dynamo.runtime import client as runtime_client
+from dynamo.protocols import blocks
 from dynamo.runtime.http import exchange
 
 R = TypeVar("R")
@@ -34,10 +27,7 @@ GENERATION_ERRORS = (*READ_ERRORS, 500, 504)  # of a request that goes to a work
 HTML = "text/html; charset=utf-8"
 HELLO = ({"role": "user", "content": "What is the capital of France?"},)  # messages of examples
 _JSON = "application/json"
-_TYPES = (
-    _JSON,
-    "application/x-www-form-urlencoded",
-)  # the latter: curl -d; `browsers` refuses forms
+_TYPES = (_JSON, "application/x-www-form-urlencoded")  # of `curl -d`; `browsers` refuses forms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,44 +100,21 @@ class Operations:
         return add
 
 
-class DrainState:
-    """Whether the frontend is shutting down, when it refuses new requests."""
+class RequestHandlers:
+    """Makes the handlers of several APIs, none of which takes a request once the frontend `is_draining`.
 
-    __slots__ = ("is_draining",)
+    It has what a handler needs to find a model that the client may use, and to have a request answered.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Pipeline) -> None:
+        self.pipeline = requests
+        self.models = requests.models
+        self.rights = requests.admission.rights
         self.is_draining = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiContext:
-    """The services of a frontend that its APIs use, and the handlers that they share."""
-
-    models: registry.ModelRegistry
-    pipeline: Pipeline
-    metrics: metrics.FrontendMetrics
-    admission: controller.AdmissionController
-    connect: Callable[[instances.EndpointName], runtime_client.EndpointClient]
-    response_store: response_store.ResponseStore
-    shared_responses: peers.SharedResponses
-    batches: runner.BatchRunner
-    list_on_demand: Callable[[], Collection[instances.WorkerStart]]
-    peers: peers.Peers
-    metrics_registry: observed.Registry
-    console: feed.Console
-    start_trace: tracing.StartSpan
-    request_timeout_s: float | None
-    drain_state: DrainState = field(default_factory=DrainState)
 
     def generate(self, api: GenerationApi[Any, Any]) -> exchange.Handler:
         """Return a handler that answers by generated text."""
-
-        def handle(client: exchange.Exchange) -> Awaitable[None] | None:
-            if not self.accept(client, api.dialect):
-                return None
-            return self.pipeline.answer(api, client)
-
-        return handle
+        return self.accepted(functools.partial(self.pipeline.answer, api), api.dialect)
 
     def compute(
         self,
@@ -171,10 +138,16 @@ class ApiContext:
         return add_request_id(handle)
 
     async def count_tokens(self, conversation: inputs.Conversation) -> int:
-        """Return the length of a conversation's prompt. Raises RequestError."""
+        """Return the length of a conversation's prompt in tokens. Raises RequestError."""
         preparer = self.models.find(conversation.model).preparer
         token_ids, _ = await preparer.tokenize_conversation(conversation)
         return blocks.count(token_ids)
+
+    def accepted(
+        self, handler: exchange.Handler, dialect: delivery.ErrorDialect = error_dialects.OPENAI
+    ) -> exchange.Handler:
+        """Return a handler that gives `handler` the requests that `accept` takes."""
+        return lambda client: handler(client) if self.accept(client, dialect) else None
 
     def accept(
         self,
@@ -187,7 +160,7 @@ class ApiContext:
 
         With `is_binary` more than JSON is in the body, and its type is not checked.
         """
-        if self.drain_state.is_draining:
+        if self.is_draining:
             error = errors.Unavailable("this frontend is shutting down: try again")
             delivery.respond_error(client, error, dialect)
             return False

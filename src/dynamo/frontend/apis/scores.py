@@ -5,6 +5,7 @@ answers of scores have the form of vLLM's, those of ranks that of Jina's and Coh
 Each text is embedded once, on the path of requests for embeddings.
 """
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.frontend.apis import embeddings, error_dialects, openapi
-from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
+from dynamo.frontend.apis.operation import GENERATION_ERRORS, Operation, RequestHandlers
 from dynamo.runtime.http import json_body
 
 RANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
@@ -187,9 +188,11 @@ _DETAILS: Mapping[type, Mapping[str, Any]] = {
 }
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(
+    handlers: RequestHandlers, pipeline: embeddings.EmbeddingPipeline
+) -> Sequence[Operation]:
     """Return the operations of this API."""
-    pipeline, clock = embeddings.EmbeddingPipeline(context), clocks.SystemClock()
+    clock = clocks.SystemClock()
 
     def usage(plan: embeddings.EmbeddingPlan) -> ScoreUsage:
         return ScoreUsage(prompt_tokens=plan.num_tokens, total_tokens=plan.num_tokens)
@@ -230,11 +233,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         return Operation(
             method="POST",
             path=path,
-            handler=lambda client: (
-                pipeline.handle(client, api)
-                if context.accept(client, error_dialects.OPENAI)
-                else None
-            ),
+            handler=handlers.accepted(functools.partial(pipeline.handle, api=api)),
             tag="Texts compared",
             request=request,
             request_details=_DETAILS[request],

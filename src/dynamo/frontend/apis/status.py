@@ -16,9 +16,9 @@ from dynamo.frontend.admission import load_thresholds
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     READ_ERRORS,
-    ApiContext,
     Operation,
     Operations,
+    RequestHandlers,
     add_request_id,
 )
 from dynamo.frontend.delivery import sse
@@ -174,22 +174,19 @@ def _endpoint(worker: instances.Instance | model_card.CardRecord) -> instances.E
     return instances.EndpointName(worker.namespace, worker.component, instances.CLEAR_KV_BLOCKS)
 
 
-def metrics_handler(context: ApiContext) -> exchange.Handler:
+def metrics_handler(metrics_registry: metrics.Registry) -> exchange.Handler:
     """Return the handler that reports the metrics of this process alone."""
     return lambda client: client.respond(
-        200, context.metrics_registry.render(), content_type=metrics.CONTENT_TYPE
+        200, metrics_registry.render(), content_type=metrics.CONTENT_TYPE
     )
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
-    """Return the operations of the state and of administration."""
+def state_operations(
+    handlers: RequestHandlers, siblings: peers.Peers, metrics_registry: metrics.Registry
+) -> Sequence[Operation]:
+    """Return the operations that tell the state of this process, and the metrics of all processes at this port."""
     api = Operations(tag="Operation")
-    _declare_state(api, context)
-    _declare_administration(api, context)
-    return api.entries
 
-
-def _declare_state(api: Operations, context: ApiContext) -> None:
     @api.get(
         "/health",
         "200 if a worker is ready, else 503",
@@ -199,7 +196,7 @@ def _declare_state(api: Operations, context: ApiContext) -> None:
     def show_health(client: exchange.Exchange) -> None:
         served = [
             (instance, replicas.state_of(instance.instance_id))
-            for model in context.models.ready_bases
+            for model in handlers.models.ready_bases
             for replicas in model.replicas.values()
             for instance in replicas.live_instances
         ]
@@ -211,7 +208,7 @@ def _declare_state(api: Operations, context: ApiContext) -> None:
             }
             for instance, state in served
         ]
-        is_draining = context.drain_state.is_draining
+        is_draining = handlers.is_draining
         if is_draining or not served:
             message = "draining" if is_draining else "No endpoints available"
             body = {"status": "unhealthy", "message": message}
@@ -220,7 +217,7 @@ def _declare_state(api: Operations, context: ApiContext) -> None:
             body = {"status": "healthy"}
             endpoints = sorted({str(instance.name) for instance, _ in served})
             details = {"endpoints": endpoints, "instances": instances}
-        if context.admission.has_valid_key(client):
+        if handlers.rights.has_valid_key(client):
             body |= details
         client.respond(200 if body["status"] == "healthy" else 503, sse.encode(body))
 
@@ -238,37 +235,43 @@ def _declare_state(api: Operations, context: ApiContext) -> None:
 
     async def show_metrics_of_all(client: exchange.Exchange) -> None:
         """Merge the metrics of all processes at this port."""
-        pages = await context.peers.ask_all("GET", "/metrics")
-        pages[context.peers.name or ""] = context.metrics_registry.render()
+        pages = await siblings.ask_all("GET", "/metrics")
+        pages[siblings.name or ""] = metrics_registry.render()
         merged = peers.merge_metrics({name: pages[name].decode() for name in sorted(pages)})
         client.respond(200, merged.encode(), content_type=metrics.CONTENT_TYPE)
 
-    has_siblings = bool(context.peers.name)
-    show_metrics = show_metrics_of_all if has_siblings else metrics_handler(context)
+    show_metrics = show_metrics_of_all if siblings.name else metrics_handler(metrics_registry)
     api.get("/metrics", "Metrics in Prometheus's format", answer=metrics.CONTENT_TYPE)(show_metrics)
+    return api.entries
 
 
-def _declare_administration(api: Operations, context: ApiContext) -> None:
-    thresholds = context.admission.thresholds
+def administration_operations(
+    handlers: RequestHandlers,
+    clearer: CacheClearer,
+    busy_workers: load_thresholds.BusyWorkers,
+    siblings: peers.Peers,
+) -> Sequence[Operation]:
+    """Return the operations that change the state of all workers or processes."""
+    api = Operations(tag="Operation")
     api.post(
         "/clear_kv_blocks",
         "Clear the KV caches of all workers",
         wrap=add_request_id,
         answer=ClearedCaches,
         errors=(*ACCESS_ERRORS, 408, 413),
-    )(CacheClearer(context.models, context.connect).handle)
+    )(clearer.handle)
     api.get(
         _THRESHOLD_PATH,
         "The load from which workers count as busy",
         wrap=add_request_id,
         answer=AllThresholds,
         errors=ACCESS_ERRORS,
-    )(thresholds.show)
+    )(busy_workers.show_thresholds)
 
     @api.post(
         _THRESHOLD_PATH,
         "Change it for one model; what is left out stays, and null is no threshold",
-        wrap=functools.partial(context.compute, load_thresholds.decode_change),
+        wrap=functools.partial(handlers.compute, load_thresholds.decode_change),
         request=load_thresholds.ThresholdChange,
         request_rules=(
             {"propertyNames": {"enum": [*load_thresholds.ThresholdChange.__struct_fields__]}},
@@ -279,6 +282,8 @@ def _declare_administration(api: Operations, context: ApiContext) -> None:
     )
     async def change_thresholds(request: load_thresholds.ThresholdChange) -> dict[str, Any]:
         """Change them in this process and, if that succeeds, in the siblings at this port."""
-        changed = await thresholds.change(request)
-        await context.peers.ask_all("POST", _THRESHOLD_PATH, sse.encode(request))
+        changed = await busy_workers.change_thresholds(request)
+        await siblings.ask_all("POST", _THRESHOLD_PATH, sse.encode(request))
         return changed
+
+    return api.entries

@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend.apis import openapi
-from dynamo.frontend.apis.operation import READ_ERRORS, ApiContext, Operation, Operations
+from dynamo.frontend.apis.operation import READ_ERRORS, Operation, Operations, RequestHandlers
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import conversation, inputs
@@ -148,9 +148,9 @@ _TEXT_OR_CONVERSATION = {
 }
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(handlers: RequestHandlers) -> Sequence[Operation]:
     """Return the operations of this API."""
-    tokenization = Tokenization(context.models)
+    tokenization = Tokenization(handlers.models)
     api = Operations(tag="Tokens", errors=READ_ERRORS)
     api.post(
         "/tokenize",
@@ -163,12 +163,12 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         request_rules=(_TEXT_OR_CONVERSATION,),
         answer=TokenizeAnswer,
         example={"prompt": "Once upon a time"},
-    )(context.compute(_decode_tokenize, tokenization.tokenize))
+    )(handlers.compute(_decode_tokenize, tokenization.tokenize))
     api.post(
         "/detokenize",
         "From token ids to text",
         request=DetokenizeRequest,
         answer=DetokenizeAnswer,
         example={"tokens": [1, 2, 3]},
-    )(context.compute(_decode_detokenize, tokenization.detokenize))
+    )(handlers.compute(_decode_detokenize, tokenization.detokenize))
     return api.entries

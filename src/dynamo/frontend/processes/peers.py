@@ -162,7 +162,7 @@ class SharedResponses:
         other_processes: Peers,
         tenant_of: Callable[[exchange.Exchange], str],
     ) -> None:
-        self._store = store
+        self.store = store
         self._peers = other_processes
         self._tenant_of = tenant_of
         self.routes: PeerRoutes = {
@@ -199,7 +199,7 @@ class SharedResponses:
         async def handle(client: exchange.Exchange) -> None:
             response_id = id_of(client)
             await self._fetch(response_id)
-            is_own = self._store.find(response_id, self._tenant_of(client)) is not None
+            is_own = self.store.find(response_id, self._tenant_of(client)) is not None
             if client.request.method == "DELETE" and is_own:
                 await self._peers.ask_all("DELETE", STORED_PATH + quote(response_id, safe=""))
             await _finish(handler(client))
@@ -207,18 +207,18 @@ class SharedResponses:
         return handle
 
     async def _fetch(self, response_id: str) -> None:
-        if self._store.find_any(response_id) is not None:
+        if self.store.find_any(response_id) is not None:
             return
         bodies = await self._peers.ask_all("GET", STORED_PATH + quote(response_id, safe=""))
         for body in bodies.values():
-            self._store.put(response_id, _decode_stored(body))
+            self.store.put(response_id, _decode_stored(body))
 
     def _respond_stored(self, client: exchange.Exchange) -> None:
-        stored = self._store.find_any(client.request.path.removeprefix(STORED_PATH))
+        stored = self.store.find_any(client.request.path.removeprefix(STORED_PATH))
         respond_optional(client, None if stored is None else _encode(stored))
 
     def _remove(self, client: exchange.Exchange) -> None:
-        was_stored = self._store.remove(client.request.path.removeprefix(STORED_PATH))
+        was_stored = self.store.remove(client.request.path.removeprefix(STORED_PATH))
         respond_optional(client, b"" if was_stored else None)
 
 

@@ -16,17 +16,18 @@ import msgspec
 
 from dynamo.base import distribution, errors, membership
 from dynamo.console import log_lines, request_rows, topology, usage
+from dynamo.frontend.admission import authentication
 from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_ID,
     HTML,
-    ApiContext,
     Operation,
     add_request_id,
 )
 from dynamo.frontend.console import feed, views
 from dynamo.frontend.delivery import delivery, sse
+from dynamo.frontend.processes import peers
 from dynamo.protocols import planner_report
 from dynamo.runtime.http import exchange
 
@@ -120,9 +121,12 @@ class UsagePage(msgspec.Struct, frozen=True, kw_only=True):
 class ConsoleApi:
     """The handlers of the console's API."""
 
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
-        self._console = context.console
+    def __init__(
+        self, console: feed.Console, rights: authentication.ClientRights, siblings: peers.Peers
+    ) -> None:
+        self._console = console
+        self._rights = rights
+        self._siblings = siblings
 
     def make_handler(
         self, query_type: type[Q], answer: Answer, *, for_admins: bool = False
@@ -134,8 +138,9 @@ class ConsoleApi:
 
         def handle(client: exchange.Exchange) -> Awaitable[None] | None:
             try:
+                api_key = self._rights.api_key_of(client)
                 viewer = views.Viewer(
-                    entry=self._context.admission.key_of(client),
+                    entry=None if api_key is None else api_key.entry,
                     is_local=membership.is_loopback(client.request.peer.rpartition(":")[0]),
                 )
                 if for_admins:
@@ -159,7 +164,7 @@ class ConsoleApi:
             key="" if viewer.entry is None else viewer.entry.name,
             may_administer=viewer.may_administer,
             version=distribution.version(),
-            process=self._context.peers.name or "",
+            process=self._siblings.name or "",
             router_mode=self._console.views.router_mode,
             started_at=self._console.recorder.started_at,
             keeps_usage=self._console.recorder.keeps_usage,
@@ -225,8 +230,8 @@ class ConsoleApi:
     async def show_usage_of_all(self, client: exchange.Exchange) -> None:
         """Answer the usage of all processes at this port: the sums of each, added up."""
         own = self._console.recorder.usage
-        table = usage.UsageTable() if self._context.peers.name else own
-        for body in (await self._context.peers.ask_all("GET", USAGE)).values():
+        table = usage.UsageTable() if self._siblings.name else own
+        for body in (await self._siblings.ask_all("GET", USAGE)).values():
             table.load(msgspec.json.decode(body, type=list[usage.UsageRow]))
         if table is not own:
             table.load(own.rows())
@@ -265,9 +270,11 @@ class ConsoleApi:
             self._console.feed.open(client, viewer, names)
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(
+    console: feed.Console, rights: authentication.ClientRights, siblings: peers.Peers
+) -> Sequence[Operation]:
     """Return the operations of the console."""
-    api = ConsoleApi(context)
+    api = ConsoleApi(console, rights, siblings)
     views_by_path: dict[str, tuple[type, Answer, type | str, str]] = {
         f"{API}/session": (NoQuery, api.show_session, views.ConsoleSession, "The viewer, and the process"),
         f"{API}/topology": (topology.WorkerQuery, api.show_topology, topology.TopologyPage, "The workers, live"),
@@ -332,9 +339,9 @@ async def _answer_later(client: exchange.Exchange, result: Awaitable[object]) ->
         delivery.respond_error(client, error, error_dialects.OPENAI)
 
 
-def answer_usage(context: ApiContext, client: exchange.Exchange) -> None:
+def answer_usage(console: feed.Console, client: exchange.Exchange) -> None:
     """Answer a sibling process at this port with all sums of this one."""
-    client.respond(200, sse.encode(context.console.recorder.usage.rows()))
+    client.respond(200, sse.encode(console.recorder.usage.rows()))
 
 
 def _check_administrator(viewer: views.Viewer, name: str) -> None:

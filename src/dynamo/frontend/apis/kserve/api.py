@@ -22,9 +22,9 @@ from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_NAME,
     GENERATION_ERRORS,
-    ApiContext,
     Operation,
     Operations,
+    RequestHandlers,
 )
 from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
@@ -115,21 +115,20 @@ def parse_target(path: str) -> Target:
 class KserveHandlers:
     """The handlers of all routes."""
 
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
+    def __init__(self, handlers: RequestHandlers) -> None:
+        self._handlers = handlers
 
     def show_readiness(self, client: exchange.Exchange) -> None:
-        context = self._context
-        is_ready = bool(context.models.ready) and not context.drain_state.is_draining
+        is_ready = bool(self._handlers.models.ready) and not self._handlers.is_draining
         _respond(client, {"ready": is_ready}, 200 if is_ready else 503)
 
     def show_model(self, client: exchange.Exchange) -> None:
         target = parse_target(client.request.path)
         try:
-            model = self._context.models.find(target.model)
+            model = self._handlers.models.find(target.model)
             kserve.check_version(target.model, target.version)
             model.check_can_generate()
-            self._context.admission.check_may_see(client, model.name)
+            self._handlers.rights.check_may_see(client, model.name)
         except errors.DynamoError as error:
             delivery.respond_error(client, error, error_dialects.KSERVE)
             return
@@ -146,7 +145,7 @@ class KserveHandlers:
         target = parse_target(client.request.path)
         header = client.request.headers.get(_JSON_LENGTH, "")
         is_binary = bool(header) and target.action.startswith("infer")
-        if not self._context.accept(client, error_dialects.KSERVE, is_binary=is_binary):
+        if not self._handlers.accept(client, error_dialects.KSERVE, is_binary=is_binary):
             return None
         json_bytes = None
         if is_binary:
@@ -156,7 +155,7 @@ class KserveHandlers:
                 message = f"expected {_JSON_LENGTH} within the {size} bytes of the body, got {header[:20]!r}"
                 _refuse(client, 400, message)
                 return None
-        return self._context.pipeline.answer(_make_api(target, json_bytes), client)
+        return self._handlers.pipeline.answer(_make_api(target, json_bytes), client)
 
 
 def _make_api(target: Target, json_bytes: int | None) -> InferApi:
@@ -248,9 +247,9 @@ _TEXT_DETAILS = {
 }
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(request_handlers: RequestHandlers) -> Sequence[Operation]:
     """Return the operations of this API."""
-    handlers = KserveHandlers(context)
+    handlers = KserveHandlers(request_handlers)
     api = Operations(tag="KServe", dialect=error_dialects.KSERVE, answer=dict[str, Any])
     answer_tensors = functools.partial(
         api.post,

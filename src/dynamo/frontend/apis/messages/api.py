@@ -18,8 +18,8 @@ from dynamo.frontend.apis.operation import (
     GENERATION_ERRORS,
     HELLO,
     READ_ERRORS,
-    ApiContext,
     Operation,
+    RequestHandlers,
 )
 from dynamo.frontend.delivery import choices, sse, streaming
 
@@ -287,17 +287,17 @@ API = pipeline.GenerationApi(
 )
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(handlers: RequestHandlers) -> Sequence[Operation]:
     """Return the operations of this API."""
 
     async def count_tokens(counted: request.MessageCountRequest) -> MessageTokens:
-        return MessageTokens(await context.count_tokens(request.convert(counted)))
+        return MessageTokens(await handlers.count_tokens(request.convert(counted)))
 
     return (
         Operation(
             method="POST",
             path=PATH,
-            handler=context.generate(API),
+            handler=handlers.generate(API),
             summary="Answer a conversation, as Anthropic's messages do",
             tag="Anthropic",
             request=request.MessageRequest,
@@ -312,7 +312,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         Operation(
             method="POST",
             path=f"{PATH}/count_tokens",
-            handler=context.compute(request.decode_count, count_tokens, error_dialects.ANTHROPIC),
+            handler=handlers.compute(request.decode_count, count_tokens, error_dialects.ANTHROPIC),
             summary="Count the tokens of such a request",
             tag="Anthropic",
             request=request.MessageCountRequest,

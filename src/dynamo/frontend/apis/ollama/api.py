@@ -25,9 +25,9 @@ from dynamo.frontend.apis.operation import (
     GENERATION_ERRORS,
     HELLO,
     READ_ERRORS,
-    ApiContext,
     Operation,
     Operations,
+    RequestHandlers,
     add_request_id,
 )
 from dynamo.frontend.delivery import choices, delivery, sse, streaming
@@ -258,9 +258,11 @@ _decode_prompt = msgspec.json.Decoder(_Prompt).decode
 class OllamaHandlers:
     """The handlers of all routes."""
 
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
-        self._embeddings = embeddings.EmbeddingPipeline(context)
+    def __init__(
+        self, handlers: RequestHandlers, embedding_pipeline: embeddings.EmbeddingPipeline
+    ) -> None:
+        self._handlers = handlers
+        self._embeddings = embedding_pipeline
         self._embedding_api = embeddings.EmbeddingApi(
             decode=request.decode_embed,
             make_vector=lambda _, vector: msgspec.Raw(sse.encode(vector)),
@@ -280,8 +282,8 @@ class OllamaHandlers:
             stream=streaming.LineDelivery,
             dialect=_DIALECT,
         )
-        answer_text = self._context.generate(api)
-        confirm_loaded = self._context.compute(decode, self._confirm_loaded, _DIALECT)
+        answer_text = self._handlers.generate(api)
+        confirm_loaded = self._handlers.compute(decode, self._confirm_loaded, _DIALECT)
 
         def handle(client: exchange.Exchange) -> Awaitable[None] | None:
             return (confirm_loaded if _is_empty(client) else answer_text)(client)
@@ -290,15 +292,13 @@ class OllamaHandlers:
 
     def embed(self, client: exchange.Exchange) -> Awaitable[None] | None:
         """Answer with the vectors of texts (`POST /api/embed`)."""
-        if not self._context.accept(client, _DIALECT):
-            return None
         return self._embeddings.handle(client, self._embedding_api)
 
     def list_models(self, client: exchange.Exchange, *, is_loaded: bool) -> None:
         """Answer with the models (`GET /api/tags`), with `is_loaded` as loaded ones (`GET /api/ps`)."""
         rows = []
-        for model in self._context.models.ready:
-            if self._context.admission.may_see(client, model.name):
+        for model in self._handlers.models.ready:
+            if self._handlers.rights.may_see(client, model.name):
                 loaded = {
                     "expires_at": _NEVER,
                     "size_vram": 0,
@@ -309,12 +309,10 @@ class OllamaHandlers:
 
     async def show_model(self, client: exchange.Exchange) -> None:
         """Answer with the facts of a model (`POST /api/show`)."""
-        if not self._context.accept(client, _DIALECT):
-            return
         try:
-            shown = await self._context.pipeline.unknown.decode(client, request.decode_model)
-            model = self._context.models.find(shown.served_name)
-            self._context.admission.check_may_see(client, model.name)
+            shown = await self._handlers.pipeline.unknown.decode(client, request.decode_model)
+            model = self._handlers.models.find(shown.served_name)
+            self._handlers.rights.check_may_see(client, model.name)
         except errors.DynamoError as error:
             delivery.respond_error(client, error, _DIALECT)
             return
@@ -334,13 +332,13 @@ class OllamaHandlers:
         client.respond(200, sse.encode(facts))
 
     async def _confirm_loaded(self, turn: request.OllamaConversation) -> dict[str, Any]:
-        created = self._context.models.find(turn.model).card.created
+        created = self._handlers.models.find(turn.model).card.created
         return make_load_answer(turn, created)
 
     def _make_embeddings(
         self, plan: embeddings.EmbeddingPlan, vectors: Sequence[Any]
     ) -> dict[str, Any]:
-        duration_s = self._context.metrics.now() - plan.arrived_at
+        duration_s = self._embeddings.seconds_since(plan.arrived_at)
         return {
             "model": plan.model,
             "embeddings": vectors,
@@ -366,9 +364,11 @@ _NAMED = {
 }
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(
+    request_handlers: RequestHandlers, embedding_pipeline: embeddings.EmbeddingPipeline
+) -> Sequence[Operation]:
     """Return the operations of this API."""
-    handlers = OllamaHandlers(context)
+    handlers = OllamaHandlers(request_handlers, embedding_pipeline)
     api = Operations(tag="Ollama", dialect=_DIALECT, errors=ACCESS_ERRORS)
     api.post(
         "/api/chat",
@@ -400,7 +400,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         answer=OllamaEmbeddings,
         errors=GENERATION_ERRORS,
         example={"input": ["A cat sat on a mat."]},
-    )(handlers.embed)
+    )(request_handlers.accepted(handlers.embed, _DIALECT))
     for path, summary, is_loaded in (
         ("/api/tags", "The models that are served, as Ollama lists them", False),
         ("/api/ps", "The same: all that is served is loaded", True),
@@ -415,7 +415,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         request_rules=(_NAMED,),
         answer=OllamaModelFacts,
         errors=READ_ERRORS,
-    )(handlers.show_model)
+    )(request_handlers.accepted(handlers.show_model, _DIALECT))
 
     @api.get(
         "/api/version", "The release of this server", wrap=add_request_id, answer=OllamaVersion

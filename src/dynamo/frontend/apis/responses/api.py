@@ -15,14 +15,14 @@ from dynamo.frontend.apis.operation import (
     ANY_ID,
     GENERATION_ERRORS,
     READ_ERRORS,
-    ApiContext,
     Operation,
     Operations,
+    RequestHandlers,
     add_request_id,
 )
 from dynamo.frontend.apis.responses import answer, request
 from dynamo.frontend.delivery import delivery, sse, streaming
-from dynamo.frontend.processes import response_store
+from dynamo.frontend.processes import peers, response_store
 from dynamo.preprocess import inputs
 from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange
@@ -59,10 +59,10 @@ class ResponseConversation(inputs.Conversation, frozen=True, kw_only=True):
 class Responses:
     """Decodes requests, which may continue a stored answer, and stores the answers."""
 
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
-        self._store = context.response_store
-        self._tenant_of = context.admission.tenant_of
+    def __init__(self, handlers: RequestHandlers, store: response_store.ResponseStore) -> None:
+        self._handlers = handlers
+        self._tenant_of = handlers.rights.tenant_of
+        self._store = store
 
     def generate(self, client: exchange.Exchange) -> Awaitable[None] | None:
         """Answer a request, and store the answer (`POST /v1/responses`)."""
@@ -74,16 +74,16 @@ class Responses:
             stream=streaming.EventDelivery,
             dialect=error_dialects.OPENAI,
         )
-        return self._context.generate(api)(client)
+        return self._handlers.generate(api)(client)
 
     def count_tokens(self, client: exchange.Exchange) -> Awaitable[None] | None:
         """Answer with the length of a request's prompt (`POST /v1/responses/input_tokens`)."""
 
         async def count(conversation: inputs.Conversation) -> ResponseTokens:
-            return ResponseTokens(await self._context.count_tokens(conversation))
+            return ResponseTokens(await self._handlers.count_tokens(conversation))
 
         decode = functools.partial(self.decode_count, self._tenant_of(client))
-        return self._context.compute(decode, count)(client)
+        return self._handlers.compute(decode, count)(client)
 
     def decode(self, tenant: str, body: bytes) -> ResponseConversation:
         """Return the conversation of a tenant's request in this JSON body. Raises RequestError."""
@@ -225,10 +225,9 @@ _TOOL_CHOICE = openapi.make_object(
 )
 
 
-def operations(context: ApiContext) -> Sequence[Operation]:
+def operations(handlers: RequestHandlers, shared: peers.SharedResponses) -> Sequence[Operation]:
     """Return the operations of this API."""
-    responses = Responses(context)
-    shared = context.shared_responses
+    responses = Responses(handlers, shared.store)
     stored_path = _ID_PATH + ANY_ID
     api = Operations(tag="OpenAI", errors=(400, *ACCESS_ERRORS, 404))
 
