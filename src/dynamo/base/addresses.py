@@ -85,6 +85,15 @@ def source_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def is_address(name: str) -> bool:
+    """Return whether a host is given by its number instead of a name."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 def resolve(host: str) -> tuple[socket.AddressFamily, str]:
     """Return the family and the numeric form of the first address of a host. Raises OSError if it has none."""
     try:

@@ -185,6 +185,14 @@ def complete(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
         importlib.import_module("argcomplete").autocomplete(make_parser())
 
 
+def read_pair(environ: Mapping[str, str], first: str, second: str) -> tuple[str | None, str | None]:
+    """Return two variables that belong together, None for unset ones. Raises ConfigError if only one is set."""
+    values = environ.get(first) or None, environ.get(second) or None
+    if (values[0] is None) != (values[1] is None):
+        raise errors.ConfigError(f"{first} and {second}: expected both or neither, got one")
+    return values
+
+
 def suggest(name: str, known_names: Iterable[str]) -> str:
     """Return a hint for a mistyped name: the most similar known one, or where to find them."""
     similar = difflib.get_close_matches(name, list(known_names), n=1, cutoff=0.7)

@@ -7,7 +7,6 @@ handshake asyncio drops the alert, so that the peer would never learn the reason
 import asyncio
 import contextlib
 import contextvars
-import ipaddress
 import ssl
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 
 _OPENSSL = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
             "-subj", "/CN=dynamo", "-addext", "keyUsage=critical,digitalSignature,keyCertSign",
@@ -49,7 +48,7 @@ class ServerCertificate:
 
 async def make_certificate(names: Iterable[str], *, days: int = 365) -> ServerCertificate:
     """Make a key and a certificate for IP addresses and host names. Raises ConfigError."""
-    kinds = ",".join(f"{'IP' if _is_address(name) else 'DNS'}:{name}" for name in names)
+    kinds = ",".join(f"{'IP' if addresses.is_address(name) else 'DNS'}:{name}" for name in names)
     with tempfile.TemporaryDirectory(prefix="dynamo-tls-") as folder:
         key, chain = Path(folder, "key.pem"), Path(folder, "chain.pem")
         alternatives = ("-addext", f"subjectAltName={kinds}")
@@ -69,14 +68,6 @@ async def make_certificate(names: Iterable[str], *, days: int = 365) -> ServerCe
         return ServerCertificate(
             await asyncio.to_thread(chain.read_bytes), await asyncio.to_thread(key.read_bytes)
         )
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 _transport: contextvars.ContextVar[asyncio.WriteTransport | None] = contextvars.ContextVar(

@@ -7,11 +7,10 @@ standard) or `Sec-Fetch-Site` (Fetch Metadata). Such a request is refused if it 
 no browser sent, such as those of curl, probes and proxies, are not looked at.
 """
 
-import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 from dynamo.frontend.delivery import delivery
 from dynamo.runtime.http import exchange
 
@@ -149,10 +148,4 @@ def _is_visit(headers: Mapping[str, str]) -> bool:
 
 def _is_local(name: str) -> bool:
     """Return whether the name cannot be another's: an address is no name, and `localhost` is always loopback."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    return name == "localhost" or name.endswith(".localhost") or addresses.is_address(name)

@@ -250,7 +250,7 @@ class Pipeline:
         """Return the model of this name, as soon as a worker has registered it. Raises ModelNotFound or NoWorkers."""
 
         with contextlib.suppress(model_errors.ModelNotFound, errors.NoWorkers):
-            return self._models.find(name)  # nearly always; the rest asks again, and may wait
+            return self.models.find(name)  # nearly always; the rest asks again, and may wait
 
         async def find() -> RegisteredModel:
             try:

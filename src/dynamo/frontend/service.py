@@ -343,8 +343,7 @@ class Frontend:
 
     def _max_body_bytes(self, request: exchange.Request) -> int:
         """Return how many bytes the body of a request may have, compressed or inflated."""
-        factor = self._app.body_factor_of(request.path)
-        return factor * self._settings.http_body_limit_mb * 2**20
+        return self._app.body_factor_of(request.path) * self._settings.http_body_limit_mb * 2**20
 
     def _open_sink(self, request: exchange.Request) -> exchange.BodySink | None:
         """Return what writes an uploaded file to disk while it arrives. Raises RequestRefused."""

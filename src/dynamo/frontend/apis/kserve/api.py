@@ -153,7 +153,7 @@ class KserveHandlers:
             json_bytes = int(header) if re.fullmatch(r"[0-9]{1,12}", header) else size + 1
             if json_bytes > size:
                 message = f"expected {_JSON_LENGTH} within the {size} bytes of the body, got {header[:20]!r}"
-                _refuse(client, 400, message)
+                client.respond(400, error_dialects.KSERVE.refusal(400, message))
                 return None
         return self._handlers.pipeline.answer(_make_api(target, json_bytes), client)
 
@@ -303,7 +303,3 @@ def _tensor(name: str, datatype: str, length: int) -> dict[str, Any]:
 
 def _respond(client: exchange.Exchange, body: Any, status: int = 200) -> None:
     client.respond(status, sse.encode(body))
-
-
-def _refuse(client: exchange.Exchange, status: int, message: str) -> None:
-    client.respond(status, error_dialects.KSERVE.refusal(status, message))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dynamo.base import addresses, errors
+from dynamo.base import addresses, config, errors
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http", "https")
@@ -48,7 +48,7 @@ def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> EtcdAccess:
     if not endpoints:
         raise errors.ConfigError("ETCD_ENDPOINTS: expected at least one http://host:port, got none")
     parsed = [_endpoint(endpoint) for endpoint in endpoints]
-    username, password = _pair(environ, "ETCD_AUTH_USERNAME", "ETCD_AUTH_PASSWORD")
+    username, password = config.read_pair(environ, "ETCD_AUTH_USERNAME", "ETCD_AUTH_PASSWORD")
     tls = _tls(environ)
     are_tls = {scheme == "https" or tls is not None for scheme, _ in parsed}
     if len(are_tls) > 1:
@@ -81,7 +81,7 @@ def _endpoint(text: str) -> tuple[str, str]:
 
 
 def _tls(environ: Mapping[str, str]) -> EtcdTls | None:
-    certificate, key = _pair(environ, "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY")
+    certificate, key = config.read_pair(environ, "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY")
     ca = environ.get("ETCD_AUTH_CA")
     if not ca and not certificate:
         return None
@@ -90,13 +90,6 @@ def _tls(environ: Mapping[str, str]) -> EtcdTls | None:
         certificate=_content("ETCD_AUTH_CLIENT_CERT", certificate),
         key=_content("ETCD_AUTH_CLIENT_KEY", key),
     )
-
-
-def _pair(environ: Mapping[str, str], first: str, second: str) -> tuple[str | None, str | None]:
-    values = environ.get(first) or None, environ.get(second) or None
-    if (values[0] is None) != (values[1] is None):
-        raise errors.ConfigError(f"{first} and {second}: expected both or neither, got one")
-    return values
 
 
 def _content(variable: str, path: str | None) -> bytes | None:

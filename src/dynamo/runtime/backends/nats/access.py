@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.base import errors
+from dynamo.base import config, errors
 
 DEFAULT_PORT = 4222
 _SCHEMES = ("nats", "tls")
@@ -43,7 +43,7 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
     if not servers:
         raise errors.ConfigError("NATS_SERVER: expected at least one nats://host:port, got none")
     urls = [_url(server) for server in servers]
-    username, password = _pair(environ, "NATS_AUTH_USERNAME", "NATS_AUTH_PASSWORD")
+    username, password = config.read_pair(environ, "NATS_AUTH_USERNAME", "NATS_AUTH_PASSWORD")
     tls, tls_files = _tls(environ, is_required=any(url.scheme == "tls" for url in urls))
     access = NatsAccess(
         urls=tuple(url.geturl() for url in urls),
@@ -93,7 +93,9 @@ def _tls(
     environ: Mapping[str, str], *, is_required: bool
 ) -> tuple[ssl.SSLContext | None, tuple[str, ...]]:
     ca = environ.get("NATS_TLS_CA_CERT_PATH") or None
-    certificate, key = _pair(environ, "NATS_TLS_CLIENT_CERT_PATH", "NATS_TLS_CLIENT_KEY_PATH")
+    certificate, key = config.read_pair(
+        environ, "NATS_TLS_CLIENT_CERT_PATH", "NATS_TLS_CLIENT_KEY_PATH"
+    )
     if not (is_required or ca or certificate):
         return None, ()
     files = (ca or "", certificate or "", key or "")
@@ -114,10 +116,3 @@ def _load(context: ssl.SSLContext, ca: str, certificate: str, key: str) -> None:
         raise errors.ConfigError(
             f"NATS_TLS_*: expected readable PEM files, got {ca} {certificate}: {error}"
         ) from error
-
-
-def _pair(environ: Mapping[str, str], first: str, second: str) -> tuple[str | None, str | None]:
-    values = environ.get(first) or None, environ.get(second) or None
-    if (values[0] is None) != (values[1] is None):
-        raise errors.ConfigError(f"{first} and {second}: expected both or neither, got one")
-    return values
