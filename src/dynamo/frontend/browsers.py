@@ -82,7 +82,9 @@ class BrowserPolicy:
     def _check_host(self, host: str) -> None:
         is_bracketed = host.startswith("[")  # an address of IPv6
         name = host[1:].partition("]")[0] if is_bracketed else host.partition(":")[0]
-        if self._allowed_hosts is None or name in self._allowed_hosts or _is_local(name):
+        # an address cannot be the name of another host, and `localhost` is always loopback
+        is_local = name == "localhost" or name.endswith(".localhost") or addresses.is_address(name)
+        if self._allowed_hosts is None or name in self._allowed_hosts or is_local:
             return
         raise errors.Forbidden(
             f"expected a Host that names this server, got {host[:200]!r}: "
@@ -144,8 +146,3 @@ def _is_visit(headers: Mapping[str, str]) -> bool:
         and headers.get("sec-fetch-dest") == "document"
         and "origin" not in headers
     )
-
-
-def _is_local(name: str) -> bool:
-    """Return whether the name cannot be another's: an address is no name, and `localhost` is always loopback."""
-    return name == "localhost" or name.endswith(".localhost") or addresses.is_address(name)

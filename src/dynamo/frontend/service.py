@@ -103,7 +103,17 @@ class Frontend:
         self._expected_workers = waiting.ExpectedWorkers(
             runtime.discovery, namespace=settings.namespace
         )
-        worker_wait = self._make_worker_wait(runtime)
+        worker_wait = waiting.WorkerWait(
+            retry_rules.WaitPolicy(
+                wait_s=settings.worker_wait_secs,
+                max_waiting=settings.worker_wait_limit,
+                outage_s=settings.request_plane_outage_secs,
+            ),
+            self._clock,
+            self._expected_workers,
+            self._metrics.waiting_for_worker,
+            lambda: runtime.requests.is_away,
+        )
         timeout_s = settings.request_timeout_secs or None
         self._dispatcher = dispatch.Dispatcher(
             self.models.find,
@@ -244,19 +254,6 @@ class Frontend:
             ),
             own_metrics,
             self._clock,
-        )
-
-    def _make_worker_wait(self, runtime: component.DistributedRuntime) -> waiting.WorkerWait:
-        return waiting.WorkerWait(
-            retry_rules.WaitPolicy(
-                wait_s=self._settings.worker_wait_secs,
-                max_waiting=self._settings.worker_wait_limit,
-                outage_s=self._settings.request_plane_outage_secs,
-            ),
-            self._clock,
-            self._expected_workers,
-            self._metrics.waiting_for_worker,
-            lambda: runtime.requests.is_away,
         )
 
     def _make_console(self, runtime: component.DistributedRuntime, mode: str) -> feed.Console:

@@ -290,7 +290,7 @@ async def test_streams_are_bounded_and_end_with_the_frontend(rig, monkeypatch):
         lines = answer.aiter_lines()
         await anext(lines)
         refused = await get(rig, f"{API}/events", status=503)
-        rig.frontend._app.start_draining()
+        rig.frontend._console.feed.end_all()
         async for _ in lines:
             pass
 

@@ -5,6 +5,7 @@ model. Both are given back when the request's meter says that the request has en
 that the settings ask for run; `is_active` is false while none of them can refuse a request.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 from dynamo.base import clock as clocks
@@ -81,7 +82,15 @@ class AdmissionController:
             self._charge(model.name, api_key, num_tokens, client)
             reservation.accounts, reservation.num_prompt_tokens = api_key.accounts, num_tokens
             meter.key_name, meter.tenant = api_key.entry.name, api_key.entry.tenant or ""
-        model_permits = self._permits.get(model.name) or self._add_permits(model.name)
+        model_permits = self._permits.get(model.name)
+        if model_permits is None:
+            model_permits = self._permits[model.name] = permits.ModelPermits(
+                model.name,
+                self._policy,
+                functools.partial(self.busy_workers.num_free, model.name),
+                self._metrics,
+                self._clock,
+            )
         try:
             await model_permits.acquire_permit(
                 client,
@@ -100,16 +109,6 @@ class AdmissionController:
         """Admit waiting requests for which there is room now. Called when loads or thresholds have changed."""
         for model_permits in self._permits.values():
             model_permits.admit_waiting()
-
-    def _add_permits(self, model: str) -> permits.ModelPermits:
-        self._permits[model] = permits.ModelPermits(
-            model,
-            self._policy,
-            lambda: self.busy_workers.num_free(model),
-            self._metrics,
-            self._clock,
-        )
-        return self._permits[model]
 
     def _charge(
         self, model: str, api_key: api_keys.ApiKey, num_tokens: int, client: exchange.Exchange

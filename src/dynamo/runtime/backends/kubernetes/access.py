@@ -67,19 +67,12 @@ def _read(files: list[str]) -> kubeconfig.KubeConfig:
         content = yaml.safe_load(path.read_text())
         if not isinstance(content, dict):
             raise exceptions.ConfigError(f"{path} is not a kubeconfig file")
-        merged = (
-            content
-            | merged
-            | {
-                key: _first_of_each_name([*merged.get(key, ()), *(content.get(key) or ())])
-                for key in _LISTS
-            }
-        )
+        lists = {}
+        for key in _LISTS:
+            latest_first = reversed([*merged.get(key, ()), *(content.get(key) or ())])
+            lists[key] = list({entry["name"]: entry for entry in latest_first}.values())
+        merged = content | merged | lists
     return kubeconfig.KubeConfig.from_dict(merged, fname=paths[0])
-
-
-def _first_of_each_name(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list({entry["name"]: entry for entry in reversed(entries)}.values())
 
 
 def _user(user: models.User | None) -> models.User:
