@@ -110,7 +110,7 @@ check: $(VENV)/.dev  ## format, lint, types, import contracts, house rules
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest -q tests/test_house.py
+	@$(BIN)/python -m pytest -q tests/test_house.py tests/unit/base/test_variables.py
 
 fmt: $(VENV)/.dev  ## format the code
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
