@@ -11,7 +11,6 @@ from dynamo.base import distribution, errors, process_setup, tasks
 from dynamo.disagg import config as prefill_config
 from dynamo.disagg import prefill_route
 from dynamo.frontend import (
-    app,
     browsers,
     config,
     dispatch,
@@ -179,7 +178,7 @@ class Frontend:
         }
         vectors = embeddings.EmbeddingPipeline(request_pipeline, timeout_s=timeout_s)
         cache_clearer = status.CacheClearer(self.models, runtime.client)
-        self._app = app.App(
+        self._app = operation.App(
             self._declare_operations(vectors, shared_responses, cache_clearer, metrics_registry)
         )
 

@@ -56,6 +56,39 @@ class Operation:
     example: Mapping[str, Any] = field(default_factory=dict)  # a body without `model`
 
 
+class App:
+    """The routes of one frontend for its clients."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.operations = operations
+        # the paths of an API with errors of its own, for requests that no handler takes
+        self._dialect_by_prefix = {
+            entry.path.partition(ANY_ID)[0]: entry.dialect
+            for entry in self.operations
+            if entry.dialect is not error_dialects.OPENAI
+        }
+        self._body_factor_by_path = {entry.path: entry.body_factor for entry in self.operations}
+        self.routes = exchange.HttpRouter(
+            {(entry.method, entry.path): entry.handler for entry in self.operations},
+            error_body=self.error_body,
+        )
+
+    def body_factor_of(self, path: str) -> int:
+        """Return by which factor a body may be larger at this path than at others."""
+        return self._body_factor_by_path.get(path, 1)
+
+    def error_body(self, status: int, message: str, path: str) -> bytes:
+        """Return the body of an error that the HTTP server itself answers at this path."""
+        return self.dialect_of(path).refusal(status, message)
+
+    def dialect_of(self, path: str) -> delivery.ErrorDialect:
+        """Return how the API at this path encodes errors."""
+        for prefix, dialect in self._dialect_by_prefix.items():
+            if path.startswith(prefix):
+                return dialect
+        return error_dialects.OPENAI
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
