@@ -17,7 +17,9 @@ from dynamo.router import (
     config,
     kv_event_subscriber,
     kv_router,
+    kv_scheduler,
     metrics,
+    prefix_copies,
     prefix_index,
     replica_sync,
     route,
@@ -99,18 +101,19 @@ class RouteFactory:
         )
         state.selectors.append(selector)
         ttl_s = settings.router_session_affinity_ttl_secs
-        router = kv_router.KvRouter(
-            endpoint_client,
+        scheduler = kv_scheduler.KvScheduler(
             selector,
             block_size=block_size,
             counts=counts,
             clock=self._clock,
             queue_timeout_s=settings.router_queue_timeout_secs,
-            sessions=None if ttl_s is None else kv_router.SessionAffinity(ttl_s),
+            sessions=None if ttl_s is None else kv_scheduler.SessionAffinity(ttl_s),
             listener=state,
         )
-        router.copy_prefixes(self._tasks.start)
-        return router
+        copies = prefix_copies.PrefixCopies(
+            endpoint_client, selector, counts, self._clock, self._tasks.start
+        )
+        return kv_router.KvRouter(endpoint_client, scheduler, copies, self._clock)
 
     def cached_runs(
         self, name: instances.EndpointName
@@ -181,7 +184,7 @@ class RouteFactory:
 
 
 @dataclass(slots=True)
-class _ComponentState(kv_router.SequenceListener):
+class _ComponentState(kv_scheduler.SequenceListener):
     """What the routes to one component of workers share; each route reports its requests to it."""
 
     index: api.Index

@@ -155,7 +155,9 @@ class RouterService:
         if isinstance(packed, list):
             packed = blocks.pack(packed)
         key = request.request_id if request.update_states else None
-        decision = self._get_router().select_worker(packed, key, request.lora_name)
+        router, lora_name = self._get_router(), request.lora_name
+        allowed = router.instances_with_lora(lora_name)
+        decision = router.scheduler.select_worker(packed, key, lora_name, allowed)
         return BestWorkerResponse(
             worker_id=decision.worker.instance_id,
             dp_rank=decision.worker.dp_rank,
@@ -163,11 +165,11 @@ class RouterService:
         )
 
     def _mark_prefill_complete(self, update: SequenceUpdate) -> dict[str, str]:
-        self._get_router().mark_prefill_completed(update.request_id)
+        self._get_router().scheduler.mark_prefill_completed(update.request_id)
         return {"status": "success"}
 
     def _free(self, update: SequenceUpdate) -> dict[str, str]:
-        self._get_router().free_request(update.request_id)
+        self._get_router().scheduler.free_request(update.request_id)
         return {"status": "success"}
 
     def _dump(self, call: requests.Call) -> None:

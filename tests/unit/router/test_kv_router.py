@@ -6,13 +6,13 @@ import pytest
 from routing_rig import Receiver, request
 
 from dynamo.base import errors
-from dynamo.router import api, kv_router, route
+from dynamo.router import api, kv_scheduler, route
 
 HERE, THERE = api.Worker(1), api.Worker(2)
 
 
 def test_session_keeps_its_worker_for_its_ttl():
-    sessions = kv_router.SessionAffinity(10)
+    sessions = kv_scheduler.SessionAffinity(10)
     sessions.assign_worker("s", HERE, now=100)
 
     assert sessions.find_worker("s", {HERE, THERE}, now=109) == HERE
@@ -20,7 +20,7 @@ def test_session_keeps_its_worker_for_its_ttl():
 
 
 def test_each_request_renews_the_ttl_of_a_session():
-    sessions = kv_router.SessionAffinity(10)
+    sessions = kv_scheduler.SessionAffinity(10)
     sessions.assign_worker("s", HERE, now=100)
     sessions.assign_worker("s", HERE, now=109)
 
@@ -28,18 +28,18 @@ def test_each_request_renews_the_ttl_of_a_session():
 
 
 def test_lost_worker_is_not_returned_for_a_session():
-    sessions = kv_router.SessionAffinity(10)
+    sessions = kv_scheduler.SessionAffinity(10)
     sessions.assign_worker("s", HERE, now=100)
 
     assert sessions.find_worker("s", {THERE}, now=101) is None
 
 
 def test_unknown_session_has_no_worker():
-    assert kv_router.SessionAffinity(10).find_worker("s", {HERE}, now=0) is None
+    assert kv_scheduler.SessionAffinity(10).find_worker("s", {HERE}, now=0) is None
 
 
 def test_least_recently_used_sessions_are_forgotten_first():
-    sessions = kv_router.SessionAffinity(10, max_sessions=2)
+    sessions = kv_scheduler.SessionAffinity(10, max_sessions=2)
     for name in ("a", "b", "a", "c"):
         sessions.assign_worker(name, HERE, now=0)
 
@@ -52,7 +52,7 @@ LONG = range(400)  # tokens
 
 
 def in_flight(world):
-    return sum(load.num_requests for load in world.made.selector.active.loads.values())
+    return sum(load.num_requests for load in world.made.scheduler.selector.active.loads.values())
 
 
 async def test_two_different_prompts_go_to_two_workers(world):
@@ -87,7 +87,7 @@ async def test_load_estimate_has_queue_and_blocks_in_use(world):
 async def test_first_output_ends_prefill_and_end_frees_the_request(world):
     await world.route(1)
     _, receiver = await world.open(*LONG)
-    (load,) = world.made.selector.active.loads.values()
+    (load,) = world.made.scheduler.selector.active.loads.values()
     assert load.prefill_tokens == 400
 
     world.workers[0].answer()
@@ -239,7 +239,7 @@ async def test_queued_request_starts_when_its_worker_is_free(world):
 
 async def test_worker_that_left_after_it_was_selected_is_passed_over(world, monkeypatch):
     await world.route(2)
-    select, decisions = world.made.selector.select, []
+    select, decisions = world.made.scheduler.selector.select, []
 
     def select_departed(*args):
         decision = select(*args)
@@ -248,7 +248,7 @@ async def test_worker_that_left_after_it_was_selected_is_passed_over(world, monk
         decisions.append(decision)
         return decision
 
-    monkeypatch.setattr(world.made.selector, "select", select_departed)
+    monkeypatch.setattr(world.made.scheduler.selector, "select", select_departed)
     await world.open(*LONG)
 
     assert len(decisions) == 2
@@ -259,13 +259,13 @@ async def test_cancelled_wait_leaves_the_queue(world):
     await world.route(1, facts={"max_num_batched_tokens": 100})
     await world.open(*LONG)
     waiting = asyncio.create_task(world.made.open_stream(request(*range(5000, 5400)), Receiver()))
-    await world.until(lambda: world.made.selector.num_waiting == 1)
+    await world.until(lambda: world.made.scheduler.selector.num_waiting == 1)
 
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
 
-    assert world.made.selector.num_waiting == 0
+    assert world.made.scheduler.selector.num_waiting == 0
     assert world.metric("dynamo_frontend_router_queue_pending_requests") == 0
 
 
@@ -280,13 +280,13 @@ async def test_disconnected_client_leaves_the_queue(world):
             route.RoutingOptions(add_disconnect_callback=gone.append),
         )
     )
-    await world.until(lambda: world.made.selector.num_waiting == 1)
+    await world.until(lambda: world.made.scheduler.selector.num_waiting == 1)
 
     gone[0]()
     with pytest.raises(errors.Cancelled):
         await waiting
 
-    assert world.made.selector.num_waiting == 0
+    assert world.made.scheduler.selector.num_waiting == 0
 
 
 async def test_queue_timeout_is_refused_as_overload(world):
@@ -296,7 +296,7 @@ async def test_queue_timeout_is_refused_as_overload(world):
     with pytest.raises(errors.Overloaded, match="have been busy"):
         await world.made.open_stream(request(*range(5000, 5400)), Receiver())
 
-    assert world.made.selector.num_waiting == 0
+    assert world.made.scheduler.selector.num_waiting == 0
     assert world.metric("dynamo_frontend_router_queue_backpressure_total") == 1
 
 
@@ -309,7 +309,7 @@ async def test_lost_worker_releases_its_requests(world):
     await world.until(lambda: len(world.client.instances) == 1)
 
     assert in_flight(world) == 0
-    assert len(world.made.selector.active.loads) == 1
+    assert len(world.made.scheduler.selector.active.loads) == 1
 
 
 async def test_hits_are_counted_predicted_and_confirmed(world):
@@ -397,7 +397,7 @@ async def test_queued_request_is_refused_when_the_last_worker_of_its_adapter_is_
     waiting = asyncio.ensure_future(
         world.made.open_stream(request(*LONG, lora_name="poet"), Receiver(), terms)
     )
-    await world.until(lambda: world.made.selector.num_waiting == 1)
+    await world.until(lambda: world.made.scheduler.selector.num_waiting == 1)
     num_before = len(other.calls)
     await poet.runtime.close()
     for number in range(num_before):

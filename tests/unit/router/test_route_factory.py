@@ -62,7 +62,7 @@ async def test_block_size_is_that_of_the_workers(workers_size, option, expected,
             runtime.client(NAME), msgspec.structs.replace(card(), kv_cache_block_size=workers_size)
         )
 
-        assert route_._block_size == expected
+        assert route_.scheduler.block_size == expected
         assert ("--kv-cache-block-size 64: the workers of 'm'" in caplog.text) is (
             option == 64 and workers_size == 4
         )

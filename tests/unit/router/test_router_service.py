@@ -72,7 +72,7 @@ async def test_counted_best_worker_request_is_load_until_free(served):
     await served.ask("mark_prefill_complete", service.SequenceUpdate(request_id="a"))
     await served.ask("free", service.SequenceUpdate(request_id="a"))
 
-    loads = served.service._router.selector.active.loads.values()
+    loads = served.service._router.scheduler.selector.active.loads.values()
     assert [(load.num_requests, load.prefill_tokens) for load in loads] == [(0, 0)] * 2
 
 
@@ -100,7 +100,7 @@ async def test_cancelled_call_frees_the_worker(served):
 
     stream.cancel()
 
-    loads = served.service._router.selector.active.loads.values()
+    loads = served.service._router.scheduler.selector.active.loads.values()
     await served.until(lambda: sum(load.num_requests for load in loads) == 0)
 
 
