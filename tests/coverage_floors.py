@@ -1,29 +1,23 @@
 """Fail if the tests reach too few lines: `python tests/coverage_floors.py REPORT`, a JSON report of coverage's.
 
-Two shares are held: that of all lines of `dynamo`, and that of the deciders, which the import contract "Deciders do no
-I/O" in pyproject.toml lists: they need neither sockets nor devices, so nothing keeps a test from a line of theirs.
+Two shares are held: that of all lines of `dynamo`, and that of the deciders, which mark themselves (`deciders`): they
+need neither sockets nor devices, so nothing keeps a test from a line of theirs.
 """
 
 import json
 import pathlib
 import sys
-import tomllib
+
+import deciders
 
 ALL_LINES_PERCENT = 92.0
 DECIDERS_PERCENT = 99.0
 ROOT = pathlib.Path(__file__).parents[1]
-CONTRACT = "Deciders do no I/O"
 
 
 def decider_files():
     """Return the files of the deciders, as paths from the root of the repository."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    (contract,) = (c for c in settings["contracts"] if c["name"] == CONTRACT)
-    files = set()
-    for module in contract["source_modules"]:
-        path = ROOT / "src" / module.replace(".", "/")
-        files |= set(path.rglob("*.py")) if path.is_dir() else {path.with_suffix(".py")}
-    return {str(path.relative_to(ROOT)) for path in files}
+    return {str(path.relative_to(ROOT)) for path in deciders.PATHS}
 
 
 def percent(summaries):
@@ -56,13 +50,13 @@ def shortfalls(report, deciders):
 def main(argv):
     """Print the shortfalls and return the exit status."""
     report = json.loads(pathlib.Path(argv[0]).read_text())
-    deciders = decider_files()
-    sentences = shortfalls(report, deciders)
+    decider_paths = decider_files()
+    sentences = shortfalls(report, decider_paths)
     for sentence in sentences:
         sys.stderr.write(sentence + "\n")
     if not sentences:
         summaries = [entry["summary"] for entry in report["files"].values()]
-        decided = [report["files"][path]["summary"] for path in deciders]
+        decided = [report["files"][path]["summary"] for path in decider_paths]
         sys.stdout.write(
             f"lines that tests reach: {percent(summaries):.2f} %, of deciders {percent(decided):.2f} %\n"
         )

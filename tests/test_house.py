@@ -10,6 +10,7 @@ import tomllib
 
 import pytest
 
+import deciders
 import language
 
 SRC = pathlib.Path(__file__).parents[1] / "src" / "dynamo"
@@ -109,6 +110,11 @@ def test_imports_across_packages_are_of_modules(path):
         assert not any(x.startswith("_") for x in [*parts, *names]), (
             f"{rel}: imports what is private"
         )
+
+
+@pytest.mark.parametrize("path", deciders.PATHS, ids=lambda p: str(p.relative_to(SRC)))
+def test_deciders_do_no_io(path):
+    assert deciders.acting_imports(path.read_text()) == []
 
 
 TESTS = pathlib.Path(__file__).parent

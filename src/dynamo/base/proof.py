@@ -14,7 +14,7 @@ signed: that is TLS's work.
 
 The steps of both sides are generators, without any I/O, so that blocking sockets and event loops drive the same ones:
 they yield what to send and how many bytes they expect next, and expect none when the peer has proven itself.
-"""
+"""  # decider
 
 import hmac
 from collections.abc import Generator, Iterable

@@ -3,7 +3,7 @@
 The *short form* of an article (`apiVersion: v1alpha1.dynamo.nvidia.com`) names a model, an engine and a mode. Its
 apiVersion has no slash, so it belongs to Kubernetes's own group: no cluster can serve it. *v1beta1* is the later form
 with pod templates. What cannot be expressed is said in notes, never dropped in silence; docs/kubernetes.md has a table.
-"""
+"""  # decider
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

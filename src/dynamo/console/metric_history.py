@@ -2,7 +2,7 @@
 
 `make_point` compares two samples of counters that only grow, so that a missed sample widens an interval and loses
 nothing. Quantiles are interpolated within the buckets of a histogram, as Prometheus's `histogram_quantile` does.
-"""
+"""  # decider
 
 from collections import deque
 from collections.abc import Mapping, Sequence

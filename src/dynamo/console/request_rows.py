@@ -1,7 +1,7 @@
 """The rows of requests that the console shows: how long each stage took, where the request was computed and why.
 
 A row has no text: neither prompt nor answer is kept.
-"""
+"""  # decider
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal

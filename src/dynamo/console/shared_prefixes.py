@@ -3,7 +3,7 @@
 A sequence hash names a block together with all before it. So two prompts share a prefix of n blocks if their n-th
 hashes are equal, and the number of prompts with a hash never grows along a prompt: where it falls, a shared prefix
 ends.
-"""
+"""  # decider
 
 from collections import Counter, deque
 from collections.abc import Sequence

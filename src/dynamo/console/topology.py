@@ -2,7 +2,7 @@
 
 A worker that leaves discovery stays in the table for `GONE_S` seconds as `gone`. What was seen longer ago than
 that, because the table was not updated, is forgotten.
-"""
+"""  # decider
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal

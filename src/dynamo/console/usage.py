@@ -1,7 +1,7 @@
 """The use of the frontend by day, API key, tenant, model and API: sums, so that their size does not grow with requests.
 
 At most `MAX_ROWS` rows are kept; beyond that the oldest day is dropped, and the days before `MAX_DAYS` in any case.
-"""
+"""  # decider
 
 import csv
 import datetime

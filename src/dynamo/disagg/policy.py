@@ -15,7 +15,7 @@ is local in any case: the step that writes the first token computes it as well.
 in seconds, at the pace at which prompts have been computed lately. A local prefill stops every answer that the worker
 is writing for as long as it takes, so it counts once for each; a prefill worker writes no answers. So where nothing
 runs a prompt stays, however long, and saves the copy; beside running answers even a short one goes.
-"""
+"""  # decider
 
 from collections.abc import Callable
 from dataclasses import dataclass

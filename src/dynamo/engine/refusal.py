@@ -2,7 +2,7 @@
 
 The frontend has refused most of these already, with its own messages; but an engine may have other callers.
 `protocols.limits` has what does not depend on the engine.
-"""
+"""  # decider
 
 from dynamo.base import errors
 from dynamo.engine import api

@@ -17,7 +17,7 @@ A block stays private as well if its parent cannot be found: a match walks from 
 Eviction takes the block that was released longest ago.
 `release` frees a sequence's blocks from its tail, so a chain loses its tail before its head.
 KV events are collected in order (`take_events`).
-"""
+"""  # decider
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence

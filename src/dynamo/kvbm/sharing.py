@@ -9,7 +9,7 @@ ended. After a successful copy only its last token is left to compute: the first
 the prompt, else the last token of the prompt; or, if the other engine had only a prefix, what follows it. After a
 failed copy the engine computes what its own cache lacks. The blocks of a sequence that is aborted during the copy
 belong to the copy, and are freed when it ends.
-"""
+"""  # decider
 
 import itertools
 import math

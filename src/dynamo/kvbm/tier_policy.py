@@ -3,7 +3,7 @@
 `OffloadFilter` selects blocks by how often their content was seen; `ChurnGuard` turns offloading down when nothing of
 what it copies is ever read; `LoadCost` compares the time of loading blocks with that of computing them, from what was
 measured. All are deciders: they are given measurements and counts, and read no clock.
-"""
+"""  # decider
 
 from collections import OrderedDict
 from enum import StrEnum

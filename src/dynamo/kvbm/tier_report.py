@@ -1,4 +1,4 @@
-"""The report of a tiered cache: what `GET /kvbm` shows and the metrics count."""
+"""The report of a tiered cache: what `GET /kvbm` shows and the metrics count."""  # decider
 
 import msgspec
 

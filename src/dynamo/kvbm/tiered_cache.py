@@ -11,7 +11,7 @@ counted. While a copy reads a block of the engine, the block has a user more, an
 
 A request waits for its copies at most as long as computing would make it wait too: `copy.limit_s` says how long, and
 `stop_waiting` ends the wait of a late copy, which goes on by itself.
-"""
+"""  # decider
 
 import itertools
 import math

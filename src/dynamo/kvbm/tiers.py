@@ -13,7 +13,7 @@ A block of a tier is in one of these states:
 Eviction takes the lowest priority, and of these the block that was used longest ago. A chain is touched from its end,
 so that it loses its tail before its head. Blocks with a time to live are evicted after all others while it lasts, and
 pinned ones not at all; at most half of the slots have one. The tier knows slots and hashes, no bytes.
-"""
+"""  # decider
 
 import itertools
 from collections import OrderedDict

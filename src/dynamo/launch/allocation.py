@@ -1,7 +1,7 @@
 """Cores and devices of one machine, handed out to child processes so that no two get the same.
 
 An allocation is a value: the caller puts it into a `ChildSpec` and releases it when the child is not restarted.
-"""
+"""  # decider
 
 from collections.abc import Mapping
 from dataclasses import dataclass

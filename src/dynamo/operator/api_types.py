@@ -7,7 +7,7 @@ same types (`read_spec`), so an object from before a stricter definition is refu
 The fields of Kubernetes's PodSpec and Container are one level deep: they let the API server refuse a mistyped field of
 `extraPodSpec`; what is in a field is checked when the operator applies the Deployment. The complete schema of a pod
 would make each custom resource definition twenty times as large.
-"""
+"""  # decider
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 

@@ -2,7 +2,7 @@
 
 Only pods of the present template count. Of several causes the one that nothing else explains comes first: a pod that
 cannot be placed says nothing of its image, and one without its image says nothing of its program.
-"""
+"""  # decider
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

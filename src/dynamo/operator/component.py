@@ -1,4 +1,4 @@
-"""The decider of one DynamoComponentDeployment: its Deployment, Service, Ingress and autoscaler, and its status."""
+"""The objects of one DynamoComponentDeployment: Deployment, Service, Ingress, autoscaler; and its status."""  # decider
 
 from typing import Any
 

@@ -3,7 +3,7 @@
 Each service becomes a DynamoComponentDeployment, `{graph}-{service}` in lower case. The workers of a later generation
 have the digits of their hash behind that name and behind their dynamo namespace (`rollout`). The hash is that of what
 the user wrote, so neither a new operator nor a new default starts an update.
-"""
+"""  # decider
 
 from collections.abc import Mapping
 from dataclasses import dataclass

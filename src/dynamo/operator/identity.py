@@ -2,7 +2,7 @@
 
 The planner's account and the token belong to several graphs of a namespace, so each graph that uses them is one of
 their owners, and the last one takes them with it. A token is made once and never changed: running pods have it.
-"""
+"""  # decider
 
 import base64
 from collections.abc import Iterator

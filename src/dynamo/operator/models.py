@@ -3,7 +3,7 @@
 Workers say by `modelRef` in their service which base model they serve; a DynamoModel with that `baseModelName` is
 theirs. An adapter is loaded by every ready worker, again after a container has restarted, and unloaded before the
 object goes: so this is the one kind with a finalizer, since an adapter is what no owner reference removes.
-"""
+"""  # decider
 
 from collections.abc import Mapping
 from dataclasses import dataclass

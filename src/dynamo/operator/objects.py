@@ -1,4 +1,4 @@
-"""Plain Kubernetes objects: names, owners, labels, digests and merges, without any I/O."""
+"""Plain Kubernetes objects: names, owners, labels, digests and merges, without any I/O."""  # decider
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -8,7 +8,7 @@ explained without a right to read logs. A Secret of `envFromSecret` may be absen
 no token, and the status names the Secret.
 
 The commands of engines say which engine a container runs, and how one replica is spread over several nodes.
-"""
+"""  # decider
 
 import re
 import shlex

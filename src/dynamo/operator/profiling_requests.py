@@ -4,7 +4,7 @@ A Job runs `python -m dynamo.profiler`, whose last line is its recommendation in
 log, so the pod needs no rights. From it follows a DynamoGraphDeployment, which stands in the status and, with
 `autoApply`, is created once. The deployment is the user's from then on: it outlives its request, and is neither
 changed nor made again.
-"""
+"""  # decider
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -2,7 +2,7 @@
 
 What the operator would refuse in the status is refused at apply instead, by the same deciders. A change that leaves
 the spec as it is passes, so that an object from before a stricter operator can still be labelled and deleted.
-"""
+"""  # decider
 
 import base64
 import difflib

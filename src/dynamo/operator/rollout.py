@@ -6,7 +6,7 @@ changed again, or changed back, in the middle of an update only names another ta
 
 Per service, `max_unavailable` and `max_surge` hold over all generations together. Workers of the target count once
 every ready frontend has admitted them; decode workers serve without prefill workers, but not the reverse.
-"""
+"""  # decider
 
 import math
 from collections.abc import Mapping, Sequence

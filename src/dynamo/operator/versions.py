@@ -3,7 +3,7 @@
 `convert` loses nothing in either direction: a field of v1alpha1 that pod templates do not express stands in v1beta1
 under its own name. So an object that is read and written back in the other version has the workers that it had, and no
 update starts. The order of v1beta1's components, which v1alpha1's map has not, is kept in an annotation.
-"""
+"""  # decider
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar

@@ -4,7 +4,7 @@ The workers are decode workers, which compute all prompts as long as there are n
 deployment of decode workers alone. A move is therefore a change of the two pools, and loses no request. Each form has a
 predictive policy of its own over the same traffic. The other form is taken when it has needed fewer GPUs, or has been
 the only one that can hold the targets, for `settle_s` seconds without interruption.
-"""
+"""  # decider
 
 import dataclasses
 from collections.abc import Callable

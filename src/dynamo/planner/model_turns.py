@@ -3,7 +3,7 @@
 A model is loaded when a request waits for it, and unloaded when it has been idle for a while or another one needs its
 memory. Of two that do not fit together, each stays for `MIN_STAY_S` at least, so that they are served in turns. The
 model that has waited longest is loaded first, and no smaller one overtakes it.
-"""
+"""  # decider
 
 import math
 from collections.abc import Collection, Mapping, Sequence

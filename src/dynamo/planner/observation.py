@@ -3,7 +3,7 @@
 A reading is one of three things. `Fresh` holds what was measured, and zero requests is such a measurement. `Missing`
 means that nothing could be read, `Stale` that the last good reading is too old. Only a fresh reading may change the
 number of workers. Times are seconds of the planner's clock.
-"""
+"""  # decider
 
 import math
 from collections.abc import Mapping

@@ -16,7 +16,7 @@ A queue in front of a pool of equal workers says how many of them hold a waiting
 longer than t with a probability of about ErlangC(c, a) * exp(-2 (c - a) t / (b s)), with a = arrivals * s busy workers
 and burstiness b: 1 for Poisson arrivals of equal prompts, more for prompts of different lengths and for bursts. Times
 are seconds.
-"""
+"""  # decider
 
 import functools
 import math

@@ -11,7 +11,7 @@ what the prefix cache holds, and at most one in twenty may wait longer than the 
 Prompts that alone exceed the target are left out of that count, but not out of the work; if most of them do, no number
 of workers meets the target, and the policy scales for throughput. Decode workers run at the fullest point of the
 profile that holds the ITL, for the answers that are expected and for those that are there.
-"""
+"""  # decider
 
 import math
 from collections import deque

@@ -4,7 +4,7 @@
 the autocovariances by the recursion of Levinson and Durbin, its order from Akaike's criterion. `kalman` is the local
 linear trend of the original's later versions, with its variances. `seasonal` repeats what came one period ago, moved by
 the present difference; without a clear period it forecasts as `kalman` does, and never less than the recent peak.
-"""
+"""  # decider
 
 import itertools
 import math

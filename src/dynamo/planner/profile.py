@@ -4,7 +4,7 @@ Prefill is a curve over the prompt's length. Decode is a surface over the share 
 length of a sequence: for each measured length a curve over the share. Between points values are linear; outside of them
 they keep the value at the border, except that a prompt longer than all measured ones takes longer in proportion.
 Throughput is in tokens per second and GPU, as in the files of the original; times are seconds.
-"""
+"""  # decider
 
 import math
 from bisect import bisect_right

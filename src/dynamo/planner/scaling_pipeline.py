@@ -14,7 +14,7 @@
 another. The last observation is repeated with its traffic multiplied. Load spreads evenly, so that of a worker falls as
 others get ready; a worker is ready a start-up time after its order. Latencies stay as observed: what they would be is
 the matter of `dynamo.simulate plan`, which simulates the workers' steps too.
-"""
+"""  # decider
 
 import dataclasses
 from collections import deque

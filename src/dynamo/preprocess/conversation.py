@@ -4,7 +4,7 @@ Messages are dictionaries, because chat templates walk through them; unknown key
 Templates are written for Hugging Face's form, which differs from OpenAI's in little: content is one text, the arguments
 of a tool call are an object, and an absent value is a missing key rather than null. Few templates know the role
 `developer`.
-"""
+"""  # decider
 
 from typing import Annotated, Any
 

@@ -12,7 +12,7 @@ For any other the tokenizer itself decodes a window of the latest tokens, twice 
 Bytes that can never become a character turn into U+FFFD once that is certain.
 
 `ChoiceText` is the text of one choice: detokenized, without stop strings and the token that ended it.
-"""
+"""  # decider
 
 import array
 import codecs

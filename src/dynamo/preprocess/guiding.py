@@ -3,7 +3,7 @@
 Four fields of a request are joined here: a response format, vLLM's guided fields, the same fields in `nvext`, and tool
 calls that are forced. Forced calls are given to the engine tool by tool rather than as one schema, so that each tool's
 parameters stay a schema of their own, so that its `$ref`s keep their meaning.
-"""
+"""  # decider
 
 import operator
 from typing import Any

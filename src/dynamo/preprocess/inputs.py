@@ -8,7 +8,7 @@ A parameter is honoured; or it is a hint (`Hint`), which cannot change what the 
 Limits are part of the types, so the JSON decoder checks them in C. A parameter that is refused has a type with values
 that ask for nothing: `None`, or the documented default. `runtime.http.json_body` turns a violation into a sentence that
 names the field, and takes what no type has as a hint.
-"""
+"""  # decider
 
 from typing import Annotated, Any, Literal
 

@@ -6,7 +6,7 @@ set the same value, the first of these wins: the root of the request, its `nvext
 Chat templates have two ways to set how hard a model thinks: Qwen3, GLM and DeepSeek-V3.1 have a switch, gpt-oss reads
 the effort itself. A template with neither cannot be controlled, and a request that sets an effort is then refused. A
 limit of thinking is counted in tokens, so it can be kept only where a single token of the model ends a thought.
-"""
+"""  # decider
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, TypeVar

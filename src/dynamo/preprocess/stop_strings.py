@@ -5,7 +5,7 @@ the result does not depend on how tokens cut the text, and no look-ahead is need
 become a mark is reported, so that it can be held back.
 
 A text ends before the stop string that is complete first.
-"""
+"""  # decider
 
 import functools
 from collections.abc import Sequence

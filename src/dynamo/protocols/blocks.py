@@ -9,7 +9,7 @@ Tokens are cut into blocks of exactly `block_size`; a partial block at the end h
 
 Tokens travel as the bytes of little-endian u32 (`pack`), from the tokenizer to this hash, because building
 and walking Python lists costs as much as the hashing itself.
-"""
+"""  # decider
 
 import array
 import struct

@@ -8,7 +8,7 @@ A guided answer is limited by what its grammar costs to compile. Sizes are those
 properties, 1,000 values of enums, 120,000 characters) or above; an enum of 20,000 strings held vLLM's xgrammar for 66
 seconds. Small schemas can be costly too: the native engine compiles a grammar where it can be ended, and what is known
 to be costly is refused here, before any engine sees it.
-"""
+"""  # decider
 
 import math
 from collections.abc import Callable, Iterator

@@ -2,7 +2,7 @@
 
 There are two headers: `traceparent` (trace id, id of the caller's span, sampling decision) and `tracestate` (values of
 tracing vendors). A malformed header counts as absent: a request is never refused for its trace.
-"""
+"""  # decider
 
 import re
 from collections.abc import Mapping

@@ -16,7 +16,7 @@ it means with each connection and each stream, and another instance refuses.
 
 `FrameReader` takes bytes as they come and gives frames; what is malformed, too long or of an unknown kind is a
 RemoteProtocolError, and nothing else is ever raised.
-"""
+"""  # decider
 
 import struct
 from collections.abc import Callable

@@ -13,7 +13,7 @@ shares with others are known that much more coarsely.
 
 Unknown requests and workers are no error: messages of router replicas, and of lost workers, may come late. Nor are
 hashes that do not form a prefix chain (a replica's mistake): some may be counted wrongly, and nothing else happens.
-"""
+"""  # decider
 
 import bisect
 import itertools

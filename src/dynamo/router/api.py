@@ -5,7 +5,7 @@ events; `prefix_index` as a guess from earlier decisions. A *policy* selects a w
 plain objects: no clock (`now` is an argument), no randomness of their own (`draw` is injected), no I/O. A policy reads
 *live* loads, which `active_sequences` keeps up to date, so that a decision copies nothing. `selection.Selector` joins
 index, loads, policy and queue; it is the only object that callers use.
-"""
+"""  # decider
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

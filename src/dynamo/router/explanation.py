@@ -3,7 +3,7 @@
 The same figures that the policy compares, computed once more for requests with a decision to be shown: a decision
 that is not shown pays nothing. The candidates with the lowest costs come first, and only the first
 `MAX_CANDIDATES` are kept, so that an explanation stays small with a thousand workers.
-"""
+"""  # decider
 
 from collections.abc import Mapping, Sequence
 

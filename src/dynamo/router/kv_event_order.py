@@ -9,7 +9,7 @@
 The stream begins behind, because what a worker cached before the subscription is unknown. Being behind, batches wait,
 at most `MAX_WAITING` of them; beyond that they are dropped, which leaves a gap that is noticed like any other. A wrong
 guess costs one more replay, never a wrong state.
-"""
+"""  # decider
 
 from collections.abc import Sequence
 

@@ -48,7 +48,7 @@ count as cached, not those that requests in flight will have computed.
 The others do not look at caches, or at little else: the rivals that a better policy has to beat. `ConsistentHash` is
 the strongest of them: it finds nearly every prefix, whatever that costs in balance. `select_decode_worker` is for
 prompts that a prefill worker has computed.
-"""
+"""  # decider
 
 import abc
 import math

@@ -26,7 +26,7 @@ time, so that no request waits for a large cleaning. Defaults are those of Dynam
 Each worker's guesses stand in one dictionary in the order of their last use: a guess that is used again moves to the
 end, and dropping begins at the front. To find the front costs more the more was dropped there, so time counts in whole
 seconds, rounded up: the front is looked for once a second at most.
-"""
+"""  # decider
 
 import heapq
 import math

@@ -14,7 +14,7 @@ system prompt, say) is passed over a few times. A dropped block is as if no work
 
 **Nothing stalls.** `begin_sweep` only notes which workers are removed; each `sweep` then cleans a bounded number of
 edges.
-"""
+"""  # decider
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence

@@ -8,7 +8,7 @@ whether copying is faster (`disagg.peer_prefixes`).
 `HotPrefixes` finds a prefix that one worker alone has, and that so many prompts begin with that its queue grows. The
 least busy worker then gets a copy, by a request of one token, before the next prompts come. It is bounded: a few copies
 at a time, and the same prefix again only after `REST_S`.
-"""
+"""  # decider
 
 import base64
 import binascii

@@ -16,7 +16,7 @@ Suspects: requests that may have killed a worker, and are sent to no other, beca
 A worker dies for many reasons, and its requests are innocent nearly always: they migrate. A request is a suspect if
 its worker died while it *prepared* the request (compiled its grammar, before any token), or if two workers died that
 had it.
-"""
+"""  # decider
 
 from dataclasses import dataclass
 

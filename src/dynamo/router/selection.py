@@ -27,7 +27,7 @@ A prompt that a prefill worker has computed is another matter (`policies.select_
 to compute, so it goes where most room to decode is, and never waits, because its blocks are held for a limited time.
 
 No clock, no loop, no I/O: frontend, standalone router and simulator run the same decisions.
-"""
+"""  # decider
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping

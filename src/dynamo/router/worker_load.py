@@ -7,7 +7,7 @@ at once.
 fast, they behave like one large cache with one order of eviction; so new content should go where little new content
 went recently. "Recently" is counted in tokens, not in seconds: an insertion counts 1/e once all caches together could
 have been filled again. Instead of ageing all figures at every insertion, later insertions get a larger weight.
-"""
+"""  # decider
 
 import math
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""The commands that a graph becomes: a pure function of its services, the configuration and the machine."""
+"""The commands that a graph becomes: a pure function of its services, the configuration and the machine."""  # decider
 
 import json
 import sys

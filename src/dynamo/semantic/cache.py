@@ -6,7 +6,7 @@ system prompt, earlier messages, tools, response format, sampling), and of that 
 dictionary and one pair of questions, so a search costs the same at any size.
 
 Embeddings are not used: two questions that differ in a number or a negation are as similar as rephrasings.
-"""
+"""  # decider
 
 import collections
 import hashlib

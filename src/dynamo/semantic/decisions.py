@@ -1,4 +1,4 @@
-"""Decisions: from the signals of a text to the decision that applies, with its reasons."""
+"""Decisions: from the signals of a text to the decision that applies, with its reasons."""  # decider
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

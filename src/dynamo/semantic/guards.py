@@ -2,7 +2,7 @@
 
 Routing, the classification API and batches use the same classifiers over the same windows. Each verdict says what the
 guard found and what follows from it; acting on it is the router's.
-"""
+"""  # decider
 
 from collections.abc import Sequence
 from dataclasses import dataclass

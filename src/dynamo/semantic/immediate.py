@@ -1,4 +1,4 @@
-"""Answers that the router gives itself, in the shape of chat completions: refusals, cache hits, the list of models."""
+"""Answers that the router gives itself, as chat completions: refusals, cache hits, the list of models."""  # decider
 
 import re
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 A typed schema would lose what it does not know, and another encoder would write numbers in another way. So only the
 outline of an object is read: where each member begins and ends. The text is known to be valid JSON.
-"""
+"""  # decider
 
 import re
 from collections.abc import Mapping

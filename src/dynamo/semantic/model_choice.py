@@ -1,4 +1,4 @@
-"""The choice of a model: which models can serve the request, which is best, and which the conversation had."""
+"""The choice of a model: which can serve the request, which is best, and which the conversation had."""  # decider
 
 import collections
 from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
 "How tall is X", "what height does X have" and "what is the height of X" are one question. A rule may only join wordings
 whose answers are the same whatever X is; a word that no rule knows stays and has to be equal. Rules are applied in
 their order to text in lower case.
-"""
+"""  # decider
 
 import re
 

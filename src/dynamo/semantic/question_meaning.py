@@ -4,7 +4,7 @@ A wrong join is worse than a missed one. The questions are first brought into on
 must have the same words, numbers, names, negations and operators. Only articles, forms of "to be" and the like may
 differ. The order may differ only for what a preposition or a genitive attaches ("a list in Python", "a Python list"),
 for superlatives, and where a distance or a difference is asked for: "does A imply B" is not "does B imply A".
-"""
+"""  # decider
 
 import re
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 Chat, completions, responses and Anthropic's messages are told apart by their fields. Texts in lists of parts count;
 parts of other kinds (images) are noted and passed on.
-"""
+"""  # decider
 
 import hashlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Changes of a request's JSON: model, reasoning, system prompt and tools. All else stays byte for byte."""
+"""Changes of a request's JSON: model, reasoning, system prompt and tools. All else stays byte for byte."""  # decider
 
 from collections.abc import Sequence
 from typing import Any

@@ -2,7 +2,7 @@
 
 Signals, decision, guards, cache, model, changes of the body. The outcome is a value with its reasons: a request to
 forward, or an answer to give at once. Processes around it (frontend, gateway, command line) act on it.
-"""
+"""  # decider
 
 from collections.abc import Mapping, Sequence
 

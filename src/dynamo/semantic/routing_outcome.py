@@ -1,4 +1,4 @@
-"""The outcome of a routed request: a request to forward or an answer to give at once, and the reasons for it."""
+"""The outcome of a routed request: a request to forward or an answer to give at once, and why."""  # decider
 
 from dataclasses import dataclass, field
 

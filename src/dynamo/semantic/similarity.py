@@ -2,7 +2,7 @@
 
 A vector comes from the encoders' process; those of the candidates are computed once for a configuration and kept.
 Vectors have the length 1, so that a dot product is the cosine. Without a vector no rule holds, and the result says why.
-"""
+"""  # decider
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias

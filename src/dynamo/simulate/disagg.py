@@ -21,7 +21,7 @@ as the arithmetic itself, which is why prompts are better computed by GPUs that 
 
 The default figures are those of H100 SXM and a Llama of 70 billion parameters in FP8; how much of the peaks is reached
 is an assumption, and flags of `simulate disagg` change it. Latencies are seconds, rates are per second.
-"""
+"""  # decider
 
 import itertools
 import math

@@ -4,7 +4,7 @@ It is what a connector of the simulated planner orders from, and what an observa
 the order of its start until it has drained. A prompt goes to the worker that will have computed it first, its cached
 prefix included; what a draining prefill worker has not begun goes to another one. Without a ready worker requests wait.
 A worker that changes its role drains first, and serves `role_change_s` seconds later; until then it counts as starting.
-"""
+"""  # decider
 
 import bisect
 import heapq

@@ -3,7 +3,7 @@
 For each interval it looks for the smallest pools that hold the targets for 95 % of the requests that arrive in it, with
 the queue carried over from the interval before: greedily forward, no search over orders. Then workers are ordered one
 start-up time ahead, kept through gaps shorter than that, and drained as in every other run.
-"""
+"""  # decider
 
 import copy
 import math

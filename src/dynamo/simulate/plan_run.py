@@ -1,4 +1,4 @@
-"""One run of the planner's simulation: arrivals, a cluster, and what orders its workers, on a virtual clock."""
+"""One run of the planner's simulation: arrivals, a cluster, and the orders of workers, in virtual time."""  # decider
 
 import copy
 import math

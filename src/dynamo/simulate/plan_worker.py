@@ -4,7 +4,7 @@ The simulations of the planner and of disaggregation run it, the second with the
 Steps in which nothing but decoding happens are computed in one go up to the first answer that ends; a request that
 comes in between joins at the end of the step that runs then. A request is admitted when its prompt and answer have
 room, so nothing is preempted. Times are seconds, and never go back.
-"""
+"""  # decider
 
 import heapq
 import itertools

@@ -1,6 +1,6 @@
 """The event loop of a simulation, and its results: arrivals and steps of workers in order of time, with the router's
 own decisions in between.
-"""
+"""  # decider
 
 import heapq
 import itertools

@@ -6,7 +6,7 @@ to its first, so that tails are evicted before heads.
 
 `BatchWorker` is the mock engine itself (`engine.mock`): its scheduler, memory and timing. Prompts are made of tokens
 that stand for the names of their blocks, so that the engine hashes and finds them as it does those of real ones.
-"""
+"""  # decider
 
 import math
 from collections import OrderedDict, deque

@@ -10,7 +10,7 @@ decides where the slabs lie:
 With tensor parallelism a rank holds an equal share of the heads, in order. Ranks of unequal counts share the heads in
 which they overlap, and only these are moved (`plan`). Block size, dtype and model shape must be equal: to convert
 them is to compute, and then the worker may as well prefill.
-"""
+"""  # decider
 
 import enum
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ In NIXL's notifications they are other messages, as msgpack; NIXL adds the sende
     Bye                         ──▶
 
 A notification of NIXL's may be lost with its connection, without an error; hence the answers.
-"""
+"""  # decider
 
 import array
 import sys

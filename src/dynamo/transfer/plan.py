@@ -7,7 +7,7 @@ tens of thousands of pieces, and the planning caller should not wait for them.
 
 Ranks of unequal tensor parallelism share only some heads. Heads lie innermost but one, so then every token of every
 slab is two pieces, keys and values. It is the price of unequal sizes, and still far below that of computing.
-"""
+"""  # decider
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

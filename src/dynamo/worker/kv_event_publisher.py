@@ -7,7 +7,7 @@ has its own *epoch*, and the next number is published every `HEARTBEAT_S` second
 
 Load is published when it changes, at most every `LOAD_INTERVAL_S` and at least every `HEARTBEAT_S` seconds, so that a
 router can tell an idle worker from one that it cannot hear.
-"""
+"""  # decider
 
 import contextlib
 from collections import deque

@@ -1,6 +1,9 @@
 """What `make coverage` refuses."""
 
+import pytest
+
 import coverage_floors
+import deciders
 
 
 def report(**files):
@@ -38,8 +41,23 @@ def test_a_decider_that_no_test_imports_fails():
     assert "decider.py: a decider that no test imports" in sentences
 
 
-def test_the_deciders_of_the_contract_exist():
+def test_deciders_are_the_modules_that_mark_themselves():
     files = coverage_floors.decider_files()
 
-    assert files
-    assert all((coverage_floors.ROOT / path).is_file() for path in files)
+    assert "src/dynamo/router/selection.py" in files
+    assert "src/dynamo/router/kv_router.py" not in files
+    assert deciders.is_decider('"""Decide.\n\nAnd do not act.\n"""  # decider\nimport ast\n')
+    assert not deciders.is_decider('"""Act."""\nimport asyncio  # decider\n')
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import ast, os.path", ["os.path"]),
+        ("def f():\n    from dynamo.runtime import events", ["dynamo.runtime.events"]),
+        ("from dynamo.observability.metrics import Gauge", ["dynamo.observability.metrics.Gauge"]),
+        ("from dynamo.runtime import naming\nimport timeit", []),
+    ],
+)
+def test_imports_of_what_acts_are_found_everywhere(source, expected):
+    assert deciders.acting_imports(source) == expected

@@ -13,7 +13,7 @@ adapter and salt. Only the first block of a prompt names its salt; the others ha
 
 A library may hold a block several times (two prompts that were computed at once), and publishes each copy: a block is
 removed with its last copy. Where a model has several kinds of attention, the first that caches whole prefixes counts.
-"""
+"""  # decider
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence

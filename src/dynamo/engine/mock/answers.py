@@ -2,7 +2,7 @@
 
 So the whole answer to a request, its length and its finish reason, is known when the request arrives, and the outputs
 of a step are prepared: one for each token.
-"""
+"""  # decider
 
 import functools
 import math

@@ -7,7 +7,7 @@ according to `BatchLimits`) is preempted: it waits, with its output so far as pa
 
 Benchmarks of all other parts use this engine, so a token must cost next to nothing: a choice is examined only at its
 `next_check` (when it ends, or needs a block); in between it sends prepared outputs.
-"""
+"""  # decider
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple

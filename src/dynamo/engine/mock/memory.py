@@ -6,7 +6,7 @@ answer has filled the last; and at least the last token is computed, even if its
 
 The tiers of one rank have the real decisions of `kvbm.tiered_cache`, and copies that only take time. Copies between two
 tiers follow one another at the bandwidth of the slower one, as if it were one device.
-"""
+"""  # decider
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -11,7 +11,7 @@ A profile has the times of steps of a real engine at some points; between them i
 
 The names are those of the arrays that Dynamo's mocker reads. Beyond the measured points prefill is extrapolated, since
 a longer prompt surely takes longer; decode keeps the last value.
-"""
+"""  # decider
 
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 At admission a sequence gets blocks for all the tokens that it has: those of the longest known prefix, and empty ones
 for the rest. So a prefill that has begun never waits for memory; only decoding asks for more, one block at a time. At
 least the last token is always computed, because the step that computes it brings the logits for the next one.
-"""
+"""  # decider
 
 from dynamo.engine.native.sequence import Sequence
 from dynamo.kvbm import pool, tiered_cache

@@ -24,7 +24,7 @@ If that engine had only a prefix, the rest of the prompt is computed here.
 
 A request for cached blocks only (`kv_transfer.EXPORT_CACHED`) never runs: it leases what the prefix cache has, at once
 or when a load from host memory has ended, however long the queue is.
-"""
+"""  # decider
 
 import bisect
 import operator

@@ -16,7 +16,7 @@
 
 The key of a request is hashed and looked up by its hash, then the two hashes are compared in constant time. The time of
 the look-up could tell something about a hash, and a hash tells nothing about a key that hashes to it.
-"""
+"""  # decider
 
 import hashlib
 import hmac

@@ -3,7 +3,7 @@
 The load of a worker that has not reported for `STALE_S` seconds (it reports at least every second) is unknown, and such
 a worker is not busy: an event plane that is down must not refuse every request. Each data-parallel rank of a worker
 reports its own load; the worker is busy when all ranks that reported are.
-"""
+"""  # decider
 
 from collections.abc import Iterable
 

@@ -2,7 +2,7 @@
 
 The queue is short (its bound is a setting), so a sorted list does: a request is added and removed at the cost of a
 bisection and a memmove. `CompletionRate` estimates how long a request will wait.
-"""
+"""  # decider
 
 import bisect
 import itertools

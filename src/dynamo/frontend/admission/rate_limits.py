@@ -4,7 +4,7 @@ A token bucket holds the amount of one minute and fills up evenly, so a burst ma
 waits for a full minute to turn. A request is charged for its prompt when it begins and for its output when it ends:
 the length of an output is known only then, so a bucket may go into debt, and the next request waits until the debt is
 paid. Time is passed in.
-"""
+"""  # decider
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated

@@ -2,7 +2,7 @@
 
 Clients act on statuses and types (the openai package retries 429 and 5xx, the anthropic package 408, 409, 429 and 5xx,
 and both raise a class per status), so they are the API's own wherever it has a word for the error.
-"""
+"""  # decider
 
 from collections.abc import Mapping
 from typing import Any

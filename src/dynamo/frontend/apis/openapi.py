@@ -5,7 +5,7 @@ The schemas are msgspec's, of the very types by which the server decodes, so the
 Messages, tools and texts are decoded as plain values and checked afterwards (`preprocess.conversation`, and the `check`
 of each request), so schemas that say more than the types are written here. A rule holds between the fields of one
 request.
-"""
+"""  # decider
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 A line of the input file is {"custom_id", "method": "POST", "url", "body"}; its answer in the output file or the error
 file has the same custom_id.
-"""
+"""  # decider
 
 from typing import Annotated, Any, Literal, NamedTuple
 

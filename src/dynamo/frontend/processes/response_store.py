@@ -2,7 +2,7 @@
 
 They are kept in memory, bounded by number and by bytes; the least recently used is dropped first. Each holds its whole
 conversation, so nothing is lost when an earlier response is dropped.
-"""
+"""  # decider
 
 import contextlib
 from collections import OrderedDict

@@ -6,7 +6,7 @@ beginning of that. The parser has the last word, and adds what is missing at the
 text is unusual, and does not have to check what it reads.
 
 A preview is made of steps like a parser (`parser.StateMachineParser`): a step consumes some text or changes the state.
-"""
+"""  # decider
 
 import re
 from collections.abc import Callable, Sequence

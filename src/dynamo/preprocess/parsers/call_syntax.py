@@ -5,7 +5,7 @@ character that cannot stand there ends the call at once instead of consuming the
 
 Each way of writing a call has a function that parses its text; it returns None for text that is no call. Arguments are
 passed on as the model wrote them wherever they are JSON already.
-"""
+"""  # decider
 
 import ast
 import enum

@@ -1,7 +1,7 @@
 """The formats of answers by name, which one a model's chat template shows, and the parsers of an answer.
 
 The names are the original's, because users have them in their commands.
-"""
+"""  # decider
 
 import dataclasses
 import functools

@@ -6,7 +6,7 @@
 
 `analysis` is reasoning, a message to a function is a call, all else is content. The prompt ends with the first
 `<|start|>assistant`.
-"""
+"""  # decider
 
 import re
 from collections.abc import Container

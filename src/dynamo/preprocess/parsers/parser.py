@@ -7,7 +7,7 @@ A state machine's state is one of its methods, `_step`. It looks at `_text`, whi
 it moved: consumed some text, or changed the state. If not, it waits for more. So no decision depends on how the text
 was cut. The method is stored unbound: a parser that held a method of itself would be a reference cycle, which only the
 garbage collector can free.
-"""
+"""  # decider
 
 import abc
 from collections.abc import Callable, Mapping, Sequence

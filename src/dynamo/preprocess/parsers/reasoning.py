@@ -2,7 +2,7 @@
 
 Some models write the opening mark, for some the prompt ends with it, and some just begin to think (`is_forced`). An
 opening mark later in the text is content: an answer may speak of marks. White space around reasoning is dropped.
-"""
+"""  # decider
 
 import functools
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ forced call that the token limit cut off.
 
 For clients that receive a stream, calls come in parts (`call_previews`), and begin before it is certain that they can
 be parsed. One that cannot ends without `CallEnd`, and its text is dropped, because most of it has been sent.
-"""
+"""  # decider
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ A valid body is decoded once, in C. Another one is decoded a second time without
 no harm, it is taken: names that no type has are left out, and noted (`ignored_names`) unless their value is null; 6.0
 stands for 6. Else the place in the decoder's message is looked up both in the types (what was expected) and in the
 value (what came).
-"""
+"""  # decider
 
 import re
 from collections.abc import Callable

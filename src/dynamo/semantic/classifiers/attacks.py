@@ -1,4 +1,4 @@
-"""Attacks on a model's instructions (jailbreaks and injections): a word model over windows, and rules."""
+"""Attacks on a model's instructions (jailbreaks and injections): a word model over windows, and rules."""  # decider
 
 import math
 import re

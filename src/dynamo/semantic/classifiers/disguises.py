@@ -2,7 +2,7 @@
 
 A model reads these, so guards read them, too. A piece counts only if what comes out is text in printable characters
 with letters for the most part; random bytes, keys and pictures are none.
-"""
+"""  # decider
 
 import base64
 import binascii

@@ -4,7 +4,7 @@ Each token becomes three numbers: its word, its ending, and a group of its shape
 names, last names, words that are written small). One hidden layer reads a token with its neighbours, but only where a
 token could belong to a name or an address: it has a capital, a digit, or is a listed first name. Runs of tokens with
 the same label are one span; its confidence is the mean of its tokens'.
-"""
+"""  # decider
 
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Personal data in a text: patterns, decided by checksums and parsers where a kind has one.
 
 The names of the types are Presidio's. English is what the patterns for addresses and names are made for.
-"""
+"""  # decider
 
 import ipaddress
 import itertools

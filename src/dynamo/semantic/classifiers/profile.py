@@ -1,7 +1,7 @@
 """The fast profile: the three classifiers that ship with this package, loaded once for a process.
 
 The domain of a question is one of the 14 categories of MMLU-Pro.
-"""
+"""  # decider
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ does not know get a row made of their n-grams of letters, from a hashed table. T
 of its rows, divided by the root of their number. Because sums are all that is needed, running totals give the scores of
 any number of overlapping windows for the price of one pass. A model may have hidden units beside the classes: columns
 of the same rows, whose sums, where they are positive, are added to the classes with weights.
-"""
+"""  # decider
 
 import itertools
 import json

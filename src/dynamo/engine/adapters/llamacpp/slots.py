@@ -6,7 +6,7 @@ prefix with the prompt. So we know what each slot holds, and publish it as block
 block that several slots hold is stored with the first and removed with the last.
 
 A request without a slot waits, higher priority first, then by arrival.
-"""
+"""  # decider
 
 import collections
 import heapq

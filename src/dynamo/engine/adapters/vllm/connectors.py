@@ -5,7 +5,7 @@ Several connectors are tried in their order (vLLM's MultiConnector), but NIXL be
 computed for this request wait to be read. A load that fails fails its request: `kv_transfer_engine` then submits it
 again without parameters, so that the worker learns which engine failed; vLLM by itself would compute the prompt
 silently. There is one such policy for all connectors, and with ours it is to compute: it has no engine to report.
-"""
+"""  # decider
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,7 +4,7 @@
 
 The halves live in different processes, and vLLM carries the messages. All ranks get the same plan, and each copies its
 own part of every block; a copy has ended when all ranks have made it.
-"""
+"""  # decider
 
 from dataclasses import dataclass, field
 

@@ -11,7 +11,7 @@ of its request. A block's name here is the low half of vLLM's hash, which is wha
 
 Nothing here waits, reads a clock but the given one, or imports vLLM: requests and the pool are vLLM's objects, of which
 only the attributes are used that `tier_connector` checks.
-"""
+"""  # decider
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence

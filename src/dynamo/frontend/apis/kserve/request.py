@@ -9,7 +9,7 @@
 Tensors come as JSON here, or raw behind it, as Triton's binary extension has them; those of gRPC are converted to JSON
 first (`transcode`). Triton's generate extension is the same without tensors. A raw element of BYTES is its length, 32
 bits little-endian, and then itself.
-"""
+"""  # decider
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,7 +3,7 @@
 So requests are decoded and checked in one place, and gRPC cannot differ from HTTP except in its encoding. Tensors come
 in `contents` or as raw bytes (an element of BYTES is its length, 32 bits little-endian, and then itself); the answer
 has the form of the request.
-"""
+"""  # decider
 
 from collections.abc import Mapping
 from typing import Any

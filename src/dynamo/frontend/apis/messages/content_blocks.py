@@ -1,4 +1,4 @@
-"""The content blocks of Anthropic's messages, and the text or parts of a conversation that they become."""
+"""The content blocks of Anthropic's messages, and the text or parts of a conversation that they become."""  # decider
 
 from typing import Any, Literal
 

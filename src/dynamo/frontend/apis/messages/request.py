@@ -5,7 +5,7 @@ blocks and tools are decoded one by one, so that an error names the one that is 
 The differences from a conversation: the system prompt is a field of its own; turns of one role in a row are one
 message; the results of tools are blocks of the user's turn, where a conversation has a message for each; and thoughts
 are blocks of the assistant's turn.
-"""
+"""  # decider
 
 from typing import Annotated, Any, Literal
 

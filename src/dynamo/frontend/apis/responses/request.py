@@ -1,7 +1,7 @@
 """The requests of the Responses API, and their input items as the messages of a conversation.
 
 Reasoning, text and tool calls of one turn of the assistant are an item each; a conversation has one message for them.
-"""
+"""  # decider
 
 from typing import Annotated, Any, Literal
 

@@ -8,7 +8,7 @@ it tells of a worker that loads.
 
 A pod may stand in several slices at once, and while slices are split or merged in none for a moment: a pod that
 vanishes from all of them without being told unready is taken to be there for a moment more (`Slices.settle`).
-"""
+"""  # decider
 
 import base64
 from collections.abc import Iterable, Iterator, Mapping
