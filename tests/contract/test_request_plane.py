@@ -564,6 +564,42 @@ async def test_silent_worker_is_borne_until_another_can_take_over(world):
     assert [type(error) for error in moved] == [errors.StreamBroken] * 2
 
 
+class DeafPeer(Peer):
+    """A peer that never hears what follows the first stream, and goes on to answer that."""
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self.gone_on = asyncio.ensure_future(self._talk())
+
+    async def _talk(self):
+        while not self.gone.is_set():
+            if any(isinstance(frame, wire.Open) for frame in self.heard):
+                step = wire.Step((wire.StepItem(1, output(1)),), ())
+                self.transport.write(wire.encode(step))
+            await asyncio.sleep(QUICK.silence_s / 10)
+
+
+async def test_lost_request_breaks_while_its_connection_is_heard(world):
+    peers, first, lost = [], Recorder(), Recorder()
+    listener = await world.network().listen(lambda: peers.append(DeafPeer(WELCOME)) or peers[-1])
+    plane, may_move = world.plane(QUICK), False
+    await plane.open(listener.address, ECHO, None, first, may_move=lambda: may_move)
+    await plane.open(listener.address, ECHO, None, lost)
+    error = await lost.end()
+    num_outputs = len(first.outputs)
+    async with asyncio.timeout(PATIENT_S):
+        while len(first.outputs) < num_outputs + 5:  # no other can take it over
+            await asyncio.sleep(QUICK.silence_s / 10)
+    assert not first.ends
+    may_move = True
+    await first.end()
+    listener.close()
+    await peers[0].gone_on
+
+    assert type(error) is errors.StreamBroken
+    assert "did not answer" in str(error)
+
+
 async def test_silent_caller_is_noticed(world):
     holder, peer = Holder(), Peer(HELLO, wire.Open(1, ECHO, msgspec.Raw(b"\xc0")))
     address = await world.plane(QUICK).serve(ECHO, holder)

@@ -17,6 +17,9 @@ COPYING_S = 6.0  # twice as long as a silent peer is borne
 NUM_COPIES = 4
 
 
+REQUEST_BYTES = 700_000  # which take longer than a silent peer is borne
+
+
 async def copy_on(ours, peer, number):
     """Copy blocks until cancelled; one that is given up on such a link is tried again."""
     first = number * 100
@@ -61,3 +64,23 @@ async def test_pings_are_answered_beside_copies_on_a_slow_link():
     assert was_alive, receiver.error
     assert num_bytes > 0  # pongs
     assert has_copied
+
+
+async def test_long_request_over_a_slow_link_is_not_taken_for_silence():
+    credentials = members.with_token()
+    with hosts.Network().open() as network:
+        host = network.add(has_wire=True)
+        at = listening.ListenAddress(host=host.address)
+        with hosts.standing_in(host.name):
+            server = tcp.TcpRequestPlane(at, credentials=credentials, instance_id=7)
+            address = await server.serve("a/b/length", lambda call: call.reply(len(call.body)))
+        client = tcp.TcpRequestPlane(credentials=credentials)
+        host.set_wire(bytes_per_s=BYTES_PER_S)
+        body = b"x" * REQUEST_BYTES
+        length = await requests.call(
+            client, address, "a/b/length", body, reply_type=int, timeout_s=60, instance_id=7
+        )
+        await client.close()
+        await server.close()
+
+    assert length > REQUEST_BYTES

@@ -109,7 +109,8 @@ NUM = 4  # requests at a time
 HOLD_S = 4.0
 QUICK = ("--speedup-ratio", "20", "--kv-hold-s", str(HOLD_S))
 SLOW = ("--speedup-ratio", "0.02", "--kv-hold-s", "30")  # a prefill takes more than a second
-SLOW_LINK = (*QUICK, "--kv-transfer-bandwidth", "0.04")  # a copy takes two
+PATIENT = ("--kv-transfer-patience-s", "5")  # though computing a prompt takes less time
+SLOW_LINK = (*QUICK, *PATIENT, "--kv-transfer-bandwidth", "0.04")  # a copy takes two
 BY_TCP = ("--kv-transfer-backends", "tcp")
 
 

@@ -162,9 +162,10 @@ def test_refusing_prefill_worker_gets_no_more_prompts(split):
     until_idle(decode, prefill)
 
 
-def test_slow_copy_is_given_up(split):
+@pytest.mark.parametrize("limit", ["--kv-transfer-timeout-s", "--kv-transfer-patience-s"])
+def test_slow_copy_is_given_up(split, limit):
     prefill = split.prefill("--kv-hold-s", "100")
-    decode = split.decode(*SLOW_LINK, "--kv-transfer-timeout-s", "1")  # time for all to be sent
+    decode = split.decode(*SLOW_LINK, limit, "1")  # time for all to be sent
     split.ready(decode)
     answers = split.ask_all(prompts_of(8))
 

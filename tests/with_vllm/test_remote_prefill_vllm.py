@@ -76,7 +76,7 @@ class Side:
     async def prefill(self, prompt):
         """Where its blocks are, as it is handed on."""
         request_id = await self.answer(prompt, params=kv_transfer.PREFILL_ONLY, max_tokens=1)
-        return kv_transfer.pass_on(self.sink.of(request_id)[-1].kv_transfer_params, 0.0)
+        return kv_transfer.pass_on(self.sink.of(request_id)[-1].kv_transfer_params, 0.0, 1)
 
     async def tokens(self, prompt, **options):
         return self.sink.tokens(await self.answer(prompt, **options))

@@ -375,4 +375,4 @@ class RemotePrefillEngine(FrontEngine):
             self._prefill_pace.observe(request.prompt_len, compute_s)
         if self._sink is not None:
             self._sink.expect_import(request, duration_s)
-        return kv_transfer.pass_on(params, duration_s)
+        return kv_transfer.pass_on(params, duration_s, request.prompt_len)

@@ -56,6 +56,12 @@ class TransferConfig(membership.ClusterConfig):
         help="seconds that copying a prompt's KV blocks may take; after that the prompt is computed locally",
         least=0.01,
     )
+    kv_transfer_patience_s: float = config.option(
+        1.0,
+        help="seconds after which a copy of a prompt's KV blocks is given up if computing the prompt takes less time;"
+        " set it higher where a local prefill harms more than a late answer",
+        least=0.01,
+    )
     kv_hold_s: float = config.option(
         60.0,
         help="seconds that a prefill worker keeps a prompt's KV blocks for the decode worker;"

@@ -132,7 +132,7 @@ def release_message(remote: kv_transfer.RemoteBlocks) -> bytes:
 
 
 NOTIFY_S = 2.0
-BeforeCopy = Callable[[KvImport], Awaitable[None]]
+BeforeCopy = Callable[[KvImport, float], Awaitable[None]]  # with the time limit in s
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +154,15 @@ class KvImporter:
         clock: clocks.Clock,
         *,
         timeout_s: float,
+        patience_s: float,
         before_copy: BeforeCopy | None,
     ) -> None:
-        """`timeout_s` bounds each copy. `before_copy` simulates a slow or failing network: it may wait, or raise."""
-        self._agent, self._peers, self._timeout_s = agent, peers, timeout_s
+        """`timeout_s` bounds each copy, `patience_s` one that takes longer than computing the prompt.
+
+        `before_copy` simulates a slow or failing network: it may wait, or raise.
+        """
+        self._agent, self._peers = agent, peers
+        self._timeout_s, self._patience_s = timeout_s, patience_s
         self._clock = clock
         self._before_copy = before_copy
         self._owner: BlockOwner | None = None
@@ -235,13 +240,13 @@ class KvImporter:
         self._check_lease(expected.lease_ends_at)
         if not kv_import.local_blocks:
             return
-        limit_s = min(self._timeout_s, kv_import.limit_s)
-        connect_s = min(CONNECT_S, kv_import.limit_s)
+        limit_s = min(self._timeout_s, kv_import.limit_s(self._patience_s))
+        connect_s = min(CONNECT_S, limit_s)
         async with self._peers.use_connection(
             kv_import.remote.remote_engine_id, connect_s=connect_s
         ) as peer:
             if self._before_copy is not None:
-                await self._before_copy(kv_import)
+                await self._before_copy(kv_import, limit_s)
             agent = await self._agent.get_started()
             copy = agent.prepare(
                 transfer.TransferOperation.READ,
@@ -319,18 +324,25 @@ class KvExchange:
         clock: clocks.Clock,
         *,
         timeout_s: float,
+        patience_s: float,
         lease_s: float,
         before_copy: BeforeCopy | None = None,
     ) -> None:
-        """`timeout_s` bounds each copy; `lease_s` is how long blocks are kept for another engine.
+        """`timeout_s` bounds each copy, `patience_s` one that takes longer than computing the prompt.
 
+        `lease_s` is how long blocks are kept for another engine.
         `before_copy` simulates a slow or failing network: it may wait, or raise TransferError.
         """
         self._exporter = KvExporter(clock, lease_s=lease_s)
         self._agent = LocalAgent(make_agent, self._exporter.handle_notification)
         self._peers = PeerEngines(self._agent, clock, remember_s=lease_s)
         self._importer = KvImporter(
-            self._agent, self._peers, clock, timeout_s=timeout_s, before_copy=before_copy
+            self._agent,
+            self._peers,
+            clock,
+            timeout_s=timeout_s,
+            patience_s=patience_s,
+            before_copy=before_copy,
         )
         self.enable_export = self._agent.enable_export
         self.on_import = self._importer.on_import

@@ -38,10 +38,12 @@ class KvImport:
         int  # to copy; the last token is always computed here, because its logits are needed
     )
 
-    @property
-    def limit_s(self) -> float:
-        """Return how many seconds the copy may take at most."""
-        return math.inf if self.remote.copy_limit_s is None else self.remote.copy_limit_s
+    def limit_s(self, patience_s: float) -> float:
+        """Return how many seconds the copy may take: `patience_s` for a whole prompt, or what computing it takes."""
+        if self.remote.copy_limit_s is None:
+            return math.inf
+        least_s = 0.0 if self.remote.is_prefix else patience_s
+        return max(least_s, self.remote.copy_limit_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

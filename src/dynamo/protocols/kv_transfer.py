@@ -77,7 +77,7 @@ class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tp_size: int = 1
     first_token: FirstToken | None = None
     is_prefix: bool = False  # these are leading full blocks; the rest of the prompt is not computed
-    copy_limit_s: float | None = None  # set by the importing worker: seconds that the copy may take
+    copy_limit_s: float | None = None  # what computing the prompt, or the prefix, would take
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -137,17 +137,22 @@ def remote_blocks(params: KvTransferParams | None) -> RemoteBlocks | None:
     return params.remote
 
 
-def pass_on(params: KvTransferParams, elapsed_s: float) -> KvTransferParams | None:
+def pass_on(params: KvTransferParams, elapsed_s: float, prompt_len: int) -> KvTransferParams | None:
     """Return the prefill engine's parameters for the engine that decodes; None if the former keeps no blocks.
 
-    `elapsed_s` is how long ago the prefill was requested: the lease is shorter by that.
+    `elapsed_s` is how long ago the prefill was requested: the lease is shorter by that. A copy need not take longer
+    than computing the whole prompt would at that pace.
     """
     if not params.do_remote_prefill:
         return None
     if params.remote is None:
         return params
-    lease_s = params.remote.remote_hold_s - elapsed_s
-    remote = msgspec.structs.replace(params.remote, remote_hold_s=lease_s)
+    lease_s, first_token = params.remote.remote_hold_s - elapsed_s, params.remote.first_token
+    limit_s = params.remote.copy_limit_s
+    if first_token is not None and first_token.cached_tokens is not None:
+        num_computed = max(1, prompt_len - first_token.cached_tokens)
+        limit_s = elapsed_s * prompt_len / num_computed
+    remote = msgspec.structs.replace(params.remote, remote_hold_s=lease_s, copy_limit_s=limit_s)
     return msgspec.structs.replace(params, remote=remote)
 
 

@@ -20,7 +20,7 @@ class Stopwatch:
 
 def link(**changed):
     clock = Stopwatch()
-    settings = {"bytes_per_second": 1e9, "bytes_per_block": 10**6, "limit_s": 5, "fail_every": 0}
+    settings = {"bytes_per_second": 1e9, "bytes_per_block": 10**6, "fail_every": 0}
     return clock, KvLink(clock, **(settings | changed))
 
 
@@ -42,23 +42,23 @@ def pull(num_blocks):
 
 async def test_copy_takes_as_long_as_its_bytes():
     clock, slow = link()
-    await slow.wait(pull(500))
+    await slow.wait(pull(500), 5.0)
 
     assert clock.slept_s == pytest.approx(0.5)
 
 
 async def test_copy_without_a_bandwidth_takes_no_time():
     clock, fast = link(bytes_per_second=0)
-    await fast.wait(pull(500))
+    await fast.wait(pull(500), 5.0)
 
     assert clock.slept_s == 0
 
 
 async def test_copy_fails_at_its_time_limit():
-    clock, slow = link(limit_s=0.2)
+    clock, slow = link()
 
     with pytest.raises(errors.TransferError, match=r"longer than 0\.2 s"):
-        await slow.wait(pull(500))
+        await slow.wait(pull(500), 0.2)
     assert clock.slept_s == pytest.approx(0.2)
 
 
@@ -67,7 +67,7 @@ async def test_every_nth_copy_fails_if_configured():
     fates = []
     for _ in range(6):
         try:
-            await broken.wait(pull(1))
+            await broken.wait(pull(1), 5.0)
             fates.append("copied")
         except errors.TransferError:
             fates.append("failed")

@@ -1,6 +1,7 @@
 """Leases and imports of one pool, as a scheduler sees them."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -136,3 +137,16 @@ def test_first_token_is_used_if_it_has_all_that_was_requested(made, has_logprobs
 def test_without_a_first_token_none_is_used():
     assert sharing.usable_first_token(request(), remote(1)) is None
     assert sharing.usable_first_token(request(), None) is None
+
+
+@pytest.mark.parametrize(
+    ("copy_limit_s", "is_prefix", "limit_s"),
+    [(None, False, math.inf), (0.2, False, 1.0), (3.0, False, 3.0), (0.2, True, 0.2)],
+)
+def test_copy_of_a_whole_prompt_is_borne_for_a_while_in_any_case(copy_limit_s, is_prefix, limit_s):
+    _, blocks = shared()
+    source = kv_params.at_remote(copy_limit_s=copy_limit_s, is_prefix=is_prefix).remote
+    blocks.begin_import(Sequence([3], num_tokens=4, remote=source))
+    (kv_import,) = blocks.take_imports()
+
+    assert kv_import.limit_s(patience_s=1.0) == limit_s

@@ -53,14 +53,28 @@ def test_prompt_of_no_other_engine_has_no_remote_blocks(params):
 def test_lease_is_shorter_by_the_time_since_the_prefill_was_requested():
     params = kv_params.at_remote(remote_hold_s=60.0)
 
-    assert kv_transfer.pass_on(params, 2.5) == kv_params.with_remote(params, remote_hold_s=57.5)
+    assert kv_transfer.pass_on(params, 2.5, 100) == kv_params.with_remote(
+        params, remote_hold_s=57.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "num_cached", "limit_s"),
+    [(3.0, 0, 3.0), (3.0, 75, 12.0), (0.1, 0, 0.1), (3.0, None, None)],
+)
+def test_copy_may_take_as_long_as_computing_the_prompt_would(prefill_s, num_cached, limit_s):
+    first_token = kv_transfer.FirstToken(7, cached_tokens=num_cached)
+    params = kv_params.at_remote(first_token=first_token)
+    passed_on = kv_transfer.pass_on(params, prefill_s, 100)
+
+    assert passed_on.remote.copy_limit_s == limit_s
 
 
 def test_foreign_parameters_are_passed_on_unchanged():
     params = kv_params.of_connector(remote_hold_s="x")
 
-    assert kv_transfer.pass_on(params, 2.5) is params
+    assert kv_transfer.pass_on(params, 2.5, 100) is params
 
 
 def test_parameters_without_blocks_are_not_passed_on():
-    assert kv_transfer.pass_on(kv_transfer.COMPUTE_LOCALLY, 1.0) is None
+    assert kv_transfer.pass_on(kv_transfer.COMPUTE_LOCALLY, 1.0, 100) is None

@@ -200,3 +200,54 @@ async def test_process_that_is_late_again_and_again_does_not_drop_its_peers(watc
         await time.advance(0.5)
 
     assert not own.is_lost
+
+
+async def test_peer_that_does_not_answer_is_dropped_though_it_is_heard(watched):
+    own, end, time = watched
+    own.expect_answer()
+    for _ in range(7):
+        own.data_received(wire.encode(wire.Pong(1)))
+        await time.advance(0.4)
+    own.note_answer(is_last=False)
+    await time.advance(0.4)
+    assert not own.is_lost
+    for _ in range(7):
+        own.data_received(wire.encode(wire.Pong(1)))
+        await time.advance(0.4)
+
+    assert "did not answer for 3 s" in end.losses[0]
+
+
+async def test_peer_that_owes_no_answer_is_not_dropped_while_it_is_heard(watched):
+    own, _, time = watched
+    own.expect_answer()
+    own.note_answer(is_last=True)
+    for _ in range(20):
+        own.data_received(wire.encode(wire.Pong(1)))
+        await time.advance(0.4)
+
+    assert not own.is_lost
+
+
+async def test_peer_that_takes_what_waits_for_it_is_not_silent(watched, monkeypatch):
+    own, _, time = watched
+    waiting = iter(range(20_000, 0, -1_000))
+    monkeypatch.setattr(
+        frame_connection, "count_waiting_bytes", lambda transport: next(waiting, 500)
+    )
+    own.expect_answer()
+    await time.advance(10.0)
+    assert not own.is_lost
+    await time.advance(3.6)
+
+    assert own.is_lost  # what is left is taken no more
+
+
+async def test_what_is_sent_at_each_tick_does_not_hide_silence(watched, monkeypatch):
+    own, _, time = watched
+    monkeypatch.setattr(frame_connection, "count_waiting_bytes", lambda transport: 10)
+    for _ in range(7):
+        own.write(b"x" * 10)
+        await time.advance(0.5)
+
+    assert own.is_lost

@@ -49,23 +49,17 @@ class KvLink:
         *,
         bytes_per_second: float,
         bytes_per_block: int,
-        limit_s: float,
         fail_every: int,
     ) -> None:
-        """`bytes_per_second` 0: no delay; `fail_every` n: every n-th copy fails, 0: none.
-
-        A copy that takes longer than `limit_s` fails after that time.
-        """
+        """`bytes_per_second` 0: no delay; `fail_every` n: every n-th copy fails, 0: none."""
         self._clock = clock
         self._s_per_block = bytes_per_block / bytes_per_second if bytes_per_second else 0.0
-        self._limit_s = limit_s
         self._fail_every = fail_every
         self._num_copies = 0
 
-    async def wait(self, kv_import: sharing.KvImport) -> None:
-        """Wait as long as copying these blocks takes. Raises TransferError."""
+    async def wait(self, kv_import: sharing.KvImport, limit_s: float) -> None:
+        """Wait as long as copying these blocks takes. Raises TransferError, after `limit_s` if it takes longer."""
         duration_s = len(kv_import.local_blocks) * self._s_per_block
-        limit_s = min(self._limit_s, kv_import.limit_s)
         if duration_s:
             await self._clock.sleep(min(duration_s, limit_s))
         self._num_copies += 1
@@ -185,12 +179,12 @@ class MockEngine(exchange.ExchangesKv):
             functools.partial(agents.make_agent, "mocker", settings, room),
             self._clock,
             timeout_s=settings.kv_transfer_timeout_s,
+            patience_s=settings.kv_transfer_patience_s,
             lease_s=settings.kv_hold_s,
             before_copy=KvLink(
                 self._clock,
                 bytes_per_second=settings.kv_transfer_bandwidth * 1e9,
                 bytes_per_block=settings.kv_bytes_per_token * settings.block_size,
-                limit_s=settings.kv_transfer_timeout_s,
                 fail_every=settings.kv_transfer_fail_every,
             ).wait,
         )

@@ -242,6 +242,7 @@ class NativeEngine(exchanges.ExchangesKv):
             functools.partial(agents.make_agent, "native", settings, room),
             clocks.SystemClock(),
             timeout_s=settings.kv_transfer_timeout_s,
+            patience_s=settings.kv_transfer_patience_s,
             lease_s=settings.kv_hold_s,
         )
         self._has_ended = asyncio.Event()

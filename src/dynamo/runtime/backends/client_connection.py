@@ -67,6 +67,7 @@ class ClientConnection:
         self._is_borne = False  # silent, and the only one that can answer
         self._last = 0  # number of the newest stream
         self._pings = 0
+        self._last_pinged = 0  # the newest stream that a ping was sent behind
         self._goodbye: str | None = None  # why the peer takes no new streams
 
     def open_stream(
@@ -131,7 +132,8 @@ class ClientConnection:
         self.frames.write(wire.encode(wire.Hello(wire.VERSION, self._name, self.instance_id)))
 
     def handle_frame(self, frame: wire.Frame) -> None:
-        self._is_borne = False
+        if self._is_borne:
+            self._is_borne = self.frames.is_overdue
         match frame:
             case wire.Welcome():
                 self._handle_welcome(frame)
@@ -150,7 +152,7 @@ class ClientConnection:
             case wire.Goodbye():
                 self._goodbye = frame.reason
             case wire.Pong():
-                pass
+                self.frames.note_answer(is_last=frame.number == self._pings)
             case _:
                 raise errors.RemoteProtocolError(
                     f"a {type(frame).__name__} cannot be received by a client"
@@ -164,9 +166,14 @@ class ClientConnection:
             self._end_stream(
                 number, errors.DeadlineExceeded(f"no complete answer within {limit_s:g} s")
             )
+        if self._last > self._last_pinged:
+            self.handle_quiet()
 
     def handle_quiet(self) -> None:
+        """Send a ping."""
         self._pings += 1
+        self._last_pinged = self._last
+        self.frames.expect_answer()
         self.frames.write(wire.encode(wire.Ping(self._pings)))
 
     def handle_silent(self, reason: str) -> None:

@@ -6,14 +6,22 @@ A `FrameConnection` belongs to one handler, which knows what the frames mean: `c
 Silence is counted in ticks of a timer, and a tick that comes late counts nothing: a process that stood still itself
 reads what arrived meanwhile and gives the peer the whole time again, so it does not take its own pause for the peer's.
 Only a connection with open streams is watched; the client speaks at least every second tick, and after a pause at once,
-so that each side hears from a living peer. A server waits `CALLER_PATIENCE` times as long for its client: to give up a
-worker moves its streams, to give up a client that only stood still would end them all. An idle connection costs
-nothing; that it is dead is found out with the first stream that is opened there.
+so that each side hears from a living peer. Items of other streams prove nothing for a request that was just sent: where
+long packets vanish in one direction, it never arrives, though the other direction lives. So the client sends a ping
+behind new streams, and a peer that does not answer it is as silent as one that says nothing. A slow wire is not
+silence: ticks at which the peer's host has taken some of what has waited for it count nothing.
+
+A server waits `CALLER_PATIENCE` times as long for its client: to give up a worker moves its streams, to give up a
+client that only stood still would end them all. An idle connection costs nothing; that it is dead is found out with the
+first stream that is opened there.
 """
 
 import asyncio
+import fcntl
 import logging
 import ssl
+import struct
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -27,6 +35,7 @@ TICKS = 6  # of the timer, until a silent peer counts as broken
 CALLER_PATIENCE = 5  # times as long a server waits for a silent client
 QUIET_TICKS = 2  # until the handler is asked to send something
 CLOSE_S = 1.0  # how long the last bytes may take
+_INT = struct.Struct("i")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +114,10 @@ class FrameConnection(asyncio.Protocol):
         self._patience = patience
         self._tick_due_at = 0.0
         self._silent_ticks = 0  # that came in time since the peer was heard
+        self._unanswered_ticks: int | None = None  # since its last answer; None: it owes none
         self._mute_ticks = 0  # since this side sent something
+        self._waiting_bytes = 0  # at the last tick: sent, but not taken by the peer's host
+        self._new_bytes = 0  # sent since that tick; what waits beside these is older
         self._closed: asyncio.Future[None] = self.loop.create_future()
         self._closing_reason = "closed the connection"
         self._is_closing = False  # at the request of this side
@@ -121,6 +133,19 @@ class FrameConnection(asyncio.Protocol):
         """The address of the peer's host; empty where the network does not tell it."""
         name = self._transport.get_extra_info("peername") if self._transport is not None else None
         return str(name[0]) if name else ""
+
+    @property
+    def is_overdue(self) -> bool:
+        """Return whether the peer is silent beyond the limit."""
+        return max(self._silent_ticks, self._unanswered_ticks or 0) >= TICKS * self._patience
+
+    def expect_answer(self) -> None:
+        """Take note that the peer owes an answer from now on, if it does not already."""
+        self._unanswered_ticks = self._unanswered_ticks or 0
+
+    def note_answer(self, *, is_last: bool) -> None:
+        """Take note of an answer; `is_last`: the peer owes no other."""
+        self._unanswered_ticks = None if is_last else 0
 
     def write(self, data: bytes) -> None:
         """Send encoded frames, all of one turn of the event loop in one system call, which is what costs.
@@ -142,6 +167,7 @@ class FrameConnection(asyncio.Protocol):
         self._mute_ticks = 0
         data = unsent[0] if len(unsent) == 1 else b"".join(unsent)
         self.traffic.sent.value += len(data)
+        self._new_bytes += len(data)
         self._transport.write(data)
         if self._transport.get_write_buffer_size() > self.limits.max_backlog_bytes:
             self.drop(f"is too slow: more than {self.limits.max_backlog_bytes} bytes wait for it")
@@ -222,21 +248,44 @@ class FrameConnection(asyncio.Protocol):
     def _tick(self) -> None:
         is_late = self.clock.now() - self._tick_due_at > self.limits.silence_s / TICKS
         if not self._handler.num_streams:
-            self._silent_ticks = self._mute_ticks = 0
+            self._silent_ticks = self._mute_ticks = self._waiting_bytes = 0
+            self._unanswered_ticks = None
             self._timer = None  # the next frame, in either direction, starts it again
             return
         self._schedule_tick()
         self._handler.handle_tick()
-        self._silent_ticks = 0 if is_late else self._silent_ticks + 1
+        num_before, self._waiting_bytes = self._waiting_bytes, count_waiting_bytes(self._transport)
+        is_slowly_taken = 0 < self._waiting_bytes - self._new_bytes < num_before
+        self._new_bytes = 0
+        is_counted = not is_late and not is_slowly_taken
+        self._silent_ticks = self._silent_ticks + 1 if is_counted else 0
+        if self._unanswered_ticks is not None:
+            self._unanswered_ticks = self._unanswered_ticks + 1 if is_counted else 0
         self._mute_ticks += 1
-        if self._silent_ticks >= TICKS * self._patience:
+        if self.is_overdue:
+            limit_s = self.limits.silence_s * self._patience
+            is_heard = self._silent_ticks < TICKS * self._patience
             self._handler.handle_silent(
-                f"was silent for {self.limits.silence_s * self._patience:g} s"
+                f"did not answer for {limit_s:g} s, though it was heard: what we send may be lost"
+                if is_heard
+                else f"was silent for {limit_s:g} s"
             )
         if self.is_lost:
             return
         if is_late or max(self._silent_ticks, self._mute_ticks) >= QUIET_TICKS:
             self._handler.handle_quiet()
+
+
+def count_waiting_bytes(transport: asyncio.Transport | None) -> int:
+    """Return the bytes of a TCP connection that the peer's host has not acknowledged; 0 for other transports."""
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    if transport is None or sock is None:
+        return 0
+    try:
+        unacknowledged = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT.size))
+    except (OSError, ValueError):  # its end has not been reported yet
+        return 0
+    return transport.get_write_buffer_size() + int(_INT.unpack(unacknowledged)[0])
 
 
 def call_safely(callback: Callable[..., None], *arguments: Any) -> bool:
