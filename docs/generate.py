@@ -84,7 +84,9 @@ def _settings(command: str, *parts: type) -> Iterator[str]:
         flags += field.metadata.get("aliases", ())
         variable = config.variable_of(field)
         env = f"`{variable}`" if variable else ""
-        default = "" if field.default in (None, "", ()) else f"`{field.default}`"
+        default = (
+            "" if field.default in (None, "", (), dataclasses.MISSING) else f"`{field.default}`"
+        )
         text = field.metadata["help"].replace("|", "\\|")
         yield f"| {', '.join(f'`{flag}`' for flag in flags)} | {env} | {default} | {text} |"
     yield ""

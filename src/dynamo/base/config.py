@@ -41,8 +41,8 @@ _OWN_VARIABLE = "DYN_*"  # of a setting: the field's name stands for the asteris
 _FALSE = frozenset(("0", "false", "no", "off", ""))
 
 
-def option(  # noqa: PLR0913 (a declaration; all but two have a default)
-    default: Any,
+def option(  # noqa: PLR0913 (a declaration; all but one have a default)
+    default: Any = dataclasses.MISSING,
     *,
     help: str,  # noqa: A002
     env: str | None = None,
@@ -55,6 +55,7 @@ def option(  # noqa: PLR0913 (a declaration; all but two have a default)
 ) -> Any:
     """Declare an option. `flag` replaces the one made from the field's name; "" makes it a positional argument.
 
+    An option without a default has to be given.
     `env` is its environment variable; `aliases` are other flags for it; `least` and `most` bound a number. With "text"
     the value may begin with a dash; with "words" the flag takes all words up to the next flag. `implied` names another
     variable and the value that this option has if that one is set and this one is not.
@@ -105,7 +106,7 @@ def load_parts(
     argv = sys.argv[1:] if argv is None else argv
     _check_blanks(argv)
     fields = {field.name: field for part in parts for field in dataclasses.fields(part)}
-    hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
+    hints = _hints(parts)
     rest_of = next((name for name, field in fields.items() if _takes_rest(field)), None)
     parser = _make_parser(parts, prog, note)
     complete(lambda: parser)
@@ -138,6 +139,12 @@ def load_parts(
     }
     if rest_of is not None and further_arguments:
         values[rest_of] = tuple(further_arguments)
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING and values.get(name, "") == "":
+            raise errors.ConfigError(
+                f"expected {_positional_name(name, _plain(hints[name]))} ({field.metadata['help']});"
+                f" usage: {parser.usage}"
+            )
     return tuple(
         part(**{f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values})
         for part in parts
@@ -215,12 +222,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def _make_parser(parts: Sequence[type], prog: str, note: str) -> Parser:
-    fields = [field for part in parts for field in dataclasses.fields(part)]
-    bare = [f"[{field.name}]" for field in fields if not _flag_of(field)]
-    usage = " ".join((prog, *bare, "[flags]"))
+    fields = [field for _, own in _groups(parts) for field in own]
+    hints = _hints(parts)
+    positional = [
+        name if field.default is dataclasses.MISSING else f"[{name}]"
+        for field in fields
+        if not _flag_of(field)
+        for name in [_positional_name(field.name, _plain(hints[field.name]))]
+    ]
     parser = Parser(
         prog=prog,
-        usage=usage,
+        usage=" ".join((prog, *positional, "[flags]")),
         description=f"{parts[0].__doc__} {note}",
         epilog=" ".join(field.metadata["help"] for field in fields if _takes_rest(field)),
         allow_abbrev=False,
@@ -234,7 +246,7 @@ def add_options(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
 
     A command that has a --config of its own takes no TOML file.
     """
-    hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
+    hints = _hints(parts)
     flags = {_flag_of(field) for part in parts for field in dataclasses.fields(part)}
     if "--config" not in flags:
         help_text = "TOML file with any of these options, by name with _ for -"
@@ -246,14 +258,19 @@ def add_options(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
                 _add_flag(group, field.name, field, _plain(hints[field.name]))
 
 
+def _hints(parts: Sequence[type]) -> dict[str, Any]:
+    return {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
+
+
 def _groups(parts: Sequence[type]) -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
     """Yield the fields that each class declares itself, under the first line of its docstring."""
     declared_names: set[str] = set()
     for cls in dict.fromkeys(cls for part in parts for cls in part.__mro__):
+        fields = getattr(cls, "__dataclass_fields__", {})
         own = [
-            field
-            for field in getattr(cls, "__dataclass_fields__", {}).values()
-            if field.name in inspect.get_annotations(cls) and field.name not in declared_names
+            fields[name]
+            for name in inspect.get_annotations(cls)
+            if name in fields and name not in declared_names
         ]
         declared_names.update(field.name for field in own)
         if own:
@@ -265,17 +282,18 @@ def _add_flag(
     parser: argparse._ActionsContainer, name: str, field: dataclasses.Field[Any], kind: Any
 ) -> None:
     text = field.metadata["help"]
-    if field.default not in (None, "", ()):
+    if field.default not in (None, "", (), dataclasses.MISSING):
         text += f" (default: {field.default})"
     if variable := variable_of(field):
         text += f" [{variable}]"
     text = text.replace("%", "%%")  # argparse formats it
     flag = _flag_of(field)
-    if not flag:
+    if not flag:  # one that has to be given as well: `load_parts` says what is missing
         many = typing.get_origin(kind) is tuple
-        parser.add_argument(
-            name, nargs="*" if many else "?", metavar=name.upper() if many else None, help=text
+        action = parser.add_argument(
+            name, nargs="*" if many else "?", metavar=_positional_name(name, kind), help=text
         )
+        _offer_choices(action, kind)
     elif kind is bool:
         parser.add_argument(
             flag,
@@ -297,9 +315,21 @@ def _add_flag(
             else "store",
             nargs="+" if field.metadata["takes"] == "words" else None,
         )
-        choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-        if choices or kind in (int, float):  # argcomplete reads it; elsewhere it offers files
-            action.completer = lambda **_: choices  # type: ignore[attr-defined]
+        _offer_choices(action, kind)
+
+
+def _offer_choices(action: argparse.Action, kind: Any) -> None:
+    """Let shell completion offer the words of a choice, and nothing for a number; elsewhere it offers files."""
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    if choices or kind in (int, float):
+        action.completer = lambda **_: choices  # type: ignore[attr-defined]
+
+
+def _positional_name(name: str, kind: Any) -> str:
+    """Return how help shows a positional argument: its choices, or its name."""
+    if typing.get_origin(kind) is typing.Literal:
+        return _metavar(kind)
+    return name.upper() + ("..." if typing.get_origin(kind) is tuple else "")
 
 
 def _metavar(kind: Any) -> str:

@@ -31,9 +31,7 @@ Connection = Any  # runtime.backends.kubernetes.connection, which is loaded when
 class DeployConfig:
     """Deploy a graph (same as deployment create)."""
 
-    pipeline: str = config.option(
-        "", flag="", help="tag that `dynamo build` printed, or module:Class"
-    )
+    pipeline: str = config.option(flag="", help="tag that `dynamo build` printed, or module:Class")
     name: str | None = config.option(
         None, aliases=("-n",), help="name of the deployment (default: that of the first service)"
     )
@@ -62,7 +60,10 @@ class DeploymentConfig(DeployConfig):
     """Create, list, show, update and delete deployments of graphs on a Kubernetes cluster."""
 
     action: Literal["create", "list", "get", "update", "delete"] = config.option(
-        "list", flag="", help="what to do; create and update take a tag, get and delete a name"
+        "list", flag="", help="what to do"
+    )
+    pipeline: str = config.option(
+        "", flag="", help="create, update: tag or module:Class; get, delete: name of the deployment"
     )
 
 
@@ -90,7 +91,9 @@ def manage(options: DeploymentConfig) -> int:
         return _on_cluster(lambda cluster: _list(cluster, options.namespace))
     name = options.name or options.pipeline
     if not name:
-        raise errors.ConfigError(f"dynamo deployment {options.action}: expected a name")
+        raise errors.ConfigError(
+            f"{options.action}: expected a name that `dynamo deployment list` shows"
+        )
     work = _show if options.action == "get" else _delete
     return _on_cluster(lambda cluster: work(cluster, name, options.namespace))
 

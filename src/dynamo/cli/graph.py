@@ -25,7 +25,7 @@ DISCOVERY = "DYN_FILE_KV"
 class GraphConfig:
     """Start the services of a graph, and supervise them."""
 
-    target: str = config.option("", flag="", help="the graph: module:Class, or file.py:Class")
+    target: str = config.option(flag="", help="the graph: module:Class, or file.py:Class")
     file: str | None = config.option(
         None, aliases=("-f",), help="YAML file with a section for each service"
     )

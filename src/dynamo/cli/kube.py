@@ -76,7 +76,9 @@ def run(options: KubeCommandConfig) -> int:
 
 def _handle_manifests(action: str, file: str) -> int:
     if not file:
-        raise errors.ConfigError(f"dynamo kube {action}: expected a file with manifests")
+        raise errors.ConfigError(
+            f"{action}: expected a file with manifests, or - for standard input"
+        )
     module = distribution.load_extra(
         "dynamo.cli.kube_manifests", feature=f"dynamo kube {action}", extra="kubernetes"
     )

@@ -18,14 +18,12 @@ class KvbmCommandConfig:
         "ls", flag="", help="ls: what the file holds; verify: read every block; clear: forget all"
     )
     directory: str = config.option(
-        "", flag="", env="DYN_KVBM_DISK_CACHE_DIR", help="the worker's --kvbm-nvme-path"
+        flag="", env="DYN_KVBM_DISK_CACHE_DIR", help="the worker's --kvbm-nvme-path"
     )
 
 
 def run(options: KvbmCommandConfig) -> int:
     """Run the action and return the exit code: 1 if blocks are damaged. Raises ConfigError."""
-    if not options.directory:
-        raise errors.ConfigError("dynamo kvbm: expected the directory of a disk tier")
     file = storage.open_stored(Path(options.directory))
     actions: dict[str, Callable[[storage.DiskFile], int]] = {
         "ls": _list,

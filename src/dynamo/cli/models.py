@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dynamo.base import config, errors
+from dynamo.base import config
 from dynamo.worker import model_source
 
 
@@ -15,14 +15,14 @@ class ModelListConfig:
 class PullConfig:
     """Download a model from the hub, or what is missing of it."""
 
-    model: str = config.option("", flag="", help="its name on the hub, such as Qwen/Qwen3-0.6B")
+    model: str = config.option(flag="", help="its name on the hub, such as Qwen/Qwen3-0.6B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveConfig:
     """Remove a downloaded model from this machine."""
 
-    model: str = config.option("", flag="", help="its name, as `dynamo list` shows it")
+    model: str = config.option(flag="", help="its name, as `dynamo list` shows it")
 
 
 def list_models(_: ModelListConfig) -> int:
@@ -36,16 +36,12 @@ def list_models(_: ModelListConfig) -> int:
 
 def pull(options: PullConfig) -> int:
     """Download a model, with a bar for each file, and print its directory. Raises ConfigError."""
-    if not options.model:
-        raise errors.ConfigError("dynamo pull: expected a model's name, such as Qwen/Qwen3-0.6B")
     print(model_source.resolve(options.model))
     return 0
 
 
 def remove(options: RemoveConfig) -> int:
     """Remove a model. Raises ConfigError if it is not there."""
-    if not options.model:
-        raise errors.ConfigError("dynamo rm: expected a model's name, as `dynamo list` shows it")
     freed = model_source.remove_cached(options.model)
     print(f"removed {options.model}: {freed / 1e9:.2f} GB are free again")
     return 0

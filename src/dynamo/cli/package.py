@@ -59,7 +59,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 class BuildConfig:
     """Package a graph of services for deployment; optionally builds a container image."""
 
-    target: str = config.option("", flag="", help="the graph: module:Class")
+    target: str = config.option(flag="", help="the graph: module:Class")
     working_dir: str = config.option(".", help="directory of the sources")
     containerize: bool = config.option(False, help="build an image from the archive as well")
     output: str | None = config.option(
@@ -81,7 +81,7 @@ class GetConfig:
 class ContainerizeConfig:
     """Build a container image from a packaged graph."""
 
-    tag: str = config.option("", flag="", help="tag that `dynamo build` printed")
+    tag: str = config.option(flag="", help="tag that `dynamo build` printed")
     output: str | None = config.option(
         None, help="directory of archives (default: ~/.dynamo/packages)"
     )

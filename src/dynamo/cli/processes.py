@@ -44,6 +44,8 @@ class LogsConfig:
 def list_processes(options: ProcessListConfig) -> int:
     """Print a line for each `dynamo serve`, and with -v its processes."""
     states = state.running() if options.name is None else [state.find(options.name)]
+    if not states:
+        print("nothing is served here; start something: dynamo serve", file=sys.stderr)
     print(f"{'NAME':<16} {'PID':>8} {'AGE':>8}  {'ADDRESS':<24} SERVES")
     for served in states:
         age = _age(time.time() - served.started_at)

@@ -27,10 +27,10 @@ class SemanticCommandConfig:
     """Check a configuration of the semantic router, explain its decision, or replay requests with a new one."""
 
     action: Literal["check", "explain", "replay"] = config.option(
-        "check", flag="", help="check CONFIG.YAML, explain TEXT, or replay TRACE"
+        flag="", help="check CONFIG.YAML, explain TEXT, or replay TRACE"
     )
     subject: str = config.option(
-        "", flag="", help="the configuration file, the prompt, or a file of requests (audit log)"
+        flag="", help="the configuration file, the prompt, or a file of requests (audit log)"
     )
     semantic_router: str | None = config.setting(
         None, help="configuration file to explain by, or that replayed requests had"
@@ -43,8 +43,6 @@ class SemanticCommandConfig:
 
 def run(options: SemanticCommandConfig) -> int:
     """Check, explain or replay, and return the exit code. Raises ConfigError."""
-    if not options.subject:
-        raise errors.ConfigError(f"dynamo semantic {options.action}: expected a file or a prompt")
     if options.action == "replay":
         return _replay(options)
     module = distribution.load_extra("dynamo.semantic.service", feature=_FEATURE, extra="semantic")

@@ -25,7 +25,7 @@ DEFAULT_PORT = 8000
 class ServiceProcessConfig(component.RuntimeConfig):
     """Run one service of a graph in this process; `dynamo serve` prints such commands and starts them."""
 
-    target: str = config.option("", flag="", help="the graph: module:Class, or file.py:Class")
+    target: str = config.option(flag="", help="the graph: module:Class, or file.py:Class")
     service_name: str | None = config.option(
         None, help="the service to run (default: the class itself)"
     )

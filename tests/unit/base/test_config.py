@@ -296,6 +296,35 @@ def test_positional_arguments_keep_order_and_commas():
     assert loaded.words == ("a,b", "c")
 
 
+@dataclass(frozen=True, kw_only=True)
+class WithRequired:
+    """Does something with a file."""
+
+    action: Literal["show", "check"] = config.option("show", flag="", help="what to do")
+    path: str = config.option(flag="", env="T_PATH", help="the file to read")
+
+
+def load_required(*argv, **environ):
+    return config.load(WithRequired, prog="p", argv=argv, environ=environ)
+
+
+def test_help_has_brackets_around_what_may_be_left_out_alone(capsys):
+    with pytest.raises(SystemExit):
+        load_required("--help")
+
+    assert capsys.readouterr().out.startswith("usage: p [show|check] PATH [flags]\n")
+
+
+def test_argument_without_a_default_has_to_be_given():
+    says = r"expected PATH \(the file to read\); usage: p \[show\|check\] PATH \[flags\]"
+    for argv in ((), ("check",), ("check", "")):
+        with pytest.raises(errors.ConfigError, match=says):
+            load_required(*argv)
+
+    assert load_required("check", "f") == WithRequired(action="check", path="f")
+    assert load_required(T_PATH="f") == WithRequired(path="f")
+
+
 @pytest.mark.parametrize("argv", [["--port", "1", " "], [" ", "--port", "1"], ["--port=1", "\t "]])
 def test_argument_of_blanks_is_named(argv):
     with pytest.raises(
