@@ -201,6 +201,29 @@ def test_remote_workers_are_used(deployment):
     )
 
 
+def test_worker_at_an_endpoint_echoes_and_is_found(deployment):
+    worker = deployment.run("dynamo.cli", "run", "in=dyn://a.b.generate", "out=echo_core")
+    eventually(
+        lambda: (
+            "a yellow bird" in run(deployment, "in=stdin", "out=auto", text="a yellow bird").stdout
+        ),
+        what="the prompt",
+    )
+    absent = run(deployment, "in=stdin", "out=auto", "another", text="hello")
+    worker.signal(signal.SIGINT)
+
+    assert worker.exit_code() == 0
+    assert "--endpoint dyn://a.b.generate --echo" in worker.log.read_text()
+    assert f"no worker serves another ({MODEL} is served)" in absent.stderr
+
+
+def test_last_message_alone_is_echoed(deployment):
+    deployment.environ["DYN_TOKEN_ECHO_DELAY_MS"] = "0"
+    answer = run(deployment, "in=stdin", "out=echo_full", text="a yellow bird")
+
+    assert answer.stdout == "a yellow bird\n", answer.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "expected"),
     [

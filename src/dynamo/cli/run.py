@@ -4,10 +4,14 @@ in=text          a conversation in the terminal (the default)
 in=stdin         standard input is one prompt
 in=batch:FILE    a JSON object per line
 in=http          the OpenAI API
+in=dyn://...     a worker at this endpoint, for frontends elsewhere: becomes `python -m dynamo.ENGINE`
 out=native       the built-in engine, in this process (the default)
 out=mocker       the simulated engine, in this process
 out=llamacpp     llama.cpp, in this process, for a GGUF file (its default)
+out=echo_core    the prompt's own tokens, one every DYN_TOKEN_ECHO_DELAY_MS
+out=echo_full    the last message, likewise
 out=dyn://...    workers that run elsewhere, found through discovery
+out=auto         likewise, of any endpoint: those of MODEL, if it is given
 
 With `--prefill N` and `--decode M`, several engines of this process divide the work as processes would.
 """
@@ -16,6 +20,8 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import shlex
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +33,10 @@ from dynamo.cli import batch, serve, session, terminal, workers
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import service
 from dynamo.observability import logs
+from dynamo.protocols import instances
 from dynamo.worker import engines
 
-SOURCES = ("text", "stdin", "batch:FILE", "http")
+SOURCES = ("text", "stdin", "batch:FILE", "http", "dyn://namespace.component.endpoint")
 _BATCH = "batch:"
 
 
@@ -40,9 +47,10 @@ class RunConfig(serve.HttpConfig):
     words: tuple[str, ...] = config.option(
         (),
         flag="",
-        help="in=text|stdin|batch:FILE|http (how to ask), out=native|mocker|llamacpp|dyn://... (which workers"
-        " answer), and the model: a directory, a GGUF file, or a name on the Hugging Face hub; without it, the built-in"
-        " model",
+        help="in=text|stdin|batch:FILE|http|dyn://... (how to ask; dyn://: serve this endpoint),"
+        " out=native|mocker|vllm|llamacpp|echo_core|echo_full|dyn://...|auto (which workers answer; auto: those that"
+        " discovery shows), and the model: a directory, a GGUF file, or a name on the Hugging Face hub; without it,"
+        " the built-in model",
     )
     max_tokens: int | None = config.option(
         None, help="tokens of each answer at most (default: until the model ends it)", least=1
@@ -110,15 +118,39 @@ def read_words(words: Sequence[str]) -> dict[str, str]:
         fields[name] = word if name == "model" else value
     source = fields.get("source", "text")
     is_batch = source.startswith(_BATCH) and source != _BATCH
-    if source not in SOURCES and not is_batch:
+    if source.startswith(workers.REMOTE_PREFIX):
+        instances.EndpointName.parse(source)
+    elif source not in SOURCES and not is_batch:
         raise errors.ConfigError(f"in={source}: expected one of {', '.join(SOURCES)}")
     workers.endpoint_of(fields.get("target", "native"))
     return fields
 
 
+def worker_command(planned: RunPlan) -> list[str]:
+    """Return the command of the worker that in=dyn://... asks for. Raises ConfigError for a target without one."""
+    target = planned.target
+    if workers.is_remote(target) or target == workers.ECHO_FULL:
+        raise errors.ConfigError(
+            f"in={planned.source} starts a worker, which out={target} is not: expected an engine, or echo_core"
+        )
+    if planned.topology != workers.Topology():
+        raise errors.ConfigError("--prefill and --decode: expected one worker for in=dyn://...")
+    command = [sys.executable, "-m", f"dynamo.{workers.engine_of(target)}"]
+    command += ["--endpoint", planned.source]
+    if planned.model is not None:
+        command += ["--model", planned.model]
+    if target == workers.ECHO_CORE:
+        command += ["--echo", "--tick-ms", os.environ.get("DYN_TOKEN_ECHO_DELAY_MS", "10")]
+    return command
+
+
 def run(options: RunConfig) -> int:
     """Run to the end and return the exit code. Raises DynamoError."""
     planned = plan(options)
+    if planned.source.startswith(workers.REMOTE_PREFIX):
+        command = worker_command(planned)
+        print(shlex.join(command), flush=True)
+        os.execv(command[0], command)
     logs.configure({"DYN_LOG": "warn", **os.environ})
     if planned.source == "http":
         asyncio.run(_serve_http(planned))
@@ -162,7 +194,7 @@ def run(options: RunConfig) -> int:
 @contextlib.asynccontextmanager
 async def _open_session(planned: RunPlan, clock: clocks.Clock) -> AsyncIterator[session.Session]:
     async with workers.join(planned.target, planned.model, planned.topology) as runtime:
-        endpoint = workers.endpoint_of(planned.target)
+        endpoint = await workers.find_endpoint(runtime, planned.target, planned.model)
         yield await session.connect(runtime, endpoint, clock)
 
 

@@ -4,18 +4,25 @@ They run in this process or elsewhere; either way `dynamo run` gets a runtime in
 """
 
 import contextlib
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from dynamo.base import config, errors
-from dynamo.protocols import generate, instances
+from dynamo.engine.mock import settings as mock_settings
+from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
 from dynamo.transfer.backends import local
 from dynamo.worker import engines, main, model_source, settings
 
 REMOTE_PREFIX = "dyn://"
+AUTO = "auto"  # the workers that discovery shows
+ECHO_CORE, ECHO_FULL = "echo_core", "echo_full"
+_LAST_MESSAGE = "{{ messages[-1]['content'] }}"
 Mode = Literal["agg", "prefill", "decode"] | None  # the value of --disaggregation-mode
 
 
@@ -57,17 +64,53 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EchoConfig(mock_settings.MockConfig):
+    """The simulated engine as `out=echo_core` and `out=echo_full` have it."""
+
+    echo: bool = config.option(True, help="answer each request with its own prompt")
+    tick_ms: float | None = config.option(
+        10.0, env="DYN_TOKEN_ECHO_DELAY_MS", help="milliseconds between two tokens", least=0
+    )
+
+
 def is_remote(target: str) -> bool:
     """Return whether the target (`out=...`) names workers that run elsewhere."""
-    return target.startswith(REMOTE_PREFIX)
+    return target == AUTO or target.startswith(REMOTE_PREFIX)
 
 
-def endpoint_of(target: str) -> instances.EndpointName:
-    """Return the endpoint of the target's workers. Raises ConfigError for an unknown target."""
+def endpoint_of(target: str) -> instances.EndpointName | None:
+    """Return the endpoint of a target's workers, None where discovery shows it. Raises ConfigError."""
+    if target == AUTO:
+        return None
     if is_remote(target):
         return instances.EndpointName.parse(target)
-    engines.kind_of(target)
+    engines.kind_of(engine_of(target))
     return settings.WorkerConfig().endpoint_name
+
+
+def engine_of(target: str) -> str:
+    """Return the name of the engine that serves a target in this process."""
+    return "mocker" if target in (ECHO_CORE, ECHO_FULL) else target
+
+
+async def find_endpoint(
+    runtime: component.DistributedRuntime, target: str, model: str | None
+) -> instances.EndpointName:
+    """Return the endpoint to ask: of `auto`, one that serves this model, or any. Raises NoWorkers."""
+    if (endpoint := endpoint_of(target)) is not None:
+        return endpoint
+    stored = await runtime.discovery.get_prefix(instances.CARDS)
+    records = [msgspec.json.decode(each, type=model_card.CardRecord) for each in stored.values()]
+    for record in records:
+        card = record.card_json
+        is_asked = model in (None, card.display_name)
+        if is_asked and card.worker_type is not model_card.WorkerType.PREFILL:
+            return instances.EndpointName(record.namespace, record.component, record.endpoint)
+    served = ", ".join(sorted({record.card_json.display_name for record in records})) or "no model"
+    raise errors.NoWorkers(
+        f"no worker serves {model or 'a model'} ({served} is served); start one: python -m dynamo.native"
+    )
 
 
 @contextlib.asynccontextmanager
@@ -88,8 +131,9 @@ async def join(
         async with await component.DistributedRuntime.open(
             planes, item_type=generate.Output
         ) as runtime:
-            prefix = f"{instances.CARDS}{endpoint_of(target).path}/"
-            if not await runtime.discovery.get_prefix(prefix):
+            endpoint = endpoint_of(target)
+            path = f"{endpoint.path}/" if endpoint is not None else None
+            if path and not await runtime.discovery.get_prefix(f"{instances.CARDS}{path}"):
                 raise errors.NoWorkers(
                     f"no worker serves {target}; start one there: "
                     f"python -m dynamo.native --endpoint {target}"
@@ -101,7 +145,9 @@ async def join(
         await component.DistributedRuntime.in_memory(memory, item_type=generate.Output) as runtime,
         contextlib.AsyncExitStack() as stack,
     ):
-        directory = engines.find_model(target, model)
+        directory = engines.find_model(engine_of(target), model)
+        if target == ECHO_FULL:
+            directory = stack.enter_context(_with_template(directory, _LAST_MESSAGE))
         room = local.Room() if topology.num_prefill else None
         for mode in topology.modes.values():
             worker = settings.WorkerConfig(model=model, disaggregation_mode=mode)
@@ -111,17 +157,23 @@ async def join(
 
 @contextlib.asynccontextmanager
 async def _serve(
-    engine_name: str,
+    target: str,
     worker: settings.WorkerConfig,
     runtime: component.DistributedRuntime,
     directory: Path,
     room: local.Room | None,
 ) -> AsyncIterator[None]:
     """Serve one worker in this process, as an instance of its own."""
+    name = engine_of(target)
+    engine_settings: Any = (
+        engines.settings_of(name)()
+        if name == target
+        else config.load(EchoConfig, prog="dynamo run", argv=())
+    )
     engine = engines.build(
-        engine_name,
+        name,
         directory,
-        engines.settings_of(engine_name)(),
+        engine_settings,
         model_name=model_source.display_name(worker.model),
         room=room,
     )
@@ -133,3 +185,14 @@ async def _serve(
     finally:
         await host.stop(0)
         await sibling.close()
+
+
+@contextlib.contextmanager
+def _with_template(directory: Path, chat_template: str) -> Iterator[Path]:
+    """Yield a directory with the files of a model and another chat template."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in directory.iterdir():
+            if path.name != "chat_template.jinja":
+                Path(folder, path.name).symlink_to(path.resolve())
+        Path(folder, "chat_template.jinja").write_text(chat_template)
+        yield Path(folder)

@@ -82,9 +82,7 @@ class TieredWorker:
         num_blocks = settings.cache_tokens // _BLOCK
         self._clock = EventClock()
         cycle = answers.TokenCycle(_ANSWER_TOKENS)
-        paging = memory.MockMemory(
-            cycle, num_blocks=num_blocks, block_size=_BLOCK, prefix_caching=True
-        )
+        paging = memory.MockMemory(num_blocks=num_blocks, block_size=_BLOCK, prefix_caching=True)
         limits = batch.BatchLimits(
             max_num_seqs=256, max_num_batched_tokens=8192, context_length=settings.cache_tokens
         )

@@ -109,7 +109,6 @@ class BatchWorker:
         self._block_size = block_size
         self._name_by_hash: dict[int, int] = {}
         self._memory = memory.MockMemory(
-            cycle := answers.TokenCycle(_ANSWER_TOKENS),
             num_blocks=capacity.total_blocks,
             block_size=block_size,
             prefix_caching=True,
@@ -119,7 +118,7 @@ class BatchWorker:
             max_num_batched_tokens=capacity.max_num_batched_tokens,
             context_length=capacity.total_blocks * block_size,
         )
-        self._batch = batch.MockBatch(cycle, self._memory, limits)
+        self._batch = batch.MockBatch(answers.TokenCycle(_ANSWER_TOKENS), self._memory, limits)
 
     def submit(self, request_id: str, arrival: SimulatedRequest, now: float) -> None:
         """Queue a request for the next step; an idle worker begins one at once."""

@@ -17,7 +17,7 @@ def make_batch(
     num_blocks=64, block_size=4, seqs=8, budget=16, context=10**6, caching=True, **limits
 ):
     cycle = TokenCycle(WORDS)
-    memory = MockMemory(cycle, num_blocks=num_blocks, block_size=block_size, prefix_caching=caching)
+    memory = MockMemory(num_blocks=num_blocks, block_size=block_size, prefix_caching=caching)
     limits = BatchLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
@@ -76,6 +76,30 @@ def test_answer_repeats_the_cycle_from_a_position_set_by_the_prompt():
     assert tokens["a"] == [WORDS[(start + i) % 7] for i in range(9)]
     assert tokens["b"] == tokens["a"]
     assert sorted(set(tokens["c"])) == list(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "tokens", "reason"),
+    [
+        ({}, [5, 6, 7, 2], generate.FinishReason.EOS),
+        ({"max_tokens": 2}, [5, 6], generate.FinishReason.LENGTH),
+    ],
+)
+def test_echo_answers_with_the_prompt_and_a_token_that_ends_it(conditions, tokens, reason):
+    batch = make_batch(echoes=True)
+    batch.submit(make_request("a", [5, 6, 7], eos=(2, 3), **conditions))
+    outputs = run(batch)["a", 0]
+
+    assert [output.token_ids[0] for output in outputs] == tokens
+    assert outputs[-1].finish_reason is reason
+
+
+def test_echo_of_a_resumed_answer_continues_the_prompt():
+    batch = make_batch(echoes=True)
+    resumed = msgspec.structs.replace(make_request("a", [5, 6, 7, 5], eos=(2,)), num_resumed=1)
+    batch.submit(resumed)
+
+    assert [output.token_ids[0] for output in run(batch)["a", 0]] == [6, 7, 2]
 
 
 def test_all_tokens_are_equally_likely():

@@ -17,7 +17,7 @@ class Engine:
 
     def __init__(self):
         cycle = TokenCycle(WORDS)
-        self.memory = MockMemory(cycle, num_blocks=NUM_BLOCKS, block_size=SIZE, prefix_caching=True)
+        self.memory = MockMemory(num_blocks=NUM_BLOCKS, block_size=SIZE, prefix_caching=True)
         self.names = memoryview(bytearray(8 * SIZE * NUM_BLOCKS)).cast("Q")
         self.memory.store_names(self.names, is_exported=True)
         limits = BatchLimits(max_num_seqs=8, max_num_batched_tokens=64, context_length=128)

@@ -1,7 +1,7 @@
 """The answers of the mock engine: a cycle of tokens, repeated from a position that a hash of the prompt selects.
 
 So the whole answer to a request, its length and its finish reason, is known when the request arrives, and the outputs
-of a step are prepared: one for each token.
+of a step are prepared: one for each token. With `--echo` the cycle is the request's own prompt.
 """  # decider
 
 import functools
@@ -93,3 +93,21 @@ class TokenCycle:
         logprob = -math.log(len(self))
         top = tuple(generate.TopLogprob(token_id, logprob) for token_id in self.token_ids[:num])
         return generate.TokenLogprobs(logprob, top)
+
+
+class EchoedPrompt(TokenCycle):
+    """The tokens of a request's own prompt, of which its answer consists, and one that ends it."""
+
+    def __init__(self, request: generate.Request) -> None:
+        num_tokens = request.prompt_len - request.num_resumed
+        prompt = blocks.unpack(request.token_ids[: num_tokens * blocks.TOKEN_BYTES])
+        super().__init__([*prompt, *request.eos_token_ids[:1]])
+
+    def answer(self, request: generate.Request, index: int, context_length: int) -> MockAnswer:
+        """Return the prompt, or the part of it that the limits allow."""
+        num_left = max(1, len(self) - request.num_resumed)
+        room = context_length - request.prompt_len
+        length = min(num_left, room, request.stop_conditions.max_tokens or room)
+        is_ended = length == num_left and bool(request.eos_token_ids)
+        reason = generate.FinishReason.EOS if is_ended else generate.FinishReason.LENGTH
+        return MockAnswer(start=request.num_resumed, length=length, finish_reason=reason)

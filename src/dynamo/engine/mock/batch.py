@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from dynamo.engine import api
-from dynamo.engine.mock.answers import TokenCycle
+from dynamo.engine.mock.answers import EchoedPrompt, TokenCycle
 from dynamo.engine.mock.memory import MockChoice, MockMemory
 from dynamo.kvbm import sharing, tiered_cache
 from dynamo.protocols import generate, kv_events, kv_transfer, load
@@ -30,6 +30,7 @@ class BatchLimits:
     context_length: int  # without chunked prefill, at most `max_num_batched_tokens`
     chunked_prefill: bool = True
     preempts_newest: bool = True
+    echoes: bool = False  # answers are the prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +96,14 @@ class MockBatch:
         leader: MockChoice | None = None
         remote = kv_transfer.remote_blocks(request.kv_transfer_params)
         choices = self._open[request.id] = []
+        cycle = EchoedPrompt(request) if self._limits.echoes else self._cycle
         for index in range(request.sampling_options.n):
             choice = MockChoice(
                 request=request,
                 index=index,
-                answer=self._cycle.answer(request, index, self._limits.context_length),
-                outputs=self._cycle.outputs(index, request.output_options.logprobs),
+                cycle=cycle,
+                answer=cycle.answer(request, index, self._limits.context_length),
+                outputs=cycle.outputs(index, request.output_options.logprobs),
                 leader=leader,
                 prompt_len=request.prompt_len,
                 seed=request.hash_seed,
@@ -262,7 +265,6 @@ class MockBatch:
 
     def commit(self) -> list[api.EngineOutput]:
         """Return the outputs of the planned step: a token for each choice that decodes or completes its prompt."""
-        size = len(self._cycle)
         batch: list[api.EngineOutput] = []
         ended: list[MockChoice] = []
         for choice in self._decoding:
@@ -270,7 +272,8 @@ class MockBatch:
             if num_output == choice.next_check:
                 self._check(choice, batch, ended)
             else:
-                output = choice.outputs[(choice.answer.start + num_output - 1) % size]
+                outputs = choice.outputs
+                output = outputs[(choice.answer.start + num_output - 1) % len(outputs)]
                 batch.append(api.EngineOutput(choice.request.id, output))
         for choice, num_tokens in self._planned:
             if not choice.block_ids:  # it was aborted since

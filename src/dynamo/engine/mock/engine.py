@@ -198,7 +198,6 @@ class MockEngine(exchange.ExchangesKv):
         share_ids = itertools.count(1)  # of leases and imports
         self._memories = [
             MockMemory(
-                cycle,
                 num_blocks=settings.num_gpu_blocks_override,
                 block_size=settings.block_size,
                 prefix_caching=settings.enable_prefix_caching,
@@ -394,6 +393,7 @@ def _batch(
         context_length=facts.context_length,
         chunked_prefill=settings.enable_chunked_prefill,
         preempts_newest=settings.preemption_mode == "lifo",
+        echoes=settings.echo,
     )
     shared: sharing.SharedBlocks[MockChoice] = sharing.SharedBlocks(
         memory.pool, memory.block_size, first_block=rank * facts.total_kv_blocks, ids=share_ids

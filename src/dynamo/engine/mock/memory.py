@@ -25,6 +25,7 @@ class MockChoice:
 
     request: generate.Request
     index: int
+    cycle: TokenCycle
     answer: MockAnswer
     outputs: Sequence[generate.Output]  # one for each token of the cycle
     leader: "MockChoice | None"  # the choice that reports the cached tokens; None: this one
@@ -55,7 +56,6 @@ class MockMemory:
 
     def __init__(
         self,
-        cycle: TokenCycle,
         *,
         num_blocks: int,
         block_size: int,
@@ -67,7 +67,6 @@ class MockMemory:
         self.tiers: tiered_cache.TieredCache | None = None  # set before the first request
         self.prefix_caching = prefix_caching
         self.block_size = block_size
-        self._cycle = cycle
         self._names: memoryview | None = None
         self._is_exported = False
         self._watermark = max(1, round(num_blocks * watermark))
@@ -200,7 +199,7 @@ class MockMemory:
         names = choice.sequence_hashes
         start = len(names) * self.block_size
         num_hashed = max(0, start - choice.prompt_len)  # output tokens in hashed blocks
-        added = choice.request.token_ids[start * blocks.TOKEN_BYTES :] + self._cycle.packed(
+        added = choice.request.token_ids[start * blocks.TOKEN_BYTES :] + choice.cycle.packed(
             choice.answer.start + num_hashed, choice.num_output - num_hashed
         )
         local = blocks.local_hashes(added, self.block_size, choice.seed)

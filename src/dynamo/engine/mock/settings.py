@@ -69,6 +69,7 @@ class MockConfig(agents.TransferConfig):
     tick_ms: float | None = config.option(
         None, help="milliseconds of every step, whatever it computes: an even speed for benchmarks"
     )
+    echo: bool = config.option(False, help="answer each request with its own prompt")
     embedding_dimensions: int = config.option(
         384, help="dimensions of a vector, for embedding workers", least=1
     )
