@@ -4,6 +4,7 @@ Prefill and decode need an engine that moves KV blocks (`api.KvTransferPeer`); a
 """
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -13,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors
+from dynamo.base import errors, tasks
 from dynamo.disagg import (
     config,
     metrics,
@@ -27,7 +28,7 @@ from dynamo.disagg import (
 from dynamo.engine import api
 from dynamo.observability import metrics as registries
 from dynamo.protocols import instances, kv_transfer, model_card
-from dynamo.runtime import client, component
+from dynamo.runtime import client, component, discovery
 from dynamo.worker import card, host, settings
 
 _logger = logging.getLogger(__name__)
@@ -89,13 +90,14 @@ def prepare_role(
             worker.prefill_endpoint_name, runtime.discovery, transfer, clock, is_usable=is_usable
         )
         return _decode_role(engine, workers, worker, runtime, registry, clock, join, model=model)
+    decoders = DecodeWorkerCheck(worker.endpoint_for("generate"), runtime.discovery, own)
     if worker.prefill_queue == "direct":
-        return WorkerRole(engine)
+        return WorkerRole(engine, (decoders,))
     counters = metrics.PrefillJobMetrics(registry)
     consumer = shared_queue.PrefillJobConsumer(
         join, runtime.requests, runtime.instance_id, counters, clock
     )
-    return WorkerRole(engine, (consumer,))
+    return WorkerRole(engine, (consumer, decoders))
 
 
 def require_aggregated(worker: settings.WorkerConfig) -> settings.WorkerConfig:
@@ -221,13 +223,52 @@ def _prefill_worker_filter(
     def is_usable(candidate: model_card.ModelCard) -> bool:
         if candidate.display_name != own.display_name:
             return False
-        if (difference := own.find_difference(candidate)) is not None:
-            _logger.warning(
-                "a prefill worker of %r is not used: %s in %s differs from ours in %s",
-                own.display_name, difference, candidate.source_path, own.source_path,
-            )  # fmt: skip
+        if not _can_pair(own, candidate, f"a prefill worker of {own.display_name!r} is not used"):
             return False
         takes_jobs = candidate.runtime_config.runtime_data.get(shared_queue.TAKES_JOBS) is True
         return takes_jobs or worker.prefill_queue == "direct"
 
     return is_usable
+
+
+class DecodeWorkerCheck:
+    """A lifecycle hook of a prefill worker: a line in its log names each decode worker that will not use it."""
+
+    def __init__(
+        self,
+        endpoint: instances.EndpointName,
+        registry: discovery.Discovery,
+        own: model_card.ModelCard,
+    ) -> None:
+        """`endpoint` is that of the decode workers; `own` has this worker's model, files and weights."""
+        self._prefix = f"{instances.CARDS}{endpoint.path}/"
+        self._registry, self._own = registry, own
+        self._tasks = tasks.Tasks()
+
+    async def start(self) -> None:
+        """Begin to follow discovery."""
+        self._tasks.start("compare decode workers", self._watch())
+
+    async def leave(self) -> None:
+        """Do nothing: it takes no requests."""
+
+    async def close(self) -> None:
+        """End."""
+        await self._tasks.close()
+
+    async def _watch(self) -> None:
+        async for change in self._registry.watch(self._prefix):
+            if isinstance(change, discovery.Put):
+                with contextlib.suppress(msgspec.DecodeError):  # its frontend names it
+                    record = msgspec.json.decode(change.value, type=model_card.CardRecord)
+                    if record.card_json.display_name == self._own.display_name:
+                        _can_pair(self._own, record.card_json, "a decode worker does not use us")
+
+
+def _can_pair(own: model_card.ModelCard, other: model_card.ModelCard, complaint: str) -> bool:
+    """Return whether two workers can compute parts of one answer; log the complaint, with the reason, if not."""
+    difference = own.find_difference(other)
+    if difference is not None:
+        paths = other.source_path, own.source_path
+        _logger.warning("%s: %s in %s differs from ours in %s", complaint, difference, *paths)
+    return difference is None

@@ -1,5 +1,6 @@
 """The role of a worker: its engine, its hooks, its model card."""
 
+import asyncio
 import base64
 
 import msgspec
@@ -11,10 +12,13 @@ from dynamo.base import errors
 from dynamo.disagg import policy, remote_prefill, shared_queue
 from dynamo.engine import api
 from dynamo.observability import metrics
-from dynamo.protocols import generate, kv_transfer, model_card
+from dynamo.protocols import generate, instances, kv_transfer, model_card
 from dynamo.runtime import component
+from dynamo.runtime.backends import memory
 from dynamo.worker import disaggregated, settings
+from waiting import PATIENT_S
 
+DECODE = instances.EndpointName("n", "backend", "generate")
 CARD = model_card.ModelCard(
     display_name="m", source_path="/m", context_length=8, kv_cache_block_size=4
 )
@@ -91,7 +95,9 @@ async def test_role_decides_whether_blocks_are_exported_and_prefills_are_remote(
 async def test_worker_with_a_shared_queue_has_a_hook_for_its_end(tmp_path, fields, beside):
     found = await role(ExportingEngine(), tmp_path, **fields)
 
-    assert [type(one) for one in found.hooks] == ([beside] if beside else [])
+    hooks = [type(one) for one in found.hooks]
+    is_prefill = "is_prefill_worker" in fields
+    assert hooks == [beside] * (beside is not None) + [disaggregated.DecodeWorkerCheck] * is_prefill
 
 
 @pytest.mark.parametrize(
@@ -130,6 +136,31 @@ def test_prefill_worker_with_other_weights_or_files_is_not_used_and_named(
 
     assert accepts(msgspec.structs.replace(own, **changes)) is (difference is None)
     assert (f": {difference} in /m differs" in caplog.text) is (difference is not None)
+
+
+async def test_prefill_worker_names_decode_workers_with_other_weights(caplog):
+    own = msgspec.structs.replace(CARD, weights="1")
+    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
+    check = disaggregated.DecodeWorkerCheck(DECODE, registry, own)
+    await check.start()
+    for number, change in enumerate(({"weights": "1"}, {"display_name": "n"}, {"weights": "2"}), 1):
+        instance = instances.Instance(
+            namespace="n",
+            component="backend",
+            endpoint="generate",
+            instance_id=number,
+            transport={},
+        )
+        key, record = msgspec.structs.replace(own, **change).record_for(instance)
+        await registry.put(key, msgspec.json.encode(record))
+    async with asyncio.timeout(PATIENT_S):
+        while "does not use us" not in caplog.text:
+            await asyncio.sleep(0)
+    await check.close()
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "a decode worker does not use us: the weights in /m differs from ours in /m"
+    ]
 
 
 def test_models_that_differ_in_name_or_files_have_queues_of_their_own():
