@@ -6,7 +6,8 @@ import pytest
 
 from dynamo.base import clock
 from dynamo.protocols import wire
-from dynamo.runtime.backends import frame_connection
+from dynamo.runtime import requests
+from dynamo.runtime.backends import client_connection, frame_connection
 from dynamo.testing import clock as clocks
 
 
@@ -251,3 +252,25 @@ async def test_what_is_sent_at_each_tick_does_not_hide_silence(watched, monkeypa
         await time.advance(0.5)
 
     assert own.is_lost
+
+
+async def test_lost_request_ends_though_both_sides_speak():
+    time = clocks.VirtualClock()
+    own_settings = frame_connection.ConnectionSettings(
+        limits=frame_connection.ConnectionLimits(), time=time, decode=wire.decode
+    )
+    client = client_connection.ClientConnection(
+        own_settings, address="a:1", instance_id=7, name="test", on_lost=lambda lost: None
+    )
+    client.frames.connection_made(Transport())
+    client.frames.data_received(wire.encode(wire.Welcome(wire.VERSION, ())))
+    receiver = requests.ItemReceiver(dict)
+    client.open_stream("e", {}, receiver, {}, None)
+    for _ in range(16):
+        if receiver.is_complete:
+            break
+        client.open_stream("e", {}, requests.ItemReceiver(dict), {}, None).cancel()
+        client.frames.data_received(wire.encode(wire.Step((), ())))
+        await time.advance(0.2)
+
+    assert "did not answer for 3 s" in str(receiver.error)
