@@ -70,7 +70,18 @@ class HttpClient:
             return False
         return True
 
+    def read(self, path: str) -> str:
+        """Return the text at a path, for example `/metrics`."""
+        return self._send("GET", path).decode(errors="replace")
+
     def _ask(self, method: str, path: str, answer_type: type[T] | Any, body: object = None) -> T:
+        try:
+            result: T = msgspec.json.decode(self._send(method, path, body), type=answer_type)
+        except msgspec.MsgspecError as error:
+            raise errors.RemoteProtocolError(f"{method} {self.url}{path}: {error}") from error
+        return result
+
+    def _send(self, method: str, path: str, body: object = None) -> bytes:
         content = None if body is None else msgspec.json.encode(body)
         headers = {**self._headers, "content-type": "application/json"}
         request = urllib.request.Request(
@@ -78,15 +89,13 @@ class HttpClient:
         )
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                result: T = msgspec.json.decode(answer.read(), type=answer_type)
-                return result
+                page: bytes = answer.read()
+                return page
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             default = errors.InvalidRequest if error.code < 500 else errors.Unavailable
             raised = _ERROR_BY_STATUS.get(error.code, default)
             raise raised(f"{method} {self.url}{path}: {error.code}: {text[:500]}") from error
-        except msgspec.MsgspecError as error:
-            raise errors.RemoteProtocolError(f"{method} {self.url}{path}: {error}") from error
         except OSError as error:
             raise errors.Unavailable(f"{self.url} does not answer: {error}") from error
 

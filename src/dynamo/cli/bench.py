@@ -8,7 +8,6 @@ text.
 import asyncio
 import random
 import statistics
-import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,10 +17,10 @@ from dynamo import client
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
 from dynamo.cli import top
+from dynamo.runtime.http import client as http_client
 
 _WORDS = ("brave", "cat", "river", "stone", "light", "garden", "winter", "letter", "wind", "quiet")
 _REQUEST_S = 600.0
-_LINE_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +97,8 @@ def _first_model(url: str, api_key: str) -> str:
 
 class _ChatClient:
     def __init__(self, url: str, api_key: str, clock: clocks.Clock) -> None:
-        parts = urllib.parse.urlsplit(url)
-        self._ssl = parts.scheme == "https" or None
-        self._address = (parts.hostname, parts.port or (443 if self._ssl else 80))
-        self._head = "POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        if api_key:
-            self._head += f"authorization: Bearer {api_key}\r\n"
+        self._url = f"{url}/v1/chat/completions"
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._clock = clock
 
     async def stream(self, model: str, prompt: str, max_tokens: int) -> Answered:
@@ -118,23 +113,20 @@ class _ChatClient:
         )
         sent_at, times = self._clock.now(), []
         try:
-            async with self._clock.timeout(_REQUEST_S):
-                reader, writer = await asyncio.open_connection(
-                    *self._address, limit=_LINE_BYTES, ssl=self._ssl
-                )
-                try:
-                    writer.write(f"{self._head}content-length: {len(body)}\r\n\r\n".encode() + body)
-                    status = await reader.readline()
-                    if b" 200" not in status:
-                        refusal = (await reader.read()).partition(b"\r\n\r\n")[2]
-                        raise errors.Unavailable((status.strip() + b": " + refusal).decode()[:500])
-                    async for line in reader:
-                        if line.startswith(b"data: {"):
-                            if b'"error"' in line[:20]:
-                                raise errors.Unavailable(line[6:200].decode("utf-8", "replace"))
-                            times.append(self._clock.now())
-                finally:
-                    writer.close()
+            async with (
+                self._clock.timeout(_REQUEST_S),
+                http_client.open_response(
+                    "POST", self._url, body, headers=self._headers
+                ) as response,
+            ):
+                if response.status != 200:
+                    refusal = (await response.body.read(500)).decode("utf-8", "replace")
+                    raise errors.Unavailable(f"{response.status}: {refusal}")
+                async for line in response.body:
+                    if line.startswith(b"data: {"):
+                        if b'"error"' in line[:20]:
+                            raise errors.Unavailable(line[6:200].decode("utf-8", "replace"))
+                        times.append(self._clock.now())
         except (OSError, TimeoutError, errors.DynamoError) as error:
             return Answered(sent_at, error=str(error) or type(error).__name__)
         return Answered(sent_at, tuple(times), "" if times else "an answer without tokens")

@@ -205,8 +205,8 @@ class _Serving:
             if self._port is None:
                 return True
             if root.module is None:
-                return await serve.is_healthy("127.0.0.1", self._port, self._clock)
-            return await serve.lists_model("127.0.0.1", self._port, serve.ANY_MODEL, self._clock)
+                return await serve.is_healthy("127.0.0.1", self._port)
+            return await serve.lists_model("127.0.0.1", self._port, serve.ANY_MODEL)
 
         try:
             return await self._supervisor.wait_until(

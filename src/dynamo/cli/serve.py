@@ -29,6 +29,7 @@ from dynamo.base import addresses, config, errors
 from dynamo.base import clock as clocks
 from dynamo.cli import workers as cli_workers
 from dynamo.launch import allocation, children, guard, state, supervisor
+from dynamo.runtime.http import client
 from dynamo.worker import engines, model_source
 
 PROBE_TIMEOUT_S = 1.0
@@ -304,9 +305,7 @@ class _Serving:
         limit_s = options.ready_timeout
         progress = Progress(f"waiting for {self._name}", limit_s=limit_s, clock=self._clock)
         expected_model = None if self._starts_asleep else self._name
-        probe = functools.partial(
-            lists_model, options.http_host, options.http_port, expected_model, self._clock
-        )
+        probe = functools.partial(lists_model, options.http_host, options.http_port, expected_model)
         try:
             return await self._supervisor.wait_until(
                 probe, timeout_s=limit_s, on_wait=progress.show
@@ -367,31 +366,25 @@ def curl_line(url: str, model: str) -> str:
     )
 
 
-async def lists_model(host: str, port: int, model: str | None, clock: clocks.Clock) -> bool:
+async def lists_model(host: str, port: int, model: str | None) -> bool:
     """Return whether the frontend at this address lists the model, or any answer if it is None."""
+    url = f"http://{addresses.join(host, port)}/v1/models"
     try:
-        async with clock.timeout(PROBE_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(f"GET /v1/models HTTP/1.0\r\nhost: {host}\r\n\r\n".encode())
-            answer = await reader.read()
-            writer.close()
-        models = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])
+        _, answer = await client.request("GET", url, timeout_s=PROBE_TIMEOUT_S)
+        models = msgspec.json.decode(answer)
         return model is None or any(model in (ANY_MODEL, entry["id"]) for entry in models["data"])
-    except (OSError, TimeoutError, msgspec.DecodeError, KeyError, TypeError):
+    except (errors.Unavailable, msgspec.DecodeError, KeyError, TypeError):
         return False
 
 
-async def is_healthy(host: str, port: int, clock: clocks.Clock) -> bool:
+async def is_healthy(host: str, port: int) -> bool:
     """Return whether the service at this address says that it is healthy."""
+    url = f"http://{addresses.join(host, port)}/health"
     try:
-        async with clock.timeout(PROBE_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(f"GET /health HTTP/1.0\r\nhost: {host}\r\n\r\n".encode())
-            first_line = await reader.readline()
-            writer.close()
-    except (OSError, TimeoutError):
+        status, _ = await client.request("GET", url, timeout_s=PROBE_TIMEOUT_S)
+    except errors.Unavailable:
         return False
-    return b" 200" in first_line
+    return status == 200
 
 
 class Progress:

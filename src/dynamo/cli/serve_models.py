@@ -192,9 +192,7 @@ class _Run:
 
     async def _wait_for_frontend(self, owner: supervisor.Supervisor) -> bool:
         options = self._options
-        probe = functools.partial(
-            serve.lists_model, options.http_host, options.http_port, None, self._clock
-        )
+        probe = functools.partial(serve.lists_model, options.http_host, options.http_port, None)
         return await owner.wait_until(probe, timeout_s=options.ready_timeout)
 
     def _frontend_spec(self) -> children.ChildSpec:

@@ -8,12 +8,12 @@ import contextlib
 import os
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich import live, table
 
+from dynamo import client
 from dynamo.base import config, errors
 
 _READ_S = 5.0
@@ -60,10 +60,9 @@ def check_url(text: str) -> str:
 def read(url: str) -> Samples:
     """Return the frontend's samples. Raises Unavailable."""
     try:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=_READ_S) as answer:
-            return parse(answer.read().decode())
-    except (OSError, ValueError) as error:
-        raise errors.Unavailable(describe_no_answer(url, error)) from error
+        return parse(client.HttpClient(url, timeout_s=_READ_S).read("/metrics"))
+    except (errors.DynamoError, ValueError) as error:
+        raise errors.Unavailable(describe_no_answer(url, error.__cause__ or error)) from error
 
 
 def describe_no_answer(url: str, error: BaseException | None) -> str:

@@ -149,7 +149,7 @@ class Frontend:
             self._recorder.wants_explanation,
         )
 
-        self._peers = peers.Peers(settings.http_worker_socket, self._clock)
+        self._peers = peers.Peers(settings.http_worker_socket)
         self._batches = runner.BatchRunner(
             journal.BatchJournal(
                 settings.files_folder, max_bytes=int(settings.files_limit_gb * 10**9)

@@ -14,16 +14,16 @@ import sys
 from dataclasses import dataclass
 from typing import Any, cast
 
-from dynamo.base import addresses, config, distribution, errors, process_setup, tasks
+from dynamo.base import config, distribution, errors, process_setup, tasks
 from dynamo.gateway import ext_proc_pb2 as messages
 from dynamo.gateway import processor
 from dynamo.observability import logs
+from dynamo.runtime.http import client
 from dynamo.semantic import immediate, service
 
 DESTINATION = "x-gateway-destination-endpoint"  # the name that the extension's protocol gives it
 WORKER = "x-dynamo-worker-instance-id"
 _ASKED_PATHS = ("/v1/chat/completions", "/v1/completions")
-_MOST_BYTES = 16 * 2**20
 _PROG = "python -m dynamo.gateway.endpoint_picker"
 _logger = logging.getLogger(__name__)
 
@@ -98,24 +98,11 @@ class FrontendQuestions:
 
     async def _ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         """Send a request, and return status and body. Raises NoWorkers if the frontend does not answer."""
-        host, port = addresses.split(self.settings.frontend)
-        head = (
-            f"{method} {path} HTTP/1.0\r\nhost: {self.settings.frontend}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
+        url = f"http://{self.settings.frontend}{path}"
         try:
-            async with asyncio.timeout(self.settings.timeout_s):
-                reader, writer = await asyncio.open_connection(host, port, limit=_MOST_BYTES)
-                try:
-                    writer.write(head.encode() + body)
-                    answer = await reader.read()
-                finally:
-                    writer.close()
-            status_line, _, rest = answer.partition(b"\r\n")
-            return int(status_line.split()[1]), rest.partition(b"\r\n\r\n")[2]
-        except (OSError, TimeoutError, ValueError, IndexError) as error:
-            text = f"the frontend at {self.settings.frontend} did not answer: {error!r}"
-            raise errors.NoWorkers(text) from error
+            return await client.request(method, url, body, timeout_s=self.settings.timeout_s)
+        except errors.Unavailable as error:
+            raise errors.NoWorkers(f"the frontend did not answer: {error}") from error
 
 
 class PickingProcessor(processor.StreamProcessor):

@@ -12,6 +12,7 @@ from dynamo.base import addresses, errors
 from dynamo.operator import objects
 from dynamo.operator.objects import Object, Start
 from dynamo.operator.pod_template import HTTP_PORT
+from dynamo.runtime.http import client
 
 _HTTP_TIMEOUT_S = 3.0
 _MOST_BYTES = 4 * 2**20
@@ -22,24 +23,15 @@ async def call_pod(
     address: str, port: int, method: str, path: str, body: Any = None
 ) -> tuple[int, Any]:
     """Send a request and return the status and the decoded answer. Raises Unavailable."""
+    url = f"http://{addresses.join(address, port)}{path}"
     content = b"" if body is None else msgspec.json.encode(body)
-    head = f"{method} {path} HTTP/1.0\r\nhost: {addresses.join(address, port)}\r\ncontent-length: {len(content)}\r\n"
+    status, answer = await client.request(
+        method, url, content, timeout_s=_HTTP_TIMEOUT_S, max_bytes=_MOST_BYTES
+    )
     try:
-        async with asyncio.timeout(_HTTP_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(address, port)
-            try:
-                writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + content)
-                answer = bytearray()
-                while piece := await reader.read(_MOST_BYTES - len(answer)):
-                    answer += piece
-            finally:
-                writer.close()
-        fields, _, text = bytes(answer).partition(b"\r\n\r\n")
-        return int(fields.split(None, 2)[1]), msgspec.json.decode(text)
-    except (OSError, TimeoutError, ValueError, LookupError) as error:
-        raise errors.Unavailable(
-            f"{address}:{port}{path}: no answer within {_HTTP_TIMEOUT_S:g} s: {error!r}"
-        ) from error
+        return status, msgspec.json.decode(answer)
+    except msgspec.DecodeError as error:
+        raise errors.Unavailable(f"{url}: expected JSON: {error}") from error
 
 
 async def count_admitted(pods: Sequence[Object]) -> dict[str, int] | None:

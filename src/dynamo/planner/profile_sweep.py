@@ -8,7 +8,6 @@ The sweep's client streams prompts of exact length to a frontend, and takes the 
 """
 
 import asyncio
-import contextlib
 import random
 import statistics
 from collections.abc import Sequence
@@ -16,11 +15,12 @@ from typing import Literal
 
 import msgspec
 
+from dynamo.base import addresses, errors
 from dynamo.base import clock as clocks
-from dynamo.base import errors
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
+from dynamo.runtime.http import client
 
 _MOST_ANSWER = 400  # tokens that a decode cell may need
 
@@ -162,7 +162,7 @@ class ProfileClient:
     """Measures cells at one frontend."""
 
     def __init__(self, host: str, port: int, model: str, clock: clocks.Clock) -> None:
-        self._address = (host, port)
+        self._url = f"http://{addresses.join(host, port)}/v1/completions"
         self._model = model
         self._clock = clock
         self._random = random.Random(0)
@@ -213,17 +213,12 @@ class ProfileClient:
                 "stream": True,
             }
         )
-        reader, writer = await asyncio.open_connection(*self._address, limit=2**24)
-        with contextlib.closing(writer):
-            head = "POST /v1/completions HTTP/1.0\r\nhost: x\r\ncontent-type: application/json\r\n"
-            head += f"content-length: {len(body)}\r\n\r\n"
-            times = [self._clock.now()]
-            writer.write(head.encode() + body)
-            status = await reader.readline()
-            if b" 200" not in status:
-                answer = (await reader.read()).rpartition(b"\r\n")[2]
-                raise errors.Unavailable(answer[:500].decode("utf-8", "replace"))
-            async for line in reader:
+        times = [self._clock.now()]
+        async with client.open_response("POST", self._url, body) as response:
+            if response.status != 200:
+                answer = await response.body.read(500)
+                raise errors.Unavailable(answer.decode("utf-8", "replace"))
+            async for line in response.body:
                 if line.startswith(b"data: {"):
                     if b'"error"' in line[:20]:
                         raise errors.Unavailable(line.decode("utf-8", "replace").strip())

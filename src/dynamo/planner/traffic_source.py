@@ -31,10 +31,10 @@ from dynamo.planner.observation import (
 )
 from dynamo.protocols import load
 from dynamo.runtime import events
+from dynamo.runtime.http import client
 
 STALE_INTERVALS = 3
 _TIMEOUT_S = 3.0
-_MOST_BYTES = 16 * 2**20
 _PREFIX = "dynamo_frontend_"
 _MEANS = {  # field of Traffic: metric
     "isl": "input_sequence_tokens",
@@ -82,26 +82,10 @@ class TrafficSource(Protocol):
 
 async def get(url: str) -> bytes:
     """Return the body of an http URL. Raises Unavailable if there is no answer with status 200."""
-    parts = parse.urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise errors.ConfigError(f"{url}: expected an address such as http://127.0.0.1:8000")
-    path = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
-            try:
-                head = f"GET {path} HTTP/1.0\r\nhost: {parts.netloc}\r\n\r\n"
-                writer.write(head.encode("ascii"))
-                answer = await reader.read(-1)
-            finally:
-                writer.close()
-    except (OSError, TimeoutError) as error:
-        reason = str(error) or f"no answer within {_TIMEOUT_S:g} s"
-        raise errors.Unavailable(f"{url} does not answer: {reason}") from error
-    status, _, rest = answer.partition(b"\r\n")
-    if b" 200" not in status or len(answer) > _MOST_BYTES:
-        raise errors.Unavailable(f"{url}: expected status 200, got {status[:80]!r}")
-    return rest.partition(b"\r\n\r\n")[2]
+    status, body = await client.request("GET", url, timeout_s=_TIMEOUT_S)
+    if status != 200:
+        raise errors.Unavailable(f"{url}: expected status 200, got {status}")
+    return body
 
 
 def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:

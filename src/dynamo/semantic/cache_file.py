@@ -22,7 +22,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.semantic import cache, config, question_forms, question_meaning
+from dynamo.semantic import cache, config, question_meaning
 
 _HEAD = struct.Struct("<II")  # bytes and checksum of the record that follows
 _MOST_FILES = 64
@@ -52,7 +52,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, array_like=True):
 
 def make_origin(settings: config.SemanticConfig) -> FileOrigin:
     """Return what answers under this configuration depend on."""
-    rules = repr((question_forms.RULE_TABLE, sorted(question_forms.SYNONYMS.items()))).encode()
+    rules = repr((question_meaning.RULE_TABLE, sorted(question_meaning.SYNONYMS.items()))).encode()
     digests = [
         hashlib.blake2b(data, digest_size=8).hexdigest()
         for data in (msgspec.json.encode(settings), rules)

@@ -1,16 +1,152 @@
 """What a question means, as far as words tell: two questions of one meaning may share an answer in the cache.
 
-A wrong join is worse than a missed one. The questions are first brought into one wording (`question_forms`); then both
-must have the same words, numbers, names, negations and operators. Only articles, forms of "to be" and the like may
-differ. The order may differ only for what a preposition or a genitive attaches ("a list in Python", "a Python list"),
-for superlatives, and where a distance or a difference is asked for: "does A imply B" is not "does B imply A".
+A wrong join is worse than a missed one. The questions are first brought into one wording: "How tall is X", "what height
+does X have" and "what is the height of X" are one question. A rule may only join wordings whose answers are the same
+whatever X is; a word that no rule knows stays and has to be equal. Rules are applied in their order to text in lower
+case. Then both must have the same words, numbers, names, negations and operators. Only articles, forms of "to be" and
+the like may differ. The order may differ only for what a preposition or a genitive attaches ("a list in Python", "a
+Python list"), for superlatives, and where a distance or a difference is asked for: "does A imply B" is not "does B
+imply A".
 """  # decider
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dynamo.semantic import question_forms
+MAX_REWORDED = 500  # characters; a longer question is compared in its own words: rules take time
+_I = r"(?:i|we|one|you|someone|people)"
+_IS = r"(?:is|are|was|were)"
+_LANGUAGE = "(french|german|spanish|italian|english|japanese|chinese|russian|portuguese|korean|arabic|greek|hindi)"
+RULE_TABLE = (
+    (r"\b(\w+)'(?:re|m)\b", r"\1 are"),
+    (r"\b(what|who|how|where|when|why|that|it)'s\b", r"\1 is"),
+    (r"\bcan(?:'t|not)\b", "can not"),
+    (r"\bwon't\b", "will not"),
+    (r"n't\b", " not"),
+    (r"\b(?:please|kindly|thanks|thank you)\b|\b(?:to|for) me\W*$", " "),
+    (
+        r"^(?:\s*(?:hi|hello|hey|so|(?:can|could|would|will) you|do you know|i(?:'d| would) (?:like|love) to know|"
+        r"i(?: want| need)? to know|i(?: am| are)? wondering|(?:tell|give|show|teach|remind) me|explain(?: to me)?|"
+        r"describe(?: to me)?|help me(?: to)?(?= (?:write|make|find|understand))|understand)\b[\s,!.:]*)+",
+        "",
+    ),
+    (r"^((?:write|list|make|compose|create) )me\b", r"\1"),
+    (r"\b(?:each|every|per|in a|a) (day|week|month|year)\b", r"per \1"),
+    (r"\bdaily\b", "per day"),
+    (r"\b(?:out of|off of)\b", "from"),
+    (r"\b(?:into|onto)\b", "to"),
+    (r"\bget rid of\b", "remove"),
+    (r"\bget (.+) from\b", r"remove \1 from"),
+    (r"\b(?:set up|setting up)\b", "configure"),
+    (r"\b(?:the |a )?(?:form|concept|notion|idea|term|phenomenon)(?: of)?\b", ""),
+    # what a thing is
+    (r"^(?:what )?(?:does|do) (.+) (?:mean|stand for)\W*$", r"\1"),
+    (r"^what is meant by (?:the )?", ""),
+    (r"^(?:give |provide )?(?:the |a |an )?(?:short |brief )?(?:definition|meaning|explanation|description) of", ""),
+    (r"^(?:what is )?the (?:definition|meaning) of", ""),
+    (r"^what (.*\S) (?:is|are)\W*$", r"\1"),
+    (r"^(?:write |give |provide )?(?:a |the )?(?:short |brief )?(summary|list|overview) of", r"\1"),
+    (r"^(?:summari[sz]e|recap)\b", "summary"),
+    (r"^(?:what is )?(?:the )?(.+)'s (?:definition|meaning)\W*$", r"\1"),
+    (r"^(?:give|provide) (?:the |an? )?", ""),
+    (r"^(?:define|find|calculate|compute|determine|work out|name)\b", ""),
+    # how it is done
+    (r"^what (?:is|are) the (best|easiest|fastest|cheapest|quickest|safest) ways? (?:to|of)\b", r"how \1"),
+    (
+        r"^(?:what (?:is|are) |which (?:is|are) )?(?:the |a )?"
+        r"(?:steps?|way|ways|procedure|process|instructions|method)(?: needed| required)? (?:to|for|of)\b",
+        "how",
+    ),
+    (r"^what (?:must|should|do|can) (?:i|we|one) do to\b", "how"),
+    (r"^in (?:what|which) way\b", "how"),
+    (
+        rf"^(?:translate|how (?:do|would|can) {_I} (?:say|translate)|what is) (.+) (?:to|in) {_LANGUAGE}\W*$",
+        r"translate \1 to \2",
+    ),
+    (rf"^how (?:do|does|can|could) {_I} (make|find|prepare|compute|calculate|spell|pronounce) (.+)", r"how \1 \2"),
+    (r"^how (?:is|are) (.+) (?:made|prepared)\W*$", r"how make \1"),
+    (r"^how (?:is|are) (.+) (?:found|computed|calculated)\W*$", r"how find \1"),
+    (r"^how (?:compute|calculate)\b", "how find"),
+    # how much of it
+    (r"^(?:what is )?the number of\b", "how many"),
+    (r"^how many (.+) (?:are there|are|does)\b", r"how many \1"),
+    (r"^at (?:what|which) temperature (?:do|does) (.+) (boil|freeze|melt)\W*$", r"\2 point \1"),
+    (r"\b(boil|freez|melt)ing point\b", r"\1 point"),
+    (r"\bfreeze point\b", "freez point"),
+    (rf"^(?:for )?how long (?:should|do|does|must|can|will|would) (?:{_I} )?(?:it take to )?", "duration "),
+    (r"^how long does it take to\b", "duration"),
+    (rf"\bhow many (?:people|inhabitants) (?:live in|{_IS} there in|does|{_IS} in)\b", "population"),
+    (r"^(?:how much does|what does) (.+) (?:cost)\b", r"price \1"),
+    (r"^how much does (.+) weigh\b", r"weight \1"),
+    (rf"\bhow (?:tall|high)(?: {_IS})?\b", "height"),
+    (rf"\bhow fast(?: {_IS}| does| do)?\b", "speed"),
+    (rf"\bhow far (?:away )?(?:{_IS} )?(?:it )?\b", "distance "),
+    (rf"\bhow long {_IS}\b", "length"),
+    (rf"\bhow old {_IS}\b", "age"),
+    (rf"\bhow heavy {_IS}\b", "weight"),
+    (rf"\bhow (?:big|large) {_IS}\b", "size"),
+    (rf"\bhow deep {_IS}\b", "depth"),
+    (rf"\bhow wide {_IS}\b", "width"),
+    (rf"\bhow hot {_IS}\b", "temperature"),
+    (r"\bhow often\b", "frequency"),
+    (r"^(?:what is )?the (?:cost|price) of\b", "price"),
+    # when, where, who, why
+    (r"^(?:at |in |on )?(?:what|which) (?:time|year|date|day)\b", "when"),
+    (r"^(?:at |in )?(?:what|which) place\b", "where"),
+    (r"^what is the location of", "where"),
+    (rf"^who {_IS} the (?:author|writer) of", "who wrote"),
+    (rf"^who {_IS} the (invent|creat|direct)or of", r"who \1ed"),
+    (rf"^who {_IS} the (discover|found|paint|compos)er of", r"who \1ed"),
+    (r"^(?:which|what) (?:painter|artist) (?:made|painted|created)", "who painted"),
+    (r"^(?:which|what) (?:author|writer|playwright|poet|novelist) wrote", "who wrote"),
+    (r"^(?:which|what) (?:person|man|woman|scientist|inventor|explorer|company)\b(?= \w+ed\b)", "who"),
+    (rf"^(?:what {_IS} )?the (?:reasons?|causes?) (?:for|of|that|why|behind)\b", "why"),
+    (r"^(?:what (?:makes|causes|caused|leads to)|for what reasons?|how come)\b", "why"),
+    (r"^why ((?!do|is|are|did)\w.*?) to\b", r"why \1"),
+    (r"^why (?:does |do )?(.+) (?:happen|occur|exist)s?\W*$", r"why \1"),
+    # relations
+    (r"^why (?:is|are) (.+) (?:good|beneficial|healthy)(?: for (?:you|me|us|people|your health))?\W*$", r"benefit \1"),
+    (r"\b(?:benefits?|advantages?|upsides?) (?:of|to)\b", "benefit"),
+    (r"^(?:how (?:do|does|are|is)|in what way do) (.+) (?:differ|different)(?: from (.+?))?\W*$", r"difference \1 \2"),
+    (r"^(?:what (?:does|do)) (.+) do\W*$", r"function \1"),
+    (r"^(?:what is )?the (?:role|job|purpose|function|task) of", "function"),
+    (r"^is it (?:okay|ok|alright|possible) to\b", "can"),
+    (r"^is it (safe|legal|bad|good|necessary|dangerous) to\b", r"can \1"),
+    (r"^(can|may|could) (?:i|we|one|you)\b(.*)\bsafely\b", r"can safe \2"),
+    (r"^(?:can|could|may) (?:i|we|one|you)\b", "can"),
+    (r"\bhow (?:to|(?:do|does|can|could) (?:i|we|one)|(?:can|could) you)\b", "how"),
+    (r"\b(should|must|can|could) (?:i|we|one)\b", r"\1"),
+    (r"^(?:which|what) city is (?=.*\bcapital\b)", ""),
+    (r"^(?:is|are|does|do|am)\b", "whether"),
+    (r"^(?:which|what) (currency|language|religion) (?:does|do) (?:people )?(.+?) (?:use|speak|have)\b", r"\1 \2"),
+    (r"\b(language|currency) (?:is|are) (?:used|spoken)\b", r"\1"),
+    (r"\bhuman body\b", "human"),
+)  # fmt: skip
+_RULES = tuple((re.compile(pattern), replacement) for pattern, replacement in RULE_TABLE)
+_GROUPS = """
+large big huge|small little|largest biggest greatest|start begin|end finish|buy purchase|fix repair|car automobile
+movie film|photo picture|child kid|doctor physician|lawyer attorney|phone telephone|tv television|bike bicycle
+help assist|reduce decrease|increase raise|symptom sign|sick ill|hard difficult|easy simple|rich wealthy
+disease illness|choose select pick|need require|convert transform|merge combine|folder directory|apartment flat
+vacation holiday|smart intelligent|fast quick|shop store|trip journey|answer reply|delete remove erase|make create
+uninstall deinstall|use utilize|main primary principal|important significant|recommend suggest|explain describe
+"""
+SYNONYMS = {
+    word: group.split()[0]
+    for group in _GROUPS.replace("\n", "|").split("|")
+    for word in group.split()
+}
+
+
+def join_wordings(text: str) -> str:
+    """Return a question in lower case, in the one wording of those that ask for the same."""
+    text = " ".join(text.replace("’", "'").lower().split())
+    if len(text) > MAX_REWORDED:
+        return text
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text).strip()
+    return text
+
 
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)?|[^\w\s?!.,;:\"'`]|_")
 _LETTER = re.compile(r"(?<=\S )A\b")  # of an answer or a vitamin; no article
@@ -57,7 +193,7 @@ class QuestionMeaning:
 
 def read_meaning(text: str) -> QuestionMeaning:
     """Return the meaning of a question."""
-    tokens = _TOKEN.findall(question_forms.join_wordings(_LETTER.sub("_a", text)))
+    tokens = _TOKEN.findall(join_wordings(_LETTER.sub("_a", text)))
     is_symmetric = not _IS_SYMMETRIC.isdisjoint(tokens)
     words: list[str] = []
     asks, attached = set(), set()
@@ -85,4 +221,4 @@ def read_meaning(text: str) -> QuestionMeaning:
 def _stem(word: str) -> str:
     """Return a word without the ending of a plural or a genitive, as the first of its synonyms."""
     stem = _ENDINGS.sub("", word)
-    return question_forms.SYNONYMS.get(stem) or question_forms.SYNONYMS.get(word) or stem
+    return SYNONYMS.get(stem) or SYNONYMS.get(word) or stem

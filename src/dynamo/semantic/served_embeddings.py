@@ -4,17 +4,16 @@ Each question is one request on a connection of its own. A server that is away, 
 gives no vectors: rules by embedding then do not hold, and tools follow `fallback_to_empty`.
 """
 
-import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from urllib import parse
 
 import msgspec
 import numpy as np
 
-from dynamo.base import clock as clocks
+from dynamo.base import errors
 from dynamo.protocols import encoders
+from dynamo.runtime.http import client
 from dynamo.semantic import config, encoder_labels, encoder_scores
 
 _MOST_BYTES = 16 * 2**20  # of an answer
@@ -31,21 +30,16 @@ class _Embeddings(msgspec.Struct):
 
 
 async def embed_texts(
-    texts: Sequence[str], settings: config.EncoderSettings, clock: clocks.Clock
+    texts: Sequence[str], settings: config.EncoderSettings
 ) -> encoder_scores.Answers:
     """Return the vectors of texts, each of length 1; none if the server does not give all of them in time."""
     if not texts:
         return {}
     body = msgspec.json.encode({"model": settings.embeddings_model, "input": list(texts)})
     try:
-        async with clock.timeout(settings.timeout_seconds):
-            answer = await _post(
-                f"{settings.embeddings_url.rstrip('/')}/embeddings", body, settings
-            )
+        answer = await _post(f"{settings.embeddings_url.rstrip('/')}/embeddings", body, settings)
         vectors = _read_vectors(answer, len(texts))
-    except TimeoutError:
-        reason = f"no answer within {settings.timeout_seconds:g} s"
-    except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
+    except (errors.DynamoError, ValueError, KeyError, msgspec.DecodeError) as error:
         reason = f"{type(error).__name__}: {error}"
     else:
         return {
@@ -67,32 +61,16 @@ def _read_vectors(answer: bytes, num_texts: int) -> list[bytes]:
 
 
 async def _post(url: str, body: bytes, settings: config.EncoderSettings) -> bytes:
-    """Return the body of the answer. Raises OSError, or ValueError for another status than 200."""
-    parts = parse.urlsplit(url)
-    is_tls = parts.scheme == "https"
-    key = (
-        os.environ.get(settings.embeddings_key_variable, "")
-        if settings.embeddings_key_variable
-        else ""
+    """Return the body of the answer. Raises Unavailable."""
+    key = os.environ.get(settings.embeddings_key_variable or "", "")
+    status, content = await client.request(
+        "POST",
+        url,
+        body,
+        timeout_s=settings.timeout_seconds,
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        max_bytes=_MOST_BYTES,
     )
-    authorization = f"authorization: Bearer {key}\r\n" if key else ""
-    head = (
-        f"POST {parts.path or '/'} HTTP/1.0\r\nhost: {parts.netloc}\r\n{authorization}"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    reader, writer = await asyncio.open_connection(
-        parts.hostname, parts.port or (443 if is_tls else 80), ssl=True if is_tls else None
-    )
-    answer = bytearray()
-    try:
-        writer.write(head.encode() + body)
-        while piece := await reader.read(2**16):
-            answer += piece
-            if len(answer) > _MOST_BYTES:
-                raise ValueError(f"expected an answer of at most {_MOST_BYTES} bytes")
-    finally:
-        writer.close()
-    reply_head, _, content = bytes(answer).partition(b"\r\n\r\n")
-    if reply_head.split()[1:2] != [b"200"]:
-        raise ValueError(f"expected the status 200, got {reply_head[:60]!r}")
+    if status != 200:
+        raise errors.Unavailable(f"expected the status 200, got {status}")
     return content

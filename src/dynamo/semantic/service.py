@@ -187,7 +187,7 @@ class RoutingService:
             for one in inputs
             if one.classifier != encoder_labels.EMBEDDING or not settings.embeddings_url
         ]
-        answers = [served_embeddings.embed_texts(served, settings, self._clock)]
+        answers = [served_embeddings.embed_texts(served, settings)]
         if self._encoders is not None:
             answers.append(self._encoders.classify(others, settings.timeout_seconds))
         return {key: one for part in await asyncio.gather(*answers) for key, one in part.items()}

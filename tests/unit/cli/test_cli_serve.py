@@ -6,7 +6,6 @@ import shlex
 
 import pytest
 
-from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.cli import serve
 
@@ -51,11 +50,11 @@ async def answer(body):
 async def test_model_is_ready_when_the_frontend_lists_it(body, expected):
     server, port = await answer(body)
     async with server:
-        assert await serve.lists_model("127.0.0.1", port, "m", clocks.SystemClock()) is expected
+        assert await serve.lists_model("127.0.0.1", port, "m") is expected
 
 
 async def test_address_without_a_server_lists_no_model(unused_tcp_port):
-    assert not await serve.lists_model("127.0.0.1", unused_tcp_port, "m", clocks.SystemClock())
+    assert not await serve.lists_model("127.0.0.1", unused_tcp_port, "m")
 
 
 def test_options_of_several_models_are_refused_with_one():

@@ -7,7 +7,7 @@ import os
 import pytest
 from prometheus_client import parser
 
-from dynamo.base import clock, local_users
+from dynamo.base import local_users
 from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics
 from dynamo.runtime.http import exchange
@@ -27,7 +27,7 @@ async def three(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         made = {}
         for name in "123":
-            made[name] = peers.Peers(str(tmp_path / f"{name}.sock"), clock.SystemClock())
+            made[name] = peers.Peers(str(tmp_path / f"{name}.sock"))
             handler = refuse if name == "3" else echo
             await made[name].start({("POST", "/x"): handler, ("GET", "/x"): handler})
             stack.push_async_callback(made[name].close)
@@ -109,7 +109,7 @@ async def test_endless_response_of_a_peer_is_given_up(three, tmp_path, monkeypat
 
 async def test_restarted_process_takes_the_socket_of_the_dead_one(three, tmp_path):
     await three["2"].close()
-    reborn = peers.Peers(str(tmp_path / "2.sock"), clock.SystemClock())
+    reborn = peers.Peers(str(tmp_path / "2.sock"))
     await reborn.start({("POST", "/x"): echo})
 
     assert await three["1"].ask_all("POST", "/x") == {"2": b"POST "}
@@ -117,7 +117,7 @@ async def test_restarted_process_takes_the_socket_of_the_dead_one(three, tmp_pat
 
 
 async def test_process_without_peers_gets_no_responses():
-    alone = peers.Peers(None, clock.SystemClock())
+    alone = peers.Peers(None)
     await alone.start({})
 
     assert alone.name is None
@@ -147,7 +147,7 @@ async def stores(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         made = []
         for name in "12":
-            others = peers.Peers(str(tmp_path / f"{name}.sock"), clock.SystemClock())
+            others = peers.Peers(str(tmp_path / f"{name}.sock"))
             store = response_store.ResponseStore(max_items=9, max_bytes=9999)
             shared = peers.SharedResponses(store, others, lambda _: "")
             await others.start(shared.routes)
@@ -196,7 +196,7 @@ async def test_deleted_response_is_deleted_in_all_processes(stores):
 
 async def test_single_process_gets_its_handlers_unchanged():
     store = response_store.ResponseStore(max_items=9, max_bytes=9999)
-    shared = peers.SharedResponses(store, peers.Peers(None, clock.SystemClock()), lambda _: "")
+    shared = peers.SharedResponses(store, peers.Peers(None), lambda _: "")
 
     assert shared.wrap_continuing(echo) is echo
     assert shared.wrap_lookup(lambda _: "", echo) is echo

@@ -59,7 +59,7 @@ async def test_vectors_have_length_one_and_the_key_is_sent(monkeypatch):
     async with serving(embeddings) as (url, heads):
         settings = settings_for(url, embeddings_key_variable="EMBEDDINGS_KEY")
         texts = ["engine trouble", "hello"]
-        answers = await served_embeddings.embed_texts(texts, settings, clock.SystemClock())
+        answers = await served_embeddings.embed_texts(texts, settings)
 
     assert encoder_scores.vector_in(answers, "engine trouble").tolist() == pytest.approx([0.6, 0.8])
     assert np.linalg.norm(encoder_scores.vector_in(answers, "hello")) == pytest.approx(1)
@@ -70,20 +70,18 @@ async def test_vectors_have_length_one_and_the_key_is_sent(monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"HTTP/1.0 503 Busy\r\n\r\n", "expected the status 200, got b'HTTP/1.0 503 Busy'"),
-        (b"", "expected the status 200"),
+        (b"HTTP/1.0 503 Busy\r\n\r\n", "expected the status 200, got 503"),
+        (b"", "expected an HTTP response"),
         (b"HTTP/1.0 200 OK\r\n\r\n{", "DecodeError"),
         (b'HTTP/1.0 200 OK\r\n\r\n{"data": []}', "KeyError"),
         (b'HTTP/1.0 200 OK\r\n\r\n{"data": [{"embedding": [0, 0]}]}', "a finite length above 0"),
-        (b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 2**12, "an answer of at most"),
+        (b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 2**12, "expected at most 1024 bytes"),
     ],
 )
 async def test_answer_of_another_kind_gives_no_vectors(answer, reason, caplog, monkeypatch):
     monkeypatch.setattr(served_embeddings, "_MOST_BYTES", 2**10)
     async with serving(lambda texts: answer) as (url, _):
-        answers = await served_embeddings.embed_texts(
-            ["hello"], settings_for(url), clock.SystemClock()
-        )
+        answers = await served_embeddings.embed_texts(["hello"], settings_for(url))
 
     assert answers == {}
     assert reason in caplog.text
@@ -91,7 +89,7 @@ async def test_answer_of_another_kind_gives_no_vectors(answer, reason, caplog, m
 
 async def test_server_that_is_away_or_silent_is_waited_for_a_bounded_time(caplog):
     gone = settings_for("http://127.0.0.1:1/v1")
-    assert await served_embeddings.embed_texts(["a"], gone, clock.SystemClock()) == {}
+    assert await served_embeddings.embed_texts(["a"], gone) == {}
 
     async def say_nothing(reader, writer):
         await reader.read()
@@ -103,7 +101,7 @@ async def test_server_that_is_away_or_silent_is_waited_for_a_bounded_time(caplog
     async with silent:
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
         settings = settings_for(url, timeout_seconds=0.05)
-        assert await served_embeddings.embed_texts(["a"], settings, clock.SystemClock()) == {}
+        assert await served_embeddings.embed_texts(["a"], settings) == {}
         await has_ended.wait()
 
     assert "no answer within 0.05 s" in caplog.text

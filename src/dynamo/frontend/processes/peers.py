@@ -21,9 +21,9 @@ from urllib.parse import quote
 
 import msgspec
 
-from dynamo.base import clock as clocks
-from dynamo.base import errors, local_users
+from dynamo.base import errors
 from dynamo.frontend.processes import response_store
+from dynamo.runtime.http import client as http_client
 from dynamo.runtime.http import exchange, server
 
 TIMEOUT_S = 2.0
@@ -36,9 +36,8 @@ PeerRoutes = Mapping[tuple[str, str], exchange.Handler]
 class Peers:
     """The other processes at this port. `own_socket` is where they ask this process; None: it is alone."""
 
-    def __init__(self, own_socket: str | None, clock: clocks.Clock) -> None:
+    def __init__(self, own_socket: str | None) -> None:
         self._own_socket = Path(own_socket) if own_socket else None
-        self._clock = clock
         self._server: server.HttpServer | None = None
 
     @property
@@ -76,38 +75,18 @@ class Peers:
 
     async def _ask(self, socket: Path, method: str, target: str, body: bytes) -> bytes | None:
         try:
-            async with self._clock.timeout(TIMEOUT_S):
-                return await _exchange(socket, method, target, body)
-        except (OSError, TimeoutError, errors.RemoteProtocolError) as error:
-            _logger.info("the process at %s does not answer: %r", socket.name, error)
+            status, content = await http_client.request(
+                method,
+                f"http://peer{target}",
+                body,
+                timeout_s=TIMEOUT_S,
+                socket_path=str(socket),
+                max_bytes=_MAX_RESPONSE_BYTES,
+            )
+        except errors.Unavailable as error:
+            _logger.info("the process at %s: %s", socket.name, error)
             return None
-
-
-async def _exchange(socket: Path, method: str, target: str, body: bytes) -> bytes | None:
-    """Make one HTTP/1.0 request; its response ends with the connection. Return the body if the status is 200."""
-    reader, writer = await asyncio.open_unix_connection(str(socket))
-    try:
-        if not local_users.is_own_user(writer.transport):
-            raise errors.RemoteProtocolError("expected a process of our own user")
-        head = f"{method} {target} HTTP/1.0\r\nhost: peer\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        response = await _read_to_end(reader)
-    finally:
-        writer.close()
-    response_head, separator, response_body = response.partition(b"\r\n\r\n")
-    if not separator:
-        raise errors.RemoteProtocolError("expected an HTTP response")
-    return response_body if response_head.split(b" ", 2)[1] == b"200" else None
-
-
-async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
-    pieces, size = [], 0
-    while piece := await reader.read(1 << 16):
-        pieces.append(piece)
-        size += len(piece)
-        if size > _MAX_RESPONSE_BYTES:
-            raise errors.RemoteProtocolError(f"expected at most {_MAX_RESPONSE_BYTES} bytes")
-    return b"".join(pieces)
+        return content if status == 200 else None
 
 
 def respond_optional(client: exchange.Exchange, body: bytes | None) -> None:

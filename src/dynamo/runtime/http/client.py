@@ -1,0 +1,107 @@
+"""HTTP requests to other processes, each on a connection of its own that ends with the response.
+
+They are HTTP/1.0, so that no response comes in chunks, and few: requests for tokens go over the request plane. Bodies
+are JSON. Time is that of the operating system, as everywhere between sockets.
+"""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from urllib import parse
+
+from dynamo.base import errors, local_users
+
+_LIMIT_BYTES = 1 << 24  # of a line, and of a body that is read whole
+_PORTS = {"http": 80, "https": 443}
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """The status of a response, and the stream of its body."""
+
+    status: int
+    body: asyncio.StreamReader
+
+
+@contextlib.asynccontextmanager
+async def open_response(
+    method: str,
+    url: str,
+    content: bytes = b"",
+    *,
+    headers: Mapping[str, str] = _NO_HEADERS,
+    socket_path: str | None = None,
+) -> AsyncIterator[Response]:
+    """Send a request, and yield the response when its head has come.
+
+    With `socket_path` the request goes to that Unix socket, at which a process of our own user must listen.
+    Raises ConfigError for a URL of another kind, OSError, or RemoteProtocolError.
+    """
+    parts = parse.urlsplit(url)
+    try:
+        port = parts.port or _PORTS[parts.scheme]
+    except (KeyError, ValueError) as error:
+        raise errors.ConfigError(f"{url}: expected one such as http://127.0.0.1:8000") from error
+    if socket_path is not None:
+        reader, writer = await asyncio.open_unix_connection(socket_path, limit=_LIMIT_BYTES)
+    else:
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        reader, writer = await asyncio.open_connection(
+            parts.hostname, port, limit=_LIMIT_BYTES, ssl=tls
+        )
+    try:
+        if socket_path is not None and not local_users.is_own_user(writer.transport):
+            raise errors.RemoteProtocolError("expected a process of our own user")
+        target = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
+        fields = {"host": parts.netloc, "content-type": "application/json", **headers}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        head = f"{method} {target} HTTP/1.0\r\n{lines}content-length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        yield Response(await _read_status(reader), reader)
+    finally:
+        writer.close()
+
+
+async def _read_status(reader: asyncio.StreamReader) -> int:
+    """Read the head of a response and return its status. Raises RemoteProtocolError."""
+    head = b""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        return int(head.split(None, 2)[1])
+    except asyncio.IncompleteReadError as error:
+        head = error.partial
+    except (asyncio.LimitOverrunError, ValueError, IndexError):
+        pass
+    raise errors.RemoteProtocolError(f"expected an HTTP response, got {head[:60]!r}")
+
+
+async def request(
+    method: str,
+    url: str,
+    content: bytes = b"",
+    *,
+    timeout_s: float,
+    headers: Mapping[str, str] = _NO_HEADERS,
+    socket_path: str | None = None,
+    max_bytes: int = _LIMIT_BYTES,
+) -> tuple[int, bytes]:
+    """Send a request, and return the status and the body of the response.
+
+    Raises ConfigError as `open_response`, and Unavailable if there is no whole response in time.
+    """
+    exchange = open_response(method, url, content, headers=headers, socket_path=socket_path)
+    try:
+        async with asyncio.timeout(timeout_s), exchange as response:
+            await response.body.readexactly(max_bytes + 1)
+    except asyncio.IncompleteReadError as whole:
+        return response.status, whole.partial
+    except TimeoutError as error:
+        raise errors.Unavailable(
+            f"{url} does not answer: no answer within {timeout_s:g} s"
+        ) from error
+    except (OSError, errors.RemoteProtocolError) as error:
+        raise errors.Unavailable(f"{url} does not answer: {error}") from error
+    raise errors.Unavailable(f"{url}: expected at most {max_bytes} bytes, got more")
