@@ -50,8 +50,9 @@ def worker(flags="", replicas=1, **fields):
 class DictCluster:
     """Objects by kind and name in one namespace, and what the controllers of a cluster make of them."""
 
-    def __init__(self, settings=None):
+    def __init__(self, settings=None, *, has_grove=False):
         self.settings = settings or OperatorConfig(etcd_addr="etcd:2379")
+        self.has_grove = has_grove
         self.objects = {}
         self.pods = {}
         self.instances = None
@@ -114,6 +115,7 @@ class DictCluster:
             pods=[copy.deepcopy(entry["pod"]) for entry in self.pods.values()],
             instances=self.instances,
             starts=self.starts,
+            has_grove=self.has_grove,
         )
 
     def actions(self, resource):

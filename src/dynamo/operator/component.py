@@ -11,16 +11,19 @@ from dynamo.operator.settings import OperatorConfig
 SURGE_ANNOTATION = f"{api_types.GROUP}/deployment-rolling-update-max-surge"
 UNAVAILABLE_ANNOTATION = f"{api_types.GROUP}/deployment-rolling-update-max-unavailable"
 DISCOVERY_ANNOTATION = f"{api_types.GROUP}/dynamo-discovery-backend"
+GROVE_ANNOTATION = f"{api_types.GROUP}/enable-grove"
 _PRUNED = ("Deployment", "Service", "Ingress", "VirtualService", "HorizontalPodAutoscaler",
-           "LeaderWorkerSet", "Secret")  # fmt: skip
+           "LeaderWorkerSet", "PodCliqueSet", "Secret")  # fmt: skip
 _CPU_PERCENT = 80
+_MAX_GROVE_NAME = 42  # Grove allows 45 characters of a set and a clique together
 
 
 def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Reconciliation:
     """Decide what a component needs, and what its status is."""
     try:
         component = read_component(resource, settings)
-        desired = list(make_objects(component, resource))
+        uses_grove = can_use_grove(component, resource, observed)
+        desired = list(make_objects(component, resource, uses_grove=uses_grove))
     except errors.ConfigError as error:
         cause = causes.Cause("InvalidSpec", str(error))
         return Reconciliation(status=_status(resource, observed, None, cause))
@@ -46,7 +49,20 @@ def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Re
     )
 
 
-_WORKLOADS = ("Deployment", "LeaderWorkerSet")
+_WORKLOADS = ("Deployment", "LeaderWorkerSet", "PodCliqueSet")
+
+
+def can_use_grove(component: ServiceComponent, resource: Object, observed: Observed) -> bool:
+    """Return True where Grove is, unless the user refuses it or LeaderWorkerSets from before it serve already."""
+    annotations = {
+        **(resource["metadata"].get("annotations") or {}),
+        **(component.spec.annotations or {}),
+    }
+    return (
+        observed.has_grove
+        and annotations.get(GROVE_ANNOTATION) != "false"
+        and not observed.owned_by(resource, "LeaderWorkerSet")
+    )
 
 
 def read_component(resource: Object, settings: OperatorConfig) -> ServiceComponent:
@@ -69,14 +85,17 @@ def read_component(resource: Object, settings: OperatorConfig) -> ServiceCompone
     )
 
 
-def make_objects(component: ServiceComponent, owner: Object) -> list[Object]:
+def make_objects(
+    component: ServiceComponent, owner: Object, *, uses_grove: bool = False
+) -> list[Object]:
     """Return the objects of a component. Raises ConfigError for a spec that cannot run."""
     spec = component.spec
     desired: list[Object] = []
     if spec.pvc is not None and spec.pvc.create:
         desired.append(make_claim(spec.pvc, owner, component.labels))
     if spec.multinode is not None:
-        desired.append(make_leader_worker_set(component, owner, spec.multinode.node_count))
+        make_groups = make_pod_clique_set if uses_grove else make_leader_worker_set
+        desired.append(make_groups(component, owner, spec.multinode.node_count))
     else:
         desired.append(make_deployment(component, owner))
         if spec.autoscaling is not None and spec.autoscaling.enabled:
@@ -144,8 +163,7 @@ def make_deployment(component: ServiceComponent, owner: Object) -> Object:
     }
     autoscaling = component.spec.autoscaling
     if autoscaling is None or not autoscaling.enabled:
-        replicas = component.spec.replicas
-        spec["replicas"] = 1 if replicas is None else replicas
+        spec["replicas"] = _num_replicas(component)
     return _make(component, owner, "apps/v1", "Deployment", spec=spec)
 
 
@@ -161,19 +179,12 @@ def make_leader_worker_set(component: ServiceComponent, owner: Object, num_nodes
     """Return the groups of pods of a multinode service. Raises ConfigError where none can be made."""
     if not component.settings.enable_lws:
         raise errors.ConfigError(
-            f"service {component.service}: multinode needs LeaderWorkerSets; install their controller and start the"
-            " operator with --enable-lws"
+            f"service {component.service}: multinode needs Grove or LeaderWorkerSets; install Grove, or the controller"
+            " of LeaderWorkerSets, and start the operator with --enable-lws"
         )
-    template = pod_template.make_template(component)
-    main = next(c for c in template["spec"]["containers"] if c["name"] == pod_template.MAIN)
-    leader, follower = pod_template.spread_over_nodes(main, component.framework, num_nodes)
-    templates = [
-        objects.merge(template, {"spec": {"containers": [container]}})
-        for container in (leader, follower)
-    ]
-    replicas = component.spec.replicas
+    templates = _make_node_templates(component, num_nodes, pod_template.LEADER_WORKER_SET)
     spec = {
-        "replicas": 1 if replicas is None else replicas,
+        "replicas": _num_replicas(component),
         "rolloutStrategy": {
             "type": "RollingUpdate",
             "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},
@@ -186,6 +197,60 @@ def make_leader_worker_set(component: ServiceComponent, owner: Object, num_nodes
         },
     }
     return _make(component, owner, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", spec=spec)
+
+
+def _num_replicas(component: ServiceComponent) -> int:
+    return 1 if component.spec.replicas is None else component.spec.replicas
+
+
+def _make_node_templates(
+    component: ServiceComponent, num_nodes: int, join: pod_template.Join
+) -> list[Object]:
+    """Return the pod templates of the leader and of the other nodes of a replica."""
+    template = pod_template.make_template(component)
+    main = next(c for c in template["spec"]["containers"] if c["name"] == pod_template.MAIN)
+    containers = pod_template.spread_over_nodes(component, main, num_nodes, join)
+    return [
+        objects.merge(template, {"spec": {"containers": [container]}}) for container in containers
+    ]
+
+
+def make_pod_clique_set(component: ServiceComponent, owner: Object, num_nodes: int) -> Object:
+    """Return the gangs of a multinode service, each of them a replica of a Grove set. Raises ConfigError.
+
+    The original puts a scaling group into one set for the whole graph. Grove takes the replicas of such a group
+    from the set only when it makes the group, while those of a set can be changed.
+    """
+    if len(component.name) > _MAX_GROVE_NAME:
+        raise errors.ConfigError(
+            f"service {component.service}: Grove takes at most {_MAX_GROVE_NAME} characters of {component.name}:"
+            f' shorten the name of the deployment or of the service, or set the annotation {GROVE_ANNOTATION}: "false"'
+        )
+    templates = _make_node_templates(component, num_nodes, pod_template.GROVE)
+    cliques = [
+        {
+            "name": name,
+            **template["metadata"],
+            "spec": {
+                "roleName": name,
+                "replicas": count,
+                "minAvailable": count,
+                "podSpec": template["spec"],
+            },
+        }
+        for name, count, template in zip(("ldr", "wkr"), (1, num_nodes - 1), templates, strict=True)
+    ]
+    spec = {
+        "replicas": _num_replicas(component),
+        "template": {
+            "terminationDelay": component.settings.grove_termination_delay,
+            "headlessServiceConfig": {
+                "publishNotReadyAddresses": True
+            },  # nodes join while they start
+            "cliques": cliques,
+        },
+    }
+    return _make(component, owner, "grove.io/v1alpha1", "PodCliqueSet", spec=spec)
 
 
 def _make_service(component: ServiceComponent, owner: Object, port_name: str, port: int) -> Object:
@@ -273,11 +338,9 @@ def find_cause(
     num_wanted = int((existing or workload)["spec"].get("replicas", 1))
     if existing is not None and is_available(existing, num_wanted):
         return None
-    spec = workload["spec"]
-    template = spec.get("template") or spec["leaderWorkerTemplate"]["leaderTemplate"]
     cause = causes.first_cause(
         observed.pods_of(component.name),
-        template_hash=template["metadata"]["labels"][objects.TEMPLATE_LABEL],
+        template_hash=_template_labels(workload)[objects.TEMPLATE_LABEL],
         missing=find_missing(component, observed),
         num_wanted=num_wanted,
         starts=observed.starts,
@@ -285,6 +348,15 @@ def find_cause(
     if component.spec.role == "frontend" and "runs and is not ready" in cause.message:
         return causes.Cause("Waiting", "the frontend waits for the first worker of a model")
     return cause
+
+
+def _template_labels(workload: Object) -> dict[str, str]:
+    """Return the labels of a workload's pods, of the leaders where there are groups of nodes."""
+    spec = workload["spec"]
+    if workload["kind"] == "PodCliqueSet":
+        return dict(spec["template"]["cliques"][0]["labels"])
+    template = spec.get("template") or spec["leaderWorkerTemplate"]["leaderTemplate"]
+    return dict(template["metadata"]["labels"])
 
 
 def find_missing(component: ServiceComponent, observed: Observed) -> list[causes.Cause]:
@@ -332,5 +404,5 @@ def _status(
         ],
         "podSelector": {objects.SELECTOR_LABEL: resource["metadata"]["name"]},
         "replicas": status.get("replicas", 0),
-        "readyReplicas": status.get("readyReplicas", 0),
+        "readyReplicas": status.get("readyReplicas", status.get("availableReplicas", 0)),
     }

@@ -170,6 +170,8 @@ def read_graph(resource: Object, observed: Observed, settings: OperatorConfig) -
             wanted = adapter["spec"].get("replicas", wanted)
         replicas[name] = wanted
     graph = Graph(resource=resource, spec=spec, settings=settings, replicas=replicas)
+    if not graph.services:
+        raise errors.ConfigError("spec.services: expected at least one service")
     graph.check_names()
     return graph
 
@@ -335,6 +337,7 @@ def _render_component(graph: Graph, name: str, service: str, digits: str, spec: 
         component.SURGE_ANNOTATION,
         component.UNAVAILABLE_ANNOTATION,
         component.DISCOVERY_ANNOTATION,
+        component.GROVE_ANNOTATION,
     ):
         if copied_annotation in graph.annotations:
             annotations[copied_annotation] = graph.annotations[copied_annotation]
@@ -395,9 +398,6 @@ def make_status(
     ]
     digits = {item["metadata"]["labels"].get(objects.HASH_LABEL) for item in desired}
     num_generations = len(digits - {None})
-    if not graph.services:
-        cause = causes.Cause("InvalidSpec", "spec.services: expected at least one service")
-        return _render_status(graph.resource, observed, desired, cause, _FAILED, state="failed")
     if not waiting and num_generations < 2 and not leftover:
         return _render_status(
             graph.resource, observed, desired, None, "all_resources_are_ready", state="successful"

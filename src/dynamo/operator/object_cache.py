@@ -33,6 +33,7 @@ class ObjectCache:
         self._objects: defaultdict[str, dict[tuple[str, str], Object]] = defaultdict(dict)
         self._pods: defaultdict[str, dict[str, Object]] = defaultdict(dict)
         self._roots: dict[str, set[Key]] = {kind: set() for kind in ROOTS}
+        self.has_grove = False
 
     def apply_event(self, event: str, resource: Object) -> bool:
         """Enter one event of a watch; return False if it told nothing new.
@@ -100,7 +101,13 @@ class ObjectCache:
         ]
         existing = self._objects[namespace]
         owned_keys = self._owned.get(root["metadata"]["uid"], set()) & existing.keys()
-        return objects.Observed(now=now, objects=existing, owned_keys=owned_keys, pods=pods)
+        return objects.Observed(
+            now=now,
+            objects=existing,
+            owned_keys=owned_keys,
+            pods=pods,
+            has_grove=self.has_grove,
+        )
 
     def roots(self) -> list[Key]:
         """Return the addresses of all objects that are reconciled."""

@@ -66,6 +66,7 @@ class Observed:
         None  # registered instances by dynamo namespace; None: not asked
     )
     starts: Mapping[str, Start] = field(default_factory=dict)  # of starting workers, by pod
+    has_grove: bool = False  # whether the cluster serves Grove's sets
 
     def find(self, kind: str, name: str) -> Object | None:
         """Return the object, or None if there is none."""

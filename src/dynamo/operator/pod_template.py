@@ -14,7 +14,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo.base import errors
 from dynamo.operator import api_types, objects
@@ -400,9 +400,21 @@ def grace_period_s(main: Mapping[str, Any]) -> int:
 
 _MODULE = re.compile(r"python[0-9.]*\s(?:.*\s)?-m\s+dynamo\.(vllm|sglang|trtllm)\b", re.DOTALL)
 _SHELL = ("/bin/sh", "-c")
-LEADER = "$(LWS_LEADER_ADDRESS)"  # the variables that a LeaderWorkerSet sets in its pods
-_RANK = "$(LWS_WORKER_INDEX)"
 _RAY_PORT, _DIST_PORT = 6379, 29500
+
+
+class Join(NamedTuple):
+    """How a node of a group names its leader and itself: by variables that the group's controller sets."""
+
+    leader: str
+    rank: str  # of a node other than the leader, as its shell computes it
+
+
+LEADER_WORKER_SET = Join("$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)")
+GROVE = Join(
+    "$(GROVE_PCS_NAME)-$(GROVE_PCS_INDEX)-ldr-0.$(GROVE_HEADLESS_SERVICE)",
+    "$((GROVE_PCLQ_POD_INDEX + 1))",
+)
 
 
 def detect_framework(container: dict[str, Any]) -> str | None:
@@ -425,20 +437,20 @@ def as_shell(line: str) -> dict[str, Sequence[str]]:
 
 
 def spread_over_nodes(
-    container: dict[str, Any], framework: str | None, num_nodes: int
+    component: ServiceComponent, container: dict[str, Any], num_nodes: int, join: Join
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the container of the leader and that of the other nodes. Raises ConfigError for engines that cannot."""
-    line = join_command(container)
+    line, framework = join_command(container), component.framework
     without_probes = {key: value for key, value in container.items() if not key.endswith("Probe")}
     if framework == "vllm":
-        follow = f"ray start --address={LEADER}:{_RAY_PORT} --block"
+        follow = f"ray start --address={join.leader}:{_RAY_PORT} --block"
         lead = f"ray start --head --port={_RAY_PORT} && {line}"
         return {**container, **as_shell(lead)}, {**without_probes, **as_shell(follow)}
     if framework == "sglang":
-        flags = f"--dist-init-addr {LEADER}:{_DIST_PORT} --nnodes {num_nodes} --node-rank"
-        lead, follow = f"{line} {flags} 0", f"{line} {flags} {_RANK}"
+        flags = f"--dist-init-addr {join.leader}:{_DIST_PORT} --nnodes {num_nodes} --node-rank"
+        lead, follow = f"{line} {flags} 0", f"{line} {flags} {join.rank}"
         return {**container, **as_shell(lead)}, {**without_probes, **as_shell(follow)}
     raise errors.ConfigError(
-        f"multinode: the engine is {framework or 'unknown'}; expected `python3 -m dynamo.vllm` or"
-        " `dynamo.sglang` in the command, whose nodes join by Ray and by --dist-init-addr"
+        f"service {component.service}: multinode: the engine is {framework or 'unknown'}; expected `python3 -m"
+        " dynamo.vllm` or `dynamo.sglang` in the command, whose nodes join by Ray and by --dist-init-addr"
     )

@@ -310,5 +310,6 @@ API_VERSION_BY_KIND = {
     "Ingress": "networking.k8s.io/v1",
     "HorizontalPodAutoscaler": "autoscaling/v2",
     "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
+    "PodCliqueSet": "grove.io/v1alpha1",
     "VirtualService": "networking.istio.io/v1beta1",
 }

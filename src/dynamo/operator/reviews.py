@@ -123,4 +123,7 @@ def _check(resource: Object, settings: OperatorConfig) -> None:
     nothing = objects.Observed(now="")
     for item in graph.make_components(graph.read_graph(resource, nothing, settings), nothing):
         item["metadata"]["uid"] = ""
-        list(component.make_objects(component.read_component(item, settings), item))
+        read = component.read_component(
+            item, settings
+        )  # whether Grove is there, only the status can say
+        component.make_objects(read, item, uses_grove=not settings.enable_lws)

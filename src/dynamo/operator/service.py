@@ -22,7 +22,7 @@ from dynamo.runtime.http import exchange, server
 
 _NUM_WORKERS = 4
 _MISSING_KIND_S = 300.0  # between two looks whether an optional kind has been installed
-_OPTIONAL = ("LeaderWorkerSet", "VirtualService")
+_OPTIONAL = ("LeaderWorkerSet", "PodCliqueSet", "VirtualService")
 _ALL = (*ROOTS, "DynamoGraphDeploymentScalingAdapter", "PersistentVolumeClaim")  # watched whole
 _logger = logging.getLogger(__name__)
 
@@ -139,12 +139,12 @@ class OperatorService:
             except connection.KindMissing:
                 if kind not in _OPTIONAL:
                     raise
-            self._note_synced(kind)
+            self._note_synced(kind, is_served=False)
             await self._clock.sleep(_MISSING_KIND_S)
 
     def _take_event(self, kind: str, event: str, resource: objects.Object) -> None:
         if event == "SYNCED":
-            self._note_synced(kind)
+            self._note_synced(kind, is_served=True)
             return
         if not self.cache.apply_event(event, resource):
             return
@@ -153,7 +153,11 @@ class OperatorService:
         for key in self.cache.roots_of(resource):
             self._queue.add(key)
 
-    def _note_synced(self, kind: str) -> None:
+    def _note_synced(self, kind: str, *, is_served: bool) -> None:
+        if kind == "PodCliqueSet" and is_served != self.cache.has_grove:
+            self.cache.has_grove = is_served
+            for key in self.cache.roots():  # services on several nodes may have waited for it
+                self._queue.add(key)
         self._unsynced.discard(kind)
         if not self._unsynced and not self._synced.is_set():
             _logger.info("the operator knows the cluster: %d objects wait", len(self._queue))

@@ -49,7 +49,11 @@ class OperatorConfig:
     )
     ingress_host_suffix: str = config.option("", help="domain of Ingresses that name no host")
     enable_lws: bool = config.option(
-        False, help="make LeaderWorkerSets for multinode services; their controller must be there"
+        False,
+        help="make LeaderWorkerSets for multinode services where Grove is not; their controller must be there",
+    )
+    grove_termination_delay: str = config.option(
+        "15m", help="how long Grove lets a gang of pods lack members before it starts the gang anew"
     )
     restricted_security_context: bool = config.option(
         False, help="run all containers as pod security level `restricted` demands"

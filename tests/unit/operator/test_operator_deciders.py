@@ -24,8 +24,9 @@ def article_manifests():
     return [yaml.safe_load(text) for text in found]
 
 
-def settled(resource, **settings):
-    cluster = DictCluster(OperatorConfig(**{"etcd_addr": "etcd:2379", **settings}))
+def settled(resource, *, has_grove=False, **settings):
+    config = OperatorConfig(**{"etcd_addr": "etcd:2379", **settings})
+    cluster = DictCluster(config, has_grove=has_grove)
     cluster.put({**resource, "metadata": {**resource["metadata"], "namespace": "default"}})
     cluster.settle()
     return cluster
@@ -85,6 +86,77 @@ def test_multinode_becomes_groups_where_their_controller_is():
     assert "ray start --address=$(LWS_LEADER_ADDRESS):6379 --block" in follower["args"][0]
     assert "livenessProbe" in leader
     assert not [key for key in follower if key.endswith("Probe")]
+
+
+def multinode_graph(module="vllm", **annotations):
+    service = worker(replicas=3, multinode={"nodeCount": 4})
+    service["extraPodSpec"]["mainContainer"]["args"] = [f"python3 -m dynamo.{module} --model m"]
+    graph = make_graph(services={"Frontend": frontend(), "Decode": service})
+    graph["metadata"]["annotations"] = {f"nvidia.com/{k}": v for k, v in annotations.items()}
+    return graph
+
+
+def test_multinode_becomes_gangs_where_grove_is():
+    cluster = settled(multinode_graph(), has_grove=True, grove_termination_delay="5m")
+    (gangs,) = cluster.of_kind("PodCliqueSet")
+    template = gangs["spec"]["template"]
+    leader, follower = template["cliques"]
+    leader_main, follower_main = (
+        clique["spec"]["podSpec"]["containers"][0] for clique in template["cliques"]
+    )
+
+    assert (gangs["apiVersion"], gangs["metadata"]["name"]) == ("grove.io/v1alpha1", "g-decode")
+    assert gangs["spec"]["replicas"] == 3
+    assert template["terminationDelay"] == "5m"
+    sizes = [
+        (clique["name"], clique["spec"]["replicas"], clique["spec"]["minAvailable"])
+        for clique in (leader, follower)
+    ]
+    assert sizes == [("ldr", 1, 1), ("wkr", 3, 3)]
+    assert leader["labels"][objects.SELECTOR_LABEL] == "g-decode"
+    assert leader_main["args"][0].startswith("ray start --head --port=6379 && python3 -m")
+    address = "$(GROVE_PCS_NAME)-$(GROVE_PCS_INDEX)-ldr-0.$(GROVE_HEADLESS_SERVICE)"
+    assert follower_main["args"] == [f"ray start --address={address}:6379 --block"]
+    assert not [key for key in follower_main if key.endswith("Probe")]
+    assert not cluster.of_kind("LeaderWorkerSet")
+
+
+def test_gangs_of_sglang_count_their_nodes_from_the_leader():
+    cluster = settled(multinode_graph("sglang"), has_grove=True)
+    (gangs,) = cluster.of_kind("PodCliqueSet")
+    follower = gangs["spec"]["template"]["cliques"][1]["spec"]["podSpec"]["containers"][0]
+
+    assert follower["args"][0].endswith("--nnodes 4 --node-rank $((GROVE_PCLQ_POD_INDEX + 1))")
+
+
+def test_deployment_on_gangs_is_ready_with_all_of_them():
+    cluster = settled(multinode_graph(), has_grove=True)
+    assert cluster.ready()["status"] == "False"
+    gangs = cluster.get("PodCliqueSet", "g-decode")
+    for num_available in (2, 3):
+        counts = {"observedGeneration": 1, "updatedReplicas": 3, "availableReplicas": num_available}
+        cluster.put({**gangs, "status": counts})
+        cluster.settle()
+
+        assert cluster.ready()["status"] == str(num_available == 3)
+
+
+def test_grove_may_be_refused_and_takes_over_nothing_that_serves():
+    refused = settled(multinode_graph(**{"enable-grove": "false"}), has_grove=True, enable_lws=True)
+    cluster = settled(multinode_graph(), enable_lws=True)
+    cluster.has_grove = True  # installed later
+    cluster.settle()
+
+    for settled_cluster in (refused, cluster):
+        assert settled_cluster.of_kind("LeaderWorkerSet")
+        assert not settled_cluster.of_kind("PodCliqueSet")
+
+
+def test_names_that_grove_does_not_take_are_said():
+    graph = make_graph("g" * 40, services={"Decode": worker(multinode={"nodeCount": 2})})
+    cluster = settled(graph, has_grove=True)
+
+    assert "Grove takes at most 42 characters" in cluster.ready("g" * 40)["message"]
 
 
 def test_first_generation_has_the_names_of_the_article():

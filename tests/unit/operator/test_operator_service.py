@@ -113,6 +113,45 @@ async def is_ready(cluster, name="g"):
     return None
 
 
+GROVE = {
+    "spec": {
+        "group": "grove.io",
+        "scope": "Namespaced",
+        "names": {
+            "kind": "PodCliqueSet",
+            "listKind": "PodCliqueSetList",
+            "plural": "podcliquesets",
+            "singular": "podcliqueset",
+        },
+        "versions": [
+            {
+                "name": "v1alpha1",
+                "served": True,
+                "storage": True,
+                "schema": {"openAPIV3Schema": {"x-kubernetes-preserve-unknown-fields": True}},
+            }
+        ],
+    }
+}
+
+
+@pytest.mark.parametrize("has_grove", [True, False])
+async def test_grove_is_found_in_what_the_cluster_serves(server, cluster, has_grove):
+    async def is_right():
+        if has_grove:
+            return await cluster.list("grove.io/v1alpha1", "PodCliqueSet")
+        graph = await cluster.get(API, DGD, "g")
+        return "install Grove" in objects.find_condition(graph, "Ready").get("message", "")
+
+    if has_grove:
+        server.define(GROVE)
+    services = {"Decode": worker(multinode={"nodeCount": 2})}
+    async with running(server):
+        await cluster.create(make_graph(services=services))
+
+        assert await until(is_right)
+
+
 async def test_graph_becomes_ready_and_an_idle_operator_sends_nothing(server, cluster):
     requests = []
 

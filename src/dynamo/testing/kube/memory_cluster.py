@@ -85,6 +85,10 @@ class MemoryCluster(httpx2.AsyncBaseTransport):
         )
         return connection.KubernetesConnection(client, namespace)
 
+    def define(self, definition: Object) -> None:
+        """Serve the kind of a complete definition, as if it had been established."""
+        self._registry.define(definition)
+
     def undefine(self, api_version: str) -> None:
         """Forget all kinds of a group, given by one of its apiVersions."""
         for resource in self._registry:
