@@ -16,10 +16,10 @@ from kube_recordings import RECORDINGS, Replay, any_cluster, define, normal, rea
 from waiting import PATIENT_S
 
 LEAST = {  # of the exchanges that are replayed
-    "02-crd": 0.82,
-    "03-apply": 0.88,
+    "02-crd": 0.85,
+    "03-apply": 0.94,
     "03-concurrency-patch": 0.93,
-    "03-extras": 0.84,
+    "03-extras": 0.86,
     "03-http-errors": 0.96,
     "04-list-watch": 0.98,
 }

@@ -5,8 +5,10 @@ import json
 import os
 import pathlib
 import re
+import socket
 import stat
 import subprocess
+import sys
 import termios
 
 import httpx
@@ -136,6 +138,35 @@ def role(name, rules):
     }
 
 
+_NAMESPACE = """
+import asyncio, concurrent.futures.thread, ctypes, os
+from dynamo.testing.kube import pod_network
+if os.geteuid() == 0:
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+    ctypes.CDLL(None).prctl(4, 1)  # its files in /proc are its own again
+listener = pod_network.enter_user_namespace(0)
+async def serve():
+    async with pod_network.open_network() as network:
+        print(listener.getsockname()[1], network.is_isolated, flush=True)
+        listener.accept()
+asyncio.run(serve()) if listener else print("refused")
+"""
+
+
+def test_user_without_root_makes_networks_for_pods_and_is_reached_from_outside():
+    argv = [sys.executable, "-c", _NAMESPACE]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline().split()
+        if line == ["refused"]:
+            pytest.skip("the kernel does not let users make namespaces")
+        port, is_isolated = line
+        with socket.create_connection(("127.0.0.1", int(port)), PATIENT_S):
+            pass
+
+        assert process.wait(PATIENT_S) == 0
+        assert is_isolated == "True"
+
+
 def test_service_account_may_do_what_its_roles_allow_and_grant_no_more(cluster):
     account = "system:serviceaccount:default:reader"
     binding = {
@@ -197,6 +228,31 @@ def test_kubectl_shows_why_a_custom_resource_is_refused(cluster):
     assert 'spec.colour: Unsupported value: "green": supported values: "red", "blue"' in errors[0]
     assert 'strict decoding error: unknown field "spec.color"' in errors[1]
     assert "spec: Invalid value: fewer than 10, please" in errors[2]
+
+
+@pytest.mark.parametrize(
+    ("container", "message"),
+    [
+        ({"imagee": "x"}, 'unknown field "spec.template.spec.containers[0].imagee"'),
+        ({"env": [{"name": "A", "value": 1}]}, "cannot unmarshal number into Go struct field"),
+    ],
+)
+def test_kubectl_shows_a_typing_error_in_a_built_in_object(cluster, container, message):
+    labels = {"app": "typo"}
+    template = {
+        "metadata": {"labels": labels},
+        "spec": {"containers": [{"name": "a", "image": "x", **container}]},
+    }
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "typo"},
+        "spec": {"replicas": 0, "selector": {"matchLabels": labels}, "template": template},
+    }
+    refused = cluster.kubectl("apply", "-f", "-", stdin=json.dumps(deployment))
+
+    assert refused.returncode == 1
+    assert message in refused.stderr
 
 
 def test_kubectl_apply_of_two_managers_conflicts(cluster):

@@ -64,14 +64,21 @@ def run(options: KubeCommandConfig) -> int:
     )
     path = pathlib.Path(options.kubeconfig).absolute()
     definitions = importlib.resources.files("dynamo.operator").joinpath("definitions.json")
+    try:
+        listener = module.enter_user_namespace(options.port) if options.node else None
+    except OSError as error:
+        raise errors.ConfigError(
+            f"--port {options.port}: {error.strerror}; name a free one"
+        ) from error
     opened = typing.cast("cluster.RunCluster", module.run_cluster)(
         port=options.port,
+        listener=listener,
         has_node=options.node,
         backoff_s=options.backoff_s,
         pod_path=options.pod_path,
         custom_resources=json.loads(definitions.read_text()) if options.operator else (),
     )
-    return asyncio.run(_serve(path, opened, has_operator=options.operator))
+    return asyncio.run(_serve(path, opened, has_operator=options.operator, has_node=options.node))
 
 
 def _handle_manifests(action: str, file: str) -> int:
@@ -91,6 +98,7 @@ async def _serve(
     opened: "contextlib.AbstractAsyncContextManager[cluster.Cluster]",
     *,
     has_operator: bool,
+    has_node: bool,
 ) -> int:
     stop = process_setup.stop_on_signals()
     async with opened as running, contextlib.AsyncExitStack() as stack:
@@ -98,6 +106,11 @@ async def _serve(
         stack.callback(path.unlink, missing_ok=True)
         print(f"export KUBECONFIG={path}", flush=True)
         print(f"The API server listens at {running.url}; Ctrl-C ends the cluster.", flush=True)
+        if has_node and not running.has_pod_networks:
+            print(
+                "Pods share the ports of this machine, so two frontends or two workers collide: that they"
+                " do not takes root, or a kernel that lets users make namespaces, and the command ip."
+            )
         if not has_operator:
             await stop.wait()
             return 0

@@ -17,7 +17,6 @@ from dynamo.testing.kube import (
     patches,
     resources,
     rights,
-    schema,
     writes,
 )
 
@@ -28,7 +27,9 @@ JSON_PATCH = "application/json-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 CONTROLLERS = "kube-controller-manager"
+CLEANUP = "customresourcecleanup.apiextensions.k8s.io"  # of the objects of a definition that goes
 _MAX_ATTEMPTS = 5
+_LASTING = ("default", "kube-system", "kube-public")
 _FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
 
 
@@ -77,6 +78,9 @@ class Api(writes.ObjectWrites):
                 )
                 raise failures.invalid(resource.qualified_kind, name, [error])
             self.check_version(resource, old, given_metadata.get("resourceVersion"), None)
+            if options.field_validation == "Strict":
+                shown = patch if media_type == STRATEGIC_PATCH else body
+                _refuse_unknown(resource, body, shown)
             try:
                 return await self.replace_stored(resource, old, body, options), False
             except failures.ApiError as error:
@@ -148,20 +152,17 @@ class Api(writes.ObjectWrites):
                 resource, live, given_metadata.get("resourceVersion"), given_metadata.get("uid")
             )
         home = given_metadata.get("namespace", "")
-        if resource.is_custom and (
-            unknown := schema.prune(config, resource.schema, is_root=True)[1]
-        ):
-            kind = f"{home}/{name}; {resource.api_version}, Kind={resource.kind}"
-            text = f"({kind}): .{unknown[0]}: field not declared in schema"
-            raise failures.ApiError(500, "", f"failed to create typed patch object {text}")
-        config = self._restrict_config(resource, config, options)
         shape = managed_fields.Shape(resource.schema, resource.is_custom)
-        for text in managed_fields.find_mistakes(managed_fields.own_fields(config), shape):
-            message = (
-                f"failed to create typed patch object ({home}/{name}; {resource.api_version}, "
-                f"Kind={resource.kind}): {text}"
-            )
-            raise failures.ApiError(500, "", message)
+        mistakes = list(managed_fields.find_mistakes(managed_fields.own_fields(config), shape))
+        mistakes = mistakes or [
+            f".{path}: field not declared in schema"
+            for path in writes.find_unknown(resource, config)[1]
+        ]
+        if mistakes:
+            kind = f"{home}/{name}; {resource.api_version}, Kind={resource.kind}"
+            text = f"failed to create typed patch object ({kind}): {mistakes[0]}"
+            raise failures.ApiError(500, "", text)
+        config = self._restrict_config(resource, config, options)
         writer = self.make_writer(resource, options, "Apply")
         applied = managed_fields.apply(live, config, shape, writer, is_forced=options.is_forced)
         metadata.check_name(given_metadata, name)
@@ -247,15 +248,9 @@ class Api(writes.ObjectWrites):
                 meta["deletionGracePeriodSeconds"] = 0
                 self.store.put(resource.key, {**stored, "metadata": meta})
             return self.store.delete(resource.key, (namespace, name)), True
-        if meta.get("deletionTimestamp"):
-            if grace_s >= meta.get("deletionGracePeriodSeconds", 0):
-                return (await self.present(resource, [stored]))[0], False
-        elif "generation" in meta:
-            meta["generation"] += 1
-        meta["deletionTimestamp"] = builtin_rules.timestamp_after(grace_s)
-        meta["deletionGracePeriodSeconds"] = grace_s
-        if finalizers:
-            meta["finalizers"] = finalizers
+        if meta.get("deletionTimestamp") and grace_s >= meta.get("deletionGracePeriodSeconds", 0):
+            return (await self.present(resource, [stored]))[0], False
+        _mark_deleted(meta, finalizers, grace_s)
         item = self.store.put(resource.key, {**stored, "metadata": meta})
         return (await self.present(resource, [item]))[0], False
 
@@ -277,6 +272,8 @@ class Api(writes.ObjectWrites):
         self, resource: "resources.ApiResource", old: Object, options: DeleteOptions
     ) -> None:
         meta, name = old["metadata"], old["metadata"]["name"]
+        if resource.key == ("", "namespaces") and name in _LASTING:
+            raise failures.forbidden(resource, name, "this namespace may not be deleted")
         if options.uid and options.uid != meta["uid"]:
             text = (
                 f"the UID in the precondition ({options.uid}) does not match the UID in "
@@ -294,6 +291,15 @@ class Api(writes.ObjectWrites):
             raise failures.conflict(resource, name, text)
 
 
+def _refuse_unknown(resource: "resources.ApiResource", body: Object, shown: Object) -> None:
+    """Refuse an object that a patch gave unknown fields. Raises ApiError (422)."""
+    unknown = writes.find_unknown(resource, body)[1]
+    if unknown:
+        text = json.dumps(json.dumps(shown, separators=(",", ":"), sort_keys=True))
+        error = failures.invalid_value("patch", text, writes.describe_unknown(unknown))
+        raise failures.invalid("", "", [error])
+
+
 def _deletion_finalizers(resource: "resources.ApiResource", meta: Object, policy: str) -> list[str]:
     finalizers = [
         name
@@ -306,7 +312,20 @@ def _deletion_finalizers(resource: "resources.ApiResource", meta: Object, policy
         finalizers.append(_ORPHAN)
     if resource.key == ("", "namespaces"):
         finalizers.append("kubernetes")
+    if resource.plural == "customresourcedefinitions":
+        finalizers.append(CLEANUP)
     return list(dict.fromkeys(finalizers))
+
+
+def _mark_deleted(meta: Object, finalizers: Sequence[str], grace_s: int) -> None:
+    meta["deletionTimestamp"] = builtin_rules.timestamp_after(grace_s)
+    if finalizers:
+        meta["finalizers"] = list(finalizers)
+    if CLEANUP in finalizers:  # a definition counts no generation then, and has no time of grace
+        return
+    if "generation" in meta and "deletionGracePeriodSeconds" not in meta:
+        meta["generation"] += 1
+    meta["deletionGracePeriodSeconds"] = grace_s
 
 
 def _grace(resource: "resources.ApiResource", item: Object, options: DeleteOptions) -> int:

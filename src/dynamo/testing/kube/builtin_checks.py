@@ -24,7 +24,7 @@ def check(
     """Yield the mistakes of a built-in object that are checked here; not all that a real server checks."""
     spec = item.get("spec") or {}
     if (resource.group == "apps" and "spec" in item) or resource.plural == "jobs":
-        yield from _check_workload(resource.kind, spec, (old or {}).get("spec"))
+        yield from _check_workload(spec, (old or {}).get("spec"))
     if resource.plural in ("pods",):
         yield from _check_containers(spec, "spec")
     if resource.plural == "customresourcedefinitions":
@@ -42,7 +42,7 @@ def check(
         yield failures.invalid_value("spec.leaseDurationSeconds", str(duration), text)
 
 
-def _check_workload(kind: str, spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
+def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
     template, selector = spec.get("template") or {}, spec.get("selector")
     labels = (template.get("metadata") or {}).get("labels")
     if not selector:
@@ -55,12 +55,6 @@ def _check_workload(kind: str, spec: Object, old: Object | None) -> Iterator[fai
         shown = json.dumps(selector, separators=(",", ":"))
         yield failures.invalid_value("spec.selector", shown, "field is immutable")
     replicas = spec.get("replicas", 0)
-    if not isinstance(replicas, int):
-        found = "string" if isinstance(replicas, str) else "number"
-        raise failures.bad_request(
-            f'{kind} in version "v1" cannot be handled as a {kind}: json: cannot unmarshal {found} into Go struct field'
-            f" {kind}Spec.spec.replicas of type int32"
-        )
     if replicas < 0:
         text = "must be greater than or equal to 0"
         yield failures.invalid_value("spec.replicas", str(replicas), text)

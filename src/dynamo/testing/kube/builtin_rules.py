@@ -270,11 +270,6 @@ def _fill_definition(item: Object, old: Object | None, objects: "store.Store") -
         names,
         {"singular": names.get("kind", "").lower(), "listKind": names.get("kind", "") + "List"},
     )
-    finalizer = "customresourcecleanup.apiextensions.k8s.io"
-    if old is not None and not item["metadata"].get("deletionTimestamp"):
-        finalizers = item["metadata"].setdefault("finalizers", [])
-        if finalizer not in finalizers:
-            finalizers.append(finalizer)
     if old is None:
         stored = [
             version["name"] for version in spec.get("versions") or () if version.get("storage")

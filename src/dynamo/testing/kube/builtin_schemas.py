@@ -1,10 +1,12 @@
-"""How lists and maps of built-in objects are merged: merge keys, list types and atomic maps of Kubernetes' OpenAPI.
+"""What Kubernetes' OpenAPI says of built-in objects: their fields, and how their lists and maps are merged.
 
-`merge_keys.json` has them by kind and path; here they become schemas like those of custom
-resource definitions, so that one implementation of patches and server-side apply serves both.
+`merge_keys.json` has merge keys, list types and atomic maps by kind and path; here they become schemas like those of
+custom resource definitions, so that one implementation of patches and server-side apply serves both.
+`builtin_fields.json` has the fields of each type, with their types as Go writes them: they are part of its messages.
 """
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,18 @@ _MAP_FIELDS = frozenset(
         *("data", "binaryData", "stringData", "allocatable", "volumeAttributes", "parameters"),
     )
 )
+_SCALARS = {"string": str, "bool": bool, "int32": int, "int64": int, "float64": (int, float)}
+_GO_TYPES = {dict: "object", list: "array", str: "string", int: "number", float: "number",
+             bool: "bool"}  # fmt: skip
+
+
+class WrongType(Exception):
+    """A value that does not fit its field, in the words of Go's decoder."""
 
 
 @cache
-def _merge_keys() -> dict[str, dict[str, Object]]:
-    content = Path(__file__).with_name("merge_keys.json").read_text()
-    loaded: dict[str, dict[str, Object]] = json.loads(content)
+def _read(name: str) -> dict[str, dict[str, Any]]:
+    loaded: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name(name).read_text())
     return loaded
 
 
@@ -35,7 +43,7 @@ def load(api_version: str, kind: str) -> Object:
         ".metadata.finalizers": {"list-type": "set"},
         ".metadata.ownerReferences": {"list-type": "map", "list-map-keys": ["uid"]},
     }
-    for path, marks in (_merge_keys().get(f"{api_version}/{kind}") or common).items():
+    for path, marks in (_read("merge_keys.json").get(f"{api_version}/{kind}") or common).items():
         node = schema
         for name in path.replace("[]", ".[]").strip(".").split("."):
             node = (
@@ -53,3 +61,54 @@ def load(api_version: str, kind: str) -> Object:
 def is_map_field(name: str) -> bool:
     """Return whether a field of a built-in object is a map with free names."""
     return name in _MAP_FIELDS
+
+
+def go_type(value: Any) -> str:
+    """Return what Go's decoder calls a value."""
+    return _GO_TYPES.get(type(value), "null")
+
+
+def keep_known(api_version: str, item: Object, kind: str) -> tuple[Object, list[str]]:
+    """Return a built-in object without the fields that its kind does not have, and their paths. Raises WrongType."""
+    unknown: list[str] = []
+    type_ = f"{api_version.rpartition('/')[2]}.{kind}"
+    content = {name: value for name, value in item.items() if name != "metadata"}
+    kept = _decode(content, type_, kind, "", unknown)
+    return {name: item[name] if name == "metadata" else kept[name] for name in item
+            if name == "metadata" or name in kept}, unknown  # fmt: skip
+
+
+def _decode(value: Any, type_: str, struct: str, path: str, unknown: list[str]) -> Any:
+    """Return a value of this type, at this path of a Go struct; map keys stand in brackets there."""
+    if value is None or not type_:
+        return value
+    is_list, is_map = type_.startswith("[]"), type_.startswith("map[")
+    expected: Any = list if is_list else _SCALARS.get(type_, dict)
+    if not isinstance(value, expected) or (isinstance(value, bool) and type_ != "bool"):
+        field = re.sub(r"\[[^]]*\]", "", path)
+        shown = re.sub(r"\b[a-z0-9]+/", "", type_)
+        found = (
+            f"number {value}" if isinstance(value, float) and expected is int else go_type(value)
+        )
+        raise WrongType(f"{found} into Go struct field {struct}.{field} of type {shown}")
+    if is_list:
+        return [
+            _decode(item, type_[2:], struct, f"{path}[{n}]", unknown)
+            for n, item in enumerate(value)
+        ]
+    if is_map:
+        below = type_.removeprefix("map[string]")
+        return {
+            key: _decode(child, below, struct, f"{path}[{key}]", unknown)
+            for key, child in value.items()
+        }
+    fields = _read("builtin_fields.json").get(type_)
+    if fields is None:
+        return value
+    unknown += [f"{path}.{name}".lstrip(".") for name in value if name not in fields]
+    name_of_type = type_.rpartition(".")[2]
+    return {
+        name: _decode(child, fields[name], name_of_type, f"{path}.{name}".lstrip("."), unknown)
+        for name, child in value.items()
+        if name in fields
+    }

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Cluster:
         self.front = front
         self.url = url
         self.certificate = certificate  # in PEM
+        self.has_pod_networks = False
 
     def write_kubeconfig(self, path: Path) -> None:
         """Write a file that kubectl and client libraries take as KUBECONFIG; only this user may read its token.
@@ -102,11 +104,13 @@ async def run_cluster(
     pod_path: str = "",
     token: str = "",
     custom_resources: Iterable[dict[str, Any]] = (),
+    listener: socket.socket | None = None,
 ) -> AsyncIterator[Cluster]:
     """Run an API server with its controllers and, with a node, pods as local processes.
 
     Clients present the token, a random one by default. Pods find programs in `pod_path`
-    first. The custom resource definitions are there from the start.
+    first. The custom resource definitions are there from the start. Clients in the network that this process has left
+    are answered at `listener`, at the same port as those here.
     """
     registry, objects = resources.ResourceRegistry(), store.Store(max_history=max_history)
     token = token or secrets.token_urlsafe(32)
@@ -120,8 +124,12 @@ async def run_cluster(
         *(workloads.StatefulSets(served), services.EndpointSlices(served), services.Claims(served)),
     )
     control = controllers.ControllerLoop(objects, built_in, clocks.SystemClock())
+    if listener is not None:
+        port = listener.getsockname()[1]
     running_cluster = await _listen(served, authority, token, _HOST, port)
     front = running_cluster.front
+    if listener is not None:
+        await front.start_outside(listener)
     await definer.define(custom_resources)
     async with tasks.Tasks() as running, contextlib.AsyncExitStack() as stack:
         running.start("controllers", control.run())
@@ -162,6 +170,7 @@ async def _open_node(
     folder = guardian.make_folder("dynamo-kube-")
     network = await stack.enter_async_context(pod_network.open_network())
     inner = cluster
+    cluster.has_pod_networks = network.is_isolated
     if network.is_isolated:
         inner = await _listen(cluster.served, authority, cluster.token, network.host, 0)
         stack.push_async_callback(inner.front.close)
@@ -192,4 +201,5 @@ async def _open_node(
     return node
 
 
+enter_user_namespace = pod_network.enter_user_namespace
 RunCluster = Callable[..., contextlib.AbstractAsyncContextManager[Cluster]]  # `run_cluster`

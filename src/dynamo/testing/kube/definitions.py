@@ -7,7 +7,6 @@ from dynamo.testing.kube import api, metadata, pods, store
 
 Object = dict[str, Any]
 TABLE = ("apiextensions.k8s.io", "customresourcedefinitions")
-_CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
 
 
 class Definitions:
@@ -68,8 +67,8 @@ class Definitions:
                 _condition("Established", "True", "InitialNamesAccepted", text, now),
             ]
         status = {**item["status"], "conditions": conditions}
-        if not conflicting_name:
-            status["acceptedNames"] = spec["names"]
+        accepted = ("kind", "listKind", "plural", "singular") if conflicting_name else spec["names"]
+        status["acceptedNames"] = {name: spec["names"][name] for name in accepted}
         before = [_without_time(condition) for condition in item["status"].get("conditions") or ()]
         if before != [_without_time(condition) for condition in conditions]:
             options = api.WriteOptions(manager="kube-apiserver", subresource="status")
@@ -94,7 +93,7 @@ class Definitions:
                 meta = child["metadata"]
                 await self._api.delete(findings[0], meta.get("namespace", ""), meta["name"])
         if not self._api.store.list_items(table):
-            remaining = [f for f in item["metadata"].get("finalizers") or () if f != _CLEANUP]
+            remaining = [f for f in item["metadata"].get("finalizers") or () if f != api.CLEANUP]
             patch = {"metadata": {"finalizers": remaining}}
             await self._api.merge(self._resource, item, patch, manager="kube-apiserver")
 

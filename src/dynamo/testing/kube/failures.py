@@ -110,7 +110,9 @@ def invalid(qualified_kind: str, name: str, errors: Sequence[FieldError]) -> Api
     details: Object = {"name": name} if name else {}
     if group:
         details["group"] = group
-    details |= {"kind": kind, "causes": [error.cause for error in errors]}
+    if kind:
+        details["kind"] = kind
+    details["causes"] = [error.cause for error in errors]
     return ApiError(422, "Invalid", f'{qualified_kind} "{name}" is invalid: {text}', details)
 
 
@@ -126,6 +128,14 @@ def not_allowed(resource: "resources.ApiResource", verb: str) -> ApiError:
 def bad_request(message: str) -> ApiError:
     """Return the answer for a request that cannot be understood."""
     return ApiError(400, "BadRequest", message)
+
+
+def undecodable(resource: "resources.ApiResource", why: str) -> ApiError:
+    """Return the answer for a body that is no object of this kind."""
+    kind = resource.kind
+    return bad_request(
+        f'{kind} in version "{resource.version}" cannot be handled as a {kind}: {why}'
+    )
 
 
 def forbidden(resource: "resources.ApiResource", name: str, why: str) -> ApiError:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import socket
 import ssl
 import uuid
 from collections.abc import Awaitable, Callable
@@ -52,8 +53,11 @@ class HttpFront:
         self.pod_metrics: autoscaling.PodMetrics | None = None
         self.host = ""
         limits = parser.HttpLimits(body_bytes=MAX_BODY_BYTES, write_buffer_bytes=64 * 2**20)
-        self._server = server.HttpServer(
-            self.answer, limits=limits, tls=tls, error_body=_error_body, takes_upgrades=True
+        self._server, self._outer_server = (
+            server.HttpServer(
+                self.answer, limits=limits, tls=tls, error_body=_error_body, takes_upgrades=True
+            )
+            for _ in range(2)
         )
         self._discovery = discovery.DiscoveryDocuments(served.registry)
         self._is_ready = True
@@ -64,9 +68,14 @@ class HttpFront:
         self.host = f"{host}:{bound}"
         return bound
 
+    async def start_outside(self, listener: socket.socket) -> None:
+        """Answer at the listening socket of another network as well."""
+        await self._outer_server.start_on(listener)
+
     async def close(self) -> None:
         """Stop listening and end all watches."""
         await self._server.close()
+        await self._outer_server.close()
 
     async def answer(self, exchange: exchanges.Exchange) -> None:
         exchange.headers = (

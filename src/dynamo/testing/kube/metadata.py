@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from dynamo.testing.kube import failures, resources
+from dynamo.testing.kube import builtin_schemas, failures, resources
 
 Object = dict[str, Any]
 
@@ -67,27 +67,17 @@ def check_types(body: Object, resource: "resources.ApiResource") -> None:
     metadata = body.get("metadata")
     if metadata is None:
         return
-    prefix = (
-        f'{resource.kind} in version "{resource.version}" cannot be handled as '
-        f"a {resource.kind}: json: cannot unmarshal "
-    )
     if not isinstance(metadata, dict):
-        raise failures.bad_request(
-            f"{prefix}{_go_type(metadata)} into Go struct field .metadata of type v1.ObjectMeta"
-        )
+        found = builtin_schemas.go_type(metadata)
+        text = f"{found} into Go struct field .metadata of type v1.ObjectMeta"
+        raise failures.undecodable(resource, f"json: cannot unmarshal {text}")
     for field in ("labels", "annotations"):
         values = metadata.get(field)
         for value in values.values() if isinstance(values, dict) else ():
             if not isinstance(value, str):
-                text = f"{_go_type(value)} into Go struct field ObjectMeta.{field} of type string"
-                raise failures.bad_request(prefix + text)
-
-
-def _go_type(value: Any) -> str:
-    if isinstance(value, bool):
-        return "bool"
-    names = {dict: "object", list: "array", str: "string", int: "number", float: "number"}
-    return names.get(type(value), "null")
+                found = builtin_schemas.go_type(value)
+                text = f"{found} into Go struct field ObjectMeta.{field} of type string"
+                raise failures.undecodable(resource, f"json: cannot unmarshal {text}")
 
 
 def unknown_fields(body: Object) -> list[str]:

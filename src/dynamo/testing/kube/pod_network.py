@@ -1,4 +1,6 @@
-"""A network for pods: as root each has a network namespace on a bridge, and else an address of its own in 127.0.0.0/8.
+"""A network for pods: each has a network namespace on a bridge, or else an address of its own in 127.0.0.0/8.
+
+Bridges need root, or a user namespace of the cluster's, where its user is root: `enter_user_namespace`.
 
 A namespace lives as long as the pod's first process, so nothing of it is left when that is killed. The bridge is
 removed at the end; one that a killed cluster left is removed by the next.
@@ -14,6 +16,7 @@ import re
 import secrets
 import shutil
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -21,7 +24,7 @@ from dynamo.base import errors
 
 SERVICE_NETWORK = "10.96.0.0/12"  # of the addresses of services
 _BRIDGE = "dynkube"
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWNS, _CLONE_NEWUSER = 0x40000000, 0x00020000, 0x10000000
 _CONNECT_S = 5.0
 _COMMANDS = ("ip", "nsenter", "unshare", "mount")
 
@@ -138,6 +141,34 @@ def _connect_in(pid: int, port: int) -> socket.socket:
     return connected
 
 
+def enter_user_namespace(port: int) -> socket.socket | None:
+    """Enter user, network and mount namespaces of this process, where its user is root, before it has other threads.
+
+    Return a socket that listens in the network which it leaves, where the user's clients are; None, and stay, where
+    the kernel refuses namespaces or the user is root already. Raises OSError if the port is taken.
+    """
+    probe = ("unshare", "--user", "--map-root-user", "--net", "--mount")
+    if os.geteuid() == 0 or not all(map(shutil.which, _COMMANDS)):
+        return None
+    if subprocess.run([*probe, "ip", "link", "set", "lo", "up"], capture_output=True).returncode:
+        return None
+    listener = socket.create_server(("127.0.0.1", port))
+    user, group = os.getuid(), os.getgid()
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWNS):
+        listener.close()
+        return None
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"0 {user} 1"),
+        ("gid_map", f"0 {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    return listener
+
+
 @contextlib.asynccontextmanager
 async def open_network() -> AsyncIterator[PodNetwork]:
     """Open the best network that this user may make."""
@@ -161,7 +192,10 @@ async def _remove_stale_bridges() -> None:
     for device in await asyncio.to_thread(os.listdir, "/sys/class/net"):
         match = re.fullmatch(_BRIDGE + r"(\d+)", device)
         if match is not None and not os.path.isdir(f"/proc/{match[1]}"):  # noqa: ASYNC240 - in memory
-            await _run("ip", "link", "del", device)
+            with contextlib.suppress(
+                errors.ConfigError
+            ):  # of another network: /sys shows the host's
+                await _run("ip", "link", "del", device)
 
 
 async def _run(*command: str) -> None:

@@ -90,7 +90,7 @@ class PodRunner:
 
     async def _run(self) -> None:
         (self.folder / "volumes").mkdir(parents=True, exist_ok=True)
-        await self._open_sandbox()
+        await self._open_sandbox_in_time()
         for state in self.inits:
             await self._run_container(state, is_init=True)
             if state.state.get("terminated", {}).get("exitCode") != 0:
@@ -99,6 +99,20 @@ class PodRunner:
         async with asyncio.TaskGroup() as group:
             for state in self.states:
                 group.create_task(self._run_container(state), name=state.spec["name"])
+
+    async def _open_sandbox_in_time(self) -> None:
+        """Open the sandbox, again until what its volumes need is there; the status says what is missing."""
+        while True:
+            try:
+                await self._open_sandbox()
+            except (pods.MissingReference, OSError) as error:
+                waiting = {"reason": "CreateContainerConfigError", "message": str(error)}
+                for state in (*self.inits, *self.states):
+                    state.state = {"waiting": waiting}
+                await self._report()
+                await self._node.clock.sleep(_RETRY_S)
+            else:
+                return
 
     async def _open_sandbox(self) -> None:
         """Prepare volumes, and start the process that holds the pod's namespaces."""
@@ -118,11 +132,15 @@ class PodRunner:
                 inner.mkdir(parents=True, exist_ok=True)
                 lines.append(f"mount --bind '{self._node.folder}' '{inner}'")
             lines.append(f"mount --rbind '{source}' '{target}'")
-        script = " && ".join([*lines, f"touch '{ready}'"]) + "; exec sleep infinity"
+        script = " && ".join([*lines, f"touch '{ready}'", "exec sleep infinity"])
         argv = ["unshare", "-n", "-m", "-u", "sh", "-c", script]
         self._sandbox = await self._start("sandbox", argv, dict(os.environ))
         async with asyncio.timeout(_LAST_BACKOFF_S):
             while not os.access(ready, os.F_OK):
+                if self._sandbox.exit_code is not None:
+                    raise OSError(
+                        f"the kernel refuses one of the mounts {', '.join(t for _, t in mounts)}"
+                    )
                 await self._node.clock.sleep(_POLL_S)
         self.address = await self._node.network.attach(self._sandbox.pid)
         own = f"127.0.0.1 localhost\n{self.address} {meta['name'][:63]}\n"
@@ -132,10 +150,11 @@ class PodRunner:
         missing = [target, *target.parents]
         for level in reversed(missing):
             if not level.exists():
-                if level == target and not is_folder:
-                    level.touch()
-                else:
-                    level.mkdir()
+                try:
+                    level.touch() if level == target and not is_folder else level.mkdir()
+                except OSError as error:
+                    text = f"mountPath {target} cannot be made: {error.strerror}; make it, or choose another"
+                    raise OSError(text) from error
                 self._node.made_folders.append(level)
 
     def _mounts(self) -> list[tuple[Path, str]]:

@@ -12,6 +12,7 @@ from dynamo.testing.kube import (
     admission,
     builtin_checks,
     builtin_rules,
+    builtin_schemas,
     failures,
     managed_fields,
     metadata,
@@ -295,17 +296,11 @@ class ObjectWrites:
         self, resource: "resources.ApiResource", item: Object, options: admission.WriteOptions
     ) -> Object:
         """Return an object without unknown fields, and warn of them or refuse them. Raises ApiError."""
-        unknown = metadata.unknown_fields(item)
-        if resource.is_custom:
-            item, findings = schema.prune(item, resource.schema, is_root=True)
-            unknown += findings
+        if options.user is None and not resource.is_custom:
+            return item
+        item, unknown = find_unknown(resource, item)
         if unknown and options.field_validation == "Strict":
-            listed = ", ".join(f'unknown field "{path}"' for path in unknown)
-            text = (
-                f'{resource.kind} in version "{resource.version}" cannot be handled as '
-                f"a {resource.kind}: strict decoding error: {listed}"
-            )
-            raise failures.bad_request(text)
+            raise failures.undecodable(resource, describe_unknown(unknown))
         if unknown and options.field_validation == "Warn":
             options.warnings.extend(f'unknown field "{path}"' for path in unknown)
         return item
@@ -471,6 +466,24 @@ class ObjectWrites:
         else:
             stored = self.store.put(resource.key, stored)
         return (await self.present(resource, [stored]))[0]
+
+
+def find_unknown(resource: "resources.ApiResource", item: Object) -> tuple[Object, list[str]]:
+    """Return an object without unknown fields, and their paths. Raises ApiError (400) for a value of a wrong type."""
+    unknown = metadata.unknown_fields(item)
+    if resource.is_custom:
+        item, findings = schema.prune(item, resource.schema, is_root=True)
+        return item, unknown + findings
+    try:
+        item, findings = builtin_schemas.keep_known(resource.api_version, item, resource.kind)
+    except builtin_schemas.WrongType as error:
+        raise failures.undecodable(resource, f"json: cannot unmarshal {error}") from error
+    return item, unknown + findings
+
+
+def describe_unknown(paths: Sequence[str]) -> str:
+    """Return what the decoder says of unknown fields."""
+    return "strict decoding error: " + ", ".join(f'unknown field "{path}"' for path in paths)
 
 
 def needs_conversion(resource: "resources.ApiResource", item: Object) -> bool:
