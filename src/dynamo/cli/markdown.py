@@ -36,9 +36,9 @@ class MarkdownWriter:
         return "".join(map(self._push_char, text))
 
     def finish(self) -> str:
-        """End the text; return what was held back."""
-        shown = self._end_word()
-        return shown + (_RESET if self._active and self._has_styles else "")
+        """End the text; return what was held back. No style goes on, also if the text ended within code."""
+        shown = self._end_line().removesuffix("\n")
+        return shown + (_RESET if self._is_fenced and self._has_styles else "")
 
     def _push_char(self, char: str) -> str:
         if char == "\n":

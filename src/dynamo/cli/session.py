@@ -61,6 +61,7 @@ class Session:
         self,
         messages: Sequence[Message],
         on_text: Callable[[str], None] = lambda text: None,
+        /,
         **fields: Any,
     ) -> Answer:
         """Answer a conversation; further fields are those of OpenAI's request.

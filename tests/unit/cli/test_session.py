@@ -87,6 +87,13 @@ async def test_text_is_passed_on_as_each_output_arrives(end, expected):
     assert answer[:4] == ("abc", expected, 1, 3)
 
 
+async def test_fields_of_a_line_may_have_any_name():
+    fields = {"self": 1, "on_text": 2, "name": "x"}
+    answer = await talk(Endpoint(said("a", generate.FinishReason.EOS))).chat(ASKED, **fields)
+
+    assert answer.text == "a"
+
+
 async def test_stop_string_ends_the_stream():
     endpoint = Endpoint(said("a!b"), said("never told"), is_silent=True)
     answer = await talk(endpoint).chat(ASKED)

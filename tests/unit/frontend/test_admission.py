@@ -95,11 +95,11 @@ async def busy_rig(rig, **settings):
 async def test_only_probes_are_answered_without_a_key(keyed):
     answers = {
         path: (await keyed.client.get(path)).status_code
-        for path in ("/", "/v1/models", "/live", "/health", "/metrics", "/busy_threshold")
+        for path in ("/", "/v1/models", "/live", "/ping", "/health", "/metrics", "/busy_threshold")
     }
 
     assert answers == {
-        "/": 200, "/v1/models": 401, "/busy_threshold": 401, "/live": 200, "/health": 200, "/metrics": 200
+        "/": 200, "/v1/models": 401, "/busy_threshold": 401, "/live": 200, "/ping": 200, "/health": 200, "/metrics": 200
     }  # fmt: skip
     row = 'dynamo_frontend_admission_rejection_total{gate="api_key",model="unknown"}'
     assert (await keyed.metrics())[row] == 2

@@ -1,6 +1,7 @@
 """Routes that do not generate, and what the door itself refuses."""
 
 import asyncio
+import collections
 import pathlib
 import re
 from unittest import mock
@@ -175,6 +176,35 @@ async def test_wrong_method_or_path_is_an_openai_error(rig, method, path, status
     assert error["type"] == "invalid_request_error"
     assert path in error["message"]
     assert ("allow" in answer.headers) == (status == 405)
+
+
+async def test_every_route_names_its_methods_and_answers_head_where_it_answers_get(rig):
+    methods_by_path = collections.defaultdict(lambda: {"OPTIONS"})
+    for entry in service.Frontend._declare_operations(*[mock.MagicMock()] * 5):
+        path = entry.path.replace("**", "none").replace("*", "none")
+        methods_by_path[path] |= {"GET", "HEAD"} if entry.method == "GET" else {entry.method}
+    ask = rig.client.request
+    for path, methods in methods_by_path.items():
+        allowed = ", ".join(sorted(methods))
+        named = [await ask("OPTIONS", path), await ask("PATCH", path)]
+        assert [(row.status_code, row.headers["allow"]) for row in named] == [
+            (204, allowed), (405, allowed)
+        ], path  # fmt: skip
+        if "GET" in methods and path != "/console/api/events":  # which does not end
+            head, get = await ask("HEAD", path), await ask("GET", path)
+            assert (head.status_code, head.content) == (get.status_code, b""), path
+            assert head.headers["content-type"] == get.headers["content-type"], path
+
+    assert len(methods_by_path) > 60
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_ping_of_sagemaker_and_vllm_needs_no_key(bare, tmp_path, method):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "ann"\nkey = "sk-ann-12345"\n')
+    await bare.start(api_keys_file=str(keys))
+
+    assert (await bare.client.request(method, "/ping")).status_code == 200
 
 
 async def test_wrong_content_type_is_refused(rig):

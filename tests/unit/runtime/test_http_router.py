@@ -78,3 +78,16 @@ def test_wrong_method_gets_405_with_the_allowed_methods():
     assert called == []
     assert text.startswith(b"HTTP/1.1 405 ")
     assert b"\r\nallow: GET, HEAD, OPTIONS, POST\r\n" in text
+
+
+def test_options_of_the_whole_server_names_all_methods():
+    called, text = ask("OPTIONS", "*")
+
+    assert called == []
+    assert text.startswith(b"HTTP/1.1 204 ")
+    assert b"\r\nallow: GET, HEAD, OPTIONS, POST\r\n" in text
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_only_options_may_ask_the_whole_server(method):
+    assert ask(method, "*")[1].startswith(b"HTTP/1.1 404 ")

@@ -26,7 +26,7 @@ CHECK_INTERVAL_S = 1.0
 # probes, scrapers, and the files of the console, which a browser needs before a person can give it a key
 OPEN_PATHS = frozenset(
     (
-        *("/live", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"),
+        *("/live", "/ping", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"),
         *("/", "/console", "/console/app.js", "/console/app.css", "/console/icon.svg"),
     )
 )

@@ -225,6 +225,7 @@ def state_operations(
     def show_live(client: exchange.Exchange) -> None:
         client.respond(200, b'{"status":"live","message":"Service is live"}')
 
+    @api.post("/ping", "The same, as with vLLM", wrap=add_request_id, answer=dict[str, Any])
     @api.get("/ping", "200 as long as the process runs, as with SageMaker", answer=dict[str, Any])
     def ping(client: exchange.Exchange) -> None:
         client.respond(200, b"{}")

@@ -385,7 +385,7 @@ class HttpRouter:
     """A table of (method, path pattern) → handler. A pattern may have one `*`, for one part of a path, or `**` for any.
 
     An exact path comes first, then the pattern with the longest text before and after its `*`. HEAD is answered by the
-    handler of GET.
+    handler of GET, and `OPTIONS *` names the methods of all paths.
     """
 
     def __init__(self, table: Mapping[tuple[str, str], Handler], *, error_body: ErrorBody) -> None:
@@ -404,6 +404,10 @@ class HttpRouter:
     def __call__(self, exchange: Exchange) -> Awaitable[None] | None:
         request = exchange.request
         handlers = self._exact.get(request.path) or self._by_pattern(request.path)
+        if handlers is None and (request.method, request.path) == ("OPTIONS", "*"):
+            allowed = _allowed(method for method, _ in self.table)
+            exchange.respond(204, b"", headers=(("allow", allowed),))
+            return None
         if handlers is None:
             message = f"no such path: {request.method} {request.path}"
             exchange.respond(404, self._error_body(404, message, request.path))
@@ -411,8 +415,7 @@ class HttpRouter:
         method = "GET" if request.method == "HEAD" else request.method
         handler = handlers.get(method)
         if handler is None:
-            implied = {"OPTIONS", *(("HEAD",) if "GET" in handlers else ())}
-            allowed = ", ".join(sorted(implied.union(handlers)))
+            allowed = _allowed(handlers)
             if method == "OPTIONS":
                 exchange.respond(204, b"", headers=(("allow", allowed),))
                 return None
@@ -431,6 +434,12 @@ class HttpRouter:
         ]
         longest = max(matching, key=lambda around: tuple(map(len, around)), default=None)
         return None if longest is None else self._patterns[longest]
+
+
+def _allowed(methods: Iterable[str]) -> str:
+    """Return the header Allow of a path with handlers for these methods."""
+    served = {*methods, "OPTIONS"}
+    return ", ".join(sorted(served | {"HEAD"} if "GET" in served else served))
 
 
 def _ends_with(tail: str, end: str) -> bool:
