@@ -142,8 +142,7 @@ def show_progress(num_done: int, num_all: int) -> None:
     """Redraw the progress bar, if the output is a terminal."""
     if not sys.stderr.isatty():
         return
-    width = 30
-    filled = "#" * (width * num_done // num_all)
+    filled = "#" * (30 * num_done // num_all)
     end = "\n" if num_done == num_all else ""
-    sys.stderr.write(f"\r[{filled:<{width}}] {num_done}/{num_all}{end}")
+    sys.stderr.write(f"\r[{filled:<30}] {num_done}/{num_all}{end}")
     sys.stderr.flush()

@@ -218,6 +218,8 @@ class TerminalConversation:
         except msgspec.DecodeError as error:
             message = f"/load {path}: expected a file of /save: {error}"
             raise errors.InvalidRequest(message) from error
+        has_any = {"messages": saved.messages} if saved.messages else {}
+        self._talk.check({**saved.options, **has_any})
         self._messages, self._options = [*saved.messages], saved.options
         print(f"{len(self._messages)} messages from {path}")
 

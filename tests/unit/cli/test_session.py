@@ -87,11 +87,9 @@ async def test_text_is_passed_on_as_each_output_arrives(end, expected):
     assert answer[:4] == ("abc", expected, 1, 3)
 
 
-async def test_fields_of_a_line_may_have_any_name():
-    fields = {"self": 1, "on_text": 2, "name": "x"}
-    answer = await talk(Endpoint(said("a", generate.FinishReason.EOS))).chat(ASKED, **fields)
-
-    assert answer.text == "a"
+async def test_field_named_as_an_argument_of_ours_is_refused_like_any_unknown_one():
+    with pytest.raises(errors.InvalidRequest, match=r"`on_text`, `self`"):
+        await talk(Endpoint()).chat(ASKED, self=1, on_text=2)
 
 
 async def test_stop_string_ends_the_stream():

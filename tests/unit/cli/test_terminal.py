@@ -133,6 +133,17 @@ def test_file_that_is_no_conversation_is_refused(say, scripted_talk, tmp_path, c
     assert scripted_talk.seen[-1] == ["one", "answer 1", "two"]
 
 
+def test_loaded_conversation_that_no_request_may_have_is_refused(
+    say, scripted_talk, tmp_path, capsys
+):
+    path = tmp_path / "talk.json"
+    path.write_text('{"model": "m", "messages": [], "options": {"temperature": 99}}')
+    say("one", f"/load {path}", "two")
+
+    assert "(temperature: too hot)" in capsys.readouterr().out
+    assert scripted_talk.seen[-1] == ["one", "answer 1", "two"]
+
+
 def test_another_model_goes_on_with_the_conversation(say, scripted_talk, capsys):
     say("one", "/model", "/model other", "/model", "two")
 

@@ -315,8 +315,8 @@ def test_a_grammar_that_becomes_too_complex_fails_only_its_request(model, bomb):
     assert told["free"].end in (EOS, LENGTH)
 
 
-def draw_after(model, guided, text, likeliest):
-    """Return the text of the token that is drawn after `text`, if these tokens are the likeliest, in falling order."""
+def draw_after(model, guided, text, *likeliest):
+    """Return the text that is drawn after `text`, a token per list of the likeliest tokens, in falling order."""
     request = model.request("r", "x", guided, temperature=0.0)
     prompt = [*blocks.unpack(request.token_ids)]
     answer = model.ids(text)
@@ -327,11 +327,15 @@ def draw_after(model, guided, text, likeliest):
         prompt_len=len(prompt) + len(answer),
         grammar=model.builder.build(guided),
     )
-    logits = torch.zeros(1, model.parts.vocab_size)
-    for rank, token in enumerate(likeliest):
-        logits[0, model.tokenizer.token_to_id(token)] = 20.0 - rank
-    (drawn,) = sampler.Sampler().sample(logits, [sequence])
-    return model.tokenizer.decode([drawn.token_id])
+    drawing, drawn_ids = sampler.Sampler(), []
+    for tokens in likeliest:
+        logits = torch.zeros(1, model.parts.vocab_size)
+        for rank, token in enumerate(tokens):
+            logits[0, model.tokenizer.token_to_id(token)] = 20.0 - rank
+        (drawn,) = drawing.sample(logits, [sequence])
+        drawn_ids.append(drawn.token_id)
+        sequence.token_ids.append(drawn.token_id)
+    return model.tokenizer.decode(drawn_ids)
 
 
 @pytest.mark.parametrize(
@@ -350,6 +354,27 @@ def draw_after(model, guided, text, likeliest):
 )
 def test_word_begins_with_its_first_token_where_its_blank_is_not_allowed(model, guided, text):
     assert draw_after(model, guided, text, ["Ġcrocodile", "codile"]) == "c"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [("[a-z]+", "crocodile"), ("c[a-z]*|codile", "crocodile"), ("co[a-z]*|d", "d")],
+)
+def test_word_is_spelled_to_its_end_though_the_model_expects_another_token(
+    model, pattern, expected
+):
+    spelling = model.ids("crocodile")
+    guided = generate.GuidedDecoding(regex=pattern)
+    drawn = draw_after(model, guided, "", ["Ġcrocodile", "d"], *[["o", "a"]] * (len(spelling) - 1))
+
+    assert len(spelling) > 2
+    assert drawn.startswith(expected)
+
+
+def test_word_that_began_otherwise_is_not_spelled_on(model):
+    guided = generate.GuidedDecoding(regex="[a-z]+")
+
+    assert draw_after(model, guided, "", ["c", "Ġcrocodile"], ["o", "a"]) == "co"
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ async def test_only_probes_are_answered_without_a_key(keyed):
     }
 
     assert answers == {
-        "/": 200, "/v1/models": 401, "/busy_threshold": 401, "/live": 200, "/ping": 200, "/health": 200, "/metrics": 200
+        "/": 200, "/v1/models": 401, "/busy_threshold": 401,
+        "/live": 200, "/ping": 200, "/health": 200, "/metrics": 200,
     }  # fmt: skip
     row = 'dynamo_frontend_admission_rejection_total{gate="api_key",model="unknown"}'
     assert (await keyed.metrics())[row] == 2

@@ -16,7 +16,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,7 +85,8 @@ class GrammarGuide:
         self._eos = eos
         self._vocabulary = vocabulary
         self.begins_text = begins_text
-        self.strip_blank = vocabulary.strip_blank
+        self.spellings: Mapping[tuple[int, ...], float] = {}
+        self.candidates: Mapping[tuple[int, ...], float] = {}
         self.error: errors.DynamoError | None = None
 
     def fill(self, bits: memoryview, *, may_end: bool) -> None:
@@ -114,6 +115,17 @@ class GrammarGuide:
         if token_id not in self._eos:
             self._matcher.consume_token(token_id)
             self.begins_text = self._vocabulary.text_of(token_id).endswith('"')
+            candidates, self.candidates = self.candidates, {}
+            self.spellings = {
+                ids[1:]: share
+                for ids, share in candidates.items()
+                if ids[0] == token_id and ids[1:]
+            }
+
+    def spell(self, token_id: int) -> tuple[int, ...]:
+        """Return the tokens of a token's text without its blank; none if it has none, or they may not come."""
+        ids = self._vocabulary.spell(token_id)
+        return ids if self._matcher.validate_tokens([*ids]) == len(ids) else ()
 
 
 class CompiledGrammar:
@@ -147,15 +159,15 @@ class Vocabulary:
 
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         self.text_of = functools.cache(lambda token_id: tokenizer.decode_str([token_id]))
-        self.strip_blank = functools.cache(self._strip_blank)
+        self.spell = functools.cache(self._spell)
         self._tokenizer = tokenizer
 
-    def _strip_blank(self, token_id: int) -> int | None:
+    def _spell(self, token_id: int) -> tuple[int, ...]:
         text: str = self.text_of(token_id)
         stripped = text.removeprefix(" ")
         if stripped == text or not stripped.strip():
-            return None
-        return int(self._tokenizer.tokenize_str(stripped)[0])
+            return ()
+        return tuple(self._tokenizer.tokenize_str(stripped))
 
 
 class GrammarBuilder:

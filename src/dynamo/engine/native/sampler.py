@@ -440,7 +440,7 @@ def apply_guides(
 ) -> torch.Tensor:
     """Return a copy of logits [rows, vocabulary] with minus infinity for tokens that a row's guide does not allow.
 
-    Where a text begins, tokens that are banned for their leading blank count for what follows it.
+    Where a text begins, tokens that are banned for their leading blank are spelled without it.
     """
     size = logits.shape[1]
     words = -(-size // 32)  # llguidance writes 32 bits at a time
@@ -456,7 +456,7 @@ def apply_guides(
         allowed = logits[rows].masked_fill_(is_banned, -torch.inf)
         masked = logits.index_copy(0, rows, allowed)
     for (i, guide), banned in zip(guides.items(), is_banned, strict=True):
-        if guide.begins_text:
+        if guide.begins_text or guide.spellings:
             _heal(masked[i], logits[i], banned, guide)
     return masked
 
@@ -464,18 +464,25 @@ def apply_guides(
 def _heal(
     masked: torch.Tensor, logits: torch.Tensor, is_banned: torch.Tensor, guide: Guide
 ) -> None:
-    """Give the weight of " word", which may not begin this text, to the token that begins "word".
+    """Spell out " word" where a text may begin with "word" only: change a row [vocabulary], `masked`, in place.
 
     Models begin nearly every word with a blank. Without this, the token that happens to be next best begins the text,
-    often the middle of the same word. All are one row [vocabulary]; `masked` is changed in place.
+    often the middle of the same word. The first token of "word" gets the weight of " word", and after it the next one
+    gets what of its own weight came from there: so the model is not left with a first letter that it never chose.
     """
-    best = logits.topk(min(NUM_CANDIDATES, len(logits)))
-    for logit, token_id in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-        if not is_banned[token_id]:
-            continue
-        first_id = guide.strip_blank(token_id)
-        if first_id is not None and not is_banned[first_id]:
-            masked[first_id] = torch.logaddexp(masked[first_id], masked.new_tensor(logit))
+    total = logits.logsumexp(-1)
+    masked += math.log(max(1e-9, 1.0 - sum(map(math.exp, guide.spellings.values())))) - total
+    spellings = dict(guide.spellings)
+    if guide.begins_text:
+        best = logits.topk(min(NUM_CANDIDATES, len(logits)))
+        found = best.indices.tolist(), (best.values - total).tolist(), is_banned[best.indices]
+        for token_id, logprob, is_candidate in zip(*found, strict=True):
+            if is_candidate and (ids := guide.spell(token_id)):
+                spellings[ids] = logprob
+    spellings = {ids: logprob for ids, logprob in spellings.items() if masked[ids[0]] > -math.inf}
+    for ids, logprob in spellings.items():
+        masked[ids[0]] = torch.logaddexp(masked[ids[0]], masked.new_tensor(logprob))
+    guide.candidates = {ids: value - float(masked[ids[0]]) for ids, value in spellings.items()}
 
 
 def _no_token(peak: float, state: SamplingState, guide: Guide | None) -> errors.DynamoError:

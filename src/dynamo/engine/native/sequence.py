@@ -3,6 +3,7 @@
 The scheduler owns a sequence's blocks and progress; the runner reads it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,8 +17,12 @@ class Guide(Protocol):
     error: errors.DynamoError | None  # why it cannot be followed any more
     begins_text: bool  # the next token begins the answer, or a string within it
 
-    def strip_blank(self, token_id: int) -> int | None:
-        """Return the first token of a token's text without the blank before it; None if it has none."""
+    # what remains of the words that the answer may be spelling, by the log of their share in what was drawn last
+    spellings: Mapping[tuple[int, ...], float]
+    candidates: Mapping[tuple[int, ...], float]  # the same of the token that is drawn next
+
+    def spell(self, token_id: int) -> tuple[int, ...]:
+        """Return the tokens of a token's text without its blank; none if it has none, or they may not come."""
 
     def fill(self, bits: memoryview, *, may_end: bool) -> None:
         """Set the bit of each token that may come next, of end tokens only with `may_end`."""
