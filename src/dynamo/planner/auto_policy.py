@@ -57,7 +57,7 @@ class AutoPolicy:
         replicas = self._policies[other].workers(rate)
         reason = f"{_NAMES[other]} needs less than {_NAMES[self._form]}: {proposal.reason}"
         self._form = other
-        return dataclasses.replace(proposals[other], replicas=replicas, reason=reason, is_move=True)
+        return dataclasses.replace(proposals[other], replicas=replicas, reason=reason, is_firm=True)
 
     def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:
         """Return True if fewer workers, in the form that was proposed, would hold the targets."""

@@ -93,7 +93,7 @@ class ScalingConfig:
     )
     scale_down_delay: float = config.option(
         -1.0,
-        help="seconds for which fewer workers must suffice before one goes; -1: one start-up time",
+        help="seconds for which fewer workers must suffice before one goes; -1: one start-up time and one interval",
         least=-1,
     )
     decode_kv_scale_up_threshold: float = config.option(
@@ -129,7 +129,8 @@ class ScalingConfig:
     @property
     def stabilization_s(self) -> float:
         """Return the seconds for which fewer workers, or another form, must suffice before the planner acts."""
-        return self.startup_time if self.scale_down_delay < 0 else self.scale_down_delay
+        default_s = self.startup_time + self.adjustment_interval  # until a new worker could serve
+        return default_s if self.scale_down_delay < 0 else self.scale_down_delay
 
     @property
     def thresholds(self) -> policies.LoadThresholds:

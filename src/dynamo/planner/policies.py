@@ -59,7 +59,7 @@ class Proposal:
     reason: str
     prediction: Prediction | None = None
     unreachable: str = ""
-    is_move: bool = False  # between aggregated and disaggregated: earlier proposals bind no more
+    is_firm: bool = False  # earlier proposals bind no more
 
 
 class Policy(Protocol):

@@ -4,7 +4,8 @@ A worker that is ordered now serves after its start-up time. The policy therefor
 
 - asks for more workers for the traffic at that time, plus those that work off, within `catch_up_s`, the prompts that
   will be waiting by then, with a margin for what forecasts of this length lacked so far;
-- gives up a worker only if none of the predictions until then needs it: it could not be back in time.
+- gives up a worker only if none of the predictions until then needs it: it could not be back in time. Where a period
+  foretells the load, that alone decides; otherwise the limits wait whether the load stays low.
 
 The number of workers for a rate of requests follows from the waiting time (`policies`): prompts are computed without
 what the prefix cache holds, and at most one in twenty may wait longer than the target leaves beside its own prefill.
@@ -26,6 +27,7 @@ from dynamo.planner.profile import WorkerProfile
 
 _SMOOTHING = 0.3  # weight of the newest interval in means of lengths and rates
 _MOST_BURSTINESS = 6.0
+_VARIETY_WEIGHT = 5  # intervals
 _NUM_OUTCOMES = 40
 _MEMORY = 0.9  # weight of the lengths of the interval before
 _LEAST_SERVABLE = 0.5  # share of requests whose own prefill leaves time for the TTFT target
@@ -108,25 +110,24 @@ class Forecast:
         return [tokens / (self._isl or 1.0) / interval_s for tokens in work]
 
     @property
-    def margin(self) -> float:
-        """Return the factor that eight of ten forecasts would have needed, at least 1.
+    def is_periodic(self) -> bool:
+        """Return True if the last forecast repeats a period."""
+        return self._predictor.basis == "period"
 
-        The noise of the arrivals within an interval is left out: the waiting time of the queue accounts for it.
-        """
+    @property
+    def margin(self) -> float:
+        """Return the factor that eight of ten forecasts would have needed, at least 1."""
         if len(self._outcomes) < 5:
-            return _FIRST_MARGIN
+            return 1.0 if self.is_periodic else _FIRST_MARGIN  # a period has foretold well already
         ratios = sorted(work / expected for expected, work in self._outcomes)
-        shortage = max(0.0, ratios[len(ratios) * 8 // 10] - 1)
-        error = sum((work - expected) ** 2 for expected, work in self._outcomes)
-        token_variance = self.burstiness * (self._isl or 0.0)  # per token that arrives
-        noise = token_variance * sum(expected for expected, _ in self._outcomes)
-        return min(_MOST_MARGIN, 1 + shortage * math.sqrt(max(0.0, 1 - noise / max(1.0, error))))
+        return min(_MOST_MARGIN, max(1.0, ratios[len(ratios) * 8 // 10]))
 
     @property
     def burstiness(self) -> float:
-        """Return the variance of the arriving tokens over that of equal prompts in a Poisson process, at least 1.
+        """Return the variance of the arriving tokens over that of equal prompts in a Poisson process.
 
-        It is that of second differences, in which a steady rise or fall of the rate leaves nothing.
+        It is that of second differences, in which a steady rise or fall of the rate leaves nothing. It is at least what
+        the lengths of the prompts cause, which also counts as much as five intervals: few of them tell little.
         """
         work = list(self._work)
         if len(work) < 5 or not self._isl:
@@ -135,7 +136,10 @@ class Forecast:
         squares = sorted((a - 2 * b + c) ** 2 / 6 for a, b, c in triples)
         squares = squares[: len(squares) - len(squares) // 8]  # without the largest: steps
         mean = max(1.0, sum(work) / len(work)) * self._isl
-        return min(_MOST_BURSTINESS, max(1.0, sum(squares) / len(squares) / mean))
+        measured = min(_MOST_BURSTINESS, max(1.0, sum(squares) / len(squares) / mean))
+        weight = (len(work) - 4) / (len(work) - 4 + _VARIETY_WEIGHT)
+        blended = weight * measured + (1 - weight) * self._variety
+        return min(_MOST_BURSTINESS, max(self._variety, blended))
 
     @property
     def _variety(self) -> float:
@@ -236,6 +240,7 @@ class PredictivePolicy:
             ),
             prediction=Prediction(requests_per_s=later_rate, isl=shape.isl, osl=shape.osl),
             unreachable=sizing.unreachable,
+            is_firm=self._forecast.is_periodic,
         )
 
     def workers(self, requests_per_s: float) -> Replicas:

@@ -3,7 +3,8 @@
 `arima` is an autoregression on the series or on its differences, whichever varies less; its coefficients follow from
 the autocovariances by the recursion of Levinson and Durbin, its order from Akaike's criterion. `kalman` is the local
 linear trend of the original's later versions, with its variances. `seasonal` repeats what came one period ago, moved by
-the present difference; without a clear period it forecasts as `kalman` does, and never less than the recent peak.
+the present difference; without a clear period, or if that would have foretold what came since badly, it forecasts as
+`kalman` does, and never less than the recent peak.
 """  # decider
 
 import itertools
@@ -21,6 +22,7 @@ _MAX_ORDER = 5
 _LEAST_LIKENESS = 0.7  # of a series with itself one period ago
 _MULTIPLES = 0.1  # by which twice the period may be more alike than the period
 _LEAST_PERIOD = 4  # intervals
+_MOST_ERROR = 0.25  # squared, of forecasts by a period, as a share of that of the last value
 
 
 class Predictor(Protocol):
@@ -183,16 +185,31 @@ class SeasonalPredictor:
         """Return the values of one period ago moved by the present difference, or the trend."""
         values = list(self._values)
         period = find_period(values)
-        self.basis = "trend" if period is None else "period"
-        if period is None:
-            recent = max(values[-3:], default=0.0)
-            ceiling = max(values, default=0.0)
-            return [min(ceiling, max(recent, v)) for v in self._trend.forecast(num_steps)]
-        season = smooth(values)[-period:]
-        num_recent = max(1, period // 4)
-        earlier = values[-num_recent - period : -period or None][:num_recent]
-        difference = statistics.fmean(values[-num_recent:]) - statistics.fmean(earlier)
-        return [max(0.0, season[step % period] + difference) for step in range(num_steps)]
+        if period is not None and _has_foretold(values, period, num_steps):
+            self.basis = "period"
+            return _repeat(values, period, num_steps)
+        self.basis = "trend"
+        recent, ceiling = max(values[-3:], default=0.0), max(values, default=0.0)
+        return [min(ceiling, max(recent, v)) for v in self._trend.forecast(num_steps)]
+
+
+def _repeat(values: Sequence[float], period: int, num_steps: int) -> list[float]:
+    """Return the values of one period ago moved by the present difference."""
+    season = smooth(values[-period - 1 :])[-period:]
+    num_recent = max(1, period // 4)
+    earlier = values[-num_recent - period : -period or None][:num_recent]
+    difference = statistics.fmean(values[-num_recent:]) - statistics.fmean(earlier)
+    return [max(0.0, season[step % period] + difference) for step in range(num_steps)]
+
+
+def _has_foretold(values: Sequence[float], period: int, num_steps: int) -> bool:
+    """Return True if this period would have foretold the last step of earlier forecasts far better than no change."""
+    of_period = of_last = 0.0
+    for size in range(period + 1, len(values) - num_steps + 1):
+        actual = values[size + num_steps - 1]
+        of_period += (_repeat(values[:size], period, num_steps)[-1] - actual) ** 2
+        of_last += (values[size - 1] - actual) ** 2
+    return of_period < _MOST_ERROR * of_last
 
 
 def smooth(values: Sequence[float]) -> list[float]:

@@ -8,7 +8,7 @@
 - Constrain: minimum, maximum and GPU budget. A worker that drains still holds its GPUs, so a change of two pools takes
   away before it gives. A pool shrinks only to the largest number that was proposed within the stabilization window, and
   only if the workers that remain would hold the targets. For workers that another pool takes over by a change of role
-  there is no window, because they can be back as quickly.
+  there is no window, because they can be back as quickly, nor for a firm proposal.
 
 `simulate` runs the same pipeline over simulated workers, in virtual time: what the planner would do if the load were
 another. The last observation is repeated with its traffic multiplied. Load spreads evenly, so that of a worker falls as
@@ -212,7 +212,7 @@ class ScalingPipeline:
         pairs = zip((PREFILL, DECODE), proposal.replicas, observation.num_ordered, strict=True)
         for name, number, present in pairs:
             proposals = self._memory[name].proposals
-            if proposal.is_move:
+            if proposal.is_firm:
                 proposals.clear()
             proposals.append((observation.at, number))
             while proposals[0][0] < observation.at - self._limits.stabilization_s:

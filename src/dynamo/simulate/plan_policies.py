@@ -67,7 +67,7 @@ def make_decide(
     match name:
         case "predictive":
             policy = predictive_policy.PredictivePolicy(profile, targets, make_predictor)
-            stabilization_s = scenario.startup_s
+            stabilization_s = scenario.startup_s + scenario.interval_s
         case "sla":
             arima = functools.partial(predictors.make_predictor, "arima")
             policy = policies.SlaPolicy(profile, targets, arima)

@@ -38,9 +38,9 @@ def test_load_that_needs_fewer_gpus_apart_is_disaggregated_once_that_has_settled
     before = propose_until(make_policy(), 10, MANY)
     after = propose_until(make_policy(), 20, MANY)
 
-    assert (before.replicas.prefill, before.is_move) == (0, False)
+    assert (before.replicas.prefill, before.is_firm) == (0, False)
     assert after.replicas.prefill > 0
-    assert after.is_move
+    assert after.is_firm
     assert sum(after.replicas) < before.replicas.decode
     assert "disaggregated needs less than aggregated" in after.reason
 
@@ -48,7 +48,7 @@ def test_load_that_needs_fewer_gpus_apart_is_disaggregated_once_that_has_settled
 def test_small_load_is_aggregated_again():
     proposal = propose_until(make_policy(), 20, FEW, num_prefill=2, num_decode=1)
 
-    assert (proposal.replicas, proposal.is_move) == ((0, 1), True)
+    assert (proposal.replicas, proposal.is_firm) == ((0, 1), True)
 
 
 def test_form_stays_where_the_other_is_better_for_moments_only():

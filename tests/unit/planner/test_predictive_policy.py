@@ -126,19 +126,6 @@ def test_margin_compares_a_forecast_with_the_interval_that_it_was_for(num_steps)
     assert forecast_too_low(Numbered(), num_steps).margin == pytest.approx(1.1, abs=0.002)
 
 
-def test_margin_leaves_out_the_noise_of_arrivals():
-    class Constant(Numbered):
-        def forecast(self, number):
-            return [1e5] * number
-
-    draw, forecast = random.Random(3), Forecast(Constant())
-    for _ in range(40):  # 100 requests give or take 10, as a Poisson process has them
-        forecast.add(Traffic(num_requests=round(draw.gauss(100, 10)), isl=1000), 10.0, 10.0)
-        forecast.rates(1, 10.0)
-
-    assert forecast.margin < 1.04
-
-
 def test_margin_forgets_the_errors_of_forecasts_on_another_basis():
     predictor = Numbered()
     forecast = forecast_too_low(predictor, num_intervals=20)
@@ -151,7 +138,16 @@ def test_margin_forgets_the_errors_of_forecasts_on_another_basis():
     predictor.forecast = forecast_by_period
     forecast.rates(1, 10.0)
 
-    assert forecast.margin == 1.15  # as before any forecast came due
+    assert forecast.margin == 1.0
+
+
+def test_burstiness_is_at_least_what_unequal_prompts_cause():
+    """Six equal intervals, in which one prompt of ten has 6,000 tokens and the others 500."""
+    forecast, lens = Forecast(Numbered()), {500.0: 90.0, 6000.0: 10.0}
+    for _ in range(6):
+        forecast.add(Traffic(num_requests=100, isl=1050, prompt_lens=lens), 10.0, 10.0)
+
+    assert forecast.burstiness == pytest.approx((0.9 * 500**2 + 0.1 * 6000**2) / 1050**2)
 
 
 def test_no_request_yet_asks_for_no_worker():

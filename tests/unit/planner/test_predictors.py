@@ -9,6 +9,11 @@ from dynamo.base import errors
 from dynamo.planner import predictors
 
 PERIOD = 15
+# thousands of prompt tokens of each 10 s in the Azure conversations: one long rise and fall
+BURST = [
+    240, 342, 514, 466, 410, 402, 460, 495, 508, 515, 526, 378, 382, 400, 451, 492, 534, 655, 704, 752, 701,
+    871, 851, 794, 892, 800, 531, 480, 465, 361, 386, 350, 355, 527, 532, 537, 555, 346, 304, 340, 327, 318,
+]  # fmt: skip
 
 
 def wave(i):
@@ -90,6 +95,17 @@ def test_period_is_found_once_half_of_it_has_come_again():
     lengths = [n for n in range(len(values)) if predictors.find_period(values[:n])]
 
     assert 1.5 * PERIOD <= lengths[0] <= 1.5 * PERIOD + 2
+
+
+@pytest.mark.parametrize(
+    ("series", "basis"), [([wave(i) for i in range(27)], "period"), (BURST, "trend")]
+)
+def test_period_is_taken_only_if_it_would_have_foretold_what_came(series, basis):
+    predictor = fed("seasonal", series)
+    predictor.forecast(8)
+
+    assert predictors.find_period(series)
+    assert predictor.basis == basis
 
 
 def test_unknown_name_is_refused_with_the_names():

@@ -13,9 +13,15 @@ class FixedPolicy:
 
     def __init__(self, *replicas, holds=True, unreachable=""):
         self.replicas, self.holds, self.unreachable = Replicas(*replicas), holds, unreachable
+        self.is_firm = False
 
     def propose(self, observation, traffic):
-        return Proposal(replicas=self.replicas, reason="because", unreachable=self.unreachable)
+        return Proposal(
+            replicas=self.replicas,
+            reason="because",
+            unreachable=self.unreachable,
+            is_firm=self.is_firm,
+        )
 
     def survivors_hold(self, observation, traffic, fewer):
         return self.holds
@@ -113,6 +119,16 @@ def test_pool_shrinks_to_the_most_that_was_proposed_in_the_window():
 
     assert soon.replicas.decode == 4
     assert later.replicas.decode == 2
+
+
+def test_firm_proposal_shrinks_a_pool_at_once():
+    policy = FixedPolicy(1, 4)
+    pipeline = make(policy, stabilization_s=60)
+    for at in (0, 60):
+        pipeline.decide(observe(at=at, num_decode=4))
+    policy.replicas, policy.is_firm = Replicas(1, 2), True
+
+    assert pipeline.decide(observe(at=70, num_decode=4)).replicas.decode == 2
 
 
 def test_worker_stays_if_the_others_could_not_carry_its_load():
