@@ -221,6 +221,8 @@ def label_tokens(offsets: Sequence[tuple[int, int]], spans: entities.Spans) -> l
     """Return the number of the label of each token."""
     labels = [0] * len(offsets)
     for start, end, label in spans:
+        if label >= len(fast_entities.LABELS):  # places and organisations
+            continue
         number = NAME_LABELS.index(f"B-{fast_entities.LABELS[label]}")
         inside = [n for n, (first, last) in enumerate(offsets) if first < end and last > start]
         for position, token in enumerate(inside):

@@ -1,9 +1,11 @@
 """Training of the tagger for names and addresses: a network of one hidden layer over the features of tokens."""
 
 import collections
+import importlib
+import pkgutil
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +19,25 @@ WIDTH, GROUP_WIDTH, HIDDEN = 24, 12, 96
 NUM_LAST_NAMES = 20_000  # the most frequent ones of the census
 NUM_EXAMS, NUM_CHATS = 2500, 1500  # texts without marks; their names are no personal data
 UNMARKED_NAME_WEIGHT = 0.05  # of a listed name in a text without marks: it may be one
-LABEL_WEIGHTS = torch.tensor([1.0, 2.5, 1.5])
+LABEL_WEIGHTS = torch.tensor([1.0, 3.0, 1.5, 1.0, 1.0])
+NUM_WORDS, NUM_ENDINGS = 6000, 4500
 NUM_RENAMED = 3  # copies of a template with other names
+TRAINED_LABELS = (*entities.LABELS, "GPE", "ORGANIZATION")  # the last two are not looked for
+OTHERS = -1  # the label of a token in a text without marks: neither name nor address
 FRAME_LABELS = ("person", "none")
-NUM_FILLED = 25  # copies of a frame of our own
+NUM_FILLED = 12  # copies of a frame of our own
 _FRAMES = Path(__file__).with_name("name_frames.txt")
 _NAME_SLOT = re.compile(r"\{(person|first|last)\}")
+NUM_MEMBERS = (
+    3  # networks whose scores are averaged: by chance one of them is much worse than another
+)
 EPOCHS, BATCH = 12, 512
-MOST_HIDDEN = 1.3  # the share of words that are hidden in training is drawn from 0 to this
+MOST_HIDDEN = (
+    3.0  # the share of words that are hidden in training is drawn from 0 to this; above 1, all are
+)
 _SMALL_WORD = re.compile(r"(?<![\w'])[a-z]{2,20}(?![\w'])")
+_FIRST, _LAST = re.compile("first_names"), re.compile("last_names|surnames")
+_LATIN = re.compile(r"(?<![^\W])[a-z\u00df-\u024f\u1e00-\u1eff]{2,}(?![^\W])")
 Spans = Sequence[tuple[int, int, int]]  # start, end and the number of the label
 Sample = tuple[str, Spans | None]  # None: the text is without marks
 
@@ -33,15 +45,17 @@ Sample = tuple[str, Spans | None]  # None: the text is without marks
 def train(source: Path, names: Path, out: Path) -> None:
     """Fit the tagger; `names` has the lists of the package `names`."""
     draw = random.Random(SEED)
-    torch.manual_seed(SEED)
     lists = read_lists(source, names)
     rows = texts.read(source, "pii_train")
     samples = [*read_marked(rows, lists, draw), *fill_frames(lists, draw), *_unmarked(source, draw)]
     vocabulary = _choose_vocabulary(samples)
     features = entities.TokenFeatures(lists, vocabulary)
     inputs, labels, weights = _encode(samples, features)
-    model = _fit(inputs, labels, weights, len(vocabulary) + 1)
-    _write(model, lists, vocabulary, out)
+    models = []
+    for member in range(NUM_MEMBERS):
+        torch.manual_seed(SEED + member)
+        models.append(_fit(inputs, labels, weights, len(vocabulary) + 1))
+    _write(models, lists, vocabulary, out)
 
 
 def read_lists(source: Path, names: Path) -> list[list[str]]:
@@ -57,7 +71,29 @@ def read_lists(source: Path, names: Path) -> list[list[str]]:
         for row in texts.read(source, name):
             counts.update(_SMALL_WORD.findall(row["text"]))
     common = {word for word, count in counts.items() if count > 1}
-    return [sorted(first), sorted(last[:NUM_LAST_NAMES]), sorted(common)]
+    more_first, more_last = read_names_of_nations()
+    return [
+        sorted(first | more_first),
+        sorted({*last[:NUM_LAST_NAMES], *more_last}),
+        sorted(common),
+    ]
+
+
+def read_names_of_nations() -> tuple[set[str], set[str]]:
+    """Return the parts of first and last names in Latin letters that the package Faker has of some sixty regions."""
+    first: set[str] = set()
+    last: set[str] = set()
+    package = importlib.import_module("faker.providers.person")
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name == "en":  # thousands of rare ones, such as Haskell
+            continue
+        provider = importlib.import_module(f"{package.__name__}.{module.name}").Provider
+        for field in dir(provider):
+            entries = getattr(provider, field)
+            chosen = first if _FIRST.match(field) else last if _LAST.match(field) else None
+            if chosen is not None and isinstance(entries, Iterable):
+                chosen.update(part for name in entries for part in _LATIN.findall(name.lower()))
+    return first, last
 
 
 def read_shipped_lists() -> list[list[str]]:
@@ -70,7 +106,7 @@ def read_marked(
     rows: Sequence[texts.Row], lists: Sequence[Sequence[str]], draw: random.Random
 ) -> Iterator[Sample]:
     """Yield the marked rows, and sentences from templates also with other names."""
-    numbers = {label: number for number, label in enumerate(entities.LABELS)}
+    numbers = {label: number for number, label in enumerate(TRAINED_LABELS)}
     for row in rows:
         spans = sorted(
             (start, end, numbers[kind]) for start, end, kind in row["spans"] if kind in numbers
@@ -159,29 +195,35 @@ def _choose_vocabulary(samples: Sequence[Sample]) -> list[str]:
             and not any(start <= match.start() < end for start, end in names)
         }
         word_counts.update(tokens)
-        ending_counts.update({"-" + token[-3:] for token in tokens if len(token) > 2})
-    chosen = [word for word, count in word_counts.most_common(6000) if count > 3]
-    return chosen + [ending for ending, count in ending_counts.most_common(2500) if count > 5]
+        long = [token for token in tokens if len(token) > 2]
+        ending_counts.update(
+            {f"-{token[-3:]}" for token in long} | {f"{token[:3]}-" for token in long}
+        )
+    chosen = [word for word, count in word_counts.most_common(NUM_WORDS) if count > 3]
+    return chosen + [
+        ending for ending, count in ending_counts.most_common(NUM_ENDINGS) if count > 5
+    ]
 
 
 def _encode(
     samples: Sequence[Sample], features: entities.TokenFeatures
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the numbers of each candidate with its neighbours, int [candidates, tokens, 3], its label and weight."""
+    """Return the numbers of each candidate with its neighbours, int [candidates, tokens, 4], its label and weight."""
     reach = entities.REACH
     inputs, labels, weights = [], [], []
     for text, spans in samples:
         tokens = list(entities.TOKEN.finditer(text))
         computed = [features.of(token[0]) for token in tokens]
-        candidates = [number for number, feature in enumerate(computed) if feature[3]]
+        candidates = [number for number, feature in enumerate(computed) if feature[4]]
         if not candidates:
             continue
-        numbers = np.zeros((len(tokens) + 2 * reach, 3), np.int32)
-        numbers[reach:-reach] = [feature[:3] for feature in computed]
+        numbers = np.zeros((len(tokens) + 2 * reach, 4), np.int32)
+        numbers[reach:-reach] = [feature[:4] for feature in computed]
         inputs.append(numbers[np.array(candidates)[:, None] + np.arange(2 * reach + 1)])
         labels += [
             next(
-                (label for start, end, label in spans or () if start <= tokens[n].start() < end), 0
+                (label for start, end, label in spans or () if start <= tokens[n].start() < end),
+                OTHERS if spans is None else 0,
             )
             for n in candidates
         ]
@@ -203,15 +245,15 @@ class _Tagger(torch.nn.Module):
         self.groups = torch.nn.Embedding(entities.TokenFeatures.num_groups, GROUP_WIDTH)
         size = (2 * entities.REACH + 1) * (WIDTH + GROUP_WIDTH)
         self.hidden = torch.nn.Linear(size, HIDDEN)
-        self.output = torch.nn.Linear(HIDDEN, len(entities.LABELS))
+        self.output = torch.nn.Linear(HIDDEN, len(TRAINED_LABELS))
         torch.nn.init.normal_(self.words.weight, std=0.1)
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the scores of labels for candidates with their neighbours."""
         rows = torch.cat(
             (
-                self.words(numbers[..., 0]) + self.words(numbers[..., 1]),
-                self.groups(numbers[..., 2]),
+                self.words(numbers[..., :3]).sum(-2),
+                self.groups(numbers[..., 3]),
             ),
             dim=-1,
         ).flatten(1)
@@ -231,11 +273,8 @@ def _fit(
             numbers = inputs[batch].clone()
             # words are hidden, so that lists and shapes are learnt too: all of a text's, or some
             share = torch.rand(len(batch), 1) * MOST_HIDDEN
-            numbers[..., :2][torch.rand(numbers.shape[:2]) < share] = 0
-            losses = torch.nn.functional.cross_entropy(
-                model(numbers), labels[batch], LABEL_WEIGHTS, reduction="none"
-            )
-            loss = (losses * weights[batch]).mean()
+            numbers[..., :3][torch.rand(numbers.shape[:2]) < share] = 0
+            loss = (_losses(model(numbers), labels[batch]) * weights[batch]).mean()
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -243,15 +282,30 @@ def _fit(
     return model.eval()
 
 
+def _losses(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each candidate; OTHERS is met by any label but those of names and addresses."""
+    logs = torch.log_softmax(scores, -1)
+    others = torch.logsumexp(logs[:, [0, *range(len(entities.LABELS), len(TRAINED_LABELS))]], -1)
+    own = logs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    return -torch.where(labels == OTHERS, others, own) * LABEL_WEIGHTS[labels.clamp(min=0)]
+
+
 def _write(
-    model: _Tagger, lists: Sequence[Sequence[str]], vocabulary: Sequence[str], out: Path
+    models: Sequence[_Tagger], lists: Sequence[Sequence[str]], vocabulary: Sequence[str], out: Path
 ) -> None:
     arrays: dict[str, np.ndarray] = {}
-    for name, table in (("words", model.words), ("groups", model.groups)):
-        arrays[name], arrays[f"{name}_scale"] = linear.quantise(table.weight.detach().numpy())
-    for name, layer in (("hidden", model.hidden), ("output", model.output)):
-        arrays[name] = layer.weight.detach().numpy().T
-        arrays[f"{name}_bias"] = layer.bias.detach().numpy()
+    for name in ("words", "groups"):
+        tables = [getattr(model, name).weight.detach().numpy() for model in models]
+        rows, scales = zip(*(linear.quantise(table) for table in tables), strict=True)
+        arrays[name], arrays[f"{name}_scale"] = np.stack(rows, axis=1), np.stack(scales)
+    for name in ("hidden", "output"):
+        layers = [getattr(model, name) for model in models]
+        arrays[name] = np.stack([layer.weight.detach().numpy().T for layer in layers])
+        arrays[f"{name}_bias"] = np.stack([layer.bias.detach().numpy() for layer in layers])[
+            :, None
+        ]
+    shape = (len(models), 2 * entities.REACH + 1, WIDTH + GROUP_WIDTH, HIDDEN)
+    arrays["hidden"] = arrays["hidden"].reshape(shape).astype(np.float16)
     for name, entries in zip(
         ("first", "last", "common", "vocabulary"), (*lists, vocabulary), strict=True
     ):

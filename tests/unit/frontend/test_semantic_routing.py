@@ -5,6 +5,7 @@ import logging
 import pytest
 from frontend_rig import events, outputs
 
+import collector
 from dynamo.base import errors
 from dynamo.semantic import service
 from semantic_configs import ATTACK, CARD
@@ -76,37 +77,42 @@ async def test_personal_data_is_refused_by_its_decision(routed):
 
 
 async def test_text_of_a_blocked_request_is_recorded_nowhere(bare, tmp_path, caplog):
-    """Log, audit, trace, cache and metrics have the words of a request that passes, where they have any."""
+    """Log, audit, trace, cache, metrics and spans have the words of a request that passes, where they have any."""
     caplog.set_level(logging.DEBUG)
     answers = tmp_path / "answers"
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG.replace("cache: {enabled", f"cache: {{directory: {answers}, enabled"))
-    await bare.start(
-        semantic_router=str(path),
-        audit_sinks=("jsonl",),
-        audit_output_path=str(tmp_path / "audit.jsonl"),
-        request_trace=True,
-        request_trace_sinks=("jsonl",),
-        request_trace_output_path=str(tmp_path / "trace"),
-    )
-    bare.coder = await bare.worker("coder")
-    bare.coder.script = outputs("mombasa", "eos")
+    with collector.running() as found:
+        await bare.start(
+            semantic_router=str(path),
+            audit_sinks=("jsonl",),
+            audit_output_path=str(tmp_path / "audit.jsonl"),
+            request_trace=True,
+            request_trace_sinks=("jsonl",),
+            request_trace_output_path=str(tmp_path / "trace"),
+            otel_export_enabled=True,
+            otel_exporter_otlp_traces_endpoint=found.endpoint,
+        )
+        bare.coder = await bare.worker("coder")
+        bare.coder.script = outputs("mombasa", "eos")
 
-    blocked = [
-        await bare.chat(f"{text} zanzibar", model="auto", stream=is_stream)
-        for text in (ATTACK, f"python {CARD}")
-        for is_stream in (False, True)
-    ]
-    passed = await bare.chat("python in mombasa", model="auto", store=True)
-    metrics = (await bare.client.get("/metrics")).text
-    await bare.frontend._records.close()
+        blocked = [
+            await bare.chat(f"{text} zanzibar", model="auto", stream=is_stream)
+            for text in (ATTACK, f"python {CARD}")
+            for is_stream in (False, True)
+        ]
+        passed = await bare.chat("python in mombasa", model="auto", store=True)
+        metrics = (await bare.client.get("/metrics")).text
+        await bare.frontend._records.close()
+        spans = list(found.spans)
     written = {one.name: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()}
-    everything = caplog.text + metrics + "".join(map(repr, written.values()))
+    everything = caplog.text + metrics + "".join(map(repr, (*written.values(), *spans)))
 
     assert all("x-vsr-response-path" in answer.headers for answer in blocked)
     assert {answer.headers["x-vsr-response-path"] for answer in blocked} == {"blocked"}
     assert passed.headers["x-vsr-response-path"] == "upstream"
     assert "security_block" in caplog.text
+    assert "http-request" in {span.name for span in spans}
     assert b"mombasa" in written["audit.jsonl"]
     assert b"mombasa" in written["answers-0"]
     assert "zanzibar" not in everything

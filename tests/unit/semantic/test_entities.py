@@ -66,6 +66,6 @@ def test_memory_of_known_tokens_is_bounded():
 
 def test_products_are_too_small_for_threads():
     """OpenBLAS starts threads above 2^18 multiplications, which would cost ten times as much for a request."""
-    _, width, num_hidden = TAGGER._hidden.shape
+    _, _, width, num_hidden = TAGGER._hidden.shape
 
     assert entities._BLOCK * width * num_hidden <= 2**18

@@ -1,9 +1,9 @@
 """Names of people and street addresses, by a small convolutional network over the words of a text; numpy alone.
 
-Each token becomes three numbers: its word, its ending, and a group of its shape and of the lists that know it (first
-names, last names, words that are written small). One hidden layer reads a token with its neighbours, but only where a
-token could belong to a name or an address: it has a capital, a digit, or is a listed first name. Runs of tokens with
-the same label are one span; its confidence is the mean of its tokens'.
+Each token becomes four numbers: its word, its last and first three letters, and a group of its shape and of the lists
+that know it (first names, last names, words written small). One hidden layer reads a token with its neighbours, where
+it could belong to a name or an address: it has a capital, a digit, or is a listed first name. The scores of several
+networks ("members") are averaged: one may by chance be worse. Runs of one label are a span, with their mean confidence.
 """  # decider
 
 import re
@@ -35,10 +35,10 @@ _GAPS = {  # what may stand between two tokens of one span
 
 
 class TokenFeatures:
-    """The numbers of tokens: word, ending and group. 0 is what is not known, and what is before or behind a text."""
+    """The numbers of tokens: word, ending, beginning and group. 0 is what is not known, and what is around a text."""
 
     def __init__(self, lists: Sequence[Sequence[str]], vocabulary: Sequence[str]) -> None:
-        """`lists` are first names, last names and common words; `vocabulary` has words, and endings after a dash."""
+        """`lists` are first names, last names and common words; `vocabulary` has words, "-ing" and "con-"."""
         self._first, self._last, self._common = (frozenset(entries) for entries in lists)
         self._word_ids = {entry: number for number, entry in enumerate(vocabulary, 1)}
 
@@ -56,19 +56,20 @@ class TokenFeatures:
         lowered = token.lower()
         return lowered not in self._common and (lowered in self._first or lowered in self._last)
 
-    def of(self, token: str) -> tuple[int, int, int, bool]:
-        """Return word, ending and group of a token, and whether it could belong to a name or an address."""
+    def of(self, token: str) -> tuple[int, int, int, int, bool]:
+        """Return word, ending, beginning and group of a token, and whether it could belong to a name or an address."""
         lowered = token.lower()
-        word, ending = self._word_ids.get(lowered, 0), self._word_ids.get("-" + lowered[-3:], 0)
+        entries = (lowered, f"-{lowered[-3:]}", f"{lowered[:3]}-")
+        word, ending, beginning = (self._word_ids.get(entry, 0) for entry in entries)
         shape = _shape_of(token)
         if shape == "other" and token in _SIGNS:
-            return word, 0, 1 + len(_SHAPES) * 8 + _SIGNS.index(token), False
+            return word, 0, 0, 1 + len(_SHAPES) * 8 + _SIGNS.index(token), False
         is_first, is_common = lowered in self._first, lowered in self._common
         group = is_first + 2 * (lowered in self._last) + 4 * is_common
         is_candidate = shape not in ("other", "newline", "lower") or (
             shape == "lower" and not is_common and group > 0
         )
-        return word, ending, 1 + _SHAPES.index(shape) * 8 + group, is_candidate
+        return word, ending, beginning, 1 + _SHAPES.index(shape) * 8 + group, is_candidate
 
 
 def _shape_of(token: str) -> str:
@@ -94,15 +95,14 @@ class EntityTagger:
             )
             self._words, self._groups = (
                 stored[name] * stored[f"{name}_scale"] for name in ("words", "groups")
-            )
-            hidden, self._bias = stored["hidden"], stored["hidden_bias"]
-            self._hidden = hidden.reshape(2 * REACH + 1, -1, hidden.shape[1])
+            )  # [entries, members, width]
+            self._hidden, self._bias = stored["hidden"].astype(np.float32), stored["hidden_bias"]
             self._output, self._output_bias = stored["output"], stored["output_bias"]
         self._features = TokenFeatures(lists, vocabulary)
         self._number_of_token: dict[str, int] = {"": 0}  # 0: before and behind the text
-        width = self._words.shape[1] + self._groups.shape[1]
-        self._embedded: Any = np.zeros((_MAX_KNOWN_TOKENS, width), np.float32)
-        self._embedded[0] = self._embed(0, 0, 0)
+        shape = (len(self._hidden), _MAX_KNOWN_TOKENS, self._hidden.shape[2])
+        self._embedded: Any = np.zeros(shape, np.float32)
+        self._embed(0, 0, 0, 0, 0)
         self._is_candidate = bytearray(_MAX_KNOWN_TOKENS)
 
     def find(self, text: str) -> Iterator[pii.PiiSpan]:
@@ -123,8 +123,7 @@ class EntityTagger:
             end = starts[last] + len(tokens[last])
             if number < len(labels) and labels[number][1] == label:
                 following = starts[labels[number][0]]
-                gap = _GAPS[label]
-                if following - end <= _MOST_GAP and gap.fullmatch(text, end, following):
+                if following - end <= _MOST_GAP and _GAPS[label].fullmatch(text, end, following):
                     run.append(number)
                     continue
             confidence = sum(confidences[part] for part in run) / len(run)
@@ -145,8 +144,7 @@ class EntityTagger:
         candidates = [n for n, number in enumerate(numbers) if self._is_candidate[number]]
         if not candidates:
             return
-        margin = [0] * REACH
-        padded = np.array(margin + numbers + margin)
+        padded = np.array([0] * REACH + numbers + [0] * REACH)
         for start in range(0, len(candidates), _BLOCK):
             yield from self._label_candidates(candidates[start : start + _BLOCK], padded)
 
@@ -155,11 +153,12 @@ class EntityTagger:
     ) -> Iterator[tuple[int, str, float]]:
         """Yield the candidates that have a label; `padded` are the numbers of all tokens, with a margin."""
         places = np.arange(2 * REACH + 1)[:, None]
-        rows = self._embedded[padded[np.array(candidates) + places]]  # [places, candidates, width]
-        hidden = np.maximum(np.matmul(rows, self._hidden).sum(axis=0) + self._bias, 0)
-        probabilities = words.softmax(hidden @ self._output + self._output_bias)
+        rows = np.take(self._embedded, padded[np.array(candidates) + places], axis=1)  # by member
+        hidden = np.maximum(np.matmul(rows, self._hidden).sum(axis=1) + self._bias, 0)
+        scores = np.matmul(hidden, self._output) + self._output_bias
+        probabilities = words.softmax(scores.mean(axis=0))
         best = probabilities.argmax(axis=1)
-        for row in np.flatnonzero(best).tolist():
+        for row in np.flatnonzero((best > 0) & (best < len(LABELS))).tolist():
             confidence = float(probabilities[row, best[row]])
             if confidence >= LEAST_CONFIDENCE:
                 yield candidates[row], LABELS[best[row]], confidence
@@ -168,13 +167,14 @@ class EntityTagger:
         """Return a new number for an unknown token."""
         number = len(self._number_of_token)
         *ids, self._is_candidate[number] = self._features.of(token)
-        self._embedded[number] = self._embed(*ids)
+        self._embed(number, *ids)
         self._number_of_token[token] = number
         return number
 
-    def _embed(self, word: int, ending: int, group: int) -> Any:
-        """Return the vector of a token by its numbers."""
-        return np.concatenate((self._words[word] + self._words[ending], self._groups[group]))
+    def _embed(self, number: int, word: int, ending: int, beginning: int, group: int) -> None:
+        """Write the vectors of a token, one for each member."""
+        of_word = self._words[word] + self._words[ending] + self._words[beginning]
+        self._embedded[:, number] = np.concatenate((of_word, self._groups[group]), axis=1)
 
 
 def _find_starts(text: str, tokens: Sequence[str]) -> list[int]:
