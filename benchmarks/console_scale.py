@@ -1,12 +1,14 @@
 """The console and `/usage` at scale: `python -m benchmarks.console_scale`.
 
 A frontend whose usage file has a million requests in as many rows as are kept, 1,000 simulated workers, and 10,000
-requests through it. Then the seconds of `/usage` and of each view's API, the frontend's memory, and in a real Chromium
-the first paint, the layout shift and the errors of each view.
+requests through it. Then the seconds of `/usage` and of each view's API, also while 32 streams are served, the
+frontend's memory, and (unless `--no-pages`) in a real Chromium the first paint, the layout shift and the errors of each
+view.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
 import json
 import os
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 
 from benchmarks import systems
 from dynamo.console import usage
@@ -93,6 +96,22 @@ def time_paths(url: str, rounds: int) -> None:
         )
 
 
+@contextlib.contextmanager
+def streams(url: str) -> Iterator[None]:
+    """Keep 32 streams of 64 tokens open, in a closed loop, while the block runs."""
+    load = [sys.executable, str(pathlib.Path(__file__).parent / "load.py"), "--url", url]
+    load += ["--model", MODEL, "--stream", "--osl", "64", "--conc", "32", "--n", "1000000"]
+    process = subprocess.Popen(load, stdout=subprocess.DEVNULL)
+    try:
+        time.sleep(3)  # until all of them run
+        if process.poll() is not None:
+            raise SystemExit("the load generator ended")
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
 def paint(url: str) -> None:
     """Print the first paint of each view, in a page of its own, and what moved or failed there."""
     from playwright import sync_api  # an extra
@@ -130,6 +149,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--recorded", type=int, default=1_000_000)
+    parser.add_argument("--pages", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         file = pathlib.Path(directory, "usage.json")
@@ -181,7 +201,11 @@ def main() -> None:
                 f"memory of the frontend: {before_mb:.0f} MB, {after_mb:.0f} after the requests and"
                 f" {20 * len(PATHS)} views, {rss_mb(frontend.pid):.0f} after as many again"
             )
-            paint(url)
+            with streams(url):
+                print("while 32 streams are served:")
+                time_paths(url, 20)
+            if arguments.pages:
+                paint(url)
         finally:
             for process in (frontend, fleet):
                 process.terminate()

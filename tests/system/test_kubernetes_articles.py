@@ -2,6 +2,9 @@
 
 import json
 import pathlib
+import re
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -12,6 +15,7 @@ from dynamo.worker import model_source
 from kube_articles import NAMESPACE, ask, connect, run
 from waiting import PATIENT_S, eventually
 
+ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
@@ -122,6 +126,42 @@ def test_manifests_of_the_article_answer_through_port_forward(cluster):
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 30
     assert log
+
+
+def test_packaged_graph_is_deployed_answers_and_is_deleted_without_a_trace(cluster, tmp_path):
+    def dynamo(*arguments):
+        done = subprocess.run(
+            [sys.executable, "-m", "dynamo.cli", *arguments],
+            cwd=ROOT / "examples" / "llm",
+            env={**cluster.environ, "DYNAMO_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    tag = re.search(r"Successfully built (\S+)\.$", dynamo("build", "graphs.agg:Frontend"), re.M)[1]
+    settings = tmp_path / "agg.yaml"
+    settings.write_text("Frontend: {port: 8000}\nVllmWorker: {model: Qwen/Qwen3-0.6B}\n")
+    module = "--VllmWorker.ServiceArgs.module=dynamo.mocker"
+    deployed = dynamo("deploy", tag, "-n", "packaged", "-f", str(settings), module)
+    with cluster.port_forward("svc/packaged-frontend", 8000) as url:
+        answer = ask(url)
+    listed = dynamo("deployment", "list")
+    dynamo("deployment", "delete", "packaged")
+
+    def remains():
+        return [
+            name
+            for name in run(cluster, "get", "dgd,deployments,services,pods", "-o", "name").split()
+            if "packaged" in name
+        ]
+
+    eventually(lambda: not remains(), what="nothing of the deployment")
+    assert "packaged is ready" in deployed
+    assert re.search(r"packaged +2 +successful", listed)
+    assert answer.json()["usage"]["completion_tokens"] == 30
 
 
 def test_commands_in_a_pod_have_input_output_and_exit_code(cluster):

@@ -5,6 +5,7 @@ At most `MAX_ROWS` rows are kept; beyond that the oldest day is dropped, and the
 
 import csv
 import datetime
+import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
 
@@ -112,8 +113,13 @@ def to_csv(rows: Iterable[UsageRow]) -> str:
     output = io.StringIO()
     writer = csv.writer(output)
     writer.writerow(UsageRow.__struct_fields__)
-    for row in rows:
-        values = msgspec.structs.astuple(row)
-        texts = ["'" + text if text[:1] in ("=", "+", "-", "@") else text for text in values[:5]]
-        writer.writerow((*texts, *values[5:]))
+    cell = functools.cache(lambda text: f"'{text}" if text[:1] in ("=", "+", "-", "@") else text)
+    writer.writerows(
+        (
+            cell(row.day), cell(row.key), cell(row.tenant), cell(row.model), cell(row.api),
+            row.num_requests, row.num_errors, row.prompt_tokens, row.cached_tokens,
+            row.output_tokens, row.duration_s,
+        )
+        for row in rows
+    )  # fmt: skip
     return output.getvalue()

@@ -107,6 +107,14 @@ def guided(**fields):
     return options(sampling_options=generate.SamplingOptions(guided_decoding=form))["grammar"]
 
 
+def test_greedy_answers_need_no_sampling_of_a_whole_vocabulary():
+    sampled = generate.SamplingOptions(temperature=0.5, top_k=20)
+
+    assert options(sampling_options=generate.SamplingOptions(temperature=0.0))["top_k"] == 1
+    assert options(sampling_options=sampled)["top_k"] == 20
+    assert options()["samplers"].index("top_k") < options()["samplers"].index("temperature")
+
+
 def test_answer_ends_with_the_context():
     assert options()["n_predict"] == 62
     limited = generate.StopConditions(max_tokens=5)

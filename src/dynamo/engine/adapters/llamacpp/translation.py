@@ -21,8 +21,9 @@ _MAX_SEED = 2**32 - 2  # 2**32 - 1 asks for a random one
 _UNKNOWN_LOGPROB = (
     -9999.0
 )  # of a recovered token, which came without: what OpenAI gives to the unlikely
-# In the order of vLLM, which differs from that of llama.cpp: the temperature comes before the cuts.
-_SAMPLERS = ("penalties", "temperature", "min_p", "top_k", "top_p")
+# The temperature comes before min_p and top_p, as with vLLM and unlike llama.cpp's own order. The top k are the same
+# wherever they are cut; cut first, the other samplers do not go through a whole vocabulary, which took 4 ms a token.
+_SAMPLERS = ("penalties", "top_k", "temperature", "min_p", "top_p")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -52,11 +53,12 @@ def completion_options(
     refuse(_NAME, "kv_transfer_params", "moves no blocks between workers",
            is_used=request.kv_transfer_params is not None)  # fmt: skip
     room = context_length - request.prompt_len
+    is_greedy = translation.is_greedy(sampling)
     seed = translation.choice_seed(request, index)
     options: dict[str, Any] = {
         "n_predict": min(stop.max_tokens or room, room),
-        "temperature": 0.0 if translation.is_greedy(sampling) else sampling.temperature,
-        "top_k": sampling.top_k,
+        "temperature": 0.0 if is_greedy else sampling.temperature,
+        "top_k": 1 if is_greedy else sampling.top_k,
         "top_p": sampling.top_p or 1.0,
         "min_p": sampling.min_p,
         "repeat_penalty": sampling.repetition_penalty,
