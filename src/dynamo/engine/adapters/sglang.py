@@ -202,7 +202,7 @@ _REFUSED_FLAGS = {
 }
 
 
-def build(directory: Path, settings: SglangConfig, model_name: str) -> streams.StreamingEngine:
+def build(directory: Path, settings: SglangConfig, model_name: str) -> api.Engine:
     """Return the engine for the model in `directory`, not yet started. Raises ConfigError."""
     return streams.StreamingEngine(SglangLibrary(server_args(directory, settings, model_name)))
 
@@ -299,10 +299,12 @@ class SglangLibrary:
         size: int = self._started.tokenizer_manager.model_config.vocab_size
         return size
 
-    def plan(self, request: generate.Request, index: int) -> Any:
+    def plan(self, request: generate.Request, index: int) -> dict[str, Any]:
         return generate_arguments(request, index, self._features)
 
-    async def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
+    async def stream(
+        self, request: generate.Request, plan: dict[str, Any], name: str
+    ) -> AsyncIterator[Mapping[str, Any]]:
         results = await self._started.async_generate(
             input_ids=blocks.unpack(request.token_ids), rid=name, stream=True, **plan
         )
@@ -310,7 +312,7 @@ class SglangLibrary:
             yield result
 
     def translate(
-        self, result: Any, index: int, request: generate.Request, *, is_first: bool
+        self, result: Mapping[str, Any], index: int, request: generate.Request, *, is_first: bool
     ) -> generate.Output:
         return translate_output(result, index, request, is_first=is_first)
 

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
@@ -21,11 +21,13 @@ from dynamo.engine import api, refusal
 from dynamo.protocols import generate, kv_events, load
 
 HEALTH_CHECK_S = 0.25  # seconds between two checks whether the library is alive
+Plan = TypeVar("Plan")  # the parameters of one choice, in the library's types
+Result = TypeVar("Result")
 OnKvEvents = Callable[[Sequence[kv_events.KvEvent], int], None]  # events, data-parallel rank
 
 
-class Library(Protocol):
-    """The interface to a library; values that are only passed on keep the library's types (`Any`)."""
+class Library(Protocol[Plan, Result]):
+    """The interface to a library; values that are only passed on keep the library's types."""
 
     name: str
 
@@ -38,16 +40,16 @@ class Library(Protocol):
         """Number of token ids of the model; known once the library has started."""
         ...
 
-    def plan(self, request: generate.Request, index: int) -> Any:
+    def plan(self, request: generate.Request, index: int) -> Plan:
         """Return the library's parameters for choice `index`. Raises InvalidRequest for options it cannot honour."""
         ...
 
-    def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
+    def stream(self, request: generate.Request, plan: Plan, name: str) -> AsyncIterator[Result]:
         """Start a choice under this name, and return the stream of its results."""
         ...
 
     def translate(
-        self, result: Any, index: int, request: generate.Request, *, is_first: bool
+        self, result: Result, index: int, request: generate.Request, *, is_first: bool
     ) -> generate.Output:
         """Convert a result; `is_first` marks a request's first one. Raises DynamoError if the request was given up."""
         ...
@@ -93,12 +95,12 @@ class _PendingOutput(NamedTuple):
     output: generate.Output
 
 
-class StreamingEngine:
+class StreamingEngine(Generic[Plan, Result]):
     """An `api.Engine` over a `Library`; the methods other than `start` need a started engine."""
 
     def __init__(
         self,
-        library: Library,
+        library: Library[Plan, Result],
         *,
         sleep: api.SleepController | None = None,
         lora_adapters: api.LoraAdapterStore | None = None,
@@ -215,7 +217,7 @@ class StreamingEngine:
         await self._tasks.close()
         await self._library.stop()
 
-    async def _run_choice(self, opened: _OpenRequest, index: int, plan: Any) -> None:
+    async def _run_choice(self, opened: _OpenRequest, index: int, plan: Plan) -> None:
         if index not in opened.names:
             return  # aborted before it began
         try:
@@ -230,7 +232,7 @@ class StreamingEngine:
             else:
                 self._fail(opened, request_error)
 
-    def _add_result(self, opened: _OpenRequest, index: int, result: Any) -> None:
+    def _add_result(self, opened: _OpenRequest, index: int, result: Result) -> None:
         if index not in opened.names:
             return
         is_first = not opened.has_begun

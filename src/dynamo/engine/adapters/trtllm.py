@@ -170,7 +170,7 @@ _FIRST_REQUEST = generate.Request(
 )
 
 
-def build(directory: Path, settings: TrtllmConfig) -> streams.StreamingEngine:
+def build(directory: Path, settings: TrtllmConfig) -> api.Engine:
     """Return the engine for the model in `directory`, not yet started. Raises ConfigError."""
     extra = read_file(settings.extra_engine_args)
     args = llm_arguments(directory, settings, extra)

@@ -152,7 +152,7 @@ _GIB = 2**30
 _logger = logging.getLogger(__name__)
 
 
-def build(directory: Path, settings: LlamacppConfig) -> streams.StreamingEngine:
+def build(directory: Path, settings: LlamacppConfig) -> api.Engine:
     """Return the engine for the GGUF file in `directory`, not yet started. Raises ConfigError."""
     return streams.StreamingEngine(LlamaLibrary(directory, settings))
 

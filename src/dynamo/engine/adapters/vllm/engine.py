@@ -107,13 +107,15 @@ class VllmLibrary:
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    def plan(self, request: generate.Request, index: int) -> Any:
+    def plan(self, request: generate.Request, index: int) -> tuple[Any, Any]:
         """Return vLLM's sampling parameters and LoRA adapter; the adapter may be unloaded before `stream`."""
         fields = translation.sampling_fields(request, index, self._guided_support)
         lora = self._loras[request.lora_name] if request.lora_name else None
         return versions.sampling_params(fields), lora
 
-    def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
+    def stream(
+        self, request: generate.Request, plan: tuple[Any, Any], name: str
+    ) -> AsyncIterator[Any]:
         token_ids = blocks.unpack(request.token_ids)
         if request.images:
             return self._stream_with_images(request, token_ids, plan, name)
@@ -121,7 +123,7 @@ class VllmLibrary:
         return self._generate(request, prompt, plan, name)
 
     async def _stream_with_images(
-        self, request: generate.Request, token_ids: Sequence[int], plan: Any, name: str
+        self, request: generate.Request, token_ids: Sequence[int], plan: tuple[Any, Any], name: str
     ) -> AsyncIterator[Any]:
         """Prepare the images in threads, while other streams go on; an abort meanwhile ends the stream."""
         self._decoding.add(name)
@@ -137,7 +139,7 @@ class VllmLibrary:
                 yield result
 
     def _generate(
-        self, request: generate.Request, prompt: Any, plan: Any, name: str
+        self, request: generate.Request, prompt: Any, plan: tuple[Any, Any], name: str
     ) -> AsyncIterator[Any]:
         params, lora = plan
         results: AsyncIterator[Any] = self._started.generate(
