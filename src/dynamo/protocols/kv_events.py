@@ -19,7 +19,7 @@ DISK = Tier("disk")  # DISK; G3
 REMOTE = Tier("remote")  # REMOTE, an object store; G4
 # no tier of a worker's own: the cache of another, which blocks were copied from
 PEER = Tier("peer")
-TIERS = (DEVICE, HOST, DISK, REMOTE)  # the usual ones, fastest first
+TIERS = (DEVICE, HOST, DISK, REMOTE)  # the usual ones, fastest first; all others follow by name
 
 
 class StoredBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -7,7 +7,7 @@
     index.remove_worker(worker)               at once, however many blocks it has
 
 Tiers are an open set: any tier that an event names is indexed. `kv_events.TIERS` come first, in their order; others
-follow in the order in which they first appeared, as slower than those before.
+follow in the order of their names, which all routers share, as slower than those before.
 
 Blocks are kept by sequence hash in a `prefix_tree`; `EngineHashMap` translates for engines with hashes of their own. A
 block of such an engine with an unknown parent cannot be placed and is left out.
@@ -191,7 +191,10 @@ class WorkerBits:
             position = self._free.pop()
             self._workers[position] = worker
             bit = self._bits[worker, tier] = 1 << position
-            self.live[tier] = self.live.get(tier, 0) | bit
+            if tier not in self.live:
+                others = sorted({*self.live, tier} - {*kv_events.TIERS})
+                self.live = {t: self.live.get(t, 0) for t in (*kv_events.TIERS, *others)}
+            self.live[tier] |= bit
         return bit
 
     def remove_worker(self, worker: api.Worker) -> None:

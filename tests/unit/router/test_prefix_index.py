@@ -245,3 +245,17 @@ def test_worker_bits_are_reused_after_the_sweep():
         index.apply(ALICE, kv_events.Cleared())
 
     assert index._worker_bits.live[DEVICE].bit_length() <= 3
+
+
+def test_order_of_unknown_tiers_is_the_same_for_all_routers():
+    attic, zoo = kv_events.Tier("attic"), kv_events.Tier("zoo")
+    first, second = prefix_index.PrefixIndex(), prefix_index.PrefixIndex()
+    for index, tiers in ((first, [attic, zoo]), (second, [zoo, attic])):
+        for tier in tiers:
+            index.apply(BOB, stored(BOB, [9], tier=tier))
+        index.apply(ALICE, stored(ALICE, [1, 2], tier=attic))
+        index.apply(ALICE, stored(ALICE, [1, 2, 3], tier=zoo))
+
+    names = blocks.sequence_hashes([1, 2, 3])
+    assert first.find_matches(names) == second.find_matches(names)
+    assert first.find_matches(names).by_tier == {attic: {ALICE: 2}, zoo: {ALICE: 1}}
