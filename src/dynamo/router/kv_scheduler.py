@@ -17,8 +17,6 @@ from dynamo.router import api, metrics, route, selection
 from dynamo.router.api import Decision, Prompt
 from dynamo.router.worker_load import Capacity
 
-MAX_SESSIONS = 100_000
-
 
 class SessionAffinity:
     """Session id → the worker of the session's last request, for `ttl_s` seconds after that request.
@@ -26,7 +24,7 @@ class SessionAffinity:
     Bounded: beyond `max_sessions` the sessions used longest ago are forgotten.
     """
 
-    def __init__(self, ttl_s: float, *, max_sessions: int = MAX_SESSIONS) -> None:
+    def __init__(self, ttl_s: float, *, max_sessions: int = 100_000) -> None:
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._worker_by_session: OrderedDict[str, tuple[api.Worker, float]] = OrderedDict()
