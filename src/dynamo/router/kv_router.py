@@ -100,9 +100,8 @@ class KvRouter:
     def _make_prompt(self, request: generate.Request, options: route.RoutingOptions) -> api.Prompt:
         """Return the prompt with the instances that it may go to now. Raises NoWorkers if there are none."""
         usable = self._client.usable(options.allowed_instances)
-        return self._restrict(
-            self.scheduler.make_prompt(request, options.instance_id, usable), usable
-        )
+        prompt = self.scheduler.make_prompt(request, options.instance_id, usable)
+        return self._restrict(prompt, usable)
 
     def _restrict(self, prompt: api.Prompt, usable: Sequence[int]) -> api.Prompt:
         """Limit the prompt to the usable instances, unless these are all. Raises NoWorkers if there are none."""

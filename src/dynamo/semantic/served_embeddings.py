@@ -63,13 +63,10 @@ def _read_vectors(answer: bytes, num_texts: int) -> list[bytes]:
 async def _post(url: str, body: bytes, settings: config.EncoderSettings) -> bytes:
     """Return the body of the answer. Raises Unavailable."""
     key = os.environ.get(settings.embeddings_key_variable or "", "")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    limit_s = settings.timeout_seconds
     status, content = await client.request(
-        "POST",
-        url,
-        body,
-        timeout_s=settings.timeout_seconds,
-        headers={"authorization": f"Bearer {key}"} if key else {},
-        max_bytes=_MOST_BYTES,
+        "POST", url, body, headers=headers, timeout_s=limit_s, max_bytes=_MOST_BYTES
     )
     if status != 200:
         raise errors.Unavailable(f"expected the status 200, got {status}")

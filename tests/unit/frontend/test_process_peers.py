@@ -97,7 +97,7 @@ async def test_peer_that_does_not_speak_http_is_left_out(three, tmp_path):
 
 
 async def test_endless_response_of_a_peer_is_given_up(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "_MAX_RESPONSE_BYTES", 1000)
+    monkeypatch.setattr(peers, "_MAX_BYTES", 1000)
 
     def talk(_, writer):
         writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + bytes(10_000))

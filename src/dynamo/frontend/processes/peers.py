@@ -28,7 +28,7 @@ from dynamo.runtime.http import exchange, server
 
 TIMEOUT_S = 2.0
 WORKER_LABEL = "http_worker"
-_MAX_RESPONSE_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 _logger = logging.getLogger(__name__)
 PeerRoutes = Mapping[tuple[str, str], exchange.Handler]
 
@@ -75,13 +75,9 @@ class Peers:
 
     async def _ask(self, socket: Path, method: str, target: str, body: bytes) -> bytes | None:
         try:
+            url, path = f"http://peer{target}", str(socket)
             status, content = await http_client.request(
-                method,
-                f"http://peer{target}",
-                body,
-                timeout_s=TIMEOUT_S,
-                socket_path=str(socket),
-                max_bytes=_MAX_RESPONSE_BYTES,
+                method, url, body, timeout_s=TIMEOUT_S, socket_path=path, max_bytes=_MAX_BYTES
             )
         except errors.Unavailable as error:
             _logger.info("the process at %s: %s", socket.name, error)
