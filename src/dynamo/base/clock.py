@@ -46,10 +46,9 @@ class Clock(Protocol):
 class SystemClock:
     """The clock of the machine and of the running event loop."""
 
-    now = staticmethod(time.monotonic)  # the function itself: some clocks are read for each token
-
-    def wall(self) -> float:
-        return time.time()
+    # the functions themselves: some clocks are read for each token
+    now = staticmethod(time.monotonic)
+    wall = staticmethod(time.time)
 
     async def sleep(self, duration_s: float) -> None:
         await asyncio.sleep(duration_s)

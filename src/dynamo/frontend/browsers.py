@@ -21,6 +21,7 @@ _EXPOSED = (
     "x-request-id, retry-after, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
     "x-dynamo-ignored-parameters"
 )
+_MARKS = frozenset(("origin", "sec-fetch-site"))  # the headers by which browsers are known
 # Types that need a preflight request when another origin sends them: JSON, and the tensors of KServe.
 _BODY_TYPES = ("application/json", "application/octet-stream")
 
@@ -107,6 +108,8 @@ class BrowserGuard:
 
     def __call__(self, client: exchange.Exchange) -> Awaitable[None] | None:
         request = client.request
+        if _MARKS.isdisjoint(request.headers):  # no browser sent it
+            return self._handler(client)
         try:
             self._policy.check(request)
         except errors.Forbidden as error:

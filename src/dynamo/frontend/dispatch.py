@@ -105,6 +105,7 @@ class RequestDispatch:
         Raises as `RegisteredModel.open_stream`.
         """
         model = self._find_same_model()
+        had_begun = attempt.has_begun
         headers = dict(self._reply.prepared.headers)
         trace, deadline = self._meter.arrival.trace, self._deadline
         stream = await model.open_stream(
@@ -120,9 +121,9 @@ class RequestDispatch:
                 on_explained=None if self._meter.explanations is None else self._explain,
             ),
             avoid={*self._shared.busy_workers(model), *attempt.lost_instances},
-            weights=self._weights if attempt.has_begun else "",
+            weights=self._weights if had_begun else "",
         )
-        if attempt.instance_id is not None and not attempt.has_begun:
+        if attempt.instance_id is not None and not had_begun:
             self._weights = model.weights_of(attempt.instance_id)
         attempt.set_stream(stream)
         if self._reply.is_over or not attempt.is_open:

@@ -360,9 +360,9 @@ class RequestMeter:
         self._is_over, self._is_queued = False, True
         self.on_end: Callable[[int], None] | None = None  # called once, with the generated tokens
         model.families.open_requests[self] = None
-        model.families.started.labels(endpoint, model.label, self.request_type).inc()
-        model.inflight.inc()
-        model.queued.inc()
+        model.families.started.labels(endpoint, model.label, self.request_type).value += 1
+        model.inflight.value += 1
+        model.queued.value += 1
 
     def record_prompt(self, request: generate.Request | encoders.EmbeddingRequest) -> None:
         """Record that a prompt, or the inputs of an embedding request, are sent to a worker."""
@@ -373,8 +373,8 @@ class RequestMeter:
             self.request = request if isinstance(request, generate.Request) else None
             self.prepared_at = now = self._now()
             self.model.families.stages.preprocess.observe(now - self.arrived_at)
-            self.model.active.inc()
-            self.model.families.stages.plane_inflight.inc()
+            self.model.active.value += 1
+            self.model.families.stages.plane_inflight.value += 1
 
     def record_worker(self, instance_id: int) -> None:
         """Record the instance that took the request, or its latest prompt."""
@@ -453,7 +453,7 @@ class RequestMeter:
     def _leave_queue(self) -> None:
         if self._is_queued:
             self._is_queued = False
-            self.model.queued.dec()
+            self.model.queued.value -= 1
 
     def _end(self, status: str, error_type: str) -> None:
         if self._is_over:
@@ -465,16 +465,16 @@ class RequestMeter:
         model.families.open_requests.pop(self, None)
         self._leave_queue()
         if self.prepared_at is not None:
-            model.active.dec()
-            model.families.stages.plane_inflight.dec()
+            model.active.value -= 1
+            model.families.stages.plane_inflight.value -= 1
             model.families.last_requests.show(self, self.ended_at)
             model.output_len.observe(self.num_tokens)
-            model.output_tokens.inc(self.num_tokens)
-        model.inflight.dec()
+            model.output_tokens.value += self.num_tokens
+        model.inflight.value -= 1
         model.duration.observe(self.ended_at - self.arrived_at)
         model.families.requests.labels(
             self.endpoint, error_type, model.label, self.request_type, status
-        ).inc()
+        ).value += 1
         if self.on_end is not None:
             self.on_end(self.num_tokens)
             self.on_end = None

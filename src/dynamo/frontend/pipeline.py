@@ -8,7 +8,6 @@ Clients send parameters of other servers, and of later versions of an API. What 
 refused.
 """
 
-import contextlib
 import functools
 import logging
 import re
@@ -61,10 +60,12 @@ class UnknownParameters:
             finally:
                 json_body.ignored_names.reset(token)
 
-        if body is None:
-            decoded = await client.decode_body(decode_noting)
-        else:
+        if body is not None:
             decoded = await exchange.decode_apart(body, decode_noting)
+        elif len(client.request.body) <= exchange.SMALL_BODY_BYTES:
+            decoded = decode_noting(client.request.body)  # nearly always so
+        else:
+            decoded = await client.decode_body(decode_noting)
         if names:
             self._report(client, [_UNPRINTABLE.sub("?", name[:_MAX_NAME_CHARS]) for name in names])
         return decoded
@@ -203,13 +204,16 @@ class Pipeline:
             routing = nvext.parse_headers(client.request.headers)
             extra_fields = nvext.requested_fields(request, client.request.headers)
             is_explained = nvext.EXPLANATION in extra_fields
-            self.admission.rights.check_rights(
-                client,
-                chooses_worker=is_explained or routing.chooses_worker(request),
-                sets_priority=request.scheduling_priority > 0  # anyone may wait for others
-                or getattr(request.extensions.cache_control, "pin", False),
-            )
-            salt = self.admission.rights.cache_salt(client, model, request.cache_salt)
+            rights, salt = self.admission.rights, None
+            if rights.uses_keys:
+                rights.check_rights(
+                    client,
+                    chooses_worker=is_explained or routing.chooses_worker(request),
+                    sets_priority=request.scheduling_priority > 0  # anyone may wait for others
+                    or getattr(request.extensions.cache_control, "pin", False),
+                )
+            if rights.uses_keys or request.cache_salt is not None:
+                salt = rights.cache_salt(client, model, request.cache_salt)
             if is_explained or self._wants_explanation():
                 meter.explanations = []
             prepared = await self._prepare(
@@ -248,9 +252,8 @@ class Pipeline:
         self, name: str, client: exchange.Exchange, notify: Notify = lambda notice: None
     ) -> RegisteredModel:
         """Return the model of this name, as soon as a worker has registered it. Raises ModelNotFound or NoWorkers."""
-
-        with contextlib.suppress(model_errors.ModelNotFound, errors.NoWorkers):
-            return self.models.find(name)  # nearly always; the rest asks again, and may wait
+        if (model := self.models.get(name)) is not None:  # nearly always so
+            return model
 
         async def find() -> RegisteredModel:
             try:

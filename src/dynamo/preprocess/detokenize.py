@@ -114,7 +114,7 @@ class TableDetokenizer:
         return self._decode(data, is_last=False)
 
     def finish(self) -> str:
-        return self._decode(b"", is_last=True)
+        return self._decode(b"", is_last=True) if self._pending else ""
 
     def _decode(self, data: bytes, *, is_last: bool) -> str:
         data = self._pending + data

@@ -97,10 +97,8 @@ def load_preprocessor(
             "transformers' save_pretrained writes one"
         )
     tokenizer = tokenize.Tokenizer(definition, tokenizer_options, cache_observer=cache_observer)
-    config, generation_config = (
-        files.read_json("config.json"),
-        files.read_json("generation_config.json"),
-    )
+    config = files.read_json("config.json")
+    generation_config = files.read_json("generation_config.json")
     tokenizer_config = files.read_json("tokenizer_config.json")
     plain, with_tools = _by_use(
         files.read_text("chat_template.jinja")
@@ -115,7 +113,7 @@ def load_preprocessor(
             plain, source_with_tools=with_tools, special_tokens=special_tokens, clock=clock
         )
     vocab_size = config.get("vocab_size")
-    return preprocessor.Preprocessor(
+    preparer = preprocessor.Preprocessor(
         tokenizer=tokenizer,
         chat_template=chat_template,
         context_length=card.context_length,
@@ -131,6 +129,9 @@ def load_preprocessor(
         ),
         infill_format=card.runtime_config.infill_format,
     ).with_images(images.ImageInput.of_model(config, card.runtime_config.max_images))
+    del definition
+    tokenize.return_freed_memory()
+    return preparer
 
 
 def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:

@@ -26,20 +26,21 @@ MAX_EMBEDDING_TOKENS = 300_000  # of all inputs of a request together, OpenAI's 
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling defaults in generation_config.json; None where the file sets no value."""
+    """The sampling defaults in generation_config.json, or OpenAI's where the file sets no value."""
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None  # None: as many as fit
 
 
 def read_defaults(generation_config: dict[str, Any]) -> GenerationDefaults:
     """Return the defaults in this decoded generation_config.json. Raises ConfigError."""
     try:
-        return msgspec.convert(generation_config, GenerationDefaults)
+        values = {name: value for name, value in generation_config.items() if value is not None}
+        return msgspec.convert(values, GenerationDefaults)
     except msgspec.ValidationError as error:
         raise errors.ConfigError(f"generation_config.json: {error}") from error
 
@@ -65,7 +66,6 @@ def make_sampling(
 ) -> generate.SamplingOptions:
     """Return how the engine samples tokens, of which `banned_ids` do not come. Raises InvalidRequest."""
     extensions = request.extensions
-    top_k = _first(request.top_k, extensions.top_k, defaults.top_k, default=0)
     if request.logit_bias:
         check_ids(request.logit_bias, vocab_size, "logit_bias")
     logit_bias = dict(request.logit_bias or {})
@@ -77,15 +77,14 @@ def make_sampling(
         n=request.num_drawn,
         temperature=0.0
         if extensions.greed_sampling
-        else _first(request.temperature, defaults.temperature, default=1.0),
-        top_k=max(top_k, 0),
-        top_p=_first(request.top_p, defaults.top_p, default=1.0),
-        min_p=_first(request.min_p, defaults.min_p, default=0.0),
+        else _first(request.temperature, default=defaults.temperature),
+        top_k=max(_first(request.top_k, extensions.top_k, default=defaults.top_k), 0),
+        top_p=defaults.top_p if request.top_p is None else request.top_p,
+        min_p=defaults.min_p if request.min_p is None else request.min_p,
         repetition_penalty=_first(
             request.repetition_penalty,
             extensions.repetition_penalty,
-            defaults.repetition_penalty,
-            default=1.0,
+            default=defaults.repetition_penalty,
         ),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
@@ -112,6 +111,8 @@ def make_cache_hint(request: inputs.GenerationInput) -> generate.CacheHint | Non
 def make_output(request: inputs.GenerationInput) -> generate.OutputOptions:
     """Return what the engine reports. The best of several answers is chosen by their log probabilities."""
     num_logprobs = request.num_logprobs
+    if num_logprobs is None and request.prompt_logprobs is None and not request.is_best_of:
+        return generate.OutputOptions()
     of_prompt = (request.prompt_logprobs, num_logprobs if request.is_echoed else None)
     return generate.OutputOptions(
         logprobs=0 if num_logprobs is None and request.is_best_of else num_logprobs,

@@ -249,8 +249,6 @@ class Tokenizer:
             {name: self._encode(name) for name in self._cutter.tokens} if self._cutter else {},
             max_bytes=options.cache_bytes,
         )
-        del text, parts, vocabulary  # text is four bytes a character
-        _return_freed_memory()
 
     @property
     def num_ids(self) -> int:
@@ -274,7 +272,9 @@ class Tokenizer:
 
     async def encode_prompt(self, text: str) -> bytes:
         """Return the packed ids of a text with its special tokens, as far as possible from the cache."""
-        if self._cutter is None or len(text) < SHORT_TEXT:
+        if len(text) < SHORT_TEXT:
+            return self._encode(text)
+        if self._cutter is None:
             return (await self.encode([text], add_special_tokens=False))[0]
         cut = self._cutter.cut(text)
         cached = [self._cache.find(segment) for segment in cut]
@@ -357,7 +357,7 @@ class Tokenizer:
         return self.tokens.index(token) if token and token in self.tokens else None
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Give memory back to the operating system that the C library keeps: a load leaves 20 to 30 MB."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
         trim(0)

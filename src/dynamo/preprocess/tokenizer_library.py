@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 
 import fastokens
 import msgspec
-import tokenizers
 
 from dynamo.base import errors
 from dynamo.protocols import blocks
@@ -97,6 +96,8 @@ class HuggingFaceLibrary:
 
     def __init__(self, definition: str) -> None:
         """Raises ConfigError for a definition that the library cannot read."""
+        import tokenizers  # 6 MB, which only the first load of a model needs
+
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises bare Exceptions

@@ -234,7 +234,8 @@ class EndpointClient:
     ) -> int | None:
         if instance_id is not None:
             return instance_id if instance_id in self._instances else None
-        ids = self.usable(among, tried)
+        is_limited = among is not None or tried or self._down_until  # seldom so
+        ids = self.usable(among, tried) if is_limited else self._ids
         if not ids:
             return None
         if mode == "random":
@@ -291,12 +292,13 @@ class EndpointClient:
 class _WatchedReceiver:
     """A receiver that reports its instance down if it is lost in the middle; costs nothing per item."""
 
-    __slots__ = ("_client", "_instance_id", "_receiver", "receive", "replied")
+    __slots__ = ("_client", "_instance_id", "_receiver", "receive", "receive_all", "replied")
 
     def __init__(
         self, receiver: requests.Receiver, client: EndpointClient, instance_id: int
     ) -> None:
         self.receive: Callable[[Any], None] = receiver.receive
+        self.receive_all = getattr(receiver, "receive_all", None)
         self.replied: Callable[[msgspec.Raw], None] = receiver.replied
         self._receiver = receiver
         self._client = client

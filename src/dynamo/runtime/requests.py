@@ -33,7 +33,10 @@ T = TypeVar("T")
 
 
 class Receiver(Protocol):
-    """The client's callbacks of one stream: any number of `receive` or `replied`, then one `ended`."""
+    """The client's callbacks of one stream: any number of `receive` or `replied`, then one `ended`.
+
+    A receiver may have `receive_all`, too, which takes several items that came together.
+    """
 
     def receive(self, item: Any) -> None:
         """Take an item of the plane's type."""

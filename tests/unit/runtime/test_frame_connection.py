@@ -44,6 +44,9 @@ class Handler:
     def handle_frame(self, frame):
         self.frames.append(frame)
 
+    def handle_read(self):
+        pass
+
     def handle_tick(self):
         pass
 

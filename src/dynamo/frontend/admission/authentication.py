@@ -191,12 +191,8 @@ class ClientRights:
         self._key_file = (
             KeyFileWatcher(Path(settings.api_keys_file), clock) if settings.api_keys_file else None
         )
+        self.uses_keys = self._key_file is not None  # whether clients need an API key
         self._unsalted_models: set[str] = set()  # that were warned about
-
-    @property
-    def uses_keys(self) -> bool:
-        """Return whether clients need an API key."""
-        return self._key_file is not None
 
     def load_keys(self) -> None:
         """Read the file of API keys for the first time, before the frontend listens. Raises ConfigError."""

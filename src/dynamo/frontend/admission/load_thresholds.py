@@ -91,6 +91,8 @@ class BusyWorkers:
 
     def of_model(self, model: RegisteredModel) -> frozenset[int]:
         """Return the ids of the model's instances that are busy."""
+        if not self.is_active:
+            return frozenset()
         thresholds = self.thresholds_of(model.name)
         if not thresholds.are_set:
             return frozenset()

@@ -50,9 +50,11 @@ class ChatRequest(inputs.Conversation, frozen=True, kw_only=True, forbid_unknown
     @property
     def echoed_message(self) -> str:
         """The text of the last message, if the answer is to begin with it because both have one role."""
+        if not self.echo:
+            return ""
         last = self.messages[-1] if self.messages else {}
         is_same = last.get("role") == "assistant" or self.add_generation_prompt is False
-        return conversation.text_of(last.get("content")) if self.echo and is_same else ""
+        return conversation.text_of(last.get("content")) if is_same else ""
 
     @property
     def num_logprobs(self) -> int | None:

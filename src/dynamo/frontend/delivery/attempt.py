@@ -23,6 +23,10 @@ class OutputSink(Protocol):
         """Take an output for a choice of the attempt that begins with choice number `first`."""
         ...
 
+    def deliver_all(self, outputs: Sequence[generate.Output], first: int = 0) -> None:
+        """Take outputs that came together."""
+        ...
+
     def handle_broken(self, attempt: "Attempt", error: errors.DynamoError) -> None:
         """Take note that this attempt ended before its answer was complete."""
         ...
@@ -39,6 +43,7 @@ class Attempt:
         "lost_instances",
         "num_moves",
         "receive",
+        "receive_all",
         "request",
     )
 
@@ -62,6 +67,9 @@ class Attempt:
         # called per token: with one prompt, which is nearly always so, there is no call in between
         self.receive: Callable[[generate.Output], None] = (
             functools.partial(sink.deliver, first=first) if first else sink.deliver
+        )
+        self.receive_all: Callable[[Sequence[generate.Output]], None] = (
+            functools.partial(sink.deliver_all, first=first) if first else sink.deliver_all
         )
 
     @property

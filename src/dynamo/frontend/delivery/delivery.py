@@ -82,12 +82,12 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
 
     def make_choices(self) -> list[choices.Choice]:
         """Return new choices for all prompts, numbered over all."""
-        makers = [
-            maker
-            for maker in map(self._choice_maker, self.prompts)
-            for _ in range(self.num_choices)
-        ]
-        made = [make(number) for number, make in enumerate(makers)]
+        made: list[choices.Choice] = []
+        num_choices = self.num_choices
+        for prompt in self.prompts:
+            echoed = choices.EchoedPrompt(prompt, self.preparer) if self.request.is_echoed else None
+            for _ in range(num_choices):
+                made.append(self.make_choice(len(made), prompt, echoed))
         if self.request.return_token_ids:
             for choice in made:
                 choice.token_ids = []
@@ -100,28 +100,24 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
         prompt = self.prompts[choice.index // self.num_choices]
         return blocks.unpack(prompt.request.token_ids)
 
-    def _choice_maker(self, prompt: preprocessor.Prepared) -> Callable[[int], choices.Choice]:
-        """Return a function from the number of a choice of this prompt to the choice."""
+    def make_choice(
+        self, number: int, prompt: preprocessor.Prepared, echoed: choices.EchoedPrompt | None
+    ) -> choices.Choice:
+        """Return a new choice of this prompt, which it repeats if `echoed` is given."""
         has_logprobs = prompt.request.output_options.logprobs is not None
-        if self.request.is_echoed:
-            echoed = choices.EchoedPrompt(prompt, self.preparer)
-            return lambda number: choices.EchoedChoice(
-                number,
-                self.preparer.make_answer_text(prompt.request, self.request),
-                echoed,
-                has_logprobs=has_logprobs,
-                is_scored=self.request.is_scored,
+        parsers = None if echoed is not None else prompt.parsers
+        text = self.preparer.make_answer_text(
+            prompt.request, self.request, shows_marks=parsers is not None
+        )
+        if echoed is not None:
+            return choices.EchoedChoice(
+                number, text, echoed, has_logprobs=has_logprobs, is_scored=self.request.is_scored
             )
-        parsers = prompt.parsers
         if parsers is None:
-            return lambda number: choices.Choice(
-                number,
-                self.preparer.make_answer_text(prompt.request, self.request),
-                has_logprobs=has_logprobs,
-            )
-        return lambda number: choices.ParsedChoice(
+            return choices.Choice(number, text, has_logprobs=has_logprobs)
+        return choices.ParsedChoice(
             number,
-            self.preparer.make_answer_text(prompt.request, self.request, shows_marks=True),
+            text,
             parsers,
             has_logprobs=has_logprobs,
             is_single_call=prompt.is_single_call,
@@ -214,6 +210,11 @@ class Delivery(abc.ABC):
     def deliver(self, output: generate.Output, first: int = 0) -> None:
         """Take an output for a choice of the prompt with choices from number `first`."""
 
+    def deliver_all(self, outputs: Sequence[generate.Output], first: int = 0) -> None:
+        """Take outputs that came together."""
+        for output in outputs:
+            self.deliver(output, first)
+
     def fail(self, error: errors.DynamoError) -> None:
         """End the request by an error. A stream that has begun reports it as its last event."""
         if self._is_over:
@@ -249,11 +250,14 @@ class Delivery(abc.ABC):
     def settle(self, choice: choices.Choice) -> bool:
         """Account for a choice that has ended, and return whether the whole answer is complete."""
         siblings = self.choices_of(choice.index // self.num_choices)
-        if None in [sibling.finish_reason for sibling in siblings]:
-            if choice.is_cut:
-                self._attempts[choice.index].cancel_choice(choice)
-            return False
-        if True in [sibling.is_cut for sibling in siblings]:
+        is_any_cut = False
+        for sibling in siblings:
+            if sibling.finish_reason is None:
+                if choice.is_cut:
+                    self._attempts[choice.index].cancel_choice(choice)
+                return False
+            is_any_cut |= sibling.is_cut
+        if is_any_cut:
             self._cancel(siblings)  # the engine knows neither stop strings nor tool calls
         self._num_open -= 1
         if not self._num_open:

@@ -33,6 +33,7 @@ class StreamDelivery(delivery.Delivery):
         self._formatter = prepared.formatter
         self._has_usage = prepared.request.include_usage
         self._has_continuous_usage = prepared.request.has_continuous_usage
+        self._has_stops = bool(prepared.prompts[0].request.stop_conditions.stop)
         self._has_metrics = METRICS in prepared.annotations
         # None until a choice has begun, and always if its chunks carry more than text
         self._templates: list[sse.Template | None] = [None] * len(self.choices)
@@ -59,6 +60,23 @@ class StreamDelivery(delivery.Delivery):
         elif text:
             head, tail = template
             self.client.write(head + sse.encode(text) + tail)
+
+    def deliver_all(self, outputs: Sequence[generate.Output], first: int = 0) -> None:
+        """Take outputs that came together; those of a plain text are measured and written together."""
+        template, choice = self._templates[first], self.choices[first]
+        if template is None or self._has_stops or len(self.choices) > 1 or choice.is_over:
+            super().deliver_all(outputs, first)
+            return
+        middle = [output for output in outputs if output.finish_reason is None]
+        if middle:
+            self.count_tokens(choice, sum([len(output.token_ids) for output in middle]))
+            events: list[bytes] = []
+            for text in map(choice.push, middle):
+                if text:
+                    events += (template.head, sse.encode(text), template.tail)
+            self.client.write(b"".join(events))
+        for output in outputs[len(middle) :]:
+            self.deliver(output)
 
     def _deliver_rare(self, choice: choices.Choice, output: generate.Output) -> None:
         """Deliver a first output, a last one, or one that carries more than text."""

@@ -70,6 +70,7 @@ class RegisteredModel:
         base: "RegisteredModel | None" = None,
     ) -> None:
         self.card = card
+        self.name = card.display_name
         self.base = base  # the base model, if this is a LoRA adapter
         self.replicas: Mapping[instances.EndpointName, EndpointInstances] = {}
         self._preparer = preparer
@@ -83,10 +84,6 @@ class RegisteredModel:
         card = msgspec.structs.replace(self.card, display_name=name, lora_names=())
         preparer = None if self._preparer is None else self._preparer.for_adapter(name)
         return RegisteredModel(card, preparer, self._problem, base=self)
-
-    @property
-    def name(self) -> str:
-        return self.card.display_name
 
     @property
     def instances(self) -> list[instances.Instance]:

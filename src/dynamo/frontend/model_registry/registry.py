@@ -182,12 +182,16 @@ class ModelRegistry:
         """Return the records of all prefill workers, whether they are asked from here or by decode workers."""
         return list(self._prefill_records.values())
 
+    def get(self, name: str) -> RegisteredModel | None:
+        """Return the model of this name; None if no worker serves it."""
+        name = self._names_by_alias.get(name, name)
+        return self._models.get(name) or self._adapters.get(name)
+
     def find(self, name: str) -> RegisteredModel:
         """Return the model of this name. Raises ModelNotFound, or NoWorkers if it has lost its workers."""
-        name = self._names_by_alias.get(name, name)
-        model = self._models.get(name) or self._adapters.get(name)
-        if model is not None:
+        if (model := self.get(name)) is not None:
             return model
+        name = self._names_by_alias.get(name, name)
         if name in self._lost_names:
             raise errors.NoWorkers(
                 f"the model {name!r} has lost its last worker: start one, or try again shortly"

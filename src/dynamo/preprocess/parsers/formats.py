@@ -442,7 +442,9 @@ class AnswerFormat:
 
     @property
     def _is_harmony(self) -> bool:
-        return any(part is not None and part.is_harmony for part in (self.tools, self.reasoning))
+        return True in [
+            part.is_harmony for part in (self.tools, self.reasoning) if part is not None
+        ]
 
 
 def select_format(

@@ -6,7 +6,7 @@ process and costs its own stream only: this is the place that supervises receive
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,6 +64,7 @@ class ClientConnection:
         self._receivers: dict[int, requests.Receiver] = {}
         self._deadlines: dict[int, tuple[float, float]] = {}  # when to give up, and the limit in s
         self._may_move: dict[int, Callable[[], bool]] = {}
+        self._steps: list[wire.Step[Any]] = []  # of what is being read
         self._is_borne = False  # silent, and the only one that can answer
         self._last = 0  # number of the newest stream
         self._pings = 0
@@ -144,10 +145,11 @@ class ClientConnection:
                     f"expected Welcome first, got {type(frame).__name__}"
                 )
             case wire.Step():
-                self._handle_step(frame)
+                self._steps.append(frame)
             case wire.Reply():
                 self._handle_reply(frame)
             case wire.Fail():
+                self.handle_read()
                 self._end_stream(frame.stream, frame.error)
             case wire.Goodbye():
                 self._goodbye = frame.reason
@@ -157,6 +159,24 @@ class ClientConnection:
                 raise errors.RemoteProtocolError(
                     f"a {type(frame).__name__} cannot be received by a client"
                 )
+
+    def handle_read(self) -> None:
+        """Hand over the items of the steps that came at once, those of one stream together."""
+        steps, self._steps = self._steps, []
+        if len(steps) == 1:
+            self._handle_step(steps[0])
+            return
+        items_by_stream: dict[int, list[Any]] = {}
+        for step in steps:
+            for item in step.items:
+                if (items := items_by_stream.get(item.stream)) is None:
+                    items = items_by_stream[item.stream] = []
+                items.append(item.item)
+        for number, items in items_by_stream.items():
+            self._hand_over(number, items)
+        for step in steps:
+            for number in step.ended:
+                self._end_stream(number, None)
 
     def handle_tick(self) -> None:
         now = self.frames.clock.now()
@@ -233,7 +253,24 @@ class ClientConnection:
         for number in frame.ended:
             self._end_stream(number, None)
 
+    def _hand_over(self, number: int, items: Sequence[Any]) -> None:
+        """Give several items to the receiver of a stream, which may cancel it after any of them."""
+        receive_all = getattr(self._receivers.get(number), "receive_all", None)
+        try:
+            if receive_all is not None:
+                receive_all(items)
+                return
+            for item in items:
+                if (receiver := self._receivers.get(number)) is None:
+                    self._check_number(number)
+                    return
+                receiver.receive(item)
+        except Exception:  # noqa: BLE001 (`call_safely`, for one call or many)
+            _log.exception("the receiver of stream %d failed", number)
+            self._fail_stream(number)
+
     def _handle_reply(self, frame: wire.Reply) -> None:
+        self.handle_read()
         receiver = self._receivers.get(frame.stream)
         if receiver is None:
             self._check_number(frame.stream)

@@ -78,6 +78,10 @@ class FrameHandler(Protocol):
         """Take a frame of the peer. Raises RemoteProtocolError, and the connection is dropped."""
         ...
 
+    def handle_read(self) -> None:
+        """Take note that all frames that came at once have been handled."""
+        ...
+
     def handle_tick(self) -> None:
         """Take a tick of the timer, while streams are open."""
         ...
@@ -107,6 +111,7 @@ class FrameConnection(asyncio.Protocol):
         self.traffic = settings.traffic
         self.loop = asyncio.get_running_loop()
         self.reader = wire.FrameReader(self.limits.max_hello_bytes, decode=settings.decode)
+        self.is_lost = False
         self.was_dropped = False  # by this side, for a reason
         self.was_ended_by_peer = False  # its process closed the connection, or its host did for it
         self._transport: asyncio.Transport | None = None
@@ -123,10 +128,6 @@ class FrameConnection(asyncio.Protocol):
         self._is_closing = False  # at the request of this side
         self._unsent: list[bytes] = []  # to leave at the end of this turn of the event loop
         self._handler = handler
-
-    @property
-    def is_lost(self) -> bool:
-        return self._closed.done()
 
     @property
     def peer_host(self) -> str:
@@ -220,6 +221,7 @@ class FrameConnection(asyncio.Protocol):
                 if self.is_lost:
                     return
                 self._handler.handle_frame(frame)
+            self._handler.handle_read()
         except errors.RemoteProtocolError as error:
             self.drop(f"broke the protocol: {error}")
 
@@ -235,6 +237,7 @@ class FrameConnection(asyncio.Protocol):
     def _end(self, reason: str) -> None:
         if self.is_lost:
             return
+        self.is_lost = True
         self._closed.set_result(None)
         if self._timer is not None:
             self._timer.cancel()

@@ -264,6 +264,9 @@ class ServerConnection:
                     f"a {type(frame).__name__} cannot be received by a server"
                 )
 
+    def handle_read(self) -> None:
+        pass  # each frame has been handled for itself
+
     def handle_tick(self) -> None:
         """Do nothing: calls have their own timers."""
 

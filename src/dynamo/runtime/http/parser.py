@@ -101,7 +101,7 @@ class RequestParser:
         self._reset()
 
     def _reset(self) -> None:
-        self._midway = False
+        self.is_midway = False  # a request has begun and is not complete
         self._in_body = False
         self._is_offer = False  # of another protocol
         self._head_bytes = 0
@@ -119,11 +119,6 @@ class RequestParser:
     def has_sink(self) -> bool:
         """Return whether the body that arrives goes to a sink."""
         return self._sink is not None
-
-    @property
-    def is_midway(self) -> bool:
-        """A request has begun and is not complete."""
-        return self._midway
 
     def feed(self, data: bytes) -> list[Request | Refusal]:
         """Return the requests that became complete with `data`, in order."""
@@ -197,8 +192,9 @@ class RequestParser:
     # What httptools calls, in the order of a request.
 
     def on_message_begin(self) -> None:
-        self._reset()
-        self._midway = True
+        if self.is_midway:  # it begins again, without its offer of another protocol
+            self._reset()
+        self.is_midway = True
 
     def on_url(self, url: bytes) -> None:
         self._url += url

@@ -386,7 +386,8 @@ class _Connection(asyncio.Protocol):
             else:
                 self._begin(item)
         self._advancing = False
-        if self._active is None and not self._is_blocked():
+        is_waiting = self._read_paused or self._parser.wants_continue
+        if is_waiting and self._active is None and not self._is_blocked():
             self._await_next()
 
     def _is_blocked(self) -> bool:
@@ -441,7 +442,8 @@ class _Connection(asyncio.Protocol):
         if exchange is None:
             return
         self._server.exchange_ended()
-        self.release_body(len(exchange.request.body))
+        if self._kept_body_bytes:
+            self.release_body(len(exchange.request.body))
         _close_sink(exchange.request)
         limits = self._server.limits
         wait_s = limits.request_s if self._parser.is_midway else limits.idle_s

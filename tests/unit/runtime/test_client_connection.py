@@ -1,0 +1,117 @@
+"""What the frames that come at once bring to the receivers of a connection."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from dynamo.base import clock
+from dynamo.protocols import wire
+from dynamo.runtime.backends import client_connection, frame_connection
+
+
+class Transport(asyncio.Transport):
+    def write(self, data):
+        pass
+
+    def get_write_buffer_size(self):
+        return 0
+
+    def abort(self):
+        pass
+
+
+class Receiver:
+    """Remembers its items and its end."""
+
+    def __init__(self):
+        self.items, self.ends = [], []
+
+    def receive(self, item):
+        self.items.append(item)
+
+    def replied(self, body):
+        self.items.append(bytes(body))
+
+    def ended(self, error):
+        self.ends.append(error and str(error))
+
+
+class BatchReceiver(Receiver):
+    """Takes items that came together in one call."""
+
+    def receive_all(self, items):
+        self.items.append(items)
+
+
+@pytest.fixture
+async def client():
+    settings = frame_connection.ConnectionSettings(
+        limits=frame_connection.ConnectionLimits(), time=clock.SystemClock(), decode=wire.decode
+    )
+    made = client_connection.ClientConnection(
+        settings, address="there", instance_id=1, name="test", on_lost=lambda lost: None
+    )
+    made.frames.connection_made(Transport())
+    made.frames.data_received(wire.encode(wire.Welcome(wire.VERSION, ())))
+    yield made
+    made.frames.connection_lost(None)
+
+
+def step(*items, ended=()):
+    return wire.Step(tuple(wire.StepItem(stream, item) for stream, item in items), ended)
+
+
+def read(client, *frames):
+    """Let these frames come at once."""
+    client.frames.data_received(b"".join(map(wire.encode, frames)))
+
+
+def open_stream(client, receiver):
+    return client.open_stream("endpoint", None, receiver, {}, None)
+
+
+async def test_items_that_came_at_once_are_handed_over_together(client):
+    batches, single = BatchReceiver(), Receiver()
+    open_stream(client, batches)
+    open_stream(client, single)
+    read(client, step((1, "a"), (2, "x")), step((2, "y"), (1, "b")), step((1, "c"), ended=(1,)))
+
+    assert (batches.items, batches.ends) == ([["a", "b", "c"]], [None])
+    assert (single.items, single.ends) == (["x", "y"], [])
+
+
+async def test_failure_and_reply_come_after_the_items_before_them(client):
+    failed, replied = BatchReceiver(), Receiver()
+    open_stream(client, failed)
+    open_stream(client, replied)
+    steps = step((1, "a"), (2, "x")), step((1, "b"), (2, "y"))
+    read(client, *steps, wire.Reply(2, msgspec.Raw(b"\xc0")), wire.Fail(1, "internal", "lost"))
+
+    assert (failed.items, failed.ends) == ([["a", "b"]], ["lost"])
+    assert replied.items == ["x", "y", b"\xc0"]
+
+
+async def test_receiver_that_cancels_gets_no_further_item(client):
+    class Canceller(Receiver):
+        def receive(self, item):
+            super().receive(item)
+            stream.cancel()
+
+    receiver = Canceller()
+    stream = open_stream(client, receiver)
+    read(client, step((1, "a")), step((1, "b")))
+
+    assert (receiver.items, receiver.ends) == (["a"], [])
+
+
+async def test_receiver_that_raises_loses_its_stream_only(client, caplog):
+    bad, good = BatchReceiver(), Receiver()
+    bad.receive_all = lambda items: 1 / 0
+    open_stream(client, bad)
+    open_stream(client, good)
+    read(client, step((1, "a"), (2, "x")), step((1, "b"), (2, "y")))
+
+    assert bad.ends == ["an internal error lost the answer; see the log"]
+    assert (good.items, good.ends) == (["x", "y"], [])
+    assert "ZeroDivisionError" in caplog.text
