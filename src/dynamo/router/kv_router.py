@@ -174,6 +174,7 @@ class _RoutedReceiver:
 
     __slots__ = (
         "_deliver",
+        "_deliver_all",
         "_has_begun",
         "_has_ended",
         "_key",
@@ -198,16 +199,32 @@ class _RoutedReceiver:
         self._receiver = receiver
         self._sent_at = sent_at
         self._deliver: Callable[[generate.Output], None] = receiver.receive
+        self._deliver_all: Callable[[Sequence[generate.Output]], None] | None
+        self._deliver_all = getattr(receiver, "receive_all", None)
         self.replied: Callable[[msgspec.Raw], None] = receiver.replied
         self._has_begun = self._has_ended = False
 
     def receive(self, output: generate.Output) -> None:
         if not self._has_begun:
-            self._has_begun = True
-            self._scheduler.record_first_output(
-                self._key, self.prompt, output.cached_tokens, self._sent_at
-            )
+            self._record_first(output)
         self._deliver(output)
+
+    @property
+    def receive_all(self) -> Callable[[Sequence[generate.Output]], None] | None:
+        """Return what takes outputs that came together, if the receiver does; asked once for each request."""
+        return self._receive_all if self._deliver_all is not None else None
+
+    def _receive_all(self, outputs: Sequence[generate.Output]) -> None:
+        if not self._has_begun:
+            self._record_first(outputs[0])
+        assert self._deliver_all is not None
+        self._deliver_all(outputs)
+
+    def _record_first(self, output: generate.Output) -> None:
+        self._has_begun = True
+        self._scheduler.record_first_output(
+            self._key, self.prompt, output.cached_tokens, self._sent_at
+        )
 
     def ended(self, error: errors.DynamoError | None) -> None:
         self.free_request()

@@ -6,6 +6,7 @@ import pytest
 from routing_rig import Receiver, request
 
 from dynamo.base import errors
+from dynamo.protocols import generate
 from dynamo.router import api, kv_scheduler, route
 
 HERE, THERE = api.Worker(1), api.Worker(2)
@@ -97,6 +98,31 @@ async def test_first_output_ends_prefill_and_end_frees_the_request(world):
     assert await receiver.over is None
 
     assert in_flight(world) == 0
+
+
+async def test_outputs_that_came_together_reach_the_receiver_together(world, monkeypatch):
+    class Together(Receiver):
+        def receive_all(self, outputs):
+            self.outputs.append(outputs)
+
+    async def open_stream(body, receiver, **options):
+        opened.append(receiver)
+
+    opened = []
+    await world.route(1)
+    monkeypatch.setattr(world.made._client, "open", open_stream)
+    apart, together = Receiver(), Together()
+    await world.made.open_stream(request(*LONG), apart)
+    await world.made.open_stream(request(*LONG), together)
+    (load,) = world.made.scheduler.selector.active.loads.values()
+
+    assert opened[0].receive_all is None
+    opened[1].receive_all([generate.Output((1,), cached_tokens=0), generate.Output((2,))])
+
+    assert [[output.token_ids for output in outputs] for outputs in together.outputs] == [
+        [(1,), (2,)]
+    ]
+    assert load.prefill_tokens == 400  # those of the other request
 
 
 async def test_cancelled_stream_frees_the_request(world):
