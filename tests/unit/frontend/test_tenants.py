@@ -1,9 +1,14 @@
 """Tenants: stored responses, cached prefixes, and rights belong to the tenant of an API key."""
 
+import logging
+import time
+
 import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.apis import error_dialects
+from dynamo.frontend.delivery import delivery
+from dynamo.observability import logs
 from dynamo.protocols import model_card, model_errors
 
 KEYS = """
@@ -223,7 +228,10 @@ def test_errors_to_clients_name_no_inner_address(error, message):
         assert message.encode() in dialect.body_of(error).replace(b'\\"', b'"')
 
 
-async def test_log_names_what_the_client_is_not_told(rig, caplog):
+async def test_log_names_what_the_client_is_not_told(rig, caplog, monkeypatch):
+    fresh = logs.PeerLog(logging.getLogger(delivery.__name__), time.monotonic)
+    monkeypatch.setattr(delivery, "_failures", fresh)  # else another test may have used up its second
+
     def die(call, _):
         call.fail(errors.EngineFailed("lost 10.0.0.7:41327"))
 
