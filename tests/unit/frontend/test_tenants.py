@@ -230,7 +230,7 @@ def test_errors_to_clients_name_no_inner_address(error, message):
 
 async def test_log_names_what_the_client_is_not_told(rig, caplog, monkeypatch):
     fresh = logs.PeerLog(logging.getLogger(delivery.__name__), time.monotonic)
-    monkeypatch.setattr(delivery, "_failures", fresh)  # else another test may have used up its second
+    monkeypatch.setattr(delivery, "_failures", fresh)  # a test before may have used its second
 
     def die(call, _):
         call.fail(errors.EngineFailed("lost 10.0.0.7:41327"))
