@@ -1,7 +1,8 @@
 """What the operator knows of the cluster: the last state of each object that it watches or wrote itself.
 
 Answers to the operator's own writes are entered at once, so that it never decides on a state from before its last
-write; an event that is older than what is known is left out.
+write; an event that is older than what is known is left out, and so is an answer about an object whose end a watch has
+told meanwhile.
 """
 
 from collections import defaultdict
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dynamo.operator import objects
 from dynamo.operator.objects import Object
 
+MAX_GONE = 10_000  # deleted objects that are remembered
 Key = tuple[str, str, str]  # kind, namespace, name
 ROOTS = (
     "DynamoGraphDeployment",
@@ -33,6 +35,7 @@ class ObjectCache:
         self._objects: defaultdict[str, dict[tuple[str, str], Object]] = defaultdict(dict)
         self._pods: defaultdict[str, dict[str, Object]] = defaultdict(dict)
         self._roots: dict[str, set[Key]] = {kind: set() for kind in ROOTS}
+        self._gone: dict[str, None] = {}  # uids of deleted objects, the oldest first
         self.has_grove = False
 
     def apply_event(self, event: str, resource: Object) -> bool:
@@ -45,16 +48,23 @@ class ObjectCache:
             existing = self._objects[resource["metadata"].get("namespace", "")]
             for key in [key for key in existing if key[0] == "Secret"]:
                 self.remove(existing[key])
+        uid = resource["metadata"].get("uid", "")
         if event == "DELETED":
             self.remove(resource)
+            self._gone[uid] = None
+            if len(self._gone) > MAX_GONE:
+                del self._gone[next(iter(self._gone))]
             return True
+        self._gone.pop(uid, None)  # a cluster that was restored has it again
         return self.put(resource)
 
     def put(self, resource: Object) -> bool:
-        """Enter an object, unless a newer state of it is known."""
+        """Enter an object, unless a newer state of it, or its end, is known."""
         kind, namespace, name = key_of(resource)
         present = self.get((kind, namespace, name))
         if present is not None and is_older(resource, present):
+            return False
+        if resource["metadata"].get("uid") in self._gone:
             return False
         if kind == "Pod":
             self._pods[namespace][name] = resource
