@@ -41,9 +41,9 @@ test-hosts: $(VENV)/.dev  ## as root: every fault of a network of several hosts 
 	@tests/install_services.sh
 	@DYN_TEST_ALL_HOST_FAULTS=1 $(BIN)/python -m pytest -q tests/host_faults $(if $(CASES),-k "$(CASES)")
 
-test-busy: $(VENV)/.dev  ## run every test beside eight busy processes (TESTS=tests/system: a part; hours)
+test-busy: $(VENV)/.dev  ## run every test beside eight busy processes (TESTS=tests/system: a part; JOBS=8 modules at a time: an hour)
 	@tests/install_services.sh
-	@$(BIN)/python -m benchmarks.busy --processes 8 -- $(BIN)/python -m pytest -n 3 --dist loadfile $(TESTS)
+	@$(BIN)/python -m benchmarks.busy --processes 8 -- $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile $(TESTS)
 
 coverage: $(VENV)/.dev  ## run every test, and fail if they reach too few lines (half again as much computing as make test)
 	@tests/install_services.sh

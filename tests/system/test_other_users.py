@@ -13,18 +13,18 @@ from deployment import MODEL
 
 from dynamo.protocols import instances, kv_transfer, model_card
 from dynamo.runtime import component
-from waiting import PATIENT_S
+from waiting import PATIENT_S, eventually
 
 ATTACKS = pathlib.Path(__file__).with_name("other_user.py")
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 
 
 async def addresses(directory):
-    """All that discovery knows, as root or a port scan would find it."""
+    """All that discovery knows, as root or a port scan would find it; no metadata before the prefill worker is known."""
     settings = component.RuntimeConfig(file_kv=directory)
     async with await component.DistributedRuntime.open(settings) as runtime:
         records = await runtime.discovery.get_prefix("v1/")
-    endpoints, channels, metadata = {}, {}, None
+    endpoints, channels, metadata, num_cards = {}, {}, None, 0
     for key, value in records.items():
         if key.startswith(instances.INSTANCES):
             record = msgspec.json.decode(value, type=instances.Instance)
@@ -33,6 +33,7 @@ async def addresses(directory):
             channel = msgspec.json.decode(value, type=instances.EventChannel)
             channels[channel.topic] = (channel.transport["zmq"], channel.instance_id)
         elif key.startswith(instances.CARDS):
+            num_cards += 1
             card = msgspec.json.decode(value, type=model_card.CardRecord).card_json
             data = card.runtime_config.runtime_data
             metadata = data.get(kv_transfer.METADATA_KEY, metadata)
@@ -40,6 +41,7 @@ async def addresses(directory):
         "instances": endpoints,
         "channels": channels,
         "metadata": metadata,
+        "num_cards": num_cards,
         "directory": directory,
     }
 
@@ -73,8 +75,15 @@ def start(deployment):
     frontend = deployment.frontend("--router-mode", "kv")
     deployment.mocker("--disaggregation-mode", "prefill")
     deployment.mocker("--disaggregation-mode", "decode")
-    frontend.await_models([MODEL])
-    return frontend, asyncio.run(addresses(deployment.environ["DYN_FILE_KV"]))
+    frontend.await_models([MODEL])  # one of the two is enough for that
+    targets = []
+
+    def has_both():
+        targets.append(asyncio.run(addresses(deployment.environ["DYN_FILE_KV"])))
+        return targets[-1]["metadata"] is not None and targets[-1]["num_cards"] == 2
+
+    eventually(has_both, what="the cards of both workers")
+    return frontend, targets[-1]
 
 
 def test_other_user_cannot_generate_copy_blocks_clear_caches_or_hear_events(deployment):
