@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a
 
 
 async def addresses(directory):
-    """All that discovery knows, as root or a port scan would find it; no metadata before the prefill worker is known."""
+    """All that discovery knows, as root would find it; without metadata as long as the prefill worker is not there."""
     settings = component.RuntimeConfig(file_kv=directory)
     async with await component.DistributedRuntime.open(settings) as runtime:
         records = await runtime.discovery.get_prefix("v1/")
