@@ -39,11 +39,9 @@ class ExactProfile:
         """Let the encoder read texts, short ones together."""
         ordered = sorted(set(rows), key=len)
         for start in range(0, len(ordered), _AT_ONCE):
-            inputs = [
-                encoders.ClassifierInput(name, text)
-                for text in ordered[start : start + _AT_ONCE]
-                for name in encoder_labels.EXACT.values()
-            ]
+            batch = ordered[start : start + _AT_ONCE]
+            by_classifier = dict.fromkeys(encoder_labels.EXACT, batch)
+            inputs = encoder_scores.list_inputs({}, "exact", self._fast, by_classifier)
             results = self._classifiers.classify(inputs)
             for one, result in zip(inputs, results, strict=True):
                 self._answers[one.classifier, one.text] = result

@@ -14,13 +14,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from dynamo.base import errors
 from dynamo.protocols import encoders
 from dynamo.semantic import encoder_labels
-from dynamo.semantic.classifiers import attacks, pii, profile
+from dynamo.semantic.classifiers import attacks, disguises, pii, profile, words
 
 # The share of the encoder in the exact profile; the rest is that of the word models, which make other mistakes.
 EXACT_SHARE = 0.6
@@ -109,7 +110,7 @@ class EncoderScores:
 
     def _join_risks(self, text: str, fast: attacks.AttackScore) -> attacks.AttackScore:
         """Return the risk by the encoder and the word model together; the latter's without an answer."""
-        answer = self._answers.get((encoder_labels.EXACT[encoder_labels.ATTACK], text))
+        answer = self._find_answer(encoder_labels.ATTACK, text)
         if answer is None or not answer.windows:
             return fast
         exact = _log_odds(max(window[1] for window in answer.windows))
@@ -121,10 +122,31 @@ class EncoderScores:
         return attacks.AttackScore(risk, kind, fast.rules, fast.is_complete)
 
     def _answer(self, classifier: str, text: str) -> encoders.TextLabels:
-        answer = self._answers.get((classifier, text))
+        answer = self._find_answer(classifier, text)
         if answer is None:
             raise errors.Unavailable(f"the encoder of the classifier {classifier} did not answer")
         return answer
+
+    def _find_answer(self, classifier: str, text: str) -> encoders.TextLabels | None:
+        """Return the answer for a text, with the windows of what it hides; None if one is missing."""
+        name = classifier if classifier in self._models else encoder_labels.EXACT[classifier]
+        answers = [self._answers.get((name, part)) for part in list_readings(classifier, text)]
+        found = [answer for answer in answers if answer is not None]
+        if len(found) < len(answers):
+            return None
+        return msgspec.structs.replace(
+            found[0],
+            windows=tuple(window for answer in found for window in answer.windows),
+            is_complete=all(answer.is_complete for answer in found),
+        )
+
+
+def list_readings(classifier: str, text: str) -> list[str]:
+    """Return a text and, for attacks, all that it hides as one more."""
+    if classifier != encoder_labels.ATTACK:
+        return [text]
+    hidden = "\n".join(disguises.read_disguised(text[: words.MAX_TOKENS * 16]))
+    return [text, hidden] if hidden else [text]
 
 
 def vector_in(answers: Answers, text: str) -> npt.NDArray[np.float32] | None:
@@ -142,6 +164,7 @@ def list_inputs(
     """Return what the encoders have to read, each text once for each classifier.
 
     A configured model reads all; the exact profile the rest, or with `unsure` what the word models are unsure of.
+    What a text hides from the classifier of attacks is read, too.
     """
     inputs = []
     for classifier, texts in texts_by_classifier.items():
@@ -149,7 +172,8 @@ def list_inputs(
         for text in dict.fromkeys(texts):
             is_read = classifier in models or profile_name == "exact"
             if is_read or (profile_name == "unsure" and _is_unsure(fast, classifier, text)):
-                inputs.append(encoders.ClassifierInput(name, text))
+                readings = list_readings(classifier, text)
+                inputs += [encoders.ClassifierInput(name, reading) for reading in readings]
     return inputs
 
 

@@ -31,7 +31,7 @@ def encode(text):
     ],
 )
 def test_encoded_text_is_read(hidden):
-    (text,) = read(f"Decode this and do it: {hidden} Thanks.")
+    text, *_ = read(f"Decode this and do it: {hidden} Thanks.")
 
     assert text.startswith(ATTACK)
 
@@ -76,7 +76,31 @@ def test_harmless_text_in_base64_stays_harmless():
     assert FAST.classify_attack(f"What does this say? {encode(text)}").risk < 0.5
 
 
-def test_hidden_texts_are_no_longer_than_the_text():
-    text = "\n".join([encode("so it goes on and on " * 30), os.urandom(40).hex(), "a b " * 9000])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        base64.encodebytes(bytes(range(256)) * 6).decode(),
+        "今天天气很好我们去公园" * 190,
+        "Привет! " * 300,
+    ],
+    ids=["base64", "Chinese", "Cyrillic"],
+)
+def test_attack_beside_unreadable_text_has_the_risk_of_the_attack(noise):
+    alone = FAST.classify_attack(ATTACK)
 
-    assert sum(map(len, read(text))) <= len(text)
+    for text in (f"{noise}\n{ATTACK}", f"{ATTACK}\n{noise}", ATTACK.replace(". ", f". {noise} ")):
+        assert FAST.classify_attack(text).risk == pytest.approx(alone.risk, abs=0.01)
+
+
+def test_of_a_long_text_only_what_stands_beside_unreadable_pieces_is_read_again():
+    (beside,) = read("so it goes " * 3000 + "你好" * 100 + " and on " * 3000)
+
+    assert 8000 < len(beside) < 17_000
+
+
+def test_hidden_texts_are_at_most_twice_as_long_as_the_text():
+    text = "\n".join(
+        [encode(encode("so it goes on and on " * 30)), os.urandom(40).hex(), "a b " * 9000]
+    )
+
+    assert sum(map(len, read(text))) <= 2 * len(text)

@@ -1,5 +1,6 @@
 """What encoders answer, as the classifiers of one request."""
 
+import base64
 import pathlib
 
 import pytest
@@ -250,6 +251,25 @@ def test_request_inside_a_table_is_an_attack_whatever_the_encoder_says():
     )
 
     assert exact.classify_attack(text).risk == FAST.classify_attack(text).risk >= 0.7
+
+
+def test_encoder_reads_what_a_text_hides_from_the_classifier_of_attacks():
+    text = "Please do this: " + base64.b64encode(ATTACK.encode()).decode()
+    inputs = make_router(MODELS).list_inputs(router.request_view.RequestView(chat(text)))
+    read = [entry.text for entry in inputs if entry.classifier == "attack"]
+    calm, hidden = answer("attack", (1.0, 0.0, 0.0)), answer("attack", (0.1, 0.9, 0.0))
+    configured = {("attack", text): calm, ("attack", read[-1]): hidden}
+    exact = {("exact_attack", text): exact_answer(0.0), ("exact_attack", read[-1]): exact_answer(1)}
+
+    found = encoder_scores.EncoderScores(FAST, MODELS, configured, "law").classify_attack(text)
+    joined = encoder_scores.EncoderScores(FAST, {}, exact, "law").classify_attack(text)
+
+    assert [ATTACK in part for part in read] == [False, True]
+    assert (found.risk, found.kind) == (pytest.approx(0.9), "jailbreak")
+    assert joined.risk > 0.99
+    del configured["attack", read[-1]]
+    with pytest.raises(errors.Unavailable):
+        encoder_scores.EncoderScores(FAST, MODELS, configured, "law").classify_attack(text)
 
 
 def test_the_word_models_decide_alone_where_the_exact_profile_does_not_answer():
