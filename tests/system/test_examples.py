@@ -1,4 +1,4 @@
-"""The examples of several models, a router and an engine of one's own, as their READMEs start them."""
+"""The examples of several models, a router, an engine and a collector of one's own, as their READMEs start them."""
 
 import os
 import pathlib
@@ -9,6 +9,7 @@ from deployment import newly_asked
 import ports
 from waiting import PATIENT_S, eventually
 
+NAMES = ("http-request", "preprocess", "handle_payload", "prefill", "decode")  # of spans
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
@@ -74,3 +75,27 @@ def test_engine_of_ones_own_answers(deployment):
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
     assert cut["choices"][0]["finish_reason"] == "length"
     assert cut["usage"]["completion_tokens"] == 2
+
+
+def test_spans_of_a_request_are_shown_as_a_tree(deployment):
+    port = ports.reserve()
+    shown = deployment.run_in(EXAMPLES / "traces", "show", "--port", str(port), "--quiet", "1")
+    deployment.environ |= {
+        "OTEL_EXPORT_ENABLED": "1",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{port}/v1/traces",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }
+    frontend = deployment.frontend()
+    frontend.others += [shown, deployment.mocker("--speedup-ratio", "1000")]
+    frontend.await_models(["storyteller"])
+    eventually(lambda: "listening on" in shown.log.read_text(), what="the collector listens")
+    assert frontend.chat("Hello", max_tokens=2).status_code == 200
+    eventually(lambda: " decode" in shown.log.read_text(), what="the trace is shown")
+    rows = shown.log.read_text().split("\n")
+    indent = {
+        name: next(row.find(name) for row in rows if row.endswith(f" {name}")) for name in NAMES
+    }
+
+    assert indent["preprocess"] == indent["handle_payload"] == indent["http-request"] + 2
+    assert indent["prefill"] == indent["decode"] == indent["handle_payload"] + 2
+    assert sum(row.startswith("trace ") for row in rows) == 1
