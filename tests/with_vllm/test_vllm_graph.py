@@ -1,6 +1,7 @@
-"""The graph of the third article over real vLLM, `graphs.disagg_router:Frontend` with `configs/disagg_router.yaml`.
+"""The four graphs of examples/llm over real vLLM, each with its file of configuration.
 
-It starts two vLLM workers on a CPU and takes about a minute, so it has a target of its own: `make test-vllm-graph`.
+The third article starts the last. Each starts one or two vLLM workers on a CPU and takes about a minute, so they have a
+target of their own: `make test-vllm-graph`.
 """
 
 import importlib.util
@@ -48,18 +49,33 @@ def deployment(tmp_path):
     deployment.end()
 
 
-def test_disaggregated_graph_answers_the_curl_of_the_article(deployment, tmp_path):
-    port = ports.reserve()
-    values = yaml.safe_load((EXAMPLE / "configs" / "disagg_router.yaml").read_text())
-    model = vllm_models.make(tmp_path / "model")
-    values["Common"] |= {"model": str(model), "max-model-len": 1024}  # what a CPU can hold
+WORKERS_BY_GRAPH = {
+    "agg": {"aggregated": 1},
+    "agg_router": {"aggregated": 2},
+    "disagg": {"decode": 1, "prefill": 1},
+    "disagg_router": {"decode": 1, "prefill": 1},
+}
+
+
+def write_config(graph, folder, port):
+    """Write the graph's configuration for a small model that a CPU can hold, and return the file."""
+    values = yaml.safe_load((EXAMPLE / "configs" / f"{graph}.yaml").read_text())
+    model = vllm_models.make(folder / "model")
+    values["Common"] |= {"model": str(model), "max-model-len": 1024}
     values["Frontend"]["port"] = port
-    for worker in ("VllmWorker", "PrefillWorker"):
+    for worker in {"VllmWorker", "PrefillWorker"} & {*values}:
         values[worker] |= {"dtype": "float32", "num-gpu-blocks-override": 200}
-    file = tmp_path / "disagg_router.yaml"
+    file = folder / f"{graph}.yaml"
     file.write_text(yaml.safe_dump(values))
+    return file
+
+
+@pytest.mark.parametrize("graph", WORKERS_BY_GRAPH)
+def test_graph_answers_the_curl_of_the_article(deployment, tmp_path, graph):
+    port = ports.reserve()
+    file = write_config(graph, tmp_path, port)
     served = deployment.run_in(
-        EXAMPLE, "dynamo.cli", "serve", "graphs.disagg_router:Frontend", "-f", str(file)
+        EXAMPLE, "dynamo.cli", "serve", f"graphs.{graph}:Frontend", "-f", str(file)
     )
     eventually(
         lambda: "answers at" in served.log.read_text() or not served.is_running,
@@ -68,14 +84,17 @@ def test_disaggregated_graph_answers_the_curl_of_the_article(deployment, tmp_pat
     )
     assert served.is_running, served.log.read_text()
     url = f"http://127.0.0.1:{port}"
+    expected = WORKERS_BY_GRAPH[graph]
 
-    def has_both_workers() -> bool:
+    def has_all_workers() -> bool:
         served.check()
         page = httpx.get(f"{url}/console/api/topology", timeout=PATIENT_S).json()
-        return page["num_by_role"] == {"decode": 1, "prefill": 1}
+        return page["num_by_role"] == expected
 
-    eventually(has_both_workers, within_s=START_S, what="a prefill and a decode worker")
-    answer = httpx.post(f"{url}/v1/chat/completions", json=CALL, timeout=PATIENT_S)
+    eventually(has_all_workers, within_s=START_S, what=f"the workers {expected}")
+    answer = httpx.post(
+        f"{url}/v1/chat/completions", json=CALL, headers={"x-dynamo-explain": "1"}, timeout=START_S
+    )
     row = httpx.get(f"{url}/console/api/requests", timeout=PATIENT_S).json()["rows"][0]
 
     assert answer.status_code == 200, answer.text
@@ -83,5 +102,9 @@ def test_disaggregated_graph_answers_the_curl_of_the_article(deployment, tmp_pat
     assert body["model"] == NAME
     assert body["choices"][0]["message"]["content"]
     assert body["usage"]["completion_tokens"] > 0
-    assert "Prefilling remotely for request" in served.log.read_text()
+    is_remote = "Prefilling remotely for request" in served.log.read_text()
+    assert is_remote == ("prefill" in expected)
+    reasons = [decision.get("reason", "") for decision in body["nvext"]["explanation"]]
+    assert reasons
+    assert any("round-robin" in reason for reason in reasons) != graph.endswith("_router")
     assert row["state"] == "done"
