@@ -258,6 +258,12 @@ class Deployment:
         command = ["env", "-C", str(directory), sys.executable, "-m", *argv]
         return self._keep(Process(command, self.environ, self._log("command")))
 
+    def run_shell(self, line: str) -> Process:
+        """A line that was printed to be pasted, from a directory that it does not expect."""
+        return self._keep(
+            Process(["bash", "-c", f"cd / && {line}"], self.environ, self._log("command"))
+        )
+
     def end(self) -> None:
         for process in reversed(self._processes):
             process.end()

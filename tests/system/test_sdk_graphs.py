@@ -115,6 +115,39 @@ def test_processes_of_a_graph_are_what_is_printed_and_restart(deployment, home, 
     assert not [pid for pid in below if pathlib.Path(f"/proc/{pid}/environ").exists()]
 
 
+def test_printed_line_starts_one_more_worker_of_a_service(deployment, home):
+    port = ports.reserve()
+    served = serve(
+        deployment, "hello_world", "hello_world:Frontend", "-f", "config.yaml",
+        f"--Frontend.port={port}", "--Backend.ServiceArgs.workers=1", "--Middle.note=it's here",
+    )  # fmt: skip
+    printed = served.log.read_text()
+    lines = [
+        row.strip().removeprefix("one more  ") for row in printed.splitlines() if "--join" in row
+    ]
+    (line,) = [line for line in lines if "--service-name Backend" in line]
+    bin_folder = pathlib.Path(sys.executable).parent
+    environ = {
+        name: value
+        for name, value in deployment.environ.items()
+        if name not in ("DYN_FILE_KV", "DYNAMO_HOME")
+    } | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    deployment.environ = environ
+    late = deployment.run_shell(f"{line} --Backend.message=late")
+
+    def answers() -> set[str]:
+        late.check()
+        return {ask(port, text="test").text for _ in range(2)}
+
+    eventually(lambda: len(answers()) == 2, within_s=PATIENT_S, what="both workers answer")
+
+    assert len(lines) == 2  # Middle and Backend; the frontend has the port
+    assert answers() == {f"Frontend: Middle: Backend: test-mid-{end}\n" for end in ("back", "late")}
+    (first, second) = sorted(states(home), key=lambda state: state["started_at"])
+    assert second["namespace"] == first["namespace"]
+    assert [process["name"] for process in second["processes"]] == ["Backend"]
+
+
 def test_graph_of_a_language_model_answers_at_its_port(deployment, home, tmp_path, capsys):
     port = ports.reserve()
     config = tmp_path / "agg.yaml"

@@ -8,17 +8,22 @@ by which its guard finds it.
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, distribution
 from dynamo.cli import serve
-from dynamo.launch import children, guard, state, supervisor
+from dynamo.launch import allocation, children, guard, state, supervisor
 from dynamo.sdk import commands, declaration, graph, settings
 
 DISCOVERY = "DYN_FILE_KV"
+# What a `dynamo serve` that joins this one has to have in common with it.
+_PLANE_VARIABLES = (
+    *(DISCOVERY, "DYN_DISCOVERY_BACKEND", "DYN_REQUEST_PLANE", "DYN_EVENT_PLANE"),
+    *("ETCD_ENDPOINTS", "NATS_SERVER"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +144,7 @@ def run(options: GraphConfig) -> int:
         port = loaded.port if loaded.specs[0] in chosen else None
         if port is not None:
             serve.check_port("127.0.0.1", port)
-        variables = environ | {"DYN_NAMESPACE": namespace}
+        variables = _variables(*_PLANE_VARIABLES) | environ | {"DYN_NAMESPACE": namespace}
         registration.update(namespace=namespace, variables=variables)
         serving = _Serving(options, plan, registration, port, guardian)
         with state.logged(name):
@@ -187,7 +192,7 @@ class _Serving:
                     )
                     await self._supervisor.start(child)
                 if await self._wait_until_ready(root):
-                    self._announce()
+                    self._announce(root)
                     for command in self._plan.commands:
                         self._supervisor.watch(command.name)
                     await self._supervisor.run()
@@ -225,21 +230,59 @@ class _Serving:
             state.ProcessState(name=name, pid=child.pid, shell=self._shells[name])
         )
 
-    def _announce(self) -> None:
+    def _announce(self, root: declaration.DeclaredService) -> None:
         """Show in the state, and print, where the graph answers."""
         url = f"http://127.0.0.1:{self._port}" if self._port is not None else ""
         self._registration.update(url=url)
         name, namespace = self._registration.state.name, self._registration.state.namespace
         started = self._supervisor.child_by_name
         pids = ", ".join(f"{child.spec.name} {child.pid}" for child in started.values())
-        file = f" -f {self._options.file}" if self._options.file else ""
-        more = f"dynamo serve {self._options.target}{file} --service-name NAME --join {name}"
+        single = root.name if url else None  # its port is taken
+        machine = children.machine_resources(os.environ)
+        more = [
+            f"  one more  {line}\n"
+            for line in join_lines(self._options, self._plan, machine, name, single)
+        ]
         print(
             f"\n{self._options.target} {'answers at ' + url if url else 'runs'}\n\n"
             f"  namespace {namespace}\n"
             f"  pids      dynamo {os.getpid()}, {pids}\n"
             f"  commands  dynamo ps -v {name}\n"
-            f"  one more  {more}\n"
+            f"{''.join(more)}"
             f"  stop      Ctrl-C, or dynamo stop {name}\n",
             flush=True,
         )
+
+
+def join_lines(
+    options: GraphConfig,
+    plan: commands.GraphPlan,
+    machine: allocation.Allocation,
+    name: str,
+    single: str | None,
+) -> Iterator[str]:
+    """Yield a line to paste for each service that can have one more process in the graph called `name`.
+
+    `single` is the service that cannot, and one without enough free devices of `machine` cannot either.
+    """
+    taken = {device for command in plan.commands for device in command.resources.devices}
+    free = [device for device in machine.devices if device not in taken]
+    names = [state.HOME_VARIABLE] if options.file else [state.HOME_VARIABLE, settings.VARIABLE]
+    for service, command in {command.service: command for command in plan.commands}.items():
+        num_devices = len(command.resources.devices)
+        if service == single or num_devices > len(free):
+            continue
+        words = ["dynamo", "serve", options.target, "--service-name", service, "--join", name]
+        words += ["-f", options.file] if options.file else []
+        words += ["--working-dir", options.working_dir] if options.working_dir != "." else []
+        yield children.shell_line(
+            [*words, *options.overrides, f"--{service}.ServiceArgs.workers=1"],
+            environ=_variables(*names),
+            resources=allocation.Allocation(devices=tuple(free[:num_devices])),
+            directory=os.getcwd(),
+        )
+
+
+def _variables(*names: str) -> dict[str, str]:
+    """Return those of these variables that the environment has."""
+    return {name: os.environ[name] for name in names if name in os.environ}
