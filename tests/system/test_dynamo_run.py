@@ -230,7 +230,7 @@ def test_last_message_alone_is_echoed(deployment):
         (("out=dyn://a.b.c",), 1, "python -m dynamo.native --endpoint dyn://a.b.c"),
         (("out=dyn://a",), 2, "dyn://namespace.component.endpoint"),
         (("out=warp",), 2, "native, mocker"),
-        (("out=dyn://a.b.c", "--prefill", "1"), 2, "--prefill and --decode start workers here"),
+        (("out=dyn://a.b.c", "--prefill", "1"), 2, "--prefill, --decode and --context-length are"),
         (("in=telepathy",), 2, "text, stdin, batch:FILE, http"),
         (("in=batch:none.jsonl", "out=mocker"), 2, "none.jsonl"),
         (("in=stdin", "/no/such/model"), 2, "no such directory"),

@@ -25,7 +25,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
@@ -34,10 +34,33 @@ from dynamo.frontend import config as frontend_config
 from dynamo.frontend import service
 from dynamo.observability import logs
 from dynamo.protocols import instances
-from dynamo.worker import engines
+from dynamo.runtime import component
+from dynamo.worker import engines, settings
 
 SOURCES = ("text", "stdin", "batch:FILE", "http", "dyn://namespace.component.endpoint")
 _BATCH = "batch:"
+_LENGTH_FLAGS = {"sglang": "--context-length", "trtllm": "--max-seq-len"}
+# Flags of 0.3's `dynamo-run` that a single process has no use for, and what to use instead.
+_FRONTEND = "`python -m dynamo.frontend {flag} ...` beside workers (in=dyn://...)"
+_ENGINE = "`python -m dynamo.ENGINE`, which takes the engine's own flags"
+_REPLACEMENTS = {
+    **dict.fromkeys(
+        ("--router-mode", "--kv-overlap-score-weight", "--router-temperature", "--migration-limit"),
+        _FRONTEND,
+    ),
+    "--use-kv-events": "`python -m dynamo.frontend --router-mode kv`, or there --no-kv-events",
+    "--static-worker": "out=dyn://namespace.component.endpoint, which discovery finds",
+    "--extra-engine-args": "`python -m dynamo.mocker {flag} FILE`",
+    "--model-config": "a model directory, whose config.json is read",
+    "--request-template": "--max-tokens and --temperature, or these fields in the requests",
+    "--kv-cache-block-size": "`python -m dynamo.ENGINE --block-size ...`",
+    "-v": "DYN_LOG=debug",
+    "-vv": "DYN_LOG=trace",
+    **dict.fromkeys(
+        ("--tensor-parallel-size", "--base-gpu-id", "--num-nodes", "--node-rank", "--leader-addr"),
+        _ENGINE,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +88,19 @@ class RunConfig(serve.HttpConfig):
         0, help="further engines of this process that compute long prompts for the others", least=0
     )
     decode: int = config.option(1, help="engines of this process that answer", least=1)
+    model_path: str | None = config.option(None, help="the model, as the argument MODEL names it")
+    model_name: str | None = config.option(
+        None,
+        help="name under which clients ask for the model (default: the directory's or hub name)",
+    )
+    context_length: int | None = config.option(
+        None,
+        help="tokens of a prompt and its answer at most, where the model's own length takes too much memory",
+        least=16,
+    )
+    further_words: tuple[str, ...] = config.rest(
+        help="Other flags of 0.3's dynamo-run are refused with what to use instead."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +110,8 @@ class RunPlan:
     source: str = "text"
     target: str
     model: str | None = None
+    model_name: str | None = None
+    context_length: int | None = None
     fields: dict[str, Any]  # of OpenAI's request: max_tokens ...
     output: Path | None = None
     topology: workers.Topology  # of the engines in this process
@@ -95,16 +133,29 @@ class RunPlan:
 
 def plan(options: RunConfig) -> RunPlan:
     """Interpret the options. Raises ConfigError."""
+    if options.further_words:
+        refuse_flag(options.further_words[0])
     fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
-    words = read_words(options.words)
+    words = read_words((*options.words, *([options.model_path] if options.model_path else ())))
     return RunPlan(
         **{"target": engines.default_for(words.get("model")), **words},
+        model_name=options.model_name,
+        context_length=options.context_length,
         fields={name: value for name, value in fields.items() if value is not None},
         output=Path(options.output) if options.output is not None else None,
         topology=workers.Topology(num_answering=options.decode, num_prefill=options.prefill),
         http_host=options.http_host,
         http_port=options.http_port,
     )
+
+
+def refuse_flag(word: str) -> NoReturn:
+    """Raise ConfigError for an argument that no option declares, with what replaced it where it is one of 0.3's."""
+    flag = word.partition("=")[0]
+    if flag in _REPLACEMENTS:
+        raise errors.ConfigError(f"{flag}: use {_REPLACEMENTS[flag].format(flag=flag)}")
+    known = (f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig))
+    raise errors.ConfigError(f"unrecognized argument: {word} ({config.suggest(flag, known)})")
 
 
 def read_words(words: Sequence[str]) -> dict[str, str]:
@@ -135,10 +186,16 @@ def worker_command(planned: RunPlan) -> list[str]:
         )
     if planned.topology != workers.Topology():
         raise errors.ConfigError("--prefill and --decode: expected one worker for in=dyn://...")
-    command = [sys.executable, "-m", f"dynamo.{workers.engine_of(target)}"]
+    engine = workers.engine_of(target)
+    command = [sys.executable, "-m", f"dynamo.{engine}"]
     command += ["--endpoint", planned.source]
     if planned.model is not None:
         command += ["--model", planned.model]
+    if planned.model_name is not None:
+        command += ["--model-name", planned.model_name]
+    if planned.context_length is not None:
+        flag = _LENGTH_FLAGS.get(engine, "--max-model-len")
+        command += [flag, str(planned.context_length)]
     if target == workers.ECHO_CORE:
         command += ["--echo", "--tick-ms", os.environ.get("DYN_TOKEN_ECHO_DELAY_MS", "10")]
     return command
@@ -166,7 +223,9 @@ def run(options: RunConfig) -> int:
 
         def open_model(name: str) -> session.Session:
             """Return a session with another model, and end the one before."""
-            context = _open_session(dataclasses.replace(planned, model=name), clock)
+            context = _open_session(
+                dataclasses.replace(planned, model=name, model_name=None), clock
+            )
             replacement = loop.call(context.__aenter__())
             loop.call(contexts.pop().__aexit__(None, None, None))
             contexts.append(context)
@@ -193,9 +252,16 @@ def run(options: RunConfig) -> int:
 
 @contextlib.asynccontextmanager
 async def _open_session(planned: RunPlan, clock: clocks.Clock) -> AsyncIterator[session.Session]:
-    async with workers.join(planned.target, planned.model, planned.topology) as runtime:
-        endpoint = await workers.find_endpoint(runtime, planned.target, planned.model)
+    async with _join(planned) as runtime:
+        asked = planned.model_name or planned.model
+        endpoint = await workers.find_endpoint(runtime, planned.target, asked)
         yield await session.connect(runtime, endpoint, clock)
+
+
+def _join(planned: RunPlan) -> contextlib.AbstractAsyncContextManager[component.DistributedRuntime]:
+    """Open the runtime of the plan's workers."""
+    model = settings.WorkerConfig(model=planned.model, model_name=planned.model_name)
+    return workers.join(planned.target, model, planned.topology, planned.context_length)
 
 
 async def _serve_http(planned: RunPlan) -> None:
@@ -206,7 +272,7 @@ async def _serve_http(planned: RunPlan) -> None:
     is_remote = workers.is_remote(planned.target)
     description = "" if is_remote else f"{planned.topology.describe()}; "
     async with (
-        workers.join(planned.target, planned.model, planned.topology) as runtime,
+        _join(planned) as runtime,
         service.Frontend(options, runtime) as frontend,
     ):
         print(f"listening on {frontend.url}; {description}stop: Ctrl-C", flush=True)

@@ -4,6 +4,7 @@ They run in this process or elsewhere; either way `dynamo run` gets a runtime in
 """
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import config, errors
+from dynamo.engine import api
 from dynamo.engine.mock import settings as mock_settings
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
@@ -115,16 +117,19 @@ async def find_endpoint(
 
 @contextlib.asynccontextmanager
 async def join(
-    target: str, model: str | None, topology: Topology
+    target: str,
+    worker: settings.WorkerConfig,
+    topology: Topology,
+    context_length: int | None = None,
 ) -> AsyncIterator[component.DistributedRuntime]:
     """Open a runtime in which the target's workers are registered; starts them unless they are remote.
 
-    Raises ConfigError, EngineFailed or NoWorkers.
+    `context_length` is the longest request that those can serve. Raises ConfigError, EngineFailed or NoWorkers.
     """
     if is_remote(target):
-        if topology != Topology():
+        if topology != Topology() or context_length is not None:
             raise errors.ConfigError(
-                "--prefill and --decode start workers here, but"
+                "--prefill, --decode and --context-length are for workers that start here, but"
                 f" out={target} asks those that run elsewhere"
             )
         planes = config.load(component.RuntimeConfig, prog="dynamo run", argv=())
@@ -145,38 +150,50 @@ async def join(
         await component.DistributedRuntime.in_memory(memory, item_type=generate.Output) as runtime,
         contextlib.AsyncExitStack() as stack,
     ):
-        directory = engines.find_model(engine_of(target), model)
+        engine_settings = _engine_settings(target, context_length)
+        directory = engines.find_model(engine_of(target), worker.model)
         if target == ECHO_FULL:
             directory = stack.enter_context(_with_template(directory, _LAST_MESSAGE))
         room = local.Room() if topology.num_prefill else None
         for mode in topology.modes.values():
-            worker = settings.WorkerConfig(model=model, disaggregation_mode=mode)
-            await stack.enter_async_context(_serve(target, worker, runtime, directory, room))
+            engine = engines.build(
+                engine_of(target),
+                directory,
+                engine_settings,
+                model_name=worker.model_name or model_source.display_name(worker.model),
+                room=room,
+            )
+            in_mode = dataclasses.replace(worker, disaggregation_mode=mode)
+            await stack.enter_async_context(_serve(in_mode, engine, runtime, directory))
         yield runtime
 
 
-@contextlib.asynccontextmanager
-async def _serve(
-    target: str,
-    worker: settings.WorkerConfig,
-    runtime: component.DistributedRuntime,
-    directory: Path,
-    room: local.Room | None,
-) -> AsyncIterator[None]:
-    """Serve one worker in this process, as an instance of its own."""
+def _engine_settings(target: str, context_length: int | None) -> Any:
+    """Return the settings of the engine that serves a target in this process. Raises ConfigError."""
     name = engine_of(target)
-    engine_settings: Any = (
+    values: Any = (
         engines.settings_of(name)()
         if name == target
         else config.load(EchoConfig, prog="dynamo run", argv=())
     )
-    engine = engines.build(
-        name,
-        directory,
-        engine_settings,
-        model_name=model_source.display_name(worker.model),
-        room=room,
-    )
+    if context_length is None:
+        return values
+    if not hasattr(values, "max_model_len"):
+        raise errors.ConfigError(
+            f"--context-length: out={target} does not take it in this process; start a worker with the engine's"
+            f" own flag, and ask it with out=auto: python -m dynamo.{name}"
+        )
+    return dataclasses.replace(values, max_model_len=context_length)
+
+
+@contextlib.asynccontextmanager
+async def _serve(
+    worker: settings.WorkerConfig,
+    engine: api.Engine,
+    runtime: component.DistributedRuntime,
+    directory: Path,
+) -> AsyncIterator[None]:
+    """Serve one worker in this process, as an instance of its own."""
     sibling = runtime.sibling()
     host = main.make_host(worker, engine, sibling, directory)
     try:

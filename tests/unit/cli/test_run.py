@@ -1,9 +1,12 @@
 """What `dynamo run` is told."""
 
+import msgspec
 import pytest
 
-from dynamo.base import errors
-from dynamo.cli import run
+from dynamo.base import config, errors
+from dynamo.cli import run, workers
+from dynamo.protocols import instances, model_card
+from dynamo.worker import settings
 
 
 @pytest.mark.parametrize(
@@ -66,3 +69,49 @@ def test_endpoint_as_source_is_the_command_of_a_worker(words, flags):
 def test_endpoint_as_source_refuses_what_is_no_single_worker(options, says):
     with pytest.raises(errors.ConfigError, match=says):
         run.worker_command(run.plan(run.RunConfig(**options)))
+
+
+def test_flags_of_earlier_releases_name_the_model_and_its_length():
+    flags = ["in=dyn://a.b.c", "--model-path", "m", "--model-name", "n", "--context-length", "99"]
+    planned = run.plan(config.load(run.RunConfig, prog="dynamo run", argv=flags))
+    sglang = run.plan(config.load(run.RunConfig, prog="dynamo run", argv=["out=sglang", *flags]))
+
+    assert run.worker_command(planned)[2:] == [
+        *("dynamo.native", "--endpoint", "dyn://a.b.c"),
+        *("--model", "m", "--model-name", "n", "--max-model-len", "99"),
+    ]
+    assert run.worker_command(sglang)[-2:] == ["--context-length", "99"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ("--static-worker", "a.b.c"),
+            "--static-worker: use out=dyn://namespace.component.endpoint",
+        ),
+        (("m", "--router-mode=kv"), "--router-mode: use `python -m dynamo.frontend --router-mode"),
+        (("-vv",), "-vv: use DYN_LOG=trace"),
+        (("--http-prot", "1"), r"--http-prot \(did you mean --http-port"),
+        (("m", "--model-path", "n"), "'n' is one too many"),
+    ],
+)
+def test_flag_without_an_equal_is_refused_with_what_to_use(argv, says):
+    with pytest.raises(errors.ConfigError, match=says):
+        run.plan(config.load(run.RunConfig, prog="dynamo run", argv=argv))
+
+
+async def test_requests_are_as_long_as_the_context_that_was_asked_for():
+    model = settings.WorkerConfig(model_name="named")
+    async with workers.join("mocker", model, workers.Topology(), 64) as runtime:
+        (stored,) = (await runtime.discovery.get_prefix(instances.CARDS)).values()
+    card = msgspec.json.decode(stored, type=model_card.CardRecord).card_json
+
+    assert (card.display_name, card.context_length) == ("named", 64)
+
+
+@pytest.mark.parametrize("target", ["sglang", "auto"])
+async def test_context_length_is_refused_where_nothing_here_takes_it(target):
+    with pytest.raises(errors.ConfigError, match="--context-length"):
+        async with workers.join(target, settings.WorkerConfig(), workers.Topology(), 64):
+            pass
