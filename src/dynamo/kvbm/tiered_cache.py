@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_policy
@@ -53,9 +54,9 @@ class TierCopy:
 
 @dataclass(slots=True, kw_only=True)
 class _Preparation:
-    """The copies from disk to host for one sequence that queues."""
+    """The copies from disk to host for one sequence that queues; several may wait for the same copy."""
 
-    copies: list[TierCopy]
+    copies: set[TierCopy]
     # In host memory until it is admitted.
     kept_blocks: list[TierBlock] = field(default_factory=list)
     # Those that host memory had before: the blocks from disk must not take their place.
@@ -105,6 +106,7 @@ class TieredCache:
         self._num_running: Counter[tier_policy.Path] = Counter()
         self._queued_bytes: Counter[tier_policy.Path] = Counter()
         self._preparations: dict[Hashable, _Preparation] = {}
+        self._reads: dict[int, TierCopy] = {}  # from disk, that run, by block
         self._late_loads: set[TierCopy] = set()  # that still run
         self._in_both: set[int] = set()  # blocks of the engine that host memory has too
         self._num_quick_bytes = 0  # of loads before the next step
@@ -192,9 +194,11 @@ class TieredCache:
             self._end_target(copy, position, target, is_failed=position in failed)
         if path == (self._below, HOST):
             self._late_loads.discard(copy)
-            preparation = self._preparations.get(copy.waiting)
-            if preparation is not None and copy in preparation.copies:
-                preparation.copies.remove(copy)
+            for preparation in self._preparations.values():
+                preparation.copies.discard(copy)
+            for block in copy.blocks:
+                if self._reads.get(block.sequence_hash) is copy:
+                    del self._reads[block.sequence_hash]
 
     def _end_target(
         self, copy: TierCopy, position: int, target: TierBlock, *, is_failed: bool
@@ -206,10 +210,10 @@ class TieredCache:
             tier.drop(target)
             tier.release(target)
             return
-        preparation = self._preparations.get(copy.waiting)
-        if copy.path == (self._below, HOST) and preparation is not None:
-            preparation.kept_blocks.append(target)
-            target.num_users += 1  # until the sequence is admitted
+        for preparation in self._preparations.values():
+            if copy in preparation.copies:
+                preparation.kept_blocks.append(target)
+                target.num_users += 1  # until the sequence is admitted
         if not tier.confirm(target) or copy.path != (DEVICE, HOST) or self.disk is None:
             return
         name = target.block.sequence_hash
@@ -221,11 +225,10 @@ class TieredCache:
 
     def _begin_offload_to_host(self) -> bool:
         """Begin one copy of queued blocks that the engine still has. Return whether there was any."""
-        blocks: list[CachedBlock] = []
         sources: list[int] = []
         targets: list[TierBlock] = []
         max_both = self._ratio * self._pool.num_registered if self._ratio < 1 else math.inf
-        while len(blocks) < self._batch_blocks and len(self._in_both) + 1 <= max_both:
+        while len(targets) < self._batch_blocks and len(self._in_both) + 1 <= max_both:
             if self._pool.num_free < self._batch_blocks:
                 break
             queued = self._to_host.pop()
@@ -244,7 +247,6 @@ class TieredCache:
                 self.counts["skipped_tier_full"] += 1
                 break
             self._in_both.add(block.sequence_hash)
-            blocks.append(block)
             sources += source
             targets.append(target)
         host = self.host
@@ -254,17 +256,9 @@ class TieredCache:
             self.counts["turned_down"] += 1
         self.counts["evicted"] += host.num_evicted
         host.num_evicted = host.num_evicted_unread = 0
-        if blocks:
-            copy = TierCopy(
-                path=(DEVICE, HOST),
-                blocks=tuple(blocks),
-                from_slots=tuple(sources),
-                to_slots=_slots(targets),
-                num_bytes=len(blocks) * self.block_bytes,
-                targets=tuple(targets),
-            )
-            self._begin(copy)
-        return bool(blocks)
+        if targets:
+            self._begin((DEVICE, HOST), (), targets, sources)
+        return bool(targets)
 
     def _begin_offload_to_disk(self) -> bool:
         disk = self.disk
@@ -287,21 +281,31 @@ class TieredCache:
             sources.append(self.host.acquire(source, is_read=False))
             targets.append(target)
         if targets:
-            copy = TierCopy(
-                path=(HOST, self._below),
-                blocks=tuple([source.block for source in sources]),
-                from_slots=_slots(sources),
-                to_slots=_slots(targets),
-                num_bytes=len(targets) * self.block_bytes,
-                sources=tuple(sources),
-                targets=tuple(targets),
-            )
-            self._begin(copy)
+            self._begin((HOST, self._below), sources, targets)
         return bool(targets)
 
-    def _begin(self, copy: TierCopy) -> TierCopy:
-        self._num_running[copy.path] += 1
-        self._queued_bytes[copy.path] += copy.num_bytes
+    def _begin(
+        self,
+        path: tier_policy.Path,
+        sources: Sequence[TierBlock],
+        targets: Sequence[TierBlock],
+        block_ids: Sequence[int] = (),
+        **fields: Any,
+    ) -> TierCopy:
+        """Begin a copy between tiers, or from or to `block_ids` of the engine; `fields` are further ones of it."""
+        blocks = tuple([each.block for each in sources or targets])
+        copy = TierCopy(
+            path=path,
+            blocks=blocks,
+            from_slots=_slots(sources) or tuple(block_ids),
+            to_slots=_slots(targets) or tuple(block_ids),
+            num_bytes=len(blocks) * self.block_bytes,
+            sources=tuple(sources),
+            targets=tuple(targets),
+            **fields,
+        )
+        self._num_running[path] += 1
+        self._queued_bytes[path] += copy.num_bytes
         self.new_copies.append(copy)
         return copy
 
@@ -316,45 +320,49 @@ class TieredCache:
         if disk is None:
             return
         missing = self._missing(sequence_hashes)
-        entries = _leading(map(disk.find, missing))
         self.counts["disk_lookups"] += len(missing)
-        num_tokens = len(entries) * self._block_size
-        paths = (self._below, HOST), (HOST, DEVICE)
-        load_s = sum(self._load_s(path, len(entries)) for path in paths)
-        if not entries or not self.cost.pays(load_s, num_tokens):
-            if entries:
-                self.counts["not_worth_loading"] += 1
-                self.cost.record_declined((self._below, HOST))
+        found = _leading(disk.find(name) or self.host.find(name) for name in missing)
+        found = found[: self.host.num_slots // 2]
+        entries = [entry for entry in found if entry.block.sequence_hash not in self.host]
+        names = {entry.block.sequence_hash for entry in found}
+        reads = {self._reads[name] for name in names & self._reads.keys()}
+        if not entries and not reads:
+            return
+        load_s = self._load_s((self._below, HOST), len(entries))
+        load_s += self._load_s((HOST, DEVICE), len(found))
+        if not self.cost.pays(load_s, len(found) * self._block_size):
+            self.counts["not_worth_loading"] += 1
+            self.cost.record_declined((self._below, HOST))
             return
         if self._late_loads:  # the disk hangs
             return
-        limit_s = self.cost.max_wait_s(num_tokens)
-        preparation = _Preparation(copies=[])
-        for name in sequence_hashes[: len(sequence_hashes) - len(missing)]:
+        preparation = _Preparation(copies=reads)
+        for name in sequence_hashes[: len(sequence_hashes) - len(missing) + len(found)]:
             if (held := self.host.find(name)) is not None:
                 preparation.held_blocks.append(self.host.acquire(held, is_read=False))
         self._preparations[waiting] = preparation
-        entries = entries[: self.host.num_slots // 2]
-        for start in range(0, len(entries), BATCH_BLOCKS):
-            batch = entries[start : start + BATCH_BLOCKS]
-            targets = self._reserve_in_host(batch)
-            sources = [disk.acquire(source) for source in batch[: len(targets)]]
-            if not targets:
-                break
-            copy = TierCopy(
-                path=(self._below, HOST),
-                blocks=tuple([source.block for source in sources]),
-                from_slots=_slots(sources),
-                to_slots=_slots(targets),
-                num_bytes=len(targets) * self.block_bytes,
-                sources=tuple(sources),
-                targets=tuple(targets),
-                limit_s=limit_s,
-                waiting=waiting,
-            )
-            preparation.copies.append(self._begin(copy))
+        preparation.copies |= self._read(
+            entries, self.cost.max_wait_s(len(found) * self._block_size)
+        )
         if not preparation.copies:
             self._release_preparation(waiting)
+
+    def _read(self, entries: Sequence[TierBlock], limit_s: float) -> set[TierCopy]:
+        """Begin to copy these blocks from disk to host memory, as far as that has room."""
+        assert self.disk is not None
+        copies: set[TierCopy] = set()
+        for start in range(0, len(entries), BATCH_BLOCKS):
+            batch = entries[start : start + BATCH_BLOCKS]
+            targets = _leading(self.host.reserve(e.block, e.priority, e.hint) for e in batch)
+            sources = [self.disk.acquire(source) for source in batch[: len(targets)]]
+            if not targets:
+                break
+            copy = self._begin((self._below, HOST), sources, targets, limit_s=limit_s)
+            copies.add(copy)
+            self._reads.update((block.sequence_hash, copy) for block in copy.blocks)
+            if len(targets) < len(batch):  # what follows would not be found without these
+                break
+        return copies
 
     def is_preparing(self, waiting: Hashable) -> bool:
         """Return whether copies from disk run for a sequence that queues."""
@@ -362,12 +370,12 @@ class TieredCache:
         return preparation is not None and bool(preparation.copies)
 
     def stop_waiting(self, copy: TierCopy) -> None:
-        """Let the sequence of a late copy from disk go on without it."""
-        preparation = self._preparations.get(copy.waiting)
-        if preparation is not None and copy in preparation.copies:
-            self._late_loads.update(preparation.copies)
-            preparation.copies.clear()
-            self.counts["late_loads"] += 1
+        """Let the sequences that wait for a late copy from disk go on without it."""
+        for preparation in self._preparations.values():
+            if copy in preparation.copies:
+                self._late_loads |= preparation.copies
+                preparation.copies.clear()
+                self.counts["late_loads"] += 1
 
     def count_loadable(self, sequence_hashes: Sequence[int], *, is_engine_busy: bool) -> int:
         """Return how many leading blocks of this chain `load` would load now; changes nothing."""
@@ -409,19 +417,16 @@ class TieredCache:
         if is_quick := self.is_quick(len(entries)):
             self._num_quick_bytes += len(entries) * self.block_bytes
         sources = [self.host.acquire(source) for source in entries]
-        copy = TierCopy(
-            path=(HOST, DEVICE),
-            blocks=tuple([source.block for source in sources]),
-            from_slots=_slots(sources),
-            to_slots=tuple(block_ids[: len(entries)]),
-            num_bytes=len(entries) * self.block_bytes,
-            sources=tuple(sources),
+        self._begin(
+            (HOST, DEVICE),
+            sources,
+            (),
+            block_ids[: len(entries)],
             limit_s=self.cost.max_wait_s(len(entries) * self._block_size),
             waiting=waiting,
             origins=tuple([self._below if each in from_disk else HOST for each in entries]),
             is_quick=is_quick,
         )
-        self._begin(copy)
         return len(entries)
 
     def count_tokens_by_tier(self, copy: TierCopy, num_tokens: int) -> dict[kv_events.Tier, int]:
@@ -468,18 +473,6 @@ class TieredCache:
             if sequence_hash not in self._pool and self.host.find(sequence_hash) is None:
                 return sequence_hashes[position:]
         return ()
-
-    def _reserve_in_host(self, entries: Sequence[TierBlock]) -> list[TierBlock]:
-        """Return slots in host memory for these blocks, as many as there are; fewer if one is on its way there."""
-        targets: list[TierBlock] = []
-        for source in entries:
-            if source.block.sequence_hash in self.host:
-                break
-            target = self.host.reserve(source.block, source.priority, source.hint)
-            if target is None:
-                break
-            targets.append(target)
-        return targets
 
     def _release_preparation(self, waiting: Hashable) -> list[TierBlock]:
         """Let the blocks go that were kept for a sequence, and return those that came from below host memory."""

@@ -225,6 +225,49 @@ def test_request_stops_waiting_for_a_late_disk_and_others_do_not_begin():
     assert rig.cache.counts["late_loads"] == 1
 
 
+def test_two_prompts_with_one_beginning_wait_for_the_same_read_of_the_disk():
+    rig = rig_with_disk_blocks()
+    rig.cache.prepare("first", CHAINS[0][:3])
+    rig.begin()
+    rig.cache.prepare("second", CHAINS[0][:4])
+    is_second_waiting = rig.cache.is_preparing("second")
+    rig.settle()
+    rig.cache.forget("first")
+    for chain in CHAINS[1:3]:  # they do not push out what the second one still needs
+        rig.compute(chain)
+        rig.settle()
+
+    assert is_second_waiting
+    assert not rig.cache.is_preparing("second")
+    assert rig.cache.num_copied[DISK, HOST] == 4
+    rig.evict_device()
+    assert rig.load(CHAINS[0][:4], "second") == 4
+
+
+def test_two_prompts_stop_waiting_for_the_same_late_read():
+    rig = rig_with_disk_blocks()
+    for waiting in ("first", "second"):
+        rig.cache.prepare(waiting, CHAINS[0])
+    (copy,) = rig.cache.take_copies()
+    rig.cache.stop_waiting(copy)
+
+    assert not rig.cache.is_preparing("first")
+    assert not rig.cache.is_preparing("second")
+    assert rig.cache.counts["late_loads"] == 2
+
+
+def test_block_in_host_memory_amid_those_on_disk_does_not_end_the_read():
+    rig = rig_with_disk_blocks()
+    rig.compute(CHAINS[0][:4])
+    rig.settle()
+    for position in (0, 1, 3):
+        rig.host.drop(rig.host.find(CHAINS[0][position]))
+    rig.evict_device()
+
+    assert rig.load(CHAINS[0][:4]) == 4
+    assert rig.cache.num_copied[DISK, HOST] == 3
+
+
 def test_prepared_blocks_stay_until_their_sequence_is_admitted():
     rig = rig_with_disk_blocks()
     rig.cache.prepare("sequence", CHAINS[0])
