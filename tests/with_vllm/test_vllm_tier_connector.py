@@ -55,10 +55,16 @@ def test_settings_come_from_the_environment_and_over_it_from_the_extra_config(mo
     monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "4")
     monkeypatch.setenv("DYN_KVBM_DISK_CACHE_GB", "20")
     settings = tier_connector.read_settings(
-        {"kvbm_cpu_cache_gb": "1", "kvbm_storage_tiers": ["hbm", "host_dram"], "other": 1}
+        {
+            "kvbm_cpu_cache_gb": 1,
+            "kvbm_storage_tiers": ["hbm", "host_dram"],
+            "kvbm_disk_cache_override_num_blocks": "7",
+            "other": 1,
+        }
     )
 
     assert (settings.kvbm_cpu_cache_gb, settings.kvbm_disk_cache_gb) == ("1", "20")
+    assert settings.kvbm_disk_cache_override_num_blocks == 7
     assert settings.storage_tiers == ("host",)
 
 
@@ -68,6 +74,8 @@ def test_settings_come_from_the_environment_and_over_it_from_the_extra_config(mo
         ({"kvbm_size": 1}, "unknown option 'kvbm_size'"),
         ({"kvbm_storage_tiers": ["hbm"]}, "expected host_dram"),
         ({"kvbm_offload_ratio": 0.5}, "expected 1 with vLLM"),
+        ({"kvbm_host_offload_filter": "often"}, "--kvbm-host-offload-filter.*presence"),
+        ({"kvbm_sharing_workers": 0}, "--kvbm-sharing-workers.*1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(extra, says):

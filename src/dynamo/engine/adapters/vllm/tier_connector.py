@@ -370,21 +370,21 @@ def check_support(vllm_config: Any, kv_cache_config: Any, *, is_shared: bool = F
 def read_settings(extra: Mapping[str, Any]) -> tier_setup.TierConfig:
     """Return the settings of the tiers: from the environment, and over it those of vLLM's extra config.
 
-    Raises ConfigError for an option that is unknown or cannot be.
+    The latter are read as flags are, so a number may be one of JSON, too. Raises ConfigError for an option that is
+    unknown or cannot be.
     """
-    settings = config.load(tier_setup.TierConfig, prog="DynamoConnector", argv=())
     names = {each.name for each in dataclasses.fields(tier_setup.TierConfig)}
     unknown = sorted(name for name in extra if name.startswith("kvbm_") and name not in names)
     if unknown:
         raise errors.ConfigError(
             f"kv_connector_extra_config: unknown option {unknown[0]!r}; expected one of {', '.join(sorted(names))}"
         )
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
+    flags = [
+        f"--{name.replace('_', '-')}={','.join(value) if isinstance(value, list | tuple) else value}"
         for name, value in extra.items()
-        if name in names and value is not None
-    }
-    settings = dataclasses.replace(settings, **values)
+        if name in names and value not in (None, (), [])
+    ]
+    settings = config.load(tier_setup.TierConfig, prog="DynamoConnector", argv=flags)
     if not settings.storage_tiers:
         raise errors.ConfigError("--kvbm-storage-tiers: expected host_dram for --connector kvbm")
     if settings.kvbm_offload_ratio < 1:
