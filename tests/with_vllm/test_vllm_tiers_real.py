@@ -6,6 +6,7 @@ One engine of 24 blocks serves all tests; two of them start another one that sha
 import importlib.util
 import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,9 @@ def prompt(seed, length):
 async def evict(host, name):  # noqa: F811
     """Fill vLLM's 24 blocks with other prompts."""
     for i in range(2):
-        await host.answer(f"{name} {i}", prompt(hash((name, i)) % 500 + 500, 380), max_tokens=2)
+        await host.answer(
+            f"{name} {i}", prompt(zlib.crc32(f"{name} {i}".encode()) % 500 + 500, 380), max_tokens=2
+        )
 
 
 def num_preemptions():
