@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import http.server
 import importlib.util
+import stat
 import threading
 import time
 
@@ -199,7 +200,10 @@ def test_forgotten_blocks_are_found_neither_now_nor_after_a_restart(reopen):
     storage.forget()
 
     assert read(storage, 0) is None
-    assert not reopen().blocks
+    storage.write(1, block(2), content(2), storage.generation)
+    storage.purge()
+    assert read(storage, 1) == 2
+    assert list(reopen().blocks.values()) == [block(2)]
 
 
 def test_write_that_was_asked_for_before_all_was_forgotten_is_not_found_after_a_restart(reopen):
@@ -220,6 +224,7 @@ def test_generation_goes_on_after_a_restart(reopen):
     storage.write(0, block(1), content(1), storage.generation)
     storage = reopen()
     storage.forget()
+    storage.purge()
 
     assert not reopen().blocks
 
@@ -259,6 +264,27 @@ def test_object_whose_write_ends_after_all_was_forgotten_is_removed(tmp_path, mo
         storage.write(0, block(1), content(1), 0)
 
     assert not open_objects(tmp_path / "cache", OURS).blocks
+
+
+@needs_obstore
+def test_all_is_forgotten_at_once_though_the_store_hangs(tmp_path, monkeypatch):
+    storage = open_objects(tmp_path / "cache", OURS)
+    storage.write(0, block(1), content(1), 0)
+    for name in ("list", "delete"):  # the engine's thread forgets: it must not ask the store
+        monkeypatch.delattr(obstore, name)
+    storage.forget()
+
+    assert read(storage, 0) is None
+
+
+@needs_obstore
+def test_only_the_owner_can_read_objects_in_a_directory(tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o755)
+    storage = open_objects(tmp_path / "cache", OURS)
+    storage.write(0, block(1), content(1), 0)
+    (path,) = (tmp_path / "cache").rglob("*-*-*")
+
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 @needs_obstore
@@ -316,7 +342,7 @@ def test_failing_store_is_an_error_of_the_system(tmp_path, monkeypatch):
     for call in (
         lambda: storage.write(1, block(2), content(2), 0),
         lambda: read(storage, 0),
-        storage.forget,
+        storage.purge,
     ):
         with pytest.raises(OSError, match=r"^no answer$"):
             call()

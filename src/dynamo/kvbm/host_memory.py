@@ -13,6 +13,7 @@ that stops in order removes it, and one that starts removes what is not used.
 """
 
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -146,20 +147,28 @@ class HostMemory:
         num_provided, num_slots = 0, 0
         while num_provided < self.num_bytes:
             length = min(PIECE_BYTES, self.num_bytes - num_provided)
-            if available_bytes() < length + KEPT_BYTES:
+            has_memory = available_bytes() >= length + KEPT_BYTES
+            if not (has_memory and self._populate(num_provided, length)):
                 _logger.warning(
                     "the host tier stays at %d blocks of %d: other processes have taken the memory",
                     num_slots,
                     self.num_blocks,
                 )
                 return
-            address = self.window.address + num_provided  # other threads run meanwhile
-            if _libc.madvise(address, length, _MADV_POPULATE_WRITE):  # older than Linux 5.14
-                _libc.memset(address, 0, length)
             num_provided += length
             usable = num_provided // self.block_bytes
             yield usable - num_slots
             num_slots = usable
+
+    def _populate(self, offset: int, length: int) -> bool:
+        """Let the system provide pages, while other threads run; return whether it has. Writing them could kill us."""
+        address = self.window.address + offset
+        if not _libc.madvise(address, length, _MADV_POPULATE_WRITE):
+            return True
+        is_unknown = ctypes.get_errno() == errno.EINVAL  # to Linux before 5.14
+        if is_unknown:
+            _libc.memset(address, 0, length)
+        return is_unknown
 
 
 def _cgroup_bytes() -> Iterator[int]:

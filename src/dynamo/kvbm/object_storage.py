@@ -13,7 +13,9 @@ import contextlib
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+from urllib import parse, request
 
 import obstore
 import xxhash
@@ -49,8 +51,11 @@ class ObjectStorage:
         self._paths: dict[int, str] = {}  # by slot
         self.blocks: dict[int, CachedBlock] = {}
         try:
-            options: dict[str, Any] = {"mkdir": True}  # of a directory, which has no time limits
-            if not url.startswith("file:"):
+            options: dict[str, Any] = {}  # of a directory, which has no time limits
+            if url.startswith("file:"):
+                directory = Path(request.url2pathname(parse.urlsplit(url).path), self._prefix)
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            else:
                 options = {
                     "client_options": {"timeout": f"{TIMEOUT_S}s", "allow_http": True},
                     "retry_config": {"max_retries": 1},
@@ -67,20 +72,25 @@ class ObjectStorage:
         parent = _ROOT if block.parent_hash is None else f"{block.parent_hash:016x}"
         path = f"{self._prefix}/{block.sequence_hash:016x}-{block.local_hash:016x}-{parent}"
         with self._lock:
-            former = self._paths.pop(slot, None)
-        header = _HEADER.pack(_FORMAT, xxhash.xxh3_64_intdigest(content))
+            former = self._paths.get(slot)
+            self._paths[slot] = path  # so that `purge` leaves it
         try:
-            if former is not None and former != path:
-                self._remove([former])
-            if generation == self.generation:
-                obstore.put(self._store, path, b"".join((header, content)), use_multipart=False)
-            if generation != self.generation:  # perhaps after `forget` has listed the objects
-                self._remove([path])
-                raise OSError("all blocks were forgotten while this one was to be written")
-        except exceptions.BaseError as error:
+            self._replace(former, path, content, generation)
+        except (exceptions.BaseError, OSError) as error:
+            with self._lock:
+                self._paths.pop(slot, None)
             raise OSError(_describe(error)) from error
-        with self._lock:
-            self._paths[slot] = path
+
+    def _replace(self, former: str | None, path: str, content: memoryview, generation: int) -> None:
+        """Remove the object `former` and write that of a block. Raises OSError if all was forgotten meanwhile."""
+        if former is not None and former != path:
+            self._remove([former])
+        if generation == self.generation:
+            header = _HEADER.pack(_FORMAT, xxhash.xxh3_64_intdigest(content))
+            obstore.put(self._store, path, b"".join((header, content)), use_multipart=False)
+        if generation != self.generation:  # perhaps after `purge` has listed the objects
+            self._remove([path])
+            raise OSError("all blocks were forgotten while this one was to be written")
 
     @property
     def slots(self) -> TierSlots:
@@ -108,13 +118,18 @@ class ObjectStorage:
         return bool(format_name == _FORMAT and xxhash.xxh3_64_intdigest(content) == checksum)
 
     def forget(self) -> None:
-        """Remove all blocks of this fingerprint, those of other workers too. Raises OSError."""
+        """Find no block any more. Other workers, and a restart, find those that `purge` has not removed yet."""
         with self._lock:
             self._paths.clear()
             self.generation += 1
+
+    def purge(self) -> None:
+        """Remove all forgotten blocks of this fingerprint, those of other workers too. Raises OSError."""
         try:
             for page in obstore.list(self._store, prefix=self._prefix):
-                self._remove([entry["path"] for entry in page])
+                with self._lock:
+                    kept = set(self._paths.values())
+                self._remove([entry["path"] for entry in page if entry["path"] not in kept])
         except exceptions.BaseError as error:
             raise OSError(_describe(error)) from error
 

@@ -75,7 +75,10 @@ class Storage(Protocol):
         """
 
     def forget(self) -> None:
-        """Forget all blocks, so that none is found after a restart. Raises OSError."""
+        """Forget all blocks at once, so that none is found in what `purge` leaves. Raises OSError."""
+
+    def purge(self) -> None:
+        """Remove what was forgotten, as long as that may take. Raises OSError; a restart may find the rest then."""
 
     def close(self) -> None:
         """Release what the storage holds. Idempotent."""
@@ -140,6 +143,9 @@ class DiskFile(slot_file.SlotFile):
         self._move(os.preadv, slot, content)
         return xxhash.xxh3_64_intdigest(content) == checksum
 
+    def purge(self) -> None:
+        """Do nothing: a record of an earlier generation is not found."""
+
     def close(self, *, removes_unused: bool = False) -> None:
         if self._direct_fd >= 0:
             os.close(self._direct_fd)
@@ -175,7 +181,7 @@ class DiskFile(slot_file.SlotFile):
         if not _libc.fallocate(self._fd, 0, 0, num_bytes):
             return
         code = ctypes.get_errno()
-        if code != errno.EOPNOTSUPP:
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise OSError(code, os.strerror(code))
         _logger.warning(
             "the file system at %s cannot reserve space: the disk tier takes it as it grows",
@@ -186,12 +192,14 @@ class DiskFile(slot_file.SlotFile):
         """Read or write all bytes of a slot, buffered from now on if the file system cannot do it otherwise."""
         at, num_done = self._slots_at + slot * self._stride, 0
         while num_done < len(content):
+            fd = self._data_fd
             try:
-                num_moved = call(self._data_fd, [content[num_done:]], at + num_done)
+                num_moved = call(fd, [content[num_done:]], at + num_done)
             except OSError as error:
-                if error.errno != errno.EINVAL or self._data_fd == self._fd:
+                if error.errno != errno.EINVAL or fd == self._fd:
                     raise
-                self._go_buffered(str(error))
+                if fd == self._data_fd:  # no other thread was quicker
+                    self._go_buffered(str(error))
                 continue
             if not num_moved:
                 raise OSError(errno.EIO, "the file ends too early")

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -35,13 +35,11 @@ _CLOSE_S = 2.0
 _logger = logging.getLogger(__name__)
 
 
-class CopyOutcome:
-    """The result of a copy: positions of blocks that failed, and the seconds that it took."""
+class CopyOutcome(NamedTuple):
+    """The result of a copy."""
 
-    __slots__ = ("failed", "seconds")
-
-    def __init__(self, failed: frozenset[int], seconds: float | None) -> None:
-        self.failed, self.seconds = failed, seconds
+    failed: frozenset[int]  # positions of blocks
+    seconds: float | None  # that it took; None if none was copied
 
 
 OnEnd = Callable[[TierCopy, CopyOutcome], None]
@@ -152,14 +150,15 @@ class TierCopies:
             return None
         return max(0.0, min(self._deadlines.values()) - time.monotonic())
 
-    def forget(self) -> None:
-        """Let no process find blocks in the tiers, now or after a restart."""
+    def forget(self, on_purged: Callable[[], None] = lambda: None) -> None:
+        """Find no block in the tiers any more; a thread then removes them, and calls `on_purged`."""
         try:
             self._host.forget()
             if self._disk is not None:
                 self._disk.forget()
         except OSError as error:
             _logger.warning("blocks in the KV cache tiers were not forgotten: %s", error)
+        self._start(self._purge, on_purged)
 
     def look(self) -> dict[kv_events.Tier, SharedChanges]:
         """Return what other processes have changed in the tiers that they share."""
@@ -206,6 +205,16 @@ class TierCopies:
         self._deadlines.pop(copy, None)
         assert self._on_end is not None
         self._on_end(copy, outcome)
+
+    def _purge(self, on_purged: Callable[[], None]) -> None:
+        try:
+            if self._disk is not None:
+                self._disk.purge()
+        except OSError as error:
+            _logger.warning(
+                "blocks were not removed from %s: %s", self._disk and self._disk.name, error
+            )
+        on_purged()
 
     def _provide(self, pieces: Iterator[int], on_slots: Callable[[int], None]) -> None:
         assert self._post is not None

@@ -349,6 +349,19 @@ async def test_writes_that_hang_while_all_is_cleared_are_not_found_after_a_resta
         assert served.sink.cached["1"] == 0
 
 
+async def test_answers_go_on_while_the_storage_below_is_being_emptied(model, tmp_path, monkeypatch):
+    may_go_on = threading.Event()
+    monkeypatch.setattr(storage.DiskFile, "purge", lambda _: may_go_on.wait(PATIENT_S))
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        clearing = asyncio.ensure_future(served.engine.clear_kv_blocks())
+        assert await served.answer(text(1, 20))
+        is_clearing = not clearing.done()
+        may_go_on.set()
+        await clearing
+
+    assert is_clearing
+
+
 def shared(directory, num_host=200, num_disk=None, **options):
     """Options for two engines that share their tiers."""
     path = directory / "disk" if num_disk else None

@@ -1,10 +1,12 @@
 """The disk tier's file: found again after a restart, refused if it is another's, and never believed without proof."""
 
+import ctypes
 import errno
 import multiprocessing
 import os
 import signal
 import stat
+import types
 
 import pytest
 
@@ -172,20 +174,54 @@ def test_unusable_directory_is_refused(tmp_path):
 
 
 def test_file_system_that_cannot_bypass_its_cache_gets_one_warning(directory, monkeypatch, caplog):
-    monkeypatch.setattr(os, "O_DIRECT", 0o70000000000)  # no such flag: EINVAL
-
     def refuse(path, flags, *rest):
-        if flags & 0o70000000000:
+        if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT")
         return real(path, flags, *rest)
 
     real = os.open
     monkeypatch.setattr(os, "open", refuse)
     file = open_file(directory)
+    fill(file, 10, 20)
+
+    assert file.read(1, memoryview(bytearray(SIZE)))
+    assert sum("page cache" in record.message for record in caplog.records) == 1
+    file.close()
+
+
+def test_write_that_cannot_bypass_the_cache_goes_through_it(directory, monkeypatch, caplog):
+    file, real = open_file(directory), os.pwritev
+    if file._direct_fd < 0:
+        pytest.skip("this file system opens no file with O_DIRECT")
+
+    def refuse(fd, *rest):
+        if fd == file._direct_fd:
+            file._go_buffered("another thread was quicker")
+            raise OSError(errno.EINVAL, "not so")
+        return real(fd, *rest)
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    fill(file, 10, 20)
+
+    assert file.read(1, memoryview(bytearray(SIZE)))
+    assert sum("page cache" in record.message for record in caplog.records) == 1
+    file.close()
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_file_system_that_cannot_reserve_space_gets_one_warning(
+    directory, monkeypatch, caplog, code
+):
+    def refuse(*_):
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(storage, "_libc", types.SimpleNamespace(fallocate=refuse))
+    file = open_file(directory)
     fill(file, 10)
 
     assert file.read(0, memoryview(bytearray(SIZE)))
-    assert [record.message for record in caplog.records if "page cache" in record.message] != []
+    assert sum("cannot reserve space" in record.message for record in caplog.records) == 1
     file.close()
 
 

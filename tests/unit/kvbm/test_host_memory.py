@@ -1,5 +1,9 @@
 """How much memory the host tier may take."""
 
+import ctypes
+import errno
+import types
+
 import pytest
 
 from dynamo.base import errors
@@ -76,6 +80,22 @@ def test_memory_is_provided_piece_by_piece(monkeypatch):
 
     assert list(memory.provide()) == [30, 30, 30, 10]
     assert bytes(memory.block(99)[:4]) == b"last"
+
+
+@pytest.mark.parametrize(("code", "pieces"), [(errno.EINVAL, [50, 50]), (errno.ENOMEM, [])])
+def test_pages_that_the_system_refuses_are_not_written(monkeypatch, code, pieces):
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 50 * BLOCK_BYTES)
+    written = []
+
+    def refuse(*_):
+        ctypes.set_errno(code)
+        return -1
+
+    libc = types.SimpleNamespace(madvise=refuse, memset=lambda *each: written.append(each[2]))
+    monkeypatch.setattr(host_memory, "_libc", libc)
+
+    assert list(host_memory.HostMemory(100, BLOCK_BYTES).provide()) == pieces
+    assert written == [num_blocks * BLOCK_BYTES for num_blocks in pieces]
 
 
 def test_memory_that_others_take_meanwhile_is_not_provided(monkeypatch, caplog):

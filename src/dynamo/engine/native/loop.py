@@ -114,7 +114,7 @@ class EngineLoop:
         self._commands.put(functools.partial(self._scheduler.release_lease, lease_id))
 
     def clear(self, on_cleared: abc.Callable[[], None]) -> None:
-        """Clear the prefix cache, then call `on_cleared` in the thread."""
+        """Clear the prefix cache, then call `on_cleared` in this or another thread."""
         self._commands.put(functools.partial(self._clear, on_cleared))
 
     def report_tiers(self) -> tier_report.TierReport | None:
@@ -188,9 +188,10 @@ class EngineLoop:
 
     def _clear(self, on_cleared: abc.Callable[[], None]) -> None:
         self._deliver(self._scheduler.clear())
-        if self._copies is not None:
-            self._copies.forget()
-        on_cleared()
+        if self._copies is None:
+            on_cleared()
+        else:
+            self._copies.forget(on_cleared)
 
     def _end_run(self) -> None:
         self._is_stopping = True
