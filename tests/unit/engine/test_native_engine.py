@@ -9,9 +9,8 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.native import engine as engines
 from dynamo.engine.native.assemble import Assembly
-from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
-from dynamo.engine.native.sequence import Sampled
+from dynamo.engine.native.sequence import Paging, Sampled
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks, generate
 from waiting import PATIENT_S

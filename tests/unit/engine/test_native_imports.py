@@ -139,7 +139,7 @@ def test_blocks_of_an_aborted_sequence_stay_allocated_until_its_import_ends():
     engine.submit_remote("a", range(20), max_tokens=1)
     engine.step()
     engine.scheduler.abort("a")
-    during = engine.paging.num_active
+    during = engine.paging.pool.num_active
     engine.submit_remote("a", range(50, 70), max_tokens=1)  # the id is in use again
     engine.end(engine.imports[0], is_copied=True)
     engine.step()
@@ -148,19 +148,19 @@ def test_blocks_of_an_aborted_sequence_stay_allocated_until_its_import_ends():
 
     assert during == 5
     assert engine.outputs["a", 0] == answer(range(50, 70), 1)
-    assert engine.paging.num_active == 0
+    assert engine.paging.pool.num_active == 0
 
 
 def test_leased_blocks_stay_allocated_until_the_lease_is_released():
     engine = Pulling()
     engine.submit_with(kv_transfer.PREFILL_ONLY, "a", range(10), max_tokens=1)
     engine.run()
-    active = engine.paging.num_active
+    active = engine.paging.pool.num_active
     engine.scheduler.release_lease(engine.lease.lease_id)
     engine.scheduler.release_lease(engine.lease.lease_id)
 
     assert len(engine.lease.block_ids) == active == 3
-    assert engine.paging.num_active == 0
+    assert engine.paging.pool.num_active == 0
 
 
 def test_sequence_that_waits_for_leased_blocks_runs_when_they_are_released():
@@ -228,5 +228,5 @@ def test_every_answer_comes_however_its_import_ends(plan, num_blocks, seqs, cach
     }
 
     assert {key: got for key, got in engine.outputs.items() if key[0] not in aborted} == expected
-    assert engine.paging.num_active == 0
+    assert engine.paging.pool.num_active == 0
     assert not engine.scheduler.has_work

@@ -6,9 +6,8 @@ import threading
 import pytest
 
 from dynamo.engine.native.loop import EngineLoop
-from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
-from dynamo.engine.native.sequence import Sampled
+from dynamo.engine.native.sequence import Paging, Sampled
 from dynamo.protocols import blocks, generate
 from waiting import PATIENT_S
 

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
-from dynamo.engine.native.sequence import Sampled
+from dynamo.engine.native.sequence import Paging, Sampled
 from dynamo.protocols import blocks, generate
 
 VOCABULARY = 5000
@@ -176,7 +175,7 @@ def test_choices_share_the_blocks_of_their_prompt():
         (1, 1),
         (2, 1),
     ]
-    assert engine.paging.num_active == 2 + 2  # the first choice has ended
+    assert engine.paging.pool.num_active == 2 + 2  # the first choice has ended
     engine.run()
     assert engine.outputs == {("a", i): answer(range(9), 2, i) for i in range(3)}
     assert engine.cached == {"a": 0}
@@ -206,7 +205,7 @@ def test_abort_frees_blocks_and_ends_outputs():
 
     assert [(s.request.id, s.index) for s in aborted] == [("a", 0), ("a", 1)]
     assert list(engine.finished) == [("b", 0)]
-    assert engine.paging.num_active == 0
+    assert engine.paging.pool.num_active == 0
     assert engine.scheduler.abort("a") == []
 
 
@@ -222,7 +221,7 @@ def test_an_error_fails_only_its_request():
     assert [(f.request.id, f.error) for f in result.failed] == [("bad", error)]
     assert [s.index for s in result.ended] == [0, 1]
     assert result.outputs == []
-    assert engine.paging.num_active == 0
+    assert engine.paging.pool.num_active == 0
     assert not engine.scheduler.has_work
 
 
@@ -355,5 +354,5 @@ def test_every_sequence_gets_its_answer_under_random_operations(
 
     got = {key: tokens for key, tokens in engine.outputs.items() if key[0] not in aborted}
     assert got == expected
-    assert engine.paging.num_active == 0
+    assert engine.paging.pool.num_active == 0
     assert engine.scheduler.load().worker_stats.num_requests_waiting == 0

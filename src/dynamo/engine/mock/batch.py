@@ -322,7 +322,7 @@ class MockBatch:
                 continue
             if not self._memory.admit(
                 choice,
-                is_alone=not self._prefilling and not self._decoding,
+                keep_free=self._memory.num_reserved if self._prefilling or self._decoding else 0,
                 max_new=None if self._limits.chunked_prefill else num_left,
             ):
                 break

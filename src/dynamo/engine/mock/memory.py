@@ -1,8 +1,8 @@
 """The KV memory of the mock engine and its cache tiers: real blocks of a real pool, named by their content; only the
 bytes are missing.
 
-The rules are those of the native engine: a choice gets all blocks of its prompt at admission and one more whenever its
-answer has filled the last; and at least the last token is computed, even if its block is cached.
+The rules are those of the native engine (`kvbm.block_tables`): a choice gets all blocks of its prompt at admission, and
+one more whenever its answer has filled the last.
 
 The tiers of one rank have the real decisions of `kvbm.tiered_cache`, and copies that only take time. Copies between two
 tiers follow one another at the bandwidth of the slower one, as if it were one device.
@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 from dynamo.base import clock as clocks
 from dynamo.engine.mock.answers import MockAnswer, TokenCycle
-from dynamo.kvbm import pool, tier_policy, tiered_cache, tiers
+from dynamo.kvbm import block_tables, tier_policy, tiered_cache, tiers
 from dynamo.kvbm import pool as pools
-from dynamo.kvbm import tiers as tier_blocks
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer
 
 
@@ -51,7 +50,7 @@ class MockChoice:
         return self.prompt_len + self.num_output
 
 
-class MockMemory:
+class MockMemory(block_tables.BlockTables[MockChoice]):
     """The blocks of one rank."""
 
     def __init__(
@@ -63,13 +62,12 @@ class MockMemory:
         watermark: float = 0.01,
     ) -> None:
         """`watermark`: the share of the blocks that admission leaves free while other choices run."""
-        self.pool = pool.BlockPool(num_blocks)
-        self.tiers: tiered_cache.TieredCache | None = None  # set before the first request
-        self.prefix_caching = prefix_caching
-        self.block_size = block_size
+        super().__init__(
+            num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching
+        )
         self._names: memoryview | None = None
         self._is_exported = False
-        self._watermark = max(1, round(num_blocks * watermark))
+        self.num_reserved = max(1, round(num_blocks * watermark))
 
     def store_names(self, names: memoryview, *, is_exported: bool) -> None:
         """Keep each block's hash in the first 8 bytes of its memory; written only if other engines may copy it."""
@@ -83,117 +81,19 @@ class MockMemory:
         copied = {i: self._names[choice.block_ids[i] * self.block_size] for i in new}
         return all(name in (0, choice.sequence_hashes[i]) for i, name in copied.items())
 
-    def admit(self, choice: MockChoice, *, is_alone: bool, max_new: int | None = None) -> bool:
-        """Allocate blocks for all its tokens; return False if too few are free or over `max_new` tokens are new."""
-        self._hash_blocks(choice)
-        cached = self.pool.match_prefix(self._usable(choice))
-        num_fresh = -(-choice.num_tokens // self.block_size) - len(cached)
-        room = self.pool.num_free - (0 if is_alone else self._watermark)
-        num_new = choice.num_tokens - len(cached) * self.block_size
-        fits = num_fresh <= room and (max_new is None or num_new <= max_new)
-        fresh = self.pool.allocate(num_fresh) if fits else None
-        if fresh is None:
-            self.pool.release(cached)
-            return False
-        choice.block_ids = cached + fresh
-        choice.num_committed = len(cached)
-        choice.num_computed = len(cached) * self.block_size
-        self._offer(choice, range(len(cached)))
-        return True
-
-    def prepare(self, choice: MockChoice) -> None:
-        """Begin to copy blocks of a choice that queues from the disk to host memory, if that pays."""
-        if self.tiers is not None:
-            self._hash_blocks(choice)
-            self.tiers.prepare(choice, self._usable(choice))
-
-    def is_preparing(self, choice: MockChoice) -> bool:
-        """Return True while copies for a choice that queues are worth waiting for."""
-        return self.tiers is not None and self.tiers.is_preparing(choice)
-
-    def load(self, choice: MockChoice, *, is_engine_busy: bool) -> bool:
-        """Begin to load blocks that an admitted choice lacks; return True if it has to wait for them."""
-        if self.tiers is None:
-            return False
-        first, usable = choice.num_committed, self._usable(choice)
-        block_ids = choice.block_ids[first : len(usable)]
-        return self.tiers.load(choice, usable[first:], block_ids, is_engine_busy=is_engine_busy) > 0
-
-    def admit_cached(self, choice: MockChoice) -> bool:
-        """Give a choice the blocks of its prompt that are cached, and begin to load those that host memory has.
-
-        Return True if it has to wait for them.
-        """
-        self._hash_blocks(choice)
-        usable = self._usable(choice)
-        choice.block_ids = self.pool.match_prefix(usable)
-        first = choice.num_committed = len(choice.block_ids)
-        choice.num_computed = first * self.block_size
-        if self.tiers is None:
-            return False
-        missing = usable[first:]
-        num_loadable = self.tiers.count_loadable(missing, is_engine_busy=False)
-        fresh = self.pool.allocate(min(num_loadable, self.pool.num_free // 2))
-        if not fresh:
-            return False
-        choice.block_ids += fresh
-        return self.tiers.load(choice, missing[: len(fresh)], fresh, is_engine_busy=False) > 0
-
-    def add_block(self, choice: MockChoice) -> bool:
-        """Allocate one more block; return False if none is free."""
-        fresh = self.pool.allocate(1)
-        choice.block_ids += fresh or ()
-        return fresh is not None
-
     def num_slots(self, choice: MockChoice) -> int:
         """Return the number of tokens for which the choice has blocks."""
         return len(choice.block_ids) * self.block_size
 
-    def commit(self, choice: MockChoice, num_computed: int) -> None:
-        """Register the blocks that these tokens fill, so that other prompts find them."""
-        num_full = num_computed // self.block_size
-        if not self.prefix_caching or num_full == choice.num_committed:
-            return
-        self._hash_blocks(choice)
-        new = range(choice.num_committed, num_full)
-        self.pool.commit_chain(choice.block_ids, choice.sequence_hashes, choice.local_hashes, new)
-        self._offer(choice, new)
+    def commit(self, choice: MockChoice, num_computed: int) -> range:
+        """Register the blocks that these tokens fill; they hold their names from then on."""
+        new = super().commit(choice, num_computed)
         if self._names is not None and self._is_exported:
             for i in new:
                 self._names[choice.block_ids[i] * self.block_size] = choice.sequence_hashes[i]
-        choice.num_committed = num_full
+        return new
 
-    def release(self, choice: MockChoice) -> None:
-        """Return all its blocks to the pool."""
-        if self.tiers is not None:
-            self.tiers.forget(choice)
-            self.tiers.touch(choice.sequence_hashes[: choice.num_committed])
-        self.pool.release(choice.block_ids)
-        choice.block_ids = []
-
-    def clear(self) -> None:
-        """Drop all cached blocks, in every tier."""
-        self.pool.clear()
-        if self.tiers is not None:
-            self.tiers.clear()
-
-    def _usable(self, choice: MockChoice) -> list[int]:
-        """Return the hashes of the blocks that a choice may find: its last token is always computed."""
-        return choice.sequence_hashes[: (choice.num_tokens - 1) // self.block_size]
-
-    def _offer(self, choice: MockChoice, positions: range) -> None:
-        """Offer blocks of a choice to the tiers below."""
-        if self.tiers is None:
-            return
-        hashes, local = choice.sequence_hashes, choice.local_hashes
-        offered = [
-            tier_blocks.CachedBlock(hashes[i], local[i], hashes[i - 1] if i else None)
-            for i in positions
-        ]
-        self.tiers.offer(offered, choice.request.priority, choice.request.cache_hint)
-
-    def _hash_blocks(self, choice: MockChoice) -> None:
-        """Compute the hashes of the full blocks that were added since the last call."""
+    def _hash(self, choice: MockChoice) -> None:
         if not self.prefix_caching:
             return
         names = choice.sequence_hashes

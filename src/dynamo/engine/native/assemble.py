@@ -17,8 +17,8 @@ import torch
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.native import attention, config, grammar_compiler, model_files, runner
-from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
+from dynamo.engine.native.sequence import Paging
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.kvbm import tier_copies, tier_setup
 from dynamo.transfer import descriptors

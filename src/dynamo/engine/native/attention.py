@@ -1,6 +1,6 @@
 """Attention: over a paged KV cache for a flat batch of prompt chunks and single tokens, and over whole texts.
 
-The cache keeps keys and values in blocks of `block_size` tokens; `paging` knows which sequence uses which block.
+The cache keeps keys and values in blocks of `block_size` tokens; `sequence` knows which sequence uses which block.
 
 A step first writes the new keys and values to their slots. Then each part of the batch copies its sequences' blocks to
 a staging area, where they lie in order, and attends there. Two rules keep it fast on a CPU: query heads that share a

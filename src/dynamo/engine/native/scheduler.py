@@ -33,8 +33,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dynamo.base import errors
-from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
+from dynamo.engine.native.sequence import Chunk, Grammar, Paging, Sampled, Sequence
 from dynamo.kvbm import sharing, tier_report, tiered_cache
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
@@ -91,7 +90,7 @@ class Scheduler:
     def __init__(self, paging: Paging, limits: SchedulerLimits) -> None:
         self._paging = paging
         self._limits = limits
-        self._num_reserved = max(1, round(paging.num_blocks * WATERMARK))
+        self._num_reserved = max(1, round(paging.pool.num_blocks * WATERMARK))
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
         self._groups: dict[str, _SequenceGroup] = {}
@@ -167,7 +166,7 @@ class Scheduler:
     def clear(self) -> StepResult:
         """Clear the prefix cache; return its KV events."""
         self._paging.clear()
-        return StepResult(block_events=self._paging.take_events())
+        return StepResult(block_events=self._paging.pool.take_events())
 
     def take_imports(self) -> list[sharing.KvImport]:
         """Return the imports that began since the last call; each ends with `end_import`."""
@@ -183,7 +182,7 @@ class Scheduler:
             if remote is not None and remote.is_prefix:
                 num_imported = sequence.num_computed - (sequence.num_cached or 0)
                 self._count_loaded(sequence, num_imported, {kv_events.PEER: num_imported})
-            self._paging.commit(sequence)
+            self._paging.commit(sequence, sequence.num_computed)
         self._resume(sequence)
 
     def take_exports(self) -> StepResult:
@@ -267,7 +266,7 @@ class Scheduler:
 
     def take_events(self) -> StepResult:
         """Return the KV events since the last step."""
-        return StepResult(block_events=self._paging.take_events())
+        return StepResult(block_events=self._paging.pool.take_events())
 
     def release_lease(self, lease_id: int) -> None:
         """Free blocks that were computed for another engine."""
@@ -300,13 +299,13 @@ class Scheduler:
             if sequence.request.id not in self._groups:  # another choice has failed the request
                 continue
             sequence.num_computed += chunk.num_tokens
-            self._paging.commit(sequence)
+            self._paging.commit(sequence, sequence.num_computed)
             if isinstance(drawn, errors.DynamoError):
                 result.failed.append(RequestFailure(sequence.request, drawn))
                 result.ended += self.abort(sequence.request.id)
             elif drawn is not None:
                 self._append(sequence, drawn, result)
-        result.block_events = self._paging.take_events()
+        result.block_events = self._paging.pool.take_events()
         return result
 
     def load(self) -> load.ForwardPassMetrics:
@@ -323,8 +322,8 @@ class Scheduler:
                 active_prefill_tokens=num_prefill_tokens,
             ),
             kv_stats=load.KvStats(
-                kv_active_blocks=self._paging.num_active,
-                kv_total_blocks=self._paging.num_blocks,
+                kv_active_blocks=self._paging.pool.num_active,
+                kv_total_blocks=self._paging.pool.num_blocks,
                 gpu_prefix_cache_hit_rate=hit_rate,
             ),
         )

@@ -1,4 +1,4 @@
-"""Sequences: one choice of one request inside the engine, and the chunk of it that a step computes.
+"""Sequences: one choice of one request inside the engine, its block table, and the chunk of it that a step computes.
 
 The scheduler owns a sequence's blocks and progress; the runner reads it.
 """
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dynamo.base import errors
-from dynamo.protocols import generate, kv_events, kv_transfer
+from dynamo.kvbm import block_tables, tiered_cache
+from dynamo.protocols import blocks, generate, kv_events, kv_transfer
 
 
 class Guide(Protocol):
@@ -96,6 +97,33 @@ class Sequence:
     def options(self) -> generate.SamplingOptions:
         """Return the request's sampling options."""
         return self.request.sampling_options
+
+
+class Paging(block_tables.BlockTables[Sequence]):
+    """The block tables of sequences. A prefill that has begun never waits for memory; only decoding asks for more."""
+
+    def end_load(
+        self, sequence: Sequence, copy: tiered_cache.TierCopy, failed: frozenset[int]
+    ) -> None:
+        """Record the blocks that were loaded: those before the first that failed."""
+        num_blocks = min(failed, default=len(copy.blocks))
+        sequence.num_computed += num_blocks * self.block_size
+        self.commit(sequence, sequence.num_computed)
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Ensure a block for the last token of a sequence; return False if none is free."""
+        has_room = len(sequence.token_ids) <= len(sequence.block_ids) * self.block_size
+        return has_room or self.add_block(sequence)
+
+    def _may_load(self, sequence: Sequence) -> bool:
+        return self.prefix_caching and not sequence.wants_prompt_logprobs
+
+    def _hash(self, sequence: Sequence) -> None:
+        hashes = sequence.sequence_hashes
+        added = blocks.pack(sequence.token_ids[len(hashes) * self.block_size :])
+        local = blocks.local_hashes(added, self.block_size, sequence.request.hash_seed)
+        sequence.local_hashes += local
+        hashes += blocks.sequence_hashes(local, hashes[-1] if hashes else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

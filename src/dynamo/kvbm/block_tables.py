@@ -1,0 +1,164 @@
+"""The block tables of an engine's sequences, over its block pool and the cache tiers below: what the native and the
+simulated engine have in common.
+
+At admission a sequence gets blocks for all the tokens that it has: those of the longest known prefix, and empty ones
+for the rest. At least its last token is always computed, because the step that computes it brings the logits for the
+next one.
+"""  # decider
+
+from collections.abc import Hashable
+from typing import Generic, Protocol, TypeVar
+
+from dynamo.kvbm import pool as pools
+from dynamo.kvbm import tiered_cache, tiers
+from dynamo.protocols import generate
+
+
+class PagedSequence(Hashable, Protocol):
+    """The fields of an engine's sequence that its block table reads and writes."""
+
+    request: generate.Request
+    block_ids: list[int]
+    num_computed: int  # tokens
+    num_committed: int  # full blocks that were committed to the pool
+    local_hashes: list[int]  # of its full blocks
+    sequence_hashes: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and of the answer so far."""
+        ...
+
+
+S = TypeVar("S", bound=PagedSequence)
+
+
+class BlockTables(Generic[S]):
+    """Allocates KV blocks of the pool to sequences. An engine adds how its sequences are hashed."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.pool = pools.BlockPool(num_blocks)
+        self.tiers: tiered_cache.TieredCache | None = None  # set before the first sequence
+
+    def admit(self, sequence: S, *, keep_free: int, max_new: int | None = None) -> bool:
+        """Allocate blocks for all tokens of a sequence, those of known prefixes first.
+
+        Return False if fewer than `keep_free` would remain free, or more than `max_new` tokens are to be computed.
+        """
+        cached: list[int] = []
+        if self._may_load(sequence):
+            self._hash(sequence)
+            cached = self.pool.match_prefix(self._usable(sequence))
+        num_fresh = -(-sequence.num_tokens // self.block_size) - len(cached)
+        num_new = sequence.num_tokens - len(cached) * self.block_size
+        fits = num_fresh <= self.pool.num_free - keep_free
+        fits = fits and (max_new is None or num_new <= max_new)
+        fresh = self.pool.allocate(num_fresh) if fits else None
+        if fresh is None:
+            self.pool.release(cached)
+            return False
+        self._begin(sequence, cached)
+        if cached:
+            self._offer(sequence, range(len(cached)))
+        sequence.block_ids += fresh
+        return True
+
+    def prepare(self, sequence: S) -> None:
+        """Begin to copy blocks of a sequence that queues from slow tiers to faster ones, if that pays."""
+        if self.tiers is not None and self._may_load(sequence):
+            self._hash(sequence)
+            self.tiers.prepare(sequence, self._usable(sequence))
+
+    def is_preparing(self, sequence: S) -> bool:
+        """Return whether `prepare` has begun copies that are worth waiting for."""
+        return self.tiers is not None and self.tiers.is_preparing(sequence)
+
+    def load(self, sequence: S, *, is_engine_busy: bool) -> bool:
+        """Begin to load blocks that an admitted sequence lacks; return whether it has to wait for them."""
+        if self.tiers is None or not self._may_load(sequence):
+            return False
+        first, usable = sequence.num_committed, self._usable(sequence)
+        block_ids = sequence.block_ids[first : len(usable)]
+        return (
+            self.tiers.load(sequence, usable[first:], block_ids, is_engine_busy=is_engine_busy) > 0
+        )
+
+    def admit_cached(self, sequence: S) -> bool:
+        """Give a sequence the blocks of its prompt that are cached, and begin to load those that host memory has.
+
+        Return whether it has to wait for them.
+        """
+        self._hash(sequence)
+        usable = self._usable(sequence)
+        self._begin(sequence, self.pool.match_prefix(usable))
+        if self.tiers is None:
+            return False
+        missing = usable[sequence.num_committed :]
+        num_loadable = self.tiers.count_loadable(missing, is_engine_busy=False)
+        fresh = self.pool.allocate(min(num_loadable, self.pool.num_free // 2))
+        if not fresh:
+            return False
+        sequence.block_ids += fresh
+        return self.tiers.load(sequence, missing[: len(fresh)], fresh, is_engine_busy=False) > 0
+
+    def add_block(self, sequence: S) -> bool:
+        """Allocate one more block; return False if none is free."""
+        fresh = self.pool.allocate(1)
+        sequence.block_ids += fresh or ()
+        return fresh is not None
+
+    def commit(self, sequence: S, num_computed: int) -> range:
+        """Register the blocks that so many tokens fill, so that others find them. Return the new positions."""
+        num_full = num_computed // self.block_size
+        if not self.prefix_caching or num_full == sequence.num_committed:
+            return range(0)
+        self._hash(sequence)
+        new = range(sequence.num_committed, num_full)
+        self.pool.commit_chain(
+            sequence.block_ids, sequence.sequence_hashes, sequence.local_hashes, new
+        )
+        sequence.num_committed = num_full
+        self._offer(sequence, new)
+        return new
+
+    def release(self, sequence: S) -> None:
+        """Free all blocks of a sequence. Its tokens must be computed again, unless the prefix cache still has them."""
+        if self.tiers is not None:
+            self.tiers.forget(sequence)
+            self.tiers.touch(sequence.sequence_hashes[: sequence.num_committed])
+        self.pool.release(sequence.block_ids)
+        self._begin(sequence, [])
+
+    def clear(self) -> None:
+        """Clear the prefix cache in every tier."""
+        self.pool.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
+
+    def _may_load(self, sequence: S) -> bool:
+        return self.prefix_caching
+
+    def _hash(self, sequence: S) -> None:
+        """Compute the hashes of full blocks that were added to the sequence."""
+        raise NotImplementedError
+
+    def _begin(self, sequence: S, cached: list[int]) -> None:
+        sequence.block_ids = list(cached)
+        sequence.num_committed = len(cached)
+        sequence.num_computed = len(cached) * self.block_size
+
+    def _usable(self, sequence: S) -> list[int]:
+        """Return the hashes of the blocks that a sequence may find: its last token is always computed."""
+        return sequence.sequence_hashes[: (sequence.num_tokens - 1) // self.block_size]
+
+    def _offer(self, sequence: S, positions: range) -> None:
+        """Offer blocks of a sequence to the tiers below."""
+        if self.tiers is None:
+            return
+        hashes, local = sequence.sequence_hashes, sequence.local_hashes
+        offered = [
+            tiers.CachedBlock(hashes[i], local[i], hashes[i - 1] if i else None) for i in positions
+        ]
+        self.tiers.offer(offered, sequence.request.priority, sequence.request.cache_hint)
