@@ -371,6 +371,10 @@ class TieredCache:
 
     def stop_waiting(self, copy: TierCopy) -> None:
         """Let the sequences that wait for a late copy from disk go on without it."""
+        if copy.path == (self._below, HOST):
+            self._late_loads.add(
+                copy
+            )  # though its sequence may be gone: no other may begin to wait
         for preparation in self._preparations.values():
             if copy in preparation.copies:
                 self._late_loads |= preparation.copies

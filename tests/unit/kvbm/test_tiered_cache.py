@@ -256,6 +256,21 @@ def test_two_prompts_stop_waiting_for_the_same_late_read():
     assert rig.cache.counts["late_loads"] == 2
 
 
+def test_late_read_of_an_aborted_prompt_is_not_waited_for_by_another():
+    rig = rig_with_disk_blocks()
+    rig.cache.prepare("first", CHAINS[0])
+    rig.begin()
+    (copy,) = rig.running
+    rig.cache.forget("first")
+    rig.cache.stop_waiting(copy)
+    rig.cache.prepare("second", CHAINS[0])
+    is_waiting = rig.cache.is_preparing("second")
+    rig.settle()
+
+    assert not is_waiting
+    assert rig.load(CHAINS[0], "third") == 8
+
+
 def test_block_in_host_memory_amid_those_on_disk_does_not_end_the_read():
     rig = rig_with_disk_blocks()
     rig.compute(CHAINS[0][:4])
