@@ -1,12 +1,13 @@
 """The options of the cache tiers, and the tiers that they describe."""
 
 import importlib
+import json
 import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import xxhash
 
@@ -37,7 +38,8 @@ _FINGERPRINT = (
     "tp_rank",
 )
 AUTO_DISK_SHARE = 0.5  # of the free space
-_NUM_SAMPLES, _SAMPLE_BYTES = 16, 64 * 1024  # of each file of weights, for `identify_model`
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # files of weights
+_NUM_PARTS, _SAMPLE_BYTES = 1024, 4096  # of a file of weights, for `identify_model`
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for classes with another base
@@ -317,19 +319,31 @@ def _object_storage() -> Any:
 
 
 def identify_model(directory: Path) -> str:
-    """Return a name of a checkpoint's content: of its config.json, and of samples from all over its weights.
+    """Return a name of a checkpoint's content: of its config.json, and of a sample from each of its matrices.
 
-    Two checkpoints of one shape differ in it, and reading it takes milliseconds.
+    Training changes nearly all numbers of a matrix, so two checkpoints of one shape differ in it.
     """
     digest = xxhash.xxh3_128((directory / "config.json").read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(each for each in directory.iterdir() if each.suffix in _WEIGHTS):
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes}".encode())
         with path.open("rb") as file:
-            for i in range(_NUM_SAMPLES):
-                file.seek(max(0, num_bytes - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+            for first, end in _find_matrices(file, num_bytes):
+                at = max(first, (first + end - _SAMPLE_BYTES) // 2)
+                file.seek(at)
+                digest.update(file.read(min(_SAMPLE_BYTES, end - at)))
     return digest.hexdigest()
+
+
+def _find_matrices(file: BinaryIO, num_bytes: int) -> list[tuple[int, int]]:
+    """Return where the matrices of a safetensors file begin and end; of another file, small equal parts."""
+    if not file.name.endswith(_WEIGHTS[0]):
+        size = -(-num_bytes // _NUM_PARTS)
+        return [(at, min(at + size, num_bytes)) for at in range(0, num_bytes, size or 1)]
+    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    offset = file.tell()
+    spans = [each["data_offsets"] for name, each in header.items() if name != "__metadata__"]
+    return [(offset + first, offset + end) for first, end in spans]
 
 
 def _count_disk_blocks(settings: TierConfig, directory: Path, block_bytes: int) -> int:

@@ -1,5 +1,7 @@
 """Which tiers the options name."""
 
+import itertools
+import json
 import sys
 
 import pytest
@@ -84,3 +86,35 @@ def test_size_without_the_connector_is_warned_of(caplog):
 
     assert tier_setup.open_tiers(settings, None, pools.BlockPool(4), {}) is None
     assert "no effect without --connector kvbm" in caplog.text
+
+
+def write_checkpoint(directory, matrices, name="model.safetensors"):
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    ends = list(itertools.accumulate(map(len, matrices)))
+    header = {str(i): {"data_offsets": [end - len(matrices[i]), end]} for i, end in enumerate(ends)}
+    encoded = json.dumps({"__metadata__": {}} | header).encode()
+    content = len(encoded).to_bytes(8, "little") + encoded + b"".join(matrices)
+    (directory / name).write_bytes(content)
+    return tier_setup.identify_model(directory)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_checkpoint_with_one_other_matrix_is_another_model(tmp_path, name):
+    matrices = [bytes([i]) * 40_000 for i in range(64)]
+    original = write_checkpoint(tmp_path / "original", matrices, name)
+
+    assert write_checkpoint(tmp_path / "copy", matrices, name) == original
+    for i in (2, 31, 62):
+        edited = [*matrices[:i], b"\xff" * 40_000, *matrices[i + 1 :]]
+        assert write_checkpoint(tmp_path / str(i), edited, name) != original
+
+
+def test_small_and_empty_files_of_weights_are_identified(tmp_path):
+    names = {
+        write_checkpoint(tmp_path / str(i), matrices)
+        for i, matrices in enumerate(([], [b""], [b"a"], [b"b"]))
+    }
+    (tmp_path / "0" / "empty.bin").touch()
+
+    assert len(names | {tier_setup.identify_model(tmp_path / "0")}) == 5
