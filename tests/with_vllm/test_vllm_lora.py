@@ -65,7 +65,12 @@ def place(tmp_path_factory):
 def make_engine(place):
     clerk = make_adapter(place / "clerk", place / "model", seed=2)
     flags = (*FLAGS.split(), "--enable-lora", "--max-lora-rank", "8", "--max-cpu-loras", "2")
-    settings = VllmConfig(engine_args=flags, lora_modules=(f"clerk={clerk}",))
+    settings = VllmConfig(
+        engine_args=flags,
+        lora_modules=(f"clerk={clerk}",),
+        connector=("kvbm",),
+        kvbm_cpu_cache_override_num_blocks=64,
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -95,6 +100,19 @@ async def test_an_adapter_of_the_start_answers_only_its_own_requests(host):
     assert host.facts.lora_names == ("clerk",)
     assert plain == after
     assert said == again != plain
+
+
+async def test_evicted_blocks_of_an_adapter_are_loaded_for_it_alone(host):
+    said = await written(host, "first", "clerk")
+    for number in range(2):  # they fill vLLM's 24 blocks
+        tokens = list(range(1000 + number, 1380 + number))
+        await host.answer(f"other {number}", tokens, max_tokens=2)
+    plain = await written(host, "plain", None)
+    again = await written(host, "again", "clerk")
+
+    assert said == again != plain
+    assert dict(host.sink.of("again", 0)[-1].tier_tokens or ()) == {"host": 96}
+    assert not host.sink.of("plain", 0)[-1].tier_tokens
 
 
 async def test_a_reloaded_name_reuses_no_blocks_of_the_former_adapter(

@@ -289,6 +289,20 @@ def test_events_name_tokens_adapter_and_salt_and_only_blocks_of_text(rig):
     ]
 
 
+def test_blocks_of_an_adapter_are_not_where_another_of_its_name_would_find_them():
+    lora = types.SimpleNamespace(lora_name="poet")
+    alone = Rig(num_disk=8)
+    alone.step()
+    alone.compute(alone.request("a", lora_request=lora))
+    sharing = Rig(kvbm_sharing_workers=2)
+    sharing.step()
+    sharing.compute(sharing.request("a", lora_request=lora))
+
+    assert [use.used_blocks for use in alone.scheduler.report().tiers[1:]] == [4, 0]
+    assert sharing.scheduler.report().tiers[1].used_blocks == 0
+    assert sharing.scheduler.match(sharing.request("a2", lora_request=lora), 0) == (0, False)
+
+
 def test_clearing_drops_every_tier_and_tells_the_workers(rig):
     rig.compute(rig.request("a"))
     rig.scheduler.clear()

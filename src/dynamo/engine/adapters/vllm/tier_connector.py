@@ -303,6 +303,7 @@ class DynamoConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 if is_local
                 else f"{model.model}@{model.revision}",
                 "dtype": f"{model.dtype}, {model.quantization}, cache {cache.cache_dtype}",
+                "overrides": str(model.hf_overrides or "none"),
                 "block_size": str(self._block_size),
                 "ranks": f"{parallel.rank} of {parallel.world_size}",
                 "hashes": cache.prefix_caching_hash_algo,

@@ -181,6 +181,8 @@ class TierScheduler:
         """Add a request of vLLM."""
         fields = (getattr(request.sampling_params, "extra_args", None) or {}).get(CACHE_HINT)
         hint = msgspec.convert(fields, generate.CacheHint) if fields else None
+        if request.lora_request is not None:  # after a restart another adapter may have its name
+            hint = msgspec.structs.replace(hint or generate.CacheHint(), is_memory_only=True)
         self._requests[request.request_id] = _Request(
             request=request, hint=hint, added_at=self._num_plans
         )
@@ -192,7 +194,13 @@ class TierScheduler:
         """
         cache, state = self.cache, self._requests.get(request.request_id)
         comes_from_peer = (request.kv_transfer_params or {}).get("do_remote_prefill")
-        if comes_from_peer or state is None or state.has_failed or num_computed % self._block_size:
+        if (
+            comes_from_peer
+            or state is None
+            or state.has_failed
+            or num_computed % self._block_size
+            or self._is_foreign(request)
+        ):
             return 0, False
         if cache is None:
             return (None if self._num_plans < MAX_UNOPENED else 0), False
@@ -262,7 +270,7 @@ class TierScheduler:
         cache.record_time(self._now())
         for request_id, num_computed in scheduled:
             state = self._requests.get(request_id)
-            if state is not None:
+            if state is not None and not self._is_foreign(state.request):
                 self._offer(cache, state, num_computed // self._block_size)
         self._stop_late()
         copies, loads = [], {}
@@ -359,6 +367,10 @@ class TierScheduler:
         for copy in [copy for copy, late_at in self._late_at.items() if late_at <= now]:
             del self._late_at[copy]
             self.cache.stop_waiting(copy)
+
+    def _is_foreign(self, request: Any) -> bool:
+        """Return whether other workers may mean something else by the names of its blocks: that of its adapter."""
+        return self._is_shared and request.lora_request is not None
 
     def _offer(self, cache: tiered_cache.TieredCache, state: _Request, num_full: int) -> None:
         """Offer the full blocks of a request that were not offered yet."""
