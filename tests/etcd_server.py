@@ -78,9 +78,13 @@ class EtcdServer:
 
     def call(self, path: str, **body: object) -> dict:
         """Call etcd's HTTP interface, without a client library."""
-        answer = httpx.post(f"{self.url}/v3/{path}", json=body, timeout=PATIENT_S)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        until = time.monotonic() + PATIENT_S
+        while True:
+            answer = httpx.post(f"{self.url}/v3/{path}", json=body, timeout=PATIENT_S)
+            if answer.status_code == 200:
+                return answer.json()
+            assert "request timed out" in answer.text, answer.text  # by a limit of etcd's own
+            assert time.monotonic() < until, answer.text
 
     def held(self) -> dict[str, bytes]:
         """Return all keys with their values."""

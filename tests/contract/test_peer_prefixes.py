@@ -217,7 +217,12 @@ async def test_prefix_in_host_memory_of_the_peer_is_copied(kind):
 
 
 @pytest.mark.parametrize("fault", ["dead", "silent"])
-async def test_peer_that_does_not_lease_is_asked_once_and_the_prompt_computed(kind, fault):
+async def test_peer_that_does_not_lease_is_asked_once_and_the_prompt_computed(
+    kind, fault, monkeypatch
+):
+    wait_s = PATIENT_S if fault == "dead" else 1.0  # long enough to connect and ask
+    monkeypatch.setattr(tier_policy, "_MIN_WAIT_S", wait_s)
+    monkeypatch.setattr(tier_policy, "_MAX_WAIT_S", wait_s)
     async with two_workers(kind) as (left, right, client):
         expected, _ = await left.answer(prompt(1))
         client.fault = fault

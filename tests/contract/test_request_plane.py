@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import time
 import weakref
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ from waiting import PATIENT_S
 
 NORMAL = frame_connection.ConnectionLimits()
 QUICK = frame_connection.ConnectionLimits(silence_s=0.12, connect_s=0.2, hello_s=0.1)
+SOON = frame_connection.ConnectionLimits(hello_s=0.5)
 ECHO = "dynamo/backend/echo"
 IDS = itertools.count(1)
 
@@ -875,7 +877,9 @@ OPEN = wire.encode(wire.Open(1, ECHO, msgspec.Raw(b"\xc0")))
 )
 async def test_peer_that_violates_the_protocol_is_dropped_alone(world, said, caplog):
     holder, peer, receiver = Holder(), Peer(*said), Recorder()
-    address = await world.plane(QUICK).serve(ECHO, holder)
+    # who says nothing is dropped soon; who says something has the time to prove that it may
+    limits = frame_connection.ConnectionLimits() if said else SOON
+    address = await world.plane(limits).serve(ECHO, holder)
     plane = world.plane()
     await plane.open(address, ECHO, None, receiver)
     call = await holder.call()
@@ -918,11 +922,12 @@ async def test_worker_that_violates_the_protocol_is_lost(world, said):
 async def test_refused_connections_log_one_line_a_second(world, caplog):
     address = await world.plane().serve(ECHO, Holder())
     peers = [Peer(b"garbage garbage") for _ in range(10)]
+    began = time.monotonic()
     for peer in peers:
         await world.network().connect(address, lambda peer=peer: peer)
         await asyncio.wait_for(peer.gone.wait(), PATIENT_S)
 
-    assert len(caplog.records) == 1
+    assert 1 <= len(caplog.records) <= 1 + int(time.monotonic() - began)
 
 
 async def test_request_reaches_the_instance_that_is_meant(world):

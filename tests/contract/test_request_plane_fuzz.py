@@ -212,13 +212,14 @@ async def test_flood_of_pending_connections_locks_no_peer_out(credentials):
     strangers = [
         asyncio.create_task(knock(address, proof.GREETING[:4], is_patient=True)) for _ in range(200)
     ]
-    plane = tcp.TcpRequestPlane(credentials=credentials, item_type=generate.Output)
-    first = await requests.call(plane, address, ECHO, 1, reply_type=int, timeout_s=20)
+    patient = frame_connection.ConnectionLimits(connect_s=PATIENT_S)
+    plane = tcp.TcpRequestPlane(credentials=credentials, limits=patient, item_type=generate.Output)
+    first = await requests.call(plane, address, ECHO, 1, reply_type=int, timeout_s=PATIENT_S)
     async with asyncio.timeout(PATIENT_S):
         while sum(stranger.done() for stranger in strangers) < 192:
             await asyncio.sleep(0.01)
     later = tcp.TcpRequestPlane(credentials=credentials, item_type=generate.Output)
-    second = await requests.call(later, address, ECHO, 2, reply_type=int, timeout_s=20)
+    second = await requests.call(later, address, ECHO, 2, reply_type=int, timeout_s=PATIENT_S)
     for closed in (plane, later, server):
         await closed.close()
     await asyncio.gather(*strangers)  # the last ones, too, are let go

@@ -240,8 +240,10 @@ def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
         show(page, frontend.url, "planner")
         page.wait_for_selector("tr[data-decision]")
         row = page.locator("tr[data-decision]").first
-        shown = [cell.inner_text() for cell in row.locator("td").all()]
-        decided_at = float(row.get_attribute("data-decision"))
+        # in one go: the next decision takes the place of the first row
+        decided_at, *shown = row.evaluate(
+            "row => [Number(row.dataset.decision), ...[...row.cells].map(cell => cell.innerText)]"
+        )
         decisions = ask_api()[0]["decisions"]
         (decision,) = [each for each in decisions if each["time"] == decided_at]
         before, after = decision["present"]["decode"], decision["replicas"]["decode"]

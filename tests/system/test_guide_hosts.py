@@ -73,6 +73,7 @@ def shells(tmp_path):
         "HOME": str(tmp_path),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "ETCDCTL_COMMAND_TIMEOUT": f"{PATIENT_S:g}s",
     }
     with Network().open() as network:
         hosts = {address: network.add() for address in IN_GUIDE}

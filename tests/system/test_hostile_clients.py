@@ -185,9 +185,10 @@ def test_thousands_of_idle_connections_do_not_delay_other_clients(frontend, many
     ask = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
     with contextlib.ExitStack() as stack:
         with Others(frontend) as others:
-            connections = [stack.enter_context(connect(frontend)) for _ in range(NUM_IDLE)]
-            for connection in connections:  # each has been served once, and then idles
-                connection.sendall(ask)
+            connections = []
+            for _ in range(NUM_IDLE):  # each has been served once, and then idles
+                connections.append(stack.enter_context(connect(frontend)))
+                connections[-1].sendall(ask)
             served = sum(
                 connection.recv(4096).startswith(b"HTTP/1.1 200 ") for connection in connections
             )
@@ -248,9 +249,10 @@ def test_too_long_prompt_is_refused_before_it_costs_much(frontend, path, fields)
 def test_lists_without_end_do_not_hold_up_others(frontend):
     lists = b'{"model":"m","messages":[' + b"[]," * (7 * MB // 3) + b"[]]}"
     with Others(frontend) as others, contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(connect(frontend)) for _ in range(8)]
-        for connection in connections:
-            connection.sendall(post(lists))
+        connections = []
+        for _ in range(8):
+            connections.append(stack.enter_context(connect(frontend)))
+            connections[-1].sendall(post(lists))
         answers = [connection.recv(4096) for connection in connections]
 
     assert all(answer.startswith(b"HTTP/1.1 400 ") for answer in answers)

@@ -53,6 +53,12 @@ def parent():
     process.stdout.close()
 
 
+def num_waits(pid):
+    """How often this process has waited: the guard does it once a second, behind each list."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
 def is_alive(pid):
     try:
         return ") Z" not in pathlib.Path(f"/proc/{pid}/stat").read_text()
@@ -75,7 +81,8 @@ def test_processes_folders_and_shared_memory_of_a_killed_process_are_removed(par
 
 def test_shared_memory_of_a_process_that_died_before_is_removed(parent):
     process, pid, _, file, guard_pid = parent
-    time.sleep(1.5)  # the guard lists /dev/shm once a second
+    before = num_waits(guard_pid)
+    eventually(lambda: num_waits(guard_pid) > before + 1, what="the guard has listed /dev/shm")
     os.kill(pid, 9)
     process.kill()
 
