@@ -83,6 +83,21 @@ def test_settings_that_cannot_be_are_refused(extra, says):
         tier_connector.read_settings(extra)
 
 
+def test_model_of_a_hub_is_another_one_after_it_was_changed(tmp_path):
+    cached, names = tmp_path / "models--someone--small", []
+    for commit in ("a1", "b2"):
+        snapshot = cached / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(commit)
+        (cached / "refs").mkdir(exist_ok=True)
+        (cached / "refs" / "main").write_text(commit)
+        names.append(tier_connector.identify_model("someone/small", None, str(tmp_path)))
+        assert names[-1] == tier_connector.identify_model(str(snapshot), None, None)
+
+    assert names[0] != names[1]
+    assert tier_connector.identify_model("other", "v1", str(tmp_path)) == "other@v1"
+
+
 class FullAttentionSpec: ...
 
 

@@ -15,7 +15,7 @@ _COPY_NAMES = {
     (REMOTE, HOST): "onboard_blocks_o2h",
 }
 _COUNTS = (
-    "matched_tokens", "host_lookups", "disk_lookups", "failed_blocks", "late_loads", "not_worth_loading",
+    "matched_tokens", "host_lookups", "disk_lookups", "disk_hits", "failed_blocks", "late_loads", "not_worth_loading",
     "skipped_queue_full", "skipped_tier_full", "evicted", "turned_down", "turned_up", "kept_off_disk",
     "shared_blocks",
 )  # fmt: skip
@@ -75,8 +75,7 @@ def make_report(pool: pools.DevicePool, cache: TieredCache) -> TierReport:
         copied=copied,
         counts={name: counts.get(name, 0) for name in _COUNTS},
         host_hit_rate=copied["onboard_blocks_h2d"] / max(1, counts.get("host_lookups", 0)),
-        disk_hit_rate=(copied["onboard_blocks_d2d"] + copied["onboard_blocks_o2h"])
-        / max(1, counts.get("disk_lookups", 0)),
+        disk_hit_rate=counts.get("disk_hits", 0) / max(1, counts.get("disk_lookups", 0)),
         bytes_per_s={name: cache.cost.bytes_per_s(path) for path, name in _COPY_NAMES.items()},
         prefill_tokens_per_s=cache.cost.tokens_per_s,
         offloading=tier_policy.describe(cache.guard),

@@ -439,6 +439,7 @@ class TieredCache:
         num_blocks = Counter(copy.origins[:num_loaded])
         self.counts["shared_blocks"] += sum(block.is_foreign for block in copy.sources[:num_loaded])
         self.counts["matched_tokens"] += num_tokens
+        self.counts["disk_hits"] += num_blocks[self._below]
         return {tier: count * self._block_size for tier, count in num_blocks.items()}
 
     def forget(self, waiting: Hashable) -> None:

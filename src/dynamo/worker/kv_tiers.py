@@ -22,6 +22,8 @@ _GAUGES = {
     "onboard_blocks_o2h": "KV blocks copied from the object store to host memory",
     "host_cache_hit_rate": "blocks loaded from host memory, of those looked up there, 0 to 1",
     "disk_cache_hit_rate": "blocks loaded from disk, of those looked up there, 0 to 1",
+    "host_lookups": "KV blocks of prompts that were looked up in host memory",
+    "disk_lookups": "KV blocks of prompts that were looked up on disk, or in the object store",
     "failed_blocks": "KV blocks whose copy failed or whose checksum was wrong",
 }
 

@@ -244,6 +244,21 @@ def test_two_prompts_with_one_beginning_wait_for_the_same_read_of_the_disk():
     assert rig.load(CHAINS[0][:4], "second") == 4
 
 
+def test_hit_rate_of_the_disk_counts_each_prompt_that_shares_a_read():
+    rig = rig_with_disk_blocks()
+    for waiting in ("first", "second"):
+        rig.cache.prepare(waiting, CHAINS[0][:4])
+    rig.settle()
+    for waiting in ("first", "second"):
+        blocks = rig.pool.allocate(4)
+        rig.cache.load(waiting, CHAINS[0][:4], blocks, is_engine_busy=False)
+        copy = rig.cache.new_copies[-1]
+        rig.settle()
+        assert rig.cache.count_tokens_by_tier(copy, 16) == {DISK: 16}
+
+    assert tier_report.make_report(rig.pool, rig.cache).disk_hit_rate == 1.0
+
+
 def test_two_prompts_stop_waiting_for_the_same_late_read():
     rig = rig_with_disk_blocks()
     for waiting in ("first", "second"):

@@ -37,12 +37,14 @@ def test_metrics_have_the_names_of_kvbm(reporter):
     registry = metrics.Registry("dynamo_component")
     monitor = kv_tiers.KvTierMonitor(reporter, registry)
     reporter.cache.counts["matched_tokens"] = 12
+    reporter.cache.counts["disk_lookups"] = 5
     reporter.cache.num_copied[tiered_cache.DEVICE, tiered_cache.HOST] = 3
     monitor.update()
     exposed = registry.render().decode().splitlines()
 
     assert "kvbm_matched_tokens 12.0" in exposed
     assert "kvbm_offload_blocks_d2h 3.0" in exposed
+    assert "kvbm_disk_lookups 5.0" in exposed
     assert 'dynamo_kvbm_memory_utilization_percent{tier="host"} 25.0' in exposed
     assert 'dynamo_kvbm_memory_utilization_percent{tier="device"} 0.0' in exposed
 

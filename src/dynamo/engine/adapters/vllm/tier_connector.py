@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import msgspec
 import vllm
 from vllm.distributed import kv_events as vllm_events
@@ -293,15 +294,12 @@ class DynamoConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         model, cache = self._vllm_config.model_config, self._vllm_config.cache_config
-        directory, parallel = Path(model.model), self._vllm_config.parallel_config
-        is_local = (directory / "config.json").exists()
+        parallel, load = self._vllm_config.parallel_config, self._vllm_config.load_config
         self._copying.open(
             kv_caches,
             {
                 "engine": f"vLLM {vllm.__version__}",
-                "model": tier_setup.identify_model(directory)
-                if is_local
-                else f"{model.model}@{model.revision}",
+                "model": identify_model(model.model, model.revision, load.download_dir),
                 "dtype": f"{model.dtype}, {model.quantization}, cache {cache.cache_dtype}",
                 "overrides": str(model.hf_overrides or "none"),
                 "block_size": str(self._block_size),
@@ -366,6 +364,17 @@ def check_support(vllm_config: Any, kv_cache_config: Any, *, is_shared: bool = F
             f"DynamoConnector: expected {expected}, but {found}; serve it without tiers: --connector none, or no"
             " --kv-transfer-config"
         )
+
+
+def identify_model(name: str, revision: str | None, cache_dir: str | None) -> str:
+    """Return a name of the content of a directory, or of a model of a hub: another one after each change of it."""
+    directory = Path(name)
+    if not directory.is_dir():
+        found = huggingface_hub.try_to_load_from_cache(name, "config.json", cache_dir, revision)
+        if not isinstance(found, str):  # it was loaded in another way
+            return f"{name}@{revision}"
+        directory = Path(found).parent
+    return tier_setup.identify_model(directory)
 
 
 def read_settings(extra: Mapping[str, Any]) -> tier_setup.TierConfig:
