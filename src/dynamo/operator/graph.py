@@ -131,6 +131,11 @@ def decide(
     secret = identity.make_token_secret(resource, graph.dynamo_namespace, token)
     found_secret = observed.find("Secret", secret["metadata"]["name"])
     adoption = identity.adopt_secret(resource, found_secret) if found_secret else None
+    adapters = [
+        objects.make_adoption(adapter, [objects.owner_reference(resource)])
+        for adapter in observed.owned_by(resource, _ADAPTER)
+        if not objects.is_owned(adapter, resource)
+    ]
     names = {item["metadata"]["name"] for item in desired}
     leftover = [
         existing
@@ -148,7 +153,7 @@ def decide(
     ]
     return Reconciliation(
         create=(*([] if found_secret else [secret]), *absent),
-        patch=(adoption,) if adoption else (),
+        patch=(*([adoption] if adoption else []), *adapters),
         apply=(*accounts, *desired),
         delete=tuple(objects.reference_of(existing) for existing in leftover),
         status=make_status(graph, observed, desired, leftover),

@@ -98,13 +98,4 @@ def adopt_secret(owner: Object, existing: Object) -> Object | None:
     """Return the patch that makes `owner` one of a Secret's owners, or None if it is one."""
     if objects.is_owned(existing, owner):
         return None
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {
-            "name": existing["metadata"]["name"],
-            "namespace": existing["metadata"]["namespace"],
-            "resourceVersion": existing["metadata"]["resourceVersion"],
-            "ownerReferences": shared_owners(owner, existing),
-        },
-    }
+    return objects.make_adoption(existing, shared_owners(owner, existing))

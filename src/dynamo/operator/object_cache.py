@@ -31,7 +31,7 @@ class ObjectCache:
     """Objects by namespace, kind and name, and those that each object owns; pods apart."""
 
     def __init__(self) -> None:
-        self._owned: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # by the owner's uid
+        self._owned: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # by `_owners_of`
         self._objects: defaultdict[str, dict[tuple[str, str], Object]] = defaultdict(dict)
         self._pods: defaultdict[str, dict[str, Object]] = defaultdict(dict)
         self._roots: dict[str, set[Key]] = {kind: set() for kind in ROOTS}
@@ -72,8 +72,10 @@ class ObjectCache:
             self._objects[namespace][kind, name] = resource
             if kind in ROOTS:
                 self._roots[kind].add((kind, namespace, name))
-            for owner in resource["metadata"].get("ownerReferences") or ():
-                self._owned[owner["uid"]].add((kind, name))
+            for owner in _owners_of(present) if present else ():
+                self._owned.get(owner, set()).discard((kind, name))
+            for owner in _owners_of(resource):
+                self._owned[owner].add((kind, name))
         return True
 
     def remove(self, resource: Object) -> None:
@@ -88,8 +90,8 @@ class ObjectCache:
             del self._objects[namespace][kind, name]
             self._roots.get(kind, set()).discard((kind, namespace, name))
             self._owned.pop(present["metadata"].get("uid"), None)
-            for owner in present["metadata"].get("ownerReferences") or ():
-                self._owned.get(owner["uid"], set()).discard((kind, name))
+            for owner in _owners_of(present):
+                self._owned.get(owner, set()).discard((kind, name))
 
     def get(self, key: Key) -> Object | None:
         """Return an object, or None if there is none."""
@@ -110,11 +112,15 @@ class ObjectCache:
             or pod["metadata"].get("labels", {}).get(objects.GRAPH_LABEL) == graph
         ]
         existing = self._objects[namespace]
-        owned_keys = self._owned.get(root["metadata"]["uid"], set()) & existing.keys()
+        owned_keys = {
+            key
+            for owner in (root["metadata"]["uid"], f"{namespace}/{root['metadata']['name']}")
+            for key in self._owned.get(owner, ())
+        }
         return objects.Observed(
             now=now,
             objects=existing,
-            owned_keys=owned_keys,
+            owned_keys=owned_keys & existing.keys(),
             pods=pods,
             has_grove=self.has_grove,
         )
@@ -129,9 +135,9 @@ class ObjectCache:
         if kind in ROOTS:
             yield kind, namespace, name
         metadata = resource["metadata"]
-        for owner in metadata.get("ownerReferences") or ():
-            if owner["kind"] in ROOTS:
-                yield owner["kind"], namespace, owner["name"]
+        owners = [(entry["kind"], entry["name"]) for entry in metadata.get("ownerReferences") or ()]
+        owners.append(("DynamoGraphDeployment", objects.find_adopter(resource) or ""))
+        yield from ((owner, namespace, name) for owner, name in owners if owner in ROOTS and name)
         labels = metadata.get("labels") or {}
         if objects.REQUEST_LABEL in labels:
             yield "DynamoGraphDeploymentRequest", namespace, labels[objects.REQUEST_LABEL]
@@ -144,6 +150,14 @@ class ObjectCache:
             yield from (key for key in self.roots() if key[1] == namespace)
         if kind in ("Pod", "DynamoComponentDeployment"):
             yield from (key for key in self._roots["DynamoModel"] if key[1] == namespace)
+
+
+def _owners_of(resource: Object) -> Iterator[str]:
+    """Yield the uids of an object's owners or, without one, namespace and name of the graph that it was made for."""
+    metadata = resource["metadata"]
+    yield from (owner["uid"] for owner in metadata.get("ownerReferences") or ())
+    if graph := objects.find_adopter(resource):
+        yield f"{metadata.get('namespace', '')}/{graph}"
 
 
 def _lacks_configuration(resource: Object) -> bool:

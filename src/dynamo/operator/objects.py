@@ -73,12 +73,14 @@ class Observed:
         return self.objects.get((kind, name))
 
     def owned_by(self, owner: Object, kind: str) -> list[Object]:
-        """Return the objects of a kind that this object owns, by name."""
+        """Return the objects of a kind that this object owns or, if it is a graph, has to adopt, by name."""
         keys = self.objects if self.owned_keys is None else self.owned_keys
+        found = [self.objects[key] for key in sorted(keys) if key[0] == kind]
+        graph = owner["metadata"]["name"] if owner["kind"] == "DynamoGraphDeployment" else ""
         return [
-            self.objects[key]
-            for key in sorted(keys)
-            if key[0] == kind and is_owned(self.objects[key], owner)
+            item
+            for item in found
+            if is_owned(item, owner) or (graph and find_adopter(item) == graph)
         ]
 
     def pods_of(self, component: str) -> list[Object]:
@@ -174,6 +176,25 @@ def is_owned(resource: Object, owner: Object) -> bool:
     """Return True if `owner`, this very object and not one of the same name, owns the other."""
     uid = owner["metadata"]["uid"]
     return any(entry["uid"] == uid for entry in resource["metadata"].get("ownerReferences") or ())
+
+
+def find_adopter(resource: Object) -> str | None:
+    """Return the name of the graph that an object was made for if nothing owns it; None for other objects.
+
+    A backup may be restored without owners, and a graph may be deleted without what it owns.
+    """
+    metadata = resource["metadata"]
+    labels = metadata.get("labels") or {}
+    if metadata.get("ownerReferences") or labels.get(MANAGED_BY) != FIELD_MANAGER:
+        return None
+    return labels.get(GRAPH_LABEL)
+
+
+def make_adoption(existing: Object, owners: list[Object]) -> Object:
+    """Return the patch that gives an object these owners, unless it has changed meanwhile."""
+    address = address_of(existing)
+    revision = {"resourceVersion": existing["metadata"]["resourceVersion"]}
+    return {**address, "metadata": {**address["metadata"], **revision, "ownerReferences": owners}}
 
 
 def digest(content: Any, length: int = 8) -> str:

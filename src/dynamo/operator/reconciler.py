@@ -274,7 +274,8 @@ class Reconciler:
         except errors.Forbidden:
             existing = {"metadata": {"name": name, "namespace": namespace}}  # it cannot be told
         if existing is not None:
-            self._cache.put({"kind": "Secret", "metadata": existing["metadata"]})
+            head = {"apiVersion": "v1", "kind": "Secret"}
+            self._cache.put({**head, "metadata": existing["metadata"]})
 
 
 def find_starting(pods: list[Object]) -> dict[str, tuple[str, int]]:

@@ -21,6 +21,7 @@ from operator_cluster import frontend, make_graph, worker
 from waiting import PATIENT_S
 
 DGD, DCD = "DynamoGraphDeployment", "DynamoComponentDeployment"
+ADAPTER = "DynamoGraphDeploymentScalingAdapter"
 API = "nvidia.com/v1alpha1"
 SETTINGS = {
     "etcd_addr": "etcd:2379",
@@ -249,11 +250,73 @@ async def test_deletion_leaves_nothing_without_the_operator(server, cluster):
         await until(lambda: is_ready(cluster))
     await cluster.delete(API, DGD, "g")
 
-    async def is_empty():
-        kinds = (("apps/v1", "Deployment"), ("v1", "Service"), ("v1", "Secret"), (API, DCD))
-        return not any([await cluster.list(*kind) for kind in kinds])
+    await until(lambda: is_empty(cluster))
 
-    await until(is_empty)
+
+EXPORTED = (
+    ("v1", "Secret"),
+    ("v1", "Service"),
+    ("apps/v1", "Deployment"),
+    (API, DCD),
+    (API, ADAPTER),
+    (API, DGD),
+)
+OF_THE_OBJECT = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields")
+
+
+def of_kubectl(item):
+    """Return what `kubectl apply` creates of what `kubectl get -o yaml` has printed."""
+    metadata = {k: v for k, v in item["metadata"].items() if k != "resourceVersion"}
+    return {**item, "metadata": metadata}
+
+
+def of_velero(item):
+    """Return what Velero restores: nothing of the former object's identity, owners or status."""
+    removed = (*OF_THE_OBJECT, "ownerReferences")
+    metadata = {k: v for k, v in item["metadata"].items() if k not in removed}
+    return {**{k: v for k, v in item.items() if k != "status"}, "metadata": metadata}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "restore"),
+    [((DGD,), of_kubectl), (None, of_kubectl), (None, of_velero)],
+    ids=["the deployment by kubectl", "everything by kubectl", "everything by Velero"],
+)
+async def test_exported_deployment_becomes_ready_with_equal_objects(
+    server, cluster, kinds, restore
+):
+    spec = {"seed": 1, "replicas": 2, "has_prefill": True}
+    async with running(server):
+        graph = graph_of(**spec | {"seed": 0})
+        graph["spec"]["services"]["Decode"]["scalingAdapter"] = {"enabled": True}
+        await cluster.create(graph)
+        await until(lambda: is_ready(cluster))
+        await cluster.patch(API, DGD, "g", {"spec": graph_of(**spec)["spec"]})
+        await until(lambda: is_ready(cluster))
+        await until(lambda: has_one_generation(cluster, spec))
+        before = await specs_of(cluster)
+        exported = [item for kind in EXPORTED for item in await cluster.list(*kind)]
+        await cluster.delete(API, DGD, "g")
+        await until(lambda: gone(cluster, DGD, "g"))
+        await until(lambda: is_empty(cluster))
+
+        for item in exported:
+            if kinds is None or item["kind"] in kinds:
+                await cluster.create(restore(item))
+
+        await until(lambda: is_ready(cluster))
+        await until(lambda: has_one_generation(cluster, spec))
+        assert await specs_of(cluster) == before
+        for kind in EXPORTED[:-1]:
+            for item in await cluster.list(*kind):
+                assert item["metadata"]["ownerReferences"], item["metadata"]["name"]
+    await cluster.delete(API, DGD, "g")
+    await until(lambda: is_empty(cluster))
+
+
+async def is_empty(cluster):
+    """Return True if nothing is left that the operator makes."""
+    return not any([await cluster.list(*kind) for kind in EXPORTED[:-1]])
 
 
 async def test_refused_write_is_said_and_tried_again_while_others_go_on(server, cluster):
