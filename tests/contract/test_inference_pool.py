@@ -9,6 +9,7 @@ import yaml
 from dynamo.base import config
 from dynamo.gateway.endpoint_picker import EndpointPickerConfig
 from dynamo.operator import objects
+from gateway_schemas import find_mistakes
 from operator_cluster import DictCluster
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -53,6 +54,7 @@ POOL = {  # the spec of InferencePool v1, by its published reference
 @pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])
 def test_objects_fit_their_schemas(version):
     jsonschema.validate(OBJECTS["InferencePool"]["spec"], POOL)
+    assert find_mistakes(OBJECTS["HTTPRoute"]) == []
     for kind in ("Service", "Deployment"):
         kubernetes_validate.validate(OBJECTS[kind], version, strict=True)
 

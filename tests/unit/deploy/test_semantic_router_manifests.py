@@ -1,5 +1,6 @@
 """The manifests of the semantic router: schemas of Kubernetes, and the patches as the real Envoy reads them."""
 
+import copy
 import pathlib
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import yaml
 
 from dynamo.semantic import service
 from dynamo.testing.kube import builtin_schemas, schema
+from gateway_schemas import find_mistakes
 from waiting import PATIENT_S
 
 FOLDER = pathlib.Path(__file__).parents[3] / "deploy" / "semantic-router"
@@ -26,6 +28,37 @@ def test_builtin_object_fits_the_schema_of_kubernetes(kind):
     findings = schema.validate(item, None, builtin_schemas.load(item["apiVersion"], kind))
 
     assert findings == []
+
+
+@pytest.mark.parametrize("kind", ["Gateway", "HTTPRoute", "EnvoyPatchPolicy"])
+def test_object_of_the_gateway_has_the_fields_of_its_kind(kind):
+    assert find_mistakes(OBJECTS[kind]) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "place"),
+    [
+        ("HTTPRoute", lambda spec: spec["rules"][0].update(backendRef={}), "$.rules[0]"),
+        (
+            "HTTPRoute",
+            lambda spec: spec["rules"][0]["timeouts"].update(request=300),
+            "$.rules[0].timeouts.request",
+        ),
+        ("Gateway", lambda spec: spec["listeners"][0].pop("protocol"), "$.listeners[0]"),
+        (
+            "EnvoyPatchPolicy",
+            lambda spec: spec["jsonPatches"][0]["operation"].update(op="put"),
+            "$.jsonPatches[0].operation.op",
+        ),
+    ],
+)
+def test_mistake_in_an_object_of_the_gateway_is_found(kind, change, place):
+    item = copy.deepcopy(OBJECTS[kind])
+    change(item["spec"])
+
+    (mistake,) = find_mistakes(item)
+
+    assert mistake.startswith(f"{place}: ")
 
 
 def test_objects_name_each_other():

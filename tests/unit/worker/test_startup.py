@@ -97,6 +97,24 @@ async def test_download_moves_while_its_folder_grows_and_begins_after_what_was_l
     assert not progress.is_stalled()
 
 
+async def test_download_of_twenty_minutes_is_shown_and_no_standstill(clock, progress, tmp_path):
+    blob = tmp_path / "blobs" / "model.incomplete"
+    blob.parent.mkdir()
+    progress.begin_download("org/m", tmp_path, 1000)
+    reports = []
+    for done in range(200, 1001, 200):  # a piece every four minutes
+        await clock.advance(240)
+        assert not progress.is_stalled()
+        blob.write_bytes(bytes(done))
+        assert not progress.is_stalled()
+        reports.append(progress.report())
+
+    assert [report["doneBytes"] for report in reports] == [200, 400, 600, 800, 1000]
+    assert {report["stillSecs"] for report in reports} == {0}
+    await clock.advance(301)
+    assert progress.is_stalled()
+
+
 async def test_worker_that_serves_is_never_given_up(clock, progress):
     progress.finish()
     await clock.advance(1000)
