@@ -95,9 +95,12 @@ def count_host_blocks(size: str, num_blocks: int | None, block_bytes: int, reser
 class HostMemory:
     """The memory of a host tier: blocks that follow one another, each in one piece."""
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        """Raises ConfigError if the system refuses the address range."""
-        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+    def __init__(self, num_blocks: int, block_bytes: int, *, reserved: int = 0) -> None:
+        """`reserved` bytes stay for the engine's cache, whose pages the system may not have provided yet.
+
+        Raises ConfigError if the system refuses the address range.
+        """
+        self.num_blocks, self.block_bytes, self._reserved = num_blocks, block_bytes, reserved
         self.num_bytes = num_blocks * block_bytes
         try:
             region = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -147,8 +150,7 @@ class HostMemory:
         num_provided, num_slots = 0, 0
         while num_provided < self.num_bytes:
             length = min(PIECE_BYTES, self.num_bytes - num_provided)
-            has_memory = available_bytes() >= length + KEPT_BYTES
-            if not (has_memory and self._populate(num_provided, length)):
+            if not (self._has_memory(length) and self._populate(num_provided, length)):
                 _logger.warning(
                     "the host tier stays at %d blocks of %d: other processes have taken the memory",
                     num_slots,
@@ -159,6 +161,10 @@ class HostMemory:
             usable = num_provided // self.block_bytes
             yield usable - num_slots
             num_slots = usable
+
+    def _has_memory(self, num_bytes: int) -> bool:
+        """Return whether so much is left that neither the engine nor the machine lacks it."""
+        return available_bytes() >= num_bytes + self._reserved + KEPT_BYTES // 2
 
     def _populate(self, offset: int, length: int) -> bool:
         """Let the system provide pages, while other threads run; return whether it has. Writing them could kill us."""
@@ -217,8 +223,10 @@ class SharedHostMemory(HostMemory):
         num_blocks: int,
         block_bytes: int,
         num_parts: int,
+        reserved: int = 0,
     ) -> None:
         """Create the memory or join the workers that use it. Raises ConfigError that names the option."""
+        self._reserved = reserved
         remove_unused(path.parent, path)
         self._file = slot_file.SlotFile(
             path,
@@ -275,9 +283,9 @@ class SharedHostMemory(HostMemory):
         per_piece = max(1, PIECE_BYTES // size)
         for first in range(own.first, own.first + own.num, per_piece):
             num_slots = min(per_piece, own.first + own.num - first)
-            has_memory = available_bytes() > num_slots * size + KEPT_BYTES
             if not self._file.is_provided and not (
-                has_memory and self._file.reserve(first * size, num_slots * size)
+                self._has_memory(num_slots * size)
+                and self._file.reserve(first * size, num_slots * size)
             ):
                 _logger.warning(
                     "the host tier stays at %d blocks of %d: there is no memory left in %s",

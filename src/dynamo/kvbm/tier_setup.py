@@ -251,10 +251,15 @@ def open_storage(
     host: host_memory.HostMemory
     if num_parts > 1:
         host = host_memory.SharedHostMemory(
-            path, kind, num_blocks=num_host, block_bytes=block_bytes, num_parts=num_parts
+            path,
+            kind,
+            num_blocks=num_host,
+            block_bytes=block_bytes,
+            num_parts=num_parts,
+            reserved=device_bytes,
         )
     else:
-        host = host_memory.HostMemory(num_host, block_bytes)
+        host = host_memory.HostMemory(num_host, block_bytes, reserved=device_bytes)
     if settings.kvbm_object_store is not None and kv_events.REMOTE in settings.storage_tiers:
         objects: storages.Storage = _object_storage().ObjectStorage(
             settings.kvbm_object_store,

@@ -98,6 +98,16 @@ def test_pages_that_the_system_refuses_are_not_written(monkeypatch, code, pieces
     assert written == [num_blocks * BLOCK_BYTES for num_blocks in pieces]
 
 
+@pytest.mark.parametrize(("reserved", "pieces"), [(0, [100]), (400 * 10**6, [])])
+def test_memory_of_the_engines_cache_is_left_though_its_pages_are_not_provided_yet(
+    monkeypatch, reserved, pieces
+):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 500 * 10**6)
+
+    memory = host_memory.HostMemory(100, BLOCK_BYTES, reserved=reserved)
+    assert list(memory.provide()) == pieces
+
+
 def test_memory_that_others_take_meanwhile_is_not_provided(monkeypatch, caplog):
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 50 * BLOCK_BYTES)
     left = iter([10**12, 10**6])
