@@ -353,7 +353,7 @@ def test_failing_store_is_an_error_of_the_system(tmp_path, monkeypatch):
 def test_store_that_stops_answering_is_an_error_within_its_time_limit(
     s3, tmp_path, monkeypatch, fault
 ):
-    monkeypatch.setattr(object_storage, "TIMEOUT_S", 1)
+    monkeypatch.setattr(object_storage, "TIMEOUT_S", 2)
     storage = open_bucket(tmp_path, OURS)
     storage.write(0, block(1), content(1), 0)
     s3.fault = fault

@@ -91,7 +91,10 @@ def test_clearing_blocks_empties_every_tier(deployment, tmp_path):
     )
     assert httpx.post(f"{frontend.url}/clear_kv_blocks", timeout=PATIENT_S).status_code == 200
 
-    assert [tier["used_blocks"] for tier in report(worker)["tiers"]] == [0, 0, 0]
+    # a copy that was under way holds its block until it has ended
+    eventually(
+        lambda: not any(tier["used_blocks"] for tier in report(worker)["tiers"]), what="no block"
+    )
     assert ask(frontend)[1] == {}
 
 
