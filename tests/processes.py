@@ -21,6 +21,13 @@ def descendants(pid: int) -> set[int]:
     return below
 
 
+def command_line(pid: int) -> str:
+    """Return the arguments of a process, each with a zero byte behind it; nothing if the process has ended."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
 def shared_files(pids: Iterable[int]) -> set[str]:
     """Return the paths in /dev/shm that these processes map or have open; processes that have ended are ignored."""
     paths = set()

@@ -1,15 +1,22 @@
 """A TCP proxy that can break its connections, drop all bytes, as a broken network does, and read and alter them."""
 
 import asyncio
+import math
 from collections.abc import Callable
 
 
 class TcpProxy:
     """A proxy on a port of its own in front of `port` of this host."""
 
-    def __init__(self, port: int, *, alter: Callable[[bytes], bytes] = bytes) -> None:
-        """`alter` gets the bytes of one reading, of either direction, and returns what goes on."""
-        self._target, self._alter = port, alter
+    def __init__(
+        self,
+        port: int,
+        *,
+        alter: Callable[[bytes], bytes] = bytes,
+        bytes_per_s: float = math.inf,
+    ) -> None:
+        """`alter` gets the bytes of one reading, of either direction, and returns what goes on; each has this speed."""
+        self._target, self._alter, self._bytes_per_s = port, alter, bytes_per_s
         self.num_accepted = 0  # connections
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -60,6 +67,7 @@ class TcpProxy:
     async def _carry(self, source, sink) -> None:
         try:
             while data := await source.read(1 << 16):
+                await asyncio.sleep(len(data) / self._bytes_per_s)  # the wire itself
                 if self._flows.is_set():
                     sink.write(self._alter(data))
         except OSError:

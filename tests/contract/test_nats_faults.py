@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
+import types
 
 import pytest
 
 import nats_server as servers
+import tcp_proxy
 from dynamo.base import errors
 from dynamo.protocols import generate
+from dynamo.runtime import requests
 from dynamo.runtime.backends import frame_connection
 from dynamo.runtime.backends.nats import connection, planes
 from waiting import PATIENT_S
@@ -277,6 +280,34 @@ async def test_a_killed_worker_is_noticed_by_a_probe(server):
 
     assert isinstance(error, errors.WorkerLost)
     assert "no subscriber" in str(error)
+
+
+async def test_long_request_over_a_slow_wire_is_not_taken_for_silence(server):
+    proxy = tcp_proxy.TcpProxy(int(server.url.rpartition(":")[2]), bytes_per_s=400_000)
+    behind_it = types.SimpleNamespace(url=f"nats://{await proxy.start()}")
+    body = b"x" * 600_000  # which take more than twice as long as a silent peer is borne
+    try:
+        async with joined(behind_it) as (worker, _), joined(server) as (asker, _):
+            address = await worker.serve(ECHO, lambda call: call.reply(len(call.body)))
+            length = await requests.call(asker, address, ECHO, body, reply_type=int, timeout_s=60)
+    finally:
+        await proxy.close()
+
+    assert length > len(body)
+
+
+def test_bytes_wait_until_the_long_message_that_they_belong_to_has_arrived():
+    count, num_bytes = planes.ArrivalCount(), 2 * planes.PART_BYTES
+    messages = list(planes.EnvelopeWriter().split(b"x" * num_bytes, max_message_bytes=2**20))
+    for message in messages:
+        count.note_sent(message)
+    waiting = []
+    for next_number in range(3):
+        count.note_arrived(next_number)
+        waiting.append(count.num_waiting)
+
+    assert [len(message) for message in messages[:2]] == [planes.PART_BYTES] * 2
+    assert waiting == [num_bytes, num_bytes - planes.PART_BYTES + planes.HEADER.size, 0]
 
 
 async def test_event_numbers_show_the_gap_after_a_server_restart(server):

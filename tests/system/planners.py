@@ -6,6 +6,7 @@ import httpx
 from deployment import MODEL
 
 import ports
+import processes
 from waiting import PATIENT_S
 
 
@@ -16,6 +17,7 @@ class Planner:
         port = ports.reserve()
         argv = ("dynamo.planner", "--environment", "local", "--backend", backend)
         argv += ("--model-name", model, "--frontend-url", frontend.url)
+        self._backend = backend
         self.process = deployment.run(*argv, "--planner-port", str(port), *flags)
         self.url = f"http://127.0.0.1:{port}"
 
@@ -30,6 +32,18 @@ class Planner:
         """Workers that are ready or starting, by the last decision."""
         rows = self.decisions()
         return rows[0]["present"]["decode"] if rows else 0
+
+    def decisions_with(self, text):
+        """Return the decisions whose reason has the text, the newest first."""
+        return [row for row in self.decisions() if text in row["reason"]]
+
+    def worker_pids(self):
+        """Return the process ids of the workers that it has started."""
+        return {
+            pid
+            for pid in processes.descendants(self.process.pid)
+            if f"-m\0dynamo.{self._backend}\0" in processes.command_line(pid)
+        }
 
     def metric(self, name):
         text = httpx.get(f"{self.url}/metrics", timeout=PATIENT_S).text

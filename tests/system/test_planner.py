@@ -1,7 +1,9 @@
 """The planner scales real worker processes under streams: 1 -> 2 -> 1, and no answer is cut."""
 
 import concurrent.futures
+import contextlib
 import itertools
+import os
 import pathlib
 import re
 import signal
@@ -22,9 +24,10 @@ from waiting import PATIENT_S, eventually
 
 pytestmark = pytest.mark.system
 WORKER = "--tick-ms 10 --num-gpu-blocks-override 80 --block-size 64 --max-num-seqs 16"
+KV_USAGE_OF_TWO = 0.3  # above which a second worker comes
 SCALING = (
     "--adjustment-interval", "0.25", "--scale-down-delay", "0.5", "--max-workers", "2",
-    "--decode-kv-scale-up-threshold", "0.3", "--decode-kv-scale-down-threshold", "0.15",
+    "--decode-kv-scale-up-threshold", str(KV_USAGE_OF_TWO), "--decode-kv-scale-down-threshold", "0.15",
 )  # fmt: skip
 NUM_TOKENS = 400  # of an answer: four seconds
 
@@ -37,6 +40,26 @@ def stream_to_the_end(frontend):
     return planners.stream_to_the_end(frontend, MODEL, NUM_TOKENS)
 
 
+@contextlib.contextmanager
+def streaming(frontend):
+    """Keep ten answers streaming; what is yielded has how each ended, once the block is left."""
+    enough = threading.Event()
+    answers = []
+
+    def stream_until_enough():
+        while not enough.is_set():
+            answers.append(stream_to_the_end(frontend))
+
+    with concurrent.futures.ThreadPoolExecutor(10) as pool:
+        streams = [pool.submit(stream_until_enough) for _ in range(10)]
+        try:
+            yield answers
+        finally:
+            enough.set()
+        for each in streams:
+            each.result()
+
+
 @pytest.fixture
 def frontend(deployment):
     return deployment.frontend()
@@ -45,28 +68,13 @@ def frontend(deployment):
 def test_workers_come_and_go_under_streams_and_no_answer_is_cut(deployment, frontend):
     planner = start_planner(deployment, frontend)
     frontend.await_models([MODEL])
-    enough = threading.Event()
-
-    def stream_until_enough():
-        answers = []
-        while not enough.is_set():
-            answers.append(stream_to_the_end(frontend))
-        return answers
-
-    with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        streams = [pool.submit(stream_until_enough) for _ in range(10)]
-        try:
-            eventually(
-                lambda: planner.metric("num_decode_replicas") == 2,
-                what="a second worker serves",
-            )
-        finally:
-            enough.set()
-        answers = [answer for each in streams for answer in each.result()]
+    with streaming(frontend) as answers:
+        eventually(
+            lambda: planner.metric("num_decode_replicas") == 2, what="a second worker serves"
+        )
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
         while planner.num_workers() == 2:  # few streams at a time: one worker suffices
-            answers += [
-                f.result() for f in [pool.submit(stream_to_the_end, frontend) for _ in "ab"]
-            ]
+            answers += pool.map(stream_to_the_end, [frontend] * 2)
             assert len(answers) < 400, planner.decisions()[:3]
 
     assert set(answers) == {(NUM_TOKENS, "[DONE]")}
@@ -84,19 +92,15 @@ def test_worker_changes_its_role_where_the_budget_is_full_and_no_answer_is_cut(
     frontend.await_models([MODEL])
     enough = threading.Event()
 
-    def stream_until_enough():
-        answers = []
-        while not enough.is_set():
-            answers.append(stream_to_the_end(frontend))
-        return answers
-
     def prefill_until_enough(number):
         split = Split(deployment, frontend=frontend)
         for seed in itertools.takewhile(lambda _: not enough.is_set(), itertools.count()):
             split.ask(prompt(900, 100 * seed + number), max_tokens=1)
 
-    with concurrent.futures.ThreadPoolExecutor(24) as pool:
-        streams = [pool.submit(stream_until_enough) for _ in range(10)]
+    with (
+        streaming(frontend) as answers,
+        concurrent.futures.ThreadPoolExecutor(12) as pool,
+    ):
         prompts = []
         try:
             eventually(
@@ -110,7 +114,6 @@ def test_worker_changes_its_role_where_the_budget_is_full_and_no_answer_is_cut(
             )
         finally:
             enough.set()
-        answers = [answer for each in streams for answer in each.result()]
         for each in prompts:
             each.result()
 
@@ -173,19 +176,53 @@ def test_killed_planner_cuts_no_answer_and_leaves_no_worker(deployment, frontend
     frontend.await_models([])
 
 
-def test_missing_metrics_change_nothing_and_are_said(deployment, frontend):
+def test_worker_that_never_comes_is_withdrawn_and_no_answer_is_cut(deployment, frontend):
     planner = start_planner(deployment, frontend)
     frontend.await_models([MODEL])
-    frontend.signal(signal.SIGTERM)
-    frontend.popen.wait(PATIENT_S)
+    eventually(lambda: planner.metric("num_decode_replicas") == 1, what="the first worker serves")
+    before = planner.worker_pids()
+    with streaming(frontend) as answers:
+        eventually(lambda: planner.worker_pids() - before, what="a second worker is started")
+        (second,) = planner.worker_pids() - before
+        os.kill(second, signal.SIGSTOP)
+        try:
+            eventually(lambda: planner.decisions_with("not ready after"), what="it is withdrawn")
+        finally:
+            os.kill(second, signal.SIGCONT)
+        eventually(
+            lambda: planner.metric("num_decode_replicas") == 2, what="another one is tried later"
+        )
 
-    eventually(
-        lambda: any("no metrics" in row["reason"] for row in planner.decisions()[:1]),
-        what="the reason",
-    )
-    assert planner.decisions()[0]["outcome"] == "skipped"
-    assert planner.decisions()[0]["replicas"]["decode"] == 1
-    assert planner.metric("metrics_missing") == 1
+    (row,) = planner.decisions_with("not ready after")
+    assert "withdrawn, again in" in row["reason"]
+    assert row["replicas"]["decode"] == 1
+    assert set(answers) == {(NUM_TOKENS, "[DONE]")}
+
+
+def test_metrics_that_stop_under_load_hold_the_workers_until_they_are_back(deployment, frontend):
+    port = ports.reserve()
+    observed = deployment.frontend(port=port)
+    urls = f"{frontend.url},{observed.url}"
+    planner = start_planner(deployment, frontend, "--frontend-url", urls)
+    frontend.await_models([MODEL])
+    eventually(lambda: planner.decisions()[0]["outcome"] == "hold", what="the metrics are read")
+    observed.end()
+    eventually(lambda: planner.metric("metrics_missing") == 1, what="they are missing")
+
+    def is_held():
+        row = planner.decisions()[0]
+        return row["kv_usage"] > KV_USAGE_OF_TWO and "skipped, metrics are" in row["reason"]
+
+    with streaming(frontend) as answers:
+        eventually(is_held, what="two workers are needed, and the metrics are stale")
+        replicas = {row["replicas"]["decode"] for row in planner.decisions()}
+        deployment.frontend(port=port)
+        eventually(
+            lambda: planner.metric("num_decode_replicas") == 2, what="it goes on when they are back"
+        )
+
+    assert replicas == {1}
+    assert set(answers) == {(NUM_TOKENS, "[DONE]")}
 
 
 def test_served_model_sleeps_and_wakes_for_a_request(deployment):

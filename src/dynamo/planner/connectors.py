@@ -125,6 +125,12 @@ class _LocalPool:
     left_keys: set[str] = field(default_factory=set)  # of workers that change into the other pool
     failure: str = ""
     num_started: int = 0
+    num_failed: int = 0  # starts that ended without serving, since the last observation
+
+    def note_failure(self, reason: str) -> None:
+        """Count a start that ended without serving."""
+        self.num_failed += 1
+        self.failure = reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +215,7 @@ class LocalConnector:
                     pool.startup_s = _blend(pool.startup_s, measured_s)
                 pool.failure = ""
         present = [worker for worker in pool.workers if not worker.is_draining]
+        num_failed, pool.num_failed = pool.num_failed, 0
         return PoolState(
             num_ready=sum(worker.instance is not None for worker in present),
             starting_since=tuple(
@@ -216,6 +223,7 @@ class LocalConnector:
             ),
             num_draining=len(pool.workers) - len(present),
             startup_s=pool.startup_s,
+            num_failed=num_failed,
             failure=pool.failure,
             role_change_s=(pool.role_change_s or 0.0) if self._options.can_change_roles else None,
         )
@@ -237,7 +245,7 @@ class LocalConnector:
                 num_cores=self._options.cores, num_devices=self._options.devices
             )
         except errors.ConfigError as error:
-            pool.failure = str(error)
+            pool.note_failure(str(error))
             return
         pool.num_started += 1
         spec = dataclasses.replace(
@@ -246,7 +254,7 @@ class LocalConnector:
         try:
             child = await children.start(spec, self._guard, self._running, self._clock)
         except OSError as error:
-            pool.failure = f"{spec.name} cannot be started: {error}"
+            pool.note_failure(f"{spec.name} cannot be started: {error}")
             self._allocator.release(resources)
             return
         worker = _LocalWorker(pool, child, resources, ordered_at=self._clock.now())
@@ -264,7 +272,11 @@ class LocalConnector:
         death = await worker.child.death()
         worker.pool.workers.remove(worker)
         self._allocator.release(worker.resources)
-        if not worker.is_draining:
+        if worker.is_draining:
+            return
+        if worker.instance is None:
+            worker.pool.note_failure(str(death))
+        else:
             worker.pool.failure = str(death)
 
 

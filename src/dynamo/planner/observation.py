@@ -90,6 +90,7 @@ class PoolState:
     starting_since: tuple[float, ...] = ()  # when each start was ordered, the oldest first
     num_draining: int = 0
     startup_s: float | None = None  # measured, from the order to readiness
+    num_failed: int = 0  # starts that ended without serving, since the last observation
     failure: str = ""  # why the last start failed, if the connector knows
     role_change_s: float | None = None  # for a worker of the other pool to come; None: it cannot
 

@@ -1,8 +1,9 @@
 """The decision of one interval: OBSERVE, PREDICT and PROPOSE (the policy), RECONCILE, CONSTRAIN; others EXECUTE it.
 
 - Observe: without a fresh reading nothing changes, except that a pool below its minimum is filled up.
-- Reconcile: a worker that is not ready after three start-up times is withdrawn, and the pool waits, longer each time,
-  before it tries again; what comes and goes without our order is said.
+- Reconcile: a worker that is not ready after three start-up times is withdrawn; after that, and after a start that
+  ended without serving, the pool waits, longer each time, before it tries again. What comes and goes without our order
+  is said.
 - Where one pool shrinks while the other grows, workers change their role, if that is quicker than starting others; a
   quarter of a pool at a time, because each of them leaves it before it serves the other.
 - Constrain: minimum, maximum and GPU budget. A worker that drains still holds its GPUs, so a change of two pools takes
@@ -35,6 +36,7 @@ from dynamo.planner.policies import Policy, Proposal, Targets
 
 _OVERDUE = 3.0  # start-up times
 _LONGEST_PAUSE_S = 600.0
+_MOST_DOUBLINGS = 10  # of a pause
 PREFILL, DECODE = "prefill", "decode"
 _NONE = Replicas(0, 0)
 _PLENTY = 1_000_000_000  # workers of a pool that does not shrink, for the question whether the others carry the load
@@ -182,21 +184,27 @@ class ScalingPipeline:
         counts, notes = [], []
         for name, pool in ((PREFILL, observation.prefill), (DECODE, observation.decode)):
             memory = self._memory[name]
-            limit_s = _OVERDUE * (pool.startup_s or self._limits.startup_s)
+            startup_s = pool.startup_s or self._limits.startup_s
+            limit_s = _OVERDUE * startup_s
             num_overdue = sum(observation.at - since > limit_s for since in pool.starting_since)
             counts.append(num_overdue)
             if pool.num_ready > memory.num_ready:
                 memory.num_failures = 0
             memory.num_ready = pool.num_ready
+            if not num_overdue and not pool.num_failed:
+                continue
+            # A start that ends by itself has cost less than one that was waited for, and is tried again sooner.
+            shortest_s = limit_s if num_overdue else startup_s
+            pause_s = min(_LONGEST_PAUSE_S, shortest_s * 2**memory.num_failures)
+            memory.num_failures = min(memory.num_failures + 1, _MOST_DOUBLINGS)
+            memory.retry_at = observation.at + pause_s
+            memory.proposals.clear()
+            why = f" ({pool.failure})" if pool.failure else ""
             if num_overdue:
-                pause_s = min(_LONGEST_PAUSE_S, limit_s * 2**memory.num_failures)
-                memory.num_failures += 1
-                memory.retry_at = observation.at + pause_s
-                memory.proposals.clear()
-                why = f" ({pool.failure})" if pool.failure else ""
-                notes.append(
-                    f"{num_overdue} {name} not ready after {limit_s:.0f} s{why}: withdrawn, again in {pause_s:.0f} s"
-                )
+                what = f"{num_overdue} {name} not ready after {limit_s:.0f} s{why}: withdrawn"
+            else:
+                what = f"{pool.num_failed} {name} ended before serving{why}"
+            notes.append(f"{what}, again in {pause_s:.0f} s")
         return Replicas(*counts), notes
 
     def _shrink_slowly(self, observation: Observation, proposal: Proposal) -> Replicas:

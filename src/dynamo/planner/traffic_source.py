@@ -1,8 +1,8 @@
 """The traffic of a model: read from the frontends' /metrics, or asked of a Prometheus server.
 
 A frontend counts since its start; the traffic of an interval is the difference of two readings. A counter that fell
-belongs to a frontend that was restarted, and counts from zero. Without any answer the reading is `Missing`; if that
-lasts longer than `STALE_INTERVALS` intervals it is `Stale`.
+belongs to a frontend that was restarted, and counts from zero; after a reading that failed two are needed again.
+Without any answer the reading is `Missing`; if that lasts longer than `STALE_INTERVALS` intervals it is `Stale`.
 
 The load of the pools comes from the load reports that workers publish on the event plane (`LoadSource`), and from the
 queues of KV routers, whose requests no worker knows yet.
@@ -159,6 +159,7 @@ class FrontendSource:
             pages = await asyncio.gather(*(get(url) for url in self._urls))
             totals = [parse_metrics(page.decode("utf-8", "replace"), self._model) for page in pages]
         except errors.Unavailable as error:
+            self._last = None  # what comes until the next answer is no traffic of one interval
             return self._memory.describe_failure(str(error), interval_s)
         last, self._last = self._last, totals
         self._memory.note_success()

@@ -91,10 +91,12 @@ async def test_worker_that_dies_leaves_its_reason(make):
     await connector.scale(decide(0, 1))
 
     async def has_died():
-        return not (await decode_state(connector)).num_billed
+        return (await decode_state(connector)).num_failed
 
     await until(has_died)
-    assert "no GPU here" in (await decode_state(connector)).failure
+    state = await decode_state(connector)
+    assert (state.num_billed, state.num_failed) == (0, 0)
+    assert "no GPU here" in state.failure
 
 
 async def test_cores_are_handed_out_and_come_back(make):

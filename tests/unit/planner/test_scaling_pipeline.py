@@ -157,6 +157,26 @@ def test_start_is_retried_after_a_pause():
     assert pipeline.decide(observe(at=62, decode=ready)).replicas.decode == 2
 
 
+def test_start_that_ended_is_said_and_retried_after_a_pause_that_doubles():
+    pipeline = make(FixedPolicy(1, 2))
+    failed = PoolState(num_ready=1, startup_s=10.0, num_failed=1, failure="CUDA is absent")
+    ready = PoolState(num_ready=1, startup_s=10.0)
+    first = pipeline.decide(observe(at=5, decode=failed))
+
+    assert first.replicas == (1, 1)
+    assert "1 decode ended before serving (CUDA is absent), again in 10 s" in first.reason
+    assert pipeline.decide(observe(at=16, decode=ready)).replicas.decode == 2
+    assert "again in 20 s" in pipeline.decide(observe(at=17, decode=failed)).reason
+
+
+def test_start_that_never_succeeds_is_retried_for_ever_after_the_longest_pause():
+    pipeline = make(FixedPolicy(1, 2))
+    failed = PoolState(num_ready=1, startup_s=10.0, num_failed=1)
+    reasons = [pipeline.decide(observe(at=at, decode=failed)).reason for at in range(1100)]
+
+    assert "again in 600 s" in reasons[-1]
+
+
 def test_worker_that_does_not_come_does_not_hinder_the_other_pool():
     pool = PoolState(num_ready=1, starting_since=(0.0,), startup_s=10.0)
 

@@ -126,6 +126,19 @@ async def test_frontend_that_does_not_answer_is_missing_then_stale(page):
     assert late.age_s == 40
 
 
+async def test_traffic_of_a_gap_is_not_that_of_one_interval(page):
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    page.text = PAGE.format(started=5, tokens=500, cached=0)
+    await source.read(10)
+    page.text = ""
+    await source.read(10)
+    page.text = PAGE.format(started=905, tokens=500, cached=0)
+
+    assert isinstance(await source.read(10), Missing)
+    page.text = PAGE.format(started=907, tokens=500, cached=0)
+    assert (await source.read(10)).value.num_requests == 2
+
+
 async def test_prometheus_is_asked(page):
     rows = {"data": {"result": [{"metric": {"le": "100.0"}, "value": [0, "7"]}]}}
     page.answer = msgspec.json.encode(rows)

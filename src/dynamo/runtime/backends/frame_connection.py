@@ -9,7 +9,7 @@ Only a connection with open streams is watched; the client speaks at least every
 so that each side hears from a living peer. Items of other streams prove nothing for a request that was just sent: where
 long packets vanish in one direction, it never arrives, though the other direction lives. So the client sends a ping
 behind new streams, and a peer that does not answer it is as silent as one that says nothing. A slow wire is not
-silence: ticks at which the peer's host has taken some of what has waited for it count nothing.
+silence: ticks at which the peer's host, or over NATS the peer, has taken some of what has waited for it count nothing.
 
 A server waits `CALLER_PATIENCE` times as long for its client: to give up a worker moves its streams, to give up a
 client that only stood still would end them all. An idle connection costs nothing; that it is dead is found out with the
@@ -280,10 +280,11 @@ class FrameConnection(asyncio.Protocol):
 
 
 def count_waiting_bytes(transport: asyncio.Transport | None) -> int:
-    """Return the bytes of a TCP connection that the peer's host has not acknowledged; 0 for other transports."""
-    sock = transport.get_extra_info("socket") if transport is not None else None
-    if transport is None or sock is None:
+    """Return the bytes that the peer has not got; of a TCP connection, those that its host has not acknowledged."""
+    if transport is None:
         return 0
+    if (sock := transport.get_extra_info("socket")) is None:
+        return int(transport.get_extra_info("waiting_bytes", 0))
     try:
         unacknowledged = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT.size))
     except (OSError, ValueError):  # its end has not been reported yet

@@ -21,7 +21,9 @@ not take. A stream of bytes with a hole would be decoded into wrong tokens. So e
 
     kind (u8: 0 open, 1 bytes, 2 close, 3 probe) · number (u64, big-endian) · bytes
 
-A probe is empty and has no number of its own: the server answers it where the subject has no subscriber.
+A probe is empty; the server answers it where the subject has no subscriber. Its number is that of the message which its
+sender expects next, or 0. It is also sent behind each message of `LONG_BYTES` and more, so that the sender of a long
+request sees it arrive over a slow wire: long data are sent in parts, because of a message NATS delivers all or nothing.
 
 The event plane: a topic is a subject, and the server knows the listeners. Nothing is in discovery.
 
@@ -34,6 +36,7 @@ when it died. Numbers show all three: they go on while no listener is connected.
 """
 
 import asyncio
+import collections
 import functools
 import logging
 import re
@@ -63,6 +66,9 @@ class MessageKind(IntEnum):
 
 
 PROBE = HEADER.pack(MessageKind.PROBE, 0)
+PART_BYTES = 2**16
+LONG_BYTES = PART_BYTES // 2  # of a message whose arrival is reported
+_MOST_LONG = 4096  # messages whose arrival is awaited: more than a connection may have waiting
 
 
 class EnvelopeWriter:
@@ -77,8 +83,8 @@ class EnvelopeWriter:
         return HEADER.pack(kind, number) + data
 
     def split(self, data: bytes, max_message_bytes: int) -> Iterator[bytes]:
-        """Yield the data as messages of at most `max_message_bytes`."""
-        room = max_message_bytes - HEADER.size
+        """Yield the data as messages of at most `max_message_bytes`, long data in parts."""
+        room = min(PART_BYTES, max_message_bytes) - HEADER.size
         if len(data) <= room:
             yield self.wrap(MessageKind.BYTES, data)
             return
@@ -92,6 +98,11 @@ class EnvelopeReader:
 
     def __init__(self) -> None:
         self._next = 0
+
+    @property
+    def arrival(self) -> bytes:
+        """Return the message that reports which messages have arrived."""
+        return HEADER.pack(MessageKind.PROBE, self._next)
 
     def unwrap(self, message: bytes) -> tuple[MessageKind, bytes]:
         """Return kind and data. Raises RemoteProtocolError if it is not the next message of this connection."""
@@ -113,6 +124,34 @@ def read_header(message: bytes) -> tuple[MessageKind, int]:
         return MessageKind(kind), number
     except (struct.error, ValueError) as error:
         raise errors.RemoteProtocolError(f"expected a message of a link: {error}") from error
+
+
+class ArrivalCount:
+    """The bytes that one side has sent and that have not arrived, as far as long messages tell."""
+
+    def __init__(self) -> None:
+        self._num_sent = self._num_arrived = 0
+        # of each long message its number, and the bytes that were sent up to its end
+        self._long: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MOST_LONG)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the bytes that have not arrived; 0 while no long message is on its way."""
+        return self._num_sent - self._num_arrived if self._long else 0
+
+    def note_sent(self, message: bytes) -> None:
+        """Count a message that is sent now."""
+        num_bytes = len(message) - HEADER.size
+        if num_bytes >= LONG_BYTES:
+            if not self._long:
+                self._num_arrived = self._num_sent
+            self._long.append((read_header(message)[1], self._num_sent + num_bytes))
+        self._num_sent += num_bytes
+
+    def note_arrived(self, next_number: int) -> None:
+        """Take note that all messages before this number have arrived."""
+        while self._long and self._long[0][0] < next_number:
+            self._num_arrived = self._long.popleft()[1]
 
 
 PROBE_S = 0.1
@@ -137,6 +176,7 @@ class NatsTransport(asyncio.Transport):
         self._protocol = protocol
         self._writer = EnvelopeWriter()
         self._reader = EnvelopeReader()
+        self._arrivals = ArrivalCount()
         self._quiet_ticks = 0  # since the last message of the peer
         self._is_closing = False
 
@@ -144,7 +184,12 @@ class NatsTransport(asyncio.Transport):
         if not self._is_closing:
             limit = self._network.connection.max_message_bytes
             for message in self._writer.split(bytes(data), limit):
+                self._arrivals.note_sent(message)
                 self._network.send(self._token, self._peer, message)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Return the bytes that the peer has not got yet as `waiting_bytes`, or the default."""
+        return self._arrivals.num_waiting if name == "waiting_bytes" else default
 
     def get_write_buffer_size(self) -> int:
         return self._network.connection.backlog_bytes
@@ -180,7 +225,11 @@ class NatsTransport(asyncio.Transport):
             self.end(ConnectionError(str(error)))
             return
         if kind is MessageKind.BYTES:
+            if len(data) >= LONG_BYTES:
+                self._network.send(self._token, self._peer, self._reader.arrival)
             self._protocol.data_received(data)
+        elif kind is MessageKind.PROBE:
+            self._arrivals.note_arrived(read_header(message)[1])
         elif kind is MessageKind.CLOSE:
             self.end(None)
 
