@@ -1,38 +1,55 @@
 """`make simulate-check`: does the simulator foretell what real processes do with the same requests?
 
-The requests of `dynamo.simulate routing --engine batch` (32 prefixes of 2,048 tokens, a short end of its own, 32 tokens
-of answer), once in virtual time, and twice by a frontend and four simulated workers, with the same policy. Closed loop:
-so many clients, each of which sends its next request when the last has ended. Open loop: Poisson arrivals at shares of
-the rate that the simulation says 64 clients reach. Prompts are sent as token ids: the simulator knows no tokenizer.
+The same requests once in virtual time, and twice by real processes. Closed loop: so many clients, each of which sends
+its next request when the last has ended. Open loop: Poisson arrivals at shares of the rate that the simulation says 64
+clients reach. Prompts are sent as token ids: the simulator knows no tokenizer. The setups:
+
+    estimated-ttft   a frontend in router mode kv and four simulated workers, against `simulate routing --engine batch`
+    round-robin      the same, by another policy
+    tiers            the same with small caches and a host tier below each
+    disaggregated    a simulated prefill worker and a simulated decode worker, against the planner's cluster
+    native           one worker with the native engine, against the planner's cluster with the profile that
+                     `python -m dynamo.profiler` has just made of it
+
 The simulator leaves out HTTP, the frontend and the planes between the processes. What they add to a first token is the
-one number that is fitted, by a cell of two clients that is not judged. How far the two measured runs of a cell are
-apart is its repeatability.
+one number that is fitted, for each setup by a cell of two clients that is not judged. How far the two measured runs of
+a cell are apart is its repeatability.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import math
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import frontend, planner_live, routing, systems
+from benchmarks import disagg, frontend, planner_live, routing, systems
+from dynamo.engine.mock import timing
+from dynamo.planner import observation, profile_files
 from dynamo.router import config as router_config
+from dynamo.simulate import plan_cluster, plan_policies, plan_run, plan_worker, workload
 from dynamo.simulate import routing as simulated
-from dynamo.simulate import simulation, workload
 
 BLOCKS, BLOCK, OSL = 1536, 16, 32
-WORDS = range(1000, 30_000)
+TIERED_BLOCKS, HOST_BLOCKS, HOST_GB_PER_S = 1024, 6144, 20.0
+WORDS = range(5, 4000)  # that every model has
 FULL = 64  # clients at which the rate of the open loop is taken
 FITTED = 2  # clients of the cell that is not judged
+NATIVE = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS))
+NATIVE += ("--max-num-seqs", "64", "--max-num-batched-tokens", "512")
+GOALS = (("TTFT", 0.05), ("ITL", 0.05), ("requests/s", 0.03))
 
 
 class Figures(NamedTuple):
@@ -48,23 +65,165 @@ class Cell:
     """So many clients, or arrivals at so many requests a second."""
 
     name: str
-    policy: str
     conc: int = 0
     rate: float = 0.0
 
 
-def make_config(conc: int, num_requests: int) -> simulated.SimulateConfig:
-    """Return the configuration of the simulation."""
-    return simulated.SimulateConfig(
-        engine="batch",
-        workers=routing.WORKERS,
-        cache_tokens=BLOCKS * BLOCK,
-        block_size=BLOCK,
-        max_num_seqs=64,
-        output_tokens=OSL,
-        concurrency=conc,
-        requests=num_requests,
+# of a shape with its number of clients and requests, and the arrivals of an open loop
+Foretell = Callable[[simulated.SimulateConfig, workload.Trace | None], Figures]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """An arrangement of real processes, and what foretells it."""
+
+    name: str
+    shape: simulated.SimulateConfig
+    workers: Sequence[Sequence[str]]  # their commands
+    frontend: Sequence[str] = ()
+    foretell: Foretell
+
+    @property
+    def num_answering(self) -> int:
+        """The workers that answer, which the frontend lists."""
+        return sum("--is-prefill-worker" not in command for command in self.workers)
+
+
+SETUPS = ("estimated-ttft", "round-robin", "tiers", "disaggregated", "native")
+SHAPE = simulated.SimulateConfig(
+    engine="batch",
+    workers=routing.WORKERS,
+    cache_tokens=BLOCKS * BLOCK,
+    block_size=BLOCK,
+    max_num_seqs=64,
+    output_tokens=OSL,
+)
+
+
+def make_setup(name: str, model: Path, profile_minutes: float) -> Setup:
+    """Return the setup with this name; the profile of the native engine is made now."""
+    mocker = ["dynamo.mocker", "--model-path", str(model), "--model-name", "m", *routing.WORKER]
+    match name:
+        case "tiers":
+            return make_tiered(mocker)
+        case "disaggregated":
+            times = plan_worker.StepTimes(
+                prefill_s=lambda num_tokens: timing.prefill_ms(round(num_tokens)) / 1e3,
+                decode_s=lambda share: timing.decode_ms(share) / 1e3,
+                num_kv_tokens=BLOCKS * BLOCK,
+                max_num_seqs=64,
+            )
+            return Setup(
+                name=name,
+                shape=SHAPE,
+                workers=[[*mocker, *flags] for flags in disagg.SPLIT],
+                foretell=by_cluster(times, observation.Replicas(1, 1)),
+            )
+        case "native":
+            shape = replace(SHAPE, prefixes=8, prefix_tokens=256, suffix_tokens=48)
+            times = profile_native(shape, profile_minutes)
+            return Setup(
+                name=name,
+                shape=shape,
+                workers=[["dynamo.native", "--model-name", "m", *NATIVE]],
+                foretell=by_cluster(times, observation.Replicas(0, 1)),
+            )
+        case policy:
+            return Setup(
+                name=name,
+                shape=SHAPE,
+                workers=[mocker] * routing.WORKERS,
+                frontend=[*routing.KV, "--router-policy", policy],
+                foretell=by_policy(policy),
+            )
+
+
+def make_tiered(mocker: Sequence[str]) -> Setup:
+    """Return the setup of small caches with a host tier below each."""
+    shape = replace(
+        SHAPE,
+        cache_tokens=TIERED_BLOCKS * BLOCK,
+        host_tokens=HOST_BLOCKS * BLOCK,
+        host_gb_per_s=HOST_GB_PER_S,
     )
+    flags = [
+        "--num-gpu-blocks-override",
+        str(TIERED_BLOCKS),
+        "--kvbm-host-blocks",
+        str(HOST_BLOCKS),
+    ]
+    flags += ["--kvbm-host-bandwidth", str(HOST_GB_PER_S)]
+    flags += ["--kv-bytes-per-token", str(shape.kv_bytes_per_token)]
+    return Setup(
+        name="tiers",
+        shape=shape,
+        workers=[[*mocker, *flags]] * routing.WORKERS,
+        frontend=routing.KV,
+        foretell=by_policy("estimated-ttft"),
+    )
+
+
+def profile_native(shape: simulated.SimulateConfig, minutes: float) -> plan_worker.StepTimes:
+    """Return the step times of the native engine on this machine, as the profiler measures them now."""
+    isl = shape.prefix_tokens + shape.suffix_tokens
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "dynamo.profiler", "--backend", "native"]
+        command += ["--isl", str(isl), "--osl", str(OSL), "--budget-minutes", str(minutes)]
+        command += ["--worker-flags", shlex.join(NATIVE), "--output", directory]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        profile = profile_files.read_profile(Path(directory))
+    times = plan_policies.step_times(profile, context=isl + OSL / 2)
+    return replace(times, max_num_seqs=64, max_num_batched_tokens=512)
+
+
+def by_policy(policy: str) -> Foretell:
+    """Return the simulation of routing by this policy."""
+
+    def foretell(shape: simulated.SimulateConfig, trace: workload.Trace | None) -> Figures:
+        router = router_config.RouterConfig()
+        summary = simulated.run(shape, router, trace, policy, lambda _: None, time.perf_counter)
+        return Figures(1000 * summary.mean_ttft, 1000 * summary.mean_itl, summary.requests_per_s)
+
+    return foretell
+
+
+def by_cluster(times: plan_worker.StepTimes, replicas: observation.Replicas) -> Foretell:
+    """Return the simulation by the planner's cluster; without prefill workers it is aggregated."""
+
+    def foretell(shape: simulated.SimulateConfig, trace: workload.Trace | None) -> Figures:
+        arrivals = trace or make_trace(shape, 0.0)
+        requests = [
+            plan_worker.Request(
+                at=arrival.at,
+                num_prompt=arrival.num_tokens,
+                num_output=arrival.num_output,
+                names=arrival.names,
+                block_size=shape.block_size,
+            )
+            for arrival in arrivals.arrivals
+        ]
+        unsent = iter(() if trace else requests)
+
+        def ask() -> None:
+            if (request := next(unsent, None)) is not None:
+                request.at = cluster.now
+                cluster.submit(request)
+
+        cluster = plan_cluster.PlanCluster(times, is_aggregated=not replicas.prefill, on_end=ask)
+        cluster.add_ready(replicas)
+        if trace:
+            plan_run.feed(cluster, requests, 0, math.inf)
+        for _ in range(shape.concurrency):
+            ask()
+        cluster.run_until(math.inf)
+        seconds = max(request.ended_at for request in requests) - requests[0].at
+        return Figures(
+            1000 * statistics.fmean(request.ttft_s for request in requests),
+            1000 * statistics.fmean(request.itl_s for request in requests),
+            len(requests) / seconds,
+        )
+
+    return foretell
 
 
 def make_trace(shape: simulated.SimulateConfig, rate: float) -> workload.Trace:
@@ -93,37 +252,45 @@ def prompts(trace: workload.Trace) -> Iterator[list[int]]:
         yield [token for block in blocks for token in block][: arrival.num_tokens]
 
 
-def predict(cell: Cell, num_requests: int) -> Figures:
+def predict(setup: Setup, cell: Cell, num_requests: int) -> Figures:
     """Return the figures in virtual time."""
-    shape = make_config(cell.conc or 1, num_requests)
-    trace = make_trace(shape, cell.rate) if cell.rate else None
-    summary: simulation.PolicySummary = simulated.run(
-        shape,
-        router_config.RouterConfig(),
-        trace,
-        cell.policy,
-        lambda _: None,
-        time.perf_counter,
-    )
-    return Figures(1000 * summary.mean_ttft, 1000 * summary.mean_itl, summary.requests_per_s)
+    shape = replace(setup.shape, concurrency=cell.conc or 1, requests=num_requests)
+    return setup.foretell(shape, make_trace(shape, cell.rate) if cell.rate else None)
 
 
-def fit_overhead_ms(policy: str, model: Path, num_requests: int) -> float:
+def fit_overhead_ms(setup: Setup, num_requests: int) -> float:
     """Return how much later a first token comes than in the simulation, where few requests wait for one another."""
-    cell = Cell(name="", policy=policy, conc=FITTED)
-    return measure(cell, model, num_requests).ttft - predict(cell, num_requests).ttft
+    cell = Cell(name="", conc=FITTED)
+    return measure(setup, cell, num_requests).ttft - predict(setup, cell, num_requests).ttft
 
 
-def measure(cell: Cell, model: Path, num_requests: int) -> Figures:
+def measure(setup: Setup, cell: Cell, num_requests: int) -> Figures:
     """Return the figures of real processes."""
-    flags = [*routing.KV, "--router-policy", cell.policy]
-    trace = make_trace(make_config(cell.conc or 1, num_requests), cell.rate)
-    with systems.running(
-        "ours", sys.executable, model, routing.WORKER, flags, num_workers=routing.WORKERS
-    ) as system:
+    shape = replace(setup.shape, concurrency=cell.conc or 1, requests=num_requests)
+    trace = make_trace(shape, cell.rate)
+    with serving(setup) as url:
         if cell.rate:
-            return measure_open(system.url, trace)
-        return measure_closed(system.url, trace, cell.conc)
+            return measure_open(url, trace)
+        return measure_closed(url, trace, cell.conc)
+
+
+@contextlib.contextmanager
+def serving(setup: Setup) -> Iterator[str]:
+    """Run the processes of a setup; gives the URL of the frontend."""
+    port = systems.free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        environ = systems.environment(sys.executable, directory) | {"OMP_NUM_THREADS": "1"}
+        log = Path(directory) / "log"
+        output = stack.enter_context(log.open("w"))
+        commands = [["dynamo.frontend", "--http-port", str(port), *setup.frontend], *setup.workers]
+        running = [
+            systems.launch(stack, [sys.executable, "-m", *command], environ, output)
+            for command in commands
+        ]
+        systems.wait_for_workers(url, setup.num_answering, running, log)
+        time.sleep(disagg.SETTLE_S)
+        yield url
 
 
 def measure_closed(url: str, trace: workload.Trace, conc: int) -> Figures:
@@ -162,17 +329,11 @@ def measure_open(url: str, trace: workload.Trace) -> Figures:
     )
 
 
-def make_cells(args: argparse.Namespace) -> list[Cell]:
-    """Return the cells of all policies."""
-    cells = []
-    for policy in args.policy:
-        full = predict(Cell(name="", policy=policy, conc=FULL), args.requests)
-        cells += [Cell(name=f"{conc} clients", policy=policy, conc=conc) for conc in args.conc]
-        cells += [
-            Cell(name=f"open, {load:.0%}", policy=policy, rate=load * full.rate)
-            for load in args.load
-        ]
-    return cells
+def make_cells(setup: Setup, args: argparse.Namespace) -> list[Cell]:
+    """Return the cells of a setup."""
+    full = predict(setup, Cell(name="", conc=FULL), args.requests)
+    cells = [Cell(name=f"{conc} clients", conc=conc) for conc in args.conc]
+    return cells + [Cell(name=f"open, {load:.0%}", rate=load * full.rate) for load in args.load]
 
 
 def compare(foretold: Figures, measured: Sequence[Figures]) -> list[tuple[float, float, float]]:
@@ -185,38 +346,51 @@ def compare(foretold: Figures, measured: Sequence[Figures]) -> list[tuple[float,
     return rows
 
 
+def check(setup: Setup, args: argparse.Namespace) -> list[list[tuple[float, float, float]]]:
+    """Measure the cells of a setup, and print a row for each; return what `compare` says of them."""
+    overhead_ms = fit_overhead_ms(setup, args.requests)
+    results = []
+    for cell in make_cells(setup, args):
+        # one client needs no more requests than warm the caches and some that hit them
+        num_requests = min(args.requests, 120) if cell.conc == 1 else args.requests
+        simulated_only = predict(setup, cell, num_requests)
+        foretold = simulated_only._replace(ttft=simulated_only.ttft + overhead_ms)
+        figures = compare(foretold, [measure(setup, cell, num_requests) for _ in range(2)])
+        results.append(figures)
+        texts = [
+            f"{expected:.1f}, {mean:.1f} ({error:+.1%}; {apart:.1%})"
+            for expected, (mean, error, apart) in zip(foretold, figures, strict=True)
+        ]
+        load = f"{os.getloadavg()[0]:.1f}"
+        name = f"{setup.name} (+{overhead_ms:.1f} ms)"
+        print(f"| {name} | {cell.name} | {' | '.join(texts)} | {load} |", flush=True)
+    return results
+
+
 def main() -> None:
-    """Measure, and print a row for each cell and the mean errors."""
+    """Measure, and print a row for each cell and the mean errors of each setup."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--setup", nargs="*", default=SETUPS, choices=SETUPS)
     parser.add_argument("--requests", type=int, default=480)
     parser.add_argument("--conc", type=int, nargs="*", default=[1, 4, 16, 64])
     parser.add_argument("--load", type=float, nargs="*", default=[0.5, 0.9, 1.3])
-    parser.add_argument("--policy", nargs="*", default=["estimated-ttft", "round-robin"])
+    parser.add_argument("--profile-minutes", type=float, default=10.0, help="of the native engine")
     args = parser.parse_args()
-    model, errors = frontend.Files().model, []
-    overhead_ms = fit_overhead_ms(args.policy[0], model, args.requests)
-    print(f"{overhead_ms:.1f} ms are added to each first token")
     print("foretold, measured (error; the measured runs apart)")
-    print("| cell | policy | TTFT ms | ITL ms | requests/s | load |\n|---|---|---|---|---|---|")
-    for cell in make_cells(args):
-        # one client needs no more requests than warm the caches and some that hit them
-        num_requests = min(args.requests, 120) if cell.conc == 1 else args.requests
-        simulated_only = predict(cell, num_requests)
-        foretold = simulated_only._replace(ttft=simulated_only.ttft + overhead_ms)
-        rows = compare(foretold, [measure(cell, model, num_requests) for _ in range(2)])
-        errors.append(rows)
+    print("| setup (fitted) | cell | TTFT ms | ITL ms | requests/s | load |")
+    print("|---|---|---|---|---|---|")
+    model, results = frontend.Files().model, {}
+    for name in args.setup:
+        results[name] = check(make_setup(name, model, args.profile_minutes), args)
+    for name, rows in results.items():
         texts = [
-            f"{expected:.1f}, {mean:.1f} ({error:+.1%}; {apart:.1%})"
-            for expected, (mean, error, apart) in zip(foretold, rows, strict=True)
+            f"{figure} {statistics.fmean(abs(row[i][1]) for row in rows):.1%} (goal {goal:.0%},"
+            f" runs apart {statistics.fmean(row[i][2] for row in rows):.1%})"
+            for i, (figure, goal) in enumerate(GOALS)
         ]
-        load = f"{os.getloadavg()[0]:.1f}"
-        print(f"| {cell.name} | {cell.policy} | {' | '.join(texts)} | {load} |", flush=True)
-    for i, (name, goal) in enumerate((("TTFT", 0.05), ("ITL", 0.05), ("requests/s", 0.03))):
-        error = statistics.fmean(abs(rows[i][1]) for rows in errors)
-        apart = statistics.fmean(rows[i][2] for rows in errors)
-        print(f"{name}: mean absolute error {error:.1%} (goal {goal:.0%}), runs apart {apart:.1%}")
+        print(f"{name}: mean absolute error {', '.join(texts)}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from dynamo.base import config, errors
+from dynamo.engine.mock import memory
 from dynamo.router import api, prefix_index, worker_load
 from dynamo.router import config as router_config
 from dynamo.simulate.simulation import PolicySummary, Simulation, summarise
@@ -69,6 +70,15 @@ class SimulateConfig:
     max_num_seqs: int = config.option(256, help="batch: sequences that may run at once", least=1)
     max_num_batched_tokens: int = config.option(
         8192, help="tokens that one step may compute", least=1
+    )
+    host_tokens: int = config.option(
+        0, help="batch: tokens in a host tier below each worker's cache; 0: none", least=0
+    )
+    host_gb_per_s: float = config.option(
+        20.0, help="batch: bandwidth of copies to and from the host tier in GB/s", least=0.001
+    )
+    kv_bytes_per_token: int = config.option(
+        131_072, help="batch: bytes of a token in the cache, for these copies", least=1
     )
     seed: int = config.option(0, help="seed of all random draws")
     output: str | None = config.option(
@@ -156,8 +166,9 @@ def _make_workers(
 ) -> Mapping[api.Worker, SimulatedWorker]:
     ids = map(api.Worker, range(settings.workers))
     if settings.engine == "batch":
-        capacity = _capacity(settings, workload.block_size)
-        return {worker: BatchWorker(capacity, block_size=workload.block_size) for worker in ids}
+        size = workload.block_size
+        capacity, tiers = _capacity(settings, size), _tiers(settings, size)
+        return {worker: BatchWorker(capacity, block_size=size, tiers=tiers) for worker in ids}
     assert isinstance(workload, Trace), "the fcfs engine needs a trace to know its rate"
     rate = workload.num_tokens / workload.duration_s / settings.workers / settings.load
     return {
@@ -175,4 +186,17 @@ def _capacity(settings: SimulateConfig, block_size: int) -> worker_load.Capacity
         total_blocks=settings.cache_tokens // block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+    )
+
+
+def _tiers(settings: SimulateConfig, block_size: int) -> memory.SimulatedTiersConfig | None:
+    if not settings.host_tokens:
+        return None
+    return memory.SimulatedTiersConfig(
+        num_host_blocks=settings.host_tokens // block_size,
+        num_disk_blocks=0,
+        host_bytes_per_s=settings.host_gb_per_s * 1e9,
+        disk_bytes_per_s=settings.host_gb_per_s * 1e9,
+        block_size=block_size,
+        block_bytes=settings.kv_bytes_per_token * block_size,
     )

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.protocols import kv_events
 from dynamo.router import api, prefix_index, selection
 from dynamo.simulate.workers import SimulatedWorker
 from dynamo.simulate.workload import SimulatedRequest, Workload
@@ -124,12 +123,14 @@ class Simulation:
             heapq.heappush(self._due, (due, worker))
 
     def _step(self, now: float, worker: api.Worker) -> None:
+        if self._workers[worker].next_time != now:
+            return
         result = self._workers[worker].advance(now)
-        for is_stored, names in result.changes:  # the router's index follows without delay
+        for is_stored, names, tier in result.changes:  # the router's index follows without delay
             if is_stored:
-                self._index.add_blocks(worker, kv_events.DEVICE, names)
+                self._index.add_blocks(worker, tier, names)
             else:
-                self._index.remove_blocks(worker, kv_events.DEVICE, names)
+                self._index.remove_blocks(worker, tier, names)
         for request_id, num_cached in result.first_outputs:
             outcome = self._open[request_id]
             outcome.first_output_at, outcome.num_cached = now, num_cached

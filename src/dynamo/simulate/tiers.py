@@ -6,25 +6,23 @@ new tokens. The engine's scheduler, block pool and tiers are the mock engine's, 
 mock engine's formula), and a copy that of its bytes at a bandwidth. Times are virtual.
 """
 
-import heapq
-import itertools
+import math
 import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from dynamo.base import clock as clocks
 from dynamo.base import config, errors
-from dynamo.engine.mock import answers, batch, memory, timing
-from dynamo.protocols import blocks, generate
+from dynamo.engine.mock import memory, timing
+from dynamo.protocols import blocks
+from dynamo.router import worker_load
+from dynamo.simulate.workers import BatchWorker
 
 Rounds = Sequence[float]
 """The mean time to first token of each round, in seconds."""
 DrawRounds = Callable[[Mapping[str, Rounds], str, Path], Path]
 _BLOCK = 64
-_ANSWER_TOKENS = range(2**31, 2**31 + 64)  # never part of a new turn
 _DISK_BYTES_PER_S = 1e9  # of a tier that is not there
 
 
@@ -46,50 +44,13 @@ class TiersConfig:
     output: str | None = config.option(None, help="directory for the plot, tiers.png")
 
 
-class EventClock:
-    """Virtual time that only a simulation advances; `now` and `call_later` are those of `clock.Clock`."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        self._numbers = itertools.count()
-        self._timers: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
-
-    def now(self) -> float:
-        """Return the virtual seconds since the start."""
-        return self._now
-
-    def call_later(self, duration_s: float, callback: Callable[..., object], *args: Any) -> None:
-        """Call back when so much time has passed."""
-        entry = (self._now + duration_s, next(self._numbers), callback, args)
-        heapq.heappush(self._timers, entry)
-
-    def advance(self, duration_s: float | None) -> bool:
-        """Let time pass, to the next timer if None; return False if there is none to wait for."""
-        if duration_s is None and not self._timers:
-            return False
-        until = self._timers[0][0] if duration_s is None else self._now + duration_s
-        while self._timers and self._timers[0][0] <= until:
-            self._now, _, callback, args = heapq.heappop(self._timers)
-            callback(*args)
-        self._now = until
-        return True
-
-
 class TieredWorker:
-    """One simulated worker, with a host tier if it has a bandwidth."""
+    """One simulated worker, with a host tier if it has a bandwidth, and its time."""
 
     def __init__(self, settings: TiersConfig, host_bytes_per_s: float | None) -> None:
-        num_blocks = settings.cache_tokens // _BLOCK
-        self._clock = EventClock()
-        cycle = answers.TokenCycle(_ANSWER_TOKENS)
-        paging = memory.MockMemory(num_blocks=num_blocks, block_size=_BLOCK, prefix_caching=True)
-        limits = batch.BatchLimits(
-            max_num_seqs=256, max_num_batched_tokens=8192, context_length=settings.cache_tokens
-        )
-        self._batch = batch.MockBatch(cycle, paging, limits)
-        self._copies: memory.SimulatedCopies | None = None
+        tiers = None
         if host_bytes_per_s is not None:
-            sizes = memory.SimulatedTiersConfig(
+            tiers = memory.SimulatedTiersConfig(
                 num_host_blocks=settings.host_tokens // _BLOCK,
                 num_disk_blocks=0,
                 host_bytes_per_s=host_bytes_per_s,
@@ -97,49 +58,35 @@ class TieredWorker:
                 block_size=_BLOCK,
                 block_bytes=_BLOCK * settings.kv_bytes_per_token,
             )
-            paging.tiers = memory.make_cache(paging.pool, sizes)
-            clock = typing.cast(clocks.Clock, self._clock)
-            self._copies = memory.SimulatedCopies(
-                paging.tiers, sizes, clock, self._batch.end_tier_copy
-            )
+        capacity = worker_load.Capacity(
+            total_blocks=settings.cache_tokens // _BLOCK,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+        )
+        self._worker = BatchWorker(capacity, block_size=_BLOCK, step_s=step_s, tiers=tiers)
+        self._now = 0.0
 
     def answer(
         self, prompts: Mapping[str, Sequence[int]], num_output: int
     ) -> tuple[float, dict[str, list[int]]]:
         """Answer prompts that come at once. Return their mean seconds to the first token, and the answers."""
-        began_at, first_at = self._clock.now(), dict.fromkeys(prompts, 0.0)
+        began_at, first_at = self._now, dict.fromkeys(prompts, 0.0)
         said: dict[str, list[int]] = {name: [] for name in prompts}
         for name, tokens in prompts.items():
-            stop = generate.StopConditions(max_tokens=num_output)
-            packed = blocks.pack(tokens)
-            self._batch.submit(
-                generate.Request(id=name, model="", token_ids=packed, stop_conditions=stop)
-            )
-        while self._batch.has_work:
-            for name, output in self._step():
+            self._worker.queue(name, blocks.pack(tokens), num_output)
+        while self._worker.has_work:
+            for name, output in self._worker.step(self._now):
                 if not said[name]:
-                    first_at[name] = self._clock.now() - began_at
+                    first_at[name] = self._now - began_at
                 said[name] += output.token_ids
+            if self._worker.has_work:
+                self._now = self._worker.next_time
+                if self._now == math.inf:
+                    raise errors.EngineFailed("the simulated worker waits for nothing")
         return sum(first_at.values()) / len(first_at), said
 
-    def _step(self) -> Sequence[Any]:
-        plan = self._batch.schedule()
-        if self._copies is not None:
-            self._copies.begin(lambda: None)
-        if plan.is_empty:
-            if not self._clock.advance(None):
-                raise errors.EngineFailed("the simulated worker waits for nothing")
-            return ()
-        seconds = step_s(plan.num_prompt_tokens, plan.num_decoding, plan.active_share)
-        self._clock.advance(seconds)
-        if self._copies is not None:
-            self._copies.record_step(plan.num_prompt_tokens + plan.num_decoding, seconds)
-        outputs = self._batch.commit()
-        self._batch.take_events()
-        return outputs
 
-
-def step_s(num_prompt_tokens: int, num_decoding: int, active_share: float) -> float:
+def step_s(*, num_prompt_tokens: int, num_decoding: int, active_share: float) -> float:
     """Return the seconds of a step of an 8B model on one H100."""
     prefill_ms = 8 + 0.049 * num_prompt_tokens if num_prompt_tokens else 0.0
     return (prefill_ms + (timing.decode_ms(active_share) if num_decoding else 0.0)) / 1000

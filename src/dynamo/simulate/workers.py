@@ -4,16 +4,21 @@
 without batching or decode, so a request ends with its first token. Its LRU cache touches a prompt from its last block
 to its first, so that tails are evicted before heads.
 
-`BatchWorker` is the mock engine itself (`engine.mock`): its scheduler, memory and timing. Prompts are made of tokens
-that stand for the names of their blocks, so that the engine hashes and finds them as it does those of real ones.
+`BatchWorker` is the mock engine itself (`engine.mock`): its scheduler, memory, tiers and timing. Prompts are made of
+tokens that stand for the names of their blocks, so that the engine hashes and finds them as it does those of real ones.
 """  # decider
 
+import heapq
+import itertools
 import math
+import typing
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from dynamo.base import clock as clocks
+from dynamo.engine import api
 from dynamo.engine.mock import answers, batch, memory, timing
 from dynamo.protocols import blocks, generate, kv_events
 from dynamo.router import worker_load
@@ -25,6 +30,7 @@ class CacheChange(NamedTuple):
 
     is_stored: bool
     names: Sequence[int]
+    tier: kv_events.Tier = kv_events.DEVICE
 
 
 @dataclass(slots=True)
@@ -98,15 +104,62 @@ class FcfsWorker:
 _ANSWER_TOKENS = range(2**31, 2**31 + 64)  # never part of a prompt
 
 
+class EventClock:
+    """Virtual time that only a worker advances; `now` and `call_later` are those of `clock.Clock`."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._numbers = itertools.count()
+        self._timers: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+
+    def now(self) -> float:
+        """Return the virtual seconds since the start."""
+        return self._now
+
+    def call_later(self, duration_s: float, callback: Callable[..., object], *args: Any) -> None:
+        """Call back when so much time has passed."""
+        entry = (self._now + duration_s, next(self._numbers), callback, args)
+        heapq.heappush(self._timers, entry)
+
+    @property
+    def next_time(self) -> float:
+        """Return the time of the next call; infinity if there is none."""
+        return self._timers[0][0] if self._timers else math.inf
+
+    def advance_to(self, until: float) -> None:
+        """Let time pass, and make the calls that are due."""
+        while self.next_time <= until:
+            self._now, _, callback, args = heapq.heappop(self._timers)
+            callback(*args)
+        self._now = max(self._now, until)
+
+
+class StepTime(Protocol):
+    """The time of a step, as `timing.Timing.step_s` tells it."""
+
+    def __call__(
+        self, *, num_prompt_tokens: int, num_decoding: int, active_share: float
+    ) -> float: ...
+
+
+_MOCK_TIMING = timing.Timing()
+
+
 class BatchWorker:
-    """A worker that batches: the mock engine in virtual time."""
+    """A worker that batches: the mock engine in virtual time. While copies of tiers run, it is not idle."""
 
     def __init__(
-        self, capacity: worker_load.Capacity, *, block_size: int, speedup_ratio: float = 1.0
+        self,
+        capacity: worker_load.Capacity,
+        *,
+        block_size: int,
+        step_s: StepTime = _MOCK_TIMING.step_s,
+        tiers: memory.SimulatedTiersConfig | None = None,
     ) -> None:
         self.next_time = math.inf
-        self._timing = timing.Timing(speedup_ratio=speedup_ratio)
+        self._step_s = step_s
         self._block_size = block_size
+        self._clock = EventClock()
         self._name_by_hash: dict[int, int] = {}
         self._memory = memory.MockMemory(
             num_blocks=capacity.total_blocks,
@@ -119,6 +172,17 @@ class BatchWorker:
             context_length=capacity.total_blocks * block_size,
         )
         self._batch = batch.MockBatch(answers.TokenCycle(_ANSWER_TOKENS), self._memory, limits)
+        self._has_step = False  # that ends at `next_time`
+        self._copies: memory.SimulatedCopies | None = None
+        if tiers is not None:
+            cache = self._memory.tiers = memory.make_cache(self._memory.pool, tiers)
+            clock = typing.cast(clocks.Clock, self._clock)
+            self._copies = memory.SimulatedCopies(cache, tiers, clock, self._batch.end_tier_copy)
+
+    @property
+    def has_work(self) -> bool:
+        """Return True while a request is open."""
+        return self._batch.has_work
 
     def submit(self, request_id: str, arrival: SimulatedRequest, now: float) -> None:
         """Queue a request for the next step; an idle worker begins one at once."""
@@ -126,47 +190,62 @@ class BatchWorker:
         packed = b"".join(names)[: arrival.num_tokens * blocks.TOKEN_BYTES]
         hashes = blocks.sequence_hashes(blocks.local_hashes(packed, self._block_size))
         self._name_by_hash.update(zip(hashes, arrival.names, strict=False))
+        self.queue(request_id, packed, arrival.num_output)
+        if not self._has_step:
+            self._clock.advance_to(now)
+            self._begin()
+
+    def queue(self, request_id: str, packed: bytes, num_output: int) -> None:
+        """Queue a request with these packed tokens as prompt; the next `step` begins it."""
+        stop = generate.StopConditions(max_tokens=num_output)
         self._batch.submit(
-            generate.Request(
-                id=request_id,
-                model="",
-                token_ids=packed,
-                stop_conditions=generate.StopConditions(max_tokens=arrival.num_output),
-            )
+            generate.Request(id=request_id, model="", token_ids=packed, stop_conditions=stop)
         )
-        if self.next_time == math.inf:
-            self._begin(now)
 
     def advance(self, now: float) -> WorkerStepResult:
         """End the step at `next_time`, and begin the next one."""
         result = WorkerStepResult()
-        for request_id, output in self._batch.commit():
+        for request_id, output in self.step(now):
             if output.cached_tokens is not None:
                 result.first_outputs.append((request_id, output.cached_tokens))
             if output.finish_reason is not None:
                 result.ended.append(request_id)
         result.changes += self._translate(self._batch.take_events())
-        self.next_time = math.inf
-        if self._batch.has_work:
-            self._begin(now)
         return result
 
-    def _begin(self, now: float) -> None:
+    def step(self, now: float) -> Sequence[api.EngineOutput]:
+        """Return the outputs of the step that ends now, if one does, and begin the next one, or wait for a copy."""
+        self._clock.advance_to(now)
+        outputs = self._batch.commit() if self._has_step else ()
+        self._begin()
+        return outputs
+
+    def _begin(self) -> None:
         plan = self._batch.schedule()
-        self.next_time = now + self._timing.step_s(
-            num_prompt_tokens=plan.num_prompt_tokens,
-            num_decoding=plan.num_decoding,
-            active_share=plan.active_share,
-        )
+        if self._copies is not None:
+            self._copies.begin(lambda: None)
+        self._has_step = not plan.is_empty
+        self.next_time = self._clock.next_time
+        if self._has_step:
+            seconds = self._step_s(
+                num_prompt_tokens=plan.num_prompt_tokens,
+                num_decoding=plan.num_decoding,
+                active_share=plan.active_share,
+            )
+            self.next_time = self._clock.now() + seconds
+            if self._copies is not None:
+                self._copies.record_step(plan.num_prompt_tokens + plan.num_decoding, seconds)
 
     def _translate(self, events: Sequence[kv_events.KvEvent]) -> Iterator[CacheChange]:
         """Translate KV events to the workload's block names; blocks of answers have none, and are left out."""
         for event in events:
+            if isinstance(event, kv_events.Cleared):
+                continue
             is_stored = isinstance(event, kv_events.Stored)
             hashes = (
                 [block.block_hash for block in event.blocks]
                 if isinstance(event, kv_events.Stored)
-                else getattr(event, "block_hashes", ())
+                else event.block_hashes
             )
             names = [self._name_by_hash[h] for h in hashes if h in self._name_by_hash]
-            yield CacheChange(is_stored, names)
+            yield CacheChange(is_stored, names, event.tier)

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from dynamo.engine.mock import timing
+from dynamo.engine.mock import memory, timing
+from dynamo.protocols import kv_events
 from dynamo.router.worker_load import Capacity
 from dynamo.simulate.workers import BatchWorker, FcfsWorker
 from dynamo.simulate.workload import SimulatedRequest
@@ -98,3 +99,22 @@ def test_batch_worker_reports_changes_by_the_workloads_names():
 
     assert stored == [[1, 2, 3]]
     assert removed == [3, 2]
+
+
+def test_blocks_that_left_the_cache_are_loaded_from_the_host_tier():
+    sizes = memory.SimulatedTiersConfig(
+        num_host_blocks=100,
+        num_disk_blocks=0,
+        host_bytes_per_s=1e9,
+        disk_bytes_per_s=1e9,
+        block_size=16,
+        block_bytes=1000,
+    )
+    worker = BatchWorker(Capacity(total_blocks=8, max_num_seqs=8), block_size=16, tiers=sizes)
+    worker.submit("a", arrival(1, 2, 3, 4, 5), 0.0)
+    changes = [change for _, result in finish(worker) for change in result.changes]
+    worker.submit("b", arrival(6, 7, 8, 9, 10), 50.0)
+    finish(worker)
+
+    assert (True, kv_events.HOST) in {(change.is_stored, change.tier) for change in changes}
+    assert cached(worker, arrival(1, 2, 3, 4, 5)) == [64]
