@@ -285,6 +285,23 @@ async def test_frozen_peer_gets_no_notifications_or_connections(backend):
             await ours.agent.connect(process.metadata, deadline_s=SOON_S)
 
 
+@pytest.mark.parametrize("backend", WAYS)
+async def test_probe_of_a_whole_pool_passes_and_changes_nothing(backend):
+    async with connected(backend) as (ours, _, peer):
+        await ours.agent.probe(peer, 2 * LAYOUT.num_bytes, deadline_s=LONG_S)
+
+        assert bytes(ours.pool) == content(1)
+
+
+@pytest.mark.parametrize("backend", [way for way in ACROSS if "tcp" in str(way)])
+async def test_probe_of_a_frozen_peer_fails_in_time_over_a_network(backend):
+    async with connected(backend) as (ours, process, peer):
+        process.freeze()
+
+        with pytest.raises(errors.TransferError, match=r"within 0\.3 s"):
+            await ours.agent.probe(peer, 1000, deadline_s=SOON_S)
+
+
 async def test_transfers_that_wait_for_a_thread_keep_their_deadline():
     async with connected("tcp") as (ours, process, peer):
         process.freeze()

@@ -4,19 +4,23 @@ import asyncio
 import contextlib
 
 import hosts
+import pytest
 
 import members
 import transfer_peer
+from dynamo.base import errors
 from dynamo.runtime import listening, requests
 from dynamo.runtime.backends import tcp
 from dynamo.transfer import api
 from dynamo.transfer.backends import tcp as copies
+from waiting import PATIENT_S
 
 BYTES_PER_S = 125_000
 COPYING_S = 6.0  # twice as long as a silent peer is borne
 NUM_COPIES = 4
 
 
+PROBE_BYTES, PROBE_S = 2**18, 0.2
 REQUEST_BYTES = 700_000  # which take longer than a silent peer is borne
 
 
@@ -52,10 +56,13 @@ async def test_pings_are_answered_beside_copies_on_a_slow_link():
         await asyncio.sleep(COPYING_S)  # the load itself
         was_alive, num_bytes = not receiver.is_complete, client.traffic.received.value - before
         has_copied = bytes(ours.pool) != transfer_peer.content(1)
-        host.set_wire()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        with pytest.raises(errors.TransferError):
+            await ours.agent.probe(peer, PROBE_BYTES, deadline_s=PROBE_S)
+        host.set_wire()
+        await ours.agent.probe(peer, PROBE_BYTES, deadline_s=PATIENT_S)
         await ours.close()
         await client.close()
         await server.close()

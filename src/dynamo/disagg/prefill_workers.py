@@ -116,11 +116,14 @@ class PrefillWorkers:
 
     async def _connect(self, instance_id: int, metadata: bytes) -> None:
         """Try until it succeeds; the task is cancelled when the worker is gone."""
+        last_reason = ""
         while True:
             try:
                 engine_id = await self._engine.connect_peer(metadata, deadline_s=CONNECT_S)
             except errors.TransferError as error:
-                _logger.warning("prefill worker %x cannot be used: %s", instance_id, error)
+                if (reason := str(error)) != last_reason:
+                    _logger.warning("prefill worker %x cannot be used: %s", instance_id, reason)
+                last_reason = reason
                 await self._clock.sleep(RETRY_S)
             else:
                 self._engine_ids[instance_id] = engine_id

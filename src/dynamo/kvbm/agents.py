@@ -3,9 +3,10 @@
 The agent is made before the engine starts if other engines are to read its blocks, else at the first import. Peers on
 this host map the memory of the KV cache, so an engine that exports blocks takes that memory from its agent.
 
-Peers are the engines from which KV blocks are imported. After a failed copy the connection is made anew for the next
-one, so that one failure costs one prompt only. Where that fails as well, the host is silent or gone, and all further
-copies fail at once until `connect` has succeeded, or for `REST_S`.
+Peers are the engines from which KV blocks are imported. After a failed copy the connection is made anew. Where that
+fails as well, the host is silent or gone, and all further copies fail at once until `connect` has succeeded, or for
+`REST_S`. After a failed copy of a whole prompt `connect` copies something as a probe, because a slow link, or one that
+loses long packets, connects well: until that is quick enough, prompts are computed elsewhere.
 
 An engine that leaves may still be computing prompts for us, and keeps their blocks until they are read. Its connection
 is closed when it is idle, but its address is remembered for as long as the engine may hold a lease.
@@ -17,10 +18,11 @@ import importlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dynamo.base import addresses, config, distribution, errors, membership
 from dynamo.base import clock as clocks
+from dynamo.kvbm import sharing
 from dynamo.runtime import listening
 from dynamo.transfer import agent as agents
 from dynamo.transfer import api, descriptors
@@ -189,6 +191,7 @@ class _PeerEngine:
     connection: agents.ConnectedPeer | None
     unreachable_until: float = 0.0
     num_users: int = 0  # copies and notifications that run
+    link: sharing.LinkRecord = field(default_factory=sharing.LinkRecord)
     forget_timer: clocks.Timer | None = None  # the engine has left
 
 
@@ -203,7 +206,10 @@ class PeerEngines:
         self._engines: dict[str, _PeerEngine] = {}
 
     async def connect(self, metadata: bytes, *, deadline_s: float) -> str:
-        """Connect ahead of need. Return the engine's id. Raises TransferError."""
+        """Connect ahead of need. Return the engine's id.
+
+        Raises TransferError, also if a copy has failed and the link is still too slow for its like.
+        """
         agent = await self._agent.get_started()
         connection = await agent.connect(metadata, deadline_s=deadline_s)
         engine = self._engines.setdefault(connection.epoch, _PeerEngine(metadata, connection))
@@ -211,6 +217,7 @@ class PeerEngines:
         if engine.forget_timer is not None:
             engine.forget_timer.cancel()
             engine.forget_timer = None
+        await self._probe_link(engine, connection)
         _logger.debug(
             "connected to %s (%s) by %s", connection.name, connection.epoch, connection.backend
         )
@@ -225,6 +232,33 @@ class PeerEngines:
             self._remember_s, self._engines.pop, engine_id, None
         )
         await self._close_if_idle(engine)
+
+    async def _probe_link(self, engine: _PeerEngine, connection: agents.ConnectedPeer) -> None:
+        if (probe := engine.link.due_probe) is None:
+            return
+        agent = await self._agent.get_started()
+        try:
+            await agent.probe(connection, probe.num_bytes, deadline_s=probe.limit_s)
+        except errors.TransferError as error:
+            await self._close_connection(engine, connection)
+            raise errors.TransferError(f"its link is too slow to copy prompts: {error}") from error
+        engine.link.note_passed_probe()
+
+    def check_link(self, engine_id: str) -> None:
+        """Raise TransferError if a copy from this engine has failed, and no probe has passed since."""
+        engine = self._engines.get(engine_id)
+        if engine is not None and engine.link.due_probe is not None:
+            raise errors.TransferError("a copy from its engine has failed a moment ago")
+
+    def note_copy(self, engine_id: str) -> None:
+        """Take note that a copy from this engine has succeeded."""
+        if (engine := self._engines.get(engine_id)) is not None:
+            engine.link.note_copy()
+
+    def note_failed_copy(self, engine_id: str, num_bytes: int, limit_s: float) -> None:
+        """Allow no copy from this engine before `connect` has found that its link is quick enough."""
+        if (engine := self._engines.get(engine_id)) is not None:
+            engine.link.note_failed_copy(num_bytes, limit_s)
 
     @contextlib.asynccontextmanager
     async def use_connection(

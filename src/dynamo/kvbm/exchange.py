@@ -240,11 +240,11 @@ class KvImporter:
         self._check_lease(expected.lease_ends_at)
         if not kv_import.local_blocks:
             return
+        engine_id = kv_import.remote.remote_engine_id
+        self._peers.check_link(engine_id)
         limit_s = min(self._timeout_s, kv_import.limit_s(self._patience_s))
         connect_s = min(CONNECT_S, limit_s)
-        async with self._peers.use_connection(
-            kv_import.remote.remote_engine_id, connect_s=connect_s
-        ) as peer:
+        async with self._peers.use_connection(engine_id, connect_s=connect_s) as peer:
             if self._before_copy is not None:
                 await self._before_copy(kv_import, limit_s)
             agent = await self._agent.get_started()
@@ -256,7 +256,12 @@ class KvImporter:
             )
             try:
                 await copy.post(deadline_s=limit_s)
+                self._peers.note_copy(engine_id)
             except errors.TransferError:
+                if (
+                    not kv_import.remote.is_prefix
+                ):  # which would have to be quicker than computing it
+                    self._peers.note_failed_copy(engine_id, copy.num_bytes, limit_s)
                 await self._peers.discard_connection(peer)
                 raise
             finally:

@@ -21,6 +21,9 @@ from dynamo.base import errors
 from dynamo.kvbm import pool as pools
 from dynamo.protocols import generate, kv_transfer
 
+_LEAST_PROBE_BYTES, _MOST_PROBE_BYTES = 2**18, 2**22
+_LEAST_PROBE_S = 0.2  # a busy machine may take so long for the smallest
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvImport:
@@ -56,6 +59,42 @@ class ImportReport:
     duration_s: float
     error: errors.DynamoError | None  # then the prompt is computed here
     is_prefix: bool = False  # of a prefix that the exporting engine happened to have
+
+
+class ProbeCopy(NamedTuple):
+    """A copy whose bytes are dropped, to learn whether a link is quick enough again."""
+
+    num_bytes: int
+    limit_s: float
+
+
+class LinkRecord:
+    """The recent copies of prompts over the link to one engine: after one that failed, a probe has to pass.
+
+    A probe must be as quick as the copy had to be, but is small, so that a slow link has room for other things. If a
+    copy fails right after a probe has passed, the next probes are larger.
+    """
+
+    def __init__(self) -> None:
+        self.due_probe: ProbeCopy | None = None  # before the next copy
+        self._probe_bytes = _LEAST_PROBE_BYTES
+        self._has_only_passed = False  # a probe, and no copy has succeeded since
+
+    def note_failed_copy(self, num_bytes: int, limit_s: float) -> None:
+        """Require a probe, because so many bytes were not copied within the limit."""
+        if self._has_only_passed:
+            self._probe_bytes = min(4 * self._probe_bytes, _MOST_PROBE_BYTES)
+        self._has_only_passed = False
+        size = min(self._probe_bytes, num_bytes)
+        self.due_probe = ProbeCopy(size, max(_LEAST_PROBE_S, limit_s * size / num_bytes))
+
+    def note_passed_probe(self) -> None:
+        """Allow copies again."""
+        self.due_probe, self._has_only_passed = None, True
+
+    def note_copy(self) -> None:
+        """Take note that a copy has succeeded."""
+        self._probe_bytes, self._has_only_passed = _LEAST_PROBE_BYTES, False
 
 
 class BlockLease(NamedTuple):

@@ -287,6 +287,13 @@ class TransferAgent:
             operation, peer, plan.make(layout, peer.layout, local_blocks, remote_blocks)
         )
 
+    async def probe(self, peer: ConnectedPeer, num_bytes: int, *, deadline_s: float) -> None:
+        """Copy that much of the peer's memory, at most all of it, and drop it. Raises TransferError if it is late."""
+        self._check_connected(peer)
+        num_bytes = min(num_bytes, peer.layout.num_bytes)
+        job = peer.submit(lambda limit: peer.route.probe(num_bytes, limit), deadline_s=deadline_s)
+        await job.outcome
+
     async def notify(self, peer: ConnectedPeer, message: bytes, *, deadline_s: float) -> None:
         """Pass a message to the peer's `on_notification`, and return when its agent has it. Raises TransferError."""
         self._check_connected(peer)

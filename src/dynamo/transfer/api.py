@@ -216,6 +216,13 @@ class TransferRoute(Protocol):
         """Copy all pieces of the pattern. Raises TransferError; then nothing is being copied any more."""
         ...
 
+    def probe(self, num_bytes: int, limit: TimeLimit) -> None:
+        """Copy so many bytes of the peer's memory and drop them; nothing where bytes cross no network.
+
+        Raises TransferError.
+        """
+        ...
+
     def notify(self, message: bytes, limit: TimeLimit) -> None:
         """Send a notification, and return when the peer's agent has handled it. Raises TransferError."""
         ...

@@ -16,6 +16,7 @@ class Agent:
 
     def __init__(self):
         self.made, self.closed, self.refusal = [], [], None
+        self.probes, self.is_slow = [], False
 
     async def get_started(self):
         return self
@@ -29,6 +30,11 @@ class Agent:
 
     async def disconnect(self, peer):
         self.closed.append(peer)
+
+    async def probe(self, peer, num_bytes, *, deadline_s):
+        self.probes.append((num_bytes, deadline_s))
+        if self.is_slow:
+            raise errors.TransferError("not complete")
 
 
 @pytest.fixture
@@ -108,6 +114,30 @@ async def test_engine_that_was_connected_again_is_used_at_once(agent, engines):
 
     async with engines.use_connection("e") as fresh:
         assert fresh is agent.made[1]
+
+
+async def test_engine_behind_a_slow_link_is_connected_again_when_a_probe_is_quick_enough(
+    agent, engines
+):
+    await engines.connect(b"e", deadline_s=1)
+    engines.check_link("e")
+    engines.note_failed_copy("e", 2**20, 4.0)
+    await engines.discard_connection(agent.made[0])
+    agent.is_slow = True
+    with pytest.raises(errors.TransferError, match="too slow to copy prompts"):
+        await engines.connect(b"e", deadline_s=1)
+    with pytest.raises(errors.TransferError, match="failed a moment ago"):
+        engines.check_link("e")
+    async with engines.use_connection("e"):  # to release what it holds
+        pass
+    agent.is_slow = False
+    await engines.connect(b"e", deadline_s=1)
+    engines.check_link("e")
+
+    assert agent.probes == [(2**18, 1.0)] * 2
+    assert (
+        len(agent.made) == len(agent.closed) + 2
+    )  # the agent would give the one for releases again
 
 
 async def test_connection_of_a_leaving_engine_is_closed_when_it_is_idle(agent, engines):

@@ -150,3 +150,37 @@ def test_copy_of_a_whole_prompt_is_borne_for_a_while_in_any_case(copy_limit_s, i
     (kv_import,) = blocks.take_imports()
 
     assert kv_import.limit_s(patience_s=1.0) == limit_s
+
+
+MB = 2**20
+
+
+def test_probe_is_small_and_as_quick_as_the_copy_that_failed():
+    record = sharing.LinkRecord()
+    assert record.due_probe is None
+    record.note_failed_copy(16 * MB, 32.0)
+
+    assert record.due_probe == (MB // 4, 0.5)
+    record.note_passed_probe()
+    assert record.due_probe is None
+
+
+def test_probe_of_a_short_prompt_is_the_whole_copy_and_has_time_on_a_busy_machine():
+    record = sharing.LinkRecord()
+    record.note_failed_copy(1000, 0.001)
+
+    assert record.due_probe == (1000, 0.2)
+
+
+def test_probes_grow_while_copies_fail_after_them_and_shrink_after_a_copy():
+    record, sizes = sharing.LinkRecord(), []
+    for _ in range(4):
+        record.note_failed_copy(64 * MB, 1.0)
+        sizes.append(record.due_probe.num_bytes)
+        record.note_failed_copy(64 * MB, 1.0)  # another one that ran beside the first
+        record.note_passed_probe()
+    record.note_copy()
+    record.note_failed_copy(64 * MB, 1.0)
+
+    assert sizes == [MB // 4, MB, 4 * MB, 4 * MB]
+    assert record.due_probe.num_bytes == MB // 4

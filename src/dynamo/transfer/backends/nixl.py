@@ -241,6 +241,9 @@ class NixlRoute:
                 limit.remaining_s()
                 own.move(operation, self._target.epoch, self._address.pool_at, stretch, limit)
 
+    def probe(self, num_bytes: int, limit: TimeLimit) -> None:
+        """Do nothing: NIXL writes to registered memory only, and all of ours is in use."""
+
     def notify(self, message: bytes, limit: TimeLimit) -> None:
         with self._borrow(limit) as own:
             message_sent = messages.NixlNotify(next(self._numbers), message, limit.remaining_s())

@@ -72,6 +72,9 @@ class ShmRoute:
     def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
         memory.move(operation, self._local, self._remote, pattern, limit)
 
+    def probe(self, num_bytes: int, limit: TimeLimit) -> None:
+        """Do nothing: no byte crosses a network."""
+
     def notify(self, message: bytes, limit: TimeLimit) -> None:
         self._links.notify(message, limit)
 

@@ -109,6 +109,12 @@ class TcpRoute:
             while batch := list(itertools.islice(pieces, messages.MAX_PIECES)):
                 step(link, batch, limit)
 
+    def probe(self, num_bytes: int, limit: TimeLimit) -> None:
+        dropped = memoryview(bytearray(num_bytes))
+        to_nowhere = TcpRoute(dropped, self._links, is_summed=self._is_summed)
+        with self._links.borrow(limit) as link:
+            to_nowhere._pull(link, [(0, 0, num_bytes)], limit)
+
     def notify(self, message: bytes, limit: TimeLimit) -> None:
         self._links.notify(message, limit)
 
