@@ -1,5 +1,5 @@
 #!/bin/sh
-# What some tests start: etcd, etcdctl, nats-server, ip for networks of several hosts, systemd-analyze for its units, Chromium for pages, promtool for rules of Prometheus, and libfaketime for clocks that jump. Installs what is missing, on Debian and as root;
+# What some tests start: etcd, etcdctl, nats-server, ip and nft for networks of several hosts, systemd-analyze for its units, Chromium for pages, promtool for rules of Prometheus, and libfaketime for clocks that jump. Installs what is missing, on Debian and as root;
 # elsewhere says so, and those tests are skipped.
 set -eu
 
@@ -8,6 +8,7 @@ command -v etcd > /dev/null || missing="$missing etcd-server"
 command -v etcdctl > /dev/null || missing="$missing etcd-client"
 command -v nats-server > /dev/null || missing="$missing nats-server"
 command -v ip > /dev/null || missing="$missing iproute2"
+command -v nft > /dev/null || missing="$missing nftables"
 command -v systemd-analyze > /dev/null || missing="$missing systemd"
 command -v chromium > /dev/null || missing="$missing chromium"
 command -v promtool > /dev/null || missing="$missing prometheus"

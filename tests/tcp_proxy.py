@@ -45,7 +45,8 @@ class TcpProxy:
             writer.transport.abort()
 
     async def close(self) -> None:
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         self.cut()
         for task in self._tasks:
             task.cancel()

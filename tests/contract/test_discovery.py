@@ -10,10 +10,13 @@ import pytest
 from dynamo.base import errors
 from dynamo.runtime.backends import file, memory
 from dynamo.runtime.backends.etcd import access
+from dynamo.runtime.backends.etcd import discovery as etcd_discovery
 from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
+from dynamo.runtime.backends.kubernetes import discovery as kubernetes_discovery
 from dynamo.runtime.discovery import Delete, Put
 from etcd_server import EtcdServer
 from played_pods import PlayedPods
+from tcp_proxy import TcpProxy
 from waiting import PATIENT_S
 
 MORTAL = """
@@ -111,15 +114,21 @@ class EtcdHost:
 
     def __init__(self, request):
         self._server = request.getfixturevalue("etcd")
+        self._proxy = TcpProxy(self._server.port)
         self._ids = itertools.count(1)
         self._members = []
         self._processes = []
 
-    async def join(self):
-        whereto = access.EtcdAccess(addresses=(self._server.address,))
-        member = await EtcdDiscovery.open(whereto, next(self._ids), lease_ttl_s=ETCD_TTL_S)
+    async def join(self, address=None, **options):
+        whereto = access.EtcdAccess(addresses=(address or self._server.address,))
+        options["lease_ttl_s"] = ETCD_TTL_S
+        member = await EtcdDiscovery.open(whereto, next(self._ids), **options)
         self._members.append(member)
         return member
+
+    async def join_to_be_lost(self):
+        """A member, and how to cut it off, so that its lease ends."""
+        return await self.join(await self._proxy.start()), self._proxy.drop
 
     async def start_mortal(self, *keys):
         argv = [MORTAL_IN_ETCD, self._server.address, str(next(self._ids)), str(ETCD_TTL_S), *keys]
@@ -127,7 +136,9 @@ class EtcdHost:
 
     async def close(self):
         end_processes(self._processes)
+        self._proxy.heal()
         await asyncio.gather(*(member.close() for member in self._members))
+        await self._proxy.close()
         self._server.wipe()
 
 
@@ -140,8 +151,13 @@ class KubernetesHost:
         self._pods = PlayedPods()
         self._ids = itertools.count(1)
 
-    async def join(self):
-        return await self._pods.start(f"pod-{next(self._ids)}")
+    async def join(self, **options):
+        return await self._pods.start(f"pod-{next(self._ids)}", **options)
+
+    async def join_to_be_lost(self):
+        """A member, and how to make its pod unready, though its process lives."""
+        name = f"pod-{next(self._ids)}"
+        return await self._pods.start(name), lambda: self._pods.set_ready(name, False)
 
     async def start_mortal(self, *keys):
         name = f"pod-{next(self._ids)}"
@@ -167,6 +183,14 @@ def etcd(tmp_path_factory):
     ids=["memory", "file", "etcd", "kubernetes"],
 )
 async def host(request):
+    host = request.param(request)
+    yield host
+    await host.close()
+
+
+@pytest.fixture(params=[EtcdHost, KubernetesHost], ids=["etcd", "kubernetes"])
+async def remote_host(request):
+    """A host that can lose a member that lives; a file's lock and this memory are lost with their process only."""
     host = request.param(request)
     yield host
     await host.close()
@@ -338,3 +362,51 @@ async def test_snapshot_omits_keys_of_dead_members(host):
 
     assert await late.get_prefix("") == {"v1/x/late": b"{}"}
     assert await take(late.watch(""), 1) == [Put(key="v1/x/late", value=b"{}")]
+
+
+async def lose_owner(host, is_alive):
+    """Let discovery lose the living owner of a key; return the watch of a reader that judges by `is_alive`."""
+    reader, bystander = await host.join(is_alive=lambda _key, _value: is_alive()), await host.join()
+    owner, lose = await host.join_to_be_lost()
+    await owner.put("v1/lost", b"1")
+    watch, seen = reader.watch("v1/"), bystander.watch("v1/")
+    for each in (watch, seen):
+        await take(each, 1)
+    lose()
+    assert await take(seen, 1) == [Delete(key="v1/lost")]
+    return watch
+
+
+async def test_key_that_discovery_has_lost_stays_until_its_owner_answers_no_more(remote_host):
+    answers = iter([True] * 3)
+    watch = await lose_owner(remote_host, lambda: next(answers, False))
+    changes = await take(watch, 1)
+    while changes[-1] != Delete(key="v1/lost"):  # it may be said first that it is not confirmed
+        changes += await take(watch, 1)
+
+    assert not list(answers)  # it stayed as long as these lasted
+    assert changes[:-1] in ([], [Put(key="v1/lost", value=b"1", is_confirmed=False)])
+
+
+async def test_lost_key_of_an_unknown_owner_vanishes_after_a_while(remote_host, monkeypatch):
+    for module in (etcd_discovery, kubernetes_discovery):
+        monkeypatch.setattr(module, "UNCONFIRMED_S", 0.05)
+    watch = await lose_owner(remote_host, lambda: None)
+    changes = await take(watch, 1)
+    while changes[-1] != Delete(key="v1/lost"):  # a slow watcher misses that it was doubted
+        changes += await take(watch, 1)
+
+    assert changes[:-1] in ([], [Put(key="v1/lost", value=b"1", is_confirmed=False)])
+
+
+async def test_key_that_its_owner_deletes_vanishes_though_the_owner_answers(remote_host):
+    reader, owner = (
+        await remote_host.join(is_alive=lambda _key, _value: True),
+        await remote_host.join(),
+    )
+    await owner.put("v1/left", b"1")
+    watch = reader.watch("v1/")
+    await take(watch, 1)
+    await owner.delete("v1/left")
+
+    assert await take(watch, 1) == [Delete(key="v1/left")]

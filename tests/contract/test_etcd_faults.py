@@ -495,17 +495,3 @@ async def test_worker_that_was_never_asked_is_found_alive_after_etcd_has_lost_it
     await asyncio.sleep(2.0)
 
     assert await client.call("", reply_type=str) == "here"
-
-
-async def test_worker_that_leaves_vanishes_though_it_still_answers(runtimes):
-    worker, asker = runtimes
-    await serve_echo(worker)
-    client = asker.client(ECHO)
-    await client.wait_for_instances(PATIENT_S)
-    assert await client.call("", reply_type=str) == "here"
-
-    await worker.deregister()
-
-    async with asyncio.timeout(PATIENT_S):
-        while client.instances:
-            await asyncio.sleep(0.02)

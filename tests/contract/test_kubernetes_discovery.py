@@ -134,21 +134,6 @@ async def test_unready_pod_is_asked_last_while_its_process_answers(pods, monkeyp
     assert await take(watch, 1) == [Delete(key=KEY)]
 
 
-async def test_unready_pod_of_which_nothing_is_known_is_gone_after_a_while(pods, monkeypatch):
-    monkeypatch.setattr(discovery, "UNCONFIRMED_S", 0.05)
-    reader = await pods.start("reader", is_alive=lambda _key, _value: None)
-    worker = await pods.start("worker")
-    await worker.put(KEY, b"1")
-    watch = reader.watch(KEY)
-    await take(watch, 1)
-    pods.set_ready("worker", False)
-    changes = await take(watch, 1)
-    while changes[-1] != Delete(key=KEY):  # a slow watcher misses that it was doubted
-        changes += await take(watch, 1)
-
-    assert changes[:-1] in ([Put(key=KEY, value=b"1", is_confirmed=False)], [])
-
-
 async def test_key_that_an_unready_pod_removes_vanishes_though_its_process_answers(pods):
     reader = await pods.start("reader", is_alive=lambda _key, _value: True)
     worker = await pods.start("worker")

@@ -65,7 +65,7 @@ class Shell:
 
 @pytest.fixture
 def shells(tmp_path):
-    for tool in ("etcd", "etcdctl", "nats-server", "openssl", "curl"):
+    for tool in ("etcd", "etcdctl", "nats-server", "openssl", "curl", "nft"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed: as root on Debian, tests/install_services.sh")
     environ = dict(os.environ) | {
@@ -92,6 +92,11 @@ def test_guide_for_several_hosts_is_executed_line_by_line(shells):
             line = line.replace(guide_address, address)
         outputs += [by_address[address].run(line) for address in addresses]
     answers = [output for output in outputs if '"text"' in output]
+    worker = real["10.0.0.7"]
+    for port in (7000, 7100):  # requests and events, which the firewall keeps from other hosts
+        probe = f"timeout {{}} bash -c 'true > /dev/tcp/{worker}/{port}'"
+        by_address["10.0.0.6"].run(probe.format(PATIENT_S))
+        by_address["10.0.0.5"].run(f"! {probe.format(1)}")
 
     assert len(answers) == 2
     assert '"model":"small"' in answers[0].replace(" ", "")
