@@ -4,7 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.simulate.plan_worker import PlanWorker, Request, h100_8b
+from dynamo.engine.mock import timing
+from dynamo.router.worker_load import Capacity
+from dynamo.simulate.plan_worker import PlanWorker, Request, StepTimes, h100_8b
+from dynamo.simulate.workers import BatchWorker
+from dynamo.simulate.workload import SimulatedRequest
 
 TIMES = h100_8b()
 
@@ -98,3 +102,33 @@ def test_computed_prompt_goes_ahead_of_prompts_that_wait():
     serve(worker, [*prompts, computed])
 
     assert computed.ended_at < prompts[1].first_token_at + TIMES.decode_s(1)
+
+
+def test_worker_takes_about_as_long_as_the_simulated_engine():
+    """They plan batches apart: the engine makes each step, and the worker of the planner skips over decode steps."""
+    times = StepTimes(
+        prefill_s=lambda num_tokens: timing.prefill_ms(round(num_tokens)) / 1e3,
+        decode_s=lambda share: timing.decode_ms(share) / 1e3,
+        num_kv_tokens=24_576,
+        max_num_seqs=64,
+    )
+    planned = PlanWorker("agg", times)
+    capacity = Capacity(total_blocks=1536, max_num_seqs=64, max_num_batched_tokens=8192)
+    engine = BatchWorker(capacity, block_size=16)
+    requests = [request(num_prompt=2000, num_output=100 + 20 * n) for n in range(8)]
+    first_at, ended_at = {}, {}
+    serve(planned, requests)
+    for number, asked in enumerate(requests):
+        names = range(1000 * number, 1000 * number + 125)
+        arrival = SimulatedRequest(
+            at=0.0, num_tokens=2000, num_output=asked.num_output, names=names
+        )
+        engine.submit(str(number), arrival, 0.0)
+    while (now := engine.next_time) < math.inf:
+        result = engine.advance(now)
+        first_at |= {int(request_id): now for request_id, _ in result.first_outputs}
+        ended_at |= {int(request_id): now for request_id in result.ended}
+
+    for number, asked in enumerate(requests):
+        assert asked.first_token_at == pytest.approx(first_at[number], rel=0.1)
+        assert asked.ended_at == pytest.approx(ended_at[number], rel=0.1)
