@@ -288,7 +288,8 @@ def serving(setup: Setup) -> Iterator[str]:
             systems.launch(stack, [sys.executable, "-m", *command], environ, output)
             for command in commands
         ]
-        systems.wait_for_workers(url, setup.num_answering, running, log)
+        limit_s = planner_live.FIRST_WORKERS_S
+        systems.wait_for_workers(url, setup.num_answering, running, log, limit_s)
         time.sleep(disagg.SETTLE_S)
         yield url
 
