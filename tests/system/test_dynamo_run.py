@@ -112,40 +112,54 @@ def test_conversation_in_the_terminal_keeps_its_history(terminal):
     assert person.exit_code() == 0
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_conversation(terminal):
+def test_every_command_works_in_one_conversation(terminal, deployment, tmp_path):
+    saved, state = tmp_path / "talk.json", tmp_path / "state"
+    deployment.environ["XDG_STATE_HOME"] = str(state)
     person = terminal("out=mocker")
     person.await_text("> ")
-    person.type("hello\n")
-    person.await_text("the")
+    for line, expected in (
+        ("/help", "/load FILE"),
+        ("/set max_tokens 5", ""),
+        ("/set", "max_tokens 5"),
+        ("/set nonsense 5", "nonsense"),
+        ("/set temperature 99", "temperature: expected"),
+        ("/system be brief", ""),
+        ("/system", "be brief"),
+        ('"""\nhello\nyou\n"""', "tokens/s, first after"),
+        ("two \\\nlines", "tokens/s, first after"),
+        (f"/save {saved}", "5 messages in"),
+        ("/clear", ""),
+        (f"/load {saved}", "5 messages from"),
+        ("/load", "/load: expected the name of a file"),
+        (f"/load {tmp_path}/absent", "No such file"),
+        ("/model", MODEL),
+        ("/model /no/such/model", "no such directory"),
+        ("/nope", "expected one of /help, /clear, /system, /set, /model, /save, /load, /exit"),
+        ("/set max_tokens", ""),
+        ("/set", "no option is set"),
+    ):
+        person.type(line + "\n")
+        if expected:
+            person.await_text(expected)
+        person.await_text("\r\n> ")
+    person.type("a long story\n")
+    person.await_text("the")  # the answer runs, and without max_tokens does not end soon
     person.type("\x03")
     person.await_text("(stopped)")
     person.await_text("> ")
+    person.type("\x1b[A\n")  # the arrow brings the question back
+    person.await_text("a long story")
+    person.await_text("the")
+    person.type("\x03")
+    person.await_text("(stopped)")
     person.type("/exit\n")
 
     assert person.exit_code() == 0
-
-
-def test_commands_and_questions_of_several_lines_work_in_the_terminal(terminal, tmp_path):
-    saved = tmp_path / "talk.json"
-    person = terminal("out=mocker", "--max-tokens", "8")
-    person.await_text("> ")
-    for line, expected in (
-        ("/set max_tokens 5", "max_tokens 5"),
-        ("/set nonsense 5", "nonsense"),
-        ("/system be brief", "be brief"),
-        ('"""\nhello\n"""', "tokens/s, first after"),
-        (f"/save {saved}", "3 messages in"),
-        ("/model /no/such/model", "no such directory"),
-    ):
-        person.type(line + "\n")
-        person.await_text(expected)
-        person.await_text("\r\n> ")
-    person.type("\x04")
-
-    assert person.exit_code() == 0
     conversation = json.loads(saved.read_text())
-    assert [message["content"] for message in conversation["messages"][:2]] == ["be brief", "hello"]
+    texts = [message["content"] for message in conversation["messages"]]
+    assert [texts[0], texts[1], texts[3]] == ["be brief", "hello\nyou", "two \nlines"]
     assert conversation["options"] == {"max_tokens": 5}
+    assert "a long story" in (state / "dynamo" / "history").read_text().splitlines()
 
 
 def test_batch_does_not_destroy_its_own_file(deployment, tmp_path):
