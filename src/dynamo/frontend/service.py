@@ -29,6 +29,7 @@ from dynamo.frontend.apis import (
     description,
     embeddings,
     files,
+    invocations,
     models,
     operation,
     scores,
@@ -298,6 +299,7 @@ class Frontend:
             ),
             *console.operations(self._console, handlers.rights, self._peers),
         )
+        apis = (*apis, *invocations.operations(apis))
         return (*apis, *description.operations(self.models, apis))
 
     def _make_servers(self) -> tuple[server.HttpServer, grpc_loading.KserveServer]:

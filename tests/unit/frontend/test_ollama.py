@@ -219,3 +219,11 @@ async def test_texts_are_embedded_in_their_order(rig):
     assert answer["embeddings"] == [[3, 97, 0, 0], [1, 98, 0, 0]]
     assert (answer["model"], answer["prompt_eval_count"]) == ("e", 4)
     assert single == [1, 97, 0, 0]
+
+
+async def test_old_route_embeds_one_text(rig):
+    await rig.embedder()
+    answer = await ask(rig, "/api/embeddings", {"model": "e:latest"}, prompt="abc")
+
+    assert answer.json() == {"embedding": [3, 97, 0, 0]}
+    assert (await ask(rig, "/api/embeddings", {"model": "e"}, prompt="")).status_code == 400

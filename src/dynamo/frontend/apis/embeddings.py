@@ -395,7 +395,7 @@ def operations(handlers: RequestHandlers, embeddings: EmbeddingPipeline) -> Sequ
             summary="Vectors of texts",
             tag="OpenAI",
             request=TextEmbeddingRequest,
-            request_details={"input": openapi.EMBEDDED_PROMPTS},
+            request_details={"input": openapi.PROMPTS},
             body_factor=4,  # the texts of a full batch, where each character is several bytes
             answer=EmbeddingList,
             errors=GENERATION_ERRORS,

@@ -85,9 +85,9 @@ def _make_schemas(operations: Iterable[Operation]) -> tuple[Refs, dict[str, Any]
         if operation.request is None:
             continue
         schema = schemas[refs[operation.request]["$ref"].removeprefix(_SCHEMAS)]
-        schema["properties"].update(operation.request_details)
+        schema["properties"].update(_with_references(operation.request_details, refs))
         if operation.request_rules:
-            schema["allOf"] = list(operation.request_rules)
+            schema["allOf"] = _with_references(list(operation.request_rules), refs)
     for schema in schemas.values():
         schema.pop("additionalProperties", None)  # what is unknown is accepted, and has no effect
     return refs, schemas
@@ -95,11 +95,32 @@ def _make_schemas(operations: Iterable[Operation]) -> tuple[Refs, dict[str, Any]
 
 def _types(operation: Operation) -> Iterable[type]:
     named = (operation.request, operation.answer, operation.events)
-    for kind in (*named, *operation.other_answers.values()):
+    details = _types_in([operation.request_details, *operation.request_rules])
+    for kind in (*named, *operation.other_answers.values(), *details):
         if kind is not None and not isinstance(kind, str):
             yield kind
     if operation.errors:
         yield operation.dialect.BODY_TYPE
+
+
+def _types_in(details: Any) -> Iterable[type]:
+    """Yield the types that stand in these schemas in the places of their own schemas."""
+    if isinstance(details, type):
+        yield details
+    elif isinstance(details, Mapping | list):
+        for inner in details.values() if isinstance(details, Mapping) else details:
+            yield from _types_in(inner)
+
+
+def _with_references(details: Any, refs: Refs) -> Any:
+    """Return these schemas with references in the places of the types in them."""
+    if isinstance(details, type):
+        return refs[details]
+    if isinstance(details, Mapping):
+        return {name: _with_references(inner, refs) for name, inner in details.items()}
+    return (
+        [_with_references(one, refs) for one in details] if isinstance(details, list) else details
+    )
 
 
 def _describe(operation: Operation, refs: Refs) -> dict[str, Any]:
@@ -192,23 +213,29 @@ def list_of(schema: Schema) -> Schema:
     return {"type": "array", "minItems": 1, "items": schema}
 
 
-def make_object(required: tuple[str, ...], **properties: Schema) -> Schema:
+def make_object(required: tuple[str, ...], **properties: Schema | type) -> Schema:
     """Return the schema of an object with these properties, and any others."""
     return {"type": "object", "required": list(required), "properties": properties}
 
 
-def _prompts_of(text: Schema) -> Schema:
-    ids = list_of({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})
-    return {"anyOf": [text, ids, list_of(text), list_of(ids)]}
+def text_or_parts(*parts: Schema | type, min_parts: int = 0) -> Schema:
+    """Return the schema of a content: a text, or a list of these parts."""
+    items = {"type": "array", "minItems": min_parts, "items": {"anyOf": list(parts)}}
+    return {"anyOf": [TEXT, items]}
 
 
-PROMPTS = _prompts_of(TEXT)
-EMBEDDED_PROMPTS = _prompts_of(SOME_TEXT)
-EMBEDDED_TEXTS: Schema = {"anyOf": [SOME_TEXT, list_of(SOME_TEXT)]}
+def with_fields(kind: type, **properties: Schema) -> Schema:
+    """Return the schema of a type, of whose fields the schemas of some say more than the type does."""
+    return {"allOf": [kind, make_object((), **properties)]}
+
+
+_IDS = list_of({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})
+PROMPT_TEXTS: Schema = {"anyOf": [SOME_TEXT, list_of(SOME_TEXT)]}
+PROMPTS: Schema = {"anyOf": [*PROMPT_TEXTS["anyOf"], _IDS, list_of(_IDS)]}
 
 _ASSISTANT = "assistant"
 _OTHER_ROLES = [role for role in conversation.ROLES if role != _ASSISTANT]
-_IMAGE_URL: Schema = {"type": "string", "pattern": r"^data:image/[a-z0-9.+-]+;base64,"}
+IMAGE_URL: Schema = {"type": "string", "pattern": r"^data:image/[a-z0-9.+-]+;base64,"}
 _PARTS: Schema = {
     "type": "array",
     "items": {
@@ -218,7 +245,7 @@ _PARTS: Schema = {
             make_object(
                 ("type", images.PART),
                 type={"const": images.PART},
-                **{images.PART: {"anyOf": [_IMAGE_URL, make_object(("url",), url=_IMAGE_URL)]}},
+                **{images.PART: {"anyOf": [IMAGE_URL, make_object(("url",), url=IMAGE_URL)]}},
             ),
         ]
     },

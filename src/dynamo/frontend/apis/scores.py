@@ -178,8 +178,8 @@ def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
 _DOCUMENT = openapi.make_object(("text",), text=openapi.SOME_TEXT)
 _DETAILS: Mapping[type, Mapping[str, Any]] = {
     ScoreRequest: {
-        "text_1": openapi.EMBEDDED_TEXTS,
-        "text_2": openapi.EMBEDDED_TEXTS,
+        "text_1": openapi.PROMPT_TEXTS,
+        "text_2": openapi.PROMPT_TEXTS,
     },
     RerankRequest: {
         "query": openapi.SOME_TEXT,

@@ -245,6 +245,12 @@ class OllamaEmbeddings(msgspec.Struct, kw_only=True):
     prompt_eval_count: int
 
 
+class OllamaEmbedding(msgspec.Struct, kw_only=True):
+    """The vector of one text."""
+
+    embedding: list[float]
+
+
 class _Prompt(msgspec.Struct, frozen=True):
     """The fields of a request that say whether there is anything to answer."""
 
@@ -263,12 +269,6 @@ class OllamaHandlers:
     ) -> None:
         self._handlers = handlers
         self._embeddings = embedding_pipeline
-        self._embedding_api = embeddings.EmbeddingApi(
-            decode=request.decode_embed,
-            make_vector=lambda _, vector: msgspec.Raw(sse.encode(vector)),
-            make_answer=self._make_embeddings,
-            dialect=_DIALECT,
-        )
 
     def generate(
         self, decode: Callable[[bytes], request.OllamaConversation], endpoint: str
@@ -290,9 +290,21 @@ class OllamaHandlers:
 
         return handle
 
-    def embed(self, client: exchange.Exchange) -> Awaitable[None] | None:
-        """Answer with the vectors of texts (`POST /api/embed`)."""
-        return self._embeddings.handle(client, self._embedding_api)
+    def embed(
+        self,
+        decode: Callable[[bytes], embeddings.VectorRequest],
+        make_answer: Callable[[embeddings.EmbeddingPlan, Sequence[Any]], dict[str, Any]],
+    ) -> exchange.Handler:
+        """Return the handler of a route that answers with the vectors of texts."""
+        api = embeddings.EmbeddingApi(
+            decode=decode,
+            make_vector=lambda _, vector: msgspec.Raw(sse.encode(vector)),
+            make_answer=make_answer,
+            dialect=_DIALECT,
+        )
+        return self._handlers.accepted(
+            lambda client: self._embeddings.handle(client, api), _DIALECT
+        )
 
     def list_models(self, client: exchange.Exchange, *, is_loaded: bool) -> None:
         """Answer with the models (`GET /api/tags`), with `is_loaded` as loaded ones (`GET /api/ps`)."""
@@ -335,9 +347,10 @@ class OllamaHandlers:
         created = self._handlers.models.find(turn.model).card.created
         return make_load_answer(turn, created)
 
-    def _make_embeddings(
+    def make_embeddings(
         self, plan: embeddings.EmbeddingPlan, vectors: Sequence[Any]
     ) -> dict[str, Any]:
+        """Return the answer with the vectors of all texts of a request."""
         duration_s = self._embeddings.seconds_since(plan.arrived_at)
         return {
             "model": plan.model,
@@ -396,11 +409,20 @@ def operations(
         "/api/embed",
         "Vectors of texts, as Ollama gives them",
         request=request.OllamaEmbedRequest,
-        request_details={"input": openapi.EMBEDDED_TEXTS},
+        request_details={"input": openapi.PROMPT_TEXTS},
         answer=OllamaEmbeddings,
         errors=GENERATION_ERRORS,
         example={"input": ["A cat sat on a mat."]},
-    )(request_handlers.accepted(handlers.embed, _DIALECT))
+    )(handlers.embed(request.decode_embed, handlers.make_embeddings))
+    api.post(
+        "/api/embeddings",
+        "The vector of one text, as older clients of Ollama ask for it",
+        request=request.OllamaEmbedPrompt,
+        request_details={"prompt": openapi.SOME_TEXT},
+        answer=OllamaEmbedding,
+        errors=GENERATION_ERRORS,
+        example={"prompt": "A cat sat on a mat."},
+    )(handlers.embed(request.decode_embed_prompt, lambda _, vectors: {"embedding": vectors[0]}))
     for path, summary, is_loaded in (
         ("/api/tags", "The models that are served, as Ollama lists them", False),
         ("/api/ps", "The same: all that is served is loaded", True),

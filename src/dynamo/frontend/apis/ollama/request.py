@@ -145,6 +145,16 @@ class OllamaEmbedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     keep_alive: inputs.Hint = None
 
 
+class OllamaEmbedPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One text to embed, in the form of older clients."""
+
+    model: str
+    prompt: str
+    # without effect
+    options: inputs.Hint = None
+    keep_alive: inputs.Hint = None
+
+
 class OllamaConversation(inputs.Conversation, frozen=True, kw_only=True):
     """The conversation of a request."""
 
@@ -163,6 +173,7 @@ class OllamaConversation(inputs.Conversation, frozen=True, kw_only=True):
 _decode_chat = json_body.RequestDecoder(OllamaChatRequest).decode
 _decode_generate = json_body.RequestDecoder(OllamaGenerateRequest).decode
 _decode_embed = json_body.RequestDecoder(OllamaEmbedRequest).decode
+_decode_embed_prompt = json_body.RequestDecoder(OllamaEmbedPrompt).decode
 decode_model = json_body.RequestDecoder(OllamaModelRequest).decode
 
 
@@ -192,10 +203,21 @@ def decode_generate(body: bytes) -> OllamaConversation:
 def decode_embed(body: bytes) -> embeddings.TextEmbeddingRequest:
     """Return the request for embeddings in OpenAI's form. Raises InvalidRequest."""
     request = _decode_embed(body)
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    return _embed(request.model, texts, request.dimensions)
+
+
+def decode_embed_prompt(body: bytes) -> embeddings.TextEmbeddingRequest:
+    """Return the request of an older client, with one text, in OpenAI's form. Raises InvalidRequest."""
+    request = _decode_embed_prompt(body)
+    return _embed(request.model, [request.prompt])
+
+
+def _embed(
+    model: str, texts: list[str], dimensions: int | None = None
+) -> embeddings.TextEmbeddingRequest:
     converted = embeddings.TextEmbeddingRequest(
-        model=request.model.removesuffix(_TAG),
-        input=[request.input] if isinstance(request.input, str) else [*request.input],
-        dimensions=request.dimensions,
+        model=model.removesuffix(_TAG), input=[*texts], dimensions=dimensions
     )
     converted.check()
     return converted
