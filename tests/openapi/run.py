@@ -21,7 +21,9 @@ def main(arguments):
         try:
             frontend = deployment.frontend()
             frontend.others = [
-                deployment.mocker("--speedup-ratio", "1000000", "--model-name", MODEL)
+                deployment.mocker(
+                    "--speedup-ratio", "1000000", "--model-name", MODEL, "--max-model-len", "8192"
+                )
             ]
             frontend.await_models([MODEL])
             command = [pathlib.Path(sys.executable).with_name("schemathesis")]

@@ -67,10 +67,16 @@ class UnknownParameters:
         else:
             decoded = await client.decode_body(decode_noting)
         if names:
-            self._report(client, [_UNPRINTABLE.sub("?", name[:_MAX_NAME_CHARS]) for name in names])
+            self.report(client, names)
         return decoded
 
-    def _report(self, client: exchange.Exchange, names: Sequence[str]) -> None:
+    def report(self, client: exchange.Exchange, names: Sequence[str]) -> None:
+        """Report unknown parameters with these names, if any. Raises InvalidRequest where they are refused."""
+        if not names:
+            return
+        names = [_UNPRINTABLE.sub("?", name[:_MAX_NAME_CHARS]) for name in names]
+        if self._refuses:
+            raise errors.InvalidRequest(f"Unsupported parameter(s): {names[0]}", param=names[0])
         shown = ", ".join(names[:MAX_IGNORED_SHOWN]) + (
             ", ..." if len(names) > MAX_IGNORED_SHOWN else ""
         )

@@ -96,13 +96,12 @@ def custom_input(arguments: str) -> str:
 def adapt_for_template(
     messages: list[dict[str, Any]], *, knows_developer: bool = False, wants_parts: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the messages in the form of chat templates, without changing any in place. Raises InvalidRequest.
+    """Return the messages in the form of chat templates, without changing any in place.
 
     A message with images has a list of parts, all messages have one with `wants_parts`.
     """
     adapted = [
-        message if _is_plain(message) else _adapt(message, f"messages[{number}]", knows_developer)
-        for number, message in enumerate(messages)
+        message if _is_plain(message) else _adapt(message, knows_developer) for message in messages
     ]
     return list(map(_with_parts, adapted)) if wants_parts else adapted
 
@@ -148,14 +147,15 @@ def extract_raw_prompt(messages: list[dict[str, Any]]) -> str:
     return content
 
 
-def parse_arguments(text: str, param: str) -> dict[str, Any]:
-    """Return the arguments of a tool call, an object written as JSON. Raises InvalidRequest that names `param`."""
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a tool call; none, if they are no object written as JSON, as with vLLM.
+
+    A model wrote them, and a conversation with a call that was cut off must be able to go on.
+    """
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise errors.InvalidRequest(
-            f"{param}: expected an object written as JSON: {error}", param=param
-        ) from error
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return {}
 
 
 def _check_rest(message: dict[str, Any], role: str, place: str) -> None:
@@ -229,7 +229,7 @@ def _is_plain(message: dict[str, Any]) -> bool:
     )
 
 
-def _adapt(message: dict[str, Any], place: str, knows_developer: bool) -> dict[str, Any]:
+def _adapt(message: dict[str, Any], knows_developer: bool) -> dict[str, Any]:
     adapted = {
         key: value for key, value in message.items() if value is not None or key == "content"
     }
@@ -238,10 +238,7 @@ def _adapt(message: dict[str, Any], place: str, knows_developer: bool) -> dict[s
     if isinstance(content := adapted.get("content"), list):
         adapted["content"] = _adapt_parts(content)
     if calls := adapted.get("tool_calls"):
-        adapted["tool_calls"] = [
-            _adapt_call(call, f"{place}.tool_calls[{number}].function.arguments")
-            for number, call in enumerate(calls)
-        ]
+        adapted["tool_calls"] = list(map(_adapt_call, calls))
     elif calls is not None:
         del adapted["tool_calls"]
     return adapted
@@ -266,12 +263,12 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def _adapt_call(call: dict[str, Any], param: str) -> dict[str, Any]:
+def _adapt_call(call: dict[str, Any]) -> dict[str, Any]:
     if custom := call.get("custom"):
         function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
         return {"id": call.get("id"), "type": "function", "function": function}
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = parse_arguments(arguments, param)
+        arguments = _parse_arguments(arguments)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -198,6 +198,15 @@ async def test_unknown_parameter_is_named_in_a_header_and_counted(rig):
     assert metrics["dynamo_frontend_ignored_parameters_total"] == 2
 
 
+async def test_unknown_field_of_a_block_is_ignored_where_tokens_are_counted(rig):
+    block = {"type": "text", "text": "hi", "foo": 1}
+    body = {"model": "m", "messages": [{"role": "user", "content": [block]}]}
+    answer = await rig.client.post("/v1/messages/count_tokens", json=body)
+
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-dynamo-ignored-parameters"] == "messages[0].content[0].foo"
+
+
 async def test_known_parameters_have_no_header(rig):
     assert "x-dynamo-ignored-parameters" not in (await rig.chat(max_tokens=6.0, foo=None)).headers
 

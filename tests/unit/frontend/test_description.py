@@ -125,6 +125,51 @@ async def test_examples_are_answered(rig, operation):
     assert answer.status_code == 200, answer.text
 
 
+_CUT_OFF = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "f", "arguments": '{"city": "Par'}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "body", "status"),
+    [
+        ("/tokenize", "TokenizeRequest", {"messages": [_CUT_OFF]}, 200),
+        ("/v1/chat/completions", "ChatRequest", {"messages": [_CUT_OFF]}, 200),
+        ("/v1/completions", "CompletionRequest", {"prompt": ""}, 400),
+        ("/v1/completions", "CompletionRequest", {"prompt": ["x", ""]}, 400),
+        *(
+            (f"/v1/messages{path}", name, {"max_tokens": 5, **body}, status)
+            for path, name in (("", "MessageRequest"), ("/count_tokens", "MessageCountRequest"))
+            for body, status in (
+                ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, 200),
+                ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, 400),
+                ({"messages": [{"role": "system", "content": [{"type": "image"}]}]}, 400),
+                ({"messages": [{"role": "user", "content": "x"}], "system": [{}]}, 400),
+                ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400),
+            )
+        ),
+        *(
+            (f"/v1/responses{path}", name, body, status)
+            for path, name in (("", "ResponsesRequest"), ("/input_tokens", "ResponseCountRequest"))
+            for body, status in (
+                ({"input": [{"role": "user", "content": "x"}]}, 200),
+                ({"input": [{"content": "x"}]}, 400),
+                ({"input": [{"role": "user", "content": [{"text": "x"}]}]}, 400),
+                ({"input": [{"type": "reasoning", "summary": [], "content": [{}]}]}, 400),
+                ({"input": "x", "tools": [{"type": "custom"}]}, 400),
+            )
+        ),
+    ],
+)
+async def test_description_allows_exactly_what_is_answered(rig, path, name, body, status):
+    body = {"model": "m", **body}
+    answer = await rig.client.post(path, json=body)
+
+    assert answer.status_code == status, answer.text
+    assert jsonschema_rs.validator_for(schema(name)).is_valid(body) == (status == 200)
+
+
 async def test_page_lists_every_route_without_external_resources(rig):
     answer = await rig.client.get("/docs")
 

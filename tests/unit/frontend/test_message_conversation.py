@@ -318,12 +318,19 @@ def test_effort_is_converted_with_its_parameter_name():
     assert decode().reasoning_effort is None
 
 
+def test_empty_last_turn_of_the_assistant_is_not_continued():
+    assert not decode(messages=[SAY, {"role": "assistant", "content": ""}]).continue_final_message
+
+
 def test_hints_of_agents_are_taken():
     taken = decode(
         messages=[SAY, {"role": "assistant", "content": "The"}],
         thinking={"type": "adaptive", "display": "omitted"},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        tools=[{"name": "f", "input_schema": {}, "strict": True, "defer_loading": True}],
+        tools=[
+            {"name": "f", "input_schema": {}, "strict": True, "defer_loading": True}
+            | {"input_examples": [{"x": 1}], "allowed_callers": ["direct"]}
+        ],
     )
 
     assert taken.continue_final_message

@@ -21,6 +21,7 @@ def decode(**fields):
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "include": []},
         {"text": {"format": {"type": "text"}}, "truncation": "auto", "background": False},
         {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "service_tier": "auto"},
+        {"client_metadata": {"app": "x"}, "context_management": [{"type": "compaction"}]},
         {"temperature": 0.5, "top_p": 0.5, "max_output_tokens": 1, "top_logprobs": 0},
         {"stream": True, "stream_options": {"include_obfuscation": False}, "metadata": {"a": "b"}},
         {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]},
@@ -182,7 +183,6 @@ def test_thoughts_that_are_only_summarized_are_left_out():
         ({"role": "user", "content": [{**PICTURE, "file_id": "f"}]}, "input[0].content[0].file_id", "not supported"),
         ({"role": "assistant", "content": [PICTURE]}, "input[0].content[0].type", "input_image"),
         ({"role": "user", "content": [{"text": "x"}]}, "input[0].content[0].type", "got null"),
-        ({**CALL, "arguments": "{"}, "input[0].arguments", "written as JSON"),
         (
             {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]},
             "input[0].output[0].type",

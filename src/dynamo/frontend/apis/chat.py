@@ -359,6 +359,7 @@ def operations(handlers: RequestHandlers) -> Sequence[Operation]:
             request_details={
                 "messages": openapi.MESSAGES,
                 "tools": openapi.or_null(openapi.TOOLS),
+                "logit_bias": openapi.LOGIT_BIAS,
             },
             request_rules=(openapi.LOGPROBS_RULE, openapi.FORMAT_RULE),
             answer=ChatCompletion,

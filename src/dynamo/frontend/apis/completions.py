@@ -280,7 +280,7 @@ def operations(handlers: RequestHandlers) -> Sequence[Operation]:
             summary="Continue a text",
             tag="OpenAI",
             request=CompletionRequest,
-            request_details={"prompt": openapi.PROMPTS},
+            request_details={"prompt": openapi.PROMPTS, "logit_bias": openapi.LOGIT_BIAS},
             request_rules=(_NO_THINKING, openapi.FORMAT_RULE),
             answer=Completion,
             events=Completion,

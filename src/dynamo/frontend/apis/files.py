@@ -68,14 +68,13 @@ def page_options(
 def operations(handlers: RequestHandlers, batches: runner.BatchRunner) -> Sequence[Operation]:
     """Return the operations of files and batches."""
     api = Operations(wrap=answer_from_disk, tag="Files and batches")
-    _declare_files(api, batches.journal, handlers.rights.tenant_of)
+    _declare_files(api, batches.journal, handlers)
     _declare_batches(api, handlers, batches)
     return api.entries
 
 
-def _declare_files(
-    api: Operations, files: journal.BatchJournal, tenant_of: Callable[[exchange.Exchange], str]
-) -> None:
+def _declare_files(api: Operations, files: journal.BatchJournal, handlers: RequestHandlers) -> None:
+    tenant_of, report_ignored = handlers.rights.tenant_of, handlers.pipeline.unknown.report
     one_file = f"{PATH}/{ANY_ID}"
 
     @api.post(
@@ -92,6 +91,7 @@ def _declare_files(
         if not isinstance(arrived, upload.FileUpload):
             raise errors.InvalidRequest("expected a form with a file, got no body", param="file")
         kept_s = arrived.complete()
+        report_ignored(client, arrived.ignored_fields)
         return files.add_file(
             arrived.partial,
             tenant=tenant_of(client),

@@ -233,6 +233,14 @@ _IDS = list_of({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})
 PROMPT_TEXTS: Schema = {"anyOf": [SOME_TEXT, list_of(SOME_TEXT)]}
 PROMPTS: Schema = {"anyOf": [*PROMPT_TEXTS["anyOf"], _IDS, list_of(_IDS)]}
 
+LOGIT_BIAS = or_null(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    }
+)
+
 _ASSISTANT = "assistant"
 _OTHER_ROLES = [role for role in conversation.ROLES if role != _ASSISTANT]
 IMAGE_URL: Schema = {"type": "string", "pattern": r"^data:image/[a-z0-9.+-]+;base64,"}

@@ -15,6 +15,7 @@ _MAX_FIELD_BYTES = 1024
 _FORM = "multipart/form-data"
 _EXPIRY = "expires_after[seconds]"
 _FIELDS = ("purpose", "expires_after[anchor]", _EXPIRY)
+_MAX_IGNORED = 100  # names of other fields that are kept
 
 
 class FileUpload:
@@ -54,7 +55,8 @@ class FileUpload:
         )
         self.filename: str | None = None
         self._fields: dict[str, bytes] = {}
-        self._field = ""  # of the present part; "" for the file
+        self.ignored_fields: list[str] = []
+        self._field = ""  # of the present part
         self._is_complete = False
         self._header_name = self._header_value = b""
         self._disposition = b""
@@ -120,16 +122,17 @@ class FileUpload:
             if self.filename is not None:
                 raise parser.RequestRefused(400, "expected one file, got two")
             self.filename = options.get(b"filename", b"upload").decode("utf-8", "replace")[:255]
-            self._field = ""
-        elif self._field not in _FIELDS or self._field in self._fields:
-            expected = f"expected the fields file, {', '.join(_FIELDS)} once each"
-            raise parser.RequestRefused(400, f"{expected}, got {self._field[:50]!r}")
-        else:
+        elif self._field in self._fields:
+            raise parser.RequestRefused(400, f"expected one field {self._field}, got two")
+        elif self._field in _FIELDS:
             self._fields[self._field] = b""
+        elif len(self.ignored_fields) < _MAX_IGNORED:
+            self.ignored_fields.append(self._field)
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
-        if not self._field:
+        if self._field == "file":
             self._file.write(memoryview(data)[start:end])
+        if self._field not in self._fields:
             return
         self._fields[self._field] += data[start:end]
         if len(self._fields[self._field]) > _MAX_FIELD_BYTES:

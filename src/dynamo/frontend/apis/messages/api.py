@@ -12,7 +12,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.frontend import pipeline
 from dynamo.frontend.apis import chat, error_dialects, openapi
-from dynamo.frontend.apis.messages import request
+from dynamo.frontend.apis.messages import content_blocks, request
 from dynamo.frontend.apis.messages import request as message_request
 from dynamo.frontend.apis.operation import (
     GENERATION_ERRORS,
@@ -22,6 +22,7 @@ from dynamo.frontend.apis.operation import (
     RequestHandlers,
 )
 from dynamo.frontend.delivery import choices, sse, streaming
+from dynamo.preprocess import inputs
 
 _TEXT_MARK = "\u0000"
 _STOP_REASONS = {
@@ -255,7 +256,33 @@ def _usage(usage: sse.Usage) -> dict[str, Any]:
 
 
 PATH = "/v1/messages"
-_TURNS = {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/Turn"}}
+_RESULT = openapi.with_fields(
+    content_blocks.ToolResultBlock,
+    content=openapi.or_null(
+        openapi.text_or_parts(content_blocks.TextBlock, content_blocks.ImageBlock)
+    ),
+)
+_BLOCKS = content_blocks.BLOCK_TYPES | {"tool_result": _RESULT}
+_TURNS = openapi.list_of(
+    {
+        "anyOf": [
+            openapi.make_object(
+                ("role", "content"),
+                role={"const": role},
+                content=openapi.text_or_parts(
+                    *map(_BLOCKS.__getitem__, names), min_parts=int(role != "assistant")
+                ),
+            )
+            for role, names in request.BLOCKS_BY_ROLE.items()
+        ]
+    }
+)
+_TOOLS = {"type": "array", "maxItems": inputs.MAX_TOOLS, "items": request.Tool}
+_PROMPT = {
+    "messages": _TURNS,
+    "system": openapi.or_null(openapi.text_or_parts(content_blocks.TextBlock)),
+    "tools": openapi.or_null(_TOOLS),
+}
 _FORCED_TOOL = openapi.make_object(
     (),
     tool_choice={
@@ -264,6 +291,22 @@ _FORCED_TOOL = openapi.make_object(
             openapi.make_object(("type", "name"), type={"const": "tool"}, name=openapi.TEXT),
             openapi.make_object(
                 ("type",), type={"enum": ["auto", "any", "none"]}, name=openapi.NULL
+            ),
+        ]
+    },
+)
+
+
+_BUDGET = openapi.make_object(
+    (),
+    thinking={
+        "anyOf": [
+            openapi.NULL,
+            openapi.make_object(("type",), type={"enum": ["adaptive", "disabled"]}),
+            openapi.make_object(
+                ("type", "budget_tokens"),
+                type={"const": "enabled"},
+                budget_tokens={"type": "integer"},
             ),
         ]
     },
@@ -290,8 +333,8 @@ API = pipeline.GenerationApi(
 def operations(handlers: RequestHandlers) -> Sequence[Operation]:
     """Return the operations of this API."""
 
-    async def count_tokens(counted: request.MessageCountRequest) -> MessageTokens:
-        return MessageTokens(await handlers.count_tokens(request.convert(counted)))
+    async def count_tokens(conversation: inputs.Conversation) -> MessageTokens:
+        return MessageTokens(await handlers.count_tokens(conversation))
 
     return (
         Operation(
@@ -301,8 +344,8 @@ def operations(handlers: RequestHandlers) -> Sequence[Operation]:
             summary="Answer a conversation, as Anthropic's messages do",
             tag="Anthropic",
             request=request.MessageRequest,
-            request_details={"messages": _TURNS, "thread": openapi.NULL},
-            request_rules=(_FORCED_TOOL,),
+            request_details=_PROMPT | {"thread": openapi.NULL},
+            request_rules=(_FORCED_TOOL, _BUDGET),
             answer=MessageAnswer,
             events=MessageEvent,
             errors=(*GENERATION_ERRORS, 529),
@@ -316,7 +359,7 @@ def operations(handlers: RequestHandlers) -> Sequence[Operation]:
             summary="Count the tokens of such a request",
             tag="Anthropic",
             request=request.MessageCountRequest,
-            request_details={"messages": _TURNS},
+            request_details=_PROMPT,
             request_rules=(_FORCED_TOOL,),
             answer=MessageTokens,
             errors=READ_ERRORS,

@@ -86,13 +86,16 @@ class RedactedThinkingBlock(Block, frozen=True, kw_only=True, forbid_unknown_fie
     data: str
 
 
+BLOCK_TYPES: dict[str, type[Block]] = {
+    "text": TextBlock,
+    "image": ImageBlock,
+    "tool_use": ToolUseBlock,
+    "tool_result": ToolResultBlock,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
+}
 _DECODERS: dict[str, json_body.RequestDecoder[Any]] = {
-    "text": json_body.RequestDecoder(TextBlock),
-    "image": json_body.RequestDecoder(ImageBlock),
-    "tool_use": json_body.RequestDecoder(ToolUseBlock),
-    "tool_result": json_body.RequestDecoder(ToolResultBlock),
-    "thinking": json_body.RequestDecoder(ThinkingBlock),
-    "redacted_thinking": json_body.RequestDecoder(RedactedThinkingBlock),
+    name: json_body.RequestDecoder(kind) for name, kind in BLOCK_TYPES.items()
 }
 
 

@@ -146,7 +146,7 @@ class MessageRequest(MessageCountRequest, frozen=True, kw_only=True, forbid_unkn
 
 
 _decode_request = json_body.RequestDecoder(MessageRequest).decode
-decode_count = json_body.RequestDecoder(MessageCountRequest).decode
+_decode_count = json_body.RequestDecoder(MessageCountRequest).decode
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -192,7 +192,7 @@ class MessageConversation(inputs.Conversation, frozen=True, kw_only=True):
         return bool(self.template_args[options.SWITCH]) and not self.omits_thinking
 
 
-_BLOCK_TYPES = {
+BLOCKS_BY_ROLE = {
     "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
@@ -223,6 +223,11 @@ def decode(body: bytes) -> MessageConversation:
     )
 
 
+def decode_count(body: bytes) -> MessageConversation:
+    """Return the conversation of the request to count tokens in this JSON body. Raises InvalidRequest."""
+    return convert(_decode_count(body))
+
+
 def _longest_ttl(request: MessageRequest) -> Literal["5m", "1h"] | None:
     """Return the longest time to live that any part of a request asks for; None if none does."""
     parts = [*(request.tools or ()), *(request.system if isinstance(request.system, list) else ())]
@@ -245,10 +250,7 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
         builder.append("system", content_blocks.join_texts(blocks))
     for number, turn in enumerate(request.messages):
         builder.append_turn(turn, f"messages[{number}].content")
-    if not builder.messages:
-        param = "messages[0].content"
-        raise errors.InvalidRequest(f"{param}: expected at least one block, got none", param=param)
-    choice, config = request.tool_choice, request.output_config
+    last, choice, config = builder.messages[-1], request.tool_choice, request.output_config
     response_format = None
     if config is not None and config.format is not None:
         schema = inputs.JsonSchema(name="output", schema=config.format.schema)
@@ -262,7 +264,7 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         chat_template_kwargs={options.SWITCH: request.is_thinking},
         omits_thinking=request.thinking is not None and request.thinking.display == "omitted",
-        continue_final_message=builder.messages[-1]["role"] == "assistant",
+        continue_final_message=last["role"] == "assistant" and bool(last["content"]),
         reasoning_effort=config.effort if config else None,
         **fields,
     )
@@ -315,10 +317,14 @@ class _MessageBuilder:
         self._tool_by_call: dict[str, str] = {}
 
     def append_turn(self, turn: Turn, place: str) -> None:
-        blocks = content_blocks.decode(turn.content, place, _BLOCK_TYPES[turn.role])
+        blocks = content_blocks.decode(turn.content, place, BLOCKS_BY_ROLE[turn.role])
         if turn.role == "assistant":
             self._append_assistant(blocks)
             return
+        if not blocks:
+            raise errors.InvalidRequest(
+                f"{place}: expected at least one block, got none", param=place
+            )
         for number, block in enumerate(blocks):
             if isinstance(block, content_blocks.ToolResultBlock):
                 self._append_result(block, f"{place}[{number}]")

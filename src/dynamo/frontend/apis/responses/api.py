@@ -203,6 +203,49 @@ class Responses:
         self._store.put(response["id"], stored)
 
 
+_TEXTS = (request.TextPart, request.RefusalPart)
+_ONLY_TEXT = openapi.text_or_parts(*_TEXTS)
+_CONTENT = openapi.text_or_parts(
+    *_TEXTS, openapi.with_fields(request.ImagePart, image_url=openapi.IMAGE_URL)
+)
+_ITEMS = openapi.list_of(
+    {
+        "anyOf": [
+            openapi.with_fields(
+                request.MessageItem, role={"const": "assistant"}, content=_ONLY_TEXT
+            ),
+            openapi.with_fields(
+                request.MessageItem,
+                role={"enum": ["user", "system", "developer"]},
+                content=_CONTENT,
+            ),
+            request.FunctionCallItem,
+            request.CustomCallItem,
+            openapi.with_fields(request.FunctionOutputItem, output=_CONTENT),
+            openapi.with_fields(
+                request.ReasoningItem, content={"anyOf": [_ONLY_TEXT["anyOf"][1], openapi.NULL]}
+            ),
+        ]
+    }
+)
+_CLIENT_TOOL = (request.FunctionTool, request.CustomTool)
+_NAMESPACE = openapi.make_object(
+    ("type", "tools"),
+    type={"const": "namespace"},
+    tools={"type": "array", "items": {"anyOf": [*_CLIENT_TOOL]}},
+)
+_OTHER_TOOL = openapi.make_object(("type",), type={"enum": [*request.DISPENSABLE_TOOLS]})
+_TOOLS = {
+    "type": "array",
+    "maxItems": inputs.MAX_TOOLS,
+    "items": {"anyOf": [*_CLIENT_TOOL, _NAMESPACE, _OTHER_TOOL]},
+}
+_PROMPT = {
+    "input": {"anyOf": [openapi.TEXT, _ITEMS]},
+    "tools": openapi.or_null(_TOOLS),
+    "logit_bias": openapi.LOGIT_BIAS,
+    "prompt_logprobs": openapi.NULL,
+}
 _TOOL_CHOICE = openapi.make_object(
     (),
     tool_choice={
@@ -238,7 +281,7 @@ def operations(handlers: RequestHandlers, shared: peers.SharedResponses) -> Sequ
         PATH,
         "Answer, and store the answer so that a request can continue it",
         request=request.ResponsesRequest,
-        request_details={"background": {"enum": [False, None]}},
+        request_details=_PROMPT | {"background": {"enum": [False, None]}},
         request_rules=(_TOOL_CHOICE,),
         answer=answer.Response,
         events=answer.ResponseEvent,
@@ -270,6 +313,7 @@ def operations(handlers: RequestHandlers, shared: peers.SharedResponses) -> Sequ
         f"{PATH}/input_tokens",
         "Count the tokens of such a request",
         request=request.ResponseCountRequest,
+        request_details=_PROMPT,
         request_rules=(_TOOL_CHOICE,),
         answer=ResponseTokens,
         errors=READ_ERRORS,

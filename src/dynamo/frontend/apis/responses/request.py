@@ -237,11 +237,24 @@ class ReasoningItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True)
     encrypted_content: inputs.Hint = None
 
 
+_ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=conversation.MAX_TOOL_NAME)]
+
+
+class CustomTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client runs with a text."""
+
+    type: Literal["custom"]
+    name: _ToolName
+    description: str | None = None
+    format: inputs.Hint = None
+    defer_loading: inputs.Hint = None
+
+
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs."""
+    """A tool that the client runs with an object."""
 
     type: Literal["function"]
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=conversation.MAX_TOOL_NAME)]
+    name: _ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # official clients always send true; without effect
@@ -288,8 +301,9 @@ _ITEM_DECODERS: _Decoders = {
     "custom_tool_call_output": json_body.RequestDecoder(FunctionOutputItem),
     "reasoning": json_body.RequestDecoder(ReasoningItem),
 }
-_tool_decoder = json_body.RequestDecoder(FunctionTool)
-_DISPENSABLE_TOOLS = ("web_search", "web_search_preview", "local_shell", "tool_search")
+_function_decoder = json_body.RequestDecoder(FunctionTool)
+_custom_decoder = json_body.RequestDecoder(CustomTool)
+DISPENSABLE_TOOLS = ("web_search", "web_search_preview", "local_shell", "tool_search")
 _text_decoder = json_body.RequestDecoder(TextPart)
 _TEXT_DECODERS: _Decoders = {
     "input_text": _text_decoder,
@@ -313,7 +327,7 @@ def convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
             converted += [
                 _convert_tool(one, f"{place}.tools[{index}]") for index, one in enumerate(inner)
             ]
-        elif kind in _DISPENSABLE_TOOLS and ignored is not None:
+        elif kind in DISPENSABLE_TOOLS and ignored is not None:
             ignored.append(f"{place}.{kind}")
         else:
             converted.append(_convert_tool(tool, place))
@@ -379,15 +393,16 @@ def _convert_tool(value: Any, place: str) -> dict[str, Any]:
             f"{place}: expected an object, got {json_body.describe(value)}", param=place
         )
     if value.get("type") == "custom":
-        custom = {key: inner for key, inner in value.items() if key != "type"}
-        return {"type": "custom", "custom": custom}
+        custom: CustomTool = _custom_decoder.convert(value, place)
+        described = {"description": custom.description, "format": custom.format}
+        return {"type": "custom", "custom": {"name": custom.name, **described}}
     if value.get("type") != "function":
         raise errors.InvalidRequest(
             f"{place}.type: tools that the server runs are not supported; expected 'function' or 'custom', got "
             + json_body.describe(value.get("type")),
             param=f"{place}.type",
         )
-    tool: FunctionTool = _tool_decoder.convert(value, place)
+    tool: FunctionTool = _function_decoder.convert(value, place)
     function = {"name": tool.name, "parameters": tool.parameters or {}}
     if tool.description is not None:
         function["description"] = tool.description
@@ -408,8 +423,7 @@ class _MessageBuilder:
                 content = _convert_parts(item.content, f"{place}.content")
                 self.messages.append({"role": item.role, "content": content})
             case FunctionCallItem():
-                # checked, but kept as text, which nests no deeper each time the conversation is stored
-                conversation.parse_arguments(item.arguments or "{}", f"{place}.arguments")
+                # kept as text, which nests no deeper each time the conversation is stored
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 self._open_assistant().setdefault("tool_calls", []).append(call)
