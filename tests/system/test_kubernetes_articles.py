@@ -8,6 +8,7 @@ import sys
 
 import httpx
 import pytest
+import yaml
 
 import kube_articles
 import kube_cluster
@@ -128,7 +129,7 @@ def test_manifests_of_the_article_answer_through_port_forward(cluster):
     assert log
 
 
-def test_packaged_graph_is_deployed_answers_and_is_deleted_without_a_trace(cluster, tmp_path):
+def test_packaged_graph_is_deployed_updated_and_deleted_without_a_trace(cluster, tmp_path):
     def dynamo(*arguments):
         done = subprocess.run(
             [sys.executable, "-m", "dynamo.cli", *arguments],
@@ -149,6 +150,9 @@ def test_packaged_graph_is_deployed_answers_and_is_deleted_without_a_trace(clust
     with cluster.port_forward("svc/packaged-frontend", 8000) as url:
         answer = ask(url)
     listed = dynamo("deployment", "list")
+    more = (module, "--VllmWorker.ServiceArgs.workers=2")
+    updated = dynamo("deployment", "update", tag, "-n", "packaged", "-f", str(settings), *more)
+    shown = yaml.safe_load(dynamo("deployment", "get", "packaged"))
     dynamo("deployment", "delete", "packaged")
 
     def remains():
@@ -162,6 +166,9 @@ def test_packaged_graph_is_deployed_answers_and_is_deleted_without_a_trace(clust
     assert "packaged is ready" in deployed
     assert re.search(r"packaged +2 +successful", listed)
     assert answer.json()["usage"]["completion_tokens"] == 30
+    assert "packaged is ready" in updated
+    assert shown["spec"]["services"]["VllmWorker"]["replicas"] == 2
+    assert shown["status"]["services"]["VllmWorker"]["readyReplicas"] == 2
 
 
 def test_commands_in_a_pod_have_input_output_and_exit_code(cluster):

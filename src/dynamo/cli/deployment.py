@@ -245,8 +245,9 @@ async def _delete(cluster: Connection, name: str, namespace: str | None) -> int:
 def is_ready(stored: Mapping[str, Any]) -> bool:
     """Return whether a deployment says that it is ready, in its present generation."""
     status = stored.get("status") or {}
-    conditions = status.get("conditions") or ()
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+    found = {(each["type"], each["status"]) for each in status.get("conditions") or ()}
+    is_observed = status.get("observedGeneration", 0) >= stored["metadata"].get("generation", 0)
+    return is_observed and ("Ready", "True") in found
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

@@ -289,3 +289,11 @@ def test_help_has_the_boxes_of_the_article(flags, capsys, monkeypatch):
         "env", "serve", "run", "deploy", "build", "get", "deployment", "containerize", "cloud"
     ]  # fmt: skip
     assert {len(line) for line in lines if line.startswith(("│", "╭", "╰"))} == {100}
+
+
+def test_deployment_is_ready_when_its_present_form_is():
+    ready = {"conditions": [{"type": "Ready", "status": "True"}], "observedGeneration": 2}
+
+    assert deployment.is_ready({"metadata": {"generation": 2}, "status": ready})
+    assert not deployment.is_ready({"metadata": {"generation": 3}, "status": ready})
+    assert not deployment.is_ready({"metadata": {"generation": 1}})
