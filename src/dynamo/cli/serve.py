@@ -20,6 +20,7 @@ import shlex
 import signal
 import socket
 import sys
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,8 @@ STOP_TIMEOUT_S = 35.0  # a worker drains for at most 30 s
 ANY_MODEL = "*"
 PROMPT = "Tell me a story about a brave cat"
 DISCOVERY = "DYN_FILE_KV"
-_FRONTEND, _PLANNER = "frontend", "planner"
+FRONTEND, _PLANNER = "frontend", "planner"
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by what stands for all addresses of a host
 _SOCKET_FOLDER_CHARS = 70  # a socket's path has 107 characters at most, and vLLM appends 37
 
 
@@ -49,6 +51,12 @@ class HttpConfig:
     http_host: str = config.setting(
         "127.0.0.1", help="address of the API; 0.0.0.0 to serve other machines, too"
     )
+
+    @property
+    def url(self) -> str:
+        """The address of the API on this machine."""
+        host = _LOOPBACK.get(self.http_host, self.http_host)
+        return f"http://{addresses.join(host, self.http_port)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +162,6 @@ def serve(options: ServeConfig) -> int:
             return asyncio.run(_Serving(options, directory, registration, guardian).run())
 
 
-LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by what stands for all addresses of a host
-
-
 def check_port(host: str, port: int) -> None:
     """Check before anything starts: a server at this port would be mistaken for our frontend."""
     try:
@@ -186,8 +191,7 @@ class _Serving:
         self._directory = directory
         self._registration = registration
         self._name = registration.state.model
-        self._variables = registration.state.variables
-        self._environ = os.environ | self._variables
+        self._environ = os.environ | registration.state.variables
         self._clock = clocks.SystemClock()
         self._topology = options.topology
         if model_source.task("auto", directory) == "embed":  # it has no prompts to compute apart
@@ -199,24 +203,12 @@ class _Serving:
             self._clock,
             say,
             stop_timeout_s=STOP_TIMEOUT_S,
-            on_start=self._list_child,
+            on_start=functools.partial(list_child, registration),
         )
 
     async def run(self) -> int:
         """Start all, wait until the model answers, and supervise; return the exit code."""
-        end, exit_code = "stopped", 0
-        async with self._supervisor:
-            numbers = [signal.SIGINT, signal.SIGTERM]
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-                numbers.append(signal.SIGHUP)
-            notice = "stopping; running requests finish first (once more: at once)"
-            self._supervisor.stop_on(numbers, functools.partial(say, notice))
-            try:
-                await self._serve()
-            except children.ChildDied as death:
-                end, exit_code = str(death), death.exit_code
-        say(end)
-        return exit_code
+        return await supervise(self._supervisor, self._serve())
 
     async def _serve(self) -> None:
         """Start, wait until the model answers, supervise. Raises ChildDied."""
@@ -224,31 +216,16 @@ class _Serving:
             await self._supervisor.start(spec)
         if not await self._wait_until_ready():
             return
-        self._registration.update(url=self._url)
+        self._registration.update(url=self._options.url)
         print(self._banner(), flush=True)
         for name in self._specs:
             self._supervisor.watch(name)
         await self._supervisor.run()
 
-    def _list_child(self, child: children.Child) -> None:
-        spec = child.spec
-        shell = children.shell_line(
-            spec.argv, environ=self._variables, resources=spec.resources, directory=os.getcwd()
-        )
-        self._registration.add_process(
-            state.ProcessState(name=spec.name, pid=child.pid, shell=shell)
-        )
-
     def _make_specs(self) -> dict[str, children.ChildSpec]:
         options = self._options
-        flags = ["--http-host", options.http_host, "--http-port", str(options.http_port)]
-        spec = children.ChildSpec(
-            name=_FRONTEND,
-            argv=[sys.executable, "-m", "dynamo.frontend", *flags],
-            environ=self._environ,
-        )
         allocator = allocation.Allocator(children.machine_resources(self._environ))
-        specs = {spec.name: spec}
+        specs = {FRONTEND: frontend_spec(options, self._environ)}
         if options.planner:
             return specs | {_PLANNER: self._planner_spec()}
         for name, mode in self._topology.modes.items():
@@ -278,7 +255,7 @@ class _Serving:
             "--model": self._directory,
             "--model-name": self._name,
             "--mode": "disagg" if options.prefill else "agg",
-            "--frontend-url": self._url,
+            "--frontend-url": options.url,
             "--planner-port": self._planner_port,
             "--adjustment-interval": 2,
             "--min-endpoint": options.planner_min_workers,
@@ -320,7 +297,7 @@ class _Serving:
 
     def _banner(self) -> str:
         options = self._options
-        url = self._url
+        url = options.url
         name = _PLANNER if options.planner else self._topology.answering[0]
         join = shlex.join(self._specs[name].argv)
         started = self._supervisor.child_by_name.items()
@@ -336,12 +313,6 @@ class _Serving:
         )
 
     @property
-    def _url(self) -> str:
-        """The address of the frontend on this machine."""
-        host = LOOPBACK.get(self._options.http_host, self._options.http_host)
-        return f"http://{addresses.join(host, self._options.http_port)}"
-
-    @property
     def _starts_asleep(self) -> bool:
         return self._options.planner and not self._options.planner_min_workers
 
@@ -354,6 +325,39 @@ class _Serving:
             f"{options.planner_min_workers} to {options.planner_max_workers}, by load{asleep};"
             f" decisions at http://127.0.0.1:{self._planner_port}/planner/decisions"
         )
+
+
+def frontend_spec(options: HttpConfig, environ: Mapping[str, str]) -> children.ChildSpec:
+    """Return the frontend to start."""
+    flags = ["--http-host", options.http_host, "--http-port", str(options.http_port)]
+    argv = [sys.executable, "-m", "dynamo.frontend", *flags]
+    return children.ChildSpec(name=FRONTEND, argv=argv, environ=environ)
+
+
+def list_child(registration: state.Registration, child: children.Child) -> None:
+    """List a child that was started, with the line that starts it by hand."""
+    spec, variables = child.spec, registration.state.variables
+    shell = children.shell_line(
+        spec.argv, environ=variables, resources=spec.resources, directory=os.getcwd()
+    )
+    registration.add_process(state.ProcessState(name=spec.name, pid=child.pid, shell=shell))
+
+
+async def supervise(owner: supervisor.Supervisor, work: Awaitable[None]) -> int:
+    """Do the work with children of `owner`, which a signal stops; say how it ended, and return the exit code."""
+    end, exit_code = "stopped", 0
+    async with owner:
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        notice = "stopping; running requests finish first (once more: at once)"
+        owner.stop_on(numbers, functools.partial(say, notice))
+        try:
+            await work
+        except children.ChildDied as death:
+            end, exit_code = str(death), death.exit_code
+    say(end)
+    return exit_code
 
 
 def curl_line(url: str, model: str) -> str:

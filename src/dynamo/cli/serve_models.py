@@ -11,14 +11,13 @@ import json
 import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo.base import addresses, config, errors
 from dynamo.base import clock as clocks
+from dynamo.base import config, errors
 from dynamo.cli import serve
 from dynamo.cli.serve import ServeConfig
 from dynamo.launch import children, guard, state, supervisor
@@ -29,7 +28,6 @@ from dynamo.worker import engines, model_source
 
 OVERHEAD_GB = 1.0
 _FREE_SHARE = 0.8  # of the memory that is free now, for the models together
-_FRONTEND = "frontend"
 
 
 def serve_any(options: ServeConfig) -> int:
@@ -153,12 +151,10 @@ class _Run:
         self._registration = registration
         self._guard = guardian
         self._clock = clocks.SystemClock()
-        host = serve.LOOPBACK.get(options.http_host, options.http_host)
-        self._url = f"http://{addresses.join(host, options.http_port)}"
+        self._list_child = functools.partial(serve.list_child, registration)
 
     async def run(self, budget_gb: float) -> int:
         """Start the frontend, then load models as they are asked for, until a signal comes; return the exit code."""
-        end, exit_code = "stopped", 0
         owner = supervisor.Supervisor(
             self._guard,
             self._clock,
@@ -167,42 +163,29 @@ class _Run:
             on_start=self._list_child,
         )
         settings = config.load(component.RuntimeConfig, argv=(), prog="dynamo serve")
-        async with await component.DistributedRuntime.open(settings) as runtime, owner:
-            notice = "stopping; running requests finish first (once more: at once)"
-            owner.stop_on((signal.SIGINT, signal.SIGTERM), functools.partial(serve.say, notice))
+        async with await component.DistributedRuntime.open(settings) as runtime:
             loader = self._make_loader(runtime)
-            try:
-                await loader.announce()
-                await owner.start(self._frontend_spec())
-                if await self._wait_for_frontend(owner):
-                    self._registration.update(url=self._url)
-                    print(self._banner(budget_gb), flush=True)
-                    owner.watch(_FRONTEND)
-                    loading = asyncio.create_task(loader.run())
-                    try:
-                        await owner.run()
-                    finally:
-                        loading.cancel()
-            except children.ChildDied as death:
-                end, exit_code = str(death), death.exit_code
-            finally:
-                await loader.close()
-        serve.say(end)
-        return exit_code
+            return await serve.supervise(owner, self._serve(owner, loader, budget_gb))
 
-    async def _wait_for_frontend(self, owner: supervisor.Supervisor) -> bool:
+    async def _serve(
+        self, owner: supervisor.Supervisor, loader: model_loader.ModelLoader, budget_gb: float
+    ) -> None:
         options = self._options
         probe = functools.partial(serve.lists_model, options.http_host, options.http_port, None)
-        return await owner.wait_until(probe, timeout_s=options.ready_timeout)
-
-    def _frontend_spec(self) -> children.ChildSpec:
-        options = self._options
-        flags = ["--http-host", options.http_host, "--http-port", str(options.http_port)]
-        return children.ChildSpec(
-            name=_FRONTEND,
-            argv=[sys.executable, "-m", "dynamo.frontend", *flags],
-            environ=os.environ,
-        )
+        try:
+            await loader.announce()
+            await owner.start(serve.frontend_spec(options, os.environ))
+            if await owner.wait_until(probe, timeout_s=options.ready_timeout):
+                self._registration.update(url=options.url)
+                print(self._banner(budget_gb), flush=True)
+                owner.watch(serve.FRONTEND)
+                loading = asyncio.create_task(loader.run())
+                try:
+                    await owner.run()
+                finally:
+                    loading.cancel()
+        finally:
+            await loader.close()
 
     def _make_loader(self, runtime: component.DistributedRuntime) -> model_loader.ModelLoader:
         namespace = self._registration.state.namespace
@@ -219,7 +202,7 @@ class _Run:
             self._guard,
             self._clock,
             model_loader.LoaderOptions(
-                frontend_url=self._url,
+                frontend_url=self._options.url,
                 owner=f"{runtime.instance_id:x}",
                 namespace=namespace,
                 stop_timeout_s=serve.STOP_TIMEOUT_S,
@@ -254,17 +237,6 @@ class _Run:
             context_length=model.context_length,
         )
 
-    def _list_child(self, child: children.Child) -> None:
-        shell = children.shell_line(
-            child.spec.argv,
-            environ=self._registration.state.variables,
-            resources=child.spec.resources,
-            directory=os.getcwd(),
-        )
-        self._registration.add_process(
-            state.ProcessState(name=child.spec.name, pid=child.pid, shell=shell)
-        )
-
     def _list_states(self, state_by_name: Mapping[str, str]) -> None:
         """List the states of the models, and the processes that there are now."""
         former = self._registration.state.models
@@ -280,7 +252,7 @@ class _Run:
         processes = [
             process
             for process in self._registration.state.processes
-            if process.name == _FRONTEND or process.name in loaded
+            if process.name == serve.FRONTEND or process.name in loaded
         ]
         self._registration.update(models=dict(state_by_name), processes=processes)
 
@@ -291,11 +263,11 @@ class _Run:
             for model in self._models
         )
         return (
-            f"\n{len(self._models)} models at {self._url}, loaded when they are asked for,"
+            f"\n{len(self._models)} models at {self._options.url}, loaded when they are asked for,"
             f" in {budget_gb:.1f} GB:\n\n{rows}\n"
             f"  state   dynamo ps {self._registration.state.name}\n"
             f"  stop    Ctrl-C, or dynamo stop {self._registration.state.name}\n\n"
-            f"  {serve.curl_line(self._url, self._models[0].name)}\n"
+            f"  {serve.curl_line(self._options.url, self._models[0].name)}\n"
         )
 
 
