@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import os
 import typing
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,22 @@ from typing import Any
 import msgspec
 
 from dynamo.base import config, errors, process_setup, tasks
+from dynamo.observability import logs
 from dynamo.runtime import client as clients
 from dynamo.runtime import component
-from dynamo.sdk import declaration, graph, http_api, settings
+from dynamo.runtime.http import exchange, server
+from dynamo.sdk import declaration, graph, settings
 
 DRAIN_S = 30.0
 FIND_S = 60.0  # for another service of the graph to be there
 DEFAULT_PORT = 8000
+_PROG = "python -m dynamo.sdk"
+_TEXT = "text/plain; charset=utf-8"
+_STATUSES: tuple[tuple[type[errors.DynamoError], int], ...] = (
+    (errors.RequestError, 400),
+    (errors.Unavailable, 503),
+)
+ApiMethod = Callable[..., AsyncIterator[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +77,7 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
             handler = _handler(spec, getattr(service, attribute))
             running.start(f"serve {name}", name_in_graph.serve_endpoint(handler))
         methods = {name: _api(getattr(service, a)) for name, a in spec.methods("api").items()}
-        served = http_api.make_server(methods) if methods else None
+        served = _make_server(methods) if methods else None
         try:
             if served is not None:
                 host = str(section.get("host", "127.0.0.1"))
@@ -129,7 +138,7 @@ def _handler(
     return handle
 
 
-def _api(method: Callable[..., Any]) -> http_api.Method:
+def _api(method: Callable[..., Any]) -> ApiMethod:
     def ask(**fields: Any) -> AsyncIterator[Any]:
         inspect.signature(method).bind(**fields)
         return _items(method(**fields))
@@ -152,9 +161,61 @@ def to_plain(value: Any) -> Any:
     return dump(mode="json") if dump else msgspec.to_builtins(value)
 
 
+def _make_server(methods: Mapping[str, ApiMethod]) -> server.HttpServer:
+    """Return the server of these methods: `POST /name` for each, and `GET /health`."""
+    table: dict[tuple[str, str], exchange.Handler] = {
+        ("POST", f"/{name}"): _http_handler(method) for name, method in methods.items()
+    }
+    table["GET", "/health"] = lambda client: client.respond(200, b'{"status":"healthy"}')
+    router = exchange.HttpRouter(table, error_body=server.plain_error)
+    return server.HttpServer(router, error_body=server.plain_error)
+
+
+def _http_handler(method: ApiMethod) -> exchange.Handler:
+    async def handle(client: exchange.Exchange) -> None:
+        headers = client.request.headers
+        own = f"://{headers.get('host', '')}"
+        if not headers.get("origin", own).endswith(own):
+            _refuse(client, 403, "a page of another origin may not call this service")
+            return
+        try:
+            await _stream(client, method)
+        except (msgspec.DecodeError, TypeError) as error:
+            _refuse(client, 400, f"expected a JSON object with the method's arguments: {error}")
+        except errors.DynamoError as error:
+            status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 500)
+            _refuse(client, status, str(error))
+
+    return handle
+
+
+async def _stream(client: exchange.Exchange, method: ApiMethod) -> None:
+    """Stream what the method yields for the body."""
+    fields = msgspec.json.decode(client.request.body or b"{}", type=dict[str, Any])
+    async for item in method(**fields):
+        if not client.is_streaming:
+            client.start_stream(200, content_type=_TEXT)
+        client.write(item.encode() if isinstance(item, str) else msgspec.json.encode(item))
+    if not client.is_streaming:
+        client.start_stream(200, content_type=_TEXT)
+    client.end()
+
+
+def _refuse(client: exchange.Exchange, status: int, message: str) -> None:
+    """Answer with an error; a stream that has begun says so in its last line."""
+    if client.is_streaming:
+        client.end(f"\nerror: {message}\n".encode())
+    else:
+        client.respond(status, server.plain_error(status, message, client.request.path))
+
+
 def main() -> int:
     """Run the command `python -m dynamo.sdk` and return its exit code."""
-    options = config.load(ServiceProcessConfig, prog="python -m dynamo.sdk")
+    return process_setup.run_command(_PROG, _run, expected=errors.DynamoError)
+
+
+def _run() -> None:
+    logs.configure()
+    options = config.load(ServiceProcessConfig, prog=_PROG)
     specs = graph.load(options.target, Path(options.working_dir).resolve())
     asyncio.run(run(options, specs))
-    return 0
