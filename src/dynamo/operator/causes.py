@@ -58,7 +58,7 @@ def first_cause(
     current = [
         pod
         for pod in pods
-        if pod["metadata"].get("labels", {}).get(objects.TEMPLATE_LABEL) == template_hash
+        if objects.labels_of(pod).get(objects.TEMPLATE_LABEL) == template_hash
         and "deletionTimestamp" not in pod["metadata"]
     ]
     causes = [*missing, *(cause for pod in current if (cause := pod_cause(pod)))]
@@ -66,14 +66,14 @@ def first_cause(
         name = pod["metadata"]["name"]
         if name in starts and is_starting(pod):
             causes.append(_start_cause(name, starts[name]))
-    num_ready = sum(objects.find_condition(pod, "Ready").get("status") == "True" for pod in current)
+    num_ready = sum(map(objects.is_ready, current))
     waiting = Cause("Starting", f"{num_ready} of {num_wanted} pods are ready")
     return select_first(causes, waiting)
 
 
 def pod_cause(pod: Object) -> Cause | None:
     """Return why a pod is not ready, or None if it is."""
-    if objects.find_condition(pod, "Ready").get("status") == "True":
+    if objects.is_ready(pod):
         return None
     name = pod["metadata"]["name"]
     placed = objects.find_condition(pod, "PodScheduled")

@@ -52,15 +52,16 @@ def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Re
 _WORKLOADS = ("Deployment", "LeaderWorkerSet", "PodCliqueSet")
 
 
+def _annotations(resource: Object, spec: api_types.ServiceFields) -> dict[str, str]:
+    """Return the annotations of a component's object, and beyond them those of its spec."""
+    return {**objects.annotations_of(resource), **(spec.annotations or {})}
+
+
 def can_use_grove(component: ServiceComponent, resource: Object, observed: Observed) -> bool:
     """Return True where Grove is, unless the user refuses it or LeaderWorkerSets from before it serve already."""
-    annotations = {
-        **(resource["metadata"].get("annotations") or {}),
-        **(component.spec.annotations or {}),
-    }
     return (
         observed.has_grove
-        and annotations.get(GROVE_ANNOTATION) != "false"
+        and _annotations(resource, component.spec).get(GROVE_ANNOTATION) != "false"
         and not observed.owned_by(resource, "LeaderWorkerSet")
     )
 
@@ -69,10 +70,9 @@ def read_component(resource: Object, settings: OperatorConfig) -> ServiceCompone
     """Return the component that an object describes. Raises ConfigError with the field that is wrong."""
     spec = api_types.read_spec(resource, api_types.ComponentSpec)
     metadata = resource["metadata"]
-    labels = metadata.get("labels") or {}
+    labels = objects.labels_of(resource)
     graph = labels.get(objects.GRAPH_LABEL, metadata["name"])
-    annotations = {**(metadata.get("annotations") or {}), **(spec.annotations or {})}
-    discovery = annotations.get(DISCOVERY_ANNOTATION, settings.used_discovery)
+    discovery = _annotations(resource, spec).get(DISCOVERY_ANNOTATION, settings.used_discovery)
     return ServiceComponent(
         name=metadata["name"],
         namespace=metadata["namespace"],
@@ -146,10 +146,7 @@ def _make(
 
 def make_deployment(component: ServiceComponent, owner: Object) -> Object:
     """Return the Deployment; an autoscaler sets its replicas where there is one."""
-    annotations = {
-        **(owner["metadata"].get("annotations") or {}),
-        **(component.spec.annotations or {}),
-    }
+    annotations = _annotations(owner, component.spec)
     spec: Object = {
         "selector": {"matchLabels": {objects.SELECTOR_LABEL: component.name}},
         "strategy": {

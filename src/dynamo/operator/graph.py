@@ -41,7 +41,7 @@ class Graph:
     @property
     def annotations(self) -> dict[str, str]:
         """Return the annotations of the object."""
-        return self.resource["metadata"].get("annotations") or {}
+        return objects.annotations_of(self.resource)
 
     @property
     def discovery(self) -> str:
@@ -192,7 +192,7 @@ def read_generations(graph: Graph, observed: Observed) -> list[WorkerGeneration]
         observed.owned_by(graph.resource, "DynamoComponentDeployment"),
         key=lambda item: (item["metadata"].get("creationTimestamp", ""), item["metadata"]["name"]),
     ):
-        labels = existing["metadata"].get("labels") or {}
+        labels = objects.labels_of(existing)
         digits, service = labels.get(objects.HASH_LABEL), labels.get(objects.COMPONENT_LABEL)
         if not digits or not service or "deletionTimestamp" in existing["metadata"]:
             continue
@@ -208,8 +208,7 @@ def read_generations(graph: Graph, observed: Observed) -> list[WorkerGeneration]
 def is_updating(resource: Object, observed: Observed) -> bool:
     """Return True if workers of several generations exist."""
     owned = observed.owned_by(resource, "DynamoComponentDeployment")
-    labels = (item["metadata"].get("labels") or {} for item in owned)
-    return len({entry.get(objects.HASH_LABEL) for entry in labels} - {None}) > 1
+    return len({objects.labels_of(item).get(objects.HASH_LABEL) for item in owned} - {None}) > 1
 
 
 def make_components(graph: Graph, observed: Observed) -> list[Object]:
@@ -259,9 +258,7 @@ def count_workers(
     for service, existing in generation.components.items():
         pods = observed.pods_of(existing["metadata"]["name"])
         num_ready = sum(
-            objects.find_condition(pod, "Ready").get("status") == "True"
-            and "deletionTimestamp" not in pod["metadata"]
-            for pod in pods
+            objects.is_ready(pod) and "deletionTimestamp" not in pod["metadata"] for pod in pods
         )
         workers[service] = rollout.Workers(
             replicas=existing["spec"].get("replicas", 1), num_pods=len(pods), num_ready=num_ready
@@ -321,11 +318,10 @@ def merge_environments(
 
 def repeat_component(graph: Graph, existing: Object, replicas: int) -> Object:
     """Return a component of an old generation: as it is, but for its replicas."""
-    metadata = existing["metadata"]
-    labels = metadata.get("labels") or {}
+    name, labels = existing["metadata"]["name"], objects.labels_of(existing)
     spec = {**existing["spec"], "replicas": replicas}
     return _render_component(
-        graph, metadata["name"], labels[objects.COMPONENT_LABEL], labels[objects.HASH_LABEL], spec
+        graph, name, labels[objects.COMPONENT_LABEL], labels[objects.HASH_LABEL], spec
     )
 
 
@@ -451,9 +447,7 @@ def _render_status(
         entry = services.setdefault(name, {"componentNames": [], "replicas": 0, "readyReplicas": 0})
         entry["componentNames"].append(item["metadata"]["name"])
         entry["replicas"] += len(pods)
-        entry["readyReplicas"] += sum(
-            objects.find_condition(pod, "Ready").get("status") == "True" for pod in pods
-        )
+        entry["readyReplicas"] += sum(map(objects.is_ready, pods))
     status = {
         "state": state,
         "observedGeneration": resource["metadata"].get("generation", 0),

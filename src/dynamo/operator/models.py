@@ -44,10 +44,10 @@ def find_endpoints(base_model: str, observed: Observed) -> list[ModelEndpoint]:
             pod=pod["metadata"]["name"],
             address=pod["status"]["podIP"],
             port=find_system_port(pod),
-            is_ready=objects.find_condition(pod, "Ready").get("status") == "True",
+            is_ready=objects.is_ready(pod),
         )
         for pod in sorted(observed.pods, key=lambda pod: str(pod["metadata"]["name"]))
-        if (pod["metadata"].get("labels") or {}).get(objects.SELECTOR_LABEL) in components
+        if objects.labels_of(pod).get(objects.SELECTOR_LABEL) in components
         and pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "worker"
         and "deletionTimestamp" not in pod["metadata"]
         and (pod.get("status") or {}).get("podIP")

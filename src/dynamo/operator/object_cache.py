@@ -103,13 +103,11 @@ class ObjectCache:
     def observe(self, root: Object, now: str) -> objects.Observed:
         """Return what concerns a root object: its namespace, and the pods of its graph, or all of them."""
         namespace = root["metadata"]["namespace"]
-        labels = root["metadata"].get("labels") or {}
-        graph = labels.get(objects.GRAPH_LABEL, root["metadata"]["name"])
+        graph = objects.labels_of(root).get(objects.GRAPH_LABEL, root["metadata"]["name"])
         pods = [
             pod
             for pod in self._pods[namespace].values()
-            if root["kind"] in ROOTS[2:]
-            or pod["metadata"].get("labels", {}).get(objects.GRAPH_LABEL) == graph
+            if root["kind"] in ROOTS[2:] or objects.labels_of(pod).get(objects.GRAPH_LABEL) == graph
         ]
         existing = self._objects[namespace]
         owned_keys = {
@@ -138,7 +136,7 @@ class ObjectCache:
         owners = [(entry["kind"], entry["name"]) for entry in metadata.get("ownerReferences") or ()]
         owners.append(("DynamoGraphDeployment", objects.find_adopter(resource) or ""))
         yield from ((owner, namespace, name) for owner, name in owners if owner in ROOTS and name)
-        labels = metadata.get("labels") or {}
+        labels = objects.labels_of(resource)
         if objects.REQUEST_LABEL in labels:
             yield "DynamoGraphDeploymentRequest", namespace, labels[objects.REQUEST_LABEL]
         if kind == "Pod":

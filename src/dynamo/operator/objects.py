@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -85,11 +86,7 @@ class Observed:
 
     def pods_of(self, component: str) -> list[Object]:
         """Return the pods of a component."""
-        return [
-            pod
-            for pod in self.pods
-            if (pod["metadata"].get("labels") or {}).get(SELECTOR_LABEL) == component
-        ]
+        return [pod for pod in self.pods if labels_of(pod).get(SELECTOR_LABEL) == component]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +99,16 @@ class Reconciliation:
     apply: tuple[Object, ...] = ()
     delete: tuple[Reference, ...] = ()
     other_statuses: tuple[Object, ...] = ()  # of further objects
+
+
+def labels_of(resource: Object) -> dict[str, str]:
+    """Return the labels of an object."""
+    return resource["metadata"].get("labels") or {}
+
+
+def annotations_of(resource: Object) -> dict[str, str]:
+    """Return the annotations of an object."""
+    return resource["metadata"].get("annotations") or {}
 
 
 def reference_of(resource: Object) -> Reference:
@@ -127,7 +134,7 @@ def explain_scaling(existing: Object, desired: Object) -> str | None:
     for entry in existing["metadata"].get("managedFields") or ():
         fields = (entry.get("fieldsV1") or {}).get("f:spec") or {}
         if entry.get("manager") != FIELD_MANAGER and "f:replicas" in fields:
-            labels = desired["metadata"].get("labels") or {}
+            labels = labels_of(desired)
             graph, service = labels.get(GRAPH_LABEL), labels.get(COMPONENT_LABEL, "")
             return (
                 f"{entry.get('manager')} set replicas to {present}, and the operator put back {replicas}:"
@@ -225,10 +232,20 @@ def merge_lists(defaults: Iterable[Object], overrides: Iterable[Object], key: st
     return list(merged.values())
 
 
+def format_time(wall: float) -> str:
+    """Return seconds since 1970 as objects have times: RFC 3339, in UTC."""
+    return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def find_condition(resource: Object | None, kind: str) -> Object:
     """Return the condition of this type of an object's status, or an empty one."""
     conditions = ((resource or {}).get("status") or {}).get("conditions") or ()
     return next((entry for entry in conditions if entry.get("type") == kind), {})
+
+
+def is_ready(pod: Object) -> bool:
+    """Return whether a pod is ready."""
+    return find_condition(pod, "Ready").get("status") == "True"
 
 
 def make_condition(

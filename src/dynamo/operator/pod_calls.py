@@ -40,7 +40,7 @@ async def count_admitted(pods: Sequence[Object]) -> dict[str, int] | None:
         pod["status"]["podIP"]
         for pod in pods
         if pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "frontend"
-        and objects.find_condition(pod, "Ready").get("status") == "True"
+        and objects.is_ready(pod)
         and pod["status"].get("podIP")
     ]
     answers = await asyncio.gather(*(read_instances(address) for address in addresses))

@@ -81,9 +81,8 @@ def find_finished_pod(resource: Object, observed: Observed) -> str | None:
         return None
     name = resource["metadata"]["name"]
     for pod in observed.pods:
-        labels = pod["metadata"].get("labels") or {}
         phase = (pod.get("status") or {}).get("phase")
-        if labels.get(objects.REQUEST_LABEL) == name and phase == "Succeeded":
+        if objects.labels_of(pod).get(objects.REQUEST_LABEL) == name and phase == "Succeeded":
             return str(pod["metadata"]["name"])
     return None
 
@@ -241,12 +240,12 @@ def _find_failure(job: Object | None, observed: Observed, resource: Object) -> s
     if objects.find_condition(job, "Failed").get("status") != "True":
         return None
     name = resource["metadata"]["name"]
-    pods = [
-        pod
+    found = [
+        cause
         for pod in observed.pods
-        if (pod["metadata"].get("labels") or {}).get(objects.REQUEST_LABEL) == name
+        if objects.labels_of(pod).get(objects.REQUEST_LABEL) == name
+        and (cause := causes.pod_cause(pod)) is not None
     ]
-    found = [cause for pod in pods if (cause := causes.pod_cause(pod)) is not None]
     return causes.select_first(found, causes.Cause("Failed", "the profiler has failed")).message
 
 

@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from datetime import UTC, datetime
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
@@ -63,7 +62,7 @@ class Reconciler:
         root = self._cache.get(key)
         if root is None:
             return None
-        now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = objects.format_time(self._clock.wall())
         observed = self._cache.observe(root, now)
         if key[0] == "DynamoModel":
             return await self._reconcile_model(root, observed)
@@ -220,7 +219,7 @@ class Reconciler:
         self, root: Object, reason: str, message: str, suffix: str, kind: str = "Warning"
     ) -> None:
         """Write an event about an object, once for each suffix; a cluster that refuses events loses nothing else."""
-        now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = objects.format_time(self._clock.wall())
         metadata = root["metadata"]
         event = {
             "apiVersion": "v1",

@@ -8,10 +8,10 @@ stopped at an address of its own; behind a Service, and after an error, another 
 """
 
 import base64
+import functools
 import logging
 import ssl
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ _DEFINITION = f"dynamographdeployments.{api_types.GROUP}"
 _CRD = ("apiextensions.k8s.io/v1", "CustomResourceDefinition")
 _ADMISSION = "admissionregistration.k8s.io/v1"
 _RENEW_ANNOTATION = f"{api_types.GROUP}/renew-after"
-_LIFETIME_DAYS, _RENEW_DAYS = 90, 60
+_LIFETIME_DAYS, _RENEW_DAYS, _DAY_S = 90, 60, 86_400
 _CHECK_S = 600.0  # between two looks at the certificate
 _WAIT_S = 1.0  # between two looks whether the Service has an endpoint
 _MAX_BODY_BYTES = 64 * 2**20  # a list of deployments is converted in one request
@@ -54,10 +54,11 @@ class WebhookService:
         self._certificate = self._bundle = b""
         self._address = ""  # host and port
         self._is_registered = False
+        validate = functools.partial(reviews.answer_validation, settings=settings)
         routes = {
-            ("POST", "/convert"): self._convert,
-            ("POST", "/validate"): self._validate,
-            ("POST", "/default"): self._default,
+            ("POST", "/convert"): _make_route(reviews.ConversionReview, reviews.answer_conversion),
+            ("POST", "/validate"): _make_route(reviews.AdmissionReview, validate),
+            ("POST", "/default"): _make_route(reviews.AdmissionReview, reviews.answer_defaulting),
         }
         self._server = server.HttpServer(
             exchange.HttpRouter(routes, error_body=server.plain_error),
@@ -157,7 +158,7 @@ class WebhookService:
                 key: base64.b64decode(value)
                 for key, value in ((secret or {}).get("data") or {}).items()
             }
-            if annotations.get(_RENEW_ANNOTATION, "") > self._timestamp(0):
+            if annotations.get(_RENEW_ANNOTATION, "") > objects.format_time(self._clock.wall()):
                 return content
             made = await tls.make_certificate(self._names(), days=_LIFETIME_DAYS)
             content = {
@@ -165,7 +166,8 @@ class WebhookService:
                 "tls.key": made.key,
                 "ca.crt": made.certificate + content.get("tls.crt", b""),
             }
-            metadata: Object = {"annotations": {_RENEW_ANNOTATION: self._timestamp(_RENEW_DAYS)}}
+            renew_at = objects.format_time(self._clock.wall() + _RENEW_DAYS * _DAY_S)
+            metadata: Object = {"annotations": {_RENEW_ANNOTATION: renew_at}}
             data = {key: base64.b64encode(value).decode() for key, value in content.items()}
             try:
                 if secret is None:
@@ -180,10 +182,6 @@ class WebhookService:
                 continue
             _logger.info("the webhooks have a new certificate, for %s days", _LIFETIME_DAYS)
             return content
-
-    def _timestamp(self, days: int) -> str:
-        at = datetime.fromtimestamp(self._clock.wall(), UTC) + timedelta(days=days)
-        return at.strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def _names(self) -> list[str]:
         namespace, _, name = self._settings.webhook_service.partition("/")
@@ -228,24 +226,6 @@ class WebhookService:
         changes = {"metadata": metadata, "spec": {"conversion": conversion, "versions": listed}}
         await self._cluster.patch(*_CRD, _DEFINITION, changes)
         _logger.info("%s is %sserved", versions.BETA_API_VERSION, "" if is_served else "no longer ")
-
-    # The answers.
-
-    def _convert(self, request: exchange.Exchange) -> None:
-        review = _decode(request, reviews.ConversionReview)
-        if review is not None:
-            request.respond(200, msgspec.json.encode(reviews.answer_conversion(review)))
-
-    def _validate(self, request: exchange.Exchange) -> None:
-        review = _decode(request, reviews.AdmissionReview)
-        if review is not None:
-            answer = reviews.answer_validation(review, self._settings)
-            request.respond(200, msgspec.json.encode(answer))
-
-    def _default(self, request: exchange.Exchange) -> None:
-        review = _decode(request, reviews.AdmissionReview)
-        if review is not None:
-            request.respond(200, msgspec.json.encode(reviews.answer_defaulting(review)))
 
 
 def make_configurations(
@@ -292,10 +272,15 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
         raise errors.ConfigError(f"--webhook-certificate-dir {folder}: {error}") from error
 
 
-def _decode(request: exchange.Exchange, kind: type[R]) -> R | None:
-    """Return the review in a request; one that cannot be read is refused."""
-    try:
-        return msgspec.json.decode(request.request.body, type=kind)
-    except msgspec.DecodeError as error:
-        request.respond(400, str(error).encode(), content_type="text/plain")
-        return None
+def _make_route(kind: type[R], answer: Callable[[R], Object]) -> exchange.Handler:
+    """Return the handler that answers reviews of a kind; one that cannot be read is refused."""
+
+    def handle(request: exchange.Exchange) -> None:
+        try:
+            review = msgspec.json.decode(request.request.body, type=kind)
+        except msgspec.DecodeError as error:
+            request.respond(400, str(error).encode(), content_type="text/plain")
+            return
+        request.respond(200, msgspec.json.encode(answer(review)))
+
+    return handle
