@@ -6,7 +6,7 @@ the original.
 
 import datetime
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -62,21 +62,8 @@ class EntriesToDelete(msgspec.Struct, frozen=True, kw_only=True):
 _decode_text = msgspec.json.Decoder(TextToClassify).decode
 _decode_texts = msgspec.json.Decoder(TextsToClassify).decode
 _decode_entries = msgspec.json.Decoder(EntriesToDelete).decode
-_PATHS = (
-    "POST /api/v1/classify/intent",
-    "POST /api/v1/classify/pii",
-    "POST /api/v1/classify/security",
-    "POST /api/v1/classify/combined",
-    "POST /api/v1/classify/batch",
-    "GET /api/v1/response-cache/stats",
-    "POST /api/v1/response-cache/flush",
-    "POST /api/v1/response-cache/invalidate",
-    "GET /config/classification",
-    "GET /info/classifier",
-    "GET /info/models",
-    "GET /v1/models",
-    "GET /health",
-)
+_NAME = "classification-api"
+Answer = Callable[[exchange.Exchange], Awaitable[Any]]
 
 
 class ClassificationApi:
@@ -121,7 +108,9 @@ class ClassificationApi:
             answer["probabilities"] = score.probabilities
         return answer
 
-    def classify_pii(self, text: str, classifiers: guards.RequestClassifiers) -> dict[str, Any]:
+    def classify_pii(
+        self, text: str, _: ClassifyOptions, classifiers: guards.RequestClassifiers
+    ) -> dict[str, Any]:
         """Return the personal data in a text, without the data itself."""
         start = self._clock.now()
         spans, is_complete = classifiers.find_pii(text)
@@ -144,7 +133,7 @@ class ClassificationApi:
         }
 
     def classify_security(
-        self, text: str, classifiers: guards.RequestClassifiers
+        self, text: str, _: ClassifyOptions, classifiers: guards.RequestClassifiers
     ) -> dict[str, Any]:
         """Return the probability that a text attacks the model's instructions, and what speaks for it."""
         start = self._clock.now()
@@ -170,43 +159,53 @@ class ClassificationApi:
         """Return the results of all classifiers for a text."""
         return {
             "intent": self.classify_intent(text, options, classifiers),
-            "pii": self.classify_pii(text, classifiers),
-            "security": self.classify_security(text, classifiers),
+            "pii": self.classify_pii(text, options, classifiers),
+            "security": self.classify_security(text, options, classifiers),
         }
 
-    def check_batch(self, request: TextsToClassify) -> None:
-        """Raise InvalidRequest for too many texts, or none."""
+    async def answer_text(
+        self, task: Task, classify: Callable[..., Any], client: exchange.Exchange
+    ) -> dict[str, Any]:
+        """Return the result of one of the methods above for the text in a body."""
+        request = _decode_text(client.request.body)
+        classifiers = await self.ask_encoders([request.text], task)
+        return await client.decode_body(
+            lambda _: classify(request.text, request.options, classifiers)
+        )
+
+    async def answer_batch(self, client: exchange.Exchange) -> dict[str, Any]:
+        """Return the results for several texts in their order. Raises InvalidRequest for too many texts, or none."""
+        request = _decode_texts(client.request.body)
         most = self._routing.router.settings.api.batch_classification.max_batch_size
         if not 0 < len(request.texts) <= most:
             raise errors.InvalidRequest(
                 f"texts: expected 1 to {most} texts, got {len(request.texts)}", param="texts"
             )
-
-    def classify_batch(
-        self, request: TextsToClassify, classifiers: guards.RequestClassifiers
-    ) -> dict[str, Any]:
-        """Return the results for several texts in their order."""
+        classifiers = await self.ask_encoders(request.texts, request.task_type)
         start = self._clock.now()
-        intents: list[dict[str, Any]] = []
-        results = []
-        for text in request.texts:
-            match request.task_type:
-                case "pii":
-                    results.append(self.classify_pii(text, classifiers))
-                case "security":
-                    results.append(self.classify_security(text, classifiers))
-                case "all":
-                    results.append(self.classify_combined(text, request.options, classifiers))
-                    intents.append(results[-1]["intent"])
-                case "intent":
-                    results.append(self.classify_intent(text, request.options, classifiers))
-                    intents.append(results[-1])
+        classify = {
+            "intent": self.classify_intent,
+            "pii": self.classify_pii,
+            "security": self.classify_security,
+            "all": self.classify_combined,
+        }[request.task_type]
+        results = await client.decode_body(
+            lambda _: [classify(text, request.options, classifiers) for text in request.texts]
+        )
+        intents = [result["intent"] for result in results if "intent" in result]
+        intents += results if request.task_type == "intent" else []
         return {
             "results": results,
             "total_count": len(results),
             "processing_time_ms": (self._clock.now() - start) * 1000,
             "statistics": _summarize([intent["classification"] for intent in intents]),
         }
+
+    async def answer_deletion(self, client: exchange.Exchange) -> dict[str, Any]:
+        """Remove the answers of names that a caller was given."""
+        names, cache = _decode_entries(client.request.body).keys, self._routing.router.cache
+        tenant = service.tenant_of(client.request.headers)
+        return {"removed": sum(cache.delete(name, tenant) for name in names)}
 
     def describe_cache(self) -> dict[str, Any]:
         """Return the size of the semantic cache."""
@@ -221,11 +220,6 @@ class ClassificationApi:
     def flush_cache(self) -> dict[str, Any]:
         """Remove all cached answers."""
         return {"removed": self._routing.router.cache.invalidate()}
-
-    def delete_entries(self, names: Sequence[str], tenant: str) -> dict[str, Any]:
-        """Remove the answers of names that a caller was given."""
-        cache = self._routing.router.cache
-        return {"removed": sum(cache.delete(name, tenant) for name in names)}
 
     def describe_config(self) -> dict[str, Any]:
         """Return the configuration in force without its keys, its notes, and why the last file was refused."""
@@ -303,94 +297,51 @@ def make_routes(routing: service.RoutingService, clock: clocks.Clock) -> exchang
     api = ClassificationApi(routing, clock)
     error_body = functools.partial(_error_body, clock)
 
-    def get(describe: Callable[[], Any]) -> exchange.Handler:
-        def handle(client: exchange.Exchange) -> None:
-            client.respond(200, msgspec.json.encode(describe()))
+    def post(answer: Answer) -> exchange.Handler:
+        return functools.partial(_respond, answer, error_body)
 
-        return handle
-
-    def post(decode: Callable[[bytes], Any], answer: Callable[..., Any]) -> exchange.Handler:
-        """Return a handler that decodes the body to texts, task and request, and answers with the classifiers."""
-
-        async def handle(client: exchange.Exchange) -> None:
-            try:
-                texts, task, request = decode(client.request.body)
-                classifiers = await api.ask_encoders(texts, task)
-                result = await client.decode_body(lambda _: answer(request, classifiers))
-            except (msgspec.DecodeError, UnicodeDecodeError, errors.InvalidRequest) as error:
-                client.respond(400, error_body(400, str(error), client.request.path))
-            except errors.Unavailable as error:
-                client.respond(503, error_body(503, str(error), client.request.path))
-            else:
-                client.respond(200, msgspec.json.encode(result))
-
-        return handle
+    def classify(task: Task, answer: Callable[..., Any]) -> exchange.Handler:
+        return post(functools.partial(api.answer_text, task, answer))
 
     def list_models(client: exchange.Exchange) -> None:
         client.respond(200, routing.router.list_models().body)
 
-    return exchange.HttpRouter(
-        {
-            ("GET", "/health"): get(lambda: {"status": "healthy", "service": "classification-api"}),
-            ("GET", "/api/v1"): get(lambda: {"service": "classification-api", "endpoints": _PATHS}),
-            ("GET", "/info/models"): get(api.describe_models),
-            ("GET", "/info/classifier"): get(api.describe_classifier),
-            ("GET", "/config/classification"): get(api.describe_config),
-            ("GET", "/api/v1/response-cache/stats"): get(api.describe_cache),
-            ("GET", "/v1/models"): list_models,
-            ("POST", "/api/v1/response-cache/flush"): get(api.flush_cache),
-            ("POST", "/api/v1/response-cache/invalidate"): _deletion(api, error_body),
-            **_classification_routes(api, post),
-        },
-        error_body=error_body,
-    )
-
-
-def _deletion(
-    api: ClassificationApi, error_body: Callable[[int, str, str], bytes]
-) -> exchange.Handler:
-    def handle(client: exchange.Exchange) -> None:
-        try:
-            names = _decode_entries(client.request.body).keys
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            client.respond(400, error_body(400, str(error), client.request.path))
-            return
-        tenant = service.tenant_of(client.request.headers)
-        client.respond(200, msgspec.json.encode(api.delete_entries(names, tenant)))
-
-    return handle
-
-
-def _classification_routes(
-    api: ClassificationApi, post: Callable[..., exchange.Handler]
-) -> dict[tuple[str, str], exchange.Handler]:
-    def for_text(task: Task, answer: Callable[..., Any]) -> exchange.Handler:
-        def decode(body: bytes) -> Any:
-            request = _decode_text(body)
-            return [request.text], task, request
-
-        return post(decode, answer)
-
-    def decode_batch(body: bytes) -> Any:
-        request = _decode_texts(body)
-        api.check_batch(request)
-        return request.texts, request.task_type, request
-
-    return {
-        ("POST", "/api/v1/classify/intent"): for_text(
-            "intent", lambda request, c: api.classify_intent(request.text, request.options, c)
-        ),
-        ("POST", "/api/v1/classify/combined"): for_text(
-            "all", lambda request, c: api.classify_combined(request.text, request.options, c)
-        ),
-        ("POST", "/api/v1/classify/pii"): for_text(
-            "pii", lambda request, c: api.classify_pii(request.text, c)
-        ),
-        ("POST", "/api/v1/classify/security"): for_text(
-            "security", lambda request, c: api.classify_security(request.text, c)
-        ),
-        ("POST", "/api/v1/classify/batch"): post(decode_batch, api.classify_batch),
+    routes: dict[tuple[str, str], exchange.Handler] = {
+        ("POST", "/api/v1/classify/intent"): classify("intent", api.classify_intent),
+        ("POST", "/api/v1/classify/pii"): classify("pii", api.classify_pii),
+        ("POST", "/api/v1/classify/security"): classify("security", api.classify_security),
+        ("POST", "/api/v1/classify/combined"): classify("all", api.classify_combined),
+        ("POST", "/api/v1/classify/batch"): post(api.answer_batch),
+        ("GET", "/api/v1/response-cache/stats"): _show(api.describe_cache),
+        ("POST", "/api/v1/response-cache/flush"): _show(api.flush_cache),
+        ("POST", "/api/v1/response-cache/invalidate"): post(api.answer_deletion),
+        ("GET", "/config/classification"): _show(api.describe_config),
+        ("GET", "/info/classifier"): _show(api.describe_classifier),
+        ("GET", "/info/models"): _show(api.describe_models),
+        ("GET", "/v1/models"): list_models,
+        ("GET", "/health"): _show(lambda: {"status": "healthy", "service": _NAME}),
     }
+    index = {"service": _NAME, "endpoints": [" ".join(route) for route in routes]}
+    routes["GET", "/api/v1"] = _show(lambda: index)
+    return exchange.HttpRouter(routes, error_body=error_body)
+
+
+def _show(describe: Callable[[], Any]) -> exchange.Handler:
+    return lambda client: client.respond(200, msgspec.json.encode(describe()))
+
+
+async def _respond(
+    answer: Answer, error_body: exchange.ErrorBody, client: exchange.Exchange
+) -> None:
+    """Respond with an answer, or say what is wrong with the request."""
+    try:
+        result = await answer(client)
+    except (msgspec.DecodeError, UnicodeDecodeError, errors.InvalidRequest) as error:
+        client.respond(400, error_body(400, str(error), client.request.path))
+    except errors.Unavailable as error:
+        client.respond(503, error_body(503, str(error), client.request.path))
+    else:
+        client.respond(200, msgspec.json.encode(result))
 
 
 def _error_body(clock: clocks.Clock, status: int, message: str, path: str) -> bytes:
