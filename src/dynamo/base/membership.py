@@ -127,22 +127,21 @@ class CredentialFiles:
         self,
         read_files: Callable[["CredentialFiles"], Credentials],
         paths: Sequence[str | None],
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises ConfigError if the files cannot be used."""
-        self._read_files, self._paths, self._now = read_files, paths, now
+        self._read_files, self._paths = read_files, paths
         self._lock = threading.Lock()
         self._stamp = stamp_files(paths)
         self._latest = read_files(self)
-        self._next_check_at = now() + CHECK_S
+        self._next_check_at = time.monotonic() + CHECK_S
         # why the files as they are now cannot be used, and the former ones are
         self.problem: str | None = None
 
     def current(self) -> Credentials:
         """Return the credentials; looks at the files at most every `CHECK_S` seconds."""
         with self._lock:
-            if self._now() >= self._next_check_at:
-                self._next_check_at = self._now() + CHECK_S
+            if time.monotonic() >= self._next_check_at:
+                self._next_check_at = time.monotonic() + CHECK_S
                 stamp = stamp_files(self._paths)
                 if stamp != self._stamp:
                     try:

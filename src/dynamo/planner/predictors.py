@@ -119,20 +119,15 @@ def _autoregression(series: Sequence[float]) -> list[float]:
     return best
 
 
+_LEVEL_VARIANCE, _TREND_VARIANCE, _NOISE_VARIANCE = 1.0, 0.1, 10.0
+
+
 class KalmanPredictor:
     """A level and a trend, each a random walk, seen through noise."""
 
     basis: object = None
 
-    def __init__(
-        self,
-        window: int = DEFAULT_WINDOW,
-        *,
-        level_variance: float = 1.0,
-        trend_variance: float = 0.1,
-        noise_variance: float = 10.0,
-    ) -> None:
-        self._variances = (level_variance, trend_variance, noise_variance)
+    def __init__(self, window: int = DEFAULT_WINDOW) -> None:
         self._level = self._trend = 0.0
         self._covariance = (1e3, 0.0, 1e3)  # level, both, trend
         self._num_points = 0
@@ -143,15 +138,14 @@ class KalmanPredictor:
         if self._num_points == 1:
             self._level = value
             return
-        level_variance, trend_variance, noise_variance = self._variances
         level_cov, cross_cov, trend_cov = self._covariance
         level_cov, cross_cov = (
-            level_cov + 2 * cross_cov + trend_cov + level_variance,
+            level_cov + 2 * cross_cov + trend_cov + _LEVEL_VARIANCE,
             cross_cov + trend_cov,
         )
-        trend_cov += trend_variance
+        trend_cov += _TREND_VARIANCE
         surprise = value - (self._level + self._trend)
-        total = level_cov + noise_variance
+        total = level_cov + _NOISE_VARIANCE
         level_gain, trend_gain = level_cov / total, cross_cov / total
         self._level += self._trend + level_gain * surprise
         self._trend += trend_gain * surprise

@@ -55,13 +55,11 @@ class ListenAddress:
             host, port if ports is None else ports.first + port - self.ports.first
         )
 
-    def listen(self, *, backlog: int | None = None) -> socket.socket:
+    def listen(self) -> socket.socket:
         """Return a socket that listens on the first free port. Raises ConfigError."""
         try:
             family, number = addresses.resolve(self.host)
-            return self.ports.bind(
-                lambda port: socket.create_server((number, port), family=family, backlog=backlog)
-            )
+            return self.ports.bind(lambda port: socket.create_server((number, port), family=family))
         except OSError as error:
             raise self.refusal(error) from error
 

@@ -13,7 +13,6 @@ class Signals:
     """What is known of the last user text."""
 
     keyword_rule: str | None = None
-    matched_keywords: tuple[str, ...] = ()
     embedding_rule: str | None = None
     embedding_score: float = 0.0
     missing_embedding: str = ""  # why no rule by embedding could hold
@@ -36,38 +35,31 @@ class KeywordMatcher:
 
     def __init__(self, rules: Iterable[config.KeywordRule]) -> None:
         self._rules = [
-            (rule, [_Keyword(word, rule) for word in rule.keywords if word]) for rule in rules
+            (rule, [_compile_keyword(word, rule) for word in rule.keywords if word])
+            for rule in rules
         ]
 
-    def match(self, text: str) -> tuple[str | None, tuple[str, ...]]:
-        """Return the name of the first rule that holds, and its keywords that were found."""
+    def match(self, text: str) -> str | None:
+        """Return the name of the first rule that holds; None if none does."""
         lowered = text.lower()
         for rule, keywords in self._rules:
             subject = text if rule.case_sensitive else lowered
-            matches = [keyword.word for keyword in keywords if keyword.is_in(subject)]
-            holds = {
-                "OR": bool(matches),
-                "AND": bool(keywords) and len(matches) == len(keywords),
-                "NOR": bool(keywords) and not matches,
-            }
-            if holds[rule.operator]:
-                return rule.name, tuple(matches)
-        return None, ()
+            matches = [
+                literal in subject and pattern.search(subject) is not None
+                for literal, pattern in keywords
+            ]
+            holds = {"OR": any(matches), "AND": all(matches), "NOR": not any(matches)}
+            if matches and holds[rule.operator]:
+                return rule.name
+        return None
 
 
-class _Keyword:
-    """A keyword, between word boundaries where it has word characters at its ends."""
-
-    def __init__(self, word: str, rule: config.KeywordRule) -> None:
-        self.word = word
-        self._literal = word if rule.case_sensitive else word.lower()
-        start = r"\b" if re.match(r"\w", word) else ""
-        end = r"\b" if re.search(r"\w\Z", word) else ""
-        self._pattern = re.compile(start + re.escape(self._literal) + end)
-
-    def is_in(self, subject: str) -> bool:
-        """Return whether the keyword stands in a text, which is in lower case unless its rule minds the case."""
-        return self._literal in subject and self._pattern.search(subject) is not None
+def _compile_keyword(word: str, rule: config.KeywordRule) -> tuple[str, re.Pattern[str]]:
+    """Return a keyword, and what finds it between word boundaries where it has word characters at its ends."""
+    literal = word if rule.case_sensitive else word.lower()
+    start = r"\b" if re.match(r"\w", word) else ""
+    end = r"\b" if re.search(r"\w\Z", word) else ""
+    return literal, re.compile(start + re.escape(literal) + end)
 
 
 class DecisionTable:

@@ -182,13 +182,11 @@ class SemanticRouter:
     ) -> decisions.Signals:
         """Return the signals of a text; the domain only where a decision asks for it."""
         classifiers = classifiers or self._classifiers
-        rule, keywords = self._keywords.match(text)
         score = classifiers.classify_domain(text) if self._table.needs_domain else None
         names = frozenset() if score is None else self._table.names_of(score.category)
         similar = self._rules.match(classifiers.embed(text)) if text else similarity.RuleMatch()
         return decisions.Signals(
-            keyword_rule=rule,
-            matched_keywords=keywords,
+            keyword_rule=self._keywords.match(text),
             embedding_rule=similar.rule,
             embedding_score=similar.score,
             missing_embedding=similar.missing,

@@ -17,9 +17,7 @@ TRACE_LOAD = 0.5  # of these workers, on average
 _STEP_FACTOR, _STEP_S = 3.0, 300.0
 
 
-def sinusoidal(
-    *, seed: int, duration_s: float = 600.0, isl: int = 3000, osl: int = 150, begin: float = 0.0
-) -> list[Request]:
+def sinusoidal(*, seed: int, duration_s: float = 600.0, begin: float = 0.0) -> list[Request]:
     """Return Poisson arrivals of 12.5 + 7.5 sin(2 pi t / 150) requests a second, by thinning."""
     draw = random.Random(seed)
     requests: list[Request] = []
@@ -30,7 +28,7 @@ def sinusoidal(
             return requests
         rate = 12.5 + 7.5 * math.sin(2 * math.pi * at / 150)
         if draw.random() < rate / 20.0:
-            requests.append(Request(at=begin + at, num_prompt=isl, num_output=osl))
+            requests.append(Request(at=begin + at, num_prompt=3000, num_output=150))
 
 
 def idle(*, seed: int) -> list[Request]:
@@ -91,14 +89,8 @@ def _read_azure(path: Path, limit: int | None) -> list[Request]:
     return requests
 
 
-def scale_to_load(
-    requests: Sequence[Request],
-    times: StepTimes,
-    *,
-    load: float = TRACE_LOAD,
-    num_workers: int = NUM_TRACE_WORKERS,
-) -> list[Request]:
-    """Scale the times so that the mean work is a share of what some workers can do.
+def scale_to_load(requests: Sequence[Request], times: StepTimes) -> list[Request]:
+    """Scale the times so that the mean work is half of what eight workers can do.
 
     The work of a request is its prefill, without what an unlimited cache would hold, and its share of decode steps with
     half of the KV cache in use.
@@ -114,7 +106,7 @@ def scale_to_load(
         for r, new in zip(requests, num_new, strict=True)
     )
     begin = requests[0].at
-    factor = work_s / (load * num_workers) / (requests[-1].at - begin)
+    factor = work_s / (TRACE_LOAD * NUM_TRACE_WORKERS) / (requests[-1].at - begin)
     return [replace(request, at=(request.at - begin) * factor) for request in requests]
 
 

@@ -19,6 +19,7 @@ from dynamo.simulate.plan_worker import StepTimes
 
 NAMES = ("fixed", "hpa", "load", "sla", "predictive", "best-fixed", "oracle")
 _MOST_DECODE = 4  # of the fixed splits that are tried
+_LEAST_ATTAINMENT = 0.95  # with which a fixed number of workers holds the targets
 _CONTEXTS = (256, 1024, 3072, 8192, 16384)
 
 
@@ -125,7 +126,7 @@ def split_name(replicas: observation.Replicas) -> str:
     return f"{replicas.prefill}p{replicas.decode}d" if replicas.prefill else f"{replicas.decode}"
 
 
-def find_best_fixed(scenario: PlanScenario, least_attainment: float = 0.95) -> observation.Replicas:
+def find_best_fixed(scenario: PlanScenario) -> observation.Replicas:
     """Return the smallest fixed number of workers that holds the targets, in hindsight; else the best there is."""
     best, best_attainment = observation.Replicas(0, 1), -1.0
     for total in range(1, scenario.max_gpus + 1):
@@ -134,6 +135,6 @@ def find_best_fixed(scenario: PlanScenario, least_attainment: float = 0.95) -> o
             attainment = run_fixed(scenario, replicas).attainment
             if attainment > best_attainment:
                 best, best_attainment = replicas, attainment
-        if best_attainment >= least_attainment:
+        if best_attainment >= _LEAST_ATTAINMENT:
             break
     return best

@@ -73,7 +73,7 @@ def test_configured_category_stands_for_those_of_the_classifier():
 
 def match_keywords(text, **rule):
     rules = [config.KeywordRule(name="r", **rule)]
-    return decisions.KeywordMatcher(rules).match(text)[0]
+    return decisions.KeywordMatcher(rules).match(text)
 
 
 def test_keywords_match_whole_words_unless_they_end_in_signs():

@@ -68,13 +68,10 @@ class PageOptions(NamedTuple):
 class BatchJournal:
     """The files and batches in one folder, which is made when the first file comes."""
 
-    def __init__(
-        self, folder: Path, *, max_bytes: int, wall: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
         """Keep at most `max_bytes` of files together."""
         self.folder = folder
         self._max_bytes = max_bytes
-        self._wall = wall
 
     @property
     def exists(self) -> bool:
@@ -127,11 +124,31 @@ class BatchJournal:
         *,
         tenant: str,
         filename: str,
-        purpose: lines.Purpose = "batch",
         kept_s: int = lines.KEPT_S,
     ) -> lines.FileObject:
         """Keep a complete partial file. Raises InvalidRequest if all files together become too large."""
-        now = int(self._wall())
+        with self._exclusive() as database:
+            (sum_bytes,) = database.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
+            sum_bytes += partial.stat().st_size
+            if sum_bytes > self._max_bytes:
+                raise errors.InvalidRequest(
+                    f"expected at most {self._max_bytes} bytes of files together, got {sum_bytes}: "
+                    "delete files, or raise --files-limit-gb",
+                    param="file",
+                )
+            return self._insert_file(database, partial, tenant, filename, "batch", kept_s)
+
+    def _insert_file(
+        self,
+        database: sqlite3.Connection,
+        partial: Path,
+        tenant: str,
+        filename: str,
+        purpose: lines.Purpose,
+        kept_s: int,
+    ) -> lines.FileObject:
+        """Keep a complete partial file from now on, for `kept_s` seconds."""
+        now = int(time.time())
         kept = lines.FileObject(
             id=f"file-{secrets.token_hex(12)}",
             bytes=partial.stat().st_size,
@@ -140,25 +157,12 @@ class BatchJournal:
             filename=filename,
             purpose=purpose,
         )
-        with self._exclusive() as database:
-            (sum_bytes,) = database.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
-            if purpose == "batch" and sum_bytes + kept.bytes > self._max_bytes:
-                raise errors.InvalidRequest(
-                    f"expected at most {self._max_bytes} bytes of files together, got {sum_bytes + kept.bytes}: "
-                    "delete files, or raise --files-limit-gb",
-                    param="file",
-                )
-            partial.rename(self._content(kept.id))
-            self._insert_file(database, kept, tenant)
-        return kept
-
-    def _insert_file(
-        self, database: sqlite3.Connection, kept: lines.FileObject, tenant: str
-    ) -> None:
+        partial.rename(self._content(kept.id))
         database.execute(
             "INSERT INTO files (id, tenant, purpose, bytes, expires_at, json) VALUES (?, ?, ?, ?, ?, ?)",
             (kept.id, tenant, kept.purpose, kept.bytes, kept.expires_at, _encode(kept)),
         )
+        return kept
 
     def _content(self, file_id: str) -> Path:
         return self.folder / "content" / file_id
@@ -210,7 +214,7 @@ class BatchJournal:
                 f"input_file_id: expected a file of the purpose batch, got {source.purpose}",
                 param="input_file_id",
             )
-        now = int(self._wall())
+        now = int(time.time())
         batch = lines.Batch(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=asked.endpoint,
@@ -262,7 +266,7 @@ class BatchJournal:
                 raise errors.Conflict(f"the batch is {batch.status}: there is nothing to cancel")
             if batch.status in ("cancelling", "finalizing"):
                 return batch
-            return batch.with_status("cancelling", self._wall())
+            return batch.with_status("cancelling", time.time())
 
         return self._with_counts(self._change(batch_id, cancel))
 
@@ -286,10 +290,10 @@ class BatchJournal:
                 return current
             if wrong:
                 return current.with_status(
-                    "failed", self._wall(), errors=lines.LineErrors(data=wrong)
+                    "failed", time.time(), errors=lines.LineErrors(data=wrong)
                 )
             counts = lines.RequestCounts(total=check.num_lines)
-            return current.with_status("in_progress", self._wall(), request_counts=counts)
+            return current.with_status("in_progress", time.time(), request_counts=counts)
 
         return self._change(batch_id, begin)
 
@@ -327,7 +331,7 @@ class BatchJournal:
         if (
             status == "completed"
         ):  # what is cancelled or expired keeps its reason, if this process dies here
-            self._change(batch_id, lambda batch: batch.with_status("finalizing", self._wall()))
+            self._change(batch_id, lambda batch: batch.with_status("finalizing", time.time()))
         written = [self._write_answers(batch_id, is_error) for is_error in (False, True)]
         with self._exclusive() as database:
             row, tenant, kept_s = database.execute(
@@ -337,22 +341,13 @@ class BatchJournal:
             ids: list[str | None] = []
             for name, partial in zip(("output", "errors"), written, strict=True):
                 ids.append(None)
-                if partial is None:
-                    continue
-                now = int(self._wall())
-                kept = lines.FileObject(
-                    id=f"file-{secrets.token_hex(12)}",
-                    bytes=partial.stat().st_size,
-                    created_at=now,
-                    expires_at=now + kept_s,
-                    filename=f"{batch_id}_{name}.jsonl",
-                    purpose="batch_output",
-                )
-                partial.rename(self._content(kept.id))
-                self._insert_file(database, kept, tenant)
-                ids[-1] = kept.id
+                if partial is not None:
+                    filename = f"{batch_id}_{name}.jsonl"
+                    ids[-1] = self._insert_file(
+                        database, partial, tenant, filename, "batch_output", kept_s
+                    ).id
             batch = batch.with_status(
-                status, self._wall(), output_file_id=ids[0], error_file_id=ids[1]
+                status, time.time(), output_file_id=ids[0], error_file_id=ids[1]
             )
             self._update(database, batch)
             database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
@@ -377,7 +372,7 @@ class BatchJournal:
 
     def sweep(self) -> None:
         """Delete files and ended batches that have expired, and content that belongs to none."""
-        now = int(self._wall())
+        now = int(time.time())
         with self._exclusive() as database:
             reading = {
                 _decode_batch(row).input_file_id

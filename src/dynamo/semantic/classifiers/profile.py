@@ -46,12 +46,12 @@ WEIGHTS = Path(__file__).with_name("weights")
 class FastProfile:
     """Domain, attacks and personal data, for English text."""
 
-    def __init__(self, weights: Path = WEIGHTS) -> None:
-        paths = [weights / "domain.npz", weights / "attacks.npz"]
+    def __init__(self) -> None:
+        paths = [WEIGHTS / "domain.npz", WEIGHTS / "attacks.npz"]
         lexicon = words.Lexicon([words.read_vocabulary(path) for path in paths])
         self._domain = DomainClassifier(paths[0], lexicon)
         self._attacks = attacks.AttackClassifier(paths[1], lexicon)
-        self._entities = entities.EntityTagger(weights / "entities.npz")
+        self._entities = entities.EntityTagger(WEIGHTS / "entities.npz")
         self.categories = frozenset(self._domain.categories)
 
     def classify_domain(self, text: str) -> DomainScore:

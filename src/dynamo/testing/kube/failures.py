@@ -150,9 +150,9 @@ def success(details: Mapping[str, Any] | None = None) -> Object:
     return {**body, "details": dict(details)} if details is not None else body
 
 
-def expired(message: str, details: Mapping[str, Any] | None = None) -> ApiError:
+def expired(message: str) -> ApiError:
     """Return the answer for a resource version that is no longer kept."""
-    return ApiError(410, "Expired", message, details)
+    return ApiError(410, "Expired", message)
 
 
 def internal(message: str) -> ApiError:

@@ -57,11 +57,6 @@ def timestamp() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def random_suffix(length: int = 5) -> str:
-    """Return random lower-case characters for the end of a name."""
-    return "".join(secrets.choice(_RANDOM) for _ in range(length))
-
-
 def check_types(body: Object, resource: "resources.ApiResource") -> None:
     """Refuse metadata that cannot be decoded. Raises ApiError (400)."""
     metadata = body.get("metadata")
@@ -102,7 +97,8 @@ def for_create(body: Object, resource: "resources.ApiResource", namespace: str) 
         if given_metadata.get(name) not in (None, {}, [], "")
     }
     if "name" not in metadata and "generateName" in metadata:
-        metadata["name"] = metadata["generateName"][:_MAX_GENERATED] + random_suffix()
+        suffix = "".join(secrets.choice(_RANDOM) for _ in range(5))
+        metadata["name"] = metadata["generateName"][:_MAX_GENERATED] + suffix
     if resource.is_namespaced:
         metadata["namespace"] = namespace
     metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}

@@ -248,23 +248,10 @@ class KubernetesConnection:
             return False
         return True
 
-    async def read_log(
-        self,
-        pod: str,
-        namespace: str | None = None,
-        *,
-        container: str = "",
-        tail_lines: int = 10,
-        previous: bool = False,
-    ) -> str:
-        """Return the last lines that a container wrote; with `previous`, those before its last restart."""
+    async def read_log(self, pod: str, namespace: str | None = None, *, tail_lines: int) -> str:
+        """Return the last lines that the first container of a pod wrote."""
         path = await self._path("v1", "Pod", namespace, pod, "log")
-        query = _query(
-            container=container,
-            tailLines=str(tail_lines),
-            limitBytes=str(1 << 16),
-            previous="true" if previous else "",
-        )
+        query = _query(tailLines=str(tail_lines), limitBytes=str(1 << 16))
         response = await self._send("GET", path, None, query, _JSON)
         return response.text
 
