@@ -36,7 +36,7 @@ class WriteOptions:
     """The query parameters of a write; `warnings` collects what the client is to be told."""
 
     manager: str = "unknown"
-    user: "rights.User | None" = None  # None: a controller, which may do everything
+    user: rights.User | None = None  # None: a controller, which may do everything
     is_dry_run: bool = False
     is_forced: bool = False
     field_validation: str = "Warn"
@@ -49,7 +49,7 @@ class WriteOptions:
 class WriteAttempt:
     """One write: `item` is None for a deletion, and `old` for a creation."""
 
-    resource: "resources.ApiResource"
+    resource: resources.ApiResource
     operation: str
     item: Object | None
     old: Object | None
@@ -72,10 +72,10 @@ class Admission:
 
     def __init__(
         self,
-        objects: "store.Store",
-        registry: "resources.ResourceRegistry",
-        authority: "rights.Authority",
-        client: "webhooks.WebhookClient",
+        objects: store.Store,
+        registry: resources.ResourceRegistry,
+        authority: rights.Authority,
+        client: webhooks.WebhookClient,
     ) -> None:
         self._objects = objects
         self._registry = registry
@@ -113,7 +113,7 @@ class Admission:
 
     def _select_webhooks(
         self, plural: str, request: WriteAttempt
-    ) -> Iterator[tuple[Object, "resources.ApiResource"]]:
+    ) -> Iterator[tuple[Object, resources.ApiResource]]:
         """Yield the webhooks that a write concerns, and the version of the object that each wants to see."""
         if request.resource.group == GROUP:
             return
@@ -123,9 +123,7 @@ class Admission:
                 if version is not None and self._is_selected(webhook, request):
                     yield webhook, version
 
-    def _match_rules(
-        self, webhook: Object, request: WriteAttempt
-    ) -> "resources.ApiResource | None":
+    def _match_rules(self, webhook: Object, request: WriteAttempt) -> resources.ApiResource | None:
         resource = request.resource
         if _has_rule(webhook, request, resource):
             return resource
@@ -148,9 +146,7 @@ class Admission:
         conditions = webhook.get("matchConditions") or ()
         return all(rules.is_true(entry["expression"], variables) for entry in conditions)
 
-    async def _convert(
-        self, request: WriteAttempt, version: "resources.ApiResource"
-    ) -> WriteAttempt:
+    async def _convert(self, request: WriteAttempt, version: resources.ApiResource) -> WriteAttempt:
         """Return the request with the objects in the version that a webhook wants."""
         if version == request.resource:
             return request
@@ -183,7 +179,7 @@ class Admission:
         return response
 
 
-def _has_rule(webhook: Object, request: WriteAttempt, resource: "resources.ApiResource") -> bool:
+def _has_rule(webhook: Object, request: WriteAttempt, resource: resources.ApiResource) -> bool:
     scope = "Namespaced" if resource.is_namespaced else "Cluster"
     expected = {
         "operations": {request.operation},
@@ -214,7 +210,7 @@ def _make_review(request: WriteAttempt, seen: WriteAttempt) -> Object:
     options, user, metadata = request.options, request.options.user, request.metadata
     subresource = options.subresource
 
-    def describe(resource: "resources.ApiResource", suffix: str = "") -> Object:
+    def describe(resource: resources.ApiResource, suffix: str = "") -> Object:
         kind = {"group": resource.group, "version": resource.version, "kind": resource.kind}
         if subresource == "scale":
             kind = {"group": "autoscaling", "version": "v1", "kind": "Scale"}

@@ -42,7 +42,7 @@ class DeleteOptions:
     uid: str = ""
     resource_version: str = ""
     is_dry_run: bool = False
-    user: "rights.User | None" = None  # None: a controller
+    user: rights.User | None = None  # None: a controller
 
 
 _PLAIN_DELETE = DeleteOptions()
@@ -53,7 +53,7 @@ class Api(writes.ObjectWrites):
 
     async def patch(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         namespace: str,
         name: str,
         media_type: str,
@@ -90,7 +90,7 @@ class Api(writes.ObjectWrites):
 
     async def merge(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         item: Object,
         change: Object,
         subresource: str = "",
@@ -103,7 +103,7 @@ class Api(writes.ObjectWrites):
         await self.patch(resource, home, meta["name"], MERGE_PATCH, change, options)
 
     def _patched(
-        self, resource: "resources.ApiResource", old: Object, media_type: str, patch: Any
+        self, resource: resources.ApiResource, old: Object, media_type: str, patch: Any
     ) -> Object:
         if media_type == JSON_PATCH:
             if len(patch) > patches.MAX_OPERATIONS:
@@ -124,7 +124,7 @@ class Api(writes.ObjectWrites):
 
     async def _apply(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         namespace: str,
         name: str,
         config: Any,
@@ -175,7 +175,7 @@ class Api(writes.ObjectWrites):
         return await self._create_applied(resource, namespace, body, applied.entries, options), True
 
     def _restrict_config(
-        self, resource: "resources.ApiResource", config: Object, options: WriteOptions
+        self, resource: resources.ApiResource, config: Object, options: WriteOptions
     ) -> Object:
         """Drop what an apply through this path may not set, so that it is not owned either."""
         config = self.prune(resource, config, options)
@@ -192,7 +192,7 @@ class Api(writes.ObjectWrites):
 
     async def _create_applied(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         namespace: str,
         body: Object,
         entries: Sequence[Object],
@@ -224,7 +224,7 @@ class Api(writes.ObjectWrites):
 
     async def delete(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         namespace: str,
         name: str,
         options: DeleteOptions = _PLAIN_DELETE,
@@ -255,7 +255,7 @@ class Api(writes.ObjectWrites):
         return (await self.present(resource, [item]))[0], False
 
     async def _admit_deletion(
-        self, resource: "resources.ApiResource", old: Object, options: DeleteOptions
+        self, resource: resources.ApiResource, old: Object, options: DeleteOptions
     ) -> None:
         """Ask admission for a deletion. Raises ApiError."""
         request = admission.WriteAttempt(
@@ -269,7 +269,7 @@ class Api(writes.ObjectWrites):
         await self._admission.validate(request)
 
     def _check_preconditions(
-        self, resource: "resources.ApiResource", old: Object, options: DeleteOptions
+        self, resource: resources.ApiResource, old: Object, options: DeleteOptions
     ) -> None:
         meta, name = old["metadata"], old["metadata"]["name"]
         if resource.key == ("", "namespaces") and name in _LASTING:
@@ -291,7 +291,7 @@ class Api(writes.ObjectWrites):
             raise failures.conflict(resource, name, text)
 
 
-def _refuse_unknown(resource: "resources.ApiResource", body: Object, shown: Object) -> None:
+def _refuse_unknown(resource: resources.ApiResource, body: Object, shown: Object) -> None:
     """Refuse an object that a patch gave unknown fields. Raises ApiError (422)."""
     unknown = writes.find_unknown(resource, body)[1]
     if unknown:
@@ -300,7 +300,7 @@ def _refuse_unknown(resource: "resources.ApiResource", body: Object, shown: Obje
         raise failures.invalid("", "", [error])
 
 
-def _deletion_finalizers(resource: "resources.ApiResource", meta: Object, policy: str) -> list[str]:
+def _deletion_finalizers(resource: resources.ApiResource, meta: Object, policy: str) -> list[str]:
     finalizers = [
         name
         for name in meta.get("finalizers") or ()
@@ -328,7 +328,7 @@ def _mark_deleted(meta: Object, finalizers: Sequence[str], grace_s: int) -> None
     meta["deletionGracePeriodSeconds"] = grace_s
 
 
-def _grace(resource: "resources.ApiResource", item: Object, options: DeleteOptions) -> int:
+def _grace(resource: resources.ApiResource, item: Object, options: DeleteOptions) -> int:
     if resource.key != ("", "pods") or not item.get("spec", {}).get("nodeName"):
         return 0
     if (item.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
@@ -338,7 +338,7 @@ def _grace(resource: "resources.ApiResource", item: Object, options: DeleteOptio
     return int(item["spec"].get("terminationGracePeriodSeconds", 30))
 
 
-def unsupported_media_type(resource: "resources.ApiResource") -> failures.ApiError:
+def unsupported_media_type(resource: resources.ApiResource) -> failures.ApiError:
     """Return the refusal of a patch in a form that the resource does not take."""
     types = [JSON_PATCH, MERGE_PATCH, APPLY_PATCH]
     if not resource.is_custom:

@@ -123,7 +123,7 @@ class PodMetrics:
     """The metrics API. `processes_of` returns the first process of each running container of a pod."""
 
     def __init__(
-        self, served: "api.Api", processes_of: Callable[[Object], dict[str, int]], clock: clocks.Clock
+        self, served: api.Api, processes_of: Callable[[Object], dict[str, int]], clock: clocks.Clock
     ) -> None:  # fmt: skip
         served.registry.define({"spec": _DEFINITION})
         self._store = served.store
@@ -214,7 +214,7 @@ class Autoscalers(workloads.Workload):
     group = "autoscaling"
     version = "v2"
 
-    def __init__(self, served: "api.Api", metrics: PodMetrics, clock: clocks.Clock) -> None:
+    def __init__(self, served: api.Api, metrics: PodMetrics, clock: clocks.Clock) -> None:
         super().__init__(served)
         self._metrics = metrics
         self._clock = clock

@@ -19,7 +19,7 @@ _MAX_DATA_BYTES = 2**20
 
 
 def check(
-    resource: "resources.ApiResource", item: Object, old: Object | None
+    resource: resources.ApiResource, item: Object, old: Object | None
 ) -> Iterator[failures.FieldError]:
     """Yield the mistakes of a built-in object that are checked here; not all that a real server checks."""
     spec = item.get("spec") or {}

@@ -44,7 +44,7 @@ def timestamp_after(seconds: float) -> str:
 
 
 def complete(
-    resource: "resources.ApiResource", item: Object, old: Object | None, objects: "store.Store"
+    resource: resources.ApiResource, item: Object, old: Object | None, objects: store.Store
 ) -> Object:
     """Return a built-in object with its defaults and allocated values."""
     item = json.loads(json.dumps(item))
@@ -105,7 +105,7 @@ def _fill_container(container: Object) -> None:
             _fill(reference, {"apiVersion": "v1"})
 
 
-def _fill_pod(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_pod(item: Object, old: Object | None, objects: store.Store) -> None:
     spec = item.setdefault("spec", {})
     fill_pod_spec(spec)
     _fill(
@@ -149,7 +149,7 @@ def _fill_template(item: Object) -> Object:
     return spec
 
 
-def _fill_deployment(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_deployment(item: Object, old: Object | None, objects: store.Store) -> None:
     spec = _fill_template(item)
     _fill(
         spec,
@@ -162,12 +162,12 @@ def _fill_deployment(item: Object, old: Object | None, objects: "store.Store") -
     _fill(item, {"status": {}})
 
 
-def _fill_replica_set(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_replica_set(item: Object, old: Object | None, objects: store.Store) -> None:
     _fill(_fill_template(item), {"replicas": 1})
     _fill(item, {"status": {"replicas": 0}})
 
 
-def _fill_stateful_set(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_stateful_set(item: Object, old: Object | None, objects: store.Store) -> None:
     spec = _fill_template(item)
     strategy = {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}}
     retention = {"whenDeleted": "Retain", "whenScaled": "Retain"}
@@ -178,7 +178,7 @@ def _fill_stateful_set(item: Object, old: Object | None, objects: "store.Store")
     _fill(item, {"status": {"replicas": 0, "availableReplicas": 0}})
 
 
-def _fill_job(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_job(item: Object, old: Object | None, objects: store.Store) -> None:
     spec = _fill_template(item)
     _fill(
         spec,
@@ -200,7 +200,7 @@ def _fill_job(item: Object, old: Object | None, objects: "store.Store") -> None:
     _fill(item, {"status": {}})
 
 
-def _fill_service(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_service(item: Object, old: Object | None, objects: store.Store) -> None:
     spec = item.setdefault("spec", {})
     _fill(
         spec, {"type": "ClusterIP", "sessionAffinity": "None", "internalTrafficPolicy": "Cluster"}
@@ -219,11 +219,11 @@ def _fill_service(item: Object, old: Object | None, objects: "store.Store") -> N
     _fill(spec, {"ipFamilies": ["IPv4"], "ipFamilyPolicy": "SingleStack"})
 
 
-def _services(objects: "store.Store") -> list[Object]:
+def _services(objects: store.Store) -> list[Object]:
     return [service["spec"] for service in objects.list_items(("", "services"))]
 
 
-def _free_cluster_ip(objects: "store.Store") -> str:
+def _free_cluster_ip(objects: store.Store) -> str:
     used = {spec.get("clusterIP") for spec in _services(objects)}
     while True:
         address = str(_SERVICE_NETWORK[secrets.randbelow(_SERVICE_NETWORK.num_addresses - 2) + 1])
@@ -231,12 +231,12 @@ def _free_cluster_ip(objects: "store.Store") -> str:
             return address
 
 
-def _free_node_port(objects: "store.Store") -> int:
+def _free_node_port(objects: store.Store) -> int:
     used = {port.get("nodePort") for spec in _services(objects) for port in spec.get("ports") or ()}
     return next(port for port in range(_FIRST_NODE_PORT, _LAST_NODE_PORT + 1) if port not in used)
 
 
-def _fill_secret(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_secret(item: Object, old: Object | None, objects: store.Store) -> None:
     texts = item.pop("stringData", None) or {}
     encoded = {name: base64.b64encode(text.encode()).decode() for name, text in texts.items()}
     if encoded:
@@ -244,13 +244,13 @@ def _fill_secret(item: Object, old: Object | None, objects: "store.Store") -> No
     _fill(item, {"type": "Opaque"})
 
 
-def _fill_namespace(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_namespace(item: Object, old: Object | None, objects: store.Store) -> None:
     name = item["metadata"].get("name", "")
     item["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = name
     _fill(item, {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}})
 
 
-def _fill_claim(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_claim(item: Object, old: Object | None, objects: store.Store) -> None:
     spec = item.setdefault("spec", {})
     _fill(spec, {"volumeMode": "Filesystem"})
     requests = (spec.get("resources") or {}).get("requests") or {}
@@ -262,7 +262,7 @@ def _fill_claim(item: Object, old: Object | None, objects: "store.Store") -> Non
             finalizers.append("kubernetes.io/pvc-protection")
 
 
-def _fill_definition(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_definition(item: Object, old: Object | None, objects: store.Store) -> None:
     spec = item.get("spec") or {}
     _fill(spec, {"conversion": {"strategy": "None"}})
     names = spec.get("names") or {}
@@ -283,16 +283,16 @@ def _fill_definition(item: Object, old: Object | None, objects: "store.Store") -
             item["status"]["storedVersions"] = list(dict.fromkeys([*stored, *current]))
 
 
-def _fill_autoscaler(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_autoscaler(item: Object, old: Object | None, objects: store.Store) -> None:
     _fill(item.setdefault("spec", {}), {"minReplicas": 1})
     _fill(item, {"status": {"desiredReplicas": 0, "currentMetrics": None}})
 
 
-def _fill_status(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_status(item: Object, old: Object | None, objects: store.Store) -> None:
     _fill(item, {"status": {"loadBalancer": {}}})
 
 
-def _fill_webhooks(item: Object, old: Object | None, objects: "store.Store") -> None:
+def _fill_webhooks(item: Object, old: Object | None, objects: store.Store) -> None:
     webhooks.fill_configuration(item)
 
 

@@ -110,7 +110,7 @@ class ApiCall:
         text = json.dumps(body, indent=2) if is_pretty else json.dumps(body, separators=(",", ":"))
         self.exchange.respond(status, text.encode(), headers=headers)
 
-    def decode(self, resource: "resources.ApiResource") -> Any:
+    def decode(self, resource: resources.ApiResource) -> Any:
         """Return the body. Raises ApiError (400, 415)."""
         media_type, body = self.media_type, self.request.body
         if media_type == protobuf.MEDIA_TYPE:
@@ -137,7 +137,7 @@ class ApiCall:
             text = f"error decoding YAML: error converting YAML to JSON: {mistake}"
         raise failures.bad_request(text)
 
-    def unrecognized(self, resource: "resources.ApiResource", mistake: str) -> "failures.ApiError":
+    def unrecognized(self, resource: resources.ApiResource, mistake: str) -> failures.ApiError:
         """Return the refusal of a body that is no object, with the begin of the body."""
         body = self.request.body
         shown = body[:30].decode("utf-8", "replace") if body[:1] == b"{" else body[:30].hex()

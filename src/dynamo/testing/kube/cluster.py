@@ -41,8 +41,8 @@ class Cluster:
 
     def __init__(
         self,
-        served: "api.Api",
-        front: "http_front.HttpFront",
+        served: api.Api,
+        front: http_front.HttpFront,
         url: str,
         certificate: bytes,
         token: str,
@@ -85,7 +85,7 @@ class Cluster:
 
 
 async def _listen(
-    served: "api.Api", authority: "rights.Authority", token: str, host: str, port: int
+    served: api.Api, authority: rights.Authority, token: str, host: str, port: int
 ) -> Cluster:
     """Serve the API at an address, by TLS. Raises ConfigError."""
     made = await tls.make_certificate([host])
@@ -161,7 +161,7 @@ async def _open_node(
     stack: contextlib.AsyncExitStack,
     running: tasks.Tasks,
     cluster: Cluster,
-    authority: "rights.Authority",
+    authority: rights.Authority,
     backoff_s: float,
     pod_path: str,
 ) -> kubelet.Kubelet:

@@ -20,7 +20,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 10.0
 class Controller(Protocol):
     """One control loop."""
 
-    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+    def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Return the keys that a change concerns."""
         ...
 
@@ -34,7 +34,7 @@ class ControllerLoop:
 
     def __init__(
         self,
-        objects: "store.Store",
+        objects: store.Store,
         controllers: Iterable[Controller],
         clock: clocks.Clock,
     ) -> None:
@@ -48,7 +48,7 @@ class ControllerLoop:
         """Run one more controller from now on."""
         self._controllers = (*self._controllers, controller)
 
-    def _on_change(self, change: "store.Change") -> None:
+    def _on_change(self, change: store.Change) -> None:
         for controller in self._controllers:
             for key in controller.keys_of(change):
                 self._queue.add((controller, key))

@@ -12,7 +12,7 @@ TABLE = ("apiextensions.k8s.io", "customresourcedefinitions")
 class Definitions:
     """Keeps the registry in step with the definitions in the store."""
 
-    def __init__(self, served: "api.Api") -> None:
+    def __init__(self, served: api.Api) -> None:
         self._api = served
         self._resource = served.registry.require(*TABLE)
 
@@ -22,7 +22,7 @@ class Definitions:
             await self._api.create(self._resource, "", body)
             await self.reconcile(body["metadata"]["name"])
 
-    def on_change(self, change: "store.Change") -> None:
+    def on_change(self, change: store.Change) -> None:
         """Serve what a change defines; for the store."""
         if change.table != TABLE:
             return
@@ -32,7 +32,7 @@ class Definitions:
         elif pods.has_condition(change.item, "Established"):
             self._api.registry.define(change.item)
 
-    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+    def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Return the definition that changed, or that of an object that is gone."""
         if change.table == TABLE:
             return (change.item["metadata"]["name"],)

@@ -22,10 +22,10 @@ _POD_SUBRESOURCES = {"log": ["get"], "exec": ["create", "get"], "portforward": [
 class DiscoveryDocuments:
     """The documents about one registry of resources."""
 
-    def __init__(self, registry: "resources.ResourceRegistry") -> None:
+    def __init__(self, registry: resources.ResourceRegistry) -> None:
         self._registry = registry
 
-    def answer(self, call: "calls.ApiCall", host: str) -> bool:
+    def answer(self, call: calls.ApiCall, host: str) -> bool:
         """Answer a request for a document; return False if there is none at this path."""
         parts = [part for part in call.request.path.split("/") if part]
         if parts[:2] == ["openapi", "v3"]:
@@ -41,7 +41,7 @@ class DiscoveryDocuments:
             call.respond(200, document)
         return document is not None
 
-    def _groups(self) -> dict[str, dict[str, list["resources.ApiResource"]]]:
+    def _groups(self) -> dict[str, dict[str, list[resources.ApiResource]]]:
         groups: dict[str, dict[str, list[resources.ApiResource]]] = {}
         for resource in self._registry:
             groups.setdefault(resource.group, {}).setdefault(resource.version, []).append(resource)
@@ -68,7 +68,7 @@ class DiscoveryDocuments:
             return _resource_list(f"{parts[1]}/{parts[2]}", groups[parts[1]][parts[2]])
         return None
 
-    def _answer_aggregated(self, call: "calls.ApiCall", *, is_core: bool) -> None:
+    def _answer_aggregated(self, call: calls.ApiCall, *, is_core: bool) -> None:
         items = [
             {
                 "metadata": {"name": group} if group else {},
@@ -98,7 +98,7 @@ class DiscoveryDocuments:
         else:
             call.exchange.respond(200, content, content_type=_AGGREGATED, headers=headers)
 
-    def _answer_openapi(self, call: "calls.ApiCall", path: str) -> bool:
+    def _answer_openapi(self, call: calls.ApiCall, path: str) -> bool:
         documents = {
             f"apis/{group}/{version}" if group else f"api/{version}": findings
             for group, versions in self._groups().items()
@@ -137,7 +137,7 @@ def _group(name: str, versions: list[str]) -> Object:
     return {"name": name, "versions": listed, "preferredVersion": listed[0]}
 
 
-def _subresources(resource: "resources.ApiResource") -> list[tuple[str, list[str], Object]]:
+def _subresources(resource: resources.ApiResource) -> list[tuple[str, list[str], Object]]:
     own = {"group": resource.group, "version": resource.version, "kind": resource.kind}
     findings = [("status", _SUBRESOURCE_VERBS, own)] if resource.has_status else []
     if resource.scale is not None:
@@ -147,7 +147,7 @@ def _subresources(resource: "resources.ApiResource") -> list[tuple[str, list[str
     return findings
 
 
-def _resource_list(group_version: str, findings: list["resources.ApiResource"]) -> Object:
+def _resource_list(group_version: str, findings: list[resources.ApiResource]) -> Object:
     listed: list[Object] = []
     for resource in findings:
         entry: Object = {"name": resource.plural, "singularName": resource.singular}
@@ -174,7 +174,7 @@ def _resource_list(group_version: str, findings: list["resources.ApiResource"]) 
     }
 
 
-def _aggregated(resource: "resources.ApiResource") -> Object:
+def _aggregated(resource: resources.ApiResource) -> Object:
     kind = {"group": resource.group, "version": resource.version, "kind": resource.kind}
     entry: Object = {
         "resource": resource.plural,
@@ -194,7 +194,7 @@ def _aggregated(resource: "resources.ApiResource") -> Object:
     return {**entry, "subresources": subresources} if subresources else entry
 
 
-def _openapi(findings: list["resources.ApiResource"]) -> Object:
+def _openapi(findings: list[resources.ApiResource]) -> Object:
     paths: Object = {}
     schemas: Object = {}
     for resource in findings:

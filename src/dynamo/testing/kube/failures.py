@@ -74,26 +74,26 @@ def forbidden_value(field: str, message: str) -> FieldError:
     return FieldError("FieldValueForbidden", field, f"Forbidden: {message}")
 
 
-def _details(resource: "resources.ApiResource", name: str) -> Object:
+def _details(resource: resources.ApiResource, name: str) -> Object:
     details: Object = {"name": name} if name else {}
     if resource.group:
         details["group"] = resource.group
     return {**details, "kind": resource.plural}
 
 
-def not_found(resource: "resources.ApiResource", name: str) -> ApiError:
+def not_found(resource: resources.ApiResource, name: str) -> ApiError:
     """Return the answer for an object that does not exist."""
     message = f'{resource.qualified_plural} "{name}" not found'
     return ApiError(404, "NotFound", message, _details(resource, name))
 
 
-def already_exists(resource: "resources.ApiResource", name: str) -> ApiError:
+def already_exists(resource: resources.ApiResource, name: str) -> ApiError:
     """Return the answer for an object that exists."""
     message = f'{resource.qualified_plural} "{name}" already exists'
     return ApiError(409, "AlreadyExists", message, _details(resource, name))
 
 
-def conflict(resource: "resources.ApiResource", name: str, why: str = "") -> ApiError:
+def conflict(resource: resources.ApiResource, name: str, why: str = "") -> ApiError:
     """Return the answer for a write that is based on an older version."""
     why = why or (
         "the object has been modified; please apply your changes to the latest version and try again"
@@ -116,7 +116,7 @@ def invalid(qualified_kind: str, name: str, errors: Sequence[FieldError]) -> Api
     return ApiError(422, "Invalid", f'{qualified_kind} "{name}" is invalid: {text}', details)
 
 
-def not_allowed(resource: "resources.ApiResource", verb: str) -> ApiError:
+def not_allowed(resource: resources.ApiResource, verb: str) -> ApiError:
     """Return the answer for a method that a resource does not take."""
     if not resource.is_custom:
         text = "the server does not allow this method on the requested resource"
@@ -130,7 +130,7 @@ def bad_request(message: str) -> ApiError:
     return ApiError(400, "BadRequest", message)
 
 
-def undecodable(resource: "resources.ApiResource", why: str) -> ApiError:
+def undecodable(resource: resources.ApiResource, why: str) -> ApiError:
     """Return the answer for a body that is no object of this kind."""
     kind = resource.kind
     return bad_request(
@@ -138,7 +138,7 @@ def undecodable(resource: "resources.ApiResource", why: str) -> ApiError:
     )
 
 
-def forbidden(resource: "resources.ApiResource", name: str, why: str) -> ApiError:
+def forbidden(resource: resources.ApiResource, name: str, why: str) -> ApiError:
     """Return the answer for a request that admission refuses."""
     message = f'{resource.qualified_plural} "{name}" is forbidden: {why}'
     return ApiError(403, "Forbidden", message, _details(resource, name))

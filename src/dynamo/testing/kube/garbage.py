@@ -19,12 +19,12 @@ class GarbageCollector:
     A key is the table and name of an object.
     """
 
-    def __init__(self, served: "api.Api") -> None:
+    def __init__(self, served: api.Api) -> None:
         self._api = served
         self._dependents: dict[str, set[Place]] = {}
         self._owners: dict[str, Place] = {}
 
-    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+    def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Index the change; return its object and the owners and dependents that may have to go."""
         meta = change.item["metadata"]
         place = (change.table, (meta.get("namespace", ""), meta["name"]))
@@ -59,7 +59,7 @@ class GarbageCollector:
         return None
 
     async def _check_owners(
-        self, resource: "resources.ApiResource", item: Object, owners: Iterable[Object]
+        self, resource: resources.ApiResource, item: Object, owners: Iterable[Object]
     ) -> None:
         meta = item["metadata"]
         present = [owner for owner in owners if self._is_present(owner, meta.get("namespace", ""))]
@@ -82,7 +82,7 @@ class GarbageCollector:
         item = self._api.store.get(table, name)
         return item is not None and _FOREGROUND in (item["metadata"].get("finalizers") or ())
 
-    async def _finish(self, resource: "resources.ApiResource", item: Object) -> None:
+    async def _finish(self, resource: resources.ApiResource, item: Object) -> None:
         meta = item["metadata"]
         finalizers = meta.get("finalizers") or []
         remaining = [name for name in finalizers if name not in (_FOREGROUND, _ORPHAN)]
@@ -110,7 +110,7 @@ class GarbageCollector:
             if not still or not blocking:
                 await self._api.merge(resource, item, released)
 
-    async def _orphan(self, table: "store.Table", name: "store.Name", uid: str) -> None:
+    async def _orphan(self, table: store.Table, name: store.Name, uid: str) -> None:
         child = self._api.store.get(table, name)
         findings = self._api.registry.resources_of(table)
         if child is None or not findings:
@@ -123,10 +123,10 @@ class GarbageCollector:
 class Namespaces:
     """Fills new namespaces with what each has, and empties those that are deleted. A key is a namespace."""
 
-    def __init__(self, served: "api.Api") -> None:
+    def __init__(self, served: api.Api) -> None:
         self._api = served
 
-    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+    def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Return the namespace itself, and the ending one that has lost an object."""
         if change.table == _NAMESPACES:
             return (change.item["metadata"]["name"],)

@@ -45,7 +45,7 @@ class HttpFront:
     """The HTTP server of a cluster."""
 
     def __init__(
-        self, served: "api.Api", *, tls: ssl.SSLContext | None = None, authority: "rights.Authority"
+        self, served: api.Api, *, tls: ssl.SSLContext | None = None, authority: rights.Authority
     ) -> None:
         self.api = served
         self._authority = authority
@@ -144,7 +144,7 @@ class HttpFront:
         return True
 
     async def _dispatch(
-        self, call: calls.ApiCall, resource: "resources.ApiResource", *, is_old_watch: bool
+        self, call: calls.ApiCall, resource: resources.ApiResource, *, is_old_watch: bool
     ) -> None:
         method = call.request.method
         if call.subresource not in ("", "status", "finalize") or (
@@ -177,7 +177,7 @@ class HttpFront:
         else:
             raise failures.not_allowed(resource, "")
 
-    async def _patch(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
+    async def _patch(self, call: calls.ApiCall, resource: resources.ApiResource) -> None:
         media_type = call.media_type
         is_apply = media_type == api.APPLY_PATCH
         if is_apply and not call.query.get("fieldManager"):
@@ -203,7 +203,7 @@ class HttpFront:
         )
         call.respond(201 if is_new else 200, item)
 
-    async def _delete(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
+    async def _delete(self, call: calls.ApiCall, resource: resources.ApiResource) -> None:
         body = call.decode(resource) if call.request.body else {}
         body = body if isinstance(body, dict) else {}
         preconditions = body.get("preconditions") or {}
@@ -232,7 +232,7 @@ class HttpFront:
         call.respond(200, item)
 
     async def _delete_collection(
-        self, call: calls.ApiCall, resource: "resources.ApiResource", options: api.DeleteOptions
+        self, call: calls.ApiCall, resource: resources.ApiResource, options: api.DeleteOptions
     ) -> None:
         labels, fields = call.query.get("labelSelector"), call.query.get("fieldSelector")
         items = []
@@ -251,7 +251,7 @@ class HttpFront:
         )
 
     async def _read(
-        self, call: calls.ApiCall, resource: "resources.ApiResource", *, is_old_watch: bool
+        self, call: calls.ApiCall, resource: resources.ApiResource, *, is_old_watch: bool
     ) -> None:
         tables.check_accept(call.accept, calls.ACCEPTED)
         is_watch = is_old_watch or call.query.flag("watch")
@@ -268,7 +268,7 @@ class HttpFront:
         else:
             await self._list(call, resource)
 
-    async def _list(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
+    async def _list(self, call: calls.ApiCall, resource: resources.ApiResource) -> None:
         query = call.query
         test = self.api.make_test(resource, query.get("labelSelector"), query.get("fieldSelector"))
         limit, token = query.number("limit") or 0, query.get("continue")
@@ -306,7 +306,7 @@ class HttpFront:
         call.respond(200, table or _make_list(resource, shown, meta))
 
     async def _serve_subresource(
-        self, call: calls.ApiCall, resource: "resources.ApiResource"
+        self, call: calls.ApiCall, resource: resources.ApiResource
     ) -> None:
         if call.subresource == "scale" and resource.scale is not None:
             await self._scale(call, resource, resource.scale)
@@ -324,7 +324,7 @@ class HttpFront:
         raise failures.ApiError(404, "NotFound", text, {})
 
     async def _scale(
-        self, call: calls.ApiCall, resource: "resources.ApiResource", paths: "resources.ScalePaths"
+        self, call: calls.ApiCall, resource: resources.ApiResource, paths: resources.ScalePaths
     ) -> None:
         item = await self.api.get(resource, call.namespace, call.name)
         current = tables.scale_of(item, paths)
@@ -362,7 +362,7 @@ class HttpFront:
         )
         call.respond(200, tables.scale_of(changed, paths))
 
-    async def _bind_or_evict(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
+    async def _bind_or_evict(self, call: calls.ApiCall, resource: resources.ApiResource) -> None:
         body = call.decode(resource)
         if call.subresource == "binding":
             await self.api.bind(call.namespace, call.name, body["target"]["name"])
@@ -402,7 +402,7 @@ def _error_body(status: int, message: str, path: str) -> bytes:
     return json.dumps(failures.ApiError(status, "", message).body).encode()
 
 
-def _check_object(body: Any, resource: "resources.ApiResource", call: calls.ApiCall) -> None:
+def _check_object(body: Any, resource: resources.ApiResource, call: calls.ApiCall) -> None:
     if not isinstance(body, dict):
         name = "array" if isinstance(body, list) else "string"
         fields = "; ".join(
@@ -418,7 +418,7 @@ def _check_object(body: Any, resource: "resources.ApiResource", call: calls.ApiC
         raise call.unrecognized(resource, f"Object 'Kind' is missing in '{text}'")
 
 
-def _make_list(resource: "resources.ApiResource", items: list[Object], meta: Object) -> Object:
+def _make_list(resource: resources.ApiResource, items: list[Object], meta: Object) -> Object:
     head = {"kind": resource.list_kind, "apiVersion": resource.api_version}
     if resource.is_custom:
         meta = {"continue": "", **meta}

@@ -51,7 +51,7 @@ class Kubelet:
     """A controller of pods: schedules them to the one node, and keeps a runner for each."""
 
     def __init__(
-        self, served: "api.Api", node: pod_runner.NodeContext, capacity: NodeCapacity
+        self, served: api.Api, node: pod_runner.NodeContext, capacity: NodeCapacity
     ) -> None:
         self._api = served
         self._node = node
@@ -60,11 +60,11 @@ class Kubelet:
         self._endings: set[str] = set()
 
     @property
-    def names(self) -> "service_network.ServiceNetwork":
+    def names(self) -> service_network.ServiceNetwork:
         """The addresses and names of services, a controller of its own."""
         return self._node.names
 
-    def _resource(self, plural: str) -> "resources.ApiResource":
+    def _resource(self, plural: str) -> resources.ApiResource:
         return self._api.registry.require("", plural)
 
     async def register(self) -> None:
@@ -93,7 +93,7 @@ class Kubelet:
         options = api.WriteOptions(manager="kubelet", subresource="status")
         await self._api.patch(nodes, "", _NAME, api.MERGE_PATCH, {"status": status}, options)
 
-    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+    def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Return the pod that changed; all unscheduled ones if a pod has gone."""
         if change.table != _PODS:
             return
@@ -226,7 +226,7 @@ class Kubelet:
         runner = self._runners.get(pod["metadata"]["uid"])
         return runner.processes() if runner is not None else {}
 
-    async def serve_pod(self, call: "calls.ApiCall", pod: Object, subresource: str) -> bool:
+    async def serve_pod(self, call: calls.ApiCall, pod: Object, subresource: str) -> bool:
         """Answer a request for a pod's subresource; return False for one that is not served."""
         runner = self._runners.get(pod["metadata"]["uid"])
         if subresource in ("portforward", "exec"):
@@ -251,7 +251,7 @@ class Kubelet:
 
 
 async def _read_log(
-    path: Any, call: "calls.ApiCall", runner: pod_runner.PodRunner | None
+    path: Any, call: calls.ApiCall, runner: pod_runner.PodRunner | None
 ) -> AsyncIterator[bytes]:
     content = await asyncio.to_thread(path.read_bytes)
     position, tail = len(content), call.query.number("tailLines")

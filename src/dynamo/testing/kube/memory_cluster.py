@@ -144,7 +144,7 @@ class MemoryCluster(httpx2.AsyncBaseTransport):
             answering.disconnected()
             raise
 
-    async def _answer_log(self, call: "calls.ApiCall", pod: Object, subresource: str) -> bool:
+    async def _answer_log(self, call: calls.ApiCall, pod: Object, subresource: str) -> bool:
         call.exchange.respond(200, self.log_by_pod[pod["metadata"]["name"]].encode())
         return subresource == "log"
 

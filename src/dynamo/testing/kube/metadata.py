@@ -57,7 +57,7 @@ def timestamp() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def check_types(body: Object, resource: "resources.ApiResource") -> None:
+def check_types(body: Object, resource: resources.ApiResource) -> None:
     """Refuse metadata that cannot be decoded. Raises ApiError (400)."""
     metadata = body.get("metadata")
     if metadata is None:
@@ -87,7 +87,7 @@ def owner_reference(item: Object) -> Object:
             "controller": True, "blockOwnerDeletion": True}  # fmt: skip
 
 
-def for_create(body: Object, resource: "resources.ApiResource", namespace: str) -> Object:
+def for_create(body: Object, resource: resources.ApiResource, namespace: str) -> Object:
     """Return the metadata of a new object."""
     given_metadata = body.get("metadata") or {}
     remaining = ("name", "generateName", "labels", "annotations", "ownerReferences", "finalizers")
@@ -120,7 +120,7 @@ def for_update(body: Object, old: Object) -> Object:
     return metadata
 
 
-def check(item: Object, resource: "resources.ApiResource") -> Iterator[failures.FieldError]:
+def check(item: Object, resource: resources.ApiResource) -> Iterator[failures.FieldError]:
     """Yield the mistakes in an object's metadata."""
     metadata = item["metadata"]
     name = metadata.get("name", "")
@@ -141,7 +141,7 @@ def check(item: Object, resource: "resources.ApiResource") -> Iterator[failures.
     yield from _check_owners(metadata.get("ownerReferences") or ())
 
 
-def _check_name(name: str, resource: "resources.ApiResource") -> Iterator[failures.FieldError]:
+def _check_name(name: str, resource: resources.ApiResource) -> Iterator[failures.FieldError]:
     if resource.group == "rbac.authorization.k8s.io":
         return
     is_label = resource.plural in _LABEL_NAMES and not resource.group
@@ -202,7 +202,7 @@ def warnings(item: Object) -> list[str]:
     ]
 
 
-def check_new_finalizers(old: Object, item: Object) -> list["failures.FieldError"]:
+def check_new_finalizers(old: Object, item: Object) -> list[failures.FieldError]:
     """Return the error of finalizers that are added to an object which is being deleted."""
     before = old["metadata"].get("finalizers") or ()
     added = [name for name in item["metadata"].get("finalizers") or () if name not in before]

@@ -19,7 +19,7 @@ class PodStreams:
 
     def __init__(
         self,
-        call: "calls.ApiCall",
+        call: calls.ApiCall,
         runner: pod_runner.PodRunner,
         subresource: str,
         running: tasks.Tasks,

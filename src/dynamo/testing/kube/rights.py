@@ -68,7 +68,7 @@ def account_user(namespace: str, name: str) -> User:
 class Authority:
     """Authenticates the clients of one cluster, and decides what they may do."""
 
-    def __init__(self, objects: "store.Store", token: str) -> None:
+    def __init__(self, objects: store.Store, token: str) -> None:
         self._store, self._token = objects, token
 
     def account_token(self, namespace: str, name: str) -> str:
@@ -156,7 +156,7 @@ class Authority:
         return (role or {}).get("rules") or []
 
     def check_write(
-        self, user: User, resource: "resources.ApiResource", item: Object, *, is_applied: bool
+        self, user: User, resource: resources.ApiResource, item: Object, *, is_applied: bool
     ) -> None:
         """Refuse a role or binding that grants more than its writer has, and an apply that creates without the right.
 

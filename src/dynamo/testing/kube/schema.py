@@ -258,8 +258,8 @@ def blocked_rules(findings: list[FieldError], schema: Schema) -> list[FieldError
 
 
 def check_scale(
-    resource: "resources.ApiResource", item: Object, checked: list["failures.FieldError"]
-) -> list["failures.FieldError"]:
+    resource: resources.ApiResource, item: Object, checked: list[failures.FieldError]
+) -> list[failures.FieldError]:
     """Return the schema's errors with those of the scale subresource's field, before the errors of rules."""
     if resource.scale is None:
         return checked

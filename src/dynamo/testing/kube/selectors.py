@@ -94,7 +94,7 @@ def format_labels(labels: Mapping[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
-def parse_fields(selector: str, resource: "resources.ApiResource | None" = None) -> Test:
+def parse_fields(selector: str, resource: resources.ApiResource | None = None) -> Test:
     """Return a test of an object's fields. Raises ApiError for a field of `resource` that cannot be selected."""
     requirements = []
     for part in split(selector):
@@ -115,7 +115,7 @@ def parse_fields(selector: str, resource: "resources.ApiResource | None" = None)
     return test
 
 
-def _check_field(name: str, resource: "resources.ApiResource") -> None:
+def _check_field(name: str, resource: resources.ApiResource) -> None:
     allowed = {"metadata.name"} | ({"metadata.namespace"} if resource.is_namespaced else set())
     allowed |= {path.removeprefix(".") for path in resource.selectable}
     if not resource.is_custom:

@@ -27,7 +27,7 @@ class ServiceNetwork:
     """A controller of services and endpoint slices."""
 
     def __init__(
-        self, objects: "store.Store", network: pod_network.PodNetwork, running: tasks.Tasks
+        self, objects: store.Store, network: pod_network.PodNetwork, running: tasks.Tasks
     ) -> None:
         self._objects = objects
         self._network = network
@@ -37,7 +37,7 @@ class ServiceNetwork:
         self._addresses: dict[tuple[str, str], str] = {}
         self._turns = itertools.count()
 
-    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+    def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Return the service that changed, itself or in its endpoints."""
         meta = change.item["metadata"]
         if change.table == _SERVICES:

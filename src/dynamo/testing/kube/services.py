@@ -13,10 +13,10 @@ _PROTECTION = "kubernetes.io/pvc-protection"
 class EndpointSlices:
     """Keeps one slice for each service with a selector."""
 
-    def __init__(self, served: "api.Api") -> None:
+    def __init__(self, served: api.Api) -> None:
         self._api = served
 
-    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+    def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Return the service itself, or all services that choose a pod."""
         meta = change.item["metadata"]
         if change.table == _SERVICES:
@@ -112,11 +112,11 @@ def _port(port: Object, chosen: list[Object]) -> Object:
 class Claims:
     """Binds each volume claim at once to a folder of the node, and releases those that no pod uses any more."""
 
-    def __init__(self, served: "api.Api") -> None:
+    def __init__(self, served: api.Api) -> None:
         self._api = served
         self._resource = served.registry.require(*_CLAIMS)
 
-    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+    def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Return the claim itself, or the claims of a pod that is gone."""
         meta = change.item["metadata"]
         if change.table == _CLAIMS:

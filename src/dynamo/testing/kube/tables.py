@@ -53,7 +53,7 @@ def check_accept(accept: str, accepted: str) -> None:
 
 
 def present(
-    resource: "resources.ApiResource",
+    resource: resources.ApiResource,
     items: list[Object],
     accept: str,
     include: str,
@@ -98,7 +98,7 @@ def _partial(item: Object) -> Object:
     return {"kind": "PartialObjectMetadata", "apiVersion": _GROUP, "metadata": item["metadata"]}
 
 
-def columns_of(resource: "resources.ApiResource") -> list[Object]:
+def columns_of(resource: resources.ApiResource) -> list[Object]:
     """Return the definitions of the columns of a kind."""
     if resource.is_custom:
         described = "Custom resource definition column (in JSONPath format): "
@@ -125,7 +125,7 @@ def columns_of(resource: "resources.ApiResource") -> list[Object]:
     ]
 
 
-def _cells(resource: "resources.ApiResource", item: Object) -> list[Any]:
+def _cells(resource: resources.ApiResource, item: Object) -> list[Any]:
     if resource.is_custom:
         cells = (_custom_cell(item, column) for column in resource.columns or _AGE)
         return [item["metadata"]["name"], *cells]
@@ -372,7 +372,7 @@ _CELLS: dict[tuple[str, str], Reader | str] = {  # a path stands for the value t
 }
 
 
-def scale_of(item: Object, paths: "resources.ScalePaths") -> Object:
+def scale_of(item: Object, paths: resources.ScalePaths) -> Object:
     """Return the scale subresource of an object."""
     meta = item["metadata"]
     names = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")

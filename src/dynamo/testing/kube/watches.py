@@ -37,7 +37,7 @@ def parse_revision(text: str, current: int) -> int:
     return int(text)
 
 
-def check_list_options(query: "calls.Query", *, is_watch: bool = False) -> None:
+def check_list_options(query: calls.Query, *, is_watch: bool = False) -> None:
     """Refuse combinations of parameters that mean nothing. Raises ApiError (400, 422)."""
     version, match = query.get("resourceVersion"), query.get("resourceVersionMatch")
     findings = []
@@ -70,7 +70,7 @@ class Watch:
     """
 
     def __init__(
-        self, served: "api.Api", resource: "resources.ApiResource", call: "calls.ApiCall"
+        self, served: api.Api, resource: resources.ApiResource, call: calls.ApiCall
     ) -> None:
         self._api = served
         self._resource = resource
@@ -139,7 +139,7 @@ class Watch:
                 if delay_s > 4:
                     self._timers.append(loop.call_later(delay_s, self._tick))
 
-    def _on_change(self, change: "store.Change") -> None:
+    def _on_change(self, change: store.Change) -> None:
         if change.table != self._resource.key:
             return
         meta = change.item["metadata"]

@@ -33,7 +33,7 @@ class WebhookCallFailed(Exception):
 class WebhookClient:
     """Calls the webhooks of one cluster."""
 
-    def __init__(self, objects: "store.Store") -> None:
+    def __init__(self, objects: store.Store) -> None:
         self._objects = objects
 
     async def call(
@@ -88,7 +88,7 @@ class WebhookClient:
         return body
 
     async def convert(
-        self, resource: "resources.ApiResource", items: Sequence[Object]
+        self, resource: resources.ApiResource, items: Sequence[Object]
     ) -> list[Object]:
         """Return objects of one stored version in the version of the resource. Raises ApiError (500)."""
         identity = str(uuid.uuid4())

@@ -27,12 +27,12 @@ class Workload(abc.ABC):
     group = "apps"
     version = "v1"
 
-    def __init__(self, served: "api.Api") -> None:
+    def __init__(self, served: api.Api) -> None:
         self.api = served
         self.resource = served.registry.require(self.group, self.plural, self.version)
         self.pods = served.registry.require("", "pods")
 
-    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+    def keys_of(self, change: store.Change) -> Iterable[Hashable]:
         """Return the object itself, or the owner of a dependent."""
         meta = change.item["metadata"]
         if change.table == (self.group, self.plural):
@@ -53,7 +53,7 @@ class Workload(abc.ABC):
     async def step(self, item: Object) -> float | None:
         """Take the next step; return after how many seconds to look again."""
 
-    def owned(self, item: Object, table: "store.Table" = ("", "pods")) -> list[Object]:
+    def owned(self, item: Object, table: store.Table = ("", "pods")) -> list[Object]:
         """Return the dependents that an object controls, the oldest first."""
         meta = item["metadata"]
         findings = api.find_owned(self.api.store.list_items(table, meta["namespace"]), meta["uid"])
@@ -404,24 +404,14 @@ class Jobs(Workload):
         }
         if succeeded >= spec["completions"]:
             status["completionTime"] = metadata.timestamp()
+            text = "Reached expected number of succeeded pods"
             status["conditions"] = [
-                make_condition(
-                    item,
-                    "Complete",
-                    True,
-                    "CompletionsReached",
-                    "Reached expected number of succeeded pods",
-                )
+                make_condition(item, "Complete", True, "CompletionsReached", text)
             ]
         elif failed > spec["backoffLimit"]:
+            text = "Job has reached the specified backoff limit"
             status["conditions"] = [
-                make_condition(
-                    item,
-                    "Failed",
-                    True,
-                    "BackoffLimitExceeded",
-                    "Job has reached the specified backoff limit",
-                )
+                make_condition(item, "Failed", True, "BackoffLimitExceeded", text)
             ]
             for pod in live_pods(owned):
                 await self.delete_pod(pod)

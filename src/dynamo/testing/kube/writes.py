@@ -4,6 +4,7 @@ They are: decode, restrict to the subresource, prune, fill in defaults, admit, v
 store. A write that changes nothing is not stored.
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -36,9 +37,9 @@ class ObjectWrites:
 
     def __init__(
         self,
-        registry: "resources.ResourceRegistry",
-        objects: "store.Store",
-        authority: "rights.Authority",
+        registry: resources.ResourceRegistry,
+        objects: store.Store,
+        authority: rights.Authority,
     ) -> None:
         self.registry = registry
         self.store = objects
@@ -47,7 +48,7 @@ class ObjectWrites:
 
     # Reading.
 
-    async def get(self, resource: "resources.ApiResource", namespace: str, name: str) -> Object:
+    async def get(self, resource: resources.ApiResource, namespace: str, name: str) -> Object:
         """Return an object in this version. Raises ApiError (404)."""
         item = self.store.get(resource.key, (namespace, name))
         if item is None:
@@ -60,7 +61,7 @@ class ObjectWrites:
         return self.store.get(resource.key, (namespace, name)) if resource else None
 
     async def present(
-        self, resource: "resources.ApiResource", items: Sequence[Object]
+        self, resource: resources.ApiResource, items: Sequence[Object]
     ) -> list[Object]:
         """Return stored objects as this version shows them, converted by its webhook. Raises ApiError (500)."""
         shown = list(items)
@@ -72,7 +73,7 @@ class ObjectWrites:
                 shown[n] = item
         return [self.complete(resource, item) for item in shown]
 
-    def complete(self, resource: "resources.ApiResource", item: Object) -> Object:
+    def complete(self, resource: resources.ApiResource, item: Object) -> Object:
         """Return an object that needs no conversion as this version shows it, with defaults that came later."""
         if not resource.is_custom:
             if resource.group == "events.k8s.io":
@@ -83,7 +84,7 @@ class ObjectWrites:
 
     async def list_items(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         namespace: str = "",
         *,
         labels: str = "",
@@ -95,8 +96,8 @@ class ObjectWrites:
         return await self.present(resource, [item for item in items if test(item)])
 
     def make_test(
-        self, resource: "resources.ApiResource", labels: str, fields: str
-    ) -> "selectors.Test":
+        self, resource: resources.ApiResource, labels: str, fields: str
+    ) -> selectors.Test:
         """Return the test of two selectors. Raises ApiError (400)."""
         label_test = selectors.parse_labels(labels)
         field_test = selectors.parse_fields(fields, resource)
@@ -106,7 +107,7 @@ class ObjectWrites:
 
     async def create(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         namespace: str,
         body: Object,
         options: admission.WriteOptions = PLAIN,
@@ -124,12 +125,10 @@ class ObjectWrites:
         return await self.store_new(resource, item, options)
 
     async def store_new(
-        self, resource: "resources.ApiResource", item: Object, options: admission.WriteOptions
+        self, resource: resources.ApiResource, item: Object, options: admission.WriteOptions
     ) -> Object:
         """Admit, check and store an object that is complete. Raises ApiError."""
-        item = await self._mutate(resource, "CREATE", item, None, options)
-        self._validate(resource, None, item)
-        await self._check_admission(resource, "CREATE", item, None, options)
+        item = await self._admit(resource, None, item, options)
         stored = await self._convert_to_stored(resource, item)
         name = _name(item)
         if self.store.get(resource.key, name) is not None:
@@ -138,7 +137,7 @@ class ObjectWrites:
 
     async def update(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         namespace: str,
         name: str,
         body: Object,
@@ -160,7 +159,7 @@ class ObjectWrites:
 
     async def replace_stored(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         old: Object,
         body: Object,
         options: admission.WriteOptions,
@@ -168,10 +167,7 @@ class ObjectWrites:
         """Store the new state of an object: the part that the subresource may change."""
         item = self._restrict(resource, old, body, options)
         item = self._shape(resource, old, item, options)
-        item = await self._mutate(resource, "UPDATE", item, old, options)
-        self._check_current(resource, old)
-        self._validate(resource, old, item)
-        await self._check_admission(resource, "UPDATE", item, old, options)
+        item = await self._admit(resource, old, item, options)
         if not options.is_apply:
             item = self._own(resource, old, item, options)
         item = self._count_generation(resource, old, item)
@@ -181,7 +177,7 @@ class ObjectWrites:
             return old
         return await self._store(resource, item, stored, options, old)
 
-    def _check_current(self, resource: "resources.ApiResource", old: Object) -> None:
+    def _check_current(self, resource: resources.ApiResource, old: Object) -> None:
         current = self.store.get(resource.key, _name(old))
         if (
             current is None
@@ -191,7 +187,7 @@ class ObjectWrites:
 
     def _restrict(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         old: Object,
         body: Object,
         options: admission.WriteOptions,
@@ -212,7 +208,7 @@ class ObjectWrites:
                 item["status"] = old["status"]
         return {**item, "metadata": metadata.for_update(body, old)}
 
-    def _decode(self, resource: "resources.ApiResource", body: Object) -> Object:
+    def _decode(self, resource: resources.ApiResource, body: Object) -> Object:
         kind, version = body.get("kind"), body.get("apiVersion")
         if not resource.is_custom:
             kind, version = kind or resource.kind, version or resource.api_version
@@ -239,7 +235,7 @@ class ObjectWrites:
         return {**body, "kind": kind, "apiVersion": version}
 
     def check_create(
-        self, resource: "resources.ApiResource", namespace: str, body: Object, *, is_dry_run: bool
+        self, resource: resources.ApiResource, namespace: str, body: Object, *, is_dry_run: bool
     ) -> None:
         """Refuse an object that may not be created here. Raises ApiError."""
         given_metadata = body.get("metadata") or {}
@@ -266,7 +262,7 @@ class ObjectWrites:
             raise refusal
 
     def check_namespace(
-        self, resource: "resources.ApiResource", namespace: str, given_metadata: Object
+        self, resource: resources.ApiResource, namespace: str, given_metadata: Object
     ) -> None:
         """Refuse a body with another namespace than the path has. Raises ApiError (400)."""
         if resource.is_namespaced and given_metadata.get("namespace") not in (None, "", namespace):
@@ -274,7 +270,7 @@ class ObjectWrites:
             raise failures.bad_request(text)
 
     def check_version(
-        self, resource: "resources.ApiResource", old: Object, version: str | None, uid: str | None
+        self, resource: resources.ApiResource, old: Object, version: str | None, uid: str | None
     ) -> None:
         """Refuse a write that is based on another version or object. Raises ApiError."""
         if version and not str(version).isdigit():
@@ -293,7 +289,7 @@ class ObjectWrites:
             raise failures.conflict(resource, old["metadata"]["name"], text)
 
     def prune(
-        self, resource: "resources.ApiResource", item: Object, options: admission.WriteOptions
+        self, resource: resources.ApiResource, item: Object, options: admission.WriteOptions
     ) -> Object:
         """Return an object without unknown fields, and warn of them or refuse them. Raises ApiError."""
         if options.user is None and not resource.is_custom:
@@ -307,7 +303,7 @@ class ObjectWrites:
 
     def _shape(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         old: Object | None,
         item: Object,
         options: admission.WriteOptions,
@@ -320,43 +316,35 @@ class ObjectWrites:
             item = builtin_rules.complete(resource, item, old, self.store)
         return item
 
-    async def _mutate(
+    async def _admit(
         self,
-        resource: "resources.ApiResource",
-        operation: str,
-        item: Object,
+        resource: resources.ApiResource,
         old: Object | None,
+        item: Object,
         options: admission.WriteOptions,
     ) -> Object:
+        """Return an object as mutating webhooks want it, after all checks. Raises ApiError."""
+        operation = "CREATE" if old is None else "UPDATE"
         request = admission.WriteAttempt(
             resource=resource, operation=operation, item=item, old=old, options=options
         )
         mutated = await self._admission.mutate(request)
-        return item if mutated is item or mutated is None else self._shape(resource, old, mutated, options)  # fmt: skip
+        if mutated is not item and mutated is not None:
+            item = self._shape(resource, old, mutated, options)
+        if old is not None:
+            self._check_current(resource, old)
+        self._validate(resource, old, item)
+        await self._admission.validate(dataclasses.replace(request, item=item))
+        return item
 
-    async def _check_admission(
-        self,
-        resource: "resources.ApiResource",
-        operation: str,
-        item: Object | None,
-        old: Object | None,
-        options: admission.WriteOptions,
-    ) -> None:
-        request = admission.WriteAttempt(
-            resource=resource, operation=operation, item=item, old=old, options=options
-        )
-        await self._admission.validate(request)
-
-    async def _convert_to_stored(self, resource: "resources.ApiResource", item: Object) -> Object:
+    async def _convert_to_stored(self, resource: resources.ApiResource, item: Object) -> Object:
         """Return an object in the version in which it is stored. Raises ApiError (500)."""
         storage = self.registry.storage_resource(resource)
         if needs_conversion(storage, item):
             (item,) = await self._client.convert(storage, [item])
         return item
 
-    def _validate(
-        self, resource: "resources.ApiResource", old: Object | None, item: Object
-    ) -> None:
+    def _validate(self, resource: resources.ApiResource, old: Object | None, item: Object) -> None:
         findings = list(metadata.check(item, resource))
         if old is not None and old["metadata"].get("deletionTimestamp"):
             findings += metadata.check_new_finalizers(old, item)
@@ -374,8 +362,8 @@ class ObjectWrites:
             raise failures.ApiError(500, "", "etcdserver: request is too large")
 
     def make_writer(
-        self, resource: "resources.ApiResource", options: admission.WriteOptions, operation: str
-    ) -> "managed_fields.Writer":
+        self, resource: resources.ApiResource, options: admission.WriteOptions, operation: str
+    ) -> managed_fields.Writer:
         """Return the manager that writes with these options."""
         return managed_fields.Writer(
             options.manager,
@@ -387,7 +375,7 @@ class ObjectWrites:
 
     def _own(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         old: Object | None,
         item: Object,
         options: admission.WriteOptions,
@@ -412,7 +400,7 @@ class ObjectWrites:
         return {**item, "metadata": meta}
 
     def _count_generation(
-        self, resource: "resources.ApiResource", old: Object, item: Object
+        self, resource: resources.ApiResource, old: Object, item: Object
     ) -> Object:
         if not resource.has_generation:
             return item
@@ -439,7 +427,7 @@ class ObjectWrites:
 
     async def _store(
         self,
-        resource: "resources.ApiResource",
+        resource: resources.ApiResource,
         item: Object,
         stored: Object,
         options: admission.WriteOptions,
@@ -468,7 +456,7 @@ class ObjectWrites:
         return (await self.present(resource, [stored]))[0]
 
 
-def find_unknown(resource: "resources.ApiResource", item: Object) -> tuple[Object, list[str]]:
+def find_unknown(resource: resources.ApiResource, item: Object) -> tuple[Object, list[str]]:
     """Return an object without unknown fields, and their paths. Raises ApiError (400) for a value of a wrong type."""
     unknown = metadata.unknown_fields(item)
     if resource.is_custom:
@@ -486,10 +474,10 @@ def describe_unknown(paths: Sequence[str]) -> str:
     return "strict decoding error: " + ", ".join(f'unknown field "{path}"' for path in paths)
 
 
-def needs_conversion(resource: "resources.ApiResource", item: Object) -> bool:
+def needs_conversion(resource: resources.ApiResource, item: Object) -> bool:
     """Return whether only the webhook of its definition can turn a stored object into this version."""
     return bool(resource.conversion) and item["apiVersion"] != resource.api_version
 
 
-def _name(item: Object) -> "store.Name":
+def _name(item: Object) -> store.Name:
     return item["metadata"].get("namespace", ""), item["metadata"]["name"]
