@@ -5,6 +5,7 @@ The browser's own errors (a blocked script, a failed request) fail a test.
 
 import importlib.util
 import json
+import math
 import pathlib
 import re
 import shutil
@@ -328,7 +329,7 @@ def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
         "dynamo.planner", "--environment", "local", "--backend", "mocker", "--model-name", MODEL,
         "--frontend-url", frontend.url, "--planner-port", "0", "--adjustment-interval", "0.5",
         "--max-workers", "4", "--worker-flags", "--num-gpu-blocks-override 40 --block-size 64 --tick-ms 20",
-        "--startup-time", "2",
+        "--startup-time", "20",
     )  # fmt: skip
     frontend.others = [planner]
     frontend.await_models([MODEL])
@@ -353,7 +354,9 @@ def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
         assert shown[1] == decision["outcome"]
         assert shown[3] == (str(after) if before == after else f"{before} → {after}")
         assert shown[4] == f"{decision['requests_per_s']:.2f}"
-        assert shown[5] == f"{round(decision['kv_usage'] * 100)} %"
+        assert (
+            shown[5] == f"{math.floor(decision['kv_usage'] * 100 + 0.5)} %"
+        )  # as JavaScript rounds
         assert shown[6] == decision["reason"]
         page.get_by_label("Times the present load").fill("20")
         page.get_by_role("button", name="Simulate").click()

@@ -63,7 +63,8 @@ def join_and_answer(deployment, rotation, *flags):
         rotation.frontend.chat("Tell me a story", max_tokens=2)
         return newcomer.num_requests()
 
-    eventually(is_asked, what="an answer of the worker with new credentials only")
+    # not so often that the questions take the processor from the worker that starts
+    eventually(is_asked, what="an answer of the worker with new credentials only", every_s=0.5)
     return newcomer
 
 

@@ -128,7 +128,8 @@ def test_mode_auto_moves_to_disaggregated_and_back_and_no_answer_is_cut(
     profile = make_steady_profile(prompt_tokens_per_s=1000)
     profile_files.write_profile(profile, tmp_path / "profile")
     sizes = ("--mode", "auto", "--max-gpu-budget", "3", "--adjustment-interval", "0.5")
-    targets = ("--policy", "predictive", "--ttft", "2000", "--itl", "12.5", "--startup-time", "2")
+    # a worker that has not come after three start-up times is withdrawn, however slow the machine
+    targets = ("--policy", "predictive", "--ttft", "2000", "--itl", "12.5", "--startup-time", "20")
     series = ("--load-predictor", "constant", "--profile-results-dir", str(tmp_path / "profile"))
     flags = f"{WORKER} {' '.join(ALWAYS)}"
     planner = start_planner(deployment, frontend, *sizes, *targets, *series, worker=flags)
