@@ -27,8 +27,8 @@ from dynamo.runtime.backends.nats import planes as nats_planes
 from waiting import PATIENT_S
 
 NORMAL = frame_connection.ConnectionLimits()
-QUICK = frame_connection.ConnectionLimits(silence_s=0.12, connect_s=0.2, hello_s=0.1)
-SOON = frame_connection.ConnectionLimits(hello_s=0.5)
+QUICK = frame_connection.ConnectionLimits(silence_s=0.12)  # of handshakes it is as patient as ever
+SOON = frame_connection.ConnectionLimits(connect_s=0.5, hello_s=0.5)
 ECHO = "dynamo/backend/echo"
 IDS = itertools.count(1)
 
@@ -635,7 +635,7 @@ async def test_peer_without_a_welcome_is_worker_lost_in_time(world):
     peers = []
     listener = await world.network().listen(lambda: peers.append(Peer()) or peers[-1])
     with pytest.raises(errors.WorkerLost, match="did not answer"):
-        await world.plane(QUICK).open(listener.address, ECHO, None, Recorder())
+        await world.plane(SOON).open(listener.address, ECHO, None, Recorder())
     await asyncio.wait_for(peers[0].gone.wait(), PATIENT_S)
     listener.close()
 
