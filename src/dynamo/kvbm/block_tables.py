@@ -6,6 +6,7 @@ for the rest. At least its last token is always computed, because the step that 
 next one.
 """  # decider
 
+import abc
 from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
 
@@ -33,7 +34,7 @@ class PagedSequence(Hashable, Protocol):
 S = TypeVar("S", bound=PagedSequence)
 
 
-class BlockTables(Generic[S]):
+class BlockTables(abc.ABC, Generic[S]):
     """Allocates KV blocks of the pool to sequences. An engine adds how its sequences are hashed."""
 
     def __init__(self, *, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
@@ -140,9 +141,9 @@ class BlockTables(Generic[S]):
     def _may_load(self, sequence: S) -> bool:
         return self.prefix_caching
 
+    @abc.abstractmethod
     def _hash(self, sequence: S) -> None:
         """Compute the hashes of full blocks that were added to the sequence."""
-        raise NotImplementedError
 
     def _begin(self, sequence: S, cached: list[int]) -> None:
         sequence.block_ids = list(cached)
