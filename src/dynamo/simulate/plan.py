@@ -4,6 +4,7 @@ Every policy of the table sees the same arrivals on workers of one profile. `sin
 is scaled so that eight workers are half busy with it. `docs/planner.md` says how to read the table.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -97,7 +98,7 @@ def run(settings: PlanConfig) -> None:
         sys.stdout.write(f"wrote {directory}\n")
         return
     scenarios = make_scenarios(settings, times)
-    rows = _sweep(settings, scenarios) if settings.sweep else _compare(settings, scenarios)
+    rows = _sweep(settings) if settings.sweep else _compare(settings, scenarios)
     results: list[PlanResult] = []
     with screen.progress_bar("runs", len(rows) * len(scenarios)) as on_progress:
         for name, simulate in rows:
@@ -124,6 +125,8 @@ def make_scenarios(settings: PlanConfig, times: StepTimes) -> list[PlanScenario]
     is_aggregated = settings.mode == "agg"
     scenarios = []
     for requests in _arrivals(settings, times):
+        if settings.step:
+            requests = plan_arrivals.add_step(requests)
         plan_arrivals.mark_servable(requests, times, settings.ttft / 1e3)
         scenarios.append(
             PlanScenario(
@@ -146,12 +149,10 @@ def _arrivals(settings: PlanConfig, times: StepTimes) -> Iterator[list[Request]]
     synthetic = {"sin": plan_arrivals.sinusoidal, "idle": plan_arrivals.idle}
     if settings.trace in synthetic:
         for seed in range(1, settings.seeds + 1):
-            requests = synthetic[settings.trace](seed=seed)
-            yield plan_arrivals.add_step(requests) if settings.step else requests
+            yield synthetic[settings.trace](seed=seed)
     else:
         trace = plan_arrivals.read_trace(Path(settings.trace), limit=settings.limit)
-        scaled = plan_arrivals.scale_to_load(trace, times)
-        yield plan_arrivals.add_step(scaled) if settings.step else scaled
+        yield plan_arrivals.scale_to_load(trace, times)
 
 
 def _read_times(settings: PlanConfig) -> StepTimes:
@@ -183,22 +184,17 @@ def _compare(settings: PlanConfig, scenarios: Sequence[PlanScenario]) -> list[tu
     return rows
 
 
-def _sweep(settings: PlanConfig, scenarios: Sequence[PlanScenario]) -> list[tuple[str, Simulate]]:
-    rows: list[tuple[str, Simulate]] = []
-    for startup_s in _SWEEP_STARTUPS:
-        for interval_s in _SWEEP_INTERVALS:
-            simulate = _policy("predictive", settings.load_predictor)
+def _sweep(settings: PlanConfig) -> list[tuple[str, Simulate]]:
+    simulate = _policy("predictive", settings.load_predictor)
 
-            def vary(
-                scenario: PlanScenario,
-                startup_s: float = startup_s,
-                interval_s: float = interval_s,
-                simulate: Simulate = simulate,
-            ) -> PlanResult:
-                return simulate(replace(scenario, startup_s=startup_s, interval_s=interval_s))
+    def vary(startup_s: float, interval_s: float, scenario: PlanScenario) -> PlanResult:
+        return simulate(replace(scenario, startup_s=startup_s, interval_s=interval_s))
 
-            rows.append((f"start {startup_s}, every {interval_s}", vary))
-    return rows
+    return [
+        (f"start {startup_s}, every {interval_s}", functools.partial(vary, startup_s, interval_s))
+        for startup_s in _SWEEP_STARTUPS
+        for interval_s in _SWEEP_INTERVALS
+    ]
 
 
 def _fixed(replicas: observation.Replicas) -> Simulate:

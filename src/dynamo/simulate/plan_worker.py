@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from dynamo.engine.mock import timing
+
 Role = Literal["prefill", "decode", "agg"]
 _MOST_STEPS = 512  # computed in one go
 
@@ -87,8 +89,7 @@ def h100_8b() -> StepTimes:
         return (8 + 0.049 * num_tokens) / 1e3 if num_tokens else 0.0
 
     def decode_s(share: float) -> float:
-        share = min(1.0, share)
-        return max(1.0, (-25.74 * share + 54.01) * share + 5.74) / 1e3
+        return timing.decode_ms(share) / 1e3
 
     return StepTimes(prefill_s=prefill_s, decode_s=decode_s)
 

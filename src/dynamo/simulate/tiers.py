@@ -2,8 +2,8 @@
 
 All users of one worker send a turn at once, and the next one when all have their answers. A prompt is the history with
 new tokens. The engine's scheduler, block pool and tiers are the mock engine's, with the real decisions of
-`kvbm.tiered_cache`; a step takes the time of an 8B model on one H100 (8 + 0.049 n ms for n prompt tokens, decode by the
-mock engine's formula), and a copy that of its bytes at a bandwidth. Times are virtual.
+`kvbm.tiered_cache`; a step takes the time of an 8B model on one H100, and a copy that of its bytes at a bandwidth. All
+times are virtual.
 """
 
 import math
@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Literal
 
 from dynamo.base import config, errors
-from dynamo.engine.mock import memory, timing
+from dynamo.engine.mock import memory
 from dynamo.protocols import blocks
 from dynamo.router import worker_load
+from dynamo.simulate import plan_worker
 from dynamo.simulate.workers import BatchWorker
 
 Rounds = Sequence[float]
 """The mean time to first token of each round, in seconds."""
 DrawRounds = Callable[[Mapping[str, Rounds], str, Path], Path]
 _BLOCK = 64
+_TIMES = plan_worker.h100_8b()
 _DISK_BYTES_PER_S = 1e9  # of a tier that is not there
 
 
@@ -88,8 +90,8 @@ class TieredWorker:
 
 def step_s(*, num_prompt_tokens: int, num_decoding: int, active_share: float) -> float:
     """Return the seconds of a step of an 8B model on one H100."""
-    prefill_ms = 8 + 0.049 * num_prompt_tokens if num_prompt_tokens else 0.0
-    return (prefill_ms + (timing.decode_ms(active_share) if num_decoding else 0.0)) / 1000
+    decode_s = _TIMES.decode_s(active_share) if num_decoding else 0.0
+    return _TIMES.prefill_s(num_prompt_tokens) + decode_s
 
 
 def simulate(settings: TiersConfig, host_bytes_per_s: float | None) -> Rounds:
