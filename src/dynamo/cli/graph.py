@@ -7,7 +7,6 @@ by which its guard finds it.
 
 import asyncio
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,35 +175,19 @@ class _Serving:
 
     async def run(self, root: declaration.DeclaredService) -> int:
         """Start all, wait until the graph answers, supervise; return the exit code."""
-        end, exit_code = "stopped", 0
-        async with self._supervisor:
-            numbers = [signal.SIGINT, signal.SIGTERM]
-            notice = "stopping; running requests finish first (once more: at once)"
-            self._supervisor.stop_on(numbers, lambda: serve.say(notice))
-            try:
-                for command in self._plan.commands:
-                    child = children.ChildSpec(
-                        name=command.name,
-                        argv=command.argv,
-                        environ={**os.environ, **command.environ},
-                        directory=command.directory,
-                        resources=command.resources,
-                    )
-                    await self._supervisor.start(child)
-                if await self._wait_until_ready(root):
-                    self._announce(root)
-                    for command in self._plan.commands:
-                        self._supervisor.watch(command.name)
-                    await self._supervisor.run()
-            except children.ChildDied as death:
-                end, exit_code = str(death), death.exit_code
-        serve.say(end)
-        return exit_code
+        return await serve.supervise(self._supervisor, self._serve(root))
 
-    async def _wait_until_ready(self, root: declaration.DeclaredService) -> bool:
-        """Wait until the first service answers; False if a signal came first. Raises ChildDied."""
-        limit_s = self._options.ready_timeout
-        progress = serve.Progress(f"waiting for {root.name}", limit_s=limit_s, clock=self._clock)
+    async def _serve(self, root: declaration.DeclaredService) -> None:
+        """Start, wait until the first service answers, supervise. Raises ChildDied."""
+        for command in self._plan.commands:
+            child = children.ChildSpec(
+                name=command.name,
+                argv=command.argv,
+                environ={**os.environ, **command.environ},
+                directory=command.directory,
+                resources=command.resources,
+            )
+            await self._supervisor.start(child)
 
         async def probe() -> bool:
             if self._port is None:
@@ -213,16 +196,13 @@ class _Serving:
                 return await serve.is_healthy("127.0.0.1", self._port)
             return await serve.lists_model("127.0.0.1", self._port, serve.ANY_MODEL)
 
-        try:
-            return await self._supervisor.wait_until(
-                probe, timeout_s=limit_s, on_wait=progress.show
-            )
-        except TimeoutError:
-            last = {name: child.last_line for name, child in self._supervisor.child_by_name.items()}
-            last_words = "; ".join(f"{name}: {line}" for name, line in last.items())
-            raise children.ChildDied(
-                f"{root.name} did not answer within {limit_s:g} s; last words: {last_words}"
-            ) from None
+        if await serve.wait_until_answers(
+            self._supervisor, self._clock, root.name, probe, self._options.ready_timeout
+        ):
+            self._announce(root)
+            for command in self._plan.commands:
+                self._supervisor.watch(command.name)
+            await self._supervisor.run()
 
     def _list_child(self, child: children.Child) -> None:
         name = child.spec.name

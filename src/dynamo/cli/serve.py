@@ -20,7 +20,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -214,9 +214,14 @@ class _Serving:
         """Start, wait until the model answers, supervise. Raises ChildDied."""
         for spec in self._specs.values():
             await self._supervisor.start(spec)
-        if not await self._wait_until_ready():
+        options = self._options
+        expected_model = None if self._starts_asleep else self._name
+        probe = functools.partial(lists_model, options.http_host, options.http_port, expected_model)
+        if not await wait_until_answers(
+            self._supervisor, self._clock, self._name, probe, options.ready_timeout
+        ):
             return
-        self._registration.update(url=self._options.url)
+        self._registration.update(url=options.url)
         print(self._banner(), flush=True)
         for name in self._specs:
             self._supervisor.watch(name)
@@ -275,25 +280,6 @@ class _Serving:
             ],
             environ=self._environ,
         )
-
-    async def _wait_until_ready(self) -> bool:
-        """Wait until the frontend lists the model; False if a signal came first. Raises ChildDied."""
-        options = self._options
-        limit_s = options.ready_timeout
-        progress = Progress(f"waiting for {self._name}", limit_s=limit_s, clock=self._clock)
-        expected_model = None if self._starts_asleep else self._name
-        probe = functools.partial(lists_model, options.http_host, options.http_port, expected_model)
-        try:
-            return await self._supervisor.wait_until(
-                probe, timeout_s=limit_s, on_wait=progress.show
-            )
-        except TimeoutError:
-            name = _PLANNER if options.planner else self._topology.answering[0]
-            worker = self._supervisor.child_by_name[name]
-            raise children.ChildDied(
-                f"{self._name} did not answer within {limit_s:g} s; "
-                f"the last words of {name}: {worker.last_line}"
-            ) from None
 
     def _banner(self) -> str:
         options = self._options
@@ -358,6 +344,24 @@ async def supervise(owner: supervisor.Supervisor, work: Awaitable[None]) -> int:
             end, exit_code = str(death), death.exit_code
     say(end)
     return exit_code
+
+
+async def wait_until_answers(
+    owner: supervisor.Supervisor,
+    clock: clocks.Clock,
+    name: str,
+    probe: Callable[[], Awaitable[bool]],
+    limit_s: float,
+) -> bool:
+    """Wait until the probe of what the children serve is true; False if a signal came first. Raises ChildDied."""
+    progress = Progress(f"waiting for {name}", limit_s=limit_s, clock=clock)
+    try:
+        return await owner.wait_until(probe, timeout_s=limit_s, on_wait=progress.show)
+    except TimeoutError:
+        lines = [f"{child}: {process.last_line}" for child, process in owner.child_by_name.items()]
+        raise children.ChildDied(
+            f"{name} did not answer within {limit_s:g} s; last words: {'; '.join(lines)}"
+        ) from None
 
 
 def curl_line(url: str, model: str) -> str:

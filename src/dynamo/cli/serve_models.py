@@ -175,7 +175,9 @@ class _Run:
         try:
             await loader.announce()
             await owner.start(serve.frontend_spec(options, os.environ))
-            if await owner.wait_until(probe, timeout_s=options.ready_timeout):
+            if await serve.wait_until_answers(
+                owner, self._clock, "the frontend", probe, options.ready_timeout
+            ):
                 self._registration.update(url=options.url)
                 print(self._banner(budget_gb), flush=True)
                 owner.watch(serve.FRONTEND)

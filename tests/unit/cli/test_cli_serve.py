@@ -3,11 +3,13 @@
 import asyncio
 import json
 import shlex
+import types
 
 import pytest
 
 from dynamo.base import errors
 from dynamo.cli import serve
+from dynamo.launch import children
 
 
 def test_the_curl_line_is_one_command_with_a_valid_body():
@@ -73,6 +75,20 @@ def test_progress_shows_the_seconds_waited_and_the_limit(capsys):
         "dynamo: waiting for m ...",
         "dynamo: waiting for m (10 s of at most 30 s)",
     ]
+
+
+async def test_wait_in_vain_ends_with_the_last_words_of_the_children():
+    class Owner:
+        def __init__(self):
+            self.child_by_name = {"worker 1": types.SimpleNamespace(last_line="loading")}
+
+        async def wait_until(self, probe, **options):
+            raise TimeoutError
+
+    with pytest.raises(children.ChildDied) as death:
+        await serve.wait_until_answers(Owner(), Clock(), "m", None, 30)
+
+    assert str(death.value) == "m did not answer within 30 s; last words: worker 1: loading"
 
 
 def test_closed_terminal_is_no_error(monkeypatch):
