@@ -28,7 +28,7 @@ def install_command(extra: str) -> str:
 
 
 def load_extra(module: str, *, feature: str, extra: str) -> ModuleType:
-    """Import and return a module of this distribution that needs the packages of an extra.
+    """Import and return a module that comes with an extra, or needs its packages.
 
     Raises ConfigError, with the command that installs the extra, if one of its packages is missing.
     """

@@ -7,7 +7,7 @@ A directory holds `selected_prefill_interpolation/raw_data.npz` with the arrays 
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from dynamo.base import distribution, errors
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
@@ -45,7 +45,7 @@ def read_profile(directory: Path) -> WorkerProfile:
 
 def write_profile(profile: WorkerProfile, directory: Path) -> None:
     """Write both files of a directory, which is made if it is missing."""
-    numpy = _numpy()
+    numpy = _load_numpy()
     curve, surface = profile.prefill, profile.decode
     for file in (PREFILL_FILE, DECODE_FILE):
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write_profile(profile: WorkerProfile, directory: Path) -> None:
 
 def _read_arrays(path: Path, names: tuple[str, ...]) -> Mapping[str, list[float]]:
     try:
-        with _numpy().load(path) as arrays:
+        with _load_numpy().load(path) as arrays:
             return {name: [float(x) for x in arrays[name].ravel()] for name in names}
     except (OSError, KeyError, ValueError, EOFError) as error:
         raise errors.ConfigError(
@@ -75,12 +75,5 @@ def _read_arrays(path: Path, names: tuple[str, ...]) -> Mapping[str, list[float]
         ) from error
 
 
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError as error:
-        command = distribution.install_command("planner")
-        raise errors.ConfigError(
-            f"profiles need numpy, which is not installed: {command}"
-        ) from error
-    return numpy
+def _load_numpy() -> ModuleType:
+    return distribution.load_extra("numpy", feature="a profile", extra="planner")

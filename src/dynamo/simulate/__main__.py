@@ -1,7 +1,5 @@
 """The commands `python -m dynamo.simulate routing --trace FILE`, `… disagg`, `… plan`, `… tiers` and `… claims`."""
 
-import importlib
-import importlib.util
 import sys
 import time
 from collections.abc import Sequence
@@ -62,10 +60,7 @@ def _load_plots(output: str | None) -> ModuleType | None:
     """Import the module that draws, if there is an output: it takes half a second. Raises ConfigError."""
     if output is None:
         return None
-    if importlib.util.find_spec("matplotlib") is None:
-        command = distribution.install_command("plots")
-        raise errors.ConfigError(f"--output needs matplotlib, which is not installed: {command}")
-    return importlib.import_module("dynamo.simulate.plots")
+    return distribution.load_extra("dynamo.simulate.plots", feature="--output", extra="plots")
 
 
 def _caption(settings: routing.SimulateConfig) -> str:
