@@ -23,7 +23,7 @@ def draw(profile: WorkerProfile, path: Path, *, ttft_ms: float, itl_ms: float) -
         decode.plot(usage, itl, marker=".", label=f"context {context:.0f}")
     decode.axhline(itl_ms, color="grey", linewidth=0.8)
     decode.set(xlabel="KV cache in use, %", ylabel="time between tokens, ms", ylim=(0, None))
-    decode.legend(fontsize="small")
+    decode.legend(fontsize="small", loc="upper left")  # times rise to the right
     for ax in (prefill, decode):
         ax.grid(alpha=0.3)
     canvas.savefig(path, format="png")

@@ -129,7 +129,8 @@ def _balance(ax: axes.Axes, summaries: Sequence[PolicySummary]) -> None:
 
 def _finish(ax: axes.Axes) -> None:
     ax.grid(alpha=0.3)
-    ax.legend(fontsize="small")
+    # beside the plot: to look for the best place within takes long, and matplotlib warns of it
+    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _page(summaries: Sequence[PolicySummary], caption: str, pictures: Sequence[bytes]) -> str:
