@@ -84,7 +84,7 @@ test-dashboards: $(VENV)/.dev  ## every expression of dashboards and alerts on a
 	@tests/install_services.sh
 	@DYN_TEST_PROMETHEUS=1 $(BIN)/python -m pytest tests/system/test_prometheus_expressions.py
 
-test-vllm-graph: $(VLLM_VENV)/.vllm-$(VLLM)  ## the four graphs of examples/llm on real vLLM, on a CPU (a minute each)
+test-vllm-graph: $(VLLM_VENV)/.vllm-$(VLLM)  ## the graphs of examples/llm on real vLLM, on a CPU (a minute each)
 	@DYN_TEST_GRAPH=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm/test_vllm_graph.py
 
 test-vllm-planner: $(VLLM_VENV)/.vllm-$(VLLM)  ## the planner scales real vLLM workers under streams, on a CPU (minutes)

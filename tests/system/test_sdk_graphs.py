@@ -148,6 +148,32 @@ def test_printed_line_starts_one_more_worker_of_a_service(deployment, home):
     assert [process["name"] for process in second["processes"]] == ["Backend"]
 
 
+def test_planner_of_a_graph_starts_its_workers(deployment, home, tmp_path):
+    port = ports.reserve()
+    config = tmp_path / "planner.yaml"
+    config.write_text(
+        f"Frontend: {{port: {port}, served_model_name: mock}}\n"
+        "VllmWorker: {ServiceArgs: {workers: 0, module: dynamo.mocker}}\n"
+        "Planner: {environment: local, no-operation: false, planner-port: 0, adjustment-interval: 0.5}\n"
+    )
+    served = serve(deployment, "llm", "graphs.agg_planner:Frontend", "-f", str(config))
+    url = f"http://127.0.0.1:{port}"
+    body = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENT_S)
+
+    def present():
+        page = httpx.get(f"{url}/console/api/planner", timeout=PATIENT_S).json()
+        return [planner["decisions"][0]["present"] for planner in page["planners"]]
+
+    eventually(lambda: present() == [{"prefill": 0, "decode": 1}], what="the planner's one worker")
+    below = processes.descendants(served.pid)
+    served.signal(signal.SIGTERM)
+
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    assert served.exit_code() == 0
+    assert not [pid for pid in below if pathlib.Path(f"/proc/{pid}/environ").exists()]
+
+
 def test_graph_of_a_language_model_answers_at_its_port(deployment, home, tmp_path, capsys):
     port = ports.reserve()
     config = tmp_path / "agg.yaml"

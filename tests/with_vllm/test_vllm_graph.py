@@ -1,4 +1,4 @@
-"""The four graphs of examples/llm over real vLLM, each with its file of configuration.
+"""The graphs of examples/llm over real vLLM, each with its file of configuration.
 
 The third article starts the last. Each starts one or two vLLM workers on a CPU and takes about a minute, so they have a
 target of their own: `make test-vllm-graph`.
@@ -54,6 +54,7 @@ WORKERS_BY_GRAPH = {
     "agg_router": {"aggregated": 2},
     "disagg": {"decode": 1, "prefill": 1},
     "disagg_router": {"decode": 1, "prefill": 1},
+    "agg_planner": {"aggregated": 1},  # which the planner starts
 }
 
 
@@ -65,6 +66,8 @@ def write_config(graph, folder, port):
     values["Frontend"]["port"] = port
     for worker in {"VllmWorker", "PrefillWorker"} & {*values}:
         values[worker] |= {"dtype": "float32", "num-gpu-blocks-override": 200}
+    if "Planner" in values:
+        values["Planner"] |= {"adjustment-interval": 1, "startup-time": START_S}
     file = folder / f"{graph}.yaml"
     file.write_text(yaml.safe_dump(values))
     return file
@@ -108,3 +111,6 @@ def test_graph_answers_the_curl_of_the_article(deployment, tmp_path, graph):
     assert reasons
     assert any("round-robin" in reason for reason in reasons) != graph.endswith("_router")
     assert row["state"] == "done"
+    planners = httpx.get(f"{url}/console/api/planner", timeout=PATIENT_S).json()["planners"]
+    present = [planner["decisions"][0]["present"] for planner in planners]
+    assert present == ([{"prefill": 0, "decode": 1}] if graph == "agg_planner" else [])

@@ -160,9 +160,9 @@ class WorkerCommand:
         settings = self._settings
         flags = ["--model", settings.model] if settings.model else []
         flags += ["--model-name", settings.model_name] if settings.model_name else []
-        if not self._is_aggregated:
-            flags += ["--disaggregation-mode", pool]
         flags += ["--namespace", settings.namespace, *shlex.split(settings.worker_flags)]
+        if not self._is_aggregated:  # last: it holds whatever mode the flags above name
+            flags += ["--disaggregation-mode", pool]
         kind = "worker" if self._is_aggregated else f"{pool} worker"
         return children.ChildSpec(
             name=f"{kind} {number}",

@@ -61,6 +61,11 @@ def make(
         for spec in specs
         if spec.inside
     ]
+    notes += [
+        f"{plan.spec.name} starts no process: its workers are 0"
+        for plan in plans
+        if not plan.workers
+    ]
     wants_cores = sum(plan.workers * plan.num_cores for plan in plans)
     wants_devices = sum(plan.workers * plan.num_devices for plan in plans)
     pins = 0 < wants_cores <= len(machine.cores)
@@ -107,23 +112,23 @@ def _of_service(spec: declaration.DeclaredService, config: settings.ServiceConfi
     resources = {**spec.resources, **(args.get("resources") or {})}
     return _ServicePlan(
         spec=spec,
-        workers=_number(spec, "workers", args.get("workers", spec.workers), least=1),
+        workers=_number(spec, "workers", args.get("workers", spec.workers)),
         num_cores=_number(spec, "resources.cpu", resources.get("cpu", 0)),
         num_devices=_number(spec, "resources.gpu", resources.get("gpu", 0)),
         environ={key: str(value) for key, value in (args.get("environment") or {}).items()},
     )
 
 
-def _number(spec: declaration.DeclaredService, field: str, value: Any, least: int = 0) -> int:
+def _number(spec: declaration.DeclaredService, field: str, value: Any) -> int:
     """Return a count of workers, cores (`2`, `"500m"`) or GPUs, rounded down. Raises ConfigError."""
     text = str(value)
     try:
         number = float(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else float(text)
     except ValueError:
         number = -1.0
-    if number < least:
+    if not 0 <= number < sys.maxsize:  # nan is neither
         raise errors.ConfigError(
-            f"{spec.file}, {spec.name}, {field}: expected a number of at least {least}, got {value!r}"
+            f"{spec.file}, {spec.name}, {field}: expected a number of at least 0, got {value!r}"
         )
     return int(number)
 

@@ -23,7 +23,7 @@ from dynamo.protocols import instances
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 _SPEC, _ROLE = "__dynamo_service__", "__dynamo_role__"
-_RESOURCES = ("cpu", "gpu", "memory")
+RESOURCES = ("cpu", "gpu", "memory")
 dynamo_context: dict[str, Any] = {}
 """In a running service: `runtime`, `component`, `endpoints` (their names) and `namespace`."""
 
@@ -79,9 +79,9 @@ def service(
 
     def decorate(cls: type) -> type:
         where = f"{inspect.getsourcefile(cls)}, class {cls.__name__}"
-        if unknown := {*(resources or {})} - {*_RESOURCES}:
+        if unknown := {*(resources or {})} - {*RESOURCES}:
             raise errors.ConfigError(
-                f"{where}, resources: expected {', '.join(_RESOURCES)}, got {min(unknown)!r}"
+                f"{where}, resources: expected {', '.join(RESOURCES)}, got {min(unknown)!r}"
             )
         if workers < 1:
             raise errors.ConfigError(f"{where}, workers: expected at least 1, got {workers}")

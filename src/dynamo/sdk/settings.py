@@ -23,6 +23,7 @@ from dynamo.sdk import declaration
 
 VARIABLE = "DYNAMO_SERVICE_CONFIG"
 _COMMON, _SHARED, _ARGS = "Common", "common-configs", "ServiceArgs"
+_ARGS_WITH_KEYS = ("resources", "dynamo", "environment")
 Section = dict[str, Any]
 
 
@@ -69,9 +70,13 @@ class ServiceConfig(dict[str, Section]):
     def process_settings(self, service: str) -> Section:
         """Return the section's ServiceArgs. Raises ConfigError for an unknown key."""
         args: Section = (self.get(service) or {}).get(_ARGS) or {}
-        if unknown := args.keys() - {"workers", "resources", "dynamo", "environment", "module"}:
+        if unknown := args.keys() - {"workers", "module", *_ARGS_WITH_KEYS}:
             raise errors.ConfigError(
                 f"{service}.{_ARGS}: expected workers, resources, dynamo, environment or module, got {min(unknown)!r}"
+            )
+        if unknown := (args.get("resources") or {}).keys() - {*declaration.RESOURCES}:
+            raise errors.ConfigError(
+                f"{service}.{_ARGS}.resources: expected {', '.join(declaration.RESOURCES)}, got {min(unknown)!r}"
             )
         return args
 
@@ -97,8 +102,14 @@ class ServiceConfig(dict[str, Section]):
                     else "true"
                 )
             section: Section = merged
-            for part in path[:-1]:
-                section = section.setdefault(part, {})
+            for depth, part in enumerate(path[:-1], start=1):
+                if section.get(part) is None:
+                    section[part] = {}
+                section = section[part]
+                if not isinstance(section, dict):
+                    raise errors.ConfigError(
+                        f"{name}: {'.'.join(path[:depth])} is a value, expected a section with keys"
+                    )
             for spelling in (path[-1].replace("_", "-"), path[-1].replace("-", "_")):
                 section.pop(spelling, None)
             section[path[-1]] = value
@@ -107,14 +118,33 @@ class ServiceConfig(dict[str, Section]):
         return merged
 
     def check_names(self, names: Sequence[str], source: str) -> None:
-        """Raise ConfigError for a section that no service of the graph's module has."""
+        """Raise ConfigError for a section that no service of the graph has, or that has not the form of one."""
         for name, section in self.items():
             if name not in (*names, _COMMON):
                 raise errors.ConfigError(
                     f"{source}: no service is called {name}; there are {', '.join(names)}"
                 )
-            if not isinstance(section, Mapping | None):
-                raise errors.ConfigError(f"{source}, {name}: expected keys with values")
+            _check_keys(section, f"{source}, {name}")
+            args = (section or {}).get(_ARGS)
+            _check_keys(args, f"{source}, {name}.{_ARGS}")
+            for key in _ARGS_WITH_KEYS:
+                _check_keys((args or {}).get(key), f"{source}, {name}.{_ARGS}.{key}")
+            shared = (section or {}).get(_SHARED)
+            if not isinstance(shared, list | None):
+                raise errors.ConfigError(
+                    f"{source}, {name}.{_SHARED}: expected a list such as [{shared}], got {shared!r:.60}"
+                )
+
+
+def _check_keys(section: object, place: str) -> None:
+    """Raise ConfigError if a part of the configuration is not a section with words as keys."""
+    if not isinstance(section, Mapping | None):
+        raise errors.ConfigError(f"{place}: expected keys with values, got {section!r:.60}")
+    for key in section or ():
+        if not isinstance(key, str):
+            raise errors.ConfigError(
+                f"{place}: expected a word as key, got {key!r}: write it in quotes"
+            )
 
 
 def plain(key: str) -> str:

@@ -95,7 +95,7 @@ def test_file_changes_workers_resources_environment_and_module():
     assert plan.commands[0].argv[2] == "dynamo.mocker"
 
 
-@pytest.mark.parametrize("value", ["many", -1, 0])
+@pytest.mark.parametrize("value", ["many", -1, "nan"])
 def test_wrong_number_names_file_service_and_field(value):
     with pytest.raises(errors.ConfigError, match=r"test_sdk_commands\.py, Leaf, workers"):
         make(config={"Leaf": {"ServiceArgs": {"workers": value}}})
@@ -111,12 +111,7 @@ def test_wrong_number_names_file_service_and_field(value):
     ],
 )
 def test_graph_of_the_example_becomes_our_own_commands(name, flags, roles, monkeypatch):
-    for module in ("graphs", "components", f"graphs.{name}", "components.services"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.syspath_prepend(str(LLM))
-    specs = graph.load(f"graphs.{name}:Frontend", LLM)
-    values = yaml_file.read(LLM / "configs" / f"{name}.yaml")
-    plan = make(*specs, machine=Allocation(), config=values)
+    plan = plan_of_example(name, monkeypatch)
     door, *workers = (shlex.join(command.argv) for command in plan.commands)
 
     assert f"-m dynamo.frontend --http-port 8000 {flags}" in door
@@ -124,6 +119,63 @@ def test_graph_of_the_example_becomes_our_own_commands(name, flags, roles, monke
     assert all("-m dynamo.vllm --model deepseek-ai/" in line for line in workers)
     assert all("--max-model-len 16384 --enforce-eager" in line for line in workers)
     assert ("--disaggregation-mode decode" in workers[0]) == (True in roles)
+
+
+def plan_of_example(name, monkeypatch, *overrides):
+    for module in ("graphs", "components", f"graphs.{name}", "components.services"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(str(LLM))
+    specs = graph.load(f"graphs.{name}:Frontend", LLM)
+    values = ServiceConfig(yaml_file.read(LLM / "configs" / f"{name}.yaml"))
+    return make(*specs, machine=Allocation(), config=values.with_overrides(overrides))
+
+
+def test_planner_of_the_example_starts_the_workers_of_the_file(monkeypatch):
+    plan = plan_of_example("agg_planner", monkeypatch)
+    planner = plan.commands[1].argv
+    flags = planner[planner.index("--worker-flags") + 1].split()
+
+    assert [command.service for command in plan.commands] == ["Frontend", "Planner"]
+    assert planner[planner.index("--backend") + 1] == "vllm"
+    assert flags[:2] == ["--model", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"]
+    assert "--enforce-eager" in flags
+    assert "--no-operation" not in planner
+    assert "VllmWorker starts no process: its workers are 0" in plan.notes
+
+
+def test_planner_of_the_example_that_only_advises_looks_at_the_workers_of_the_graph(monkeypatch):
+    overrides = (
+        "--Planner.environment=virtual",
+        "--Planner.no-operation=true",
+        "--VllmWorker.ServiceArgs.workers=2",
+    )
+    plan = plan_of_example("agg_planner", monkeypatch, *overrides)
+    planner = plan.commands[1].argv
+
+    assert [command.name for command in plan.commands[2:]] == ["VllmWorker 1", "VllmWorker 2"]
+    assert planner[planner.index("--environment") + 1] == "virtual"
+    assert planner[-1] == "--no-operation"
+    assert "--worker-flags" not in planner
+
+
+def test_planner_of_the_example_on_a_cluster_is_told_its_frontend_by_the_operator(monkeypatch):
+    overrides = ("--Planner.environment=kubernetes", "--VllmWorker.ServiceArgs.workers=1")
+    planner = plan_of_example("agg_planner", monkeypatch, *overrides).commands[1].argv
+
+    assert planner[planner.index("--environment") + 1] == "kubernetes"
+    assert not {"--frontend-url", "--planner-port", "--worker-flags"} & {*planner}
+
+
+def test_router_of_the_example_that_does_not_exist_is_named(monkeypatch):
+    with pytest.raises(
+        errors.ConfigError, match="expected one of kv, random, round-robin, got 'x'"
+    ):
+        plan_of_example("agg", monkeypatch, "--Processor.router=x")
+
+
+def test_workers_beside_those_of_the_planner_are_refused(monkeypatch):
+    with pytest.raises(errors.ConfigError, match=r"VllmWorker\.ServiceArgs\.workers: 0, got 2"):
+        plan_of_example("agg_planner", monkeypatch, "--VllmWorker.ServiceArgs.workers=2")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,14 @@ def test_command_line_reaches_into_sections(tmp_path):
     assert values.section("New") == {"names": [1, 2]}
 
 
+def test_command_line_fills_an_empty_section_and_does_not_reach_into_a_value(tmp_path):
+    values = config(tmp_path, "Worker:\nOther: {model: m}\n")
+
+    assert values.with_overrides(["--Worker.a.b=1"])["Worker"] == {"a": {"b": 1}}
+    with pytest.raises(errors.ConfigError, match=r"--Other\.model\.x: Other\.model is a value"):
+        values.with_overrides(["--Other.model.x=1"])
+
+
 @pytest.mark.parametrize("word", ["stray", "--flag", "--Worker.=1"])
 def test_argument_that_is_no_override_is_named(word):
     with pytest.raises(errors.ConfigError, match=r"expected --Service\.key=value"):
@@ -99,6 +107,11 @@ def test_environment_holds_the_configuration(monkeypatch):
         ("A: 1", "A: expected keys with values"),
         ("A: {common-configs: [x]}", "'x' is not in Common"),
         ("A: {ServiceArgs: {cores: 1}}", "got 'cores'"),
+        ("A: {ServiceArgs: 2}", r"A\.ServiceArgs: expected keys with values, got 2"),
+        ("A: {ServiceArgs: {resources: 1}}", r"A\.ServiceArgs\.resources: expected keys with"),
+        ("A: {ServiceArgs: {resources: {gpus: 1}}}", "expected cpu, gpu, memory, got 'gpus'"),
+        ("A: {common-configs: model}", r"A\.common-configs: expected a list such as \[model\]"),
+        ("A: {on: 1}", "A: expected a word as key, got True: write it in quotes"),
         ("B: {}", "no service is called B; there are A"),
     ],
 )
