@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.base import clock as clocks
-from dynamo.base import config, distribution
+from dynamo.base import config, distribution, errors
 from dynamo.cli import serve
 from dynamo.launch import allocation, children, guard, state, supervisor
 from dynamo.sdk import commands, declaration, graph, settings
 
 DISCOVERY = "DYN_FILE_KV"
+_LAST_PORT = 65_535
 # What a `dynamo serve` that joins this one has to have in common with it.
 _PLANE_VARIABLES = (
     *(DISCOVERY, "DYN_DISCOVERY_BACKEND", "DYN_REQUEST_PLANE", "DYN_EVENT_PLANE"),
@@ -73,12 +74,15 @@ class LoadedGraph:
 
     @property
     def port(self) -> int | None:
-        """The HTTP port of the first service, if it has one."""
+        """The HTTP port of the first service, if it has one. Raises ConfigError."""
         root = self.specs[0]
         merged = settings.with_defaults(self.values, [root])
-        if root.module == "dynamo.frontend" or root.methods("api"):
-            return int(merged.section(root.name).get("port", 8000))
-        return None
+        if root.module != "dynamo.frontend" and not root.methods("api"):
+            return None
+        port = str(merged.section(root.name).get("port", 8000))
+        if not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+            raise errors.ConfigError(f"{root.name}.port: expected 1 to {_LAST_PORT}, got {port!r}")
+        return int(port)
 
 
 def load(options: GraphConfig) -> LoadedGraph:
@@ -132,17 +136,21 @@ def run(options: GraphConfig) -> int:
             namespace=namespace,
             environ=environ,
         )
+        if not plan.commands:
+            raise errors.ConfigError(
+                f"nothing to start: {'; '.join(plan.notes)}; expected a service with a process"
+            )
         if options.dry_run:
             for note in plan.notes:
                 print(f"# {note}")
             for command in plan.commands:
                 print(f"# {command.name}\n{command.shell()}\n")
             return 0
-        for note in plan.notes:
-            serve.say(note)
         port = loaded.port if loaded.specs[0] in chosen else None
         if port is not None:
-            serve.check_port("127.0.0.1", port)
+            serve.check_port("127.0.0.1", port, other=f"--{loaded.specs[0].name}.port=...")
+        for note in plan.notes:
+            serve.say(note)
         variables = _variables(*_PLANE_VARIABLES) | environ | {"DYN_NAMESPACE": namespace}
         registration.update(namespace=namespace, variables=variables)
         serving = _Serving(options, plan, registration, port, guardian)

@@ -190,7 +190,7 @@ def main() -> None:
 def _run(argv: Sequence[str]) -> int:
     config.complete(make_parser)
     name = argv[0] if argv else "--help"
-    if name in ("-h", "--help"):
+    if name in ("-h", "--help", "help"):
         print(render(_OPTIONS, {key: COMMANDS[key].summary for key in COMMANDS}))
         return 0
     if name in COMMANDS:
@@ -239,7 +239,7 @@ def make_parser() -> config.Parser:
             flag, nargs="?", const="", choices=("", *completion.SHELLS), metavar="SHELL", help=text
         )
     commands = parser.add_subparsers(
-        title="commands", metavar="", parser_class=argparse.ArgumentParser
+        title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser
     )
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.summary, allow_abbrev=False)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,20 +92,33 @@ def build(options: BuildConfig) -> int:
     """Write the archive and print its tag. Raises ConfigError."""
     directory = Path(options.working_dir).resolve()
     specs = graph.load(options.target, directory)
-    files = dict(_sources(directory))
-    manifest = describe(options.target, specs, files)
-    path = archive_path(manifest.tag, options.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:gz") as archive:
-        _add(archive, "manifest.json", msgspec.json.format(msgspec.json.encode(manifest)))
-        _add(archive, "requirements.lock", requirements().encode())
-        for name, content in files.items():
-            _add(archive, f"src/{name}", content)
+    try:
+        files = dict(_sources(directory, _directory(options.output).resolve()))
+        manifest = describe(options.target, specs, files)
+        path = archive_path(manifest.tag, options.output)
+        _write(path, manifest, files)
+    except OSError as error:
+        raise errors.ConfigError(
+            f"{error.filename}: {error.strerror}; expected sources that can be read, and a directory for the archive"
+            " that can be written (--output names another)"
+        ) from error
     print(f"{len(files)} files, {path.stat().st_size / 1e6:.1f} MB: {path}")
     if options.containerize:
         containerize(ContainerizeConfig(tag=manifest.tag, output=options.output))
     print(f"Successfully built {manifest.tag}.")
     return 0
+
+
+def _write(path: Path, manifest: Manifest, files: dict[str, bytes]) -> None:
+    """Write an archive; it has its name when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    with tarfile.open(new, "w:gz") as archive:
+        _add(archive, "manifest.json", msgspec.json.format(msgspec.json.encode(manifest)))
+        _add(archive, "requirements.lock", requirements().encode())
+        for name, content in files.items():
+            _add(archive, f"src/{name}", content)
+    new.replace(path)
 
 
 def get(options: GetConfig) -> int:
@@ -195,7 +209,14 @@ def _manifest(path: Path) -> Manifest:
             content = archive.extractfile("manifest.json")
             assert content is not None
             return msgspec.json.decode(content.read(), type=Manifest)
-    except (OSError, KeyError, tarfile.TarError, msgspec.MsgspecError) as error:
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        KeyError,
+        tarfile.TarError,
+        msgspec.MsgspecError,
+    ) as error:
         reason = getattr(error, "strerror", None) or error
         raise errors.ConfigError(
             f"{path}: expected an archive of `dynamo build`: {reason}; `dynamo get` lists them"
@@ -206,11 +227,13 @@ def _directory(output: str | None) -> Path:
     return Path(output) if output is not None else state.home() / "packages"
 
 
-def _sources(directory: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the files to package, in order. Raises ConfigError if they are too large."""
+def _sources(directory: Path, output: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the files to package, in order, without archives in `output`. Raises ConfigError if they are too large."""
     size = 0
     for path in sorted(directory.rglob("*")):
         relative = path.relative_to(directory)
+        if path.parent == output and path.name.endswith(".tar.gz"):  # else no tag would come twice
+            continue
         if _SKIPPED.isdisjoint(relative.parts) and path.is_file() and not path.is_symlink():
             size += path.stat().st_size
             if size > _MOST_BYTES:

@@ -43,6 +43,11 @@ class LogsConfig:
 
 def list_processes(options: ProcessListConfig) -> int:
     """Print a line for each `dynamo serve`, and with -v its processes."""
+    for path in state.unreadable():
+        print(
+            f"{path}: expected a state of this version's `dynamo serve`; stop that process, and delete the file",
+            file=sys.stderr,
+        )
     states = state.running() if options.name is None else [state.find(options.name)]
     if not states:
         print("nothing is served here; start something: dynamo serve", file=sys.stderr)
@@ -62,7 +67,8 @@ def list_processes(options: ProcessListConfig) -> int:
 def stop(options: StopConfig) -> int:
     """Send SIGTERM and wait until it has ended. Raises EngineFailed if it does not."""
     served = state.find(options.name)
-    os.kill(served.pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(served.pid, signal.SIGTERM)
     print(f"stopping {served.name}: running requests finish first", flush=True)
     deadline = time.monotonic() + _STOP_S
     while any(served_now.pid == served.pid for served_now in state.running()):

@@ -67,7 +67,8 @@ class ServeConfig(HttpConfig):
         (),
         flag="",
         help="model directory, GGUF file, or name on the Hugging Face hub; without it, the built-in model; of several,"
-        " each is loaded when a request comes for it",
+        " each is loaded when a request comes for it. module:Class is a graph, whose flags"
+        " `dynamo serve module:Class --help` shows",
     )
     model_name: str | None = config.option(
         None,
@@ -162,8 +163,11 @@ def serve(options: ServeConfig) -> int:
             return asyncio.run(_Serving(options, directory, registration, guardian).run())
 
 
-def check_port(host: str, port: int) -> None:
-    """Check before anything starts: a server at this port would be mistaken for our frontend."""
+def check_port(host: str, port: int, *, other: str = "--http-port (make run PORT=...)") -> None:
+    """Check before anything starts: a server at this port would be mistaken for our frontend.
+
+    Raises ConfigError, which says how to choose another port by `other`.
+    """
     try:
         family, number = addresses.resolve(host)
         socket.create_server((number, port), family=family).close()
@@ -173,7 +177,7 @@ def check_port(host: str, port: int) -> None:
                 f"cannot listen on {addresses.join(host, port)}: {error}"
             ) from error
         raise errors.ConfigError(
-            f"port {port} is in use: stop the other process or choose --http-port (make run PORT=...)"
+            f"port {port} is in use: stop the other process or choose {other}"
         ) from error
 
 

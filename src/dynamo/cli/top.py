@@ -69,7 +69,10 @@ def describe_no_answer(url: str, error: BaseException | None) -> str:
     """Return what to do if no frontend answers at this address."""
     cause = getattr(error, "reason", error)  # urllib wraps the system's error
     number = getattr(cause, "errno", None)
-    reason = os.strerror(number) if number and number > 0 else str(cause)
+    if number is not None and number > 0:
+        reason = os.strerror(number)
+    else:  # a name that is not found: its number is not the system's
+        reason = getattr(cause, "strerror", None) or str(cause)
     return f"no frontend answers at {url} ({reason}): start one with `dynamo serve`, or name its address with --url"
 
 

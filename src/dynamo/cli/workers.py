@@ -87,7 +87,12 @@ def endpoint_of(target: str) -> instances.EndpointName | None:
         return None
     if is_remote(target):
         return instances.EndpointName.parse(target)
-    engines.kind_of(engine_of(target))
+    try:
+        engines.kind_of(engine_of(target))
+    except errors.ConfigError as error:
+        raise errors.ConfigError(
+            f"out={target}: {error}; also {ECHO_CORE}, {ECHO_FULL}, {AUTO} and {REMOTE_PREFIX}..."
+        ) from error
     return settings.WorkerConfig().endpoint_name
 
 

@@ -52,9 +52,14 @@ def home() -> Path:
 
 
 def directory() -> Path:
-    """Return the directory of the states, which is made if it is missing."""
-    path = home() / "state"
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Return the directory of the states, which is made if it is missing. Raises ConfigError."""
+    try:
+        path = home() / "state"
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        raise errors.ConfigError(
+            f"there is no directory for the states of `dynamo serve` ({error}): name one by {HOME_VARIABLE}"
+        ) from error
     return path
 
 
@@ -62,13 +67,24 @@ def running() -> list[ServeState]:
     """Return what runs now, the oldest first."""
     states = []
     for path in directory().glob("*.json"):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            state = msgspec.json.decode(path.read_bytes(), type=ServeState)
-            if _is_alive(state):
-                states.append(state)
-            else:
-                path.unlink()
+        if (state := _read(path)) is None:
+            continue
+        if _is_alive(state):
+            states.append(state)
+        else:
+            path.unlink(missing_ok=True)
     return sorted(states, key=lambda state: state.started_at)
+
+
+def unreadable() -> list[Path]:
+    """Return the files that hold no state of this version's `dynamo serve`."""
+    return [path for path in sorted(directory().glob("*.json")) if _read(path) is None]
+
+
+def _read(path: Path) -> ServeState | None:
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=ServeState)
+    return None
 
 
 def find(name: str | None) -> ServeState:
@@ -149,7 +165,7 @@ def registered(name: str, model: str) -> Iterator[Registration]:
     )  # fmt: skip
     try:
         registration.open()
-    except OSError as error:
+    except (OSError, errors.ConfigError) as error:
         sys.stderr.write(f"dynamo: `dynamo ps` will not list this: {error}\n")
     try:
         yield registration
@@ -207,7 +223,7 @@ def logged(name: str) -> Iterator[None]:
     terminal = sys.stderr
     try:
         tee = _Tee(terminal, log_path(name))
-    except OSError:
+    except (OSError, errors.ConfigError):
         yield
         return
     sys.stderr = tee

@@ -72,6 +72,10 @@ def resolve(
         raise errors.ConfigError(
             f"{model} is a file; expected a model directory, a GGUF file or a hub name"
         )
+    if path.suffix == GGUF_SUFFIX:
+        raise errors.ConfigError(
+            f"no such file: {model} (expected a GGUF file, or a model directory)"
+        )
     if model.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(model):
         raise errors.ConfigError(
             f"no such directory: {model} (expected a model directory, or a hub name like Qwen/Qwen3-0.6B)"
@@ -218,6 +222,8 @@ def cached_models() -> dict[str, int]:
 
 def remove_cached(name: str) -> int:
     """Remove a model from the hub's local cache; return the bytes that are free then. Raises ConfigError."""
+    if name == BUILT_IN:
+        raise errors.ConfigError(f"{name} is built in: expected a model that was downloaded")
     if name not in cached_models():
         raise errors.ConfigError(f"{name!r} is not in the local cache; `dynamo list` shows what is")
     cache = huggingface_hub.scan_cache_dir()

@@ -56,6 +56,29 @@ def test_unknown_tag_and_missing_docker_are_named(home, capsys, monkeypatch):
         package.get(package.GetConfig(tag="a:b"))
 
 
+def test_archives_beside_the_sources_are_not_packaged(home, tmp_path, capsys):
+    source = "from dynamo.sdk import service\n@service\nclass Small:\n    pass\n"
+    (tmp_path / "small.py").write_text(source)
+    options = package.BuildConfig(
+        target="small:Small", working_dir=str(tmp_path), output=str(tmp_path)
+    )
+    package.build(options)
+    package.build(options)
+    first, second = [line for line in capsys.readouterr().out.splitlines() if "Success" in line]
+
+    assert first == second
+
+
+def test_archive_that_cannot_be_written_or_read_is_named(home, capsys):
+    (home / "file").write_text("in the way")
+    with pytest.raises(errors.ConfigError, match=r"file: .*--output names another"):
+        package.build(package.BuildConfig(**HELLO, output=str(home / "file")))
+    path = package.archive_path(build(capsys), None)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(errors.ConfigError, match="expected an archive of `dynamo build`"):
+        package.get(package.GetConfig())
+
+
 @pytest.mark.parametrize("ask", [bench.run, top.run])
 def test_frontend_that_does_not_answer_is_named_with_what_to_do(ask):
     config = {bench.run: bench.BenchConfig, top.run: top.TopConfig}[ask]
@@ -178,6 +201,9 @@ async def test_deployments_are_applied_listed_shown_and_deleted(home, capsys):
         (lambda: processes.stop(processes.StopConfig()), "no `dynamo serve` runs here"),
         (lambda: processes.show_logs(processes.LogsConfig(name="x")), "no log of x"),
         (lambda: models.remove(models.RemoveConfig(model="no/such")), "`dynamo list`"),
+        (lambda: models.remove(models.RemoveConfig(model="storyteller")), "is built in"),
+        (lambda: models.pull(models.PullConfig(model="x.gguf")), r"no such file: x\.gguf"),
+        (lambda: top.read("http://a.invalid"), r"a\.invalid \(Name or service not known\)"),
         (lambda: bench.run(bench.BenchConfig(url="ftp://x")), "expected http://"),
         (
             lambda: bench.run(bench.BenchConfig(url="x:99999")),
@@ -205,6 +231,20 @@ def test_states_of_dead_processes_are_removed(home):
         with pytest.raises(errors.ConfigError, match="there are a-2"):
             state.find("c")
     assert [path.name for path in (home / "state").iterdir()] == []
+
+
+def test_file_that_is_no_state_is_named(home, capsys):
+    (state.directory() / "old.json").write_text("{}")
+    processes.list_processes(processes.ProcessListConfig())
+
+    assert "old.json: expected a state of this version's" in capsys.readouterr().err
+
+
+def test_home_that_is_a_file_is_named(home, monkeypatch):
+    (home / "file").write_text("in the way")
+    monkeypatch.setenv("DYNAMO_HOME", str(home / "file"))
+    with pytest.raises(errors.ConfigError, match="name one by DYNAMO_HOME"):
+        processes.list_processes(processes.ProcessListConfig())
 
 
 def test_what_cannot_be_listed_is_served_all_the_same(home, capsys):

@@ -1,11 +1,14 @@
 """The lines that `dynamo serve` of a graph prints for one more process of a service."""
 
 import os
+import pathlib
 import shlex
+import socket
 import sys
 
 import pytest
 
+from dynamo.base import errors
 from dynamo.cli import graph
 from dynamo.launch import allocation
 from dynamo.sdk import commands
@@ -34,6 +37,38 @@ def lines(*planned, devices=(), **options):
 def bare(monkeypatch):
     for name in ("DYNAMO_HOME", "DYNAMO_SERVICE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
+
+
+HELLO = pathlib.Path(__file__).parents[3] / "examples" / "hello_world"
+
+
+def serve_hello(*overrides, **options):
+    return graph.run(
+        graph.GraphConfig(
+            target="hello_world:Frontend", working_dir=str(HELLO), overrides=overrides, **options
+        )
+    )
+
+
+@pytest.mark.parametrize("port", ["x", "0", "70000", "1.5"])
+def test_port_that_is_none_is_named_before_anything_starts(bare, tmp_path, monkeypatch, port):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    with pytest.raises(errors.ConfigError, match=r"Frontend\.port: expected 1 to 65535, got "):
+        serve_hello(f"--Frontend.port={port}")
+
+
+def test_port_in_use_is_named_with_the_flag_of_the_graph(bare, tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(errors.ConfigError, match=r"or choose --Frontend\.port=\.\.\."):
+            serve_hello(f"--Frontend.port={port}")
+
+
+def test_service_without_a_process_is_refused(bare, tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    with pytest.raises(errors.ConfigError, match="nothing to start: Backend starts no process"):
+        serve_hello("--Backend.ServiceArgs.workers=0", service_name="Backend")
 
 
 def test_line_repeats_what_the_graph_was_started_with(bare):

@@ -41,6 +41,14 @@ def test_process_that_registers_runs_until_it_ends():
     assert state.running() == []
 
 
+def test_file_that_is_no_state_is_left_and_named():
+    path = state.directory() / "old.json"
+    path.write_text('{"name": "old"}')
+
+    assert state.running() == []
+    assert state.unreadable() == [path]
+
+
 def test_second_one_of_a_name_gets_a_number():
     with state.registered("one", "m"), state.registered("one", "m") as second:
         assert second.state.name == "one-2"
