@@ -24,6 +24,7 @@ import importlib
 import inspect
 import json
 import os
+import shlex
 import sys
 import tomllib
 import types
@@ -57,8 +58,8 @@ def option(  # noqa: PLR0913 (a declaration; all but one have a default)
 
     An option without a default has to be given.
     `env` is its environment variable; `aliases` are other flags for it; `least` and `most` bound a number. With "text"
-    the value may begin with a dash; with "words" the flag takes all words up to the next flag. `implied` names another
-    variable and the value that this option has if that one is set and this one is not.
+    the value is a line of flags, which may begin with a dash; with "words" the flag takes all words up to the next
+    flag. `implied` names another variable and the value that this option has if that one is set and this one is not.
     """
     metadata = {
         "help": help,
@@ -366,6 +367,13 @@ def _from_file(path: str, fields: Mapping[str, Any], hints: Mapping[str, Any]) -
 def _read(field: dataclasses.Field[Any], hint: Any, value: Any, source: str) -> Any:
     """Return `value` with the field's type. Raises ConfigError that names the source."""
     parsed = _parse(hint, value, source)
+    if field.metadata.get("takes") == "text":
+        try:
+            shlex.split(parsed)
+        except ValueError as error:
+            raise errors.ConfigError(
+                f"{source}: expected flags as in a shell, got {parsed!r} ({error})"
+            ) from error
     least, most = field.metadata["range"]
     is_inside = (least is None or parsed >= least) and (most is None or parsed <= most)
     if is_inside:  # NaN never is

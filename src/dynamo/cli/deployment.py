@@ -7,6 +7,7 @@ cluster is that of the kubeconfig, or of the pod; a laptop's (`dynamo kube up`) 
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import tarfile
 import tempfile
@@ -23,6 +24,10 @@ from dynamo.sdk import commands, graph
 
 API_VERSION, KIND = "nvidia.com/v1alpha1", "DynamoGraphDeployment"
 _MANAGER = "dynamo-deployment"
+_NAME, _MOST_NAME_CHARS = (
+    re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"),
+    63,
+)  # of a service of Kubernetes
 _COMPONENT_TYPES = {"dynamo.frontend": "frontend", "dynamo.planner": "planner"}
 Connection = Any  # runtime.backends.kubernetes.connection, which is loaded when it is used
 
@@ -128,6 +133,11 @@ def make_manifest(options: DeployConfig) -> dict[str, Any]:
         environ={},
     )
     name = options.name or loaded.specs[0].name.lower()
+    if len(name) > _MOST_NAME_CHARS or not _NAME.fullmatch(name):
+        raise errors.ConfigError(
+            f"-n: expected at most {_MOST_NAME_CHARS} lower-case letters, digits and dashes, as Kubernetes names have,"
+            f" got {name!r}"
+        )
     services: dict[str, Any] = {}
     for command in plan.commands:
         service = services.setdefault(command.service, _service(command, options, name))

@@ -122,16 +122,22 @@ def _write(path: Path, manifest: Manifest, files: dict[str, bytes]) -> None:
 
 
 def get(options: GetConfig) -> int:
-    """Print a manifest, or a line for each archive. Raises ConfigError."""
+    """Print a manifest, or a line for each archive; return 1 if one of them cannot be read. Raises ConfigError."""
     if options.tag is not None:
         manifest = read(options.tag, options.output)
         print(msgspec.json.format(msgspec.json.encode(manifest)).decode())
         return 0
     print(f"{'TAG':<40} {'SERVICES':>8}  TARGET")
+    exit_code = 0
     for path in sorted(_directory(options.output).glob("*.tar.gz")):
-        manifest = _manifest(path)
-        print(f"{manifest.tag:<40} {len(manifest.services):>8}  {manifest.target}")
-    return 0
+        try:
+            manifest = _manifest(path)
+        except errors.ConfigError as error:
+            print(f"dynamo: {error}", file=sys.stderr)
+            exit_code = 1
+        else:
+            print(f"{manifest.tag:<40} {len(manifest.services):>8}  {manifest.target}")
+    return exit_code
 
 
 def containerize(options: ContainerizeConfig) -> int:

@@ -24,6 +24,8 @@ missing workers count as starting; after `TIMEOUT_S` seconds the planner says th
 
 import asyncio
 import dataclasses
+import logging
+import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -101,6 +103,7 @@ def endpoints(namespace: str) -> tuple[instances.EndpointName, instances.Endpoin
 
 Pool = Literal["prefill", "decode"]
 MakeSpec = Callable[[Pool, int, allocation.Allocation], children.ChildSpec]
+_logger = logging.getLogger(__name__)
 _SMOOTHING = 0.3  # weight of the newest duration of a start or a change
 _SIGNAL_BY_ROLE: dict[Pool, signal.Signals] = {"prefill": signal.SIGUSR1, "decode": signal.SIGUSR2}
 
@@ -257,6 +260,9 @@ class LocalConnector:
             pool.note_failure(f"{spec.name} cannot be started: {error}")
             self._allocator.release(resources)
             return
+        _logger.info(
+            "started %s, in the planner's environment: %s", spec.name, shlex.join(spec.argv)
+        )
         worker = _LocalWorker(pool, child, resources, ordered_at=self._clock.now())
         pool.workers.append(worker)
         self._running.start(f"watch {spec.name}", self._watch(worker))

@@ -26,7 +26,7 @@ def load(target: str, directory: Path) -> list[declaration.DeclaredService]:
             f"expected a graph, module:Class such as graphs.agg:Frontend, got {got}"
         )
     sys.path.insert(0, str(directory))
-    module_name = match["module"].removesuffix(".py").replace("/", ".").lstrip(".")
+    module_name = _module_name(match["module"], directory)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -43,6 +43,20 @@ def load(target: str, directory: Path) -> list[declaration.DeclaredService]:
     if root is None:
         raise errors.ConfigError(f"{module.__file__}: has no class {match['name']}")
     return services(declaration.spec_of(root))
+
+
+def _module_name(text: str, directory: Path) -> str:
+    """Return the module that a word or a path names. Raises ConfigError for a file outside the directory."""
+    if "/" not in text and not text.endswith(".py"):
+        return text
+    path = (
+        directory / text.removesuffix(".py")
+    ).resolve()  # an absolute path replaces the directory
+    if not path.is_relative_to(directory.resolve()):
+        raise errors.ConfigError(
+            f"{text}: expected a file in {directory} (--working-dir names another directory)"
+        )
+    return ".".join(path.relative_to(directory.resolve()).parts)
 
 
 def services(root: declaration.DeclaredService) -> list[declaration.DeclaredService]:

@@ -278,6 +278,11 @@ def test_text_that_takes_flags_may_begin_with_a_dash(argv):
     assert config.load(WithFlags, prog="p", argv=argv, environ={}).flags == "--fast"
 
 
+def test_flags_with_an_open_quote_are_named():
+    with pytest.raises(errors.ConfigError, match="--flags: expected flags as in a shell, got"):
+        config.load(WithFlags, prog="p", argv=["--flags", '--name "x'], environ={})
+
+
 def test_missing_text_is_not_taken_from_the_next_flag():
     with pytest.raises(errors.ConfigError, match="--name: expected one argument"):
         config.load(WithFlags, prog="p", argv=["--name", "--flags", "x"], environ={})

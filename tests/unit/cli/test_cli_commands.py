@@ -74,9 +74,14 @@ def test_archive_that_cannot_be_written_or_read_is_named(home, capsys):
     with pytest.raises(errors.ConfigError, match=r"file: .*--output names another"):
         package.build(package.BuildConfig(**HELLO, output=str(home / "file")))
     path = package.archive_path(build(capsys), None)
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(errors.ConfigError, match="expected an archive of `dynamo build`"):
-        package.get(package.GetConfig())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:40])
+    (path.parent / "whole-1.tar.gz").write_bytes(whole)
+
+    assert package.get(package.GetConfig()) == 1  # and the others are listed
+    printed = capsys.readouterr()
+    assert "expected an archive of `dynamo build`: Compressed file ended" in printed.err
+    assert "hello_world:Frontend" in printed.out
 
 
 @pytest.mark.parametrize("ask", [bench.run, top.run])
@@ -186,6 +191,15 @@ async def test_deployments_are_applied_listed_shown_and_deleted(home, capsys):
         await deployment._delete(cluster, "frontend", None)
     with pytest.raises(errors.ConfigError, match="no deployment is called frontend"):
         await deployment._show(cluster, "frontend", None)
+
+
+@pytest.mark.parametrize("name", ["Bad_Name", "1st", "a-", "a" * 64])
+def test_name_that_kubernetes_refuses_is_refused_before(home, name):
+    options = deployment.DeployConfig(
+        pipeline="hello_world:Frontend", working_dir=HELLO["working_dir"], name=name
+    )
+    with pytest.raises(errors.ConfigError, match="-n: expected at most 63 lower-case letters"):
+        deployment.make_manifest(options)
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,11 @@ async def until(check):
             await asyncio.sleep(0.01)
 
 
-async def test_worker_is_starting_until_it_is_registered(make):
+async def test_worker_is_starting_until_it_is_registered(make, caplog):
+    caplog.set_level("INFO", "dynamo.planner.connectors")
     connector, registered = make()
     await connector.scale(decide(0, 1))
+    assert f"started decode 1, in the planner's environment: {sys.executable} -S -c" in caplog.text
     before = await decode_state(connector)
     registered.ids = frozenset({"a"})
     after = await decode_state(connector)

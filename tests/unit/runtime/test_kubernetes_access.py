@@ -49,7 +49,7 @@ async def test_pod_uses_its_service_account(tmp_path, monkeypatch):
     [
         (None, "there is no file"),
         ("[]", "not a kubeconfig"),
-        ("{a: 1", "no Kubernetes"),
+        ("{a: 1", "no Kubernetes cluster is configured: .*config: while parsing"),
         ("{}", "No current context"),
     ],
 )

@@ -193,6 +193,16 @@ def test_target_that_cannot_be_loaded_is_named(target, says, monkeypatch):
         graph.load(target, LLM)
 
 
+def test_file_is_named_by_any_path_into_the_directory(monkeypatch):
+    monkeypatch.syspath_prepend(str(LLM))
+    for path in ("graphs/agg.py", f"{LLM}/graphs/agg.py", "../llm/graphs/agg", "./graphs/agg.py"):
+        assert graph.load(f"{path}:Frontend", LLM)[0].name == "Frontend"
+    with pytest.raises(
+        errors.ConfigError, match=r"\.\./agg\.py: expected a file in .*--working-dir"
+    ):
+        graph.load("../agg.py:Frontend", LLM)
+
+
 def test_service_that_does_not_exist_is_named():
     with pytest.raises(errors.ConfigError, match="expected one of Root, Leaf, Part"):
         graph.find(graph.services(declaration.spec_of(Root)), "Twig")

@@ -35,7 +35,7 @@ def open_client(environ: Mapping[str, str] | None = None) -> tuple[httpx2.AsyncC
             timeout=httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
         )
         client = httpx2.AsyncClient(limits=_CONNECTIONS, **parameters.httpx_params(config))
-    except (exceptions.ConfigError, OSError, LookupError, ValueError, yaml.YAMLError) as error:
+    except (exceptions.ConfigError, OSError, LookupError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise errors.ConfigError(
             f"no Kubernetes cluster is configured: {reason}; {_ADVICE}"
@@ -64,7 +64,10 @@ def _read(files: list[str]) -> kubeconfig.KubeConfig:
         raise FileNotFoundError(f"there is no file {os.pathsep.join(files)}")
     merged: dict[str, Any] = {}
     for path in paths:
-        content = yaml.safe_load(path.read_text())
+        try:
+            content = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise exceptions.ConfigError(f"{path}: {error}") from error
         if not isinstance(content, dict):
             raise exceptions.ConfigError(f"{path} is not a kubeconfig file")
         lists = {}
