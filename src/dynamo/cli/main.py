@@ -176,6 +176,10 @@ def main() -> None:
     exit_code = 2
     try:
         exit_code = _run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output has gone, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        exit_code = 1
     except errors.DynamoError as error:
         print(f"dynamo: {error}", file=sys.stderr)
         exit_code = 2 if isinstance(error, errors.ConfigError) else 1

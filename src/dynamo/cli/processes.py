@@ -89,7 +89,7 @@ def show_logs(options: LogsConfig) -> int:
         raise errors.ConfigError(
             f"no log of {name}: expected a name that `dynamo ps` shows"
         ) from None
-    with file, contextlib.suppress(BrokenPipeError):
+    with file:
         sys.stdout.writelines(deque(file, options.tail or None))
         while options.follow and any(served.name == name for served in state.running()):
             sys.stdout.flush()

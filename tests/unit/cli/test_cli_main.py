@@ -1,6 +1,7 @@
 """The `dynamo` command: a mistake is one sentence."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 
@@ -42,6 +43,18 @@ def test_error_for_an_invalid_argument_is_one_sentence(monkeypatch, capsys, argu
     assert code == 2
     assert expected in err
     assert err.count("\n") == 1
+
+
+def test_reader_that_has_gone_ends_the_command_without_a_word():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing) as output:
+        argv = [sys.executable, "-m", "dynamo.cli", "--help"]
+        done = subprocess.run(
+            argv, stdout=output, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S
+        )
+
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(
