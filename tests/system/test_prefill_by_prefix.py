@@ -8,6 +8,7 @@ import re
 import httpx
 import pytest
 from deployment import MODEL
+from split import prefills
 
 from waiting import PATIENT_S, eventually
 
@@ -188,6 +189,33 @@ def test_prefill_worker_is_enough_to_disaggregate(deployment, engine):
 
     assert answer.status_code == 200, answer.text
     assert (before, _count(frontend)) == (0, 1)
+
+
+def test_prefill_worker_from_which_no_blocks_can_be_copied_gets_no_prompts(deployment):
+    frontend = deployment.frontend("--router-mode", "kv", *ALL_AWAY)
+    decode = deployment.mocker("--disaggregation-mode", "decode", "--kv-transfer-backends", "shm")
+    apart = deployment.mocker("--is-prefill-worker", "--kv-transfer-backends", "tcp")
+    frontend.others += [decode, apart]
+    frontend.await_models([MODEL])
+    eventually(
+        lambda: "decode workers that cannot copy: " in frontend.log.read_text(),
+        what="the frontend knows from the card of the decode worker",
+    )
+    ask(frontend)
+    before = _count(frontend)
+    other = deployment.mocker("--is-prefill-worker")
+    frontend.others.append(other)
+    eventually(lambda: ask(frontend) or _count(frontend), what="the other prefill worker is used")
+
+    assert before == 0
+    assert apart.metric("requests_total") == 0
+    assert prefills(decode, "fallback") == 0
+
+
+def ask(frontend):
+    body = {"model": MODEL, "prompt": prompt(100), "max_tokens": 4}
+    answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=PATIENT_S)
+    assert answer.status_code == 200, answer.text
 
 
 def _count(frontend):

@@ -10,6 +10,10 @@ The request tells the answering worker that a frontend has decided, so that it a
 the place of its blocks, or `kv_transfer.COMPUTE_LOCALLY`. Whatever fails on the way, another prefill worker is tried
 once; then the answering worker computes the prompt.
 
+A decode worker that cannot copy from a prefill worker, because their link is slow or broken, has that on its model card
+(`prefill_workers`). No prompt goes to a prefill worker from which the decode worker that would answer now cannot copy,
+and its answer goes to no decode worker that cannot copy from there.
+
 While a model has prefill workers, the limits of its local prefill are followed in discovery.
 """
 
@@ -68,6 +72,7 @@ class PrefillRoute:
         self._prefill: kv_router.KvRouter | None = None
         self._hung = prefill_queue.HungWorkers(self._send_probe, self._is_prefill_worker, clock)
         self._decoders: frozenset[int] = frozenset()  # workers that can copy from prefill workers
+        self._unreachable: Mapping[int, frozenset[int]] = {}  # prefill workers, by decode worker
         self.preview_instance = decode.preview_instance
         self._bind_open()
 
@@ -75,7 +80,15 @@ class PrefillRoute:
         """Set the model cards of the answering workers, by instance id."""
         self._decode.set_model_cards(cards)
         self._decoders = frozenset(i for i, card in cards.items() if _is_decode_worker(card))
+        unreachable = {i: _unreachable_from(cards[i]) for i in self._decoders}
+        self._set_unreachable({i: ids for i, ids in unreachable.items() if ids})
         self._bind_open()
+
+    def _set_unreachable(self, unreachable: Mapping[int, frozenset[int]]) -> None:
+        if unreachable != self._unreachable:
+            pairs = [f"{i:x} from {p:x}" for i, ids in unreachable.items() for p in sorted(ids)]
+            _logger.info("decode workers that cannot copy: %s", ", ".join(pairs) or "none")
+        self._unreachable = unreachable
 
     def set_prefill_router(self, prefill: kv_router.KvRouter | None) -> None:
         """Set the router to the prefill workers; None if there are none."""
@@ -105,10 +118,11 @@ class PrefillRoute:
             self._counters.local.inc()
             return await self._decode.open_stream(_with_local_prefill(request), receiver, options)
         began_at = self._clock.now()
-        params = await self._prefill_in_time(prefill, request, options)
+        tried: list[int] = []
+        params = await self._prefill_in_time(prefill, request, options, tried)
         if params is not None:
             remaining = _shorten_timeout(options, self._clock.now() - began_at)
-            stream = await self._open_decode(request, params, receiver, remaining)
+            stream = await self._open_decode(request, params, tried[-1], receiver, remaining)
             if stream is not None:
                 return stream
         remaining = _shorten_timeout(options, self._clock.now() - began_at)
@@ -118,7 +132,7 @@ class PrefillRoute:
         self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
     ) -> bool:
         """Return whether a prefill worker computes the prompt. Raises NoWorkers if it must, and none can."""
-        candidates = self._prefill_candidates(prefill, request)
+        candidates = self._prefill_candidates(prefill, request, options)
         num_requests = prefill.min_active_requests(candidates)
         if num_requests is None:
             if self._settings.is_enforced:
@@ -139,15 +153,31 @@ class PrefillRoute:
         )
 
     def _prefill_candidates(
-        self, prefill: kv_router.KvRouter, request: generate.Request
+        self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
     ) -> frozenset[int] | None:
-        """Return the prefill workers to choose among, None for all: not those that hang, if the rules allow that."""
+        """Return the prefill workers to choose among, None for all.
+
+        If the rules allow that, those that hang are left out, and those from which the worker that would answer now
+        cannot copy.
+        """
         candidates = prefill.instances_with_lora(request.lora_name)
         present = prefill.instance_ids if candidates is None else candidates
-        usable = frozenset(self._hung.without(present))
+        usable = frozenset(self._hung.without(present)) - self._find_unreachable(request, options)
         if len(usable) == len(present) or (self._settings.is_enforced and not usable):
             return candidates
         return usable
+
+    def _find_unreachable(
+        self, request: generate.Request, options: route.RoutingOptions
+    ) -> frozenset[int]:
+        """Return the prefill workers from which the worker that would answer now cannot copy."""
+        if not self._unreachable or not self._can_import(options):
+            return frozenset()
+        decoders = self._accepted_decoders(request, options)
+        answering = self._decode.preview_instance(
+            request, msgspec.structs.replace(options, allowed_instances=decoders)
+        )
+        return self._unreachable.get(answering, frozenset())
 
     def _is_prefill_worker(self, instance_id: int) -> bool:
         return self._prefill is not None and instance_id in self._prefill.instance_ids
@@ -169,18 +199,31 @@ class PrefillRoute:
             options.allowed_instances
         )
 
+    def _accepted_decoders(
+        self, request: generate.Request, options: route.RoutingOptions
+    ) -> frozenset[int]:
+        """Return the decode workers that may answer the request."""
+        accepted = self._decoders.intersection(options.allowed_instances or self._decoders)
+        if request.lora_name is None:  # for an adapter, only the accepted ones have it
+            accepted = accepted or self._decoders
+        return accepted
+
     async def _prefill_in_time(
-        self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
+        self,
+        prefill: kv_router.KvRouter,
+        request: generate.Request,
+        options: route.RoutingOptions,
+        tried: list[int],
     ) -> kv_transfer.KvTransferParams | None:
         """Return where the prompt's blocks are; None if no prefill worker has computed them.
 
+        Each worker that has taken it is appended to `tried`.
         Raises Cancelled, SuspectRequest, or the reason if a local prefill is against the rules.
         """
         _logger.debug(
             "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
         )
         timeout_s = min(self._settings.prefill_timeout_s, options.timeout_s or math.inf)
-        tried: list[int] = []
         try:
             async with self._clock.timeout(timeout_s):
                 return await self._prefill_with_retry(
@@ -208,7 +251,7 @@ class PrefillRoute:
         Each worker that has taken it is appended to `tried`.
         """
         began_at = self._clock.now()
-        candidates = self._prefill_candidates(prefill, request)
+        candidates = self._prefill_candidates(prefill, request, options)
         to_prefill = msgspec.structs.replace(
             options,
             instance_id=None,
@@ -255,13 +298,15 @@ class PrefillRoute:
         self,
         request: generate.Request,
         params: kv_transfer.KvTransferParams,
+        prefill_id: int,
         receiver: requests.Receiver,
         options: route.RoutingOptions,
     ) -> requests.Stream | None:
         """Begin the answer; None if that took so long that the lease may have expired."""
-        candidates = self._decoders.intersection(options.allowed_instances or self._decoders)
-        if request.lora_name is None:  # for an adapter, only the candidates have it
-            candidates = candidates or self._decoders
+        candidates = self._accepted_decoders(request, options)
+        if self._unreachable and options.instance_id is None:
+            cut_off = {i for i, ids in self._unreachable.items() if prefill_id in ids}
+            candidates = candidates - cut_off or candidates
         try:
             async with self._clock.timeout(DELIVERY_S):
                 return await self._decode.open_stream(
@@ -348,6 +393,12 @@ class PrefillRouteFactory:
         return self._lengths.setdefault(
             card.display_name, policy.LengthPolicy(self._options.limits_for(card))
         )
+
+
+def _unreachable_from(card: model_card.ModelCard) -> frozenset[int]:
+    """Return the prefill workers from which a worker cannot copy; what another version wrote there is ignored."""
+    ids = card.runtime_config.runtime_data.get(kv_transfer.UNREACHABLE_KEY)
+    return frozenset(i for i in ids if isinstance(i, int)) if isinstance(ids, list) else frozenset()
 
 
 def _is_decode_worker(card: model_card.ModelCard) -> bool:

@@ -3,12 +3,15 @@
 A prefill worker is used only while the engines are connected: the first request does not pay for the handshake, and no
 worker computes a prompt if its blocks could not be reached. Workers join and leave at any time; one that restarts under
 the same name is another instance, with other metadata.
+
+Workers to which a connection has failed, or whose link is too slow (`kvbm.agents`), are published until it succeeds,
+because a frontend may choose the prefill worker instead. Those that are being connected for the first time are not.
 """
 
 import asyncio
 import base64
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -21,6 +24,7 @@ from dynamo.runtime import discovery
 CONNECT_S = 5.0
 RETRY_S = 1.0
 CHECK_S = 5.0  # between two lines of the log that say how many prefill workers there are
+PUBLISH_S = 1.0  # between two publications of the workers that cannot be reached
 _logger = logging.getLogger(__name__)
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 
@@ -36,13 +40,20 @@ class PrefillWorkers:
         clock: clocks.Clock,
         *,
         is_usable: Callable[[model_card.ModelCard], bool],
+        publish: Callable[[frozenset[int]], Awaitable[None]],
     ) -> None:
-        """`is_usable` returns whether a worker with this card computes prompts for our model."""
+        """`is_usable` returns whether a worker with this card computes prompts for our model.
+
+        `publish` tells frontends which of them cannot be reached; it may raise DynamoError, and is called again then.
+        """
         self._prefix = f"{instances.CARDS}{endpoint.path}/"
         self._registry = registry
         self._engine = engine
         self._clock = clock
         self._is_usable = is_usable
+        self._publish = publish
+        self._unreachable: frozenset[int] = frozenset()
+        self._reachability_changed = asyncio.Event()
         self._metadata: dict[int, bytes] = {}
         self._lora_names: dict[int, tuple[str, ...]] = {}
         self._connecting: dict[int, asyncio.Task[None]] = {}
@@ -67,6 +78,7 @@ class PrefillWorkers:
         """Begin to follow discovery."""
         self._tasks.start("watch prefill workers", self._watch())
         self._tasks.start("log the number of prefill workers", self._log_number())
+        self._tasks.start("publish unreachable prefill workers", self._publish_changes())
 
     def reconnect(self, engine_id: str) -> None:
         """Connect to an engine anew after a copy from it has failed; its worker is not used until that succeeds."""
@@ -87,6 +99,23 @@ class PrefillWorkers:
             await self._clock.sleep(CHECK_S)
             if self._metadata:
                 _logger.debug("Current Prefill Workers: %d", len(self._metadata))
+
+    async def _publish_changes(self) -> None:
+        published: frozenset[int] = frozenset()
+        while True:
+            await self._reachability_changed.wait()
+            self._reachability_changed.clear()
+            while (unreachable := self._unreachable) != published:
+                try:
+                    await self._publish(unreachable)
+                    published = unreachable
+                except errors.DynamoError as error:  # perhaps this worker is not registered now
+                    _logger.debug("cannot publish unreachable prefill workers: %s", error)
+                await self._clock.sleep(PUBLISH_S)
+
+    def _set_unreachable(self, unreachable: frozenset[int]) -> None:
+        self._unreachable = unreachable
+        self._reachability_changed.set()
 
     async def _watch(self) -> None:
         async for change in self._registry.watch(self._prefix):
@@ -124,9 +153,11 @@ class PrefillWorkers:
                 if (reason := str(error)) != last_reason:
                     _logger.warning("prefill worker %x cannot be used: %s", instance_id, reason)
                 last_reason = reason
+                self._set_unreachable(self._unreachable | {instance_id})
                 await self._clock.sleep(RETRY_S)
             else:
                 self._engine_ids[instance_id] = engine_id
+                self._set_unreachable(self._unreachable - {instance_id})
                 _logger.info("prefill worker %x is connected", instance_id)
                 return
 
@@ -136,6 +167,7 @@ class PrefillWorkers:
         connecting = self._connecting.pop(instance_id, None)
         if connecting is not None:
             connecting.cancel()
+        self._set_unreachable(self._unreachable - {instance_id})
         engine_id = self._engine_ids.pop(instance_id, None)
         if engine_id is not None:
             await self._engine.disconnect_peer(engine_id)

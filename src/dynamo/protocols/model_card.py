@@ -4,6 +4,7 @@ A worker registers a card with each instance. The card names files by path and S
 different file under the same path reports that instead of serving wrong tokens.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -133,3 +134,9 @@ class CardRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     endpoint: str
     instance_id: int
     card_json: ModelCard
+
+
+def change_card(value: bytes, change: Callable[[ModelCard], ModelCard]) -> CardRecord:
+    """Return the record of discovery with a changed card."""
+    record = msgspec.json.decode(value, type=CardRecord)
+    return msgspec.structs.replace(record, card_json=change(record.card_json))

@@ -273,8 +273,8 @@ class DistributedRuntime:
             await self._put(key, record)
         return instance
 
-    async def replace_record(self, key: str, record: msgspec.Struct) -> None:
-        """Replace an attached record of a registered instance.
+    async def change_record(self, key: str, change: Callable[[bytes], msgspec.Struct]) -> None:
+        """Replace an attached record of a registered instance by what `change` makes of it; changes come in turn.
 
         While discovery is away the change is published later. Raises Conflict while the instance is withdrawn or this
         process is draining.
@@ -284,7 +284,7 @@ class DistributedRuntime:
             if self._is_withdrawn or before is None:
                 raise errors.Conflict("nobody is to find us now: try again when we serve")
             try:
-                await self._put(key, record)
+                await self._put(key, change(before))
             except errors.Unavailable as error:
                 _logger.warning("%s is published when discovery is back: %s", key, error)
             except BaseException:

@@ -87,7 +87,12 @@ def prepare_role(
     if not worker.is_prefill:
         is_usable = _prefill_worker_filter(worker, own)
         workers = prefill_workers.PrefillWorkers(
-            worker.prefill_endpoint_name, runtime.discovery, transfer, clock, is_usable=is_usable
+            worker.prefill_endpoint_name,
+            runtime.discovery,
+            transfer,
+            clock,
+            is_usable=is_usable,
+            publish=functools.partial(publish_unreachable, runtime, worker.endpoint_name),
         )
         return _decode_role(engine, workers, worker, runtime, registry, clock, join, model=model)
     decoders = DecodeWorkerCheck(worker.endpoint_for("generate"), runtime.discovery, own)
@@ -133,6 +138,23 @@ def add_role(
         data[kv_transfer.IMPORTS_KEY] = True
     runtime = msgspec.structs.replace(model.runtime_config, runtime_data=data)
     return msgspec.structs.replace(model, worker_type=kind, runtime_config=runtime)
+
+
+async def publish_unreachable(
+    runtime: component.DistributedRuntime,
+    endpoint: instances.EndpointName,
+    instance_ids: frozenset[int],
+) -> None:
+    """Put the prefill workers from which this worker cannot copy on its model card. Raises Conflict without a card."""
+
+    def change(card: model_card.ModelCard) -> model_card.ModelCard:
+        config = card.runtime_config
+        data = config.runtime_data | {kv_transfer.UNREACHABLE_KEY: sorted(instance_ids)}
+        config = msgspec.structs.replace(config, runtime_data=data)
+        return msgspec.structs.replace(card, runtime_config=config)
+
+    key = f"{instances.CARDS}{endpoint.path}/{runtime.instance_id:x}"
+    await runtime.change_record(key, lambda value: model_card.change_card(value, change))
 
 
 def _with_peer_prefixes(

@@ -321,9 +321,12 @@ class Host:
         self._ended.set()
 
     async def _publish_lora_names(self, names: tuple[str, ...]) -> None:
-        card = msgspec.structs.replace(self._card, lora_names=names)
-        await self._runtime.replace_record(*card.record_for(self._instance))
-        self._card = card
+        def change(value: bytes) -> model_card.CardRecord:
+            return model_card.change_card(
+                value, lambda card: msgspec.structs.replace(card, lora_names=names)
+            )
+
+        await self._runtime.change_record(self._instance.card_key, change)
 
     def _handle_if_awake(self, probe: requests.Call) -> None:
         if self._is_ready:

@@ -14,7 +14,7 @@ from dynamo.router import api as routing
 from dynamo.router import route
 from dynamo.testing import clock as clocks
 
-PREFILL, OTHER_PREFILL, DECODE, PLAIN = 1, 2, 10, 11
+PREFILL, OTHER_PREFILL, DECODE, PLAIN, OTHER_DECODE = 1, 2, 10, 11, 12
 PARAMS = kv_params.at_remote(remote_hold_s=60.0)
 
 
@@ -34,6 +34,7 @@ class Router:
         self.num_new, self.script = 1000, []
         self.asked, self.streams = [], []
         self.with_adapter = frozenset()
+        self.previewed = DECODE
 
     def set_model_cards(self, cards):
         self.cards = cards
@@ -45,7 +46,7 @@ class Router:
         return self.num_requests if allowed is None or allowed else None
 
     def preview_instance(self, request, options=None):
-        return DECODE
+        return self.previewed
 
     def estimate_load(self, request, options=route.DEFAULT_OPTIONS):
         return routing.LoadEstimate(num_new=self.num_new)
@@ -353,3 +354,76 @@ async def test_enforced_remote_prefill_refuses_an_adapter_without_prefill_worker
     world = World(is_enforced=True)
     with pytest.raises(errors.NoWorkers, match="no prefill worker"):
         await world.open(request(lora_name="poet"))
+
+
+def cut_off(*prefill_ids):
+    """The card of a decode worker that cannot copy from these prefill workers."""
+    data = {kv_transfer.UNREACHABLE_KEY: list(prefill_ids)}
+    runtime = model_card.ModelRuntimeConfig(runtime_data=data)
+    return msgspec.structs.replace(card(model_card.WorkerType.DECODE), runtime_config=runtime)
+
+
+async def test_prompt_goes_to_no_prefill_worker_that_the_answering_worker_cannot_copy_from(world):
+    world.made.set_model_cards({DECODE: cut_off(PREFILL), PLAIN: card()})
+    await world.open()
+
+    assert [asked for asked, _, _ in world.prefill.asked] == [OTHER_PREFILL]
+    assert world.answered[0] == DECODE
+
+
+async def test_prompt_is_local_while_the_answering_worker_can_copy_from_no_prefill_worker(world):
+    world.made.set_model_cards({DECODE: cut_off(PREFILL, OTHER_PREFILL)})
+    await world.open()
+    world.made.set_model_cards({DECODE: cut_off()})
+    await world.open()
+
+    assert [params for _, made, _ in world.decode.asked if (params := made.kv_transfer_params)] == [
+        kv_transfer.COMPUTE_LOCALLY,
+        kv_params.with_remote(PARAMS, remote_hold_s=60.0 - prefill_route.DELIVERY_S),
+    ]
+    assert world.count("routed_prefill_fallbacks_total") == 0
+
+
+async def test_answer_goes_to_no_worker_that_cannot_copy_its_prompt(world):
+    world.made.set_model_cards({DECODE: cut_off(PREFILL), OTHER_DECODE: cut_off()})
+    world.decode.previewed = OTHER_DECODE
+    await world.open()
+
+    assert world.prefill.asked[0][0] == PREFILL
+    assert world.answered[0] == OTHER_DECODE
+
+
+async def test_named_worker_answers_even_if_it_cannot_copy(world):
+    world.made.set_model_cards({DECODE: cut_off(PREFILL), OTHER_DECODE: cut_off()})
+    world.decode.previewed = OTHER_DECODE  # its card has changed since
+    await world.open(instance_id=DECODE)
+
+    assert world.answered[0] == DECODE
+
+
+async def test_enforced_remote_prefill_takes_workers_that_cannot_be_copied_from():
+    world = World(is_enforced=True)
+    world.made.set_model_cards({DECODE: cut_off(PREFILL, OTHER_PREFILL)})
+    await world.open()
+
+    assert len(world.prefill.asked) == 1
+
+
+async def test_changes_of_what_can_be_copied_are_logged(world, caplog):
+    with caplog.at_level("INFO", logger=prefill_route.__name__):
+        for made in (cut_off(PREFILL), cut_off(PREFILL), cut_off()):
+            world.made.set_model_cards({DECODE: made})
+
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        f"{DECODE:x} from {PREFILL:x}",
+        "none",
+    ]
+
+
+async def test_reachability_in_another_form_is_ignored(world):
+    data = {kv_transfer.UNREACHABLE_KEY: "all"}
+    runtime = model_card.ModelRuntimeConfig(runtime_data=data)
+    world.made.set_model_cards({DECODE: msgspec.structs.replace(cut_off(), runtime_config=runtime)})
+    await world.open()
+
+    assert world.prefill.asked[0][0] == PREFILL

@@ -38,14 +38,21 @@ class World:
         self.engine = Engine()
         self.clock = clocks.VirtualClock()
         self.registry = memory.MemoryDiscovery(memory.MemoryRegistry())
+        self.published, self.is_registered = [], True
         self.workers = prefill_workers.PrefillWorkers(
             ENDPOINT,
             self.registry,
             self.engine,
             self.clock,
             is_usable=lambda card: card.display_name == "m",
+            publish=self.publish,
         )
         self.workers.start()
+
+    async def publish(self, unreachable):
+        if not self.is_registered:
+            raise errors.Conflict("not registered")
+        self.published.append(unreachable)
 
     def key(self, instance_id):
         return f"{instances.CARDS}{ENDPOINT.path}/{instance_id:x}"
@@ -116,6 +123,41 @@ async def test_unreachable_worker_is_tried_again(world):
     world.engine.unreachable.clear()
     await world.clock.advance(prefill_workers.RETRY_S)
     await until(lambda: world.workers.connected == [1])
+
+
+async def test_worker_that_cannot_be_reached_is_published_until_it_can(world):
+    await world.join(1)
+    await until(lambda: world.workers.connected == [1])
+    world.engine.unreachable.add(b"e1")
+    world.workers.reconnect("e1")
+    await until(lambda: world.published)
+    await world.clock.advance(3 * prefill_workers.RETRY_S)
+    world.engine.unreachable.clear()
+    await world.clock.advance(prefill_workers.RETRY_S + prefill_workers.PUBLISH_S)
+
+    assert world.published == [{1}, set()]
+
+
+async def test_unreachable_worker_that_leaves_is_published_no_more(world):
+    world.engine.unreachable.add(b"e1")
+    await world.join(1)
+    await until(lambda: world.published == [{1}])
+    await world.registry.delete(world.key(1))
+    await until(lambda: world.engine.num_tried and not world.workers._unreachable)
+    await world.clock.advance(prefill_workers.PUBLISH_S)
+
+    assert world.published == [{1}, set()]
+
+
+async def test_unreachable_worker_is_published_once_this_worker_is_registered(world):
+    world.is_registered = False
+    world.engine.unreachable.add(b"e1")
+    await world.join(1)
+    await until(lambda: world.engine.num_tried)
+    world.is_registered = True
+    await world.clock.advance(prefill_workers.PUBLISH_S)
+
+    assert world.published == [{1}]
 
 
 async def test_worker_with_a_failed_copy_is_used_again_after_a_new_connection(world):

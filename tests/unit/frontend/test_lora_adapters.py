@@ -107,7 +107,9 @@ async def test_adapter_vanishes_with_its_last_worker_and_returns_with_another(po
 async def change(worker, *lora_names):
     """It has these from now on."""
     card = msgspec.structs.replace(worker.card, lora_names=lora_names)
-    await worker.runtime.replace_record(*card.record_for(worker.instance))
+    await worker.runtime.change_record(
+        worker.instance.card_key, lambda _: card.record_for(worker.instance)[1]
+    )
 
 
 async def test_unloaded_adapter_is_not_found_and_lost_adapter_is_awaited(

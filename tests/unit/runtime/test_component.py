@@ -100,11 +100,11 @@ async def test_registered_model_card_can_be_replaced_unless_withdrawn(pair):
         cards = [msgspec.json.decode(one, type=model_card.CardRecord) for one in records.values()]
         return [one.card_json for one in cards]
 
-    await worker.replace_record(*poetic.record_for(instance))
+    await worker.change_record(instance.card_key, lambda _: poetic.record_for(instance)[1])
     changed = await found()
     await worker.withdraw()
     with pytest.raises(errors.Conflict, match="nobody is to find us now"):
-        await worker.replace_record(*CARD.record_for(instance))
+        await worker.change_record(instance.card_key, lambda _: CARD.record_for(instance)[1])
     meanwhile = await found()
     await worker.restore()
 
@@ -118,7 +118,7 @@ async def test_replaced_card_does_not_register_a_deregistered_instance(pair):
     await worker.deregister()
 
     with pytest.raises(errors.Conflict, match="nobody is to find us now"):
-        await worker.replace_record(*CARD.record_for(instance))
+        await worker.change_record(instance.card_key, lambda _: CARD.record_for(instance)[1])
     assert await frontend.discovery.get_prefix("v1/") == {}
 
 

@@ -249,3 +249,23 @@ async def test_policy_is_selected_by_its_name(tmp_path):
 
     kinds = [policy.LengthPolicy, policy.EstimatePolicy]
     assert [type(one._policy) for one in made] == kinds
+
+
+async def test_unreachable_prefill_workers_are_on_the_card_beside_what_was_there():
+    async with await component.DistributedRuntime.in_memory(
+        component.MemoryCluster(), item_type=generate.Output
+    ) as runtime:
+        with pytest.raises(errors.Conflict):
+            await disaggregated.publish_unreachable(runtime, DECODE, frozenset({2}))
+        facts = model_card.ModelRuntimeConfig(runtime_data={kv_transfer.IMPORTS_KEY: True})
+        own = msgspec.structs.replace(CARD, runtime_config=facts, lora_names=("poet",))
+        instance = await runtime.register(DECODE, lambda call: call.finish(), own.record_for)
+        await disaggregated.publish_unreachable(runtime, DECODE, frozenset({2, 1}))
+        records = await runtime.discovery.get_prefix(instance.card_key)
+    found = msgspec.json.decode(records[instance.card_key], type=model_card.CardRecord).card_json
+
+    assert found.lora_names == ("poet",)
+    assert found.runtime_config.runtime_data == {
+        kv_transfer.IMPORTS_KEY: True,
+        kv_transfer.UNREACHABLE_KEY: [1, 2],
+    }
