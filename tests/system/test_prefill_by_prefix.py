@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import itertools
 import random
 import re
 
@@ -201,19 +202,23 @@ def test_prefill_worker_from_which_no_blocks_can_be_copied_gets_no_prompts(deplo
         lambda: "decode workers that cannot copy: " in frontend.log.read_text(),
         what="the frontend knows from the card of the decode worker",
     )
-    ask(frontend)
+    ask(frontend, 0)
     before = _count(frontend)
     other = deployment.mocker("--is-prefill-worker")
     frontend.others.append(other)
-    eventually(lambda: ask(frontend) or _count(frontend), what="the other prefill worker is used")
+    seeds = itertools.count(1)  # so that no prompt is in a cache
+    eventually(
+        lambda: ask(frontend, next(seeds)) or _count(frontend),
+        what="the other prefill worker is used",
+    )
 
     assert before == 0
     assert apart.metric("requests_total") == 0
     assert prefills(decode, "fallback") == 0
 
 
-def ask(frontend):
-    body = {"model": MODEL, "prompt": prompt(100), "max_tokens": 4}
+def ask(frontend, seed):
+    body = {"model": MODEL, "prompt": prompt(100, seed), "max_tokens": 4}
     answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=PATIENT_S)
     assert answer.status_code == 200, answer.text
 
