@@ -155,7 +155,7 @@ def test_keys_of_logit_bias_are_token_ids():
         ),
         ("tools", [TOOL] * 1025, "tools: expected a list of at most 1024, got a list of 1025"),
         ("length_penalty", 2, "length_penalty: expected 1, got 2"),
-        ("functions", [TOOL], "functions: expected a list with nothing in it, got a list of 1"),
+        ("functions", [TOOL], "functions: not supported; leave it out"),
         (
             "use_beam_search",
             True,

@@ -33,6 +33,7 @@ def test_prompt_is_decoded_from_four_forms(prompt, prompts):
     ("fields", "param", "sentence"),
     [
         ({"prompt": []}, "prompt", "got an empty list"),
+        ({"prompt_embeds": "AA=="}, "prompt_embeds", "not supported; leave it out"),
         ({"prompt": ["a", 1]}, "prompt", "got a mixed list"),
         ({"prompt": [[1], 1]}, "prompt", "got a mixed list"),
         ({"prompt": 5}, "prompt", "expected a string or a list, got 5"),

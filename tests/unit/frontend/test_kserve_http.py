@@ -75,6 +75,20 @@ async def test_generate_needs_no_tensors(rig):
     }
 
 
+async def test_parameters_may_stand_beside_the_text_as_for_tensorrt_llm(rig):
+    beside = {"max_tokens": 20, "bad_words": "", "stop_words": ["x"], "random_seed": 5}
+    await rig.client.post(GENERATE, json={"text_input": "hi", **beside})
+    await rig.client.post(
+        GENERATE, json={"text_input": "hi", "max_tokens": 1, "parameters": {"max_tokens": 2}}
+    )
+
+    first, second = rig.one.requests
+    assert first.stop_conditions.max_tokens == 20
+    assert first.stop_conditions.stop == ("x",)
+    assert first.sampling_options.seed == 5
+    assert second.stop_conditions.max_tokens == 2
+
+
 async def test_generate_stream_ends_with_the_finish_reason(rig):
     answer = await rig.client.post(GENERATE + "_stream", json={"text_input": "hi"})
 
@@ -146,6 +160,7 @@ async def test_invalid_infer_request_is_a_400(rig, fields, message):
         ),
         (GENERATE + "_stream", {"parameters": {"n": 2}}, "expected 1 in a stream, got 2"),
         (GENERATE, {"text_input": 5}, "text_input"),
+        (GENERATE, {"max_tokens": -1}, "parameters.max_tokens: expected a whole number"),
     ],
 )
 async def test_invalid_generate_request_is_a_400(rig, path, fields, message):
@@ -173,6 +188,12 @@ async def test_missing_model_or_route_is_an_error_in_the_protocols_form(rig, met
 
     assert answer.status_code == status
     assert isinstance(answer.json()["error"], str)
+
+
+async def test_path_below_a_model_is_not_read_as_the_name_of_another(rig):
+    answer = await rig.client.get("/v2/models/m/stats")
+
+    assert answer.json() == {"error": "no such path: GET /v2/models/m/stats"}
 
 
 def raw_tensor(size, **fields):

@@ -54,6 +54,16 @@ async def test_chat_streams_lines_of_json_by_default(rig):
     assert rig.one.prompts == ["user: hi\n"]
 
 
+@pytest.mark.parametrize(
+    "field", [{"context": [1]}, {"template": "x"}, {"suffix": "x"}, {"logprobs": True}]
+)
+async def test_field_that_is_not_supported_is_refused_in_these_words(rig, field):
+    answer = await ask(rig, "/api/generate", PROMPT, **field)
+
+    (name,) = field
+    assert answer.json() == {"error": f"{name}: not supported; leave it out"}
+
+
 async def test_whole_chat_is_one_object(rig):
     rig.one.script = outputs("hello", "length")
     (line,) = lines(await ask(rig, "/api/chat", CHAT, stream=False))

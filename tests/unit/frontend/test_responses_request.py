@@ -45,9 +45,12 @@ def test_harmless_response_fields_are_accepted(harmless):
         ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none' or 'required'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'text', got a string ('xml')"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
-        ({"top_logprobs": 2}, "top_logprobs", "0, got 2"),
+        ({"top_logprobs": 2}, "top_logprobs", "not supported; leave it out"),
         ({"metadata": {"a": 1}}, "metadata", "a string"),
-        ({"messages": []}, "messages", "Unsupported parameter(s): `messages`"),
+        ({"messages": []}, "messages", "this API has input instead"),
+        ({"response_format": {}}, "response_format", "this API has text.format instead"),
+        ({"max_tokens": 5}, "max_tokens", "this API has max_output_tokens instead"),
+        ({"nonsense": []}, "nonsense", "Unsupported parameter(s): `nonsense`"),
     ],
 )  # fmt: skip
 def test_error_for_an_unsupported_response_field_names_the_field(fields, param, words):

@@ -92,3 +92,9 @@ def test_unknown_names_are_noted_where_they_are_accepted():
 def test_unknown_names_are_refused_elsewhere(body, message):
     with pytest.raises(errors.InvalidRequest, match=message):
         json_body.RequestDecoder(Whole).decode(body)
+
+
+def test_byte_order_mark_before_the_body_is_left_out():
+    body = b"\xef\xbb\xbf" + b'{"value": 5}'
+
+    assert json_body.RequestDecoder(Sample).decode(body) == Sample(5)

@@ -31,6 +31,7 @@ class CompletionRequest(
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_BEST_OF)] | None = None
     suffix: str | None = None
+    prompt_embeds: None = None  # refused, unless it asks for nothing
 
     @property
     def num_logprobs(self) -> int | None:

@@ -2,8 +2,8 @@
 
 A valid body is decoded once, in C. Another one is decoded a second time without types. If it differs only in what does
 no harm, it is taken: names that no type has are left out, and noted (`ignored_names`) unless their value is null; 6.0
-stands for 6. Else the place in the decoder's message is looked up both in the types (what was expected) and in the
-value (what came).
+stands for 6; a byte order mark, which some editors write, is left out. Else the place in the decoder's message is
+looked up both in the types (what was expected) and in the value (what came).
 """  # decider
 
 import re
@@ -20,6 +20,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 _PLACE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`$")
 _SEGMENT = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 _MAX_SHOWN = 40
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+INSTEAD = "instead"  # key in the metadata of a refused field, of the name that the API has instead
 MAX_CONTAINERS = 300_000  # lists and objects of one body; each costs up to 0.3 kB and a microsecond
 _COUNT_STEP = 2**20
 # Where a list is set, unknown parameters are accepted, and their names are added to it; elsewhere they are refused.
@@ -43,7 +45,7 @@ class RequestDecoder(Generic[T]):
         try:
             request = self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            request = self._convert_adapted(_decode_untyped(body), "", error)
+            request = self._convert_adapted(decode_untyped(body), "", error)
         return self._checked(request)
 
     def convert(self, value: Any, place: str) -> T:
@@ -110,10 +112,10 @@ def describe(value: Any) -> str:
             return "an object"
 
 
-def _decode_untyped(body: bytes) -> Any:
+def decode_untyped(body: bytes) -> Any:
     """Return the JSON value in the body. Raises InvalidRequest."""
     try:
-        return msgspec.json.decode(body)
+        return msgspec.json.decode(body.removeprefix(_BYTE_ORDER_MARK))
     except RecursionError as error:
         raise errors.InvalidRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as malformed:
@@ -193,7 +195,10 @@ def _make_error(
     struct = _alternative(expected, msgspec.inspect.StructType)
     if struct is not None and isinstance(wrong, dict):
         return _make_key_error(param, struct, wrong)
-    if isinstance(expected, msgspec.inspect.NoneType):
+    if isinstance(expected, msgspec.inspect.Metadata) and expected.extra:
+        instead = expected.extra[INSTEAD]
+        return errors.InvalidRequest(f"{param}: this API has {instead} instead", param=param)
+    if _allows_nothing(expected):
         return errors.InvalidRequest(f"{param}: not supported; leave it out", param=param)
     phrase = _phrase(expected)
     if is_key:
@@ -216,6 +221,19 @@ def _make_key_error(param: str, struct: Any, value: dict[str, Any]) -> errors.In
     required = [field.encode_name for field in struct.fields if field.required]
     missing = next((prefix + name for name in required if name not in value), param)
     return errors.InvalidRequest(f"{missing}: required, but missing", param=missing)
+
+
+def _allows_nothing(expected: msgspec.inspect.Type) -> bool:
+    """Return whether all values of a type ask for nothing: null, false, 0, an empty text or an empty list."""
+    match expected:
+        case msgspec.inspect.UnionType():
+            return all(map(_allows_nothing, expected.types))
+        case msgspec.inspect.LiteralType():
+            return not any(expected.values)
+        case msgspec.inspect.ListType():
+            return expected.max_length == 0
+        case _:
+            return isinstance(expected, msgspec.inspect.NoneType)
 
 
 def _phrase(expected: msgspec.inspect.Type) -> str:
@@ -254,4 +272,4 @@ def _phrase_number(expected: msgspec.inspect.FloatType | msgspec.inspect.IntType
 
 
 def _phrase_length(limit: int | None, unit: str) -> str:
-    return "" if limit is None else f" of at most {limit}{unit}" if limit else " with nothing in it"
+    return "" if limit is None else f" of at most {limit}{unit}"

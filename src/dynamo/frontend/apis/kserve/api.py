@@ -28,6 +28,7 @@ from dynamo.frontend.apis.operation import (
 )
 from dynamo.frontend.delivery import delivery, sse, streaming
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
+from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange
 
 
@@ -125,6 +126,7 @@ class KserveHandlers:
     def show_model(self, client: exchange.Exchange) -> None:
         target = parse_target(client.request.path)
         try:
+            self._check_path(client, target.model)
             model = self._handlers.models.find(target.model)
             kserve.check_version(target.model, target.version)
             model.check_can_generate()
@@ -140,6 +142,14 @@ class KserveHandlers:
             case "ready":
                 body = {"name": model.name, "ready": model.is_ready}
                 _respond(client, body, 200 if model.is_ready else 503)
+
+    def _check_path(self, client: exchange.Exchange, name: str) -> None:
+        """Raise ObjectNotFound if the name is that of a model that the client may see and more, and no model's."""
+        models = self._handlers.models
+        owner = models.get(name.rpartition("/")[0])
+        is_known = owner is not None and self._handlers.rights.may_see(client, owner.name)
+        if is_known and models.get(name) is None:
+            raise model_errors.ObjectNotFound(f"no such path: GET {client.request.path}")
 
     def infer(self, client: exchange.Exchange) -> Awaitable[None] | None:
         target = parse_target(client.request.path)

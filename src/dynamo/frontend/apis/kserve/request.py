@@ -7,8 +7,8 @@
     finish_reason   BYTES [-1]   likewise
 
 Tensors come as JSON here, or raw behind it, as Triton's binary extension has them; those of gRPC are converted to JSON
-first (`transcode`). Triton's generate extension is the same without tensors. A raw element of BYTES is its length, 32
-bits little-endian, and then itself.
+first (`transcode`). Triton's generate extension is the same without tensors, and parameters may stand beside the text,
+by the names of TensorRT-LLM's model too. A raw element of BYTES is its length, 32 bits little-endian, and then itself.
 """  # decider
 
 import struct
@@ -34,6 +34,9 @@ _FORBIDDEN_PARAMETERS = (
     *("model", "prompt", "stream", "stream_options", "infer_id", "nvext"),
     *("logprobs", "return_tokens_as_token_ids"),
 )
+# of TensorRT-LLM's model
+_ALIASES = {"stop_words": "stop", "random_seed": "seed", "min_length": "min_tokens"}
+_GENERATE_FIELDS = frozenset(("text_input", "id", "parameters", "stream"))
 _NO_EFFECT = "triton_enable_empty_final_response"  # the last response is always marked as final
 
 
@@ -129,8 +132,15 @@ def decode_infer(
 def decode_generate(body: bytes, *, model: str, version: str, can_stream: bool) -> InferRequest:
     """Return the completion request in a body without tensors, a stream with `can_stream`. Raises RequestError."""
     check_version(model, version)
-    decoded = _generate_decoder.decode(body)
-    parameters = dict(decoded.parameters or {})
+    json_body.check_structure(body)
+    fields, parameters = json_body.decode_untyped(body), {}
+    if isinstance(fields, dict):
+        beside = {name: fields.pop(name) for name in fields.keys() - _GENERATE_FIELDS}
+        parameters = {
+            _ALIASES.get(name, name): beside[name] for name in beside if beside[name] != ""
+        }
+    decoded = _generate_decoder.convert(fields, "")
+    parameters |= decoded.parameters or {}
     for param, is_stream in (
         ("stream", decoded.stream),
         ("parameters.stream", parameters.pop("stream", None)),

@@ -12,6 +12,10 @@ from dynamo.preprocess import conversation, images, inputs
 from dynamo.runtime.http import json_body
 
 _Messages = conversation.Messages  # the requests have a field of the module's name
+# the types of parameters of chat completions that this API has under other names
+_Format = Annotated[None, msgspec.Meta(extra={json_body.INSTEAD: "text.format"})]
+_Input = Annotated[None, msgspec.Meta(extra={json_body.INSTEAD: "input"})]
+_Length = Annotated[None, msgspec.Meta(extra={json_body.INSTEAD: "max_output_tokens"})]
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,6 +168,10 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
     # refused, unless they ask for nothing
     top_logprobs: Literal[0] | None = None
     access_programs: None = None
+    chat_format: _Format = msgspec.field(name="response_format", default=None)
+    max_completion_tokens: _Length = None
+    max_tokens: _Length = None
+    messages: _Input = None
     image: None = None
     moderation: None = None
     prompt: None = None
