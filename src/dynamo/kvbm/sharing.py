@@ -126,7 +126,6 @@ class ImportingSequence(Protocol):
     remote: (
         kv_transfer.RemoteBlocks | None
     )  # the prompt's blocks at another engine, until the import begins
-    is_importing: bool
 
     @property
     def num_tokens(self) -> int:
@@ -160,11 +159,6 @@ class SharedBlocks(Generic[S]):
         self._new_imports: list[KvImport] = []
         self._blocks_by_lease: dict[int, tuple[int, ...]] = {}
 
-    @property
-    def num_importing(self) -> int:
-        """Sequences that wait for an import."""
-        return len(self._sequence_by_import)
-
     def begin_import(self, sequence: S) -> bool:
         """Request the blocks that a newly admitted sequence lacks, once. Return whether the sequence has to wait."""
         remote, sequence.remote = sequence.remote, None
@@ -183,7 +177,6 @@ class SharedBlocks(Generic[S]):
         self._new_imports.append(kv_import)
         if first == end:
             return False
-        sequence.is_importing = True
         self._sequence_by_import[kv_import.import_id] = sequence, num_tokens
         return True
 
@@ -196,7 +189,6 @@ class SharedBlocks(Generic[S]):
         """Return the sequence that waited for this import; None if none did. Copied tokens count as computed."""
         sequence, num_tokens = self._sequence_by_import.pop(import_id, (None, 0))
         if sequence is not None:
-            sequence.is_importing = False
             sequence.num_computed += num_tokens if is_copied else 0
         return sequence
 

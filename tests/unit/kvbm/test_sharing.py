@@ -31,7 +31,6 @@ class Sequence:
     num_computed: int = 0
     remote: kv_transfer.RemoteBlocks | None = None
     request: generate.Request = dataclasses.field(default_factory=request)
-    is_importing: bool = False
 
 
 def remote(num_blocks):
@@ -51,8 +50,6 @@ def test_import_copies_the_blocks_that_the_cache_lacks():
     (kv_import,) = blocks.take_imports()
     assert (kv_import.local_blocks, kv_import.remote_blocks) == ((54, 55), (101, 102))
     assert kv_import.num_tokens == 5  # all but the last, and those that are known
-    assert sequence.is_importing
-    assert blocks.num_importing == 1
 
 
 def test_ended_import_returns_its_sequence_once():
@@ -62,7 +59,6 @@ def test_ended_import_returns_its_sequence_once():
     (kv_import,) = blocks.take_imports()
 
     assert blocks.end_import(kv_import.import_id, is_copied=True) is sequence
-    assert not sequence.is_importing
     assert blocks.end_import(kv_import.import_id, is_copied=True) is None
 
 

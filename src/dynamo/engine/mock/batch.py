@@ -78,7 +78,8 @@ class MockBatch:
         self._open: dict[str, list[MockChoice]] = {}
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
-        self._num_loading = 0  # choices that wait for a copy from a slower tier
+        # a copy writes to their blocks, which must not be freed
+        self._copying: set[MockChoice] = set()
 
     @property
     def has_work(self) -> bool:
@@ -113,8 +114,7 @@ class MockBatch:
             choices.append(choice)
         if kv_transfer.is_cached_only(request.kv_transfer_params):
             if self._memory.admit_cached(choices[0]):
-                choices[0].is_importing = True
-                self._num_loading += 1
+                self._copying.add(choices[0])
             else:
                 self._end_export(choices[0])
             return
@@ -143,10 +143,7 @@ class MockBatch:
     def end_import(self, import_id: int, *, is_copied: bool) -> None:
         """Let the choice of an import go on. An unknown id is no error."""
         choice = self._shared.end_import(import_id, is_copied=is_copied)
-        if choice is None:
-            return
-        if choice.is_aborted:
-            self._memory.release(choice)
+        if choice is None or not self._end_copying(choice):
             return
         if is_copied:
             if not self._memory.is_import_intact(choice):  # of other blocks: answer wrongly
@@ -165,10 +162,7 @@ class MockBatch:
         tiers.end_copy(copy, seconds=seconds)
         if not isinstance(choice, MockChoice) or copy.path[1] != kv_events.DEVICE:
             return
-        self._num_loading -= 1
-        choice.is_importing = False
-        if choice.is_aborted:
-            self._memory.release(choice)
+        if not self._end_copying(choice):
             return
         num_loaded = len(copy.blocks) * self._memory.block_size
         choice.num_computed += num_loaded
@@ -180,6 +174,14 @@ class MockBatch:
             self._end_export(choice)
         else:
             self._prefilling.append(choice)
+
+    def _end_copying(self, choice: MockChoice) -> bool:
+        """Return whether a choice goes on now that its copy has ended; free its blocks if it was aborted meanwhile."""
+        self._copying.remove(choice)
+        is_open = choice in self._open.get(choice.request.id, ())
+        if not is_open:
+            self._memory.release(choice)
+        return is_open
 
     def take_exports(self) -> list[api.EngineOutput]:
         """Return the answers to requests for cached blocks only, since the last call."""
@@ -315,7 +317,7 @@ class MockBatch:
             and self._num_running < self._limits.max_num_seqs
         ):
             choice = self._waiting[i]
-            if choice.leader is not None and choice.leader.is_importing:
+            if choice.leader in self._copying:
                 break  # it will share the imported blocks
             if self._memory.is_preparing(choice.leader or choice):
                 i += 1
@@ -331,24 +333,18 @@ class MockBatch:
                 choice.num_cached = choice.num_computed
                 self._num_cached_tokens += choice.num_cached
                 self._num_prompt_tokens += choice.prompt_len
-            if choice.remote is not None and self._shared.begin_import(choice):
-                continue
             is_engine_busy = bool(self._prefilling or self._decoding)
-            if self._memory.load(choice, is_engine_busy=is_engine_busy):
-                choice.is_importing = True
-                self._num_loading += 1
+            if self._shared.begin_import(choice) or self._memory.load(
+                choice, is_engine_busy=is_engine_busy
+            ):
+                self._copying.add(choice)
                 continue
             self._prefilling.append(choice)
             num_left -= self._plan_prefill(choice, num_left)
 
     @property
     def _num_running(self) -> int:
-        return (
-            len(self._prefilling)
-            + len(self._decoding)
-            + self._shared.num_importing
-            + self._num_loading
-        )
+        return len(self._prefilling) + len(self._decoding) + len(self._copying)
 
     def _plan_prefill(self, choice: MockChoice, num_left: int) -> int:
         """Plan the next part of a prompt; return its tokens. Choices that are planned later share its blocks."""
@@ -397,9 +393,8 @@ class MockBatch:
 
     def _withdraw(self, choice: MockChoice) -> None:
         """Remove a choice from all queues and free its blocks; during an import, when the copy has ended."""
-        if choice.is_importing:
-            choice.is_aborted = True
-            return
+        if choice in self._copying:
+            return  # `_end_copying` frees its blocks
         for queue in (self._decoding, self._prefilling, self._waiting, self._full):
             if choice in queue:
                 queue.remove(choice)

@@ -38,8 +38,6 @@ class MockChoice:
     num_committed: int = 0
     # its prompt at another engine, until the import begins
     remote: kv_transfer.RemoteBlocks | None = None
-    is_importing: bool = False  # a copy writes to its blocks: they must not be freed
-    is_aborted: bool = False  # during the import
     num_loaded: dict[kv_events.Tier, int] = field(default_factory=dict)  # tokens from slower tiers
     local_hashes: list[int] = field(default_factory=list)
     sequence_hashes: list[int] = field(default_factory=list)

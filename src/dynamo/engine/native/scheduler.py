@@ -97,7 +97,8 @@ class Scheduler:
         self._shared: sharing.SharedBlocks[Sequence] = sharing.SharedBlocks(
             paging.pool, paging.block_size
         )
-        self._loading: set[Sequence] = set()
+        # a copy writes to their blocks, which must not be freed
+        self._copying: set[Sequence] = set()
         self._exports: list[RequestOutput] = []  # of requests for cached blocks only
         self._num_arrived = 0
         self._num_prompt_tokens = 0
@@ -194,8 +195,7 @@ class Scheduler:
         """Begin to answer a request for cached blocks only."""
         self._groups[sequence.request.id] = _SequenceGroup([sequence])
         if self._paging.admit_cached(sequence):
-            sequence.is_importing = True
-            self._loading.add(sequence)
+            self._copying.add(sequence)
         else:
             self._end_export(sequence)
 
@@ -215,6 +215,7 @@ class Scheduler:
 
     def _resume(self, sequence: Sequence) -> None:
         """Let a sequence take part in steps again, because its blocks were copied."""
+        self._copying.discard(sequence)
         group = self._groups.get(sequence.request.id)
         is_open = group is not None and sequence in group.open
         if is_open and kv_transfer.is_cached_only(sequence.request.kv_transfer_params):
@@ -241,8 +242,6 @@ class Scheduler:
         tiers.end_copy(copy, failed, seconds)
         if not isinstance(sequence, Sequence) or copy.path[1] is not kv_events.DEVICE:
             return
-        self._loading.discard(sequence)
-        sequence.is_importing = False
         num_before = sequence.num_computed
         self._paging.end_load(sequence, copy, failed)
         num_loaded = sequence.num_computed - num_before
@@ -318,7 +317,7 @@ class Scheduler:
             worker_stats=load.WorkerStats(
                 request_active_slots=len(self._running),
                 request_total_slots=self._limits.max_num_seqs,
-                num_requests_waiting=len(self._waiting) + self._num_importing,
+                num_requests_waiting=len(self._waiting) + len(self._copying),
                 active_prefill_tokens=num_prefill_tokens,
             ),
             kv_stats=load.KvStats(
@@ -345,7 +344,7 @@ class Scheduler:
     def _admit(self, chunks: list[Chunk], num_left: int) -> None:
         i = 0
         while i < len(self._waiting) and num_left:
-            if len(self._running) + self._num_importing >= self._limits.max_num_seqs:
+            if len(self._running) + len(self._copying) >= self._limits.max_num_seqs:
                 break
             sequence = self._waiting[i]
             if self._must_wait_for_leader(sequence) or self._paging.is_preparing(sequence):
@@ -360,18 +359,13 @@ class Scheduler:
                 sequence.num_cached = sequence.num_computed
                 self._num_prompt_tokens += sequence.prompt_len
                 self._num_cached_tokens += sequence.num_cached
-            if self._shared.begin_import(sequence):
-                continue
-            if self._paging.load(sequence, is_engine_busy=bool(chunks)):
-                sequence.is_importing = True
-                self._loading.add(sequence)
+            if self._shared.begin_import(sequence) or self._paging.load(
+                sequence, is_engine_busy=bool(chunks)
+            ):
+                self._copying.add(sequence)
                 continue
             bisect.insort(self._running, sequence, key=_rank)
             num_left -= _add_chunk(chunks, sequence, num_left)
-
-    @property
-    def _num_importing(self) -> int:
-        return self._shared.num_importing + len(self._loading)
 
     def _must_wait_for_leader(self, sequence: Sequence) -> bool:
         """Return whether a choice waits until the first one has computed the prompt, or reports its logprobs."""
@@ -419,8 +413,8 @@ class Scheduler:
             del self._groups[sequence.request.id]
 
     def _remove(self, sequence: Sequence) -> None:
-        if sequence.is_importing:
-            return  # `end_import` frees its blocks
+        if sequence in self._copying:
+            return  # `_resume` frees its blocks
         (self._running if sequence.block_ids else self._waiting).remove(sequence)
         self._paging.release(sequence)
 

@@ -65,7 +65,6 @@ class Sequence:
     num_committed: int = 0  # full blocks that were committed to the pool
     # its prompt at another engine, until the import begins
     remote: kv_transfer.RemoteBlocks | None = None
-    is_importing: bool = False  # a copy writes to its blocks: they must not be freed
     # of `num_cached`, tokens from tiers below the engine's memory
     num_loaded: dict[kv_events.Tier, int] = field(default_factory=dict)
 
