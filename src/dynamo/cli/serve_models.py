@@ -20,6 +20,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import config, errors
 from dynamo.cli import serve
 from dynamo.cli.serve import ServeConfig
+from dynamo.kvbm import host_memory
 from dynamo.launch import children, guard, state, supervisor
 from dynamo.planner import model_loader, model_turns
 from dynamo.protocols import instances
@@ -41,7 +42,7 @@ def serve_models(options: ServeConfig) -> int:
     models = [_resolve(options, name) for name in options.models]
     names = [model.name for model in models]
     _check_options(options, names)
-    budget_gb = options.memory_budget_gb or _FREE_SHARE * free_memory_gb()
+    budget_gb = options.memory_budget_gb or _FREE_SHARE * host_memory.available_bytes() / 1e9
     servable = [
         model_turns.ServableModel(
             name=model.name, memory_gb=model.memory_gb, is_pinned=model.name in options.pin
@@ -105,18 +106,6 @@ def weights_gb(path: Path) -> float:
         else [file for pattern in ("*.safetensors", "*.gguf") for file in path.glob(pattern)]
     )
     return sum(file.stat().st_size for file in files) / 1e9
-
-
-def free_memory_gb() -> float:
-    """Return the memory of this machine that is free, or could be; all of it where that is not known."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-        available = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    except OSError:
-        available = None
-    if available is None:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    return int(available[1]) * 1024 / 1e9
 
 
 def _check_options(options: ServeConfig, names: list[str]) -> None:

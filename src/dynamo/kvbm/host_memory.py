@@ -59,7 +59,12 @@ def parse_size(text: str, option: str) -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes that this process may take now: of the machine, and of each control group that limits it."""
+    """Return the bytes that this process may take now: of the machine, and of each control group that limits it.
+
+    Where the system does not tell (macOS), it is all memory of the machine.
+    """
+    if not _MEMINFO.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     return min([available, *_cgroup_bytes()])

@@ -36,6 +36,16 @@ def test_what_cannot_be_is_refused_with_the_numbers(models, flags, message, unus
         serve_models.serve_any(options)
 
 
+def test_budget_is_a_share_of_what_the_machine_and_the_control_group_leave(
+    models, monkeypatch, unused_tcp_port
+):
+    monkeypatch.setattr(serve_models.host_memory, "available_bytes", lambda: 10**9)
+    argv = [*models, "--http-port", str(unused_tcp_port)]
+
+    with pytest.raises(errors.ConfigError, match=r"it takes about 1\.0 GB, of 0\.8"):
+        serve_models.serve_any(config.load(ServeConfig, prog="dynamo serve", argv=argv))
+
+
 def test_models_of_one_name_are_refused(models, tmp_path, unused_tcp_port):
     shutil.copytree(models[0], tmp_path / "other" / "alpha")
     argv = [models[0], str(tmp_path / "other" / "alpha"), "--http-port", str(unused_tcp_port)]
@@ -51,4 +61,3 @@ def test_weights_count_as_gigabytes_of_their_files(tmp_path):
 
     assert serve_models.weights_gb(tmp_path) == pytest.approx(0.004)
     assert serve_models.weights_gb(tmp_path / "model.gguf") == pytest.approx(0.001)
-    assert serve_models.free_memory_gb() > 0.1

@@ -73,6 +73,12 @@ def test_limit_of_a_control_group_counts(tmp_path, monkeypatch):
     assert host_memory.available_bytes() == 500000
 
 
+def test_all_memory_counts_where_the_system_does_not_tell(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
+
+    assert host_memory.available_bytes() > 2**27
+
+
 def test_memory_is_provided_piece_by_piece(monkeypatch):
     monkeypatch.setattr(host_memory, "PIECE_BYTES", 30 * BLOCK_BYTES)
     memory = host_memory.HostMemory(100, BLOCK_BYTES)
