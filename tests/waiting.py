@@ -5,8 +5,11 @@ test that hangs; it says nothing of how long the thing takes, and is far above w
 shared by ten busy processes. What is promised within a time is measured by `assert_prompt`.
 """
 
+import asyncio
+import inspect
 import time
 from collections.abc import Callable
+from typing import Any
 
 PATIENT_S = 120.0  # less than a fifth of pytest's own limit for one test
 
@@ -25,3 +28,15 @@ def eventually(
         assert waited_s < within_s, f"not within {within_s} s: {what}"
         time.sleep(every_s)
     return time.monotonic() - began_at
+
+
+async def until(check: Callable[[], Any]) -> Any:
+    """Wait on the event loop until `check`, which may be a coroutine function, returns something true; return that."""
+    async with asyncio.timeout(PATIENT_S):
+        while True:
+            found = check()
+            if inspect.isawaitable(found):
+                found = await found
+            if found:
+                return found
+            await asyncio.sleep(0.001)

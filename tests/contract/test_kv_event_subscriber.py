@@ -12,7 +12,7 @@ from dynamo.protocols import blocks, generate, instances, kv_events, model_card
 from dynamo.router import api, kv_event_subscriber, prefix_index
 from dynamo.runtime import component
 from dynamo.worker import host, kv_event_publisher
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 GENERATE = instances.EndpointName("n", "backend", "generate")
 FACTS = engines.EngineFacts(
@@ -116,9 +116,7 @@ class Router:
         return held
 
     async def await_held(self, expected):
-        async with asyncio.timeout(PATIENT_S):
-            while self.held() != expected or not self.feed.is_current:
-                await asyncio.sleep(0.005)
+        await until(lambda: self.held() == expected and self.feed.is_current)
 
     async def close(self):
         await self.feed.close()
@@ -301,9 +299,7 @@ async def test_seconds_since_the_last_event_are_reported_by_worker(worker, join,
     worker.store([1])
     await router.await_held({api.Worker(worker.id): names([1])})
     worker.lose()
-    async with asyncio.timeout(PATIENT_S):
-        while not any(age > 0.3 for _, age in ages):
-            await asyncio.sleep(0.005)
+    await until(lambda: any(age > 0.3 for _, age in ages))
     await router.close()
 
     assert {instance_id for instance_id, _ in ages} == {worker.id}

@@ -14,7 +14,7 @@ from dynamo.base import errors
 from dynamo.protocols import generate, instances
 from dynamo.runtime import component, requests
 from dynamo.runtime.backends.nats import access, connection
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 SEED = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
 
@@ -140,9 +140,7 @@ async def test_message_before_close_is_delivered(nats_server):
         to_nats.publish("last.words", b"x" * 10_000)
     await to_nats.close()
     to_nats.publish("last.words", b"too late")
-    async with asyncio.timeout(PATIENT_S):
-        while len(heard) < 100:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(heard) >= 100)
 
     assert set(heard) == {b"x" * 10_000}
     await other.close()

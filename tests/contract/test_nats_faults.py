@@ -15,7 +15,7 @@ from dynamo.protocols import generate
 from dynamo.runtime import requests
 from dynamo.runtime.backends import frame_connection
 from dynamo.runtime.backends.nats import connection, planes
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 ECHO, TOPIC = "a/b/echo", "a/b/events"
 IDS = itertools.count(1)
@@ -71,12 +71,6 @@ async def asking(server, limits=QUICK):
         await asker.open(address, ECHO, None, receiver)
         await until(lambda: calls)
         yield asker, address, calls, receiver, to_nats
-
-
-async def until(is_so):
-    async with asyncio.timeout(PATIENT_S):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 async def serves_again(asker, address, calls):

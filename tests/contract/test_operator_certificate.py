@@ -12,6 +12,7 @@ from dynamo.operator import webhooks
 from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.backends.kubernetes import connection
 from dynamo.testing.kube import cluster as clusters
+from waiting import until
 
 SETTINGS = OperatorConfig(webhook_bind_address="127.0.0.1:0")
 CRD = ("apiextensions.k8s.io/v1", "CustomResourceDefinition", "dynamographdeployments.nvidia.com")
@@ -52,12 +53,6 @@ async def running_webhooks(cluster, clock):
             for task in running:
                 task.cancel()
     await service.close(is_stopped=True)
-
-
-async def until(condition):
-    while not (found := await condition()):
-        await asyncio.sleep(0.01)
-    return found
 
 
 async def test_certificate_is_renewed_while_conversions_go_on(tmp_path):

@@ -16,7 +16,7 @@ from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, instances, kv_transfer, model_errors
 from dynamo.runtime import component, services
 from dynamo.runtime.backends.nats import jetstream
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 PREFILL = instances.EndpointName("d", "prefill", "generate")
 LEASES = "d/backend/prefill_claims"
@@ -143,10 +143,11 @@ class Rig:
         await self.runtime.close()
 
 
-async def until(is_so):
-    async with asyncio.timeout(PATIENT_S):
-        while not is_so():
-            await asyncio.sleep(0.002)
+async def until_empty(work):
+    async def is_empty():
+        return not await work.depth()
+
+    await until(is_empty)
 
 
 @pytest.fixture(autouse=True)
@@ -310,9 +311,7 @@ async def test_job_of_a_silently_dead_worker_is_delivered_to_another(shared):
     await asking
 
     assert b"prefill_redelivered_total 1.0" in shared.registry.render()
-    async with asyncio.timeout(PATIENT_S):
-        while await work.depth():
-            await asyncio.sleep(0.01)
+    await until_empty(work)
     await work.close()
 
 
@@ -381,9 +380,7 @@ async def test_job_of_a_cancelled_prompt_is_acknowledged(shared):
     for one in asking:
         one.cancel()
 
-    async with asyncio.timeout(PATIENT_S):
-        while await work.depth():
-            await asyncio.sleep(0.01)
+    await until_empty(work)
     assert len(shared.workers[0].calls) == shared_queue.NUM_JOBS
     await work.close()
 
@@ -404,9 +401,7 @@ async def test_job_without_a_decode_worker_is_dropped(shared, body):
     work = await shared.join()
     await work.push(body)
 
-    async with asyncio.timeout(PATIENT_S):
-        while await work.depth():
-            await asyncio.sleep(0.01)
+    await until_empty(work)
     asking = shared.ask()
     (worker,) = await shared.busy()
     worker.answer()

@@ -17,7 +17,7 @@ from dynamo.protocols import generate, wire
 from dynamo.runtime import authentication, listening, requests
 from dynamo.runtime.backends import frame_connection, memory, multiplex, tcp
 from dynamo.runtime.backends.nats import planes
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 ECHO = "a/b/echo"
 small = st.integers(-1, 4)
@@ -215,9 +215,7 @@ async def test_flood_of_pending_connections_locks_no_peer_out(credentials):
     patient = frame_connection.ConnectionLimits(connect_s=PATIENT_S)
     plane = tcp.TcpRequestPlane(credentials=credentials, limits=patient, item_type=generate.Output)
     first = await requests.call(plane, address, ECHO, 1, reply_type=int, timeout_s=PATIENT_S)
-    async with asyncio.timeout(PATIENT_S):
-        while sum(stranger.done() for stranger in strangers) < 192:
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(stranger.done() for stranger in strangers) >= 192)
     later = tcp.TcpRequestPlane(credentials=credentials, item_type=generate.Output)
     second = await requests.call(later, address, ECHO, 2, reply_type=int, timeout_s=PATIENT_S)
     for closed in (plane, later, server):
@@ -245,9 +243,7 @@ async def test_pending_connections_are_bounded_without_a_token():
     )
     address = await server.serve(ECHO, echo)
     strangers = [asyncio.create_task(knock(address, b"\0", is_patient=True)) for _ in range(100)]
-    async with asyncio.timeout(PATIENT_S):
-        while sum(stranger.done() for stranger in strangers) < 92:
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(stranger.done() for stranger in strangers) >= 92)
     plane = tcp.TcpRequestPlane(item_type=generate.Output)
     reply = await requests.call(plane, address, ECHO, 1, reply_type=int, timeout_s=20)
     for closed in (plane, server):
@@ -343,9 +339,7 @@ async def test_different_tokens_are_logged_at_both_sides(
 
     with pytest.raises(errors.WorkerLost, match=asker_hears):
         await plane.open(address, ECHO, None, requests.ItemReceiver(object))
-    async with asyncio.timeout(PATIENT_S):
-        while answerer_says not in caplog.text:
-            await asyncio.sleep(0.01)
+    await until(lambda: answerer_says in caplog.text)
     await plane.close()
     await server.close()
     assert members.TOKEN not in caplog.text

@@ -23,7 +23,7 @@ from dynamo.runtime import listening
 from dynamo.transfer import api, descriptors
 from dynamo.transfer.backends import local
 from transfer_peer import LAYOUT, NIXL, blocks_of, content, needs_nixl
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 ACROSS = ["shm", "tcp", "tcp-token", "tcp-tls", "shm-token", NIXL]
 READ, WRITE = api.TransferOperation.READ, api.TransferOperation.WRITE
@@ -458,9 +458,7 @@ async def test_closing_frees_descriptors_mappings_and_threads(backend):
                 *(move(ours, READ, peer, [i], [i], notification=b"") for i in range(8))
             )
             await ours.agent.disconnect(peer)
-        async with asyncio.timeout(PATIENT_S):
-            while held() != before or process.num_descriptors() > num_theirs:
-                await asyncio.sleep(0.01)
+        await until(lambda: held() == before and process.num_descriptors() <= num_theirs)
         await ours.close()
 
 

@@ -11,7 +11,7 @@ from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate
 from dynamo.runtime import component, requests
 from dynamo.testing import clock as clocks
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 REQUEST = generate.Request(id="r", model="m", token_ids=blocks.pack([1, 2, 3]))
 
@@ -256,12 +256,6 @@ async def joined(monkeypatch):
     await joined.clock.advance(shared_queue.CLOSE_S)
     await closing
     await joined.runtime.close()
-
-
-async def until(is_so):
-    async with asyncio.timeout(PATIENT_S):
-        while not is_so():
-            await asyncio.sleep(0.002)
 
 
 async def test_lost_queue_is_joined_again(joined):

@@ -10,7 +10,7 @@ import msgspec
 from dynamo.frontend import config, service
 from dynamo.protocols import blocks, encoders, generate, instances, model_card
 from dynamo.runtime import component
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 EOS = 256
 NAME = instances.EndpointName("dynamo", "backend", "generate")
@@ -175,11 +175,7 @@ class Rig:
     def instances(self):
         return [one for model in self.frontend.models.ready for one in model.instances]
 
-    async def until(self, condition):
-        """Let things happen until the condition holds."""
-        async with asyncio.timeout(PATIENT_S):
-            while not condition():
-                await asyncio.sleep(0.001)
+    until = staticmethod(until)
 
     async def chat(self, text="hi", **fields):
         body = {"model": "m", "messages": [{"role": "user", "content": text}], **fields}

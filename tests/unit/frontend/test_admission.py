@@ -12,7 +12,7 @@ from frontend_rig import NAME, outputs
 
 from dynamo.base import errors
 from dynamo.protocols import generate, load
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 KEYS = """
 [tenants.acme]
@@ -225,9 +225,7 @@ async def test_changed_key_file_is_read_on_reload_and_a_broken_one_is_ignored(ke
 async def test_changed_key_file_is_read_without_a_signal(keyed, caplog):
     caplog.set_level(logging.INFO, "dynamo")
     keyed.keys.write_text(KEYS.replace("sk-alice-1", "sk-alice-2"))
-    async with asyncio.timeout(PATIENT_S):
-        while "read 4 API keys" not in caplog.text:
-            await asyncio.sleep(0.01)
+    await until(lambda: "read 4 API keys" in caplog.text)
 
     assert (await keyed.ask(ALICE)).status_code == 401
     assert (await keyed.ask(as_("sk-alice-2"))).status_code == 200

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dynamo.base import errors
 from dynamo.frontend.model_registry import registered_model
 from dynamo.protocols import generate, model_card
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 CALL = '<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -384,9 +384,7 @@ async def test_client_that_disconnects_during_migration_leaves_nothing_running(r
     async def is_over():
         return (await rig.metrics())['dynamo_frontend_inflight_requests{model="m"}'] == 0
 
-    async with asyncio.timeout(PATIENT_S):
-        while not await is_over():
-            await asyncio.sleep(0.01)
+    await until(is_over)
     replacement = (
         await rig.worker()
     )  # only now: before, the frontend may not know that the client left

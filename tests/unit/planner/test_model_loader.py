@@ -13,7 +13,7 @@ from dynamo.launch import children, guard
 from dynamo.planner import model_loader, model_turns, traffic_source
 from dynamo.protocols import instances
 from dynamo.runtime.backends import memory
-from waiting import PATIENT_S
+from waiting import until
 
 SLEEP = "import time; time.sleep(600)"
 PAGE = """# HELP dynamo_frontend_inflight_requests Requests
@@ -61,10 +61,7 @@ class Rig:
         endpoint = instances.EndpointName("dynamo", f"model{number}", "generate")
         await self.registry.put(f"{instances.INSTANCES}{endpoint.path}/1", b"{}")
 
-    async def until(self, condition):
-        async with asyncio.timeout(PATIENT_S):
-            while not condition():
-                await asyncio.sleep(0.005)
+    until = staticmethod(until)
 
     async def announced(self):
         """What is announced, by name."""
@@ -131,11 +128,11 @@ async def test_model_that_cannot_be_loaded_says_why(make):
     rig = await make("import sys; sys.exit('no such weights')", SLEEP)
     rig.counts["m0"] = 1
     await rig.until(lambda: rig.states.get("m0", "").startswith("failed"))
-    async with asyncio.timeout(PATIENT_S):
-        while not (failure := (await rig.announced())["m0"].failure):
-            await asyncio.sleep(0.005)
 
-    assert failure == "m0 exited with 1; its last words: no such weights"
+    async def failure():
+        return (await rig.announced())["m0"].failure
+
+    assert await until(failure) == "m0 exited with 1; its last words: no such weights"
     assert rig.started == ["m0"]
 
 

@@ -1,4 +1,3 @@
-import asyncio
 import json
 import types
 
@@ -12,7 +11,7 @@ from dynamo.planner.observation import Fresh, Missing, PoolLoad, PoolState, Traf
 from dynamo.planner.service import Leadership, PlannerService
 from dynamo.planner.traffic_source import FrontendLoad
 from dynamo.runtime.backends import memory
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 
 class Source:
@@ -86,12 +85,6 @@ async def parts():
 async def decisions_of(url):
     async with httpx.AsyncClient(timeout=PATIENT_S) as client:
         return (await client.get(f"{url}/planner/decisions")).json()["decisions"]
-
-
-async def until(check):
-    async with asyncio.timeout(PATIENT_S):
-        while not await check():
-            await asyncio.sleep(0.01)
 
 
 async def test_full_caches_order_workers_and_every_decision_is_told(parts):

@@ -9,7 +9,7 @@ from dynamo.observability import metrics
 from dynamo.protocols import blocks, generate, instances, model_card
 from dynamo.router import config, route, route_factory
 from dynamo.runtime import component
-from waiting import PATIENT_S
+from waiting import until
 
 NAME = instances.EndpointName("dynamo", "backend", "generate")
 BLOCK = 4
@@ -125,7 +125,4 @@ class World:
         assert rows, name
         return sum(float(row.rpartition(" ")[2]) for row in rows)
 
-    async def until(self, condition):
-        async with asyncio.timeout(PATIENT_S):
-            while not condition():
-                await asyncio.sleep(0.001)
+    until = staticmethod(until)

@@ -8,7 +8,7 @@ import members
 from dynamo.base import clock, errors, membership, proof
 from dynamo.protocols import wire
 from dynamo.runtime import authentication
-from waiting import PATIENT_S
+from waiting import until
 
 CREDENTIALS = members.with_token()
 KEY = CREDENTIALS.derive_keys(authentication.REQUEST_PLANE)[0]
@@ -118,9 +118,7 @@ async def test_oldest_connection_of_the_busiest_host_is_dropped_for_a_new_one():
 
 async def test_connection_without_a_proof_is_dropped_after_the_time_limit():
     _, transport = connect(pending_connections(limit_s=0.01))
-    async with asyncio.timeout(PATIENT_S):
-        while not transport.is_over:
-            await asyncio.sleep(0.001)
+    await until(lambda: transport.is_over)
 
     assert transport.protocol is None
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.runtime.http import exchange, parser, server
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 QUICK = parser.HttpLimits(request_s=0.05, idle_s=0.05, linger_s=0.05, sweep_s=0.01)
 
@@ -49,13 +49,6 @@ async def talk(running, data):
 def last(path="/", method="GET", head="", body=b""):
     """A request after which the server closes."""
     return f"{method} {path} HTTP/1.1\r\nhost: h\r\nconnection: close\r\n{head}\r\n".encode() + body
-
-
-async def until(condition):
-    """Let the loop run until the condition holds."""
-    async with asyncio.timeout(PATIENT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def hello(exchange):

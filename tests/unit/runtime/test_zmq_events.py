@@ -14,7 +14,7 @@ from dynamo.base import errors, membership
 from dynamo.protocols import instances
 from dynamo.runtime import listening
 from dynamo.runtime.backends import memory, zmq, zmq_receiver
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 TOPIC = "dynamo/backend/kv-events"
 
@@ -200,12 +200,6 @@ async def eventually_hears(batches, publisher, payload=b"hello"):
     return await take(batches)
 
 
-async def until_logged(caplog, text):
-    async with asyncio.timeout(PATIENT_S):
-        while text not in caplog.text:
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("shown", [OTHER_TOKEN, membership.NO_CREDENTIALS], ids=["other", "none"])
 async def test_publisher_with_another_token_is_ignored_and_logged(join, shown, caplog):
     stranger, honest = join(1, credentials=shown), join(2, credentials=WITH_TOKEN)
@@ -214,7 +208,7 @@ async def test_publisher_with_another_token_is_ignored_and_logged(join, shown, c
     batches = await hear(join(3, credentials=WITH_TOKEN))
     for _ in range(100):
         stranger.publish(TOPIC, b"lies")
-    await until_logged(caplog, "has another cluster token, or none")
+    await until(lambda: "has another cluster token, or none" in caplog.text)
     heard = await eventually_hears(batches, honest)
 
     assert {event.publisher for event in heard} == {2}
@@ -225,7 +219,7 @@ async def test_listener_with_another_token_receives_nothing(join, caplog):
     publisher = join(1, credentials=WITH_TOKEN)
     await publisher.advertise(TOPIC)
     deaf = await hear(join(2, credentials=OTHER_TOKEN))
-    await until_logged(caplog, "has another cluster token, or none")
+    await until(lambda: "has another cluster token, or none" in caplog.text)
     await eventually_hears(await hear(join(3, credentials=WITH_TOKEN)), publisher)
 
     assert deaf.empty()

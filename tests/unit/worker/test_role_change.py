@@ -15,7 +15,7 @@ from dynamo.engine.mock.settings import MockConfig
 from dynamo.protocols import generate, instances
 from dynamo.runtime import component
 from dynamo.worker import main, model_source, role_change, settings
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 PREFILL, DECODE = (
     instances.EndpointName("dynamo", name, "generate") for name in ("prefill", "backend")
@@ -39,9 +39,7 @@ class World:
         return await self.runtime.discovery.get_prefix(f"{instances.INSTANCES}{endpoint.path}/")
 
     async def until_serving(self, endpoint):
-        async with asyncio.timeout(PATIENT_S):
-            while not await self.instances(endpoint):
-                await asyncio.sleep(0.01)
+        await until(lambda: self.instances(endpoint))
 
 
 @pytest.fixture
