@@ -144,6 +144,7 @@ export interface ModelRow {
   supports_logprobs?: boolean;
   supports_guided?: boolean;
   files?: Record<string, string>;
+  chat_template?: string;
 }
 
 export interface UsageRow {

@@ -35,6 +35,7 @@ function Card({ model }: { model: ModelRow }) {
     <section class="card" aria-label={model.name} data-model={model.name}>
       <h2>{model.name} <small>{model.base ? `adapter of ${model.base}` : model.kind}</small></h2>
       <dl>{facts.map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}</dl>
+      {model.chat_template && <details><summary>Chat template</summary><pre class="small" tabIndex={0}>{model.chat_template}</pre></details>}
       <details><summary>Files</summary><ul class="small">{Object.entries(model.files ?? {}).map(([name, sum]) => <li>{name} <code class="muted">{sum.slice(0, 23)}…</code></li>)}</ul></details>
     </section>
   );

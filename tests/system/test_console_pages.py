@@ -145,6 +145,10 @@ def test_second_question_is_cached_and_the_console_says_why(deployment, page):
         page.wait_for_selector(".tiles, .card, .ask, .log")
         if AXE is not None:
             assert violations(page) == [], view
+    (model,) = httpx.get(f"{frontend.url}/console/api/models", timeout=PATIENT_S).json()["models"]
+    show(page, frontend.url, "models")
+    page.get_by_text("Chat template", exact=True).click()
+    assert page.locator("details pre").text_content() == model["chat_template"]
     page.emulate_media(color_scheme="dark")
     show(page, frontend.url, "requests")
     page.wait_for_selector(".tiles")

@@ -66,6 +66,11 @@ class Preprocessor:
         self._images = images.TEXT_ONLY
         self._lora_name: str | None = None
 
+    @property
+    def template_source(self) -> str:
+        """The text of the chat template; empty if the model has none."""
+        return "" if self._template is None else self._template.source
+
     def for_adapter(self, lora_name: str) -> "Preprocessor":
         """Return a preprocessor for a LoRA adapter of the model, which shares tokenizer, template and their caches."""
         adapted = copy.copy(self)

@@ -70,6 +70,7 @@ class ChatTemplate:
     ) -> None:
         """`source_with_tools` is used when a request brings tools. Raises ConfigError."""
         environment = _environment(clock)
+        self.source = source
         self._clock = clock
         self._special_tokens = special_tokens
         self._others: dict[str, ChatTemplate] = {}  # by their source

@@ -225,6 +225,7 @@ async def test_models_are_listed_by_their_cards(rig):
     assert (row["name"], row["kind"], row["num_workers"]) == ("m", "text", 1)
     assert row["context_length"] == 200
     assert "tokenizer.json" in row["files"]
+    assert "messages" in row["chat_template"]
 
 
 async def test_parser_that_the_chat_template_decides_is_named(bare, tmp_path):

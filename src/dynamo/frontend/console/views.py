@@ -70,6 +70,7 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     supports_logprobs: bool = False
     supports_guided: bool = False
     files: Mapping[str, str] = {}  # checksums by name
+    chat_template: str = ""  # an adapter has that of its base
 
 
 class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,4 +334,7 @@ def _model_row(model: registered_model.RegisteredModel, num_prefill_workers: int
         supports_logprobs=config.supports_logprobs,
         supports_guided=config.supports_guided,
         files=card.checksums,
+        chat_template=model.preparer.template_source
+        if model.can_generate and model.base is None
+        else "",
     )
