@@ -10,6 +10,7 @@ import random
 
 import pytest
 
+from devices import DEVICE
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.disagg import metrics, peer_prefixes
@@ -23,6 +24,7 @@ from waiting import PATIENT_S
 HOLD_S = 10 * PATIENT_S  # so a lease that ends within the patience of a test was released
 OF_KIND = {
     "native": {"threads": 1, "kv_hold_s": HOLD_S},
+    "native on a device": {"threads": 1, "kv_hold_s": HOLD_S, "device": DEVICE},
     "mocker": {"block_size": 16, "speedup_ratio": 20, "kv_hold_s": HOLD_S},
 }
 TIERS = {
@@ -108,7 +110,8 @@ class Side:
         side = cls()
         settings = {"num_gpu_blocks_override": 400} | OF_KIND[kind] | settings
         path = model_source.resolve(None, with_weights=True)
-        engine = engines.build(kind, path, engines.settings_of(kind)(**settings))
+        name = kind.partition(" ")[0]
+        engine = engines.build(name, path, engines.settings_of(name)(**settings))
         engine.enable_export()
         side.inner, side.sink, side.number = engine, Sink(), 0
         side.registry = registries.Registry("x")
@@ -204,7 +207,7 @@ async def test_prefix_is_copied_and_the_answer_is_that_of_one_engine(kind):
 
 @pytest.mark.usefixtures("no_hurry")
 async def test_prefix_in_host_memory_of_the_peer_is_copied(kind):
-    few = {"num_gpu_blocks_override": 64} | TIERS[kind]
+    few = {"num_gpu_blocks_override": 64} | TIERS[kind.partition(" ")[0]]
     async with two_workers(kind, holder=few) as (left, right, _):
         expected, _ = await left.answer(prompt(1))
         for seed in range(3):  # they push it out of the engine's memory

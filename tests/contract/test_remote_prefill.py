@@ -1,7 +1,7 @@
 """Two engines of one process: a prompt that one has computed is answered by the other as if it had computed it itself.
 
-The engines under test are the native one, with the built-in model, and the simulated one, whose blocks hold their
-names; with both ways of moving blocks.
+The engines under test are the native one, with the built-in model, also in the memory of a device, and the simulated
+one, whose blocks hold their names; with both ways of moving blocks.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import random
 import pytest
 
 import kv_params
+from devices import DEVICE
 from dynamo.base import errors
 from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.worker import engines, model_source
@@ -19,6 +20,7 @@ from waiting import PATIENT_S
 
 OF_KIND = {
     "native": {"threads": 1},
+    "native on a device": {"threads": 1, "device": DEVICE},
     "mocker": {"block_size": 16, "speedup_ratio": 20, "kv_transfer_bandwidth": 0.5},
 }
 
@@ -68,7 +70,8 @@ class Side:
         side = cls()
         settings = {"num_gpu_blocks_override": 400} | OF_KIND[cls.kind] | settings
         path = model_source.resolve(None, with_weights=True)
-        engine = engines.build(cls.kind, path, engines.settings_of(cls.kind)(**settings))
+        kind = cls.kind.partition(" ")[0]
+        engine = engines.build(kind, path, engines.settings_of(kind)(**settings))
         side.engine, side.sink, side.reports = engine, Sink(), []
         assert side.engine.capabilities.kv_transfer is side.engine
         if is_open:

@@ -159,7 +159,7 @@ class LocalAgent:
     async def _start(self, agent: agents.TransferAgent) -> None:
         if self._region is None:
             raise errors.ConfigError(
-                "blocks in a device's memory cannot be copied between workers yet: expected --device cpu"
+                "the KV blocks of this engine cannot be copied between workers"
             )
         agent.register(self._region)
         await agent.start()

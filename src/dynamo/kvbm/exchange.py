@@ -166,14 +166,15 @@ class KvImporter:
         self._clock = clock
         self._before_copy = before_copy
         self._owner: BlockOwner | None = None
+        self._from_host: transfer.BlockCopier | None = None
         self._expected: dict[str, _Expected] = {}  # by request id
         self._listeners: list[Callable[[ImportReport], None]] = []
         self._tasks = tasks.Tasks()
         self._is_closed = False
 
-    def set_owner(self, owner: BlockOwner) -> None:
-        """Set the engine that learns how each import has ended."""
-        self._owner = owner
+    def set_owner(self, owner: BlockOwner, from_host: transfer.BlockCopier | None) -> None:
+        """Set the engine that learns how each import has ended, and what copies blocks on to its GPU."""
+        self._owner, self._from_host = owner, from_host
 
     def on_import(self, listener: Callable[[ImportReport], None]) -> None:
         """Call `listener` after every import."""
@@ -267,6 +268,11 @@ class KvImporter:
             finally:
                 await copy.release()
         self._check_lease(expected.lease_ends_at)
+        if self._from_host is not None:
+            blocks, limit = kv_import.local_blocks, transfer.TimeLimit(limit_s)
+            await asyncio.to_thread(
+                self._from_host.move, transfer.TransferOperation.READ, blocks, blocks, limit
+            )
 
     async def _release_lease(self, remote: kv_transfer.RemoteBlocks) -> None:
         """Notify the exporting engine; if that fails, its own time limit frees the blocks."""
@@ -360,10 +366,18 @@ class KvExchange:
         self.abort_import = self._importer.abort_import
         self.skip_import = self._importer.skip_import
 
-    async def start(self, region: descriptors.Region | None, owner: BlockOwner) -> None:
-        """Register the memory of a started engine. Raises ConfigError if its blocks cannot be exported."""
+    async def start(
+        self,
+        region: descriptors.Region | None,
+        owner: BlockOwner,
+        from_host: transfer.BlockCopier | None = None,
+    ) -> None:
+        """Register the memory of a started engine. Raises ConfigError if its blocks cannot be exported.
+
+        If the engine computes in a GPU's memory, `from_host` copies imported blocks there from the region.
+        """
         self._exporter.set_owner(owner)
-        self._importer.set_owner(owner)
+        self._importer.set_owner(owner, from_host)
         await self._agent.set_region(region)
 
     @property

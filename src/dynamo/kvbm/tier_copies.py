@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -45,21 +45,8 @@ class CopyOutcome(NamedTuple):
 OnEnd = Callable[[TierCopy, CopyOutcome], None]
 
 
-class DeviceMemory(Protocol):
-    """The engine's own memory: copies blocks from and to slots of the host tier. Used by several threads."""
-
-    def move(
-        self,
-        operation: api.TransferOperation,
-        device_blocks: Sequence[int],
-        host_slots: Sequence[int],
-        limit: api.TimeLimit,
-    ) -> None:
-        """WRITE copies blocks to slots, READ slots to blocks. Raises TransferError at the time limit."""
-
-
 class RegionMemory:
-    """Device memory that lies in one region, as that of the native engine on a CPU."""
+    """The copies of blocks that lie in one region, as those of the native engine on a CPU."""
 
     def __init__(self, device: descriptors.Region, host: HostMemory) -> None:
         self._layout, self._host = device.layout, host
@@ -75,7 +62,7 @@ class RegionMemory:
         host_slots: Sequence[int],
         limit: api.TimeLimit,
     ) -> None:
-        """Copy blocks, those that follow one another in one piece; see `DeviceMemory`."""
+        """Copy blocks, those that follow one another in one piece; see `api.BlockCopier`."""
         copies = plan.make(self._layout, self._host_layout, device_blocks, host_slots)
         memory.move(operation, self._window, self._host.window, copies.pattern(), limit)
 
@@ -83,7 +70,7 @@ class RegionMemory:
 class TierCopies:
     """The threads of one engine. All methods are called by the engine's thread."""
 
-    def __init__(self, device: DeviceMemory, host: HostMemory, disk: Storage | None) -> None:
+    def __init__(self, device: api.BlockCopier, host: HostMemory, disk: Storage | None) -> None:
         self._device, self._host, self._disk = device, host, disk
         self._num_threads: dict[tier_policy.Path, int] = {(HOST, DEVICE): 1, (DEVICE, HOST): 1}
         if disk is not None:

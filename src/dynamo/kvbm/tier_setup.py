@@ -19,7 +19,7 @@ from dynamo.kvbm.tier_copies import RegionMemory, TierCopies
 from dynamo.kvbm.tiered_cache import DISK, HOST, TieredCache, TierOptions
 from dynamo.kvbm.tiers import Tier, TierSlots
 from dynamo.protocols import kv_events
-from dynamo.transfer import descriptors
+from dynamo.transfer import api, descriptors
 
 STORAGE_TIERS = {
     "hbm": kv_events.DEVICE,
@@ -182,14 +182,15 @@ class OpenTiers:
 
 def open_tiers(
     settings: KvbmConfig,
-    region: descriptors.Region | None,
+    region: descriptors.Region,
+    device: api.DeviceMemory | None,
     pool: pools.BlockPool,
     fingerprint: Mapping[str, str],
 ) -> OpenTiers | None:
     """Open the tiers that the settings name; None if there are none.
 
-    `region` is the engine's memory, which the pool pages; `fingerprint` says what computed the blocks. Raises
-    ConfigError for sizes that do not fit, and for a file of another engine.
+    `region` is the engine's memory, which the pool pages, or describes that of a `device`; `fingerprint` says what
+    computed the blocks. Raises ConfigError for sizes that do not fit, and for a file of another engine.
     """
     if HOST not in settings.tier_names:
         if settings.kvbm_cpu_cache_gb or settings.kvbm_disk_cache_gb or settings.kvbm_nvme_path:
@@ -197,10 +198,6 @@ def open_tiers(
                 "sizes and paths of KV cache tiers have no effect without --connector kvbm and host_dram"
             )
         return None
-    if region is None:
-        raise errors.ConfigError(
-            "--connector kvbm: expected --device cpu; blocks of a GPU are not copied yet"
-        )
     layout = region.layout
     storage = open_storage(
         settings,
@@ -216,7 +213,9 @@ def open_tiers(
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,
     )
-    copies = TierCopies(RegionMemory(region, storage.host), storage.host, storage.disk)
+    host = storage.host
+    copier = device.attach(host.window.view) if device else RegionMemory(region, host)
+    copies = TierCopies(copier, host, storage.disk)
     return OpenTiers(cache=cache, copies=copies)
 
 

@@ -39,7 +39,7 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -94,6 +94,29 @@ class TimeLimit:
         finally:
             with self._lock:
                 self._interrupt = None
+
+
+class BlockCopier(Protocol):
+    """Copies blocks between an engine's own memory and host memory in which blocks follow one another.
+
+    Used by several threads.
+    """
+
+    def move(
+        self,
+        operation: "TransferOperation",
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
+        limit: TimeLimit,
+    ) -> None:
+        """WRITE copies blocks to host memory, READ from there. Raises TransferError at the time limit."""
+
+
+class DeviceMemory(Protocol):
+    """The blocks of an engine in memory that only a GPU reads."""
+
+    def attach(self, host: memoryview) -> BlockCopier:
+        """Return the copies from and to this host memory, whose length is that of whole blocks."""
 
 
 class ThreadJob(Generic[T]):

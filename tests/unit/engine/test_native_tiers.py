@@ -11,11 +11,10 @@ import threading
 import pytest
 
 from checkpoints import make_checkpoint
-from dynamo.base import errors
+from devices import DEVICE
 from dynamo.engine.native.engine import NativeEngine
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.kvbm import pool as pools
-from dynamo.kvbm import storage, tier_policy, tier_setup, tiered_cache
+from dynamo.kvbm import storage, tier_policy, tiered_cache
 from dynamo.protocols import blocks, generate, kv_events
 from dynamo.transfer import api as transfer
 from dynamo.transfer import memory
@@ -464,9 +463,18 @@ async def test_aborted_requests_leave_no_block_in_use(model, tmp_path):
         assert report.tiers[1].used_blocks <= 24
 
 
-async def test_engine_on_a_gpu_refuses_tiers_by_name(model):
-    with pytest.raises(errors.ConfigError, match="expected --device cpu"):
-        tier_setup.open_tiers(NativeConfig(**tiers(10)), None, pools.BlockPool(4), {})
+async def test_answers_are_equal_where_blocks_move_between_a_device_and_the_tiers(model, tmp_path):
+    async with serving(model, device=DEVICE) as served:
+        expected = await converse(served, sampling=SAMPLINGS)
+    options = {"num_gpu_blocks_override": 34} | tiers(12, 400, tmp_path)
+    for _ in range(2):  # the second engine finds the first one's file
+        async with serving(model, device=DEVICE, **options) as served:
+            assert await converse(served, sampling=SAMPLINGS) == expected
+            report = await served.settle()
+
+    assert report.copied["onboard_blocks_h2d"] > 0
+    assert report.copied["onboard_blocks_d2d"] > 0
+    assert report.counts["failed_blocks"] == 0
 
 
 class StuckFile:

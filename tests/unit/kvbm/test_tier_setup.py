@@ -84,7 +84,7 @@ def test_offload_ratio_is_a_share():
 def test_size_without_the_connector_is_warned_of(caplog):
     settings = read(DYN_KVBM_CPU_CACHE_GB="4")
 
-    assert tier_setup.open_tiers(settings, None, pools.BlockPool(4), {}) is None
+    assert tier_setup.open_tiers(settings, None, None, pools.BlockPool(4), {}) is None
     assert "no effect without --connector kvbm" in caplog.text
 
 

@@ -21,6 +21,7 @@ from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.sequence import Paging
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.kvbm import tier_copies, tier_setup
+from dynamo.transfer import api as transfer
 from dynamo.transfer import descriptors
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Assembly:
     runner: runner.Runner
     grammars: grammar_compiler.GrammarCompiler
     region: descriptors.Region | None = None  # the KV cache, if other engines may read it
+    mirror: transfer.BlockCopier | None = None  # between a GPU's memory and the region
     copies: tier_copies.TierCopies | None = None  # between the tiers of the KV cache
 
 
@@ -79,9 +81,9 @@ def assemble(
         threads=choose_threads(model, settings),
         allocate=allocate,
     )
-    tiers = tier_setup.open_tiers(
-        settings, model_runner.region, paging.pool, {"model": tier_setup.identify_model(model_path)}
-    )
+    region, device = model_runner.region, model_runner.device_blocks
+    fingerprint = {"model": tier_setup.identify_model(model_path)}
+    tiers = tier_setup.open_tiers(settings, region, device, paging.pool, fingerprint)
     paging.tiers = tiers.cache if tiers is not None else None
     return Assembly(
         grammars=grammars,
@@ -89,7 +91,8 @@ def assemble(
         vocab_size=model.vocab_size,
         scheduler=Scheduler(paging, limits),
         runner=model_runner,
-        region=model_runner.region,
+        region=region,
+        mirror=device.attach(region.memory) if device else None,
         copies=tiers.copies if tiers is not None else None,
     )
 

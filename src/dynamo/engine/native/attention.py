@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from dynamo.base import errors
 from dynamo.engine.native.config import ModelConfig
+from dynamo.engine.native.device_memory import DeviceBlocks
 from dynamo.engine.native.sequence import Chunk
 
 MIN_ROWS = 4
@@ -50,19 +51,22 @@ class KvCache:
         device: str,
         allocate: Allocate | None = None,
     ) -> None:
-        """`allocate` returns zeroed memory that other engines can map; only for a CPU. Raises ConfigError."""
+        """`allocate` returns zeroed memory that other engines can map. Raises ConfigError.
+
+        On a CPU it is the cache; on a GPU blocks are copied there for other engines, and from there.
+        """
         self.config, self.block_size = config, block_size
         self.dtype, self.device = dtype, device
         self._token_shape = 2 * config.num_kv_heads, config.head_dim
-        self.memory: memoryview | None = None  # the whole cache, if it is in host memory
+        self.device_blocks: DeviceBlocks | None = None  # those that are not in host memory
         shape = config.num_layers, num_blocks * block_size, *self._token_shape
         try:
+            self.memory = (allocate or _allocate_private)(math.prod(shape) * dtype.itemsize)
             if device == "cpu":
-                num_bytes = math.prod(shape) * dtype.itemsize
-                self.memory = (allocate or _allocate_private)(num_bytes)
                 cache = torch.frombuffer(self.memory, dtype=dtype).view(shape)
             else:
                 cache = torch.zeros(shape, dtype=dtype, device=device)
+                self.device_blocks = DeviceBlocks(cache.unflatten(1, (num_blocks, block_size)))
         except (RuntimeError, OSError) as error:
             size = math.prod(shape) * dtype.itemsize / 2**30
             raise errors.ConfigError(

@@ -23,6 +23,7 @@ from dynamo.engine.native.settings import NativeConfig
 from dynamo.kvbm import agents, sharing, tier_report
 from dynamo.kvbm import exchange as exchanges
 from dynamo.protocols import generate, kv_transfer, load
+from dynamo.transfer import api as transfer
 from dynamo.transfer.backends import local
 
 Post = Callable[..., None]  # call a function with arguments on the event loop
@@ -43,12 +44,13 @@ class LoadedEngine:
     def __init__(
         self, assembly: Assembly, exchange: exchanges.KvExchange, sink: api.EngineSink, post: Post
     ) -> None:
-        self.facts, self.region = assembly.facts, assembly.region
+        self.facts = assembly.facts
+        self.region, self.mirror = assembly.region, assembly.mirror
         self.post = post
         self.loop = EngineLoop(
             assembly.scheduler,
             assembly.runner,
-            functools.partial(post, self._deliver),
+            self._post_result,
             functools.partial(post, exchange.begin_imports),
             assembly.copies,
         )
@@ -171,6 +173,15 @@ class LoadedEngine:
         else:
             self.loop.submit(request, grammar)
 
+    def _post_result(self, result: scheduler.StepResult) -> None:
+        """Copy leased blocks from a GPU to where other engines read them; in the engine's thread."""
+        if self.mirror is not None and result.holds_blocks:
+            leases = [output.lease for output in result.outputs if output.lease is not None]
+            blocks = [block for lease in leases for block in lease.block_ids]
+            limit = transfer.TimeLimit(transfer.MAX_DEADLINE_S)
+            self.mirror.move(transfer.TransferOperation.WRITE, blocks, blocks, limit)
+        self.post(self._deliver, result)
+
     def _deliver(self, result: scheduler.StepResult) -> None:
         if self._is_stopped:
             return
@@ -275,7 +286,7 @@ class NativeEngine(exchanges.ExchangesKv):
         thread.start()
         self._loaded = await started
         try:
-            await self._exchange.start(self._loaded.region, self._loaded.loop)
+            await self._exchange.start(self._loaded.region, self._loaded.loop, self._loaded.mirror)
         except errors.ConfigError:
             await self.stop()
             raise

@@ -61,10 +61,9 @@ def check_device(device: str) -> None:
         ) from error
 
 
-def _region(cache: attention.KvCache, num_blocks: int) -> descriptors.Region | None:
-    """Return the cache as other engines may read it; None where it is in a device's memory."""
-    if cache.memory is None:
-        return None
+def _region(cache: attention.KvCache, num_blocks: int) -> descriptors.Region:
+    """Return the memory of the cache, or that to which a GPU's blocks are copied, as other engines read it."""
+    is_copy = cache.device_blocks is not None
     layout = descriptors.Layout(
         num_blocks=num_blocks,
         block_size=cache.block_size,
@@ -72,6 +71,7 @@ def _region(cache: attention.KvCache, num_blocks: int) -> descriptors.Region | N
         num_kv_heads=cache.config.num_kv_heads,
         head_dim=cache.config.head_dim,
         dtype=str(cache.dtype).removeprefix("torch."),
+        order=descriptors.Order.BLOCK_MAJOR if is_copy else descriptors.Order.LAYER_MAJOR,
     )
     return descriptors.Region(memory=cache.memory, layout=layout)
 
@@ -144,6 +144,7 @@ class Runner:
             allocate=allocate,
         )
         self.region = _region(self._cache, num_blocks)
+        self.device_blocks = self._cache.device_blocks
         reachable = min(self.config.max_context, num_blocks * block_size)
         self._cos, self._sin = self.config.rope.tables(reachable, dtype=kind, device=device)
         self._sampler = sampler.Sampler()

@@ -22,7 +22,7 @@ from dynamo.transfer import api, memory, plan
 
 
 class LayerMemory:
-    """The tensors of all layers as a `tier_copies.DeviceMemory`: a block in the host tier has its layers in order."""
+    """The tensors of all layers as an `api.BlockCopier`: a block in the host tier has its layers in order."""
 
     def __init__(self, layers: Sequence[Any], host: host_memory.HostMemory) -> None:
         flat = [layer.detach().view(torch.uint8).reshape(-1) for layer in layers]
@@ -37,7 +37,7 @@ class LayerMemory:
         host_slots: Sequence[int],
         limit: api.TimeLimit,
     ) -> None:
-        """Copy the parts of the blocks layer by layer; see `tier_copies.DeviceMemory`."""
+        """Copy the parts of the blocks layer by layer; see `api.BlockCopier`."""
         offset = 0
         for window, slab in zip(self._windows, self._slabs, strict=True):
             origins = [
