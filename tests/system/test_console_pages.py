@@ -80,7 +80,9 @@ def page(browser):
 
 
 def show(page, url, view):
-    if page.url.startswith(f"{url}/"):  # `goto` waits for ever if the page changes its hash meanwhile
+    if page.url.startswith(
+        f"{url}/"
+    ):  # `goto` waits for ever if the page changes its hash meanwhile
         page.evaluate("view => { location.hash = `#/${view}` }", view)
     else:
         page.goto(f"{url}/#/{view}")

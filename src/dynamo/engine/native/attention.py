@@ -100,6 +100,10 @@ class KvCache:
         """Copy these blocks to the staging buffer."""
         torch.index_select(self._blocks[layer], 0, blocks, out=staged)
 
+    def gather(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Return copies of these blocks in memory of their own, one in each row."""
+        return self._blocks[layer].index_select(0, blocks)
+
 
 def _allocate_private(num_bytes: int) -> memoryview:
     """Allocate pages that the system provides when they are first written: torch would write all of them now."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dynamo.base import errors
-from dynamo.engine.native import attention, model_files, models, sampler, weights
+from dynamo.engine.native import attention, decode_graphs, model_files, models, sampler, weights
 from dynamo.engine.native import config as configs
 from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
 from dynamo.protocols import generate
@@ -147,6 +147,13 @@ class Runner:
         self.device_blocks = self._cache.device_blocks
         reachable = min(self.config.max_context, num_blocks * block_size)
         self._cos, self._sin = self.config.rope.tables(reachable, dtype=kind, device=device)
+        self._graphs: decode_graphs.DecodeGraphs | None = None
+        if (
+            device == "cuda" and self.config.experts is None
+        ):  # whose number of tokens decides the shapes
+            self._graphs = decode_graphs.DecodeGraphs(
+                self._decoder, self._cache, self._cos, self._sin
+            )
         self._sampler = sampler.Sampler()
         self._prompt_logprobs = PromptLogprobs()
 
@@ -160,6 +167,9 @@ class Runner:
     def logits(self, chunks: abc.Sequence[Chunk]) -> torch.Tensor:
         """Compute these chunks; return logits [chunks that sample, vocabulary] in 32 bits."""
         with torch.inference_mode():
+            logits = self._graphs.logits(chunks) if self._graphs is not None else None
+            if logits is not None:
+                return logits
             batch = attention.PagedBatch(self._cache, chunks)
             cos, sin = (x.index_select(0, batch.positions) for x in (self._cos, self._sin))
             hidden = self._decoder.hidden(batch.token_ids, cos, sin, batch)
