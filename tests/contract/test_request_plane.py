@@ -491,6 +491,29 @@ async def test_closing_server_breaks_its_streams_at_both_sides(world):
     assert holder.cancelled == holder.calls
 
 
+async def test_peer_that_dies_after_another_one_had_the_request_only_if_it_has_answered(world):
+    plane, dying, holder = world.plane(), world.plane(), Holder()
+    first = Recorder()
+    await plane.open(await dying.serve(ECHO, Holder()), ECHO, None, first)
+    await dying.close()
+    assert type(await first.end()) is errors.WorkerDied
+
+    server, answered = world.plane(), Recorder()
+    await plane.open(await server.serve(ECHO, holder), ECHO, None, answered)
+    (await holder.call()).send(output(1))
+    await server.close()
+    assert type(await answered.end()) is errors.WorkerDied
+
+    peers, unanswered = [], Recorder()
+    listener = await world.network().listen(lambda: peers.append(Peer(WELCOME)) or peers[-1])
+    await plane.open(listener.address, ECHO, None, unanswered)
+    peers[-1].transport.close()
+    error = await unanswered.end()
+    listener.close()
+
+    assert type(error) is errors.StreamBroken
+
+
 async def test_open_on_a_closed_plane_is_an_error(world):
     address, plane = await world.plane().serve(ECHO, Holder()), world.plane()
     await plane.close()

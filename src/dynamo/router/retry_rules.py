@@ -15,7 +15,8 @@ Suspects: requests that may have killed a worker, and are sent to no other, beca
 
 A worker dies for many reasons, and its requests are innocent nearly always: they migrate. A request is a suspect if
 its worker died while it *prepared* the request (compiled its grammar, before any token), or if two workers died that
-had it.
+had it. Where many die at once, a request may be sent to one that is dead already: that one never had it, and counts as
+lost, not as dead (`runtime.backends.multiplex`).
 """  # decider
 
 from dataclasses import dataclass

@@ -5,14 +5,21 @@ import asyncio
 import msgspec
 import pytest
 
-from dynamo.base import clock
+from dynamo.base import clock, errors
 from dynamo.protocols import wire
 from dynamo.runtime.backends import client_connection, frame_connection
 
 
 class Transport(asyncio.Transport):
+    def __init__(self):
+        super().__init__()
+        self.written = b""
+
     def write(self, data):
-        pass
+        self.written += data
+
+    def writelines(self, data):
+        self.written += b"".join(data)
 
     def get_write_buffer_size(self):
         return 0
@@ -35,6 +42,7 @@ class Receiver:
 
     def ended(self, error):
         self.ends.append(error and str(error))
+        self.error = error
 
 
 class BatchReceiver(Receiver):
@@ -115,3 +123,33 @@ async def test_receiver_that_raises_loses_its_stream_only(client, caplog):
     assert bad.ends == ["an internal error lost the answer; see the log"]
     assert (good.items, good.ends) == (["x", "y"], [])
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("needs_proof", "has_answered", "expected"),
+    [
+        (False, False, errors.WorkerDied),
+        (True, False, errors.StreamBroken),
+        (True, True, errors.WorkerDied),
+    ],
+)
+async def test_peer_died_with_a_stream_only_if_the_stream_has_arrived_where_that_is_asked(
+    client, needs_proof, has_answered, expected
+):
+    receiver = Receiver()
+    client.open_stream("endpoint", None, receiver, {}, None, needs_proof=needs_proof)
+    if has_answered:
+        read(client, wire.Pong(1))
+    client.frames.connection_lost(None)
+
+    assert type(receiver.error) is expected
+
+
+async def test_proof_of_a_stream_does_not_count_for_a_later_one(client):
+    first, second = Receiver(), Receiver()
+    for receiver in (first, second):
+        client.open_stream("endpoint", None, receiver, {}, None, needs_proof=True)
+    read(client, wire.Pong(1))
+    client.frames.connection_lost(None)
+
+    assert (type(first.error), type(second.error)) == (errors.WorkerDied, errors.StreamBroken)

@@ -68,6 +68,7 @@ class ClientConnection:
         self._is_borne = False  # silent, and the only one that can answer
         self._last = 0  # number of the newest stream
         self._pings = 0
+        self._unproven: dict[int, int] = {}  # streams that may not have arrived, by the ping behind
         self._last_pinged = 0  # the newest stream that a ping was sent behind
         self._goodbye: str | None = None  # why the peer takes no new streams
 
@@ -79,9 +80,12 @@ class ClientConnection:
         headers: Mapping[str, str],
         timeout_s: float | None,
         may_move: Callable[[], bool] | None = None,
+        *,
+        needs_proof: bool = False,
     ) -> ClientStream:
         """Open a stream, as `requests.RequestPlane.open` does.
 
+        With `needs_proof` a peer that dies counts as `WorkerDied` only if the stream has certainly arrived.
         Raises WorkerLost, DeadlineExceeded or LocalProtocolError (the body is too long).
         """
         if not self.takes_requests:
@@ -102,6 +106,9 @@ class ClientConnection:
         if limit_s is not None:
             self._deadlines[number] = (self.frames.clock.now() + limit_s + BACKSTOP_S, limit_s)
         self.frames.write(frame)
+        if needs_proof:
+            self.handle_quiet()
+            self._unproven[self._pings] = number
         return ClientStream(self, number)
 
     def cancel_stream(self, number: int) -> None:
@@ -154,6 +161,7 @@ class ClientConnection:
             case wire.Goodbye():
                 self._goodbye = frame.reason
             case wire.Pong():
+                self._unproven.pop(frame.number, None)
                 self.frames.note_answer(is_last=frame.number == self._pings)
             case _:
                 raise errors.RemoteProtocolError(
@@ -222,10 +230,11 @@ class ClientConnection:
         elif self.frames.was_dropped:
             _log.warning("%s", message)
         self._on_lost(self)
-        has_died = self.frames.was_ended_by_peer
-        broken = errors.WorkerDied(message) if has_died else errors.StreamBroken(message)
+        unproven = set(self._unproven.values())
         for number in list(self._receivers):
-            self._end_stream(number, broken)
+            has_died = self.frames.was_ended_by_peer and number not in unproven
+            broken = errors.WorkerDied if has_died else errors.StreamBroken
+            self._end_stream(number, broken(message))
 
     def _handle_welcome(self, frame: wire.Welcome) -> None:
         if self.welcomed.done():

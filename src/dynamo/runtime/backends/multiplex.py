@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 _NO_HEADERS: Mapping[str, str] = {}
 _Target = tuple[str, int]  # address, and the instance that is meant there; 0: any
 _MAX_GONE = 1024  # instances that are remembered as gone
+# After a peer has died, others may have died with it, as on one host, and their ends are not read yet: so long it is
+# asked whether a request has arrived, because one that had arrived at two peers that died is suspected.
+_DEATHS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class MultiplexedPlane:
         ] = {}
         # ids of instances that ended their connection, the last at the end
         self._gone: dict[int, None] = {}
+        self._died_at: float | None = None  # when the last one was seen to
         self._tasks = tasks.Tasks()
         self._is_closed = False
         self._log = authentication.RefusalLog(_log, self._settings.time.now)
@@ -125,8 +129,15 @@ class MultiplexedPlane:
         connection = self._connections.get(target)
         if connection is None:
             connection = await self._share_connection(target)
+        died_at, now = self._died_at, self._settings.time.now
         return connection.open_stream(
-            endpoint, body, receiver, headers or _NO_HEADERS, timeout_s, may_move
+            endpoint,
+            body,
+            receiver,
+            headers or _NO_HEADERS,
+            timeout_s,
+            may_move,
+            needs_proof=died_at is not None and now() - died_at < _DEATHS_S,
         )
 
     def is_answering(self, instance_id: int, address: str | None = None) -> bool | None:
@@ -215,6 +226,7 @@ class MultiplexedPlane:
         if self._connections.get(target) is connection:
             del self._connections[target]
         if connection.frames.was_ended_by_peer:
+            self._died_at = self._settings.time.now()
             self._note_gone(connection.instance_id)
 
     def _note_gone(self, instance_id: int) -> None:
