@@ -165,7 +165,11 @@ def test_crashed_frontend_is_replaced(deployment):
     [
         (("serve", "/no/such/model"), "no such directory: /no/such/model"),
         (("serve", "nobody/no-such-model"), "not in the local cache"),
-        (("serve", "--no-such-flag"), "unrecognized argument: --no-such-flag"),
+        (
+            ("serve", "--device", "cuda"),
+            "unrecognized argument: --device (did you mean --decode? Flags of the processes that this starts go into"
+            " --worker-flags or --planner-flags)",
+        ),
         (("serve", "--engine", "warp"), "native, mocker"),
         (("serve", "--worker-flags", "--no-such-flag", "--http-port", "{port}"), "--no-such-flag"),
     ],

@@ -111,9 +111,9 @@ def load_parts(
     rest_of = next((name for name, field in fields.items() if _takes_rest(field)), None)
     parser = _make_parser(parts, prog, note)
     complete(lambda: parser)
-    texts = {_flag_of(f) for f in fields.values() if f.metadata.get("takes") == "text"}
+    texts = [_flag_of(f) for f in fields.values() if f.metadata.get("takes") == "text"]
     flags, further_arguments = parser.parse(
-        _join_texts(argv, texts), takes_rest=rest_of is not None
+        _join_texts(argv, texts), takes_rest=rest_of is not None, passed_on=texts
     )
     path = flags.pop("config", None)
     environ = os.environ if environ is None else environ
@@ -162,7 +162,7 @@ def _check_blanks(argv: Sequence[str]) -> None:
             )
 
 
-def _join_texts(argv: Sequence[str], flags: set[str]) -> list[str]:
+def _join_texts(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Write `--flag TEXT` as `--flag=TEXT` for these flags: argparse would take a text with a dash for a flag."""
     words: list[str] = []
     for word in argv:
@@ -213,11 +213,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise errors.ConfigError(f"{message} (see --help)")
 
-    def parse(self, args: Sequence[str], *, takes_rest: bool) -> tuple[dict[str, Any], list[str]]:
-        """Return the declared arguments by name, and the others. Raises ConfigError for others unless `takes_rest`."""
+    def parse(
+        self, args: Sequence[str], *, takes_rest: bool, passed_on: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the declared arguments by name, and the others. Raises ConfigError for others unless `takes_rest`.
+
+        `passed_on` are the flags that hold flags for other processes, as the error says.
+        """
         flags, unknown = self.parse_known_args(args)
         if unknown and not takes_rest:
             hint = suggest(unknown[0].partition("=")[0], self._option_string_actions)
+            if passed_on:
+                hint += f" Flags of the processes that this starts go into {' or '.join(passed_on)}"
             raise errors.ConfigError(f"unrecognized argument: {unknown[0]} ({hint})")
         return vars(flags), unknown
 
