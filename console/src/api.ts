@@ -18,7 +18,7 @@ export interface Worker {
   role: string;
   endpoint: string;
   address: string;
-  state?: "ready" | "down" | "gone";
+  state?: "ready" | "down" | "draining" | "asleep" | "gone";
   since?: number;
   num_requests?: number;
   num_running?: number;
@@ -27,6 +27,25 @@ export interface Worker {
   kv_total_blocks?: number;
   hit_rate?: number;
   loras?: string[];
+  tiers?: string[];
+}
+
+export interface Process {
+  instance: string;
+  kind: "frontend" | "router";
+  namespace: string;
+  address: string;
+  host?: string;
+  router_mode?: string;
+  state?: "ready" | "draining";
+  is_self?: boolean;
+}
+
+export interface Transfer {
+  prefill: string;
+  decode: string;
+  num_open: number;
+  num_recent: number;
 }
 
 export interface Topology {
@@ -37,6 +56,9 @@ export interface Topology {
   num_by_role: Record<string, number>;
   starting: { model: string; namespace: string; estimate_s: number }[];
   workers: Worker[];
+  num_processes: Record<string, number>;
+  processes: Process[];
+  transfers: Transfer[];
 }
 
 export interface Candidate {
@@ -145,6 +167,9 @@ export interface ModelRow {
   supports_guided?: boolean;
   files?: Record<string, string>;
   chat_template?: string;
+  is_on_demand?: boolean;
+  estimate_s?: number;
+  failure?: string;
 }
 
 export interface UsageRow {

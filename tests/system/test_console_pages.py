@@ -4,11 +4,13 @@ The browser's own errors (a blocked script, a failed request) fail a test.
 """
 
 import importlib.util
+import itertools
 import json
 import math
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -16,6 +18,9 @@ import httpx
 import pytest
 from deployment import MODEL, newly_asked
 
+import ports
+from dynamo.engine import native
+from dynamo.launch import state
 from waiting import PATIENT_S, eventually
 
 CHROMIUM = shutil.which("chromium")
@@ -281,6 +286,85 @@ def test_lost_worker_is_shown_while_its_answer_goes_on(deployment, page):
 
     assert (row["state"], row["num_migrations"], row["output_tokens"]) == ("done", 1, 1000)
     assert row["worker"] != instance
+
+
+def test_topology_draws_frontends_tiers_and_transfers_and_tells_what_leaves(deployment, page):
+    frontend, other = (deployment.frontend("--router-mode", "kv") for _ in range(2))
+    prefill = deployment.mocker("--is-prefill-worker", "--kvbm-host-blocks", "64")
+    decode = deployment.mocker("--disaggregation-mode", "decode")
+    frontend.others = [other, prefill, decode]
+    frontend.await_models([MODEL])
+    eventually(lambda: "by prefill workers of" in frontend.log.read_text(), what="a way")
+    eventually(lambda: " is connected" in decode.log.read_text(), what="a connection")
+    numbers = itertools.count()
+
+    def goes_by_the_prefill_worker():
+        assert frontend.chat(f"{next(numbers)} {QUESTION * 60}", max_tokens=2).status_code == 200
+        return get(frontend, "requests")["rows"][0].get("prefill_worker")
+
+    eventually(goes_by_the_prefill_worker, what="a prompt that another worker computes")
+    show(page, frontend.url, "topology")
+    page.wait_for_selector("tr[data-pair]")
+    page.wait_for_selector("tr[data-process] >> nth=1")
+    api = get(frontend, "topology")
+    (transfer,) = api["transfers"]
+    (computing,) = [row for row in api["workers"] if row["role"] == "prefill"]
+    row_of = lambda worker: page.locator(f'tr[data-worker="{worker}"]')  # noqa: E731
+    shown = page.locator("tr[data-process]")
+
+    assert [each.get_attribute("data-process") for each in shown.all()] == [
+        each["instance"] for each in api["processes"]
+    ]
+    assert api["num_processes"] == {"frontend": 2}
+    assert transfer["prefill"] == computing["instance"]
+    assert page.locator("[data-transfer]").get_attribute("data-transfer") == (
+        page.locator("tr[data-pair]").get_attribute("data-pair")
+    )
+    assert row_of(computing["instance"]).locator('[data-name="Tiers"]').inner_text() == ", ".join(
+        computing["tiers"]
+    )
+    assert "device" in computing["tiers"]
+    httpx.post(f"{prefill.url}/engine/sleep", timeout=PATIENT_S)
+    row_of(computing["instance"]).get_by_text("asleep", exact=True).wait_for()
+    with frontend.stream("Tell me a story", max_tokens=400) as lines:
+        next(lines)
+        decode.signal(signal.SIGTERM)
+        row_of(transfer["decode"]).get_by_text("draining", exact=True).wait_for()
+        assert page.locator("svg g.draining").count() == 1
+        if AXE is not None:
+            assert violations(page) == []
+        assert list(lines)[-1] == "[DONE]"
+    row_of(transfer["decode"]).get_by_text("gone", exact=True).wait_for()
+    other.kill()
+    shown.nth(1).wait_for(state="detached")
+
+
+def test_models_on_demand_are_shown_before_they_are_loaded(deployment, page, tmp_path):
+    paths = [tmp_path / name for name in ("alpha", "beta")]
+    for path in paths:
+        shutil.copytree(f"{native.__path__[0]}/storyteller", path)
+    deployment.environ[state.HOME_VARIABLE] = str(tmp_path / "home")
+    url = f"http://127.0.0.1:{(port := ports.reserve())}"
+    process = deployment.run(
+        "dynamo.cli", "serve", "--http-port", str(port), *map(str, paths), "--engine", "mocker",
+        "--memory-budget-gb", "4", "--pin", "alpha",
+    )  # fmt: skip
+    list_models = lambda: httpx.get(f"{url}/console/api/models", timeout=PATIENT_S).json()["models"]  # noqa: E731
+    eventually(lambda: "curl " in process.log.read_text(), what="a start")
+    eventually(lambda: list_models()[0]["num_workers"] == 1, what="the pinned model")
+    show(page, url, "models")
+    cards = {name: page.locator(f'[data-model="{name}"]') for name in ("alpha", "beta")}
+    cards["beta"].get_by_text("not loaded").wait_for()
+    api = {row["name"]: row for row in list_models()}
+
+    assert cards["alpha"].get_by_text("loaded now").is_visible()
+    assert [api[name]["num_workers"] for name in ("alpha", "beta")] == [1, 0]
+    assert f"about {round(api['beta']['estimate_s'])} s" in cards["beta"].inner_text()
+    if AXE is not None:
+        assert violations(page) == []
+    body = {"model": "beta", "prompt": "hi", "max_tokens": 2}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENT_S).status_code == 200
+    cards["beta"].get_by_text("loaded now").wait_for()
 
 
 def test_nothing_is_shown_without_a_key_and_a_key_sees_its_own(deployment, page, tmp_path):

@@ -1,10 +1,14 @@
 """A running frontend: every part of it is made here, and every long-lived task is started here."""
 
 import asyncio
+import contextlib
 import functools
 import logging
+import socket
 from collections.abc import Sequence
 from types import TracebackType
+
+import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import distribution, errors, process_setup, tasks
@@ -48,6 +52,7 @@ from dynamo.frontend.model_registry import file_fetcher, registry
 from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
 from dynamo.preprocess import tokenize, tokenizer_findings
+from dynamo.protocols import instances
 from dynamo.router import config as router_config
 from dynamo.router import retry_rules, route_factory
 from dynamo.runtime import component
@@ -159,6 +164,7 @@ class Frontend:
             concurrency=settings.batch_concurrency,
             max_body_bytes=settings.http_body_limit_mb * 2**20,
         )
+        self._runtime, self._router_mode = runtime, routing.router_mode
         self._console = self._make_console(runtime, routing.router_mode)
         self._handlers = operation.RequestHandlers(request_pipeline)
         shared_responses = peers.SharedResponses(
@@ -257,19 +263,27 @@ class Frontend:
         )
 
     def _make_console(self, runtime: component.DistributedRuntime, mode: str) -> feed.Console:
+        processes = feed.OtherProcesses(runtime, self.models, lambda: self._record)
         console_views = views.Views(
             self.models,
             self._metrics,
             self._recorder,
             router_mode=mode,
-            find_matches=self._routes.find_matches,
-            list_starting=lambda: self._expected_workers.starts,
+            sources=views.ViewSources(
+                find_matches=self._routes.find_matches,
+                list_tiers=self._routes.tiers_by_worker,
+                list_starting=lambda: self._expected_workers.starts,
+                list_sleeping=lambda: self._expected_workers.sleeping,
+                list_on_demand=lambda: self._expected_workers.on_demand,
+                list_processes=processes.list_all,
+            ),
         )
         return feed.Console(
             recorder=self._recorder,
             views=console_views,
-            feed=feed.Feed(console_views, self.models, runtime.events),
+            feed=feed.Feed(console_views, self.models, runtime.events, processes),
             planners=feed.Planners(runtime, self.models, self._settings.namespace),
+            processes=processes,
         )
 
     def _declare_operations(
@@ -372,6 +386,7 @@ class Frontend:
         self._tasks.start("watch the event loop", self._loop_delay.watch())
         self._tasks.start("keep the console's history", self._recorder.watch(self._metrics))
         self._recorder.start_log()
+        await self._publish_record()
         _logger.info("listening on %s", self.url)
         return self
 
@@ -381,6 +396,8 @@ class Frontend:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        with contextlib.suppress(errors.Unavailable):  # the record ends with the lease
+            await self._runtime.discovery.delete(self._record.key)
         await self._console.feed.close()
         await self._grpc.stop(0)
         await self._server.close()
@@ -400,6 +417,22 @@ class Frontend:
         host = self._settings.http_host
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
+    @property
+    def _record(self) -> instances.FrontendRecord:
+        return instances.FrontendRecord(
+            instance_id=self._runtime.instance_id,
+            namespace=self._settings.namespace,
+            host=socket.gethostname(),
+            url=self.url,
+            router_mode=self._router_mode,
+            is_draining=self._handlers.is_draining,
+        )
+
+    async def _publish_record(self) -> None:
+        """Have other frontends' consoles show this one; without discovery they do not."""
+        with contextlib.suppress(errors.Unavailable):
+            await self._runtime.discovery.put(self._record.key, msgspec.json.encode(self._record))
+
     def reload_keys(self) -> None:
         """Have the file of API keys read again at once."""
         self._admission.rights.reload_keys()
@@ -413,6 +446,7 @@ class Frontend:
         """Refuse new requests and let running responses finish, within the time that the settings allow."""
         self._handlers.is_draining = True
         self._console.feed.end_all()
+        await self._publish_record()
         limit_s = self._settings.http_graceful_shutdown_timeout_secs
         _logger.info("stopping: running answers may take %g s to finish", limit_s)
         has_finished, _ = await asyncio.gather(

@@ -42,7 +42,7 @@ class ExpectedWorkers:
         estimates = [
             start.estimate_s + (waited_s if start.is_on_demand else 0.0)
             for start in self._starts.values()
-            if start.model == model and not start.failure
+            if start.model == model and start.answers_requests and not start.failure
         ]
         return max(estimates, default=None)
 
@@ -54,7 +54,16 @@ class ExpectedWorkers:
     @property
     def starts(self) -> Collection[instances.WorkerStart]:
         """Return what the workers that are starting have announced."""
-        return [start for start in self._starts.values() if not start.is_on_demand]
+        return [
+            start
+            for start in self._starts.values()
+            if not start.is_on_demand and start.sleeper is None
+        ]
+
+    @property
+    def sleeping(self) -> Collection[instances.WorkerStart]:
+        """Return what the workers that sleep have announced."""
+        return [start for start in self._starts.values() if start.sleeper is not None]
 
     @property
     def on_demand(self) -> Collection[instances.WorkerStart]:

@@ -3,6 +3,7 @@
     instance key      v1/instances/{namespace}/{component}/{endpoint}/{instance id, hexadecimal}
     model card key    v1/mdc/{namespace}/{component}/{endpoint}/{instance id, hexadecimal}
     start of a worker v1/starts/{instance id, hexadecimal}
+    frontend          v1/frontends/{instance id, hexadecimal}
     event channel     v1/event_channels/{namespace}/{component}/{event}/{instance id, hexadecimal}
 
 An endpoint is written `dyn://namespace.component.endpoint`.
@@ -17,6 +18,7 @@ from dynamo.base import errors
 INSTANCES = "v1/instances/"
 CARDS = "v1/mdc/"
 STARTS = "v1/starts/"  # of workers that load their model, with a `WorkerStart`
+FRONTENDS = "v1/frontends/"  # with a `FrontendRecord`
 EVENT_CHANNELS = "v1/event_channels/"
 CLEAR_KV_BLOCKS = "clear_kv_blocks"  # an endpoint that each worker serves besides its own
 KV_EVENTS_REPLAY = "kv_events_replay"  # likewise
@@ -110,8 +112,16 @@ def owner_of(key: str) -> int | None:
         return None
 
 
+class SleepingInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that has released its engine's memory, and serves again once an operator wakes it."""
+
+    instance_id: int
+    role: str  # aggregated, prefill or decode
+    endpoint: str
+
+
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that is starting, or waking up, and its estimate of how long that takes in all."""
+    """A worker that is starting, or asleep, and its estimate of how long its start takes in all."""
 
     model: str
     namespace: str
@@ -119,3 +129,25 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     is_on_demand: bool = False  # it starts when a request waits for it
     context_length: int | None = None  # of a model that is listed though no worker serves it
     failure: str = ""  # why its last start failed: requests do not wait for it
+    sleeper: SleepingInstance | None = None
+
+    @property
+    def answers_requests(self) -> bool:
+        """Return whether requests may wait for it: a prefill worker answers none."""
+        return self.sleeper is None or self.sleeper.role != "prefill"
+
+
+class FrontendRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that answers HTTP requests at `url`, as the host of this name sees it; several may share one port."""
+
+    instance_id: int
+    namespace: str  # of the workers that it serves; empty: all
+    host: str
+    url: str
+    router_mode: str
+    is_draining: bool = False
+
+    @property
+    def key(self) -> str:
+        """The key of this record in discovery."""
+        return f"{FRONTENDS}{self.instance_id:x}"

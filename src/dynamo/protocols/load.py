@@ -36,11 +36,12 @@ class ForwardPassMetrics(msgspec.Struct, frozen=True, kw_only=True):
     kv_stats: KvStats
 
 
-class LoadEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of the worker with this instance id."""
+class LoadEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The load of the worker with this instance id; one that drains finishes its requests, and takes no others."""
 
     worker_id: int
     data: ForwardPassMetrics
+    is_draining: bool = False
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add_request", kw_only=True, omit_defaults=True):

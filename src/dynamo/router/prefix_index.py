@@ -114,6 +114,14 @@ class PrefixIndex:
             for names in self._tree.runs_of(bit):
                 yield worker, tier, names
 
+    def tiers_by_worker(self) -> dict[int, list[kv_events.Tier]]:
+        """Return the tiers in which each worker has had blocks, by instance id."""
+        tiers: dict[int, list[kv_events.Tier]] = {}
+        for (worker, tier), _ in self._worker_bits:
+            if tier not in tiers.setdefault(worker.instance_id, []):
+                tiers[worker.instance_id].append(tier)
+        return tiers
+
     def add_blocks(self, worker: api.Worker, tier: kv_events.Tier, names: Sequence[int]) -> None:
         """Add consecutive blocks to a worker's tier: the inverse of `cached_runs`."""
         self._tree.add_blocks(self._worker_bits.assign(worker, tier), names)

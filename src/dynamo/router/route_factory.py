@@ -132,6 +132,14 @@ class RouteFactory:
                     matches.setdefault(tier, {})[f"{worker.instance_id:x}"] = num_blocks
         return matches
 
+    def tiers_by_worker(self) -> dict[int, list[kv_events.Tier]]:
+        """Return the tiers in which exact indexes know blocks of each worker, by instance id."""
+        tiers: dict[int, list[kv_events.Tier]] = {}
+        for state in self._components.values():
+            if isinstance(state.index, prefix_index.PrefixIndex):
+                tiers |= state.index.tiers_by_worker()
+        return tiers
+
     async def close(self) -> None:
         """Close all subscribers and syncs."""
         await self._tasks.close()

@@ -124,6 +124,7 @@ class Host:
         self._ended = asyncio.Event()
         self._death: errors.EngineFailed | None = None
         self._is_ready = False
+        self._is_draining = False  # also while it sleeps
         self._sleep, self._lora_adapters = self._commands(engine.capabilities)
         reporter = engine.capabilities.kv_tiers
         self._tiers = kv_tiers.KvTierMonitor(reporter, self._metrics.registry) if reporter else None
@@ -179,7 +180,9 @@ class Host:
         await self._publisher.advertise()
         self._tasks.start(
             "publish load",
-            self._publisher.publish_load(self._engine.load, self._clock, self._requests),
+            self._publisher.publish_load(
+                self._engine.load, self._clock, self._requests, lambda: self._is_draining
+            ),
         )
         reporter = self._engine.capabilities.kv_tiers
         tiers = (reporter.report_tiers,) if reporter is not None else ()
@@ -230,7 +233,7 @@ class Host:
 
         Idempotent.
         """
-        self._is_ready = False
+        self._is_ready, self._is_draining = False, True
         if self._sleep is not None:
             await self._sleep.close()
         if self._lora_adapters is not None:
@@ -264,7 +267,7 @@ class Host:
 
     async def withdraw(self) -> None:
         """Leave discovery and finish or hand over all requests; `restore` undoes it."""
-        self._is_ready = False
+        self._is_ready, self._is_draining = False, True
         if self._lora_adapters is not None:
             await self._lora_adapters.settle()
         await self._runtime.withdraw()
@@ -275,15 +278,19 @@ class Host:
         await self._wait_for_exports(deadline)
 
     async def promise_wake_up(self, estimate_s: float) -> None:
-        """Announce, until `restore`, that this worker comes back, unless it only computes prompts for others."""
-        if self._card.worker_type is not model_card.WorkerType.PREFILL:
-            start = instances.WorkerStart(
-                model=self._card.display_name,
-                namespace=self._endpoint.namespace,
-                estimate_s=estimate_s,
-            )
-            with contextlib.suppress(errors.Unavailable):  # then requests wait for a shorter time
-                await self._runtime.discovery.put(self._start_key, msgspec.json.encode(start))
+        """Announce, until `restore`, that this worker sleeps and comes back."""
+        start = instances.WorkerStart(
+            model=self._card.display_name,
+            namespace=self._endpoint.namespace,
+            estimate_s=estimate_s,
+            sleeper=instances.SleepingInstance(
+                instance_id=self._runtime.instance_id,
+                role=self._card.worker_type.value,
+                endpoint=str(self._endpoint),
+            ),
+        )
+        with contextlib.suppress(errors.Unavailable):  # then requests wait for a shorter time
+            await self._runtime.discovery.put(self._start_key, msgspec.json.encode(start))
 
     @property
     def _start_key(self) -> str:
@@ -299,7 +306,7 @@ class Host:
         await self._runtime.restore()
         with contextlib.suppress(errors.Unavailable):
             await self._runtime.discovery.delete(self._start_key)
-        self._is_ready = True
+        self._is_ready, self._is_draining = True, False
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
         """Send the outputs of one engine step to their callers; called by the engine."""

@@ -86,19 +86,22 @@ class KvEventPublisher:
         measure: Callable[[], Sequence[load.ForwardPassMetrics]],
         clock: clocks.Clock,
         requests: OpenRequests,
+        is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
         """Publish the load of each rank, as `measure` returns it, until cancelled.
 
         While no request is open and the load stays the same, it is measured for heartbeats and new requests only.
         """
-        published: Sequence[load.ForwardPassMetrics] = ()
+        published: tuple[Sequence[load.ForwardPassMetrics], bool] = (), False
         published_at = clock.now()
         while True:
-            current = measure()
+            current = ranks, drains = measure(), is_draining()
             is_idle = not requests and current == published
             if current != published or clock.now() - published_at >= HEARTBEAT_S:
-                for metrics in current:
-                    event = load.LoadEvent(worker_id=self._worker_id, data=metrics)
+                for metrics in ranks:
+                    event = load.LoadEvent(
+                        worker_id=self._worker_id, data=metrics, is_draining=drains
+                    )
                     self._plane.publish(self._load_topic, self._encode(event))
                 published, published_at = current, clock.now()
             if is_idle:

@@ -67,7 +67,7 @@ def never(call, _):
     call.send(generate.Output((104,)))
 
 
-async def tell_load(rig, worker, *, active, total=100):
+async def tell_load(rig, worker, *, active, total=100, is_draining=False):
     """The worker publishes its load."""
     topic = f"{NAME.namespace}/{NAME.component}/kv_metrics"
     await worker.runtime.events.advertise(topic)
@@ -77,7 +77,9 @@ async def tell_load(rig, worker, *, active, total=100):
         ),
         kv_stats=load.KvStats(kv_active_blocks=active, kv_total_blocks=total),
     )
-    event = load.LoadEvent(worker_id=worker.instance.instance_id, data=metrics)
+    event = load.LoadEvent(
+        worker_id=worker.instance.instance_id, data=metrics, is_draining=is_draining
+    )
     worker.runtime.events.publish(topic, msgspec.msgpack.encode(event))
 
 

@@ -14,8 +14,8 @@ from tests.unit.frontend.test_admission import tell_load
 from dynamo.console import usage
 from dynamo.frontend.apis.console import api
 from dynamo.frontend.console import feed
-from dynamo.protocols import generate
-from dynamo.router import config
+from dynamo.protocols import generate, instances
+from dynamo.router import config, route
 
 KEYS = """
 [[keys]]
@@ -141,6 +141,119 @@ async def test_worker_is_listed_with_its_load_while_a_console_is_open(rig):
     assert page["num_by_state"] == {"ready": 1}
     await rig.until(lambda: not recorder.num_viewers)
     await rig.until(lambda: recorder.load_of(worker.instance.instance_id) is None)
+
+
+async def test_worker_that_left_is_draining_while_it_says_so(rig):
+    worker, recorder = rig.one, rig.frontend._recorder
+    number = worker.instance.instance_id
+    async with rig.client.stream("GET", f"{API}/events?views=topology") as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        while recorder.load_of(number) is None:
+            await tell_load(rig, worker, active=7, is_draining=True)
+            await asyncio.sleep(0.01)
+        (listed,) = (await get(rig, f"{API}/topology"))["workers"]
+        await worker.runtime.deregister()
+        await rig.until(lambda: not rig.instances)
+        (left,) = (await get(rig, f"{API}/topology"))["workers"]
+        recorder._loads.clear()
+        (gone,) = (await get(rig, f"{API}/topology"))["workers"]
+
+    assert [row["state"] for row in (listed, left, gone)] == ["draining", "draining", "gone"]
+    assert left["kv_active_blocks"] == 7
+
+
+async def test_sleeping_worker_is_shown_as_asleep_though_no_console_saw_it_go(rig):
+    start = instances.WorkerStart(
+        model="m",
+        namespace="dynamo",
+        estimate_s=3.0,
+        sleeper=instances.SleepingInstance(instance_id=10, role="decode", endpoint="dyn://a.b.c"),
+    )
+    await rig.one.runtime.discovery.put(f"{instances.STARTS}a", msgspec.json.encode(start))
+    await rig.until(lambda: rig.frontend._expected_workers.sleeping)
+    page = await get(rig, f"{API}/topology")
+
+    assert page["num_by_state"] == {"asleep": 1, "ready": 1}
+    assert page["starting"] == []
+    states = {(row["instance"], row["role"]): row.get("state") for row in page["workers"]}
+    assert states["a", "decode"] == "asleep"
+
+
+async def put_frontend(rig, **fields):
+    """Let another frontend be in discovery."""
+    defaults = {"instance_id": 7, "namespace": "", "host": "there", "url": "http://there:80",
+                "router_mode": "kv"}  # fmt: skip
+    record = instances.FrontendRecord(**defaults | fields)
+    await rig.one.runtime.discovery.put(record.key, msgspec.json.encode(record))
+
+
+async def test_other_frontends_and_routers_are_listed(rig):
+    await put_frontend(rig)
+    await put_frontend(rig, instance_id=8, is_draining=True)
+    name = instances.EndpointName("dynamo", "router", "generate")
+    router = await rig.one.runtime.register(name, lambda call: None)
+    await rig.one.runtime.discovery.put(f"{instances.FRONTENDS}9", b"{}")  # of another version
+    page = await get(rig, f"{API}/topology")
+    own, *others = page["processes"]
+
+    assert own["is_self"]
+    assert own["address"] == rig.frontend.url
+    assert [(row["kind"], row["instance"], row.get("state")) for row in others] == [
+        ("frontend", "7", None), ("frontend", "8", "draining"), ("router", f"{router.instance_id:x}", None)
+    ]  # fmt: skip
+    assert page["num_processes"] == {"frontend": 3, "router": 1}
+
+
+async def test_frontend_is_in_discovery_until_it_ends(rig):
+    records = lambda: rig.one.runtime.discovery.get_prefix(instances.FRONTENDS)  # noqa: E731
+    decode = lambda found: [  # noqa: E731
+        msgspec.json.decode(value, type=instances.FrontendRecord) for value in found.values()
+    ]
+    (before,) = decode(await records())
+    await rig.frontend.drain()
+    (after,) = decode(await records())
+    await rig.frontend.__aexit__(None, None, None)
+
+    assert (before.url, before.is_draining, after.is_draining) == (rig.frontend.url, False, True)
+    assert await records() == {}
+
+
+async def test_key_without_administration_sees_the_frontend_that_answers_only(keyed):
+    await put_frontend(keyed)
+    seen = {
+        key: len((await get(keyed, f"{API}/topology", key))["processes"])
+        for key in ("sk-root-1", "sk-alice-1")
+    }
+
+    assert seen == {"sk-root-1": 2, "sk-alice-1": 1}
+
+
+async def test_models_on_demand_are_listed_whether_they_are_loaded_or_not(keyed):
+    for number, (name, failure) in enumerate((("m", ""), ("other", "no such weights"))):
+        start = instances.WorkerStart(model=name, namespace="dynamo", estimate_s=12.0, is_on_demand=True,
+                                      context_length=99, failure=failure)  # fmt: skip
+        key = f"{instances.STARTS}a-{number}-0"
+        await keyed.one.runtime.discovery.put(key, msgspec.json.encode(start))
+    await keyed.until(lambda: len(keyed.frontend._expected_workers.on_demand) == 2)
+    rows = {
+        row["name"]: [row["num_workers"], row["is_on_demand"], row.get("failure")]
+        for row in (await get(keyed, f"{API}/models", "sk-root-1"))["models"]
+    }
+    seen = [row["name"] for row in (await get(keyed, f"{API}/models", "sk-bob-12"))["models"]]
+
+    assert rows == {"m": [1, True, None], "other": [0, True, "no such weights"]}
+    assert seen == ["other"]
+
+
+async def test_prefill_of_a_request_is_a_transfer(rig):
+    await rig.chat()
+    (meter,) = rig.frontend._recorder.recent
+    meter.record_prefill(route.PrefillResult(10, 0.0))
+    (transfer,) = (await get(rig, f"{API}/topology"))["transfers"]
+
+    assert (transfer["prefill"], transfer["decode"]) == ("a", f"{rig.one.instance.instance_id:x}")
+    assert (transfer["num_open"], transfer["num_recent"]) == (0, 1)
 
 
 async def test_nothing_is_computed_while_no_console_is_open(rig):

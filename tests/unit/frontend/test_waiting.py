@@ -210,6 +210,21 @@ async def test_request_waits_for_the_announced_first_worker_of_its_model(rig):
     await rig.until(lambda: rig.frontend._expected_workers.estimate_start("q") is None)
 
 
+async def test_request_waits_for_a_worker_that_sleeps_unless_it_computes_prompts_only(rig):
+    for number, role in enumerate(("prefill", "decode")):
+        sleeper = instances.SleepingInstance(instance_id=number, role=role, endpoint="dyn://a.b.c")
+        start = instances.WorkerStart(
+            model=role, namespace="dynamo", estimate_s=60.0, sleeper=sleeper
+        )
+        key = f"{instances.STARTS}{number:x}"
+        await rig.one.runtime.discovery.put(key, msgspec.json.encode(start))
+    expected = rig.frontend._expected_workers
+    await rig.until(lambda: len(expected.sleeping) == 2)
+
+    assert [expected.estimate_start(role) for role in ("prefill", "decode")] == [None, 60.0]
+    assert expected.starts == []
+
+
 async def test_begun_answer_waits_for_the_plane_and_then_for_its_workers(asked):
     asked.is_plane_away = True
     waits, new = asked.begin(is_under_way=True), asked.begin()

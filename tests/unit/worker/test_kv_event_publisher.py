@@ -273,3 +273,17 @@ async def test_load_of_an_idle_worker_is_measured_for_heartbeats_and_requests_on
 
     assert num_idle <= 4  # twice until it is known to rest, and for the heartbeat
     assert num_with_request == num_idle + 1
+
+
+async def test_worker_that_begins_to_drain_says_so_at_once(publisher, plane):
+    drains = iter([False, False, True, True])
+    clock = virtual.VirtualClock()
+    async with tasks.Tasks() as running:
+        work = publisher.publish_load(
+            lambda: [make_load()], clock, Requests(1), lambda: next(drains)
+        )
+        running.start("publish load", work)
+        await clock.advance(0.35)
+    told = [msgspec.msgpack.decode(p, type=load.LoadEvent) for _, p in plane.published]
+
+    assert [event.is_draining for event in told] == [False, True]

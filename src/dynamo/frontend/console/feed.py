@@ -3,11 +3,13 @@
 Pages that show the same views to viewers with the same rights get the same bytes, made once. A page that does not read
 is cut off by its connection, as any stream is; more than `MAX_STREAMS` pages are refused.
 
-The planners of the frontend's namespaces are asked for their reports while a console shows them.
+The planners of the frontend's namespaces are asked for their reports while a console shows them. Other frontends and
+routers are looked for in discovery, where each frontend has a record.
 """
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +27,9 @@ from dynamo.runtime.http import exchange
 
 _FIND_S = 0.5  # for discovery to show the planners of a namespace, the first time
 _ANSWER_S = 5.0
+_LOOK_S = 2.0  # between two looks into discovery for other frontends and routers
+_decode_frontend = msgspec.json.Decoder(instances.FrontendRecord).decode
+_decode_instance = msgspec.json.Decoder(instances.Instance).decode
 
 
 class PlannerPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,17 +45,15 @@ class Planners:
         self,
         runtime: component.DistributedRuntime,
         models: registry.ModelRegistry,
-        namespace: str | None,
+        namespace: str,
     ) -> None:
         self._runtime, self._models, self._namespace = runtime, models, namespace
         self._clients: dict[str, client.EndpointClient] = {}
 
     async def ask(self, query: planner_report.PlannerQuery) -> PlannerPage:
         """Ask all planners; one that does not answer is left out."""
-        namespaces = {
-            endpoint.namespace for model in self._models.ready for endpoint in model.replicas
-        }
-        for namespace in (namespaces | {self._namespace or "dynamo"}) - self._clients.keys():
+        namespaces = _namespaces_of(self._models, self._namespace)
+        for namespace in namespaces - self._clients.keys():
             name = instances.EndpointName(namespace, "planner", "decisions")
             self._clients[namespace] = endpoint = self._runtime.client(name)
             with contextlib.suppress(errors.NoWorkers):
@@ -80,6 +83,91 @@ class Planners:
             return None
 
 
+class OtherProcesses:
+    """Finds the other frontends, and the routers that are processes of their own; looks at most every `_LOOK_S`."""
+
+    def __init__(
+        self,
+        runtime: component.DistributedRuntime,
+        models: registry.ModelRegistry,
+        describe_self: Callable[[], instances.FrontendRecord],
+    ) -> None:
+        self._runtime, self._models, self._describe_self = runtime, models, describe_self
+        self._rows: Sequence[topology.ProcessRow] = ()
+        self._looked_at = -math.inf
+
+    def list_all(self) -> Sequence[topology.ProcessRow]:
+        """Return this frontend, then what was found last."""
+        own = _frontend_row(self._describe_self(), is_self=True)
+        return [own, *(row for row in self._rows if row.instance != own.instance)]
+
+    async def look(self) -> None:
+        """Look into discovery, unless that was done a short time ago; what cannot be read stays as it was."""
+        now = self._runtime.clock.now()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        with contextlib.suppress(errors.Unavailable):
+            self._rows = [*await self._find_frontends(), *await self._find_routers()]
+
+    async def follow(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await self.look()
+            await self._runtime.clock.sleep(_LOOK_S)
+
+    async def _find_frontends(self) -> list[topology.ProcessRow]:
+        own, rows = self._describe_self().namespace, []
+        found = await self._runtime.discovery.get_prefix(instances.FRONTENDS)
+        for value in found.values():
+            with contextlib.suppress(msgspec.MsgspecError):  # of another version
+                record = _decode_frontend(value)
+                if record.namespace in ("", own) or instances.covers_namespace(
+                    own, record.namespace
+                ):
+                    rows.append(_frontend_row(record))
+        return rows
+
+    async def _find_routers(self) -> list[topology.ProcessRow]:
+        rows = []
+        for namespace in sorted(_namespaces_of(self._models, self._describe_self().namespace)):
+            name = instances.EndpointName(namespace, "router", "generate")
+            found = await self._runtime.discovery.get_prefix(f"{instances.INSTANCES}{name.path}/")
+            for value in found.values():
+                with contextlib.suppress(msgspec.MsgspecError):
+                    record = _decode_instance(value)
+                    rows.append(
+                        topology.ProcessRow(
+                            instance=f"{record.instance_id:x}",
+                            kind="router",
+                            namespace=namespace,
+                            address=", ".join(record.transport.values()),
+                        )
+                    )
+        return rows
+
+
+def _frontend_row(
+    record: instances.FrontendRecord, *, is_self: bool = False
+) -> topology.ProcessRow:
+    return topology.ProcessRow(
+        instance=f"{record.instance_id:x}",
+        kind="frontend",
+        namespace=record.namespace,
+        host=record.host,
+        address=record.url,
+        router_mode=record.router_mode,
+        state="draining" if record.is_draining else "ready",
+        is_self=is_self,
+    )
+
+
+def _namespaces_of(models: registry.ModelRegistry, own: str) -> set[str]:
+    """Return the namespaces of the models that are served, and that of the frontend itself."""
+    names = {endpoint.namespace for model in models.ready for endpoint in model.replicas}
+    return names | {own or "dynamo"}
+
+
 INTERVAL_S = 1.0
 MAX_STREAMS = 16
 VIEWS = ("topology", "requests", "metrics", "cache", "log")
@@ -104,6 +192,7 @@ class Console:
     views: views.Views
     feed: "Feed"
     planners: Planners
+    processes: OtherProcesses
 
 
 class Feed:
@@ -114,8 +203,10 @@ class Feed:
         shown: views.Views,
         models: registry.ModelRegistry,
         event_plane: events.EventPlane,
+        processes: OtherProcesses,
     ) -> None:
         self._views = shown
+        self._processes = processes
         self._recorder: recording.ConsoleRecorder = shown.recorder
         self._models = models
         self._event_plane = event_plane
@@ -144,6 +235,7 @@ class Feed:
                     "follow loads for consoles",
                     self._recorder.follow_loads(self._models, self._event_plane),
                 ),
+                self._tasks.start("follow processes for consoles", self._processes.follow()),
             ]
 
     def end_all(self) -> None:

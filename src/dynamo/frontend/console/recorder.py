@@ -45,7 +45,7 @@ class ConsoleRecorder:
         self.prompts = shared_prefixes.RecentPrompts()
         self.workers = topology.WorkerMemory()
         self.num_viewers = 0
-        self._loads: dict[int, tuple[load.ForwardPassMetrics, float]] = {}
+        self._loads: dict[int, tuple[load.LoadEvent, float]] = {}
         self._explain_second, self._num_explained = 0.0, 0
         self._usage_file = Path(usage_file) if usage_file else None
         self._num_written = 0
@@ -152,7 +152,7 @@ class ConsoleRecorder:
         except OSError as error:
             _logger.warning("the usage cannot be written to %s: %s", self._usage_file, error)
 
-    def load_of(self, instance_id: int) -> load.ForwardPassMetrics | None:
+    def load_of(self, instance_id: int) -> load.LoadEvent | None:
         """Return the load that a worker published last; None if that is too long ago."""
         report = self._loads.get(instance_id)
         if report is None or self.clock.now() - report[1] > _STALE_S:
@@ -187,7 +187,7 @@ class ConsoleRecorder:
         for event in batch:
             with contextlib.suppress(msgspec.MsgspecError):  # the load monitor reports it
                 report = _decode_load(event.payload)
-                self._loads[report.worker_id] = (report.data, now)
+                self._loads[report.worker_id] = (report, now)
 
 
 def _buckets(histogram: observed.FastHistogram) -> metric_history.Buckets:

@@ -1,6 +1,7 @@
 """The views of the console as plain values, made from the state of the frontend for one viewer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -10,11 +11,9 @@ from dynamo.frontend import metrics
 from dynamo.frontend.admission import api_keys
 from dynamo.frontend.console import recorder as recording
 from dynamo.frontend.model_registry import registered_model, registry
-from dynamo.protocols import instances, model_card
+from dynamo.protocols import instances, load, model_card
 
 _ID_CHARS = 200
-MatchFinder = Callable[[Sequence[int]], Mapping[str, Mapping[str, int]]]
-StartLister = Callable[[], Iterable[instances.WorkerStart]]
 
 
 class Viewer(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +21,11 @@ class Viewer(msgspec.Struct, frozen=True, kw_only=True):
 
     entry: api_keys.ApiKeyEntry | None = None  # None: no keys are used
     is_local: bool = False
+
+    @property
+    def sees_processes(self) -> bool:
+        """Return whether the viewer sees other frontends and routers, whoever's models these serve."""
+        return self.entry is None or self.entry.admin
 
     @property
     def may_administer(self) -> bool:
@@ -51,7 +55,7 @@ class ConsoleSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A model that is served."""
+    """A model that is served, or can be loaded on demand."""
 
     name: str
     kind: Literal["text", "embeddings"]
@@ -71,6 +75,11 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     supports_guided: bool = False
     files: Mapping[str, str] = {}  # checksums by name
     chat_template: str = ""  # an adapter has that of its base
+    is_on_demand: bool = (
+        False  # loaded when a request comes for it; without workers it is not loaded
+    )
+    estimate_s: float = 0.0  # until a request that comes now is answered
+    failure: str = ""  # why its last load failed
 
 
 class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +152,18 @@ def request_row(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewSources:
+    """What the router, discovery and the starting workers tell, each asked when a view is made."""
+
+    find_matches: Callable[[Sequence[int]], Mapping[str, Mapping[str, int]]]
+    list_tiers: Callable[[], Mapping[int, Sequence[str]]]
+    list_starting: Callable[[], Iterable[instances.WorkerStart]]
+    list_sleeping: Callable[[], Iterable[instances.WorkerStart]]
+    list_on_demand: Callable[[], Iterable[instances.WorkerStart]]
+    list_processes: Callable[[], Sequence[topology.ProcessRow]]
+
+
 class Views:
     """Makes the views of one frontend."""
 
@@ -153,15 +174,13 @@ class Views:
         recorder: recording.ConsoleRecorder,
         *,
         router_mode: str,
-        find_matches: MatchFinder,
-        list_starting: StartLister,
+        sources: ViewSources,
     ) -> None:
         self.recorder = recorder
         self.router_mode = router_mode
         self._models = models
         self._metrics = frontend_metrics
-        self._find_matches = find_matches
-        self._list_starting = list_starting
+        self._sources = sources
 
     def list_requests(
         self, viewer: Viewer, query: request_rows.RequestQuery
@@ -195,11 +214,16 @@ class Views:
         return None
 
     def show_topology(self, viewer: Viewer, query: topology.WorkerQuery) -> topology.TopologyPage:
-        """Return the workers of the models that the viewer may see."""
-        rows = [
-            row
-            for row in self.recorder.workers.update(self._worker_rows(), self.recorder.clock.wall())
-            if viewer.sees_model(row.model)
+        """Return the workers of the models that the viewer may see, and the processes in front of them."""
+        num_by_worker = recording.group_by_worker(self._metrics.open_requests)
+        known = self.recorder.workers.update(
+            self._worker_rows(num_by_worker),
+            self.recorder.clock.wall(),
+            lambda row: self._draining_row(row, num_by_worker),
+        )
+        rows = [row for row in known if viewer.sees_model(row.model)]
+        processes = [
+            row for row in self._sources.list_processes() if row.is_self or viewer.sees_processes
         ]
         return topology.TopologyPage(
             router_mode=self.router_mode,
@@ -211,11 +235,25 @@ class Views:
                 topology.StartingWorker(
                     model=start.model, namespace=start.namespace, estimate_s=start.estimate_s
                 )
-                for start in self._list_starting()
+                for start in self._sources.list_starting()
                 if viewer.sees_model(start.model)
             ],
             workers=query.select(rows),
+            num_processes=topology.count_by(processes, "kind"),
+            processes=processes[: topology.MAX_PROCESSES + 1],
+            transfers=topology.count_transfers(self._transfers({row.instance for row in rows})),
         )
+
+    def _transfers(self, shown: Container[str]) -> Iterator[tuple[str, str, bool]]:
+        """Yield the prompts that another worker computed for one of these, and whether the request is in flight."""
+        since = self.recorder.clock.now() - topology.RECENT_S
+        for request in (*self._metrics.open_requests, *self.recorder.recent):
+            is_recent = request.ended_at is None or request.ended_at >= since
+            if request.prefill is None or request.worker_id is None or not is_recent:
+                continue
+            decode = f"{request.worker_id:x}"
+            if decode in shown:
+                yield f"{request.prefill.instance_id:x}", decode, request.ended_at is None
 
     def show_metrics(self, viewer: Viewer, model: str) -> MetricPage:
         """Return the last hour of a model; of all together if it is empty."""
@@ -228,15 +266,23 @@ class Views:
         )
 
     def show_models(self, viewer: Viewer) -> ModelPage:
-        """Return the models that the viewer may see."""
+        """Return the models that the viewer may see, those that can be loaded on demand included."""
         prefill = [record.card_json.display_name for record in self._models.prefill_workers]
-        return ModelPage(
-            models=[
-                _model_row(model, prefill.count(model.name))
-                for model in self._models.ready
-                if viewer.sees_model(model.name)
-            ]
-        )
+        rows = {
+            model.name: _model_row(model, prefill.count(model.name)) for model in self._models.ready
+        }
+        for start in self._sources.list_on_demand():
+            row = rows.get(start.model) or ModelRow(
+                name=start.model,
+                kind="text",
+                num_workers=0,
+                context_length=start.context_length or 0,
+                estimate_s=start.estimate_s,
+                failure=start.failure,
+            )
+            rows[start.model] = msgspec.structs.replace(row, is_on_demand=True)
+        visible = [row for name, row in sorted(rows.items()) if viewer.sees_model(name)]
+        return ModelPage(models=visible)
 
     def show_cache(self) -> CachePage:
         """Return which workers have the prefixes that recent prompts share."""
@@ -256,14 +302,14 @@ class Views:
                     model=prefix.model,
                     num_blocks=len(prefix.hashes),
                     num_prompts=prefix.num_prompts,
-                    blocks_by_tier=self._find_matches(prefix.hashes),
+                    blocks_by_tier=self._sources.find_matches(prefix.hashes),
                 )
                 for prefix in self.recorder.prompts.find_prefixes()
             ],
         )
 
-    def _worker_rows(self) -> Iterator[topology.WorkerRow]:
-        num_by_worker = recording.group_by_worker(self._metrics.open_requests)
+    def _worker_rows(self, num_by_worker: Mapping[int, int]) -> Iterator[topology.WorkerRow]:
+        tiers = self._sources.list_tiers()
         for model in self._models.ready_bases:
             for name, replicas in model.replicas.items():
                 for instance in replicas.live_instances:
@@ -275,10 +321,39 @@ class Views:
                         address=", ".join(instance.transport.values()),
                         state=replicas.state_of(number),
                         num_requests=num_by_worker.get(number, 0),
+                        tiers=tiers.get(number, ()),
                     )
         for record in self._models.prefill_workers:
             name = instances.EndpointName(record.namespace, record.component, record.endpoint)
-            yield self._worker_row(record.instance_id, name, record.card_json)
+            yield self._worker_row(
+                record.instance_id,
+                name,
+                record.card_json,
+                tiers=tiers.get(record.instance_id, ()),
+            )
+        for start in self._sources.list_sleeping():
+            if start.sleeper is not None:
+                yield topology.WorkerRow(
+                    instance=f"{start.sleeper.instance_id:x}",
+                    model=start.model,
+                    role=start.sleeper.role,
+                    endpoint=start.sleeper.endpoint,
+                    address="",
+                    state="asleep",
+                )
+
+    def _draining_row(
+        self, row: topology.WorkerRow, num_by_worker: Mapping[int, int]
+    ) -> topology.WorkerRow | None:
+        """Return the row of a worker that has left discovery; None if it does not report that it drains."""
+        number = int(row.instance, 16)
+        report = self.recorder.load_of(number)
+        if report is None or not report.is_draining:
+            return None
+        changed = msgspec.structs.replace(
+            row, state="draining", num_requests=num_by_worker.get(number, 0)
+        )
+        return _with_load(changed, report.data)
 
     def _worker_row(
         self,
@@ -289,24 +364,33 @@ class Views:
         address: str = "",
         state: topology.WorkerState = "ready",
         num_requests: int = 0,
+        tiers: Sequence[str] = (),
     ) -> topology.WorkerRow:
         report = self.recorder.load_of(number)
-        stats, kv = (None, None) if report is None else (report.worker_stats, report.kv_stats)
-        return topology.WorkerRow(
+        row = topology.WorkerRow(
             instance=f"{number:x}",
             model=card.display_name,
             role=card.worker_type.value,
             endpoint=str(name),
             address=address,
-            state=state,
+            state="draining" if report is not None and report.is_draining else state,
             num_requests=num_requests,
-            num_running=None if stats is None else stats.request_active_slots,
-            num_waiting=None if stats is None else stats.num_requests_waiting,
-            kv_active_blocks=None if kv is None else kv.kv_active_blocks,
-            kv_total_blocks=None if kv is None else kv.kv_total_blocks,
-            hit_rate=None if kv is None else kv.gpu_prefix_cache_hit_rate,
             loras=card.lora_names,
+            tiers=tiers,
         )
+        return row if report is None else _with_load(row, report.data)
+
+
+def _with_load(row: topology.WorkerRow, report: load.ForwardPassMetrics) -> topology.WorkerRow:
+    stats, kv = report.worker_stats, report.kv_stats
+    return msgspec.structs.replace(
+        row,
+        num_running=stats.request_active_slots,
+        num_waiting=stats.num_requests_waiting,
+        kv_active_blocks=kv.kv_active_blocks,
+        kv_total_blocks=kv.kv_total_blocks,
+        hit_rate=kv.gpu_prefix_cache_hit_rate,
+    )
 
 
 def _guessed(model: registered_model.RegisteredModel, capability: str) -> str:

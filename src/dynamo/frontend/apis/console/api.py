@@ -170,10 +170,11 @@ class ConsoleApi:
             keeps_usage=self._console.recorder.keeps_usage,
         )
 
-    def show_topology(
+    async def show_topology(
         self, _: exchange.Exchange, viewer: views.Viewer, query: topology.WorkerQuery
     ) -> topology.TopologyPage:
-        """Return some of the workers."""
+        """Return some of the workers, and the other processes."""
+        await self._console.processes.look()
         return self._console.views.show_topology(viewer, query)
 
     def list_requests(
