@@ -115,7 +115,7 @@ def make_manifest(options: DeployConfig) -> dict[str, Any]:
     """Return the DynamoGraphDeployment of a graph. Raises ConfigError."""
     if not options.pipeline:
         raise errors.ConfigError("expected a tag that `dynamo build` printed, or module:Class")
-    with _sources(options.pipeline, options.working_dir) as (target, directory):
+    with _sources(options) as (target, directory):
         graph_options = graph_command.GraphConfig(
             target=target,
             file=options.file,
@@ -178,13 +178,19 @@ def _service(command: commands.ServiceCommand, options: DeployConfig, name: str)
 
 
 @contextlib.contextmanager
-def _sources(pipeline: str, working_dir: str) -> Iterator[tuple[str, Path]]:
+def _sources(options: DeployConfig) -> Iterator[tuple[str, Path]]:
     """Yield a graph's target and the directory of its sources, those of an archive unpacked."""
+    pipeline = options.pipeline
     path = package.archive_path(pipeline, None)
     if not path.exists():
         if not graph.is_target(pipeline):
             raise errors.ConfigError(f"{pipeline}: no such archive; `dynamo get` lists them")
-        yield pipeline, Path(working_dir).resolve()
+        if options.image is None:
+            raise errors.ConfigError(
+                f"{pipeline}: expected --image with an image that has its sources, since no tag names one; or"
+                f" `dynamo build --containerize {pipeline}`, push the image of the tag, and deploy the tag"
+            )
+        yield pipeline, Path(options.working_dir).resolve()
         return
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(path) as archive:

@@ -176,7 +176,7 @@ class Cluster:
 async def test_deployments_are_applied_listed_shown_and_deleted(home, capsys):
     cluster = Cluster()
     options = deployment.DeployConfig(
-        pipeline="hello_world:Frontend", working_dir=HELLO["working_dir"]
+        pipeline="hello_world:Frontend", image="i:1", working_dir=HELLO["working_dir"]
     )
     await deployment._apply(cluster, deployment.make_manifest(options), options)
     await deployment._list(cluster, None)
@@ -196,7 +196,7 @@ async def test_deployments_are_applied_listed_shown_and_deleted(home, capsys):
 @pytest.mark.parametrize("name", ["Bad_Name", "1st", "a-", "a" * 64])
 def test_name_that_kubernetes_refuses_is_refused_before(home, name):
     options = deployment.DeployConfig(
-        pipeline="hello_world:Frontend", working_dir=HELLO["working_dir"], name=name
+        pipeline="hello_world:Frontend", image="i:1", working_dir=HELLO["working_dir"], name=name
     )
     with pytest.raises(errors.ConfigError, match="-n: expected at most 63 lower-case letters"):
         deployment.make_manifest(options)
@@ -211,6 +211,10 @@ def test_name_that_kubernetes_refuses_is_refused_before(home, name):
             "expected a tag",
         ),
         (lambda: deployment.deploy(deployment.DeployConfig(pipeline="a:1")), "no such archive"),
+        (
+            lambda: deployment.deploy(deployment.DeployConfig(pipeline="m:Class", dry_run=True)),
+            "expected --image with an image that has its sources",
+        ),
         (lambda: deployment.manage(deployment.DeploymentConfig(action="get")), "expected a name"),
         (lambda: processes.stop(processes.StopConfig()), "no `dynamo serve` runs here"),
         (lambda: processes.show_logs(processes.LogsConfig(name="x")), "no log of x"),
