@@ -386,7 +386,7 @@ class Frontend:
         self._tasks.start("watch the event loop", self._loop_delay.watch())
         self._tasks.start("keep the console's history", self._recorder.watch(self._metrics))
         self._recorder.start_log()
-        await self._publish_record()
+        self._tasks.start("publish the record", self._publish_record())
         _logger.info("listening on %s", self.url)
         return self
 
@@ -396,14 +396,14 @@ class Frontend:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with contextlib.suppress(errors.Unavailable):  # the record ends with the lease
-            await self._runtime.discovery.delete(self._record.key)
         await self._console.feed.close()
         await self._grpc.stop(0)
         await self._server.close()
         await self._dispatcher.close()
         await self._peers.close()
         await self._tasks.close()
+        with contextlib.suppress(errors.Unavailable):  # the record ends with the lease
+            await self._runtime.discovery.delete(self._record.key)
         if self._prefill_route is not None:
             await self._prefill_route.close()
         await self._routes.close()
@@ -429,8 +429,8 @@ class Frontend:
         )
 
     async def _publish_record(self) -> None:
-        """Have other frontends' consoles show this one; without discovery they do not."""
-        with contextlib.suppress(errors.Unavailable):
+        """Have other frontends' consoles show this one, once discovery is there: requests do not wait for that."""
+        with contextlib.suppress(errors.DynamoError):
             await self._runtime.discovery.put(self._record.key, msgspec.json.encode(self._record))
 
     def reload_keys(self) -> None:
@@ -446,7 +446,7 @@ class Frontend:
         """Refuse new requests and let running responses finish, within the time that the settings allow."""
         self._handlers.is_draining = True
         self._console.feed.end_all()
-        await self._publish_record()
+        self._tasks.start("publish that it drains", self._publish_record())
         limit_s = self._settings.http_graceful_shutdown_timeout_secs
         _logger.info("stopping: running answers may take %g s to finish", limit_s)
         has_finished, _ = await asyncio.gather(
