@@ -168,6 +168,25 @@ async def test_request_waits_for_a_peer_that_reconnects_later(server, monkeypatc
         await other.close()
 
 
+async def test_request_reaches_a_peer_that_has_lost_what_was_sent_first(server):
+    calls, number, lost = [], next(IDS), asyncio.Event()
+    limits = frame_connection.ConnectionLimits(connect_s=PATIENT_S)
+    async with joined(server, limits) as (asker, _):
+        address = f"dynamo.link.a.{number:x}"
+        other = await servers.connect(server.url)
+        deaf = await other.subscribe(f"{address}.*", lambda *_: lost.set())
+        opening = asyncio.ensure_future(asker.open(address, ECHO, None, Receiver()))
+        await lost.wait()
+        network = planes.NatsNetwork(other, namespace="a", number=number)
+        late = planes.NatsRequestPlane(network, limits, item_type=generate.Output)
+        await late.serve(ECHO, calls.append)
+        await deaf.close()
+        await opening
+        await until(lambda: calls)
+        await late.close()
+        await other.close()
+
+
 async def test_frozen_server_breaks_streams_at_the_silence_limit(server):
     async with asking(server) as (asker, address, calls, receiver, _):
         server.freeze()

@@ -28,6 +28,9 @@ from waiting import PATIENT_S
 
 NORMAL = frame_connection.ConnectionLimits()
 QUICK = frame_connection.ConnectionLimits(silence_s=0.12)  # of handshakes it is as patient as ever
+HEARD = frame_connection.ConnectionLimits(
+    silence_s=0.6
+)  # a peer that talks is late on a busy machine
 SOON = frame_connection.ConnectionLimits(connect_s=0.5, hello_s=0.5)
 ECHO = "dynamo/backend/echo"
 IDS = itertools.count(1)
@@ -607,7 +610,7 @@ class DeafPeer(Peer):
 async def test_lost_request_breaks_while_its_connection_is_heard(world):
     peers, first, lost = [], Recorder(), Recorder()
     listener = await world.network().listen(lambda: peers.append(DeafPeer(WELCOME)) or peers[-1])
-    plane, may_move = world.plane(QUICK), False
+    plane, may_move = world.plane(HEARD), False
     await plane.open(listener.address, ECHO, None, first, may_move=lambda: may_move)
     await plane.open(listener.address, ECHO, None, lost)
     error = await lost.end()

@@ -14,6 +14,8 @@ NATS does not report the loss of a peer, so it is noticed in these ways:
 - a message to an unknown connection is answered by `close`; a missing number breaks the connection;
 - the loss of the server breaks all connections, at both sides at once. When it is back, not all processes have found it
   at once: for `RETURN_S` a peer without a subscription is probed again, before a connection to it is begun;
+- a peer whose host is cut off keeps its subscription for a while, and messages to it are lost. So a connection is begun
+  when the peer has answered a probe, and a probe that is not answered within `ANSWER_S` is followed by another;
 - the rest is `frame_connection`'s limit of silence.
 
 NATS keeps the order of a subject, but loses what a server had in memory when it died and what a slow subscriber did
@@ -157,6 +159,7 @@ class ArrivalCount:
 PROBE_S = 0.1
 AWAY_S = 10.0  # seconds for which new connections wait for a server; then each fails at once
 RETURN_S = 2.0  # some attempts to connect, on a busy machine
+ANSWER_S = 0.3  # for which the answer to a probe is waited for; a late one is no loss
 _PROBES = 10  # after the last message of the peer
 _INBOX = re.compile(r"dynamo\.link\.[A-Za-z0-9_-]+\.[0-9a-f]{1,16}")
 _LINK = re.compile(_INBOX.pattern + r"\.[0-9a-f]{16}")
@@ -271,10 +274,7 @@ class NatsNetwork:
             await self._subscribe_inbox()
         except errors.Unavailable as error:
             raise errors.WorkerLost(f"cannot reach the worker at {address}: {error}") from error
-        while self.connection.is_back_since(RETURN_S):
-            if await self._is_present(address):
-                break
-            await self.connection.clock.sleep(PROBE_S)
+        await self._await_peer(address)
         token = secrets.token_hex(8)
         self._establish(token, f"{address}.{token}", make_protocol, is_client=True)
 
@@ -301,6 +301,18 @@ class NatsNetwork:
                 self._subscription = await self.connection.subscribe(
                     f"{self._inbox}.*", self._handle_message
                 )
+
+    async def _await_peer(self, address: str) -> None:
+        """Return when the peer can be reached, or when it certainly cannot. The caller bounds the time."""
+        while True:
+            try:
+                async with self.connection.clock.timeout(ANSWER_S):
+                    is_present = await self._is_present(address)
+            except TimeoutError:
+                continue
+            if is_present or not self.connection.is_back_since(RETURN_S):
+                return
+            await self.connection.clock.sleep(PROBE_S)
 
     async def _is_present(self, address: str) -> bool:
         """Return True if a process is subscribed to this inbox. The caller bounds the time."""
