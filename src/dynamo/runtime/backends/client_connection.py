@@ -68,7 +68,7 @@ class ClientConnection:
         self._is_borne = False  # silent, and the only one that can answer
         self._last = 0  # number of the newest stream
         self._pings = 0
-        self._unproven: dict[int, int] = {}  # streams that may not have arrived, by the ping behind
+        self._unproven: dict[int, int] = {}  # streams that may not have arrived, by the ping before
         self._last_pinged = 0  # the newest stream that a ping was sent behind
         self._goodbye: str | None = None  # why the peer takes no new streams
 
@@ -105,10 +105,10 @@ class ClientConnection:
             self._may_move[number] = may_move
         if limit_s is not None:
             self._deadlines[number] = (self.frames.clock.now() + limit_s + BACKSTOP_S, limit_s)
-        self.frames.write(frame)
-        if needs_proof:
+        if needs_proof:  # the peer answers the ping at once, before the stream can be what it dies of
             self.handle_quiet()
             self._unproven[self._pings] = number
+        self.frames.write(frame)
         return ClientStream(self, number)
 
     def cancel_stream(self, number: int) -> None:

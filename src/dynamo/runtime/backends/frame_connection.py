@@ -157,9 +157,10 @@ class FrameConnection(asyncio.Protocol):
             return
         self._unsent.append(data)
         if len(self._unsent) == 1:
-            self.loop.call_soon(self._flush)
+            self.loop.call_soon(self.flush)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send now what is written."""
         unsent, self._unsent = self._unsent, []
         if not unsent or self._transport is None or self.is_lost:
             return
@@ -187,7 +188,7 @@ class FrameConnection(asyncio.Protocol):
         if self._transport is None or self.is_lost:
             return
         self._unsent.append(last_frame)
-        self._flush()
+        self.flush()
         self._transport.close()
         self.was_dropped = True
         self._end(reason)
@@ -196,7 +197,7 @@ class FrameConnection(asyncio.Protocol):
         """Send what is written, then end the connection; takes `CLOSE_S` at most."""
         if self._transport is None:
             return
-        self._flush()
+        self.flush()
         self._closing_reason = "was disconnected, because we close"
         self._is_closing = True
         self._transport.close()

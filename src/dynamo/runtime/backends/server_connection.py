@@ -259,6 +259,7 @@ class ServerConnection:
                 self._handle_cancel(frame)
             case wire.Ping():
                 self.frames.write(wire.encode(wire.Pong(frame.number)))
+                self.frames.flush()  # before what comes behind it, which may end this process
             case _:
                 raise errors.RemoteProtocolError(
                     f"a {type(frame).__name__} cannot be received by a server"
