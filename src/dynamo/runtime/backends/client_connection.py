@@ -105,8 +105,10 @@ class ClientConnection:
             self._may_move[number] = may_move
         if limit_s is not None:
             self._deadlines[number] = (self.frames.clock.now() + limit_s + BACKSTOP_S, limit_s)
-        if needs_proof:  # the peer answers the ping at once, before the stream can be what it dies of
-            self.handle_quiet()
+        if (
+            needs_proof
+        ):  # the peer answers the ping at once, before the stream can be what it dies of
+            self._ping()
             self._unproven[self._pings] = number
         self.frames.write(frame)
         return ClientStream(self, number)
@@ -198,9 +200,12 @@ class ClientConnection:
             self.handle_quiet()
 
     def handle_quiet(self) -> None:
-        """Send a ping."""
-        self._pings += 1
+        """Send a ping behind the newest stream."""
         self._last_pinged = self._last
+        self._ping()
+
+    def _ping(self) -> None:
+        self._pings += 1
         self.frames.expect_answer()
         self.frames.write(wire.encode(wire.Ping(self._pings)))
 
