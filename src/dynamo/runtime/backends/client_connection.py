@@ -105,9 +105,8 @@ class ClientConnection:
             self._may_move[number] = may_move
         if limit_s is not None:
             self._deadlines[number] = (self.frames.clock.now() + limit_s + BACKSTOP_S, limit_s)
-        if (
-            needs_proof
-        ):  # the peer answers the ping at once, before the stream can be what it dies of
+        if needs_proof:
+            # the peer answers the ping at once, before the stream can be what it dies of
             self._ping()
             self._unproven[self._pings] = number
         self.frames.write(frame)
