@@ -39,6 +39,7 @@ class EtcdServer:
         self._directory = directory
         self._peer = f"http://127.0.0.1:{ports.reserve()}"
         self._name = name
+        self._headers: dict[str, str] = {}
         self.cluster = [self]
         self._process: subprocess.Popen | None = None
 
@@ -80,11 +81,17 @@ class EtcdServer:
         """Call etcd's HTTP interface, without a client library."""
         until = time.monotonic() + PATIENT_S
         while True:
-            answer = httpx.post(f"{self.url}/v3/{path}", json=body, timeout=PATIENT_S)
+            url = f"{self.url}/v3/{path}"
+            answer = httpx.post(url, json=body, headers=self._headers, timeout=PATIENT_S)
             if answer.status_code == 200:
                 return answer.json()
             assert "request timed out" in answer.text, answer.text  # by a limit of etcd's own
             assert time.monotonic() < until, answer.text
+
+    def log_in(self, name: str, password: str) -> None:
+        """Make all further calls as this user."""
+        token = self.call("auth/authenticate", name=name, password=password)["token"]
+        self._headers = {"Authorization": token}
 
     def held(self) -> dict[str, bytes]:
         """Return all keys with their values."""

@@ -1,6 +1,7 @@
 """What breaks around a real etcd, and that discovery outlives it. Leases are short, so that tests are."""
 
 import asyncio
+import base64
 import contextlib
 import functools
 import itertools
@@ -356,6 +357,44 @@ async def test_wrong_password_is_refused_at_once(etcd):
     await member.close()
 
 
+async def test_refused_prefix_disturbs_neither_the_lease_nor_other_watches(
+    etcd, caplog, monkeypatch
+):
+    monkeypatch.setattr(etcd_discovery, "_REFUSED_PAUSE_S", 0.05)
+    etcd.call("auth/user/add", name="worker", password="s3cret")
+    etcd.call("auth/role/add", name="worker")
+    etcd.call("auth/user/grant", user="worker", role="worker")
+    allow(etcd, "worker", "v1/")
+    enable_users(etcd)
+    etcd.log_in("root", "s3cret")
+    whereto = access.EtcdAccess(addresses=(etcd.address,), username="worker", password="s3cret")
+    member = await EtcdDiscovery.open(whereto, 1)
+    refused, others = member.watch("public/"), member.watch("v1/")
+    limits, other = (asyncio.ensure_future(anext(watch)) for watch in (refused, others))
+    async with asyncio.timeout(PATIENT_S):
+        while "stays unknown" not in caplog.text:
+            await asyncio.sleep(0.02)
+        await member.put("v1/a", b"a")
+        assert await other == Put(key="v1/a", value=b"a")
+    assert "trying to come back" not in caplog.text
+
+    allow(etcd, "worker", "public/")
+    etcd.call("kv/put", key=encoded("public/limits"), value=encoded("1"))
+    async with asyncio.timeout(PATIENT_S):
+        assert await limits == Put(key="public/limits", value=b"1")
+    assert caplog.text.count("stays unknown") == 1
+    await member.close()
+
+
+async def test_call_on_a_channel_that_was_closed_gets_no_answer(etcd):
+    whereto = access.EtcdAccess(addresses=(etcd.address,))
+    async with connection.connect(whereto, etcd.address) as etcd_connection:
+        pass
+
+    with pytest.raises(errors.Unavailable, match="closed"):
+        await etcd_connection.delete("v1/a", 1)
+
+
 async def test_certificates_authenticate_both_sides(tmp_path):
     environ = make_certificates(tmp_path)
     flags = ("--cert-file", tmp_path / "server.pem", "--key-file", tmp_path / "server.key")
@@ -403,6 +442,17 @@ async def test_expired_auth_token_is_renewed(tmp_path):
         await member.close()
     finally:
         server.stop()
+
+
+def allow(server, role, prefix):
+    """Let a role read and write all keys below a prefix that ends in a slash."""
+    end = prefix[:-1] + "0"  # the character after the slash
+    right = {"permType": "READWRITE", "key": encoded(prefix), "range_end": encoded(end)}
+    server.call("auth/role/grant", name=role, perm=right)
+
+
+def encoded(text):
+    return base64.b64encode(text.encode()).decode()
 
 
 def enable_users(server):

@@ -194,7 +194,7 @@ def test_worker_that_never_comes_is_withdrawn_and_no_answer_is_cut(deployment, f
             lambda: planner.metric("num_decode_replicas") == 2, what="another one is tried later"
         )
 
-    (row,) = planner.decisions_with("not ready after")
+    row = planner.decisions_with("not ready after")[-1]  # the first; later starts may be slow, too
     assert "withdrawn, again in" in row["reason"]
     assert row["replicas"]["decode"] == 1
     assert set(answers) == {(NUM_TOKENS, "[DONE]")}

@@ -9,8 +9,8 @@ permission, a value that is too large) raises ConfigError. Each call has a deadl
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import grpc
 from aetcd import rpc
@@ -19,7 +19,6 @@ from dynamo.base import errors
 from dynamo.runtime.backends.etcd import access
 from dynamo.runtime.discovery import Change, Delete, Put
 
-T = TypeVar("T")
 CALL_S = 3.0
 PAGE_KEYS = 256  # a read fetches that many at once: a model card may have tens of kilobytes
 VALUE_LIMIT = 1 << 20  # etcd takes 1.5 MiB a request
@@ -28,10 +27,7 @@ _PROBE = b"v1/"  # the prefix of all keys, and of the permissions that a careful
 _END_OF_KEYS = b"\0"  # as the end of a range, by etcd's rule
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MESSAGE_LIMIT),
-    (
-        "grpc.use_local_subchannel_pool",
-        1,
-    ),  # a new connection knows nothing of an old one's failures
+    ("grpc.use_local_subchannel_pool", 1),  # forget an old connection's failures
     ("grpc.enable_retries", 0),  # a call for one server must not reach the next in silence
     ("grpc.enable_http_proxy", 0),  # etcd is inside the cluster, not behind a proxy
 )
@@ -62,7 +58,7 @@ class EtcdConnection:
     async def log_in(self, name: str, password: str) -> None:
         """Make all further calls as this user."""
         request = rpc.AuthenticateRequest(name=name, password=password)
-        answer = await self._answer(self._auth.Authenticate(request, timeout=CALL_S))
+        answer = await self._call(self._auth.Authenticate, request)
         self._metadata = (("token", answer.token),)
 
     async def grant(self, lease_id: int, ttl_s: int) -> None:
@@ -149,11 +145,8 @@ class EtcdConnection:
             raise self._unavailable(answer.cancel_reason)
 
     async def _call(self, stub: Any, request: Any) -> Any:
-        return await self._answer(stub(request, timeout=CALL_S, metadata=self._metadata))
-
-    async def _answer(self, call: Awaitable[T]) -> T:
-        with self._translated():
-            return await call
+        with self._translated():  # a closed channel refuses already the making of the call
+            return await stub(request, timeout=CALL_S, metadata=self._metadata)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:

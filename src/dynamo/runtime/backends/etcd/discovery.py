@@ -35,9 +35,10 @@ READ_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 2.0  # if etcd cannot be told in time, the lease ends by itself
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0  # so that a living process is back long before its lease ends
-_STABLE_S = 5.0  # a connection that lasted so long is watcher by a quick attempt
+_STABLE_S = 5.0  # a connection that lasted so long is followed by a quick attempt
 _RETRY_S = 0.05
 _JUDGE_EVERY_S = 0.5
+_REFUSED_PAUSE_S = 10.0  # then a prefix that etcd refused is tried again: its role may have changed
 
 
 class EtcdDiscovery:
@@ -378,19 +379,27 @@ class PrefixWatcher:
         self._view = KeyView()
         self._retention = KeyRetention(self._view, is_alive, UNCONFIRMED_S, on_missing)
         self._has_read = False
+        self._is_refused = False
 
     def watch(self) -> AsyncIterator[Change]:
         """Iterate over the known keys, then over every change; ends only by cancellation."""
         return self._view.watch("")
 
     async def follow(self, etcd: connection.EtcdConnection) -> None:
-        """Keep the view as etcd has it, for as long as it answers. Raises Unavailable, ConfigError."""
+        """Keep the view as etcd has it, for as long as it answers. Raises Unavailable.
+
+        A refusal is of this prefix only: the lease and the other watches go on.
+        """
         if self._has_read:
             self._retention.begin()
         timer = self._clock.call_later(self._grace_s, self._end_grace)
         try:
             while True:
-                await self._read_and_watch(etcd)
+                try:
+                    await self._read_and_watch(etcd)
+                except errors.ConfigError as error:
+                    self._report_refusal(error)
+                    await self._clock.sleep(_REFUSED_PAUSE_S)
         finally:
             timer.cancel()  # the grace begins anew if this connection did not last for the whole time
 
@@ -401,9 +410,16 @@ class PrefixWatcher:
     def _end_grace(self) -> None:
         self._retention.end(self._clock.now())
 
+    def _report_refusal(self, error: errors.ConfigError) -> None:
+        if not self._is_refused:
+            advice = "let this user's role read that prefix"
+            log.warning("what is below %r stays unknown: %s; %s", self._prefix, error, advice)
+        self._is_refused = True
+
     async def _read_and_watch(self, etcd: connection.EtcdConnection) -> None:
         try:
             living, revision = await etcd.read(self._prefix)
+            self._is_refused = False
             self._retention.replace(living, self._clock.now())
             self._has_read = True
             async for changes in etcd.watch(self._prefix, revision + 1):
