@@ -9,7 +9,7 @@ import contextlib
 import functools
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from dynamo.base import addresses, clock, errors, membership
 from dynamo.runtime import authentication, listening
@@ -24,6 +24,8 @@ _OPTIONS = (
 )
 # After a cut of seconds, the kernel sends again only when as long a time has passed once more, unless that is bounded.
 _TCP_RTO_MAX_MS, _LONGEST_RETRY_MS = 44, 1000
+# The kernel repeats a lost attempt to connect after 1, 3 and 7 s: a host that comes back between is found by a new one.
+_NEXT_ATTEMPT_S, _MAX_ATTEMPTS = 0.5, 6
 
 
 class TcpNetwork:
@@ -92,18 +94,17 @@ class TcpNetwork:
             raise errors.WorkerLost(f"cannot connect to the worker: {error}") from error
         tls = self._authenticator.tls
         try:
-            transport, _ = await asyncio.get_running_loop().create_connection(
-                make if tls is None else asyncio.Protocol, host, port
-            )
-            if not transport.is_closing():  # else the peer died meanwhile, as the protocol knows
-                notice_dead_peers(transport.get_extra_info("socket"))
+            transport = await _connect(host, port)
         except (OSError, UnicodeError) as error:
             raise errors.WorkerLost(
                 f"cannot connect to the worker at {address}: {error}"
             ) from error
-        if tls is None:
-            return
         protocol = make()
+        if tls is None:
+            transport.set_protocol(protocol)
+            protocol.connection_made(transport)
+            transport.resume_reading()
+            return
         try:
             secured = await authentication.secure(
                 transport, protocol, tls.client, is_server=False, limit_s=self._limits.connect_s
@@ -130,6 +131,39 @@ class TcpRequestPlane(multiplex.MultiplexedPlane):
     ) -> None:
         network = TcpNetwork(listen_address, credentials=credentials, limits=limits, time=time)
         super().__init__(network, limits, item_type=item_type, time=time, instance_id=instance_id)
+
+
+class _HeldConnection(asyncio.Protocol):
+    """Reads nothing until the connection has its own protocol."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast("asyncio.Transport", transport).pause_reading()
+
+
+async def _connect(host: str, port: int) -> asyncio.Transport:
+    """Return the first connection of several attempts, which begin while none is answered. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    attempts: list[asyncio.Task[tuple[asyncio.Transport, Any]]] = []
+    try:
+        while True:
+            attempts.append(loop.create_task(loop.create_connection(_HeldConnection, host, port)))
+            wait_s = _NEXT_ATTEMPT_S if len(attempts) < _MAX_ATTEMPTS else None
+            done, _ = await asyncio.wait(attempts, timeout=wait_s, return_when="FIRST_COMPLETED")
+            if done:
+                answered = done.pop()
+                transport, _ = answered.result()
+                attempts.remove(answered)
+                notice_dead_peers(transport.get_extra_info("socket"))
+                return transport
+    finally:
+        for attempt in attempts:
+            attempt.add_done_callback(_close_connection)
+            attempt.cancel()
+
+
+def _close_connection(attempt: asyncio.Task[tuple[asyncio.Transport, Any]]) -> None:
+    if not attempt.cancelled() and attempt.exception() is None:
+        attempt.result()[0].abort()
 
 
 def notice_dead_peers(sock: socket.socket) -> None:
