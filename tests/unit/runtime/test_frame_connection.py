@@ -276,4 +276,4 @@ async def test_lost_request_ends_though_both_sides_speak():
         client.frames.data_received(wire.encode(wire.Step((), ())))
         await time.advance(0.2)
 
-    assert "did not answer for 3 s" in str(receiver.error)
+    assert "did not answer for 2.8 s" in str(receiver.error)
