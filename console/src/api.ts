@@ -168,6 +168,9 @@ export interface ModelRow {
   files?: Record<string, string>;
   chat_template?: string;
   is_on_demand?: boolean;
+  phase?: "unloaded" | "loading" | "loaded" | "unloading";
+  is_pinned?: boolean;
+  is_changeable?: boolean;
   estimate_s?: number;
   failure?: string;
 }

@@ -354,17 +354,24 @@ def test_models_on_demand_are_shown_before_they_are_loaded(deployment, page, tmp
     eventually(lambda: list_models()[0]["num_workers"] == 1, what="the pinned model")
     show(page, url, "models")
     cards = {name: page.locator(f'[data-model="{name}"]') for name in ("alpha", "beta")}
-    cards["beta"].get_by_text("not loaded").wait_for()
+    cards["alpha"].get_by_text("loaded, and stays loaded").wait_for()
+    cards["beta"].get_by_text("unloaded: a request waits").wait_for()
     api = {row["name"]: row for row in list_models()}
 
-    assert cards["alpha"].get_by_text("loaded now").is_visible()
     assert [api[name]["num_workers"] for name in ("alpha", "beta")] == [1, 0]
     assert f"about {round(api['beta']['estimate_s'])} s" in cards["beta"].inner_text()
     if AXE is not None:
         assert violations(page) == []
-    body = {"model": "beta", "prompt": "hi", "max_tokens": 2}
-    assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENT_S).status_code == 200
-    cards["beta"].get_by_text("loaded now").wait_for()
+    cards["beta"].get_by_role("button", name="Load", exact=True).click()
+    cards["beta"].get_by_text("loaded", exact=True).wait_for()
+    cards["beta"].get_by_role("button", name="Pin", exact=True).click()
+    cards["beta"].get_by_text("loaded, and stays loaded").wait_for()
+    cards["beta"].get_by_role("button", name="Unpin", exact=True).click()
+    cards["beta"].get_by_role("button", name="Unload", exact=True).click()
+    cards["beta"].get_by_text("beta is not unloaded: it stays for 30 s, and has").wait_for()
+
+    assert len(page.problems) == 1
+    assert "409 (Conflict)" in page.problems.pop()  # Chromium reports the refusal as an error, too
 
 
 def test_nothing_is_shown_without_a_key_and_a_key_sees_its_own(deployment, page, tmp_path):

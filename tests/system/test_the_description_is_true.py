@@ -25,7 +25,7 @@ load_all_checks()
 LEFT_OUT = CHECKS.get_by_names(["positive_data_acceptance"])
 CASES = [
     (operation.method, openapi.openapi_path(operation.path), mode)
-    for operation in service.Frontend._declare_operations(*[mock.MagicMock()] * 5)
+    for operation in service.Frontend._declare_operations(*[mock.MagicMock()] * 6)
     if operation.path != console.EVENTS  # its answer does not end
     for mode in GenerationMode
     if mode is GenerationMode.POSITIVE or operation.request is not None

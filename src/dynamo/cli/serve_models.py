@@ -154,6 +154,8 @@ class _Run:
         settings = config.load(component.RuntimeConfig, argv=(), prog="dynamo serve")
         async with await component.DistributedRuntime.open(settings) as runtime:
             loader = self._make_loader(runtime)
+            namespace = self._registration.state.namespace
+            await runtime.register(instances.loader_endpoint(namespace), loader.change)
             return await serve.supervise(owner, self._serve(owner, loader, budget_gb))
 
     async def _serve(
@@ -194,7 +196,7 @@ class _Run:
             self._clock,
             model_loader.LoaderOptions(
                 frontend_url=self._options.url,
-                owner=f"{runtime.instance_id:x}",
+                instance_id=runtime.instance_id,
                 namespace=namespace,
                 stop_timeout_s=serve.STOP_TIMEOUT_S,
             ),

@@ -186,7 +186,9 @@ class Frontend:
         vectors = embeddings.EmbeddingPipeline(request_pipeline, timeout_s=timeout_s)
         cache_clearer = status.CacheClearer(self.models, runtime.client)
         self._app = operation.App(
-            self._declare_operations(vectors, shared_responses, cache_clearer, metrics_registry)
+            self._declare_operations(
+                runtime, vectors, shared_responses, cache_clearer, metrics_registry
+            )
         )
 
         self._certificate = http_certificate.HttpCertificate(settings, self._metrics.certificates)
@@ -288,6 +290,7 @@ class Frontend:
 
     def _declare_operations(
         self,
+        runtime: component.DistributedRuntime,
         vectors: embeddings.EmbeddingPipeline,
         shared_responses: peers.SharedResponses,
         cache_clearer: status.CacheClearer,
@@ -299,7 +302,7 @@ class Frontend:
             *chat.operations(handlers),
             *completions.operations(handlers),
             *responses.operations(handlers, shared_responses),
-            *models.operations(handlers, lambda: self._expected_workers.on_demand),
+            *models.operations(handlers, lambda: self._expected_workers.on_demand, runtime.client),
             *messages.operations(handlers),
             *embeddings.operations(handlers, vectors),
             *scores.operations(handlers, vectors),

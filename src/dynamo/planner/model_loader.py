@@ -3,7 +3,8 @@
 Every `POLL_S` it reads from the frontend how many requests wait for each model and how many run, and decides. Each
 model's worker has an endpoint of its own, where it is seen in discovery once it serves. A worker that is unloaded gets
 SIGTERM: it finishes the requests that it has, and requests that come meanwhile wait for its model's next turn. All
-models are announced in discovery (`instances.WorkerStart`), so that frontends let requests wait for them.
+models are announced in discovery (`instances.WorkerStart`), so that frontends let requests wait for them. An operator's
+`instances.ModelChange` comes by a frontend.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from dynamo.launch import children, guard
 from dynamo.planner import model_turns, traffic_source
 from dynamo.planner.connectors import RegisteredWorkers
 from dynamo.protocols import instances
-from dynamo.runtime import discovery
+from dynamo.runtime import discovery, requests
 
 POLL_S = 0.5
 UNLOAD_S = 600.0  # for which a worker that is unloaded may finish its requests
@@ -48,7 +49,7 @@ class LoaderOptions:
     """Where a loader works."""
 
     frontend_url: str
-    owner: str  # stands in the keys of its announcements
+    instance_id: int  # of this process, which takes changes
     namespace: str
     stop_timeout_s: float  # for its workers, when all ends
 
@@ -109,8 +110,11 @@ class ModelLoader:
                     is_on_demand=True,
                     context_length=None if alias_number else model.context_length,
                     failure=self._failures.get(model.name, ""),
+                    phase=self._turns.phase_of(model.name),
+                    is_pinned=self._turns.is_pinned(model.name),
+                    loader=self._options.instance_id,
                 )
-                key = f"{instances.STARTS}{self._options.owner}-{number}-{alias_number}"
+                key = f"{instances.STARTS}{self._options.instance_id:x}-{number}-{alias_number}"
                 if _is_news(start, self._announced.get(key)):
                     await self._registry.put(key, msgspec.json.encode(start))
                     self._announced[key] = start
@@ -127,6 +131,35 @@ class ModelLoader:
             except errors.Unavailable as error:
                 _logger.warning("nothing is decided about models: %s", error)
             await self._clock.sleep(POLL_S)
+
+    def change(self, call: requests.Call) -> None:
+        """Answer an `instances.ModelChange` by the model's phase; the next decision carries it out."""
+        try:
+            change = msgspec.msgpack.decode(call.body, type=instances.ModelChange)
+            self._apply(change)
+        except msgspec.DecodeError as error:
+            call.fail(errors.InvalidRequest(f"expected a change of a model: {error}"))
+        except errors.DynamoError as error:
+            call.fail(error)
+        else:
+            _logger.info("%s: %s, as an operator asked", change.model, change.action)
+            call.reply({"phase": self._turns.phase_of(change.model)})
+            call.finish()
+
+    def _apply(self, change: instances.ModelChange) -> None:
+        """Raises InvalidRequest, Conflict."""
+        if change.model not in self._models:
+            expected = ", ".join(self._models)
+            raise errors.InvalidRequest(f"expected one of {expected}, got {change.model!r}")
+        match change.action:
+            case "load":
+                self._turns.request_load(change.model)
+            case "unload":
+                self._turns.request_unload(change.model, self._clock.now())
+            case "pin":
+                self._turns.pin(change.model)
+            case "unpin":
+                self._turns.unpin(change.model)
 
     async def close(self) -> None:
         """Drain all workers, and wait until they have ended."""
@@ -207,6 +240,6 @@ class ModelLoader:
 
 def _is_news(start: instances.WorkerStart, last: instances.WorkerStart | None) -> bool:
     """Return whether an announcement says something that the last one did not."""
-    if last is None or last.failure != start.failure:
+    if last is None or msgspec.structs.replace(start, estimate_s=last.estimate_s) != last:
         return True
     return abs(start.estimate_s - last.estimate_s) > _NEWS * last.estimate_s

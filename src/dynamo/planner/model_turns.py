@@ -2,9 +2,11 @@
 
 A model is loaded when a request waits for it, and unloaded when it has been idle for a while or another one needs its
 memory. Of two that do not fit together, each stays for `MIN_STAY_S` at least, so that they are served in turns. The
-model that has waited longest is loaded first, and no smaller one overtakes it.
+model that has waited longest is loaded first, and no smaller one overtakes it. An operator may load, unload, pin and
+unpin a model, by the same rules.
 """  # decider
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +55,8 @@ class _Residency:
     used_at: float = 0.0
     waiting_since: float | None = None
     is_running: bool = False
+    is_load_requested: bool = False  # by an operator, until it is loaded
+    is_unload_requested: bool = False
     load_s: float = 0.0
     failed_at: float = field(default=-math.inf)
 
@@ -73,15 +77,51 @@ class ModelTurns:
         self._states = {model.name: _Residency(model) for model in models}
         for state in self._states.values():
             state.load_s = _FIRST_LOAD_S + _LOAD_S_PER_GB * state.model.memory_gb
-        pinned_gb = sum(model.memory_gb for model in models if model.is_pinned)
-        for model in models:
-            needed_gb = pinned_gb + (0 if model.is_pinned else model.memory_gb)
-            if needed_gb > budget_gb:
-                beside = f", and the pinned models {pinned_gb:.1f} GB" if pinned_gb else ""
-                raise errors.ConfigError(
-                    f"{model.name} can never be loaded: it takes about {model.memory_gb:.1f} GB{beside}, of"
-                    f" {budget_gb:.1f} GB for all: raise --memory-budget-gb, pin fewer, or serve a smaller one"
-                )
+        if reason := _find_misfit(models, budget_gb):
+            raise errors.ConfigError(
+                f"{reason}: raise --memory-budget-gb, pin fewer, or serve a smaller one"
+            )
+
+    def is_pinned(self, name: str) -> bool:
+        """Return whether the model stays loaded."""
+        return self._states[name].model.is_pinned
+
+    def request_load(self, name: str) -> None:
+        """Load the model at its turn, as if a request waited for it; one that could not be loaded is tried again."""
+        state = self._states[name]
+        state.is_load_requested = state.phase != "loaded"
+        state.failed_at = -math.inf
+
+    def request_unload(self, name: str, now: float) -> None:
+        """Unload the model. Raises Conflict for one that is pinned, in use, loading, or was loaded just now."""
+        state = self._states[name]
+        stays_s = MIN_STAY_S - (now - state.since)
+        if state.model.is_pinned:
+            reason = "it is pinned: unpin it first"
+        elif state.phase == "loading" or state.is_load_requested:
+            reason = "it is being loaded"
+        elif state.is_in_use:
+            reason = "requests for it wait or run"
+        elif state.phase == "loaded" and stays_s > 0:
+            reason = f"it stays for {MIN_STAY_S:g} s, and has {math.ceil(stays_s)} s of them left"
+        else:
+            state.is_unload_requested = state.phase == "loaded"
+            return
+        raise errors.Conflict(f"{name} is not unloaded: {reason}")
+
+    def pin(self, name: str) -> None:
+        """Load the model, and keep it loaded. Raises Conflict if another one could never be loaded beside it."""
+        changed = dataclasses.replace(self._states[name].model, is_pinned=True)
+        others = [state.model for state in self._states.values() if state.model.name != name]
+        if reason := _find_misfit([*others, changed], self._budget_gb):
+            raise errors.Conflict(f"{name} is not pinned, because {reason}")
+        self._states[name].model = changed
+        self.request_load(name)
+
+    def unpin(self, name: str) -> None:
+        """Let the model be unloaded again."""
+        state = self._states[name]
+        state.model = dataclasses.replace(state.model, is_pinned=False)
 
     def phase_of(self, name: str) -> Phase:
         """Return the phase of a model."""
@@ -96,7 +136,7 @@ class ModelTurns:
         for name, state in self._states.items():
             demand = demand_by_name.get(name, Demand())
             state.is_running = demand.num_running > 0
-            if not demand.num_waiting:
+            if not demand.num_waiting and not state.is_load_requested:
                 state.waiting_since = None
             elif state.waiting_since is None:
                 state.waiting_since = now
@@ -140,6 +180,8 @@ class ModelTurns:
         if state.phase == "loading" and phase == "loaded":
             state.load_s += _SMOOTHING * (now - state.since - state.load_s)
         state.phase, state.since = phase, now
+        state.is_load_requested &= phase == "loading"
+        state.is_unload_requested = False
         state.used_at = max(state.used_at, now)
 
     def record_failure(self, name: str, now: float) -> None:
@@ -170,7 +212,8 @@ class ModelTurns:
         return sorted(found, key=lambda state: (state.is_in_use, state.used_at, state.since))
 
     def _is_idle(self, state: _Residency, now: float) -> bool:
-        return not state.is_in_use and now - state.used_at >= self._idle_s
+        is_over = state.is_unload_requested or now - state.used_at >= self._idle_s
+        return not state.is_in_use and is_over
 
     def _make_room(
         self, now: float, missing_gb: float, unloads: Sequence[_Residency]
@@ -186,3 +229,17 @@ class ModelTurns:
                 chosen.append(state)
                 missing_gb -= state.model.memory_gb
         return chosen if missing_gb <= 0 else []
+
+
+def _find_misfit(models: Collection[ServableModel], budget_gb: float) -> str:
+    """Return which model could never be loaded beside the pinned ones, and why; "" if all can."""
+    pinned_gb = sum(model.memory_gb for model in models if model.is_pinned)
+    for model in models:
+        needed_gb = pinned_gb + (0 if model.is_pinned else model.memory_gb)
+        if needed_gb > budget_gb:
+            beside = f", and the pinned models {pinned_gb:.1f} GB" if pinned_gb else ""
+            return (
+                f"{model.name} can never be loaded: it takes about {model.memory_gb:.1f} GB{beside}, of"
+                f" {budget_gb:.1f} GB for all"
+            )
+    return ""

@@ -10,6 +10,7 @@ An endpoint is written `dyn://namespace.component.endpoint`.
 """
 
 import re
+from typing import Literal
 
 import msgspec
 
@@ -129,12 +130,27 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     is_on_demand: bool = False  # it starts when a request waits for it
     context_length: int | None = None  # of a model that is listed though no worker serves it
     failure: str = ""  # why its last start failed: requests do not wait for it
+    phase: str = ""  # of a model on demand: unloaded, loading, loaded, unloading
+    is_pinned: bool = False  # it stays loaded
+    loader: int = 0  # the instance that takes a `ModelChange` for it; 0: none
     sleeper: SleepingInstance | None = None
 
     @property
     def answers_requests(self) -> bool:
         """Return whether requests may wait for it: a prefill worker answers none."""
         return self.sleeper is None or self.sleeper.role != "prefill"
+
+
+class ModelChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process that loads a model on demand is to do with it; its endpoint is `loader_endpoint`."""
+
+    model: str
+    action: Literal["load", "unload", "pin", "unpin"]
+
+
+def loader_endpoint(namespace: str) -> EndpointName:
+    """Return the endpoint of the processes that load models on demand."""
+    return EndpointName(namespace, "models", "change")
 
 
 class FrontendRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -150,7 +150,7 @@ def test_every_route_that_takes_a_body_is_in_the_documentation():
     page = (pathlib.Path(__file__).parents[3] / "docs" / "api.md").read_text()
     routes = [
         f"POST {entry.path}"
-        for entry in service.Frontend._declare_operations(*[mock.MagicMock()] * 5)
+        for entry in service.Frontend._declare_operations(*[mock.MagicMock()] * 6)
         if entry.method == "POST" and operation.ANY_ID not in entry.path
     ]
 
@@ -180,7 +180,7 @@ async def test_wrong_method_or_path_is_an_openai_error(rig, method, path, status
 
 async def test_every_route_names_its_methods_and_answers_head_where_it_answers_get(rig):
     methods_by_path = collections.defaultdict(lambda: {"OPTIONS"})
-    for entry in service.Frontend._declare_operations(*[mock.MagicMock()] * 5):
+    for entry in service.Frontend._declare_operations(*[mock.MagicMock()] * 6):
         path = entry.path.replace("**", "none").replace("*", "none")
         methods_by_path[path] |= {"GET", "HEAD"} if entry.method == "GET" else {entry.method}
     ask = rig.client.request

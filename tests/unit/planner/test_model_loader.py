@@ -50,7 +50,10 @@ class Rig:
             guardian,
             clocks.SystemClock(),
             model_loader.LoaderOptions(
-                frontend_url="http://frontend", owner="a", namespace="dynamo", stop_timeout_s=5.0
+                frontend_url="http://frontend",
+                instance_id=10,
+                namespace="dynamo",
+                stop_timeout_s=5.0,
             ),
             on_start=lambda child: self.started.append(child.spec.name),
             on_change=self.states.update,
@@ -150,3 +153,57 @@ async def test_loader_goes_on_after_a_frontend_that_did_not_answer(make, monkeyp
     await rig.until(lambda: rig.started == ["m0"])
 
     assert set(tries) == {"http://frontend/metrics"}
+
+
+class Change:
+    """A change that an operator asks for, and its answer."""
+
+    def __init__(self, **fields):
+        self.body = msgspec.Raw(msgspec.msgpack.encode(fields))
+        self.answer = self.error = None
+
+    def reply(self, value):
+        self.answer = value
+
+    def finish(self):
+        """Do nothing: the answer is known."""
+
+    def fail(self, error):
+        self.error = error
+
+
+async def test_operator_loads_a_model_without_a_request(make):
+    rig = await make(SLEEP, SLEEP)
+    change = Change(model="m1", action="load")
+    rig.loader.change(change)
+    await rig.until(lambda: rig.started == ["m1"])
+    await rig.register(1)
+
+    async def is_shown():
+        start = (await rig.announced())["m1"]
+        return start.phase == "loaded" and start.loader == 10
+
+    await until(is_shown)
+    refusals = [Change(model="m1", action=action) for action in ("unload", "pin")]
+    for refused in refusals:
+        rig.loader.change(refused)
+
+    assert change.answer == {"phase": "unloaded"}
+    assert [type(refused.error) for refused in refusals] == [errors.Conflict] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model": "other", "action": "load"}, "expected one of m0, m1, got 'other'"),
+        ({"model": "m0", "action": "burn"}, "expected a change of a model: Invalid enum value"),
+        ({}, "expected a change of a model: Object missing required field"),
+    ],
+)
+async def test_change_that_is_none_is_refused(make, fields, said):
+    rig = await make(SLEEP, SLEEP)
+    change = Change(**fields)
+    rig.loader.change(change)
+
+    assert isinstance(change.error, errors.InvalidRequest)
+    assert str(change.error).startswith(said)

@@ -109,6 +109,80 @@ def test_model_that_could_not_be_loaded_is_tried_again_later():
     assert decider.decide(31, {"a": WAITING}) == (["a"], [])
 
 
+def test_model_is_loaded_at_its_turn_when_an_operator_asks():
+    decider = turns(8, 8)
+    load(decider, 0, "a")
+    decider.request_load("b")
+
+    assert decider.decide(10, {}) == ([], [])
+    assert decider.decide(30, {}) == ([], ["a"])
+    decider.record_phase("a", "unloading", 30)
+    decider.record_phase("a", "unloaded", 31)
+    assert decider.decide(31, {}) == (["b"], [])
+    load(decider, 32, "b")
+    decider.request_load("b")
+    assert decider.decide(400, {}) == ([], ["b"])
+
+
+def test_operator_need_not_wait_until_a_model_that_failed_is_tried_again():
+    decider = turns(4)
+    decider.record_phase("a", "loading", 0)
+    decider.record_failure("a", 1)
+    decider.request_load("a")
+
+    assert decider.decide(2, {}) == (["a"], [])
+
+
+def test_model_without_requests_is_unloaded_when_an_operator_asks():
+    decider = turns(4)
+    decider.request_unload("a", 0)
+    assert decider.decide(0, {}) == ([], [])
+    load(decider, 0, "a")
+    decider.request_unload("a", 30)
+
+    assert decider.decide(31, {"a": RUNNING}) == ([], [])
+    assert decider.decide(32, {}) == ([], ["a"])
+    decider.record_phase("a", "unloading", 32)
+    decider.record_phase("a", "unloaded", 33)
+    load(decider, 40, "a")
+    assert decider.decide(100, {}) == ([], [])
+
+
+def test_model_that_is_needed_is_not_unloaded():
+    decider = turns(4, 4, pinned="b")
+    load(decider, 0, "a", "b")
+    with pytest.raises(errors.Conflict, match="a is not unloaded: it stays for 30 s, and has 21 s"):
+        decider.request_unload("a", 9.5)
+    with pytest.raises(errors.Conflict, match="b is not unloaded: it is pinned: unpin it first"):
+        decider.request_unload("b", 50)
+    decider.decide(50, {"a": RUNNING})
+    with pytest.raises(errors.Conflict, match="requests for it wait or run"):
+        decider.request_unload("a", 50)
+    decider.record_phase("a", "loading", 60)
+    with pytest.raises(errors.Conflict, match="it is being loaded"):
+        decider.request_unload("a", 61)
+
+
+def test_model_is_pinned_and_unpinned_while_it_runs():
+    decider = turns(4, 5, idle_s=60)
+    decider.pin("a")
+    assert decider.decide(0, {}) == (["a"], [])
+    load(decider, 1, "a")
+    assert decider.decide(500, {}) == ([], [])
+    decider.unpin("a")
+
+    assert not decider.is_pinned("a")
+    assert decider.decide(501, {}) == ([], ["a"])
+
+
+def test_model_is_not_pinned_where_another_one_could_never_be_loaded_beside_it():
+    decider = turns(4, 7)
+    with pytest.raises(errors.Conflict, match="a is not pinned, because b can never be loaded"):
+        decider.pin("a")
+
+    assert not decider.is_pinned("a")
+
+
 def test_model_that_can_never_fit_is_refused_with_the_numbers():
     with pytest.raises(
         errors.ConfigError, match=r"b can never be loaded: it takes about 12.0 GB, of 10.0 GB"

@@ -30,7 +30,12 @@ OPEN_PATHS = frozenset(
         *("/", "/console", "/console/app.js", "/console/app.css", "/console/icon.svg"),
     )
 )
-ADMIN_ROUTES = frozenset((("POST", "/busy_threshold"), ("POST", "/clear_kv_blocks")))
+ADMIN_ROUTES = frozenset(
+    (
+        *(("POST", "/busy_threshold"), ("POST", "/clear_kv_blocks")),
+        *(("POST", f"/models/{action}") for action in ("load", "unload", "pin", "unpin")),
+    )
+)
 _NO_MODEL = "unknown"  # the body is not read before the key is checked
 _SALT_CHARS = 32  # of a hash: 128 bits
 _FileStamp = tuple[int, int, int]  # inode, size, time of change

@@ -1,8 +1,13 @@
-"""`GET /v1/models`: the models that are served, in OpenAI's form, or in Anthropic's for its clients."""
+"""`GET /v1/models`: the models that are served, in OpenAI's form, or in Anthropic's for its clients.
 
-from collections.abc import Callable, Collection, Sequence
+And what an operator does to a model on demand: `POST /models/load`, `/models/unload` (both named as in llama.cpp's
+server), `/models/pin` and `/models/unpin`. The process that loads the models decides (`dynamo serve A B`).
+"""
+
+import functools
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -11,6 +16,7 @@ from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_NAME,
+    READ_ERRORS,
     Operation,
     Operations,
     RequestHandlers,
@@ -18,10 +24,20 @@ from dynamo.frontend.apis.operation import (
 )
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
-from dynamo.protocols import instances
-from dynamo.runtime.http import exchange
+from dynamo.protocols import instances, model_errors
+from dynamo.runtime import client
+from dynamo.runtime.http import exchange, json_body
 
 PATH = "/v1/models"
+TIMEOUT_S = 10.0
+SETTLE_S = 1.0  # how long discovery may take to show the endpoint
+Action = Literal["load", "unload", "pin", "unpin"]
+_SUMMARIES: dict[Action, str] = {
+    "load": "Load a model on demand before a request comes for it",
+    "unload": "Unload a model on demand that has no requests",
+    "pin": "Load a model on demand, and keep it loaded",
+    "unpin": "Let a model on demand be unloaded again",
+}
 
 
 class Model(msgspec.Struct, kw_only=True):
@@ -47,10 +63,59 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[Model]
 
 
+class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that is meant."""
+
+    model: str
+
+
+class ChangedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The phase of the model before the change, which is carried out within a second."""
+
+    success: Literal[True]
+    model: str
+    phase: Literal["unloaded", "loading", "loaded", "unloading"]
+
+
+class ModelChanger:
+    """Asks the processes that load models on demand for changes."""
+
+    def __init__(
+        self,
+        list_on_demand: Callable[[], Collection[instances.WorkerStart]],
+        connect: Callable[[instances.EndpointName], client.EndpointClient],
+    ) -> None:
+        self._list_on_demand = list_on_demand
+        self._connect = connect
+        self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
+
+    async def change(self, action: Action, named: NamedModel) -> dict[str, Any]:
+        """Have a model changed. Raises ModelNotFound, Conflict, Unavailable, WorkerLost."""
+        starts = {start.model: start for start in self._list_on_demand()}
+        start = starts.get(named.model)
+        if start is None or not start.loader:
+            expected = f"one of {', '.join(starts)}" if starts else "one of `dynamo serve A B`"
+            raise model_errors.ModelNotFound(
+                f"expected a model that is loaded on demand, {expected}, got {named.model!r}"
+            )
+        endpoint = instances.loader_endpoint(start.namespace)
+        if endpoint not in self._clients:
+            self._clients[endpoint] = self._connect(endpoint)
+        loader = self._clients[endpoint]
+        await loader.wait_for_instances(SETTLE_S)
+        change = instances.ModelChange(model=named.model, action=action)
+        answer = await loader.call(
+            change, reply_type=dict[str, str], instance_id=start.loader, timeout_s=TIMEOUT_S
+        )
+        return {"success": True, "model": named.model, **answer}
+
+
 def operations(
-    handlers: RequestHandlers, list_on_demand: Callable[[], Collection[instances.WorkerStart]]
+    handlers: RequestHandlers,
+    list_on_demand: Callable[[], Collection[instances.WorkerStart]],
+    connect: Callable[[instances.EndpointName], client.EndpointClient],
 ) -> Sequence[Operation]:
-    """Return the operations of this API."""
+    """Return the operations that show models, and those that change models on demand."""
     models, rights = handlers.models, handlers.rights
     api = Operations(wrap=add_request_id, tag="OpenAI")
 
@@ -80,6 +145,23 @@ def operations(
         except errors.DynamoError as error:
             delivery.respond_error(client, error, error_dialects.OPENAI)
 
+    changer = ModelChanger(list_on_demand, connect)
+    return (*api.entries, *_change_operations(handlers, changer))
+
+
+def _change_operations(handlers: RequestHandlers, changer: ModelChanger) -> Sequence[Operation]:
+    api = Operations(tag="Operation")
+    decode = json_body.RequestDecoder(NamedModel).decode
+    for action in get_args(Action):
+        change: Callable[[NamedModel], Awaitable[Any]] = functools.partial(changer.change, action)
+        api.post(
+            f"/models/{action}",
+            _SUMMARIES[action],
+            wrap=functools.partial(handlers.compute, decode),
+            request=NamedModel,
+            answer=ChangedModel,
+            errors=(*READ_ERRORS, 409),
+        )(change)
     return api.entries
 
 

@@ -75,9 +75,10 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     supports_guided: bool = False
     files: Mapping[str, str] = {}  # checksums by name
     chat_template: str = ""  # an adapter has that of its base
-    is_on_demand: bool = (
-        False  # loaded when a request comes for it; without workers it is not loaded
-    )
+    is_on_demand: bool = False  # it is loaded when a request comes for it
+    phase: str = ""  # of a model on demand: unloaded, loading, loaded, unloading
+    is_pinned: bool = False  # it stays loaded
+    is_changeable: bool = False  # POST /models/load and its like are taken for it
     estimate_s: float = 0.0  # until a request that comes now is answered
     failure: str = ""  # why its last load failed
 
@@ -280,7 +281,13 @@ class Views:
                 estimate_s=start.estimate_s,
                 failure=start.failure,
             )
-            rows[start.model] = msgspec.structs.replace(row, is_on_demand=True)
+            rows[start.model] = msgspec.structs.replace(
+                row,
+                is_on_demand=True,
+                phase=start.phase,
+                is_pinned=start.is_pinned,
+                is_changeable=bool(start.loader),
+            )
         visible = [row for name, row in sorted(rows.items()) if viewer.sees_model(name)]
         return ModelPage(models=visible)
 
