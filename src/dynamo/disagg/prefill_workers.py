@@ -22,7 +22,7 @@ from dynamo.protocols import instances, kv_transfer, model_card
 from dynamo.runtime import discovery
 
 CONNECT_S = 5.0
-RETRY_S = 1.0
+RETRY_S = 0.5  # short, so that a path that is back is found within two seconds
 CHECK_S = 5.0  # between two lines of the log that say how many prefill workers there are
 PUBLISH_S = 1.0  # between two publications of the workers that cannot be reached
 _logger = logging.getLogger(__name__)

@@ -20,6 +20,8 @@ _ANY_ADDRESS = listening.ListenAddress(setting="DYN_KV_TRANSFER_")
 # On loopback, where no bytes are on their way, a short send buffer lets the kernel use the same pages again while they
 # are in the cache. Left alone it grows to megabytes, and 2 MiB cost up to twice the CPU. (The kernel doubles this.)
 _LOOPBACK_SEND_BYTES = 256 * 1024
+# The kernel repeats a lost attempt to connect after 1, 3 and 7 s: a host that comes back between is found by a new one.
+_ATTEMPT_S = 1.0
 
 
 class TcpBackend:
@@ -145,7 +147,7 @@ def _remote(batch: list[Piece]) -> bytes:
 
 def _connect(host: str, port: int, limit: TimeLimit, make_link: server.MakeLink) -> Link:
     try:
-        sock = socket.create_connection((host, port), timeout=limit.remaining_s())
+        sock = _open_socket(host, port, limit)
     except OSError as error:
         raise errors.TransferError(
             f"cannot connect to the worker at {addresses.join(host, port)}: {error}"
@@ -158,6 +160,16 @@ def _connect(host: str, port: int, limit: TimeLimit, make_link: server.MakeLink)
         raise errors.TransferError(
             f"the worker at {addresses.join(host, port)} closed the connection at once: {error}"
         ) from error
+
+
+def _open_socket(host: str, port: int, limit: TimeLimit) -> socket.socket:
+    while True:
+        remaining_s = limit.remaining_s()
+        try:
+            return socket.create_connection((host, port), timeout=min(remaining_s, _ATTEMPT_S))
+        except TimeoutError:
+            if remaining_s <= _ATTEMPT_S:
+                raise
 
 
 def _tune(sock: socket.socket, host: str) -> None:
