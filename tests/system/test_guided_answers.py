@@ -151,7 +151,7 @@ _PATTERNS = [{"pattern": f".*a.{{{i}}}b.*"} for i in range(16)]
 ENDLESS = {"type": "string", "allOf": [{"allOf": _PATTERNS[:8]}, {"allOf": _PATTERNS[8:]}]}
 
 
-def ask_for(url, schema, timeout_s=60):
+def ask_for(url, schema, timeout_s=PATIENT_S):
     body = {"model": MODEL, "messages": ASK, "max_tokens": 100, "guided_json": schema}
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=timeout_s)
 

@@ -22,8 +22,25 @@ ENDLESS = {"type": "integer", "multipleOf": 62615533}
 PATTERNS = {"type": "string", "allOf": [{"pattern": f".*a.{{{i}}}b.*"} for i in range(16)]}
 
 
+_start = subprocess.Popen
+
+
+def change_limits(monkeypatch, limits=""):
+    """Change the limits in the processes that compile: on a busy machine two seconds of a processor take minutes."""
+    code = (
+        "import sys; from dynamo.engine.native import grammar_trials as g;"
+        f" g.MAX_WALL_S = 600; {limits}g.main(sys.argv[1:])"
+    )
+    monkeypatch.setattr(
+        grammar_trials.subprocess,
+        "Popen",
+        lambda command, **options: _start([sys.executable, "-c", code, *command[3:]], **options),
+    )
+
+
 @pytest.fixture
-async def compiler():
+async def compiler(monkeypatch):
+    change_limits(monkeypatch)
     compiler = GrammarCompiler(STORYTELLER / "tokenizer.json", VOCAB)
     yield compiler
     async with asyncio.timeout(PATIENT_S):
@@ -142,16 +159,7 @@ async def test_too_many_compilations_are_refused(compiler, monkeypatch):
 
 
 async def test_grammar_that_needs_too_much_memory_is_refused(compiler, monkeypatch):
-    start = subprocess.Popen
-    code = (
-        "import sys; from dynamo.engine.native import grammar_trials as g;"
-        " g.MAX_MEMORY = 2**26; g.MAX_CPU_S = 60; g.main(sys.argv[1:])"
-    )
-    monkeypatch.setattr(
-        grammar_trials.subprocess,
-        "Popen",
-        lambda command, **options: start([sys.executable, "-c", code, *command[3:]], **options),
-    )
+    change_limits(monkeypatch, "g.MAX_MEMORY = 2**26; g.MAX_CPU_S = 60; ")
     with pytest.raises(errors.InvalidRequest, match="MiB of memory"):
         await compiler.compile(schema(ENDLESS), EOS)
 
