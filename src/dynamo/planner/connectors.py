@@ -125,7 +125,7 @@ class _LocalPool:
     workers: list[_LocalWorker] = field(default_factory=list)
     startup_s: float | None = None
     role_change_s: float | None = None
-    left_keys: set[str] = field(default_factory=set)  # of workers that change into the other pool
+    foreign_keys: set[str] = field(default_factory=set)  # of workers that are not, or no longer, ours
     failure: str = ""
     num_started: int = 0
     num_failed: int = 0  # starts that ended without serving, since the last observation
@@ -206,11 +206,15 @@ class LocalConnector:
         pool = self._pools[name]
         keys = await pool.registered.read_ids()
         now = self._clock.now()
-        pool.left_keys &= keys
-        new_keys = sorted(keys - {worker.instance for worker in pool.workers} - pool.left_keys)
-        for worker in pool.workers:
-            if worker.instance is None and not worker.is_draining and new_keys:
-                worker.instance = new_keys.pop(0)
+        pool.foreign_keys &= keys
+        new_keys = keys - {worker.instance for worker in pool.workers} - pool.foreign_keys
+        starting = [w for w in pool.workers if w.instance is None and not w.is_draining]
+        if not starting:
+            pool.foreign_keys |= new_keys
+        for worker in starting:
+            if new_keys:
+                worker.instance = min(new_keys)
+                new_keys -= {worker.instance}
                 measured_s = now - worker.ordered_at
                 if worker.is_changing:
                     pool.role_change_s = _blend(pool.role_change_s, measured_s)
@@ -236,7 +240,7 @@ class LocalConnector:
         serving = [worker for worker in giver.workers if worker.instance and not worker.is_draining]
         for worker in sorted(serving, key=lambda w: w.ordered_at)[-number:]:
             giver.workers.remove(worker)
-            giver.left_keys.add(worker.instance or "")
+            giver.foreign_keys.add(worker.instance or "")
             worker.pool, worker.instance, worker.is_changing = taker, None, True
             worker.ordered_at = self._clock.now()
             taker.workers.append(worker)

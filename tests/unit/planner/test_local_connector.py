@@ -1,4 +1,5 @@
 import asyncio
+import signal
 import sys
 
 import pytest
@@ -86,6 +87,36 @@ async def test_worker_is_starting_until_it_is_registered(make, caplog):
     assert (before.num_ready, before.num_starting) == (0, 1)
     assert (after.num_ready, after.num_starting) == (1, 0)
     assert after.startup_s > 0
+
+
+async def test_worker_of_another_owner_is_not_taken_for_one_that_starts(make):
+    connector, registered = make()
+    registered.ids = frozenset({"foreign"})
+    await decode_state(connector)
+    await connector.scale(decide(0, 1))
+    before = await decode_state(connector)
+    registered.ids |= {"own"}
+    after = await decode_state(connector)
+
+    assert (before.num_ready, before.num_starting) == (0, 1)
+    assert (after.num_ready, after.num_starting) == (1, 0)
+
+
+async def test_dead_worker_that_is_still_listed_is_not_taken_for_the_next_one(make):
+    connector, registered = make()
+    await connector.scale(decide(0, 1))
+    registered.ids = frozenset({"dead"})
+    await decode_state(connector)
+    (worker,) = connector._pools["decode"].workers
+    worker.child.signal(signal.SIGKILL)
+
+    async def is_gone():
+        return not (await decode_state(connector)).num_ready
+
+    await until(is_gone)
+    await connector.scale(decide(0, 1))
+
+    assert (await decode_state(connector)).num_starting == 1
 
 
 async def test_worker_that_dies_leaves_its_reason(make):
