@@ -26,7 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.transfer import LAYOUT, MIB
-from dynamo.kvbm import host_memory, tier_copies
+from dynamo.engine.native import device_memory
+from dynamo.kvbm import host_memory
 from dynamo.kvbm import storage as storages
 from dynamo.kvbm.tiers import CachedBlock
 from dynamo.transfer import api, descriptors, memory
@@ -59,7 +60,8 @@ def bench_host(num_rounds: int) -> None:
     host = host_memory.HostMemory(LAYOUT.num_blocks, LAYOUT.block_bytes)
     list(host.provide())
     memory.Window(device).view[:] = bytes(LAYOUT.num_bytes)
-    copies = tier_copies.RegionMemory(descriptors.Region(memory=device, layout=LAYOUT), host)
+    region = descriptors.Region(memory=device, layout=LAYOUT)
+    copies = device_memory.RegionBlocks(region).attach(host.window.view)
     plain, window = memory.Window(device), host.window
     draw = random.Random(1)
     print("host: CPU ms, median of the rounds      offload   of memcpy     load   of memcpy")
@@ -93,8 +95,6 @@ def bench_host(num_rounds: int) -> None:
 def bench_gpu(num_rounds: int) -> None:
     """Print how fast scattered blocks are copied between a GPU and host memory, beside one plain copy."""
     import torch
-
-    from dynamo.engine.native import device_memory
 
     shape = LAYOUT.num_layers, LAYOUT.num_blocks, LAYOUT.slab_bytes // 2
     cache = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")

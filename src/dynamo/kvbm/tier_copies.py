@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from dynamo.base import errors
 from dynamo.kvbm import tier_policy
 from dynamo.kvbm.host_memory import HostMemory
@@ -24,7 +22,7 @@ from dynamo.kvbm.storage import Storage
 from dynamo.kvbm.tiered_cache import DEVICE, HOST, TierCopy
 from dynamo.kvbm.tiers import SharedChanges
 from dynamo.protocols import kv_events
-from dynamo.transfer import api, descriptors, memory, plan
+from dynamo.transfer import api
 
 Generations = tuple[int, int]
 """How often all blocks were forgotten, in host memory and in the storage below."""
@@ -43,28 +41,6 @@ class CopyOutcome(NamedTuple):
 
 
 OnEnd = Callable[[TierCopy, CopyOutcome], None]
-
-
-class RegionMemory:
-    """The copies of blocks that lie in one region, as those of the native engine on a CPU."""
-
-    def __init__(self, device: descriptors.Region, host: HostMemory) -> None:
-        self._layout, self._host = device.layout, host
-        self._host_layout = msgspec.structs.replace(
-            device.layout, num_blocks=host.num_blocks, order=descriptors.Order.BLOCK_MAJOR
-        )
-        self._window = memory.Window(device.memory)
-
-    def move(
-        self,
-        operation: api.TransferOperation,
-        device_blocks: Sequence[int],
-        host_slots: Sequence[int],
-        limit: api.TimeLimit,
-    ) -> None:
-        """Copy blocks, those that follow one another in one piece; see `api.BlockCopier`."""
-        copies = plan.make(self._layout, self._host_layout, device_blocks, host_slots)
-        memory.move(operation, self._window, self._host.window, copies.pattern(), limit)
 
 
 class TierCopies:

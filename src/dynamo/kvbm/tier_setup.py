@@ -15,7 +15,7 @@ from dynamo.base import config, distribution, errors
 from dynamo.kvbm import agents, host_memory, slot_file, tier_policy
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import storage as storages
-from dynamo.kvbm.tier_copies import RegionMemory, TierCopies
+from dynamo.kvbm.tier_copies import TierCopies
 from dynamo.kvbm.tiered_cache import DISK, HOST, TieredCache, TierOptions
 from dynamo.kvbm.tiers import Tier, TierSlots
 from dynamo.protocols import kv_events
@@ -182,14 +182,14 @@ class OpenTiers:
 
 def open_tiers(
     settings: KvbmConfig,
-    region: descriptors.Region,
-    device: api.DeviceMemory | None,
+    layout: descriptors.Layout,
+    device: api.DeviceMemory,
     pool: pools.BlockPool,
     fingerprint: Mapping[str, str],
 ) -> OpenTiers | None:
     """Open the tiers that the settings name; None if there are none.
 
-    `region` is the engine's memory, which the pool pages, or describes that of a `device`; `fingerprint` says what
+    `layout` is that of the `device`, the engine's own memory, which the pool pages; `fingerprint` says what
     computed the blocks. Raises ConfigError for sizes that do not fit, and for a file of another engine.
     """
     if HOST not in settings.tier_names:
@@ -198,7 +198,6 @@ def open_tiers(
                 "sizes and paths of KV cache tiers have no effect without --connector kvbm and host_dram"
             )
         return None
-    layout = region.layout
     storage = open_storage(
         settings,
         block_bytes=layout.block_bytes,
@@ -214,8 +213,7 @@ def open_tiers(
         block_bytes=layout.block_bytes,
     )
     host = storage.host
-    copier = device.attach(host.window.view) if device else RegionMemory(region, host)
-    copies = TierCopies(copier, host, storage.disk)
+    copies = TierCopies(device.attach(host.window.view), host, storage.disk)
     return OpenTiers(cache=cache, copies=copies)
 
 

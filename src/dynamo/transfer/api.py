@@ -113,7 +113,7 @@ class BlockCopier(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """The blocks of an engine in memory that only a GPU reads."""
+    """The blocks of an engine in its own memory: a GPU's, or host memory in which the layers lie apart."""
 
     def attach(self, host: memoryview) -> BlockCopier:
         """Return the copies from and to this host memory, whose length is that of whole blocks."""

@@ -8,7 +8,7 @@ import torch
 from devices import DEVICE
 from dynamo.base import errors
 from dynamo.engine.native import device_memory
-from dynamo.transfer import api
+from dynamo.transfer import api, descriptors
 
 LAYERS, BLOCKS, SLAB = 3, 20, 10
 READ, WRITE = api.TransferOperation.READ, api.TransferOperation.WRITE
@@ -18,15 +18,33 @@ def limit():
     return api.TimeLimit(api.MAX_DEADLINE_S)
 
 
-@pytest.fixture(params=[device_memory._GATHERED_BYTES, 1], ids=["together", "one by one"])
-def gathered_bytes(request, monkeypatch):
-    monkeypatch.setattr(device_memory, "_GATHERED_BYTES", request.param)
-
-
-@pytest.fixture
-def cache():
+@pytest.fixture(params=["gathered", "one by one", "in host memory"])
+def cache(request, monkeypatch):
+    """A cache, [layers, blocks, keys and values, dimension]: on the device, or in host memory."""
     numbers = torch.arange(LAYERS * BLOCKS * SLAB, dtype=torch.float32)
-    return numbers.view(LAYERS, BLOCKS, 2, SLAB // 2).to(DEVICE)
+    made = numbers.view(LAYERS, BLOCKS, 2, SLAB // 2)
+    if request.param == "in host memory":
+        made.is_region = True
+        return made
+    if request.param == "one by one":
+        monkeypatch.setattr(device_memory, "_GATHERED_BYTES", 1)
+    return made.to(DEVICE)
+
+
+def attach(cache, memory):
+    """The copies between a cache and host memory."""
+    if not hasattr(cache, "is_region"):
+        return device_memory.DeviceBlocks(cache).attach(memoryview(memory))
+    layout = descriptors.Layout(
+        num_blocks=BLOCKS,
+        block_size=1,
+        num_layers=LAYERS,
+        num_kv_heads=1,
+        head_dim=SLAB // 2,
+        dtype="float32",
+    )
+    region = descriptors.Region(memory=memoryview(cache.numpy()).cast("B"), layout=layout)
+    return device_memory.RegionBlocks(region).attach(memoryview(memory))
 
 
 def host_of(num_blocks):
@@ -34,10 +52,9 @@ def host_of(num_blocks):
     return memory, torch.frombuffer(memory, dtype=torch.float32).view(num_blocks, LAYERS, SLAB)
 
 
-@pytest.mark.usefixtures("gathered_bytes")
 def test_blocks_are_written_as_one_piece_each_to_the_named_places(cache):
     memory, host = host_of(7)
-    copies = device_memory.DeviceBlocks(cache).attach(memoryview(memory))
+    copies = attach(cache, memory)
     copies.move(WRITE, [4, 19, 0], [6, 2, 3], limit())
 
     expected = torch.zeros(7, LAYERS, SLAB)
@@ -46,12 +63,11 @@ def test_blocks_are_written_as_one_piece_each_to_the_named_places(cache):
     assert torch.equal(host, expected)
 
 
-@pytest.mark.usefixtures("gathered_bytes")
 def test_blocks_are_read_back_and_no_other_changes(cache):
     memory, host = host_of(BLOCKS)
     host.copy_(torch.rand(BLOCKS, LAYERS, SLAB))
     before = cache.clone()
-    copies = device_memory.DeviceBlocks(cache).attach(memoryview(memory))
+    copies = attach(cache, memory)
     copies.move(READ, (1, 7, 3), (5, 0, 19), limit())
 
     for block, place in ((1, 5), (7, 0), (3, 19)):
@@ -65,7 +81,7 @@ def test_nothing_is_copied_after_the_time_limit(cache):
     over = limit()
     over.cancel()
     with pytest.raises(errors.TransferError, match="cancelled"):
-        device_memory.DeviceBlocks(cache).attach(memoryview(memory)).move(WRITE, [1], [1], over)
+        attach(cache, memory).move(WRITE, [1], [1], over)
 
     assert not host.any()
 

@@ -12,12 +12,12 @@ import pytest
 
 from checkpoints import make_checkpoint
 from devices import DEVICE
+from dynamo.engine.native import device_memory
 from dynamo.engine.native.engine import NativeEngine
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.kvbm import storage, tier_policy, tiered_cache
 from dynamo.protocols import blocks, generate, kv_events
 from dynamo.transfer import api as transfer
-from dynamo.transfer import memory
 from waiting import PATIENT_S
 
 BLOCK = 4  # tokens
@@ -595,14 +595,14 @@ async def test_decoding_goes_on_while_a_prompt_is_loaded(model, monkeypatch):
             await served.settle()
             await served.answer(text(seed, 120))
         await served.settle()
-        may_copy, real = threading.Event(), memory.move
+        may_copy, real = threading.Event(), device_memory.RegionCopies.move
 
-        def slow_move(operation, *rest):
+        def slow_move(copies, operation, *rest):
             if operation is transfer.TransferOperation.READ:
                 assert may_copy.wait(PATIENT_S)
-            real(operation, *rest)
+            real(copies, operation, *rest)
 
-        monkeypatch.setattr(memory, "move", slow_move)
+        monkeypatch.setattr(device_memory.RegionCopies, "move", slow_move)
         loading = asyncio.ensure_future(served.answer(prompt))
         answered = await served.answer(text(9, 8), max_tokens=20)
         is_loading = not loading.done()

@@ -16,7 +16,14 @@ import torch
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.native import attention, config, grammar_compiler, model_files, runner
+from dynamo.engine.native import (
+    attention,
+    config,
+    device_memory,
+    grammar_compiler,
+    model_files,
+    runner,
+)
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.sequence import Paging
 from dynamo.engine.native.settings import NativeConfig
@@ -83,7 +90,13 @@ def assemble(
     )
     region, device = model_runner.region, model_runner.device_blocks
     fingerprint = {"model": tier_setup.identify_model(model_path)}
-    tiers = tier_setup.open_tiers(settings, region, device, paging.pool, fingerprint)
+    tiers = tier_setup.open_tiers(
+        settings,
+        region.layout,
+        device or device_memory.RegionBlocks(region),
+        paging.pool,
+        fingerprint,
+    )
     paging.tiers = tiers.cache if tiers is not None else None
     return Assembly(
         grammars=grammars,

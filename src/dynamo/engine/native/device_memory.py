@@ -1,6 +1,9 @@
-"""The blocks of a KV cache in a GPU's memory, and the copies of them from and to host memory.
+"""The blocks of a KV cache in the engine's own memory, and the copies of them from and to host memory for the tiers.
 
-On the GPU a block is a slab in each layer, in host memory it is one piece. So blocks are gathered on the GPU, some at a
+Where the engine's memory is a region of host memory, NumPy copies the layers of a block in one call, while other
+threads run.
+
+On a GPU a block is a slab in each layer, in host memory it is one piece. So blocks are gathered on the GPU, some at a
 time, and each crosses the bus in one copy; on the way back they are scattered. This is done on a stream of its own for
 each thread, beside what the engine computes.
 
@@ -17,14 +20,55 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dynamo.transfer import api
+from dynamo.transfer import api, descriptors
 
 _GATHERED_BYTES = 32 * 2**20  # together on the GPU
 _PIECE_BYTES = 64 * 2**20
 
 
+class RegionBlocks:
+    """A cache in host memory as an `api.DeviceMemory`."""
+
+    def __init__(self, region: descriptors.Region) -> None:
+        layout = region.layout
+        self._blocks = torch.frombuffer(region.memory, dtype=torch.uint8).as_strided(
+            (layout.num_blocks, layout.num_layers, layout.slab_bytes),
+            (layout.block_stride, layout.layer_stride, 1),
+        )
+
+    def attach(self, host: memoryview) -> "RegionCopies":
+        """Return the copies from and to host memory in which blocks follow one another."""
+        return RegionCopies(self._blocks, host)
+
+
+class RegionCopies:
+    """An `api.BlockCopier` between two pieces of host memory."""
+
+    def __init__(self, blocks: torch.Tensor, host: memoryview) -> None:
+        """`blocks` is [blocks, layers, slab], in bytes."""
+        memory = torch.frombuffer(host, dtype=torch.uint8)
+        self._blocks, self._host = blocks.numpy(), memory.view(-1, *blocks.shape[1:]).numpy()
+
+    def move(
+        self,
+        operation: api.TransferOperation,
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
+        limit: api.TimeLimit,
+    ) -> None:
+        """Copy blocks, see `api.BlockCopier`."""
+        is_save = operation is api.TransferOperation.WRITE
+        for block, slot in zip(device_blocks, host_blocks, strict=True):
+            limit.remaining_s()
+            if is_save:
+                self._host[slot] = self._blocks[block]
+            else:
+                self._blocks[block] = self._host[slot]
+        limit.remaining_s()
+
+
 class DeviceBlocks:
-    """The cache as an `api.DeviceMemory`."""
+    """A cache on a GPU as an `api.DeviceMemory`."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         """`cache` is [layers, blocks, ...]."""

@@ -18,17 +18,19 @@ from dynamo.base import errors
 from dynamo.engine.adapters.vllm.tier_plan import EndedCopy, OpenedStorage, TierPlan, TierResults
 from dynamo.kvbm import host_memory, tier_copies, tier_setup, tiered_cache
 from dynamo.protocols import kv_events
-from dynamo.transfer import api, memory, plan
+from dynamo.transfer import api
 
 
 class LayerMemory:
     """The tensors of all layers as an `api.BlockCopier`: a block in the host tier has its layers in order."""
 
     def __init__(self, layers: Sequence[Any], host: host_memory.HostMemory) -> None:
-        flat = [layer.detach().view(torch.uint8).reshape(-1) for layer in layers]
-        self._windows = [memory.Window(memoryview(layer.numpy())) for layer in flat]
-        self._slabs = [layer[0].numel() * layer.element_size() for layer in layers]
-        self._host = host
+        self._layers = [
+            layer.detach().view(torch.uint8).reshape(len(layer), -1).numpy() for layer in layers
+        ]
+        slots = torch.frombuffer(host.window.view, dtype=torch.uint8).view(-1, host.block_bytes)
+        slabs = slots.split([layer.shape[1] for layer in self._layers], dim=1)
+        self._host = [slab.numpy() for slab in slabs]
 
     def move(
         self,
@@ -38,15 +40,15 @@ class LayerMemory:
         limit: api.TimeLimit,
     ) -> None:
         """Copy the parts of the blocks layer by layer; see `api.BlockCopier`."""
-        offset = 0
-        for window, slab in zip(self._windows, self._slabs, strict=True):
-            origins = [
-                (block * slab, slot * self._host.block_bytes + offset)
-                for block, slot in zip(device_blocks, host_slots, strict=True)
-            ]
-            pattern = plan.Pattern(origins, ((0, 0, slab),))
-            memory.move(operation, window, self._host.window, pattern, limit)
-            offset += slab
+        targets, sources, is_save = self._layers, self._host, False
+        if operation is api.TransferOperation.WRITE:
+            targets, sources, is_save = sources, targets, True
+        for block, slot in zip(device_blocks, host_slots, strict=True):
+            limit.remaining_s()
+            to, of = (slot, block) if is_save else (block, slot)
+            for target, source in zip(targets, sources, strict=True):
+                target[to] = source[of]
+        limit.remaining_s()
 
 
 class TierWorker:
