@@ -3,19 +3,14 @@
 The browser's own errors (a blocked script, a failed request) fail a test.
 """
 
-import importlib.util
 import itertools
-import json
 import math
-import pathlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import httpx
-import pytest
+from console_browser import AXE, NEEDS_BROWSER, QUESTION, SHIFTS, ask, get, show, violations
 from deployment import MODEL, newly_asked
 
 import ports
@@ -23,14 +18,8 @@ from dynamo.engine import native
 from dynamo.launch import state
 from waiting import PATIENT_S, eventually
 
-CHROMIUM = shutil.which("chromium")
-PLAYWRIGHT = importlib.util.find_spec("playwright")
-AXE = importlib.util.find_spec("axe_core_python")
-LOAD = pathlib.Path(__file__).parents[2] / "benchmarks" / "load.py"
+pytestmark = NEEDS_BROWSER
 VIEWS = ("chat", "topology", "requests", "cache", "metrics", "planner", "models", "usage", "logs")
-QUESTION = (
-    "Tell me a story about a brave cat that crossed the river and met an old and friendly bear"
-)
 KEYS = """
 [[keys]]
 name = "alice"
@@ -40,86 +29,6 @@ name = "root"
 key = "sk-root-1"
 admin = true
 """
-# The sum of layout shifts in the worst window of at most 5 s without a pause of 1 s, as browsers report it.
-SHIFTS = """() => { window.shift = 0; let sum = 0, first = 0, last = 0; new PerformanceObserver((list) => {
-  for (const entry of list.getEntries()) if (!entry.hadRecentInput) {
-    if (entry.startTime - last > 1000 || entry.startTime - first > 5000) { sum = 0; first = entry.startTime; }
-    last = entry.startTime; sum += entry.value; window.shift = Math.max(window.shift, sum);
-  }
-}).observe({type: "layout-shift", buffered: true}); }"""
-
-pytestmark = [
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="needs Chromium: as root on Debian, tests/install_services.sh"
-    ),
-    pytest.mark.skipif(PLAYWRIGHT is None, reason="needs playwright: make setup"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright import sync_api  # an extra
-
-    with sync_api.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield launched
-        launched.close()
-
-
-@pytest.fixture
-def page(browser):
-    """A page that fails the test if the browser reports an error."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    opened = context.new_page()
-    opened.set_default_timeout(PATIENT_S * 1000)
-    opened.problems = []
-    opened.on("pageerror", lambda error: opened.problems.append(str(error)))
-    opened.on(
-        "console",
-        lambda line: opened.problems.append(line.text) if line.type == "error" else None,
-    )
-    yield opened
-    context.close()
-
-    assert opened.problems == []
-
-
-def show(page, url, view):
-    if page.url.startswith(
-        f"{url}/"
-    ):  # `goto` waits for ever if the page changes its hash meanwhile
-        page.evaluate("view => { location.hash = `#/${view}` }", view)
-    else:
-        page.goto(f"{url}/#/{view}")
-    page.wait_for_selector(f"main.view-{view} h1")
-
-
-def get(frontend, path):
-    """What the console's API answers."""
-    return httpx.get(f"{frontend.url}/console/api/{path}", timeout=PATIENT_S).json()
-
-
-def ask(page, question, *, num_tokens=48):
-    """Ask in the chat, and return once the answer is complete."""
-    number = page.locator(".turn.assistant").count()
-    if number == 0:
-        page.get_by_text("Parameters").click()
-        page.get_by_label("Most tokens").fill(str(num_tokens))
-    page.fill("#question", question)
-    page.keyboard.press("Enter")
-    page.locator(".turn.assistant .figures").nth(number).get_by_text(
-        "prompt tokens cached"
-    ).wait_for()
-    page.get_by_role("button", name="Send").wait_for()
-
-
-def violations(page):
-    """What axe finds against WCAG 2.1 AA."""
-    source = pathlib.Path(AXE.submodule_search_locations[0], "axe.min.js").read_text()
-    page.evaluate(source)
-    rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
-    found = page.evaluate("rules => axe.run(document, rules)", rules)["violations"]
-    return [(one["id"], [node["target"] for node in one["nodes"]][:3]) for one in found]
 
 
 def test_second_question_is_cached_and_the_console_says_why(deployment, page):
@@ -164,95 +73,6 @@ def test_second_question_is_cached_and_the_console_says_why(deployment, page):
     page.wait_for_selector(".tiles")
     if AXE is not None:
         assert violations(page) == []
-
-
-def test_two_models_answer_one_question_side_by_side(deployment, page):
-    frontend = deployment.frontend()
-    fast = ("--speedup-ratio", "1000")
-    frontend.others = [deployment.mocker("--model-name", name, *fast) for name in ("one", "two")]
-    eventually(
-        lambda: frontend.is_live() and {*frontend.models()} == {"one", "two"}, what="both models"
-    )
-    show(page, frontend.url, "chat")
-    page.get_by_role("button", name="Compare").click()
-    panes = [page.get_by_role("region", name=f"Conversation {number}") for number in (1, 2)]
-    chosen = [pane.locator("select").input_value() for pane in panes]
-    ask(page, QUESTION, num_tokens=8)
-    links = [pane.locator(".figures a") for pane in panes]
-    for link in links:
-        link.wait_for()
-    ids = [link.get_attribute("href").rpartition("/")[2] for link in links]
-    rows = [get(frontend, f"requests/{each}") for each in ids]
-
-    assert {*chosen} == {"one", "two"}
-    assert [row["model"] for row in rows] == chosen
-    for pane, row in zip(panes, rows, strict=True):
-        assert pane.locator(".turn.user").inner_text() == QUESTION
-        assert f"{row['output_tokens']} tokens" in pane.locator(".figures").inner_text()
-        assert pane.locator(".turn.assistant .text").inner_text()
-    page.get_by_role("button", name="Close").click()
-    assert panes[1].count() == 0
-    assert panes[0].locator(".turn").count() == 2
-
-
-def test_thousand_workers_are_shown_page_by_page_and_as_candidates(deployment, page):
-    frontend = deployment.frontend("--router-mode", "kv")
-    frontend.others = [deployment.mocker("--num-workers", "1000", "--speedup-ratio", "1000")]
-    eventually(
-        lambda: (
-            frontend.is_live() and get(frontend, "topology")["num_by_state"].get("ready") == 1000
-        ),
-        what="a thousand workers",
-        every_s=0.5,  # each look costs the frontend some milliseconds
-    )
-    show(page, frontend.url, "topology")
-    page.evaluate(SHIFTS)
-    page.wait_for_selector("tr[data-worker]")
-    workers = get(frontend, "topology")
-    explained = frontend.chat(max_tokens=1, nvext={"extra_fields": ["explanation"]}).json()
-    decisions = explained["nvext"]["explanation"]  # one for each attempt
-
-    assert workers["total"] == workers["num_by_state"]["ready"] == 1000
-    assert page.locator('[data-tile="Workers"]').inner_text() == "1000"
-    assert page.locator("tr[data-worker]").count() == len(workers["workers"]) == 200
-    assert page.evaluate("window.shift") < 0.1
-    assert page.get_by_text("The first 200 of 1000 workers").is_visible()
-    (row,) = get(frontend, "requests")["rows"]
-    page.goto(f"{frontend.url}/#/requests/{row['id']}")
-    page.wait_for_selector("[data-candidate]")
-    assert decisions[0]["num_candidates"] == 1000
-    num_explained = sum(len(decision["candidates"]) for decision in decisions)
-    assert page.locator("[data-candidate]").count() == num_explained < 1000
-
-
-def test_ten_thousand_requests_are_counted_and_the_last_thousand_can_be_paged(deployment, page):
-    frontend = deployment.frontend()
-    frontend.others = [deployment.mocker("--speedup-ratio", "1000000")]
-    frontend.await_models([MODEL])
-    show(page, frontend.url, "requests")
-    page.evaluate(SHIFTS)
-    done = subprocess.run(
-        [
-            *(sys.executable, LOAD, "--url", frontend.url, "--model", MODEL),
-            *("--n", "10000", "--conc", "16"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENT_S,
-    )
-
-    assert json.loads(done.stdout)["errs"] == 0
-    page.get_by_text("1 to 50 of 1000").wait_for()
-    assert page.evaluate("window.shift") < 0.1
-    page.get_by_role("button", name="Older").click()
-    page.get_by_text("51 to 100 of 1000").wait_for()
-    rows = get(frontend, "requests?offset=50&limit=50")["rows"]
-    shown = [each.get_attribute("data-request") for each in page.locator("tr[data-request]").all()]
-    assert shown == [row["id"] for row in rows]
-    page.get_by_role("link", name="Usage").click()
-    page.locator('[data-tile="Requests"]').get_by_text("10.0 k").wait_for()
-    counted = httpx.get(f"{frontend.url}/usage", timeout=PATIENT_S).json()["rows"]
-    assert sum(row["num_requests"] for row in counted) == 10_000
 
 
 def test_lost_worker_is_shown_while_its_answer_goes_on(deployment, page):
