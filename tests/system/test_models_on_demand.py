@@ -53,7 +53,7 @@ def test_pinned_model_is_loaded_at_once_and_another_one_by_its_first_requests(st
         *models, "--engine", "mocker", "--memory-budget-gb", "4", "--pin", "alpha"
     )
     eventually(lambda: num_workers(url) == {"alpha": 1, "beta": 0}, what="the pinned model")
-    eventually(lambda: state.find(None).models.get("alpha") == "loaded", what="its state")
+    eventually(lambda: state.find(None).models.get("alpha") == "loaded, pinned", what="its state")
     before = state.find(None)
     with futures.ThreadPoolExecutor() as pool:
         answers = list(pool.map(ask, [url] * 3, ["beta"] * 3))

@@ -229,7 +229,7 @@ class ModelLoader:
         demand = self._demand[name]
         if name in self._failures:
             return f"failed: {self._failures[name]}"
-        words: str = phase
+        words = f"{phase}, pinned" if self._turns.is_pinned(name) else str(phase)
         if demand.num_waiting and phase != "loaded":
             estimate_s = max(1.0, self._turns.estimate_s(name, now))
             words += f", {demand.num_waiting} waiting for about {estimate_s:.0f} s"
