@@ -125,9 +125,8 @@ class _LocalPool:
     workers: list[_LocalWorker] = field(default_factory=list)
     startup_s: float | None = None
     role_change_s: float | None = None
-    foreign_keys: set[str] = field(
-        default_factory=set
-    )  # of workers that are not, or no longer, ours
+    # of workers that are not, or no longer, ours
+    foreign_keys: set[str] = field(default_factory=set)
     failure: str = ""
     num_started: int = 0
     num_failed: int = 0  # starts that ended without serving, since the last observation

@@ -90,6 +90,7 @@ class ModelTurns:
         """Load the model at its turn, as if a request waited for it; one that could not be loaded is tried again."""
         state = self._states[name]
         state.is_load_requested = state.phase != "loaded"
+        state.is_unload_requested = False
         state.failed_at = -math.inf
 
     def request_unload(self, name: str, now: float) -> None:

@@ -141,11 +141,14 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
         return self.sleeper is None or self.sleeper.role != "prefill"
 
 
+ModelAction = Literal["load", "unload", "pin", "unpin"]
+
+
 class ModelChange(msgspec.Struct, frozen=True, kw_only=True):
     """What the process that loads a model on demand is to do with it; its endpoint is `loader_endpoint`."""
 
     model: str
-    action: Literal["load", "unload", "pin", "unpin"]
+    action: ModelAction
 
 
 def loader_endpoint(namespace: str) -> EndpointName:

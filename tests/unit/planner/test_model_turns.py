@@ -148,6 +148,15 @@ def test_model_without_requests_is_unloaded_when_an_operator_asks():
     assert decider.decide(100, {}) == ([], [])
 
 
+def test_model_that_is_wanted_again_before_it_is_unloaded_stays():
+    decider = turns(4)
+    load(decider, 0, "a")
+    decider.request_unload("a", 30)
+    decider.request_load("a")
+
+    assert decider.decide(31, {}) == ([], [])
+
+
 def test_model_that_is_needed_is_not_unloaded():
     decider = turns(4, 4, pinned="b")
     load(decider, 0, "a", "b")

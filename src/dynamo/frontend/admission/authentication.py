@@ -13,6 +13,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import get_args
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, membership, tasks
@@ -20,6 +21,7 @@ from dynamo.frontend import config
 from dynamo.frontend.admission import api_keys, metrics, rate_limits
 from dynamo.frontend.delivery import delivery
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
+from dynamo.protocols import instances
 from dynamo.runtime.http import exchange, parser
 
 CHECK_INTERVAL_S = 1.0
@@ -33,7 +35,7 @@ OPEN_PATHS = frozenset(
 ADMIN_ROUTES = frozenset(
     (
         *(("POST", "/busy_threshold"), ("POST", "/clear_kv_blocks")),
-        *(("POST", f"/models/{action}") for action in ("load", "unload", "pin", "unpin")),
+        *(("POST", f"/models/{action}") for action in get_args(instances.ModelAction)),
     )
 )
 _NO_MODEL = "unknown"  # the body is not read before the key is checked

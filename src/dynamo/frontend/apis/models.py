@@ -7,7 +7,7 @@ server), `/models/pin` and `/models/unpin`. The process that loads the models de
 import functools
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,8 +31,7 @@ from dynamo.runtime.http import exchange, json_body
 PATH = "/v1/models"
 TIMEOUT_S = 10.0
 SETTLE_S = 1.0  # how long discovery may take to show the endpoint
-Action = Literal["load", "unload", "pin", "unpin"]
-_SUMMARIES: dict[Action, str] = {
+_SUMMARIES: dict[instances.ModelAction, str] = {
     "load": "Load a model on demand before a request comes for it",
     "unload": "Unload a model on demand that has no requests",
     "pin": "Load a model on demand, and keep it loaded",
@@ -89,7 +88,7 @@ class ModelChanger:
         self._connect = connect
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
 
-    async def change(self, action: Action, named: NamedModel) -> dict[str, Any]:
+    async def change(self, action: instances.ModelAction, named: NamedModel) -> dict[str, Any]:
         """Have a model changed. Raises ModelNotFound, Conflict, Unavailable, WorkerLost."""
         starts = {start.model: start for start in self._list_on_demand()}
         start = starts.get(named.model)
@@ -152,11 +151,11 @@ def operations(
 def _change_operations(handlers: RequestHandlers, changer: ModelChanger) -> Sequence[Operation]:
     api = Operations(tag="Operation")
     decode = json_body.RequestDecoder(NamedModel).decode
-    for action in get_args(Action):
+    for action, summary in _SUMMARIES.items():
         change: Callable[[NamedModel], Awaitable[Any]] = functools.partial(changer.change, action)
         api.post(
             f"/models/{action}",
-            _SUMMARIES[action],
+            summary,
             wrap=functools.partial(handlers.compute, decode),
             request=NamedModel,
             answer=ChangedModel,
