@@ -129,18 +129,31 @@ def test_manifests_of_the_article_answer_through_port_forward(cluster):
     assert log
 
 
+def run_dynamo(cluster, example, home, *arguments):
+    """Run the command in the folder of an example, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamo.cli", *arguments],
+        cwd=ROOT / "examples" / example,
+        env={**cluster.environ, "DYNAMO_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def await_nothing_of(cluster, name):
+    def remains():
+        kinds = "dgd,deployments,services,pods,configmaps"
+        return [each for each in run(cluster, "get", kinds, "-o", "name").split() if name in each]
+
+    eventually(lambda: not remains(), what=f"nothing of {name}")
+
+
 def test_packaged_graph_is_deployed_updated_and_deleted_without_a_trace(cluster, tmp_path):
     def dynamo(*arguments):
-        done = subprocess.run(
-            [sys.executable, "-m", "dynamo.cli", *arguments],
-            cwd=ROOT / "examples" / "llm",
-            env={**cluster.environ, "DYNAMO_HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=PATIENT_S,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run_dynamo(cluster, "llm", tmp_path, *arguments)
 
     tag = re.search(r"Successfully built (\S+)\.$", dynamo("build", "graphs.agg:Frontend"), re.M)[1]
     settings = tmp_path / "agg.yaml"
@@ -155,20 +168,38 @@ def test_packaged_graph_is_deployed_updated_and_deleted_without_a_trace(cluster,
     shown = yaml.safe_load(dynamo("deployment", "get", "packaged"))
     dynamo("deployment", "delete", "packaged")
 
-    def remains():
-        return [
-            name
-            for name in run(cluster, "get", "dgd,deployments,services,pods", "-o", "name").split()
-            if "packaged" in name
-        ]
-
-    eventually(lambda: not remains(), what="nothing of the deployment")
+    await_nothing_of(cluster, "packaged")
     assert "packaged is ready" in deployed
     assert re.search(r"packaged +2 +successful", listed)
     assert answer.json()["usage"]["completion_tokens"] == 30
     assert "packaged is ready" in updated
     assert shown["spec"]["services"]["VllmWorker"]["replicas"] == 2
     assert shown["status"]["services"]["VllmWorker"]["readyReplicas"] == 2
+
+
+def test_graph_of_own_classes_answers_by_the_sources_that_go_along(cluster, tmp_path):
+    def dynamo(*arguments):
+        return run_dynamo(cluster, "hello_world", tmp_path, *arguments)
+
+    def ask_graph():
+        with cluster.port_forward("svc/hello-frontend", 8000) as url:
+            answer = httpx.post(f"{url}/generate", json={"text": "test,again"}, timeout=PATIENT_S)
+        return answer.text.splitlines()
+
+    graph = ("hello_world:Frontend", "-n", "hello", "--with-sources", "-f", "config.yaml")
+    deployed = dynamo("deploy", *graph)
+    first = ask_graph()
+    dynamo("deployment", "update", *graph, "--Backend.message=end")
+    second = ask_graph()
+    dynamo("deployment", "delete", "hello")
+
+    await_nothing_of(cluster, "hello")
+    assert "kubectl port-forward svc/hello-frontend 8000:8000" in deployed
+    assert first == [
+        "Frontend: Middle: Backend: test",
+        "Frontend: Middle: Backend: again-mid-back",
+    ]
+    assert second[1] == "Frontend: Middle: Backend: again-mid-end"
 
 
 def test_commands_in_a_pod_have_input_output_and_exit_code(cluster):

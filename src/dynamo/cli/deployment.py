@@ -1,7 +1,8 @@
 """`dynamo deploy` and `dynamo deployment`: a graph as a DynamoGraphDeployment, on a cluster or in a file.
 
-A graph is a tag that `dynamo build` printed, or `module:Class` with its sources in the working directory. The
-cluster is that of the kubeconfig, or of the pod; a laptop's (`dynamo kube up`) is one like any other.
+A graph is a tag that `dynamo build` printed, or `module:Class` with its sources in the working directory. They are in
+the image, or go along in a ConfigMap (`--with-sources`). The cluster is that of the kubeconfig, or of the pod; a
+laptop's (`dynamo kube up`) is one like any other.
 """
 
 import asyncio
@@ -11,14 +12,14 @@ import re
 import shlex
 import tarfile
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dynamo.base import config, distribution, errors
 from dynamo.cli import graph as graph_command
-from dynamo.cli import package
+from dynamo.cli import package, source_map
 from dynamo.launch import allocation
 from dynamo.sdk import commands, graph
 
@@ -29,6 +30,14 @@ _NAME, _MOST_NAME_CHARS = (
     63,
 )  # of a service of Kubernetes
 _COMPONENT_TYPES = {"dynamo.frontend": "frontend", "dynamo.planner": "planner"}
+# Of pydynamo's own images, which one has a module; the frontend's has all that no engine is needed for.
+_IMAGES = {
+    "dynamo.native": "native",
+    "dynamo.vllm": "vllm-runtime",
+    "dynamo.sglang": "sglang-runtime",
+    "dynamo.trtllm": "trtllm-runtime",
+}
+Object = dict[str, Any]
 Connection = Any  # runtime.backends.kubernetes.connection, which is loaded when it is used
 
 
@@ -47,6 +56,10 @@ class DeployConfig:
         None, help="namespace of the cluster (default: the kubeconfig's)"
     )
     image: str | None = config.option(None, help="image of all services (default: the tag's)")
+    with_sources: bool = config.option(
+        False,
+        help="send the sources along in a ConfigMap; the image needs pydynamo only (default: one of pydynamo's)",
+    )
     working_dir: str = config.option(".", help="directory of the sources of module:Class")
     endpoint: str | None = config.option(
         None,
@@ -81,11 +94,11 @@ class CloudConfig:
 
 def deploy(options: DeployConfig) -> int:
     """Apply a graph's deployment, or print it; return the exit code. Raises DynamoError."""
-    manifest = make_manifest(options)
+    made = make_objects(options)
     if options.dry_run:
-        print(_yaml(manifest), end="")
+        print("---\n".join(map(_yaml, made)), end="")
         return 0
-    return _on_cluster(lambda cluster: _apply(cluster, manifest, options))
+    return _on_cluster(lambda cluster: _apply(cluster, made, options))
 
 
 def manage(options: DeploymentConfig) -> int:
@@ -111,8 +124,8 @@ def cloud(_: CloudConfig) -> int:
     )
 
 
-def make_manifest(options: DeployConfig) -> dict[str, Any]:
-    """Return the DynamoGraphDeployment of a graph. Raises ConfigError."""
+def make_objects(options: DeployConfig) -> list[Object]:
+    """Return the DynamoGraphDeployment of a graph, behind the ConfigMap of its sources if any. Raises ConfigError."""
     if not options.pipeline:
         raise errors.ConfigError("expected a tag that `dynamo build` printed, or module:Class")
     with _sources(options) as (target, directory):
@@ -123,40 +136,63 @@ def make_manifest(options: DeployConfig) -> dict[str, Any]:
             overrides=options.overrides,
         )
         loaded = graph_command.load(graph_options)
-    plan = commands.make(
-        loaded.specs,
-        loaded.values,
-        allocation.Allocation(),
-        target=target,
-        directory="/graph/src",
-        namespace=loaded.namespace,
-        environ={},
-    )
+        files = dict(package.sources(directory, directory)) if options.with_sources else {}
     name = options.name or loaded.specs[0].name.lower()
     if len(name) > _MOST_NAME_CHARS or not _NAME.fullmatch(name):
         raise errors.ConfigError(
             f"-n: expected at most {_MOST_NAME_CHARS} lower-case letters, digits and dashes, as Kubernetes names have,"
             f" got {name!r}"
         )
-    services: dict[str, Any] = {}
+    # A pod has an address of its own, to whose port 8000 its Service leads.
+    names = [spec.name for spec in loaded.specs if spec.module is None and spec.methods("api")]
+    served = [f"--{each}.{setting}" for each in names for setting in ("host=0.0.0.0", "port=8000")]
+    plan = commands.make(
+        loaded.specs,
+        loaded.values.with_overrides(served),
+        allocation.Allocation(),
+        target=target,
+        directory=source_map.FOLDER,
+        namespace=loaded.namespace,
+        environ={},
+    )
+    services: dict[str, Object] = {}
     for command in plan.commands:
-        service = services.setdefault(command.service, _service(command, options, name))
+        type_ = _component_type(command.argv[2], is_http=command.service in names)
+        service = services.setdefault(command.service, _service(command, options, name, type_))
         service["replicas"] += 1
-    return {
+    place = {"namespace": options.namespace} if options.namespace else {}
+    manifest = {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "metadata": {"name": name}
-        | ({"namespace": options.namespace} if options.namespace else {}),
+        "metadata": {"name": name, **place},
         "spec": {"services": services},
     }
+    if not options.with_sources:
+        return [manifest]
+    sources = source_map.make(name, files)
+    sources["metadata"] |= place
+    for service in services.values():
+        source_map.mount(service, sources, files)
+    return [sources, manifest]
 
 
-def _service(command: commands.ServiceCommand, options: DeployConfig, name: str) -> dict[str, Any]:
+def _component_type(module: str, *, is_http: bool) -> str | None:
+    """Return the type of a component; the classes of a graph are none, since they find each other in one namespace."""
+    if module == "dynamo.sdk":
+        return "frontend" if is_http else None
+    return _COMPONENT_TYPES.get(module, "worker")
+
+
+def _service(
+    command: commands.ServiceCommand, options: DeployConfig, name: str, component_type: str | None
+) -> Object:
     """Return a service of the deployment; its replicas are counted by the caller."""
-    module = command.argv[2]
-    service: dict[str, Any] = {
+    image = options.image or options.pipeline
+    if options.with_sources and options.image is None:
+        kind = _IMAGES.get(command.argv[2], "frontend")
+        image = f"dynamo-serving/{kind}:{distribution.version()}"
+    service: Object = {
         "dynamoNamespace": name,
-        "componentType": _COMPONENT_TYPES.get(module, "worker"),
         "replicas": 0,
         "envs": [
             {"name": key, "value": value}
@@ -165,13 +201,15 @@ def _service(command: commands.ServiceCommand, options: DeployConfig, name: str)
         ],
         "extraPodSpec": {
             "mainContainer": {
-                "image": options.image or options.pipeline,
+                "image": image,
                 "workingDir": command.directory,
                 "command": ["/bin/sh", "-c"],
                 "args": [shlex.join(("python3", *command.argv[1:]))],
             }
         },
     }
+    if component_type is not None:
+        service["componentType"] = component_type
     if command.num_devices:
         service["resources"] = {"limits": {"gpu": str(command.num_devices)}}
     return service
@@ -185,9 +223,10 @@ def _sources(options: DeployConfig) -> Iterator[tuple[str, Path]]:
     if not path.exists():
         if not graph.is_target(pipeline):
             raise errors.ConfigError(f"{pipeline}: no such archive; `dynamo get` lists them")
-        if options.image is None:
+        if options.image is None and not options.with_sources:
             raise errors.ConfigError(
-                f"{pipeline}: expected --image with an image that has its sources, since no tag names one; or"
+                f"{pipeline}: expected --image with an image that has its sources, since no tag names one;"
+                " --with-sources, which sends them along; or"
                 f" `dynamo build --containerize {pipeline}`, push the image of the tag, and deploy the tag"
             )
         yield pipeline, Path(options.working_dir).resolve()
@@ -211,11 +250,25 @@ def _on_cluster(work: Callable[[Connection], Awaitable[int]]) -> int:
     return asyncio.run(run())
 
 
-async def _apply(cluster: Connection, manifest: Mapping[str, Any], options: DeployConfig) -> int:
+async def _apply(cluster: Connection, made: Sequence[Object], options: DeployConfig) -> int:
+    *sources, manifest = made
     name = manifest["metadata"]["name"]
     namespace = options.namespace or cluster.namespace
-    applied = {**manifest, "metadata": {"name": name, "namespace": namespace}}
-    await cluster.apply(applied, _MANAGER, force=True)
+    place = {"namespace": namespace}
+    for each in sources:  # before the pods, which would wait for them
+        each["metadata"] |= place
+        await cluster.apply(each, _MANAGER, force=True)
+    applied = {**manifest, "metadata": {"name": name, **place}}
+    stored = await cluster.apply(applied, _MANAGER, force=True)
+    owner = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": name,
+        "uid": stored["metadata"]["uid"],
+    }
+    for each in sources:  # it is deleted with the deployment
+        each["metadata"]["ownerReferences"] = [owner]
+        await cluster.apply(each, _MANAGER, force=True)
     print(f"applied {name} in the namespace {namespace}", flush=True)
     if not options.wait:
         return 0
@@ -228,8 +281,25 @@ async def _apply(cluster: Connection, manifest: Mapping[str, Any], options: Depl
         raise errors.DeadlineExceeded(
             f"{name} is not ready after {options.timeout:g} s; `dynamo deployment get {name}` shows why"
         ) from None
-    print(f"{name} is ready; reach it: kubectl port-forward svc/{name}-frontend 8000:8000")
+    await _delete_former_sources(cluster, name, namespace, sources)
+    services = manifest["spec"]["services"].items()
+    doors = [key.lower() for key, value in services if value.get("componentType") == "frontend"]
+    reached = "".join(
+        f"; reach it: kubectl port-forward svc/{name}-{door} 8000:8000" for door in doors
+    )
+    print(f"{name} is ready{reached}")
     return 0
+
+
+async def _delete_former_sources(
+    cluster: Connection, name: str, namespace: str, sources: Sequence[Object]
+) -> None:
+    """Delete the sources of former versions, which no pod has any more."""
+    names = {each["metadata"]["name"] for each in sources}
+    kind = (source_map.API_VERSION, source_map.KIND)
+    for stored in await cluster.list(*kind, namespace, labels=f"{source_map.LABEL}={name}"):
+        if stored["metadata"]["name"] not in names:
+            await cluster.delete(*kind, stored["metadata"]["name"], namespace)
 
 
 async def _list(cluster: Connection, namespace: str | None) -> int:

@@ -93,7 +93,7 @@ def build(options: BuildConfig) -> int:
     directory = Path(options.working_dir).resolve()
     specs = graph.load(options.target, directory)
     try:
-        files = dict(_sources(directory, _directory(options.output).resolve()))
+        files = dict(sources(directory, _directory(options.output).resolve()))
         manifest = describe(options.target, specs, files)
         path = archive_path(manifest.tag, options.output)
         _write(path, manifest, files)
@@ -233,7 +233,7 @@ def _directory(output: str | None) -> Path:
     return Path(output) if output is not None else state.home() / "packages"
 
 
-def _sources(directory: Path, output: Path) -> Iterator[tuple[str, bytes]]:
+def sources(directory: Path, output: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the files to package, in order, without archives in `output`. Raises ConfigError if they are too large."""
     size = 0
     for path in sorted(directory.rglob("*")):

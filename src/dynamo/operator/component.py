@@ -102,7 +102,7 @@ def make_objects(
             desired.append(make_autoscaler(component, owner, spec.autoscaling))
     if spec.role == "frontend":
         desired.append(_make_service(component, owner, "http", pod_template.HTTP_PORT))
-    elif spec.role == "worker" and component.discovery == "kubernetes":
+    elif spec.role != "planner" and component.discovery == "kubernetes":
         desired.append(_make_service(component, owner, "system", pod_template.SYSTEM_PORT))
     if spec.ingress is not None and spec.ingress.enabled:
         make = _make_virtual_service if spec.ingress.use_virtual_service else _make_ingress

@@ -162,11 +162,12 @@ def to_plain(value: Any) -> Any:
 
 
 def _make_server(methods: Mapping[str, ApiMethod]) -> server.HttpServer:
-    """Return the server of these methods: `POST /name` for each, and `GET /health`."""
+    """Return the server of these methods: `POST /name` for each, and `GET /health` and `/live` for probes."""
     table: dict[tuple[str, str], exchange.Handler] = {
         ("POST", f"/{name}"): _http_handler(method) for name, method in methods.items()
     }
-    table["GET", "/health"] = lambda client: client.respond(200, b'{"status":"healthy"}')
+    for path in ("/health", "/live"):
+        table["GET", path] = lambda client: client.respond(200, b'{"status":"healthy"}')
     router = exchange.HttpRouter(table, error_body=server.plain_error)
     return server.HttpServer(router, error_body=server.plain_error)
 

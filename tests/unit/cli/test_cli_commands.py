@@ -9,7 +9,7 @@ import pytest
 import yaml
 from rich import console
 
-from dynamo.base import errors
+from dynamo.base import distribution, errors
 from dynamo.cli import bench, deployment, main, models, package, processes, top
 from dynamo.launch import state
 from dynamo.worker import model_source
@@ -122,6 +122,8 @@ def test_deployment_of_a_tag_is_written_with_its_services(home, capsys):
     assert {name: each["replicas"] for name, each in services.items()} == {
         "Frontend": 1, "Middle": 1, "Backend": 2
     }  # fmt: skip
+    types = {name: each.get("componentType") for name, each in services.items()}
+    assert types == {"Frontend": "frontend", "Middle": None, "Backend": None}
     assert container["image"] == tag
     assert container["args"] == [
         "python3 -m dynamo.sdk hello_world:Frontend --service-name Backend"
@@ -137,7 +139,7 @@ def test_deployment_of_a_language_model_asks_for_gpus(home, capsys, monkeypatch)
         image="i:1",
         namespace="there",
     )
-    manifest = deployment.make_manifest(options)
+    [manifest] = deployment.make_objects(options)
     services = manifest["spec"]["services"]
 
     assert manifest["metadata"]["namespace"] == "there"
@@ -156,15 +158,19 @@ class Cluster:
 
     async def apply(self, found, manager, *, force):
         ready = {"conditions": [{"type": "Ready", "status": "True"}], "state": "successful"}
-        self.objects[found["metadata"]["name"]] = {**found, "status": ready}
+        metadata = {**found["metadata"], "uid": "u"}
+        self.objects[metadata["name"]] = {**found, "metadata": metadata, "status": ready}
+        return self.objects[metadata["name"]]
 
     async def watch(self, api_version, kind, namespace):
         yield "SYNCED", {}
         for each in list(self.objects.values()):
             yield "ADDED", each
 
-    async def list(self, api_version, kind, namespace):
-        return list(self.objects.values())
+    async def list(self, api_version, kind, namespace, *, labels=""):
+        found = [each for each in self.objects.values() if each["kind"] == kind]
+        name, _, value = labels.partition("=")
+        return [e for e in found if not labels or e["metadata"]["labels"][name] == value]
 
     async def get(self, api_version, kind, name, namespace):
         return self.objects.get(name)
@@ -178,7 +184,7 @@ async def test_deployments_are_applied_listed_shown_and_deleted(home, capsys):
     options = deployment.DeployConfig(
         pipeline="hello_world:Frontend", image="i:1", working_dir=HELLO["working_dir"]
     )
-    await deployment._apply(cluster, deployment.make_manifest(options), options)
+    await deployment._apply(cluster, deployment.make_objects(options), options)
     await deployment._list(cluster, None)
     await deployment._show(cluster, "frontend", None)
     await deployment._delete(cluster, "frontend", None)
@@ -193,13 +199,57 @@ async def test_deployments_are_applied_listed_shown_and_deleted(home, capsys):
         await deployment._show(cluster, "frontend", None)
 
 
+async def test_sources_go_along_and_former_ones_are_deleted(home, tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "raw").write_bytes(b"\xff")
+    module = tmp_path / "web.py"
+    module.write_text(
+        "from dynamo.sdk import api, service\n@service\nclass Web:\n    @api\n    async def f(self): pass\n"
+    )
+    cluster = Cluster()
+    options = deployment.DeployConfig(
+        pipeline="web:Web", working_dir=str(tmp_path), with_sources=True, namespace="there"
+    )
+    await deployment._apply(cluster, deployment.make_objects(options), options)
+    former = set(cluster.objects)
+    module.write_text(module.read_text() + "# changed\n")
+    made = deployment.make_objects(options)
+    await deployment._apply(cluster, made, options)
+    stored = {each["kind"]: each for each in cluster.objects.values()}
+    sources, web = stored["ConfigMap"], stored["DynamoGraphDeployment"]["spec"]["services"]["Web"]
+    container, volume = web["extraPodSpec"]["mainContainer"], web["extraPodSpec"]["volumes"][0]
+
+    assert len(cluster.objects) == 2
+    assert sources["metadata"]["name"] not in former
+    assert (sources["data"], sources["binaryData"]) == ({"1": module.read_text()}, {"0": "/w=="})
+    assert [owner["uid"] for owner in sources["metadata"]["ownerReferences"]] == ["u"]
+    assert volume["configMap"] == {
+        "name": sources["metadata"]["name"],
+        "items": [{"key": "0", "path": "inner/raw"}, {"key": "1", "path": "web.py"}],
+    }
+    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/graph/src"}]
+    assert container["image"] == f"dynamo-serving/frontend:{distribution.version()}"
+    assert web["componentType"] == "frontend"
+    assert '"host": "0.0.0.0", "port": 8000' in web["envs"][0]["value"]
+
+
+def test_sources_that_no_config_map_can_hold_are_refused(home, tmp_path):
+    (tmp_path / "m.py").write_text("from dynamo.sdk import service\n@service\nclass Big: pass\n")
+    (tmp_path / "weights").write_bytes(b"1" * 900_000)
+    options = deployment.DeployConfig(
+        pipeline="m:Big", working_dir=str(tmp_path), with_sources=True
+    )
+    with pytest.raises(errors.ConfigError, match=r"at most 900,000 bytes.*got 900,056 in 2 files"):
+        deployment.make_objects(options)
+
+
 @pytest.mark.parametrize("name", ["Bad_Name", "1st", "a-", "a" * 64])
 def test_name_that_kubernetes_refuses_is_refused_before(home, name):
     options = deployment.DeployConfig(
         pipeline="hello_world:Frontend", image="i:1", working_dir=HELLO["working_dir"], name=name
     )
     with pytest.raises(errors.ConfigError, match="-n: expected at most 63 lower-case letters"):
-        deployment.make_manifest(options)
+        deployment.make_objects(options)
 
 
 @pytest.mark.parametrize(
