@@ -322,7 +322,8 @@ def test_what_the_spec_no_longer_asks_for_goes():
 
 def test_kubernetes_discovery_brings_accounts_and_headless_services():
     planner = {"componentType": "planner", "extraPodSpec": {"mainContainer": {"image": "own"}}}
-    services = {"Frontend": frontend(), "Decode": worker(), "Planner": planner}
+    own = {"extraPodSpec": {"mainContainer": {"image": "own"}}}
+    services = {"Frontend": frontend(), "Decode": worker(), "Planner": planner, "Own": own}
     cluster = settled(make_graph(services=services), etcd_addr="")
     pod = cluster.get("Deployment", "g-decode")["spec"]["template"]
 
@@ -330,7 +331,10 @@ def test_kubernetes_discovery_brings_accounts_and_headless_services():
     assert cluster.get("RoleBinding", "g-k8s-service-discovery-binding")["subjects"][0]["name"] == (
         "g-k8s-service-discovery"
     )
-    assert cluster.get("Service", "g-decode")["spec"]["clusterIP"] == "None"
+    headless = {
+        s["metadata"]["name"]: s["spec"].get("clusterIP") for s in cluster.of_kind("Service")
+    }
+    assert headless == {"g-frontend": None, "g-decode": "None", "g-own": "None"}
     assert pod["metadata"]["labels"][objects.DISCOVERY_LABEL] == "kubernetes"
     planner_pod = cluster.get("Deployment", "g-planner")["spec"]["template"]["spec"]
     assert planner_pod["serviceAccountName"] == "planner-serviceaccount"
