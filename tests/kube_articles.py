@@ -11,6 +11,7 @@ import httpx
 import pytest
 import yaml
 
+import kube_cluster
 from waiting import PATIENT_S, eventually
 
 NAMESPACE = "dynamo-kubernetes"
@@ -58,7 +59,7 @@ def install(cluster, charts, values="dynamo-operator.namespaceRestriction.enable
 
 def await_pods(cluster, namespace, num_pods):
     """Wait until a namespace has so many pods, and all are ready."""
-    flags = ("-n", namespace, "--timeout=100s")
+    flags = ("-n", namespace, kube_cluster.WAIT)
     eventually(
         lambda: len(run(cluster, "get", "pods", "-n", namespace, "-o", "name").split()) == num_pods,
         what=f"{num_pods} pods in {namespace}",

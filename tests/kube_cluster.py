@@ -19,6 +19,7 @@ import pytest
 from waiting import PATIENT_S
 
 _MINIMUM = (1, 28)
+WAIT = f"--timeout={PATIENT_S - 20:g}s"  # of kubectl's own, so that it says what it waited for
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ LEAST = {  # of the exchanges that are replayed
     "03-http-errors": 0.96,
     "04-list-watch": 0.98,
 }
-pytestmark = [
-    pytest.mark.skipif(not RECORDINGS.is_dir(), reason="the recorded exchanges are not here"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.skipif(
+    not RECORDINGS.is_dir(), reason="the recorded exchanges are not here"
+)
 
 
 @pytest.mark.parametrize("name", LEAST)

@@ -17,10 +17,9 @@ from dynamo.runtime.http import server
 from kube_recordings import RECORDINGS, Replay, any_cluster, normal
 from waiting import PATIENT_S
 
-pytestmark = [
-    pytest.mark.skipif(not RECORDINGS.is_dir(), reason="the recorded exchanges are not here"),
-    pytest.mark.timeout(120),
-]
+pytestmark = pytest.mark.skipif(
+    not RECORDINGS.is_dir(), reason="the recorded exchanges are not here"
+)
 KNOWN = {  # exchanges whose answers differ, for reasons that have nothing to do with webhooks
     "02-crd-versions": {
         *(

@@ -19,7 +19,7 @@ from dynamo.base import errors
 from dynamo.cli import kube
 from waiting import PATIENT_S, eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.system
 
 DEFINITION = {
     "apiVersion": "apiextensions.k8s.io/v1",
@@ -80,7 +80,7 @@ def cluster(tmp_path_factory):
         done = running.kubectl("apply", "-f", "-", stdin=json.dumps(DEFINITION))
         assert done.returncode == 0, done.stderr
         done = running.kubectl(
-            "wait", "--for=condition=Established", "crd/widgets.example.com", "--timeout=30s"
+            "wait", "--for=condition=Established", "crd/widgets.example.com", kube_cluster.WAIT
         )
         assert done.returncode == 0, done.stderr
         yield running
@@ -370,7 +370,7 @@ def node(tmp_path_factory):
 
 def test_a_deployment_runs_as_processes_and_leaves_nothing(node):
     node.kubectl("apply", "-f", "-", stdin=WEB)
-    rollout = node.kubectl("rollout", "status", "deployment/web", "--timeout=100s", timeout_s=120)
+    rollout = node.kubectl("rollout", "status", "deployment/web", kube_cluster.WAIT)
     pods = node.kubectl(
         "get", "pods", "-l", "app=web", "-o", "jsonpath={.items[*].status.podIP}"
     ).stdout.split()
@@ -379,9 +379,7 @@ def test_a_deployment_runs_as_processes_and_leaves_nothing(node):
     ).stdout.split()
     log = node.kubectl("logs", "deployment/web").stdout
     node.kubectl("delete", "deployment/web", "service/web")
-    gone = node.kubectl(
-        "wait", "--for=delete", "pod", "-l", "app=web", "--timeout=60s", timeout_s=90
-    )
+    gone = node.kubectl("wait", "--for=delete", "pod", "-l", "app=web", kube_cluster.WAIT)
 
     assert "successfully rolled out" in rollout.stdout
     assert len(set(pods)) == 2
@@ -395,7 +393,7 @@ def test_the_status_of_a_pod_tells_why_it_does_not_run(node):
     node.kubectl("apply", "-f", "-", stdin=json.dumps(TOO_LARGE))
     reason = "jsonpath={.status.containerStatuses[0].state.waiting.reason}"
     crashed = node.kubectl(
-        "wait", f"--for={reason}=CrashLoopBackOff", "pod/crashing", "--timeout=60s", timeout_s=90
+        "wait", f"--for={reason}=CrashLoopBackOff", "pod/crashing", kube_cluster.WAIT
     )
     condition = "jsonpath={.status.conditions[0].message}"
     unschedulable = node.kubectl("get", "pod", "large", "-o", condition).stdout
@@ -426,9 +424,7 @@ def test_pod_becomes_ready_as_soon_as_its_start_has_succeeded(node):
         "spec": {"containers": [container]},
     }
     node.kubectl("apply", "-f", "-", stdin=json.dumps(pod))
-    ready = node.kubectl(
-        "wait", "--for=condition=Ready", "pod/starting", "--timeout=60s", timeout_s=90
-    )
+    ready = node.kubectl("wait", "--for=condition=Ready", "pod/starting", kube_cluster.WAIT)
     node.kubectl("delete", "pod", "starting", "--grace-period=1")
 
     assert ready.returncode == 0, ready.stderr
@@ -437,7 +433,7 @@ def test_pod_becomes_ready_as_soon_as_its_start_has_succeeded(node):
 @pytest.fixture
 def idle_pod(node):
     node.kubectl("apply", "-f", "-", stdin=json.dumps(IDLE))
-    node.kubectl("wait", "--for=condition=Ready", "pod/idle", "--timeout=60s", timeout_s=90)
+    node.kubectl("wait", "--for=condition=Ready", "pod/idle", kube_cluster.WAIT)
     yield "idle"
     node.kubectl("delete", "pod", "idle", "--grace-period=1")
 
@@ -516,13 +512,13 @@ def test_autoscaler_follows_the_cpu_of_the_pods_processes(node, tmp_path):
     idle = tmp_path / "idle"
     node.kubectl("apply", "-f", "-", stdin=BUSY.replace("IDLE", str(idle)))
     grown = node.kubectl(
-        "wait", "--for=jsonpath={.spec.replicas}=2", "deployment/busy", "--timeout=60s"
+        "wait", "--for=jsonpath={.spec.replicas}=2", "deployment/busy", kube_cluster.WAIT
     )
     usage = node.kubectl("top", "pods", "-l", "app=busy", "--no-headers").stdout.split()
     shown = node.kubectl("get", "hpa", "busy", "--no-headers").stdout
     idle.touch()
     shrunk = node.kubectl(
-        "wait", "--for=jsonpath={.spec.replicas}=1", "deployment/busy", "--timeout=60s"
+        "wait", "--for=jsonpath={.spec.replicas}=1", "deployment/busy", kube_cluster.WAIT
     )
     events = node.kubectl("get", "events", "--field-selector", "reason=SuccessfulRescale").stdout
     node.kubectl("delete", "hpa/busy", "deployment/busy")

@@ -17,7 +17,7 @@ from kube_articles import NAMESPACE, ask, connect, run
 from waiting import PATIENT_S, eventually
 
 ROOT = pathlib.Path(__file__).parents[2]
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_manifests_of_the_article_answer_through_port_forward(cluster):
     ]
     for text in texts:
         run(cluster, "apply", "-f", "-", stdin=text)
-    run(cluster, "wait", "--for=condition=Ready", "dgd", "--all", "--timeout=110s")
+    run(cluster, "wait", "--for=condition=Ready", "dgd", "--all", kube_cluster.WAIT)
     rows = kube_articles.shown_rows(run(cluster, "get", "pods"))
     answers = []
     for name in ("vllm-agg", "vllm-disagg"):

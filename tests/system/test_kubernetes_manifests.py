@@ -29,7 +29,6 @@ MANIFESTS = ROOT.parent / "shared" / "data" / "kube" / "manifests"
 NAMES = ("agg_router", "agg_router-v1beta1", "disagg_router", "disagg_kvbm", "disagg_planner")
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(
         "DYN_TEST_KUBERNETES" not in os.environ, reason="takes minutes: make test-kubernetes"
     ),
@@ -142,7 +141,7 @@ def fill_claim(cluster, source):
     for item in (claim, pod):
         run(cluster, "apply", "-f", "-", stdin=json.dumps(item))
     phase = "jsonpath={.status.phase}"
-    run(cluster, "wait", f"--for={phase}=Succeeded", "pod/copy", "--timeout=60s")
+    run(cluster, "wait", f"--for={phase}=Succeeded", "pod/copy", kube_cluster.WAIT)
     run(cluster, "delete", "pod/copy")
 
 
@@ -155,7 +154,7 @@ def test_manifest_of_the_original_becomes_ready_and_answers(cluster, name):
     manifest = read_manifest(name)
     graph, services = manifest["metadata"]["name"], manifest["spec"]["services"]
     run(cluster, "apply", "-f", str(MANIFESTS / f"{name}.yaml"))
-    ready = cluster.kubectl("wait", "--for=condition=Ready", f"dgd/{graph}", "--timeout=110s")
+    ready = cluster.kubectl("wait", "--for=condition=Ready", f"dgd/{graph}", kube_cluster.WAIT)
     assert ready.returncode == 0, run(cluster, "get", "dgd,pods")
     replicas = sum(service.get("replicas", 1) for service in services.values())
     pods = run(cluster, "get", "pods", "-o", "name").split()
@@ -196,7 +195,7 @@ def test_request_profiles_the_simulated_engine_and_deploys_it(cluster):
     }
     run(cluster, "apply", "-f", "-", stdin=json.dumps(request))
     state = "jsonpath={.status.state}"
-    run(cluster, "wait", f"--for={state}=Ready", "dgdr/found", "--timeout=115s")
+    run(cluster, "wait", f"--for={state}=Ready", "dgdr/found", kube_cluster.WAIT)
     graph = json.loads(run(cluster, "get", "dgd/found", "-o", "json"))
     run(cluster, "delete", "dgdr/found", "dgd/found")
 
@@ -238,7 +237,7 @@ def test_operator_of_one_namespace_serves_it_without_rights_in_the_cluster(tmp_p
         cluster_wide = run(cluster, "get", "clusterroles,clusterrolebindings", "-o", "name")
         for namespace in (kube_articles.NAMESPACE, "default"):
             run(cluster, "apply", "-n", namespace, "-f", "-", stdin=json.dumps(manifest))
-        flags = ("-n", kube_articles.NAMESPACE, "--timeout=115s")
+        flags = ("-n", kube_articles.NAMESPACE, kube_cluster.WAIT)
         ready = cluster.kubectl("wait", "--for=condition=Ready", "dgd/mocker", *flags)
         elsewhere = run(cluster, "get", "dgd/mocker", "-o", "jsonpath={.status}")
 

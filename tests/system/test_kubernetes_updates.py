@@ -14,7 +14,7 @@ import kube_cluster
 from kube_articles import run
 from waiting import PATIENT_S, eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 EXAMPLE = pathlib.Path(__file__).parents[2] / "deploy" / "examples" / "mocker.yaml"
 OUR_KINDS = (
     "dgd,dcd,dwm,dm,deployments,replicasets,pods,services,roles,rolebindings,serviceaccounts"
@@ -91,7 +91,7 @@ def apply(cluster, *documents):
 
 
 def await_ready(cluster):
-    run(cluster, "wait", "--for=condition=Ready", "dgd/mocker", "--timeout=110s")
+    run(cluster, "wait", "--for=condition=Ready", "dgd/mocker", kube_cluster.WAIT)
 
 
 def make_body(model=MODEL):
@@ -108,7 +108,7 @@ def worker_pods(cluster):
 def test_adapter_of_a_model_is_loaded_by_every_worker_and_unloaded_with_it(cluster, url, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     apply(cluster, make_model("poet", tmp_path), make_model("lost", tmp_path / "absent"))
-    run(cluster, "wait", "--for=condition=EndpointsReady", "dm/poet", "--timeout=60s")
+    run(cluster, "wait", "--for=condition=EndpointsReady", "dm/poet", kube_cluster.WAIT)
     status = json.loads(run(cluster, "get", "dm/poet", "-o", "json"))["status"]
     message = "jsonpath={.status.conditions[0].message}"
     eventually(

@@ -266,7 +266,6 @@ class PlayedPod:
         self._process.wait(PATIENT_S)
 
 
-@pytest.mark.timeout(300)
 def test_slow_download_is_alive_shown_and_made_once_for_all_replicas(
     slow_hub, tmp_path, unused_tcp_port_factory
 ):
@@ -295,7 +294,6 @@ def test_slow_download_is_alive_shown_and_made_once_for_all_replicas(
     assert restarted.downloading() == []
 
 
-@pytest.mark.timeout(300)
 def test_download_that_stands_still_is_given_up_and_its_successor_ends_it(
     slow_hub, tmp_path, unused_tcp_port_factory
 ):
