@@ -173,6 +173,34 @@ async def test_partitioned_member_expires_and_keeps_its_view(join, proxy):
     assert await take(inside, 1) == [Put(key="v1/news", value=b"")]
 
 
+@pytest.mark.parametrize("is_answer_lost", [False, True], ids=["late", "answer lost"])
+@pytest.mark.parametrize("write", ["put", "delete"])
+async def test_write_that_comes_late_undoes_no_later_one(join, monkeypatch, write, is_answer_lost):
+    """As from a connection that was given up while a network kept what it had sent."""
+    member, lost = await join(), []
+    call = connection.EtcdConnection._call
+
+    async def lose(etcd, stub, request):
+        if not lost and write in str(request) and etcd is member._etcd:
+            lost.append((etcd, stub, request))
+            if is_answer_lost:
+                await call(etcd, stub, request)
+            raise errors.Unavailable("no answer")
+        return await call(etcd, stub, request)
+
+    await member.put("v1/key", b"first")
+    monkeypatch.setattr(connection.EtcdConnection, "_call", lose)
+    if write == "put":
+        await member.put("v1/key", b"second")
+    else:
+        await member.delete("v1/key")
+    await member.put("v1/key", b"third")
+    with contextlib.suppress(errors.Unavailable):
+        await call(*lost[0])  # which comes now
+
+    assert await member.get_prefix("v1/") == {"v1/key": b"third"}
+
+
 async def test_changes_during_a_partition_arrive_after_compaction(etcd, join, proxy):
     cut_off, other = await join(await proxy.start()), await join()
     await other.put("v1/goes", b"")
@@ -215,8 +243,8 @@ async def test_ten_thousand_changes_at_once_all_arrive(etcd, join, monkeypatch):
     async with connection.connect(whereto, etcd.address) as direct:
         await direct.grant(5000, 60)
         for start in range(0, 10_000, 500):
-            puts = (direct.put(f"v1/{n:05}", b"x" * 200, 5000) for n in range(start, start + 500))
-            await asyncio.gather(*puts)
+            keys = [f"v1/{n:05}" for n in range(start, start + 500)]
+            await asyncio.gather(*(direct.put(key, b"x" * 200, 5000, after=0) for key in keys))
         told = {change.key for change in await take(watch, 10_000)}
         await direct.revoke(5000)
         gone = {change.key for change in await take(watch, 10_000)}
@@ -392,7 +420,7 @@ async def test_call_on_a_channel_that_was_closed_gets_no_answer(etcd):
         pass
 
     with pytest.raises(errors.Unavailable, match="closed"):
-        await etcd_connection.delete("v1/a", 1)
+        await etcd_connection.delete("v1/a", after=1)
 
 
 async def test_certificates_authenticate_both_sides(tmp_path):

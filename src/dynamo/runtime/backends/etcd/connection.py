@@ -88,21 +88,34 @@ class EtcdConnection:
         """Check that the server knows its cluster and lets this user read."""
         await self._call(self._kv.Range, rpc.RangeRequest(key=_PROBE, count_only=True))
 
-    async def put(self, key: str, value: bytes, lease_id: int) -> None:
+    async def put(self, key: str, value: bytes, lease_id: int, *, after: int) -> tuple[bool, int]:
+        """Write a key whose last change was at revision `after`, 0 if it does not exist.
+
+        Return whether it was written, and the revision of its last change now. A write that got no answer may still
+        be on its way, and come after a later one; the revision that it names keeps it from undoing that.
+        """
         if len(value) > VALUE_LIMIT:
             raise errors.ConfigError(
                 f"{key}: expected at most {VALUE_LIMIT} bytes for etcd, got {len(value)}"
             )
-        request = rpc.PutRequest(key=key.encode(), value=value, lease=lease_id)
-        await self._call(self._kv.Put, request)
-
-    async def delete(self, key: str, lease_id: int) -> None:
-        """Remove a key, if it belongs to this lease."""
-        is_ours = rpc.Compare(
-            key=key.encode(), target=rpc.Compare.LEASE, result=rpc.Compare.EQUAL, lease=lease_id
+        writing = rpc.PutRequest(key=key.encode(), value=value, lease=lease_id)
+        reading = rpc.RangeRequest(key=key.encode(), keys_only=True)
+        request = rpc.TxnRequest(
+            compare=[_is_of_revision(key, after)],
+            success=[rpc.RequestOp(request_put=writing)],
+            failure=[rpc.RequestOp(request_range=reading)],
         )
+        answer = await self._call(self._kv.Txn, request)
+        if answer.succeeded:
+            return True, answer.header.revision
+        kvs = answer.responses[0].response_range.kvs
+        return False, kvs[0].mod_revision if kvs else 0
+
+    async def delete(self, key: str, *, after: int) -> None:
+        """Remove a key, if its last change was at this revision."""
         removal = rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key.encode()))
-        await self._call(self._kv.Txn, rpc.TxnRequest(compare=[is_ours], success=[removal]))
+        request = rpc.TxnRequest(compare=[_is_of_revision(key, after)], success=[removal])
+        await self._call(self._kv.Txn, request)
 
     async def read(self, prefix: str) -> tuple[dict[str, bytes], int]:
         """Return all keys under a prefix, and the revision of etcd at which they were so."""
@@ -191,6 +204,12 @@ def _channel(settings: access.EtcdAccess, address: str) -> Any:
         root_certificates=tls.ca, private_key=tls.key, certificate_chain=tls.certificate
     )
     return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+
+
+def _is_of_revision(key: str, revision: int) -> Any:
+    return rpc.Compare(
+        key=key.encode(), target=rpc.Compare.MOD, result=rpc.Compare.EQUAL, mod_revision=revision
+    )
 
 
 def _range(prefix: str) -> tuple[bytes, bytes]:

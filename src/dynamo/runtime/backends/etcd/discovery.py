@@ -267,6 +267,7 @@ class EtcdLease:
         self._id = lease_id
         self._ttl_s = ttl_s
         self._desired: dict[str, bytes | None] = {}  # None: to be removed
+        self._revisions: dict[str, int] = {}  # of etcd, at which we wrote each key last
         self._writing = asyncio.Lock()
         self._check_requested = asyncio.Event()
         self._was_held = False
@@ -316,7 +317,7 @@ class EtcdLease:
             self._is_over = True
             for key, value in self._desired.items():
                 if value is not None:
-                    await etcd.put(key, REMOVED, self._id)
+                    await self._put(etcd, key, REMOVED)
             await etcd.revoke(self._id)
 
     async def _take(self, etcd: connection.EtcdConnection) -> None:
@@ -332,12 +333,21 @@ class EtcdLease:
     async def _write(self, etcd: connection.EtcdConnection, key: str) -> None:
         value = self._desired.get(key)
         if value is not None:
-            await etcd.put(key, value, self._id)
+            await self._put(etcd, key, value)
         elif key in self._desired:
-            await etcd.put(key, REMOVED, self._id)  # others see that the lease did not just end
-            await etcd.delete(key, self._id)
+            # others see by this value that the lease did not just end
+            await etcd.delete(key, after=await self._put(etcd, key, REMOVED))
+            del self._revisions[key]
             if self._desired[key] is None:  # and not set again meanwhile
                 del self._desired[key]
+
+    async def _put(self, etcd: connection.EtcdConnection, key: str, value: bytes) -> int:
+        """Write a key, whose revision another of our writes may have changed; return its revision now."""
+        is_written = False
+        while not is_written:
+            after = self._revisions.get(key, 0)
+            is_written, self._revisions[key] = await etcd.put(key, value, self._id, after=after)
+        return self._revisions[key]
 
     async def _wait_for_check(self) -> bool:
         """Wait until the next refresh is due; return True if `check_now` asked for it sooner."""
