@@ -202,9 +202,10 @@ def run_tier(storage: storages.DiskFile, verb: str, num_blocks: int) -> None:
             content = view[thread * DISK_BLOCK_BYTES : (thread + 1) * DISK_BLOCK_BYTES]
             for slot in range(thread, num_blocks, num_threads):
                 if verb == "write":
-                    storage.write(slot, CachedBlock(slot, slot, None), content, 0)
+                    storage.write(slot, (CachedBlock(slot, slot, None),), (content,), 0)
                 else:
-                    assert storage.read(slot, content), "a block is damaged"
+                    block = CachedBlock(slot, slot, None)
+                    assert not storage.read(slot, (block,), (content,)), "a block is damaged"
             content.release()
 
         with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:

@@ -48,7 +48,7 @@ def _list(file: storage.DiskFile) -> int:
 
 def _verify(file: storage.DiskFile) -> int:
     content = memoryview(mmap.mmap(-1, file.header.block_bytes))  # whole pages, for direct reads
-    damaged = [slot for slot in file.blocks if not file.read(slot, content)]
+    damaged = [slot for slot, block in file.blocks.items() if file.read(slot, block, (content,))]
     print(
         f"{file.path}: {len(file.blocks) - len(damaged)} blocks are intact, {len(damaged)} are not"
     )

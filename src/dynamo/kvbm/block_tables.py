@@ -162,4 +162,5 @@ class BlockTables(abc.ABC, Generic[S]):
         offered = [
             tiers.CachedBlock(hashes[i], local[i], hashes[i - 1] if i else None) for i in positions
         ]
-        self.tiers.offer(offered, sequence.request.priority, sequence.request.cache_hint)
+        priority, hint = sequence.request.priority, sequence.request.cache_hint
+        self.tiers.offer(positions.start, offered, priority, hint)

@@ -150,6 +150,10 @@ class HostMemory:
         size = self.block_bytes
         return self.window.view[slot * size : (slot + 1) * size]
 
+    def get(self, slot: int, block: CachedBlock) -> memoryview:
+        """Return the content of a block, which stays as it is while it is used here. Raises OSError if it is gone."""
+        return self.block(slot)
+
     def provide(self) -> Iterator[int]:
         """Provide the memory piece by piece; yield after each piece how many slots more can be used."""
         num_provided, num_slots = 0, 0
@@ -271,6 +275,16 @@ class SharedHostMemory(HostMemory):
             return True
         record = self._file.read_record(slot)
         return record is not None and record.block == block
+
+    def get(self, slot: int, block: CachedBlock) -> memoryview:
+        """Return the content of a block: a copy if another process may write to the slot. Raises OSError if it has."""
+        own = self.slots
+        if own.first <= slot < own.first + own.num:
+            return self.block(slot)
+        content = memoryview(bytes(self.block(slot)))
+        if not self.is_current(slot, block):
+            raise OSError("another worker has removed a block from shared host memory")
+        return content
 
     def look(self) -> SharedChanges | None:
         return self._file.look()

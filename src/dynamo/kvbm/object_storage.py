@@ -1,15 +1,19 @@
-"""The object store tier: one object for each block, in whatever `obstore` can reach by a URL.
+"""The object store tier: one object for each segment of blocks, in whatever `obstore` can reach by a URL.
 
-    PREFIX / fingerprint / sequence hash - local hash - parent hash
+    PREFIX / fingerprint / sequence hashes, after that of the block before / local hashes      both in base64
 
-The name has all that the index needs, so a start lists names and reads no block. The fingerprint (model, dtype, layout,
-...) is a hash: blocks of another engine are never seen. Each object begins with the checksum of its block.
+The name has all that the index needs, so a start lists names and reads no block. It is one that any worker with these
+tokens gives the segment, so that two store it once. The fingerprint (model, dtype, layout, ...) is a hash: blocks of
+another engine are never seen. In an object each block follows its checksum, whose seed is the block's sequence hash: a
+range of blocks can be read alone, and a block in another's place is found.
 
-Workers may share a prefix: one that starts finds what others have stored by then. Each removes what it evicts; a block
-that another worker has removed meanwhile is not there when it is read, and is computed.
+Workers may share a prefix: one that starts finds what others have stored by then. Each removes what it evicts; what
+another worker has removed meanwhile is not there when it is read, and is computed.
 """
 
+import base64
 import contextlib
+import itertools
 import struct
 import threading
 from collections.abc import Mapping, Sequence
@@ -23,14 +27,15 @@ from obstore import exceptions
 from obstore import store as stores
 
 from dynamo.base import errors
-from dynamo.kvbm.tiers import CachedBlock, TierSlots
+from dynamo.kvbm.tiers import CachedBlock, Segment, TierSlots
 from dynamo.protocols import kv_events
 
+SEGMENT_TOKENS = 256
+MAX_SEGMENT_BLOCKS = (
+    16  # whose hashes fit into the 255 bytes that file systems allow for a part of a name
+)
 TIMEOUT_S = 10  # of one request
-_HEADER = struct.Struct("<8sQ")  # format, checksum of the block
-_FORMAT = b"dynkvb1\0"
-_ROOT = "root"  # instead of a parent's hash
-_NAME_PARTS = 3
+_NUMBER = struct.Struct("<Q")  # a checksum, a hash
 
 
 class ObjectStorage:
@@ -40,82 +45,123 @@ class ObjectStorage:
     num_threads = 4
 
     def __init__(
-        self, url: str, fingerprint: Mapping[str, str], *, num_slots: int, part: str = ""
+        self,
+        url: str,
+        fingerprint: Mapping[str, str],
+        *,
+        num_blocks: int,
+        block_size: int,
+        part: str = "",
     ) -> None:
-        """Find the blocks of earlier runs. `part` is the name of a rank. Raises ConfigError that names the URL."""
-        self.name, self.num_slots = url, num_slots
+        """Find the blocks of earlier runs. `block_size` is in tokens, `part` the name of a rank.
+
+        Raises ConfigError that names the option and what is wrong.
+        """
+        self.name = url
+        self._segment_blocks = min(max(1, SEGMENT_TOKENS // block_size), MAX_SEGMENT_BLOCKS)
+        self._num_slots = num_blocks // self._segment_blocks
+        if not self._num_slots:
+            raise errors.ConfigError(
+                f"--kvbm-object-num-blocks {num_blocks}: expected at least {self._segment_blocks}, the blocks of one"
+                " object"
+            )
         text = "\n".join(f"{name}={value}" for name, value in sorted(fingerprint.items()))
         self._prefix = f"{xxhash.xxh3_64_hexdigest(text.encode())}/{part}".rstrip("/")
         self._lock = threading.Lock()
         self.generation = 0
         self._paths: dict[int, str] = {}  # by slot
-        self.blocks: dict[int, CachedBlock] = {}
+        self._stored: dict[int, Segment] = {}  # of earlier runs, by slot, oldest first
+        self._directory: Path | None = None  # of the objects, if they are files
         try:
             options: dict[str, Any] = {}  # of a directory, which has no time limits
             if url.startswith("file:"):
-                directory = Path(request.url2pathname(parse.urlsplit(url).path), self._prefix)
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._directory = Path(request.url2pathname(parse.urlsplit(url).path), self._prefix)
+                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             else:
                 options = {
                     "client_options": {"timeout": f"{TIMEOUT_S}s", "allow_http": True},
                     "retry_config": {"max_retries": 1},
                 }
             self._store = stores.from_url(url, **options)
-            self._find_blocks()
+            self._find_segments()
         except (exceptions.BaseError, OSError, ValueError) as error:
             raise errors.ConfigError(
                 f"--kvbm-object-store {url}: expected a store that can be listed, got: {_describe(error)}"
             ) from error
 
-    def write(self, slot: int, block: CachedBlock, content: memoryview, generation: int) -> None:
-        """Write a block, and remove the one that the slot held. Raises OSError, also if all was forgotten meanwhile."""
-        parent = _ROOT if block.parent_hash is None else f"{block.parent_hash:016x}"
-        path = f"{self._prefix}/{block.sequence_hash:016x}-{block.local_hash:016x}-{parent}"
+    def write(
+        self, slot: int, segment: Segment, contents: Sequence[memoryview], generation: int
+    ) -> None:
+        """Write a segment, and remove the one that the slot held.
+
+        Raises OSError, also if all was forgotten meanwhile.
+        """
+        path = f"{self._prefix}/{_name(segment)}"
         with self._lock:
-            former = self._paths.get(slot)
+            former = self._paths.pop(slot, None)
+            if former in self._paths.values():  # stored again, in another slot
+                former = None
             self._paths[slot] = path  # so that `purge` leaves it
+        body: list[bytes | memoryview] = []
+        for block, content in zip(segment, contents, strict=True):
+            body += (_checksum(block, content), content)
         try:
-            self._replace(former, path, content, generation)
+            self._replace(former, path, b"".join(body), generation)
         except (exceptions.BaseError, OSError) as error:
             with self._lock:
                 self._paths.pop(slot, None)
             raise OSError(_describe(error)) from error
 
-    def _replace(self, former: str | None, path: str, content: memoryview, generation: int) -> None:
-        """Remove the object `former` and write that of a block. Raises OSError if all was forgotten meanwhile."""
+    def _replace(self, former: str | None, path: str, body: bytes, generation: int) -> None:
+        """Remove the object `former` and write that of a segment. Raises OSError if all was forgotten meanwhile."""
         if former is not None and former != path:
             self._remove([former])
         if generation == self.generation:
-            header = _HEADER.pack(_FORMAT, xxhash.xxh3_64_intdigest(content))
-            obstore.put(self._store, path, b"".join((header, content)), use_multipart=False)
+            obstore.put(self._store, path, body, use_multipart=False)
         if generation != self.generation:  # perhaps after `purge` has listed the objects
             self._remove([path])
-            raise OSError("all blocks were forgotten while this one was to be written")
+            raise OSError("all blocks were forgotten while these were to be written")
 
     @property
     def slots(self) -> TierSlots:
         """All slots: each worker has a list of its own."""
-        return TierSlots(num=self.num_slots, stored=self.blocks)
+        return TierSlots(
+            num=self._num_slots, segment_blocks=self._segment_blocks, stored=self._stored
+        )
 
     def look(self) -> None:
         """Find nothing: what other workers store is found at the next start."""
 
-    def read(self, slot: int, content: memoryview, expected: CachedBlock | None = None) -> bool:
-        """Read the block of a slot; return False if it is gone or wrong. Raises OSError."""
+    def read(
+        self, slot: int, blocks: Sequence[CachedBlock], contents: Sequence[memoryview]
+    ) -> frozenset[int]:
+        """Read blocks of a slot by one request.
+
+        Return the positions of those that are gone or wrong. Raises OSError.
+        """
         path = self._paths.get(slot)
-        if path is None:
-            return False
+        segment = None if path is None else self._parse(path)
+        if path is None or segment is None or not set(blocks) <= set(segment):
+            return frozenset(range(len(blocks)))
+        places = [segment.index(block) for block in blocks]
+        first, num_bytes = min(places), _NUMBER.size + len(contents[0])
         try:
-            stored = memoryview(obstore.get(self._store, path).bytes())
+            read = obstore.get_range(
+                self._store, path, start=first * num_bytes, end=(max(places) + 1) * num_bytes
+            )
         except FileNotFoundError:
-            return False
+            return frozenset(range(len(blocks)))
         except exceptions.BaseError as error:
             raise OSError(_describe(error)) from error
-        if len(stored) != _HEADER.size + len(content):
-            return False
-        format_name, checksum = _HEADER.unpack(stored[: _HEADER.size])
-        content[:] = stored[_HEADER.size :]
-        return bool(format_name == _FORMAT and xxhash.xxh3_64_intdigest(content) == checksum)
+        wrong, records = set(), memoryview(read)
+        for i, (block, content, place) in enumerate(zip(blocks, contents, places, strict=True)):
+            record = records[(place - first) * num_bytes :][:num_bytes]
+            stored = record[_NUMBER.size :]
+            if len(record) < num_bytes or record[: _NUMBER.size] != _checksum(block, stored):
+                wrong.add(i)
+            else:
+                content[:] = stored
+        return frozenset(wrong)
 
     def forget(self) -> None:
         """Find no block any more. Other workers, and a restart, find those that `purge` has not removed yet."""
@@ -136,36 +182,73 @@ class ObjectStorage:
     def close(self) -> None:
         """Do nothing: there is no connection that would have to be closed."""
 
-    def _find_blocks(self) -> None:
-        """Enter the newest objects as blocks; remove those for which there is no slot."""
+    def _find_segments(self) -> None:
+        """Enter the newest objects as segments; remove those for which there is no slot, and what is none."""
         entries = [
             entry for page in obstore.list(self._store, prefix=self._prefix) for entry in page
         ]
         entries.sort(key=lambda entry: entry["last_modified"], reverse=True)
+        known: set[int] = set()
         for entry in entries:
-            block = _parse(entry["path"])
-            if block is not None and len(self.blocks) < self.num_slots:
-                slot = len(self.blocks)
-                self.blocks[slot], self._paths[slot] = block, entry["path"]
+            segment = self._parse(entry["path"])
+            if segment is None or len(self._stored) == self._num_slots:
+                continue
+            if segment[-1].sequence_hash not in known:
+                known.add(segment[-1].sequence_hash)
+                slot = len(self._stored)
+                self._stored[slot], self._paths[slot] = segment, entry["path"]
         kept = set(self._paths.values())
         self._remove([entry["path"] for entry in entries if entry["path"] not in kept])
-        self.blocks = dict(reversed(self.blocks.items()))
+        self._stored = dict(reversed(self._stored.items()))
 
     def _remove(self, paths: Sequence[str]) -> None:
         with contextlib.suppress(FileNotFoundError):  # another worker was quicker
             obstore.delete(self._store, paths)
+        if self._directory is not None:
+            for path in paths:
+                name = path.removeprefix(f"{self._prefix}/").partition("/")[0]
+                with contextlib.suppress(OSError):  # written again meanwhile
+                    (self._directory / name).rmdir()
+
+    def _parse(self, path: str) -> Segment | None:
+        """Return the segment of an object's name; None for something else."""
+        names = path.removeprefix(f"{self._prefix}/").split("/")
+        try:
+            chain, local_hashes = [_decode(name) for name in names]
+        except ValueError:
+            return None
+        if len(local_hashes) != self._segment_blocks:
+            return None
+        parent = chain.pop(0) if len(chain) == self._segment_blocks + 1 else None
+        if len(set(chain)) != self._segment_blocks or len(chain) != self._segment_blocks:
+            return None
+        blocks = zip(chain, local_hashes, (parent, *chain[:-1]), strict=True)
+        return tuple(itertools.starmap(CachedBlock, blocks))
 
 
-def _parse(path: str) -> CachedBlock | None:
-    """Return the block of an object's name; None for something else."""
-    parts = path.rpartition("/")[2].split("-")
-    if len(parts) != _NAME_PARTS:
-        return None
-    try:
-        parent = None if parts[2] == _ROOT else int(parts[2], 16)
-        return CachedBlock(int(parts[0], 16), int(parts[1], 16), parent)
-    except ValueError:
-        return None
+def _name(segment: Segment) -> str:
+    """Return the end of an object's name."""
+    parent = segment[0].parent_hash
+    chain = [block.sequence_hash for block in segment]
+    chain = chain if parent is None else [parent, *chain]
+    return f"{_encode(chain)}/{_encode([block.local_hash for block in segment])}"
+
+
+def _encode(hashes: Sequence[int]) -> str:
+    return base64.urlsafe_b64encode(b"".join(map(_NUMBER.pack, hashes))).rstrip(b"=").decode()
+
+
+def _decode(name: str) -> list[int]:
+    """Return the hashes that a part of a name has. Raises ValueError for something else."""
+    packed = base64.b64decode(name + "=" * (-len(name) % 4), altchars=b"-_", validate=True)
+    if len(packed) % _NUMBER.size:
+        raise ValueError("expected whole hashes")
+    return [number for (number,) in _NUMBER.iter_unpack(packed)]
+
+
+def _checksum(block: CachedBlock, content: memoryview) -> bytes:
+    """Return the checksum that precedes a block."""
+    return _NUMBER.pack(xxhash.xxh3_64_intdigest(content, block.sequence_hash))
 
 
 def _describe(error: Exception) -> str:

@@ -30,7 +30,7 @@ import msgspec
 import xxhash
 
 from dynamo.base import errors
-from dynamo.kvbm.tiers import CachedBlock, SharedChanges, TierSlots
+from dynamo.kvbm.tiers import CachedBlock, Segment, SharedChanges, TierSlots
 
 PAGE_BYTES = 4096
 FORMAT = "dynamo KV blocks 1"
@@ -100,7 +100,7 @@ class SlotFile:
             fingerprint=dict(fingerprint),
         )
         self.generation = self._order = self._part = 0
-        self.blocks: dict[int, CachedBlock] = {}  # of our part, from an earlier run, oldest first
+        self.blocks: dict[int, Segment] = {}  # of our part, from an earlier run, oldest first
         self._checksums: dict[int, int] = {}  # of our part, by slot
         self._lock = threading.Lock()
         self._versions = [0] * _NUM_VERSIONS
@@ -352,7 +352,7 @@ class SlotFile:
             self._order = max(self._order, order)
             if record.block.sequence_hash not in names:  # an older copy of the same block
                 names.add(record.block.sequence_hash)
-                self.blocks[slot] = record.block
+                self.blocks[slot] = (record.block,)
         self.blocks = dict(reversed(self.blocks.items()))
         *self._versions, _ = _VERSIONS.unpack(
             os.pread(self._fd, _VERSIONS.size, PAGE_BYTES - _VERSIONS.size)

@@ -1,7 +1,7 @@
 """The storage below host memory: slots for blocks, which outlive the process. One suite of tests holds all of it.
 
-DiskFile                       a file on a local disk
-object_storage.ObjectStorage   objects in S3, Azure, Google's storage or a directory
+DiskFile                       a file on a local disk, with one block in each slot
+object_storage.ObjectStorage   objects in S3, Azure, Google's storage or a directory, with a segment in each slot
 
 The disk tier's file is a `slot_file.SlotFile`, allocated once and found again after a restart. A
 block is written before its record, and nothing is flushed: after a kill or a crash a record may be missing, or name
@@ -15,7 +15,7 @@ import ctypes
 import errno
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +23,7 @@ import xxhash
 
 from dynamo.base import errors
 from dynamo.kvbm import slot_file
-from dynamo.kvbm.tiers import CachedBlock, SharedChanges, TierSlots
+from dynamo.kvbm.tiers import CachedBlock, Segment, SharedChanges, TierSlots
 from dynamo.protocols import kv_events
 
 
@@ -39,10 +39,6 @@ class Storage(Protocol):
         """Its place, for messages."""
 
     @property
-    def num_slots(self) -> int:
-        """How many blocks it holds."""
-
-    @property
     def num_threads(self) -> int:
         """How many reads, and how many writes, it is worth to have under way."""
 
@@ -54,25 +50,22 @@ class Storage(Protocol):
         """Return what other processes have changed since the last look; None if nothing. Raises OSError."""
 
     @property
-    def blocks(self) -> Mapping[int, CachedBlock]:
-        """Blocks of an earlier run by slot, used longest ago first."""
-
-    @property
     def generation(self) -> int:
         """How often all blocks were forgotten."""
 
-    def write(self, slot: int, block: CachedBlock, content: memoryview, generation: int) -> None:
-        """Write a block to a slot. Raises OSError; the slot then holds nothing.
+    def write(
+        self, slot: int, segment: Segment, contents: Sequence[memoryview], generation: int
+    ) -> None:
+        """Write the blocks of a slot. Raises OSError; the slot then holds nothing.
 
-        `generation` is that of the time when the write was asked for: if all blocks were forgotten since, this one is
+        `generation` is that of the time when the write was asked for: if all blocks were forgotten since, these are
         not found after a restart either.
         """
 
-    def read(self, slot: int, content: memoryview, expected: CachedBlock | None = None) -> bool:
-        """Read the block of a slot; return False if it is not what was written. Raises OSError.
-
-        A slot of another process has changed if its block is not `expected`.
-        """
+    def read(
+        self, slot: int, blocks: Sequence[CachedBlock], contents: Sequence[memoryview]
+    ) -> frozenset[int]:
+        """Read some blocks of a slot; return the positions of those that are not what was written. Raises OSError."""
 
     def forget(self) -> None:
         """Forget all blocks at once, so that none is found in what `purge` leaves. Raises OSError."""
@@ -123,17 +116,26 @@ class DiskFile(slot_file.SlotFile):
             is_whole=is_whole,
         )
 
-    def write(self, slot: int, block: CachedBlock, content: memoryview, generation: int) -> None:
-        """Write a block to a slot. Raises OSError; the slot then holds nothing.
+    def write(
+        self, slot: int, segment: Segment, contents: Sequence[memoryview], generation: int
+    ) -> None:
+        """Write the one block of a slot. Raises OSError; the slot then holds nothing.
 
         A block of an earlier generation is not found again: its record has that generation too.
         """
+        (block,), (content,) = segment, contents
         checksum = xxhash.xxh3_64_intdigest(content)
         self._move(os.pwritev, slot, content)
         self.write_record(slot, block, checksum, generation)
 
-    def read(self, slot: int, content: memoryview, expected: CachedBlock | None = None) -> bool:
-        """Read the block of a slot; return False if it is not what was written, or not `expected`. Raises OSError."""
+    def read(
+        self, slot: int, blocks: Sequence[CachedBlock], contents: Sequence[memoryview]
+    ) -> frozenset[int]:
+        """Read the one block of a slot. Raises OSError.
+
+        A slot of another process has changed if its record is not that of this block.
+        """
+        (expected,), (content,) = blocks, contents
         own = self.slots
         checksum = self._checksums.get(slot)
         if not own.first <= slot < own.first + own.num:
@@ -141,7 +143,8 @@ class DiskFile(slot_file.SlotFile):
             is_expected = record is not None and record.block == expected
             checksum = record.checksum if record is not None and is_expected else None
         self._move(os.preadv, slot, content)
-        return xxhash.xxh3_64_intdigest(content) == checksum
+        is_right = xxhash.xxh3_64_intdigest(content) == checksum
+        return frozenset() if is_right else frozenset((0,))
 
     def purge(self) -> None:
         """Do nothing: a record of an earlier generation is not found."""

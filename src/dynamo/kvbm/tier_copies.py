@@ -8,6 +8,7 @@ between its steps. Nothing here waits for a disk: a copy that hangs holds its th
 """
 
 import functools
+import itertools
 import logging
 import queue
 import threading
@@ -189,7 +190,6 @@ class TierCopies:
     def _copy(self, copy: TierCopy, generations: Generations) -> frozenset[int]:
         """Make a copy; return the positions of blocks that failed. Raises TransferError or OSError if all did."""
         of_host, of_disk = generations
-        slots = list(zip(copy.from_slots, copy.to_slots, strict=True))
         if copy.path[1] == kv_events.HOST:
             self._host.retract(copy.to_slots)
         failed: frozenset[int] = frozenset()
@@ -204,14 +204,18 @@ class TierCopies:
                     if not self._host.is_current(copy.from_slots[position], block)
                 )
             case (kv_events.HOST, _):
-                for block, (source, target) in zip(copy.blocks, slots, strict=True):
-                    self._file.write(target, block, self._host.block(source), of_disk)
+                for slot, positions in _positions_by_slot(copy.to_slots):
+                    segment = tuple([copy.blocks[i] for i in positions])
+                    contents = [
+                        self._host.get(copy.from_slots[i], copy.blocks[i]) for i in positions
+                    ]
+                    self._file.write(slot, segment, contents, of_disk)
             case _:
-                failed = frozenset(
-                    position
-                    for position, (source, target) in enumerate(slots)
-                    if not self._file.read(source, self._host.block(target), copy.blocks[position])
-                )
+                for slot, positions in _positions_by_slot(copy.from_slots):
+                    blocks = [copy.blocks[i] for i in positions]
+                    contents = [self._host.block(copy.to_slots[i]) for i in positions]
+                    wrong = self._file.read(slot, blocks, contents)
+                    failed |= {positions[i] for i in wrong}
         if copy.path[1] == kv_events.HOST:
             for position, block in enumerate(copy.blocks):
                 if position not in failed:
@@ -243,3 +247,9 @@ class TierCopies:
             "a copy of %d KV blocks from %s to %s failed: %s (logged at most once a minute)",
             len(copy.blocks), *copy.path, error,
         )  # fmt: skip
+
+
+def _positions_by_slot(slots: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Return each slot with the positions at which it stands, which follow one another."""
+    for slot, positions in itertools.groupby(range(len(slots)), key=slots.__getitem__):
+        yield slot, list(positions)

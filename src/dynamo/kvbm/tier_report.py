@@ -59,12 +59,12 @@ def make_report(pool: pools.DevicePool, cache: TieredCache) -> TierReport:
     uses += [
         TierUse(
             tier=tier.name,
-            num_blocks=tier.num_slots,
-            used_blocks=tier.num_used,
+            num_blocks=tier.num_slots * tier.segment_blocks,
+            used_blocks=tier.num_used * tier.segment_blocks,
             queued_blocks=queued[tier.name],
             shared_blocks=tier.num_foreign,
-            kept_blocks=tier.num_kept,
-            refused_hints=tier.num_hints_refused,
+            kept_blocks=tier.num_kept * tier.segment_blocks,
+            refused_hints=tier.num_hints_refused * tier.segment_blocks,
         )
         for tier in (cache.host, cache.disk)
         if tier is not None

@@ -77,7 +77,9 @@ class TierConfig:
         " credentials come from the environment; workers may share it",
     )
     kvbm_object_num_blocks: int = config.setting(
-        10_000, help="size of the object store tier in blocks", least=1
+        10_000,
+        help="size of the object store tier in blocks; an object holds as many as have 256 tokens, at most 16",
+        least=1,
     )
     kvbm_sharing_workers: int = config.setting(
         1,
@@ -200,6 +202,7 @@ def open_tiers(
         return None
     storage = open_storage(
         settings,
+        block_size=layout.block_size,
         block_bytes=layout.block_bytes,
         device_bytes=layout.num_bytes,
         fingerprint={**fingerprint, **{name: str(getattr(layout, name)) for name in _FINGERPRINT}},
@@ -220,6 +223,7 @@ def open_tiers(
 def open_storage(
     settings: TierConfig,
     *,
+    block_size: int,
     block_bytes: int,
     device_bytes: int,
     fingerprint: Mapping[str, str],
@@ -261,7 +265,8 @@ def open_storage(
         objects: storages.Storage = _object_storage().ObjectStorage(
             settings.kvbm_object_store,
             {**fingerprint, "block_bytes": str(block_bytes)},
-            num_slots=settings.kvbm_object_num_blocks,
+            num_blocks=settings.kvbm_object_num_blocks,
+            block_size=block_size,
             part=part,
         )
         return TierStorage(host=host, disk=objects)
@@ -294,7 +299,13 @@ def make_cache(
     host_tier.restore(host.stored)
     disk_tier = None
     if disk is not None:
-        disk_tier = Tier(below, disk.num, pool.events, first_slot=disk.first)
+        disk_tier = Tier(
+            below,
+            disk.num,
+            pool.events,
+            first_slot=disk.first,
+            segment_blocks=disk.segment_blocks,
+        )
         disk_tier.restore(disk.stored)
     return TieredCache(
         pool,

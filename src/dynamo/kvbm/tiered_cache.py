@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.kvbm import pool as pools
-from dynamo.kvbm import tier_policy
+from dynamo.kvbm import segments, tier_policy
 from dynamo.kvbm.tiers import CachedBlock, OffloadQueue, QueuedBlock, SharedChanges, Tier, TierBlock
 from dynamo.protocols import generate, kv_events
 
@@ -41,7 +41,7 @@ class TierCopy:
 
     path: tier_policy.Path
     blocks: tuple[CachedBlock, ...]
-    from_slots: tuple[int, ...]
+    from_slots: tuple[int, ...]  # those of an object store hold several blocks
     to_slots: tuple[int, ...]
     num_bytes: int
     limit_s: float | None = None  # for how long a request waits for it; None: no request does
@@ -100,8 +100,11 @@ class TieredCache:
         self._ratio = options.offload_ratio
         max_counts = 4 * (pool.num_blocks + host.num_slots)
         self._host_filter = tier_policy.OffloadFilter(options.host_filter, max_counts=max_counts)
-        self._disk_filter = tier_policy.OffloadFilter(options.disk_filter, max_counts=max_counts)
-        self._to_host, self._to_disk = OffloadQueue(), OffloadQueue()
+        disk_filter = tier_policy.OffloadFilter(options.disk_filter, max_counts=max_counts)
+        self._to_host = OffloadQueue()
+        self._to_disk = (
+            None if disk is None else segments.SegmentQueue(host, disk, disk_filter, self.counts)
+        )
         self.new_copies: list[TierCopy] = []  # that `take_copies` will return
         self._num_running: Counter[tier_policy.Path] = Counter()
         self._queued_bytes: Counter[tier_policy.Path] = Counter()
@@ -118,7 +121,7 @@ class TieredCache:
     @property
     def num_queued(self) -> dict[kv_events.Tier, int]:
         """Blocks that wait to be copied, by the tier that they are copied to."""
-        return {HOST: len(self._to_host), self._below: len(self._to_disk)}
+        return {HOST: len(self._to_host), self._below: len(self._to_disk or ())}
 
     def record_time(self, now: float) -> None:
         """Set the time, in seconds of a clock that only goes forward, from which times to live count."""
@@ -135,13 +138,18 @@ class TieredCache:
 
     def offer(
         self,
+        first: int,
         blocks: Sequence[CachedBlock],
         priority: int,
         hint: generate.CacheHint | None = None,
     ) -> None:
-        """Offer blocks that the engine has registered, or that a prompt has found there, in the order of the chain."""
-        for block in blocks:
+        """Offer blocks that the engine has registered, or that a prompt has found there, in the order of the chain.
+
+        `first` is the position of the first one in its chain.
+        """
+        for position, block in enumerate(blocks, first):
             name = block.sequence_hash
+            ends_segment = self.disk is not None and not (position + 1) % self.disk.segment_blocks
             if hint is not None:
                 for tier in self._tiers:
                     tier.keep(name, hint)
@@ -149,12 +157,15 @@ class TieredCache:
                 if self._host_filter.kind is tier_policy.FilterKind.PASS_ALL:
                     self.host.touch((name,))
                 self._in_both.add(name)
+                if self._to_disk is not None and ends_segment and (found := self.host.find(name)):
+                    self._to_disk.offer(found)
                 continue
             is_worth = self._host_filter.admits(name)
             if is_worth and self.guard.is_down and next(self._explored) % EXPLORED_SHARE:
                 self.guard.record_skipped(name)
                 is_worth = False
-            if is_worth and not self._to_host.add(QueuedBlock(block, priority, hint)):
+            queued = QueuedBlock(block, priority, hint, ends_segment)
+            if is_worth and not self._to_host.add(queued):
                 self.counts["skipped_queue_full"] += 1
 
     def take_copies(self) -> list[TierCopy]:
@@ -184,14 +195,17 @@ class TieredCache:
             self.cost.record_copy(path, num_copied * self.block_bytes, seconds)
         if path[0] is DEVICE:
             self._pool.release(copy.from_slots)
-        for position, source in enumerate(copy.sources):
+        failed_from = {copy.from_slots[position] for position in failed}
+        failed_to = {copy.to_slots[position] for position in failed}
+        for source in copy.sources:
             tier = self.host if path[0] is HOST else self.disk
             assert tier is not None
-            if position in failed and (path[0] is self._below or source.is_foreign):
+            may_be_wrong = path[0] is self._below or (source.is_foreign and path[1] is DEVICE)
+            if may_be_wrong and source.slot in failed_from:
                 tier.drop(source)
             tier.release(source)
-        for position, target in enumerate(copy.targets):
-            self._end_target(copy, position, target, is_failed=position in failed)
+        for target in copy.targets:
+            self._end_target(copy, target, is_failed=target.slot in failed_to)
         if path == (self._below, HOST):
             self._late_loads.discard(copy)
             for preparation in self._preparations.values():
@@ -200,9 +214,7 @@ class TieredCache:
                 if self._reads.get(block.sequence_hash) is copy:
                     del self._reads[block.sequence_hash]
 
-    def _end_target(
-        self, copy: TierCopy, position: int, target: TierBlock, *, is_failed: bool
-    ) -> None:
+    def _end_target(self, copy: TierCopy, target: TierBlock, *, is_failed: bool) -> None:
         tier = self.host if copy.path[1] is HOST else self.disk
         assert tier is not None
         if is_failed:
@@ -214,14 +226,9 @@ class TieredCache:
             if copy in preparation.copies:
                 preparation.kept_blocks.append(target)
                 target.num_users += 1  # until the sequence is admitted
-        if not tier.confirm(target) or copy.path != (DEVICE, HOST) or self.disk is None:
-            return
-        name = target.block.sequence_hash
-        if target.is_memory_only:
-            self.counts["kept_off_disk"] += 1
-        elif name not in self.disk and self._disk_filter.admits(name):
-            is_queued = self._to_disk.add(QueuedBlock(target.block, target.priority, target.hint))
-            self.counts["skipped_queue_full"] += not is_queued
+        is_new = tier.confirm(target) and copy.path == (DEVICE, HOST)
+        if is_new and target.ends_segment and self._to_disk is not None:
+            self._to_disk.offer(target)
 
     def _begin_offload_to_host(self) -> bool:
         """Begin one copy of queued blocks that the engine still has. Return whether there was any."""
@@ -241,7 +248,9 @@ class TieredCache:
             source = self._pool.match_prefix((block.sequence_hash,))
             if not source:  # evicted meanwhile
                 continue
-            target = self.host.reserve(*queued)
+            target = self.host.reserve(
+                (block,), queued.priority, queued.hint, ends_segment=queued.ends_segment
+            )
             if target is None:
                 self._pool.release(source)
                 self.counts["skipped_tier_full"] += 1
@@ -257,51 +266,40 @@ class TieredCache:
         self.counts["evicted"] += host.num_evicted
         host.num_evicted = host.num_evicted_unread = 0
         if targets:
-            self._begin((DEVICE, HOST), (), targets, sources)
+            self._begin((DEVICE, HOST), targets, sources)
         return bool(targets)
 
     def _begin_offload_to_disk(self) -> bool:
-        disk = self.disk
-        if disk is None:
+        if self._to_disk is None:
             return False
-        sources: list[TierBlock] = []
-        targets: list[TierBlock] = []
-        while len(targets) < BATCH_BLOCKS:
-            queued = self._to_disk.pop()
-            if queued is None:
-                break
-            name = queued.block.sequence_hash
-            source = self.host.find(name)
-            if source is None or source.is_foreign or name in disk:
-                continue
-            target = disk.reserve(*queued)
-            if target is None:
-                self.counts["skipped_tier_full"] += 1
-                break
-            sources.append(self.host.acquire(source, is_read=False))
-            targets.append(target)
+        sources, targets = self._to_disk.take(BATCH_BLOCKS)
         if targets:
-            self._begin((HOST, self._below), sources, targets)
+            slots = [target.slot for target in targets for _ in target.segment]
+            self._begin((HOST, self._below), sources, slots, targets)
         return bool(targets)
 
     def _begin(
         self,
         path: tier_policy.Path,
-        sources: Sequence[TierBlock],
-        targets: Sequence[TierBlock],
-        block_ids: Sequence[int] = (),
+        in_host: Sequence[TierBlock],
+        slots: Sequence[int],
+        others: Iterable[TierBlock] = (),
         **fields: Any,
     ) -> TierCopy:
-        """Begin a copy between tiers, or from or to `block_ids` of the engine; `fields` are further ones of it."""
-        blocks = tuple([each.block for each in sources or targets])
+        """Begin a copy between blocks of host memory and these slots of another tier, or blocks of the engine.
+
+        `others` are what the slots hold; `fields` are further ones of the copy.
+        """
+        host_slots = [each.slot for each in in_host]
+        is_to_host = path[1] is HOST
         copy = TierCopy(
             path=path,
-            blocks=blocks,
-            from_slots=_slots(sources) or tuple(block_ids),
-            to_slots=_slots(targets) or tuple(block_ids),
-            num_bytes=len(blocks) * self.block_bytes,
-            sources=tuple(sources),
-            targets=tuple(targets),
+            blocks=tuple([each.block for each in in_host]),
+            from_slots=tuple(slots if is_to_host else host_slots),
+            to_slots=tuple(host_slots if is_to_host else slots),
+            num_bytes=len(in_host) * self.block_bytes,
+            sources=tuple(others if is_to_host else in_host),
+            targets=tuple(in_host if is_to_host else others),
             **fields,
         )
         self._num_running[path] += 1
@@ -321,14 +319,13 @@ class TieredCache:
             return
         missing = self._missing(sequence_hashes)
         self.counts["disk_lookups"] += len(missing)
-        found = _leading(disk.find(name) or self.host.find(name) for name in missing)
+        found = missing[: len(_leading(disk.find(n) or self.host.find(n) for n in missing))]
         found = found[: self.host.num_slots // 2]
-        entries = [entry for entry in found if entry.block.sequence_hash not in self.host]
-        names = {entry.block.sequence_hash for entry in found}
-        reads = {self._reads[name] for name in names & self._reads.keys()}
-        if not entries and not reads:
+        names = [name for name in found if name not in self.host]
+        reads = {self._reads[name] for name in found if name in self._reads}
+        if not names and not reads:
             return
-        load_s = self._load_s((self._below, HOST), len(entries))
+        load_s = self._load_s((self._below, HOST), len(names))
         load_s += self._load_s((HOST, DEVICE), len(found))
         if not self.cost.pays(load_s, len(found) * self._block_size):
             self.counts["not_worth_loading"] += 1
@@ -341,23 +338,26 @@ class TieredCache:
             if (held := self.host.find(name)) is not None:
                 preparation.held_blocks.append(self.host.acquire(held, is_read=False))
         self._preparations[waiting] = preparation
-        preparation.copies |= self._read(
-            entries, self.cost.max_wait_s(len(found) * self._block_size)
-        )
+        preparation.copies |= self._read(names, self.cost.max_wait_s(len(found) * self._block_size))
         if not preparation.copies:
             self._release_preparation(waiting)
 
-    def _read(self, entries: Sequence[TierBlock], limit_s: float) -> set[TierCopy]:
+    def _read(self, names: Sequence[int], limit_s: float) -> set[TierCopy]:
         """Begin to copy these blocks from disk to host memory, as far as that has room."""
         assert self.disk is not None
         copies: set[TierCopy] = set()
-        for start in range(0, len(entries), BATCH_BLOCKS):
-            batch = entries[start : start + BATCH_BLOCKS]
-            targets = _leading(self.host.reserve(e.block, e.priority, e.hint) for e in batch)
-            sources = [self.disk.acquire(source) for source in batch[: len(targets)]]
+        for batch in segments.batch_reads(self.disk, names, BATCH_BLOCKS):
+            targets = _leading(self.host.reserve((b,), e.priority, e.hint) for e, b in batch)
             if not targets:
                 break
-            copy = self._begin((self._below, HOST), sources, targets, limit_s=limit_s)
+            read = [source for source, _ in batch[: len(targets)]]
+            copy = self._begin(
+                (self._below, HOST),
+                targets,
+                [source.slot for source in read],
+                [self.disk.acquire(source) for source in dict.fromkeys(read)],
+                limit_s=limit_s,
+            )
             copies.add(copy)
             self._reads.update((block.sequence_hash, copy) for block in copy.blocks)
             if len(targets) < len(batch):  # what follows would not be found without these
@@ -424,7 +424,6 @@ class TieredCache:
         self._begin(
             (HOST, DEVICE),
             sources,
-            (),
             block_ids[: len(entries)],
             limit_s=self.cost.max_wait_s(len(entries) * self._block_size),
             waiting=waiting,
@@ -454,7 +453,8 @@ class TieredCache:
     def clear(self) -> None:
         """Drop the blocks of all tiers. The pool records the event."""
         self._to_host.clear()
-        self._to_disk.clear()
+        if self._to_disk is not None:
+            self._to_disk.clear()
         self._in_both.clear()
         for waiting in list(self._preparations):
             self._release_preparation(waiting)
@@ -492,7 +492,3 @@ class TieredCache:
 def _leading(entries: Iterable[TierBlock | None]) -> list[TierBlock]:
     """Return the blocks before the first that was not found."""
     return [block for block in itertools.takewhile(bool, entries) if block is not None]
-
-
-def _slots(blocks: Sequence[TierBlock]) -> tuple[int, ...]:
-    return tuple([block.slot for block in blocks])

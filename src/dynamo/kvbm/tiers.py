@@ -13,6 +13,9 @@ A block of a tier is in one of these states:
 Eviction takes the lowest priority, and of these the block that was used longest ago. A chain is touched from its end,
 so that it loses its tail before its head. Blocks with a time to live are evicted after all others while it lasts, and
 pinned ones not at all; at most half of the slots have one. The tier knows slots and hashes, no bytes.
+
+A slot of an object store holds several blocks, a segment (`segments`): they have one state, and come and go together.
+Each can be found by its own hash. Chains that part within a segment have their common blocks in several slots.
 """  # decider
 
 import itertools
@@ -36,13 +39,18 @@ class CachedBlock(NamedTuple):
     parent_hash: int | None
 
 
+Segment = tuple[CachedBlock, ...]
+"""The blocks of one slot: consecutive ones of a chain, in its order."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSlots:
     """The slots of a tier that this process writes, and what an earlier run has left in them, oldest first."""
 
     first: int = 0
     num: int
-    stored: Mapping[int, CachedBlock] = field(default_factory=dict)
+    segment_blocks: int = 1  # of each slot
+    stored: Mapping[int, Segment] = field(default_factory=dict)
 
 
 class SharedChanges(NamedTuple):
@@ -63,9 +71,9 @@ class SlotState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class TierBlock:
-    """A block in a slot of a tier. Only its tier changes it."""
+    """The block or segment in a slot of a tier. Only its tier changes it."""
 
-    block: CachedBlock
+    segment: Segment
     slot: int
     priority: int
     state: SlotState = SlotState.WRITING
@@ -76,6 +84,12 @@ class TierBlock:
     ttl_s: int = 0  # after `used_at`
     is_pinned: bool = False
     is_memory_only: bool = False
+    ends_segment: bool = False  # of the tier below
+
+    @property
+    def block(self) -> CachedBlock:
+        """The last block, whose hash names the blocks before it as well."""
+        return self.segment[-1]
 
     @property
     def hint(self) -> generate.CacheHint | None:
@@ -101,13 +115,16 @@ class Tier:
         *,
         first_slot: int = 0,
         num_usable: int | None = None,
+        segment_blocks: int = 1,
     ) -> None:
-        """`planes` is the log of the engine's own blocks too, so that routers see one order of events.
+        """`events` is the log of the engine's own blocks too, so that routers see one order of events.
 
         Only the first `num_usable` slots are used until `add_slots` (None: all). The first one is `first_slot`.
+        Each holds `segment_blocks` blocks.
         """
         self.name = name
         self.num_slots = num_slots
+        self.segment_blocks = segment_blocks
         self._first_slot = first_slot
         self._foreign: dict[int, TierBlock] = {}  # by hash: blocks that other processes have stored
         self._foreign_slots: dict[int, TierBlock] = {}
@@ -123,7 +140,8 @@ class Tier:
         self._events = events
         self._free = list(range(first_slot + self.num_usable - 1, first_slot - 1, -1))
         self._restored: frozenset[int] = frozenset()
-        self._by_hash: dict[int, TierBlock] = {}  # WRITING and READY
+        self._by_hash: dict[int, TierBlock] = {}  # WRITING and READY, by the last block
+        self._by_inner: dict[int, list[TierBlock]] = {}  # the same, by the other blocks of segments
         self._idle: dict[
             tuple[int, int, bool], OrderedDict[int, TierBlock]
         ] = {}  # by group; used longest ago first
@@ -134,14 +152,17 @@ class Tier:
         return self.num_usable - len(self._free)
 
     def __contains__(self, sequence_hash: int) -> bool:
-        """Return whether the tier has this block, or is about to."""
+        """Return whether the tier has this block as the last one of a slot, or is about to."""
         return sequence_hash in self._by_hash or sequence_hash in self._foreign
 
     def find(self, sequence_hash: int) -> TierBlock | None:
-        """Return the block if it can be read."""
+        """Return the block, or a segment with it, if it can be read."""
         entry = self._by_hash.get(sequence_hash)
         if entry is not None and entry.state is SlotState.READY:
             return entry
+        for entry in self._by_inner.get(sequence_hash, ()):
+            if entry.state is SlotState.READY:
+                return entry
         return self._foreign.get(sequence_hash)
 
     def add_slots(self, num_slots: int) -> None:
@@ -152,31 +173,42 @@ class Tier:
         self._free[:0] = [slot for slot in added if slot not in self._restored]
 
     def reserve(
-        self, block: CachedBlock, priority: int, hint: generate.CacheHint | None = None
+        self,
+        segment: Segment,
+        priority: int,
+        hint: generate.CacheHint | None = None,
+        *,
+        ends_segment: bool = False,
     ) -> TierBlock | None:
-        """Return a slot to copy a new block to; None if all are in use, or hold blocks of higher priority."""
+        """Return a slot to copy new blocks to; None if all are in use, or hold blocks of higher priority.
+
+        `ends_segment`: the block is the last one of a segment of the tier below.
+        """
         if not self._free and not self._evict(priority):
             return None
-        reserved = TierBlock(block, self._free.pop(), priority, used_at=self.now)
-        self._by_hash[block.sequence_hash] = reserved
-        self.keep(block.sequence_hash, hint)
+        slot = self._free.pop()
+        reserved = TierBlock(segment, slot, priority, used_at=self.now, ends_segment=ends_segment)
+        self._enter(reserved)
+        self.keep(reserved.block.sequence_hash, hint)
         return reserved
 
-    def restore(self, slots: Mapping[int, CachedBlock]) -> None:
+    def restore(self, slots: Mapping[int, Segment]) -> None:
         """Enter blocks that lie in these slots from an earlier run, used longest ago first."""
         self._free = [slot for slot in self._free if slot not in slots]
         self._restored = frozenset(slots)
-        for slot, block in slots.items():
-            entered = self._by_hash[block.sequence_hash] = TierBlock(block, slot, priority=0)
+        for slot, segment in slots.items():
+            entered = TierBlock(segment, slot, priority=0)
+            self._enter(entered)
             self.confirm(entered)
 
     def confirm(self, reserved: TierBlock) -> bool:
         """Make a block findable: its copy has ended well. Return False if it was dropped meanwhile."""
         is_kept = reserved.state is SlotState.WRITING
         if is_kept:
+            added = [block for block in reserved.segment if self.find(block.sequence_hash) is None]
             reserved.state = SlotState.READY
-            if reserved.block.sequence_hash not in self._foreign:
-                self._record_stored(reserved.block)
+            for block in added:
+                self._record_stored(block)
         self.release(reserved)
         return is_kept
 
@@ -200,9 +232,9 @@ class Tier:
             self._free.append(used.slot)
 
     def drop(self, dropped: TierBlock) -> None:
-        """Let nothing find this block any more: its copy has failed, or its content is wrong.
+        """Let nothing find these blocks any more: their copy has failed, or the content of one is wrong.
 
-        Its users still release it.
+        Their users still release them.
         """
         if dropped.state is SlotState.DROPPED:
             return
@@ -214,16 +246,21 @@ class Tier:
                 if self.find(name) is None:
                     self._events.add_removed(name, self.name)
             return
-        if dropped.state is SlotState.READY:
-            if name not in self._foreign:
-                self._events.add_removed(name, self.name)
-            if not dropped.num_users:
-                self._remove_idle(dropped)
-                self._free.append(dropped.slot)
+        was_ready = dropped.state is SlotState.READY
+        if was_ready and not dropped.num_users:
+            self._remove_idle(dropped)
+            self._free.append(dropped.slot)
         self.num_kept -= dropped.ttl_s > 0
         dropped.state = SlotState.DROPPED
-        self.on_dropped(name)
         del self._by_hash[name]
+        for block in dropped.segment[:-1]:
+            self._by_inner[block.sequence_hash].remove(dropped)
+            if not self._by_inner[block.sequence_hash]:
+                del self._by_inner[block.sequence_hash]
+        for block in dropped.segment if was_ready else ():
+            if self.find(block.sequence_hash) is None:
+                self._events.add_removed(block.sequence_hash, self.name)
+        self.on_dropped(name)
 
     def apply_changes(self, changes: SharedChanges) -> None:
         """Record what other processes have changed in their slots."""
@@ -235,7 +272,7 @@ class Tier:
             if slot in self._foreign_slots:
                 self.drop(self._foreign_slots.pop(slot))
         for slot, block in changes.stored.items():
-            entry = TierBlock(block, slot, 0, SlotState.READY, num_users=0, is_foreign=True)
+            entry = TierBlock((block,), slot, 0, SlotState.READY, num_users=0, is_foreign=True)
             self._foreign_slots[slot] = entry
             if block.sequence_hash not in self._foreign:
                 if self.find(block.sequence_hash) is None:
@@ -284,10 +321,16 @@ class Tier:
             if not entry.num_users:
                 self._free.append(entry.slot)
         self._by_hash.clear()
+        self._by_inner.clear()
         self._idle.clear()
         self._foreign.clear()
         self._foreign_slots.clear()
         self.num_kept = 0
+
+    def _enter(self, entry: TierBlock) -> None:
+        self._by_hash[entry.block.sequence_hash] = entry
+        for block in entry.segment[:-1]:
+            self._by_inner.setdefault(block.sequence_hash, []).append(entry)
 
     def _record_stored(self, block: CachedBlock) -> None:
         stored = kv_events.StoredBlock(block.sequence_hash, block.local_hash)
@@ -340,6 +383,7 @@ class QueuedBlock(NamedTuple):
     block: CachedBlock
     priority: int
     hint: generate.CacheHint | None = None
+    ends_segment: bool = False  # of the tier below the one that it waits for
 
 
 class OffloadQueue:

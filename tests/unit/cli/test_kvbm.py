@@ -14,7 +14,7 @@ def directory(tmp_path):
     file = storage.DiskFile(tmp_path, {"model": "m"}, block_bytes=SIZE, num_slots=4)
     for slot in range(3):
         block = tiers.CachedBlock(slot, slot, None)
-        file.write(slot, block, memoryview(bytearray([slot] * SIZE)), 0)
+        file.write(slot, (block,), (memoryview(bytearray([slot] * SIZE)),), 0)
     file.close()
     return tmp_path
 

@@ -92,6 +92,7 @@ async def test_all_is_free_and_right_though_copies_fail_stall_and_are_late(
     faults = Faults(monkeypatch, paths)
     if REMOTE in pair:
         pytest.importorskip("obstore", reason="obstore is not installed")
+        monkeypatch.setattr("dynamo.kvbm.object_storage.SEGMENT_TOKENS", 4 * BLOCK)
         below = tiers(40, kvbm_object_store=tmp_path.as_uri(), kvbm_object_num_blocks=900)
     else:
         below = tiers(40, 900, tmp_path)

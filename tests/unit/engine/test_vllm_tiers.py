@@ -11,7 +11,7 @@ from dynamo.kvbm import tier_setup, tiered_cache, tiers
 from dynamo.protocols import generate, kv_events
 
 BLOCK, BLOCK_BYTES = 4, 1000
-DEVICE, HOST, DISK = kv_events.TIERS[:3]
+DEVICE, HOST, DISK, REMOTE = kv_events.TIERS
 
 
 class Pool:
@@ -47,7 +47,9 @@ def name_of(block_hash):
 class Rig:
     """A scheduler's half with `num_ranks` workers that make each copy at once, but for those in `held`."""
 
-    def __init__(self, num_host=8, num_disk=0, num_ranks=1, stored=None, **options):
+    def __init__(
+        self, num_host=8, num_disk=0, num_ranks=1, stored=None, segment_blocks=1, **options
+    ):
         self.now = 0.0
         self.num_ranks = num_ranks
         self.scheduler = tier_scheduler.TierScheduler(
@@ -59,7 +61,9 @@ class Rig:
         self.opened = tier_plan.OpenedStorage(
             block_bytes=BLOCK_BYTES,
             host=tiers.TierSlots(num=num_host),
-            disk=tiers.TierSlots(num=num_disk, stored=stored or {}) if num_disk else None,
+            disk=tiers.TierSlots(num=num_disk, segment_blocks=segment_blocks, stored=stored or {})
+            if num_disk
+            else None,
             is_shared=options.get("kvbm_sharing_workers", 1) > 1,
         )
         self.held, self.failing = [], set()
@@ -238,7 +242,8 @@ def test_copy_has_ended_when_all_ranks_have_made_it():
 def test_disk_is_read_while_the_request_waits_but_not_for_too_long():
     request = Rig().request("a")
     stored = {
-        slot: tiers.CachedBlock(name_of(h), 0, None) for slot, h in enumerate(request.block_hashes)
+        slot: (tiers.CachedBlock(name_of(h), 0, None),)
+        for slot, h in enumerate(request.block_hashes)
     }
     rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
     rig.step(num_tokens=100)  # 1 ms a token
@@ -254,10 +259,29 @@ def test_disk_is_read_while_the_request_waits_but_not_for_too_long():
     assert rig.scheduler.match(rig.request("a2"), 0) == (16, False)  # it came after all
 
 
+def test_segments_are_written_and_read_after_what_vllm_has_itself():
+    rig = Rig(num_host=16, num_disk=4, segment_blocks=2, kvbm_object_store="file:///x")
+    rig.step()
+    rig.compute(rig.request("a", num_tokens=29))  # seven blocks
+    copied = rig.scheduler.report().copied
+    rig.evict()
+    rig.scheduler.cache.host.clear()
+    again = rig.request("a2", num_tokens=29)
+    rig.scheduler.match(again, BLOCK)  # vLLM has the first block
+    (read,) = rig.step(hold=[(REMOTE, HOST)]).copies
+
+    assert (copied["offload_blocks_d2h"], copied["offload_blocks_h2o"]) == (7, 6)
+    assert [block.sequence_hash for block in read.blocks] == [
+        name_of(block_hash) for block_hash in again.block_hashes[1:6]
+    ]
+    assert len(set(read.from_slots)) == 3
+
+
 def test_tokens_are_counted_for_the_tier_in_which_they_were_found():
     request = Rig().request("a")
     stored = {
-        slot: tiers.CachedBlock(name_of(h), 0, None) for slot, h in enumerate(request.block_hashes)
+        slot: (tiers.CachedBlock(name_of(h), 0, None),)
+        for slot, h in enumerate(request.block_hashes)
     }
     rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
     rig.step()
@@ -362,7 +386,7 @@ def test_origins_are_bounded(rig, monkeypatch):
 
 
 def test_ranks_agree_on_the_least_that_both_have():
-    blocks = [tiers.CachedBlock(i, 0, None) for i in range(3)]
+    blocks = [(tiers.CachedBlock(i, 0, None),) for i in range(3)]
     ours = tier_plan.OpenedStorage(
         block_bytes=1,
         host=tiers.TierSlots(num=5),

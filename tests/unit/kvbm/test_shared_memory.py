@@ -47,6 +47,18 @@ def store(worker, slot, name, generation=None):
     worker.publish(slot, block(name), worker.generation if generation is None else generation)
 
 
+def test_block_of_another_worker_is_copied_before_it_is_written_elsewhere(workers):
+    first, second = workers
+    store(first, 0, 7)
+    content = second.get(0, block(7))
+    store(first, 0, 8)
+
+    assert content == (7).to_bytes(8, "little") * (SIZE // 8)
+    with pytest.raises(OSError, match="removed a block"):
+        second.get(0, block(7))
+    assert first.get(0, block(8)) == second.get(0, block(8))
+
+
 def test_parts_of_two_workers_differ_and_both_see_every_byte(workers):
     first, second = workers
     store(first, 0, 7)
@@ -192,7 +204,7 @@ def test_killed_writer_leaves_whole_blocks_to_readers_and_to_its_successor(direc
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
         successor = join(directory)
-        for slot, stored in successor.slots.stored.items():
+        for slot, (stored,) in successor.slots.stored.items():
             assert bytes(reader.block(slot)[:8]) == stored.sequence_hash.to_bytes(8, "little")
             assert len(set(reader.block(slot).cast("Q"))) == 1
         assert num_whole > 0
@@ -207,17 +219,17 @@ def test_workers_share_a_disk_file_by_parts(tmp_path):
 
     first, second = open_part(), open_part()
     content = memoryview(bytearray(b"abcdefgh" * (SIZE // 8)))
-    first.write(0, block(7), content, 0)
+    first.write(0, (block(7),), (content,), 0)
     buffer = memoryview(bytearray(SIZE))
 
     assert second.look().stored == {0: block(7)}
-    assert second.read(0, buffer, block(7))
+    assert not second.read(0, [block(7)], [buffer])
     assert buffer == content
-    assert not second.read(0, buffer, block(8))  # the slot has another block by now
+    assert second.read(0, [block(8)], [buffer]) == {0}  # the slot has another block by now
     with pytest.raises(errors.ConfigError, match="in use by another process"):
         storage.open_stored(tmp_path)
     first.close()
     second.close()
     whole = storage.open_stored(tmp_path)
-    assert whole.blocks == {0: block(7)}
+    assert whole.blocks == {0: (block(7),)}
     whole.close()

@@ -15,7 +15,7 @@ def make_tier(num_slots=2, **options):
 
 def store(tier, *names, priority=0):
     for name in names:
-        tier.confirm(tier.reserve(block(name), priority))
+        tier.confirm(tier.reserve((block(name),), priority))
 
 
 def held(tier, *names):
@@ -24,7 +24,7 @@ def held(tier, *names):
 
 def test_block_is_found_only_when_its_copy_has_ended_well():
     tier = make_tier()
-    reserved = tier.reserve(block(1), 0)
+    reserved = tier.reserve((block(1),), 0)
     before = tier.find(1)
     tier.confirm(reserved)
 
@@ -34,7 +34,7 @@ def test_block_is_found_only_when_its_copy_has_ended_well():
 
 def test_failed_copy_frees_its_slot():
     tier = make_tier(1)
-    reserved = tier.reserve(block(1), 0)
+    reserved = tier.reserve((block(1),), 0)
     tier.drop(reserved)
     tier.release(reserved)
     store(tier, 2)
@@ -64,7 +64,7 @@ def test_block_of_higher_priority_is_not_evicted_for_a_lower_one():
     tier = make_tier(1)
     store(tier, 1, priority=1)
 
-    assert tier.reserve(block(2), 0) is None
+    assert tier.reserve((block(2),), 0) is None
     assert held(tier, 1) == [1]
 
 
@@ -73,7 +73,7 @@ def test_block_that_a_copy_reads_is_not_evicted():
     store(tier, 1)
     tier.acquire(tier.find(1))
 
-    assert tier.reserve(block(2), 0) is None
+    assert tier.reserve((block(2),), 0) is None
 
 
 def test_slot_of_a_dropped_block_is_free_after_its_last_reader():
@@ -81,16 +81,16 @@ def test_slot_of_a_dropped_block_is_free_after_its_last_reader():
     store(tier, 1)
     reader = tier.acquire(tier.find(1))
     tier.drop(reader)
-    during = tier.reserve(block(2), 0)
+    during = tier.reserve((block(2),), 0)
     tier.release(reader)
 
     assert during is None
-    assert tier.reserve(block(2), 0) is not None
+    assert tier.reserve((block(2),), 0) is not None
 
 
 def test_block_that_was_cleared_during_its_copy_is_not_entered():
     tier = make_tier(1)
-    reserved = tier.reserve(block(1), 0)
+    reserved = tier.reserve((block(1),), 0)
     tier.clear()
 
     assert not tier.confirm(reserved)
@@ -100,7 +100,7 @@ def test_block_that_was_cleared_during_its_copy_is_not_entered():
 
 def test_slots_are_used_as_they_are_added():
     tier = make_tier(3, num_usable=0)
-    before = tier.reserve(block(1), 0)
+    before = tier.reserve((block(1),), 0)
     tier.add_slots(2)
     store(tier, 1, 2)
 
@@ -109,10 +109,27 @@ def test_slots_are_used_as_they_are_added():
     assert tier.num_usable == 2
 
 
+def test_common_block_of_two_segments_is_published_once_and_removed_with_the_last():
+    log = pools.EventLog()
+    tier = tiers.Tier(kv_events.REMOTE, 2, log, segment_blocks=2)
+    for last in (2, 3):
+        tier.confirm(tier.reserve((block(1), block(last, parent=1)), 0))
+    stored = log.take_events()
+    tier.drop(tier.find(2))
+    after_one = tier.find(1), log.take_events()
+    tier.drop(tier.find(3))
+
+    assert [[each.block_hash for each in event.blocks] for event in stored] == [[1, 2], [3]]
+    assert after_one[0] is not None
+    assert [event.block_hashes for event in after_one[1]] == [(2,)]
+    assert [sorted(event.block_hashes) for event in log.take_events()] == [[1, 3]]
+    assert (tier.find(1), tier.num_used) == (None, 0)
+
+
 def test_restored_blocks_are_found_and_published():
     log = pools.EventLog()
     tier = tiers.Tier(kv_events.DISK, 4, log)
-    tier.restore({2: block(1), 0: block(2, parent=1)})
+    tier.restore({2: (block(1),), 0: (block(2, parent=1),)})
     (event,) = log.take_events()
 
     assert (tier.find(1).slot, tier.find(2).slot) == (2, 0)
@@ -161,12 +178,12 @@ def test_pinned_block_is_not_evicted_even_for_a_higher_priority():
     tier = make_tier(2)
     store(tier, 1)
     tier.keep(1, generate.CacheHint(ttl_s=300, is_pinned=True))
-    in_use = tier.reserve(block(2), 0)
-    refused = tier.reserve(block(3), 9)
+    in_use = tier.reserve((block(2),), 0)
+    refused = tier.reserve((block(3),), 9)
     tier.now = 301.0
 
     assert refused is None
-    assert tier.reserve(block(3), 9) is not None
+    assert tier.reserve((block(3),), 9) is not None
     assert held(tier, 1) == []
     tier.release(in_use)
 

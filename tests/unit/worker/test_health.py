@@ -99,7 +99,7 @@ async def test_statistics_are_logged_every_five_seconds_while_there_is_work(
     pool = pools.BlockPool(8)
     host = tiers.Tier(tiered_cache.HOST, 4, pool.events)
     cache = tiered_cache.TieredCache(pool, host, None, block_size=4, block_bytes=64)
-    host.confirm(host.reserve(tiers.CachedBlock(1, 1, None), 0))
+    host.confirm(host.reserve((tiers.CachedBlock(1, 1, None),), 0))
     cache.num_copied[tiered_cache.HOST, tiered_cache.DEVICE] = 1
     cache.counts["host_lookups"] = 8
     reports = (None, tier_report.make_report(pool, cache))[has_tiers]

@@ -16,7 +16,7 @@ class Reporter:
         self.pool = pools.BlockPool(8)
         host = tiers.Tier(tiered_cache.HOST, 4, self.pool.events)
         self.cache = tiered_cache.TieredCache(self.pool, host, None, block_size=4, block_bytes=64)
-        host.confirm(host.reserve(tiers.CachedBlock(1, 1, None), 0))
+        host.confirm(host.reserve((tiers.CachedBlock(1, 1, None),), 0))
         self.has_started = True
 
     def report_tiers(self):

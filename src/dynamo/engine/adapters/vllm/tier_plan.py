@@ -47,7 +47,8 @@ class OpenedStorage:
 def _both(ours: tiers.TierSlots, theirs: tiers.TierSlots) -> tiers.TierSlots:
     """Return the slots, and the blocks in them, that both ranks have."""
     stored = {slot: b for slot, b in ours.stored.items() if theirs.stored.get(slot) == b}
-    return tiers.TierSlots(num=min(ours.num, theirs.num), stored=stored)
+    num = min(ours.num, theirs.num)
+    return tiers.TierSlots(num=num, segment_blocks=ours.segment_blocks, stored=stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -379,7 +379,7 @@ class TierScheduler:
         offered = [
             tiers.CachedBlock(names[i], 0, names[i - 1] if i else None) for i in range(first, end)
         ]
-        cache.offer(offered, -state.request.priority, state.hint)  # vLLM serves the lower first
+        cache.offer(first, offered, -state.request.priority, state.hint)  # vLLM: the lower first
         state.num_offered = max(first, end)
 
     def _name_blocks(self, state: _Request) -> list[int]:

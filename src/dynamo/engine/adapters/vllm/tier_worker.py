@@ -81,6 +81,7 @@ class TierWorker:
         shapes = {f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors}
         storage = tier_setup.open_storage(
             self._settings,
+            block_size=int(fingerprint["block_size"]),
             block_bytes=block_bytes,
             device_bytes=block_bytes * len(tensors[0]),
             fingerprint={
