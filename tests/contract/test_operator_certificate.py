@@ -8,6 +8,7 @@ import json
 import ssl
 
 from dynamo.base import clock as clocks
+from dynamo.base import tasks
 from dynamo.operator import webhooks
 from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.backends.kubernetes import connection
@@ -39,6 +40,18 @@ class ShiftedClock(clocks.SystemClock):
 
 
 @contextlib.asynccontextmanager
+async def connecting(folder):
+    """Run a cluster with our definitions; yield a connection to it."""
+    definitions = importlib.resources.files("dynamo.operator").joinpath("definitions.json")
+    custom_resources = json.loads(definitions.read_text())
+    async with clusters.run_cluster(custom_resources=custom_resources) as running:
+        running.write_kubeconfig(folder / "kubeconfig")
+        environ = {"KUBECONFIG": str(folder / "kubeconfig")}
+        async with connection.KubernetesConnection.open(environ) as cluster:
+            yield cluster
+
+
+@contextlib.asynccontextmanager
 async def running_webhooks(cluster, clock):
     service = webhooks.WebhookService(cluster, SETTINGS, clock)
     await service.start()
@@ -56,7 +69,6 @@ async def running_webhooks(cluster, clock):
 
 
 async def test_certificate_is_renewed_while_conversions_go_on(tmp_path):
-    definitions = importlib.resources.files("dynamo.operator").joinpath("definitions.json")
     clock = ShiftedClock()
 
     async def read_config():
@@ -79,31 +91,61 @@ async def test_certificate_is_renewed_while_conversions_go_on(tmp_path):
             "spec": {"components": [component]},
         }
 
-    async with clusters.run_cluster(
-        custom_resources=json.loads(definitions.read_text())
-    ) as running:
-        running.write_kubeconfig(tmp_path / "kubeconfig")
-        environ = {"KUBECONFIG": str(tmp_path / "kubeconfig")}
-        async with connection.KubernetesConnection.open(environ) as cluster:
-            async with running_webhooks(cluster, clock):
-                config = await until(read_config)
-                first = await presented(config)
-                await cluster.create(graph("before"))
-                clock.days = 61
-                clock.is_time.set()
+    async with connecting(tmp_path) as cluster:
+        async with running_webhooks(cluster, clock):
+            config = await until(read_config)
+            first = await presented(config)
+            await cluster.create(graph("before"))
+            clock.days = 61
+            clock.is_time.set()
 
-                async def renewed():
-                    return (now := await presented(config)) != first and now
+            async def renewed():
+                return (now := await presented(config)) != first and now
 
-                second = await until(renewed)
-                bundle = base64.b64decode((await read_config())["caBundle"]).decode()
-                await cluster.create(graph("after"))
-                shown = await cluster.get("nvidia.com/v1beta1", "DynamoGraphDeployment", "before")
-            async with running_webhooks(cluster, clock):
-                third = await presented(await until(read_config))
-            served = [v["served"] for v in (await cluster.get(*CRD))["spec"]["versions"]]
+            second = await until(renewed)
+            bundle = base64.b64decode((await read_config())["caBundle"]).decode()
+            await cluster.create(graph("after"))
+            shown = await cluster.get("nvidia.com/v1beta1", "DynamoGraphDeployment", "before")
+        async with running_webhooks(cluster, clock):
+            third = await presented(await until(read_config))
+        served = [v["served"] for v in (await cluster.get(*CRD))["spec"]["versions"]]
 
     assert (first in bundle, second in bundle) == (True, True)
     assert third == second  # the next operator takes the same
     assert shown["spec"]["components"][0]["name"] == "Frontend"
     assert served == [True, False]
+
+
+async def test_stopped_operator_leaves_the_definition_to_its_successor(tmp_path):
+    clock = clocks.SystemClock()
+
+    async def conversion():
+        """Return the URL of the conversion webhook, while v1beta1 is served."""
+        spec = (await cluster.get(*CRD))["spec"]
+        is_served = all(version["served"] for version in spec["versions"])
+        return is_served and spec["conversion"]["webhook"]["clientConfig"]["url"]
+
+    async def lead(service):
+        """Start webhooks; let them be registered in a term that ends; return the URL."""
+        before = await conversion()
+        await service.start()
+        async with tasks.Tasks() as term:
+            term.start("keep the certificate", service.keep_certificate())
+            term.start("register", service.keep_registered())
+
+            async def changed():
+                return (await conversion()) not in (before, False)
+
+            await until(changed)
+        return await conversion()
+
+    async with connecting(tmp_path) as cluster:
+        first, second = (webhooks.WebhookService(cluster, SETTINGS, clock) for _ in range(2))
+        urls = [await lead(first), await lead(second)]
+        await first.close(is_stopped=True)
+        after_first = await conversion()
+        await second.close(is_stopped=True)
+        after_second = await conversion()
+
+    assert urls[0] != urls[1]
+    assert (after_first, after_second) == (urls[1], False)

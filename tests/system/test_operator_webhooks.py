@@ -183,17 +183,34 @@ def reads_as_later_version(cluster):
     return cluster.kubectl("get", *names).returncode == 0
 
 
-def test_operator_that_loses_its_lease_leaves_v1beta1_to_the_next(cluster, tmp_path):
+def test_operator_that_loses_its_lease_converts_on_and_acts_again_with_it(cluster, tmp_path):
     log = tmp_path / "operator.log"
     with operator(cluster, log) as process:
         kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(BETA))
         take_lease(cluster, "another")
-        assert process.wait(timeout=PATIENT_S) != 0
-        assert "was taken by another operator" in log.read_text()
-        assert is_served(cluster)
-    take_lease(cluster, "")
+        eventually(lambda: "was taken by another operator" in log.read_text(), what="it is noticed")
+        assert reads_as_later_version(cluster)
+        refused = cluster.kubectl("apply", "-f", "-", stdin=graph("no", multinode={"nodeCount": 2}))
+        assert "denied the request: service Decode" in refused.stderr
+        take_lease(cluster, "")
+        eventually(lambda: log.read_text().count("has the lease") == 2, what="its second term")
+    assert process.returncode == 0
+
+
+def test_operator_goes_on_after_its_api_server_was_silent_for_longer_than_a_lease(
+    cluster, tmp_path
+):
+    log = tmp_path / "operator.log"
     with operator(cluster, log):
-        eventually(lambda: reads_as_later_version(cluster), what="the next one converts")
+        cluster.process.send_signal(signal.SIGSTOP)
+        eventually(lambda: log.read_text().count("is to be renewed") >= 4, what="a lease's time")
+        cluster.process.send_signal(signal.SIGCONT)
+        kubectl(cluster, "apply", "-f", "-", stdin=graph("after"))
+        eventually(
+            lambda: cluster.kubectl("get", "deployment/after-decode").returncode == 0,
+            what="the operator makes the workers",
+        )
+    assert log.read_text().count("has the lease") == 1
 
 
 def test_second_operator_converts_when_the_first_is_gone(cluster, tmp_path):

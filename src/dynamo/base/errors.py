@@ -23,8 +23,8 @@
 
 Base classes exist to be caught. A layer above adds classes of its own: `protocols.model_errors`; for Anthropic's API
 ThreadUnsupported (a RequestError); for Kubernetes KindMissing (a ConfigError), ObjectMissing (a RequestError) and
-LeaseLost (an Unavailable: another operator acts). Foreign exceptions are translated where they enter the program, with
-their cause chained. A message says what was expected, what came and what to do.
+LeaseLost (an Unavailable: another operator may act). Foreign exceptions are translated where they enter the program,
+with their cause chained. A message says what was expected, what came and what to do.
 
 `code` names an error on the wire between processes (`from_wire`). A class with a `code` of its own can be sent and
 received as soon as its module is imported.

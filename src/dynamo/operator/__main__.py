@@ -26,7 +26,7 @@ def _run() -> None:
 
 
 async def serve(settings: OperatorConfig) -> None:
-    """Reconcile until SIGTERM or SIGINT. Raises ConfigError and LeaseLost."""
+    """Reconcile until SIGTERM or SIGINT. Raises ConfigError, Forbidden and KindMissing."""
     settings.substitute_image("")  # a wrong table is said before anything starts
     identity = f"{os.environ.get('HOSTNAME') or socket.gethostname()}-{os.getpid()}"
     async with connection.KubernetesConnection.open() as cluster:

@@ -1,6 +1,14 @@
-"""The election of the operator that acts, by a Lease: the others watch, and one of them takes over."""
+"""The election of the operator that acts, by a Lease: the others wait, and one of them takes over.
 
+A holder that cannot renew its Lease pauses: it writes nothing from `_ACT_S` after the last renewal on, which is well
+before others may take the Lease, and goes on when it has renewed it. So an API server that does not answer, and a
+machine that gives the operator no time, end nothing. Only a Lease that another operator has taken is lost.
+"""
+
+import contextlib
 import logging
+import math
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
 from dynamo.base import clock as clocks
@@ -10,13 +18,13 @@ from dynamo.runtime.backends.kubernetes import connection
 
 LEASE_S, RENEW_S = 30.0, 5.0
 _ATTEMPT_S, _RETRY_S = 5.0, 1.0  # a busy cluster gets several attempts within one lease
-_GIVE_UP_S = LEASE_S - 2 * _ATTEMPT_S  # the last attempt ends before others may take the lease
+_ACT_S = LEASE_S - 2 * _ATTEMPT_S  # what is sent until then is stored before others may act
 _API, _KIND = "coordination.k8s.io/v1", "Lease"
 _logger = logging.getLogger(__name__)
 
 
 class LeaseLost(errors.Unavailable):
-    """Another operator acts, or the cluster could not be asked in time: this one must not act any more."""
+    """The Lease has not been renewed in time: another operator may act, and this one must not write."""
 
     code = "lease_lost"
 
@@ -41,13 +49,30 @@ class Election:
             "",
             0.0,
         )  # revision of another's lease, and since when
-        self._renewed_at = 0.0
+        self._renewed_at = -math.inf
+
+    @property
+    def is_held(self) -> bool:
+        """Return True while no other operator can have the Lease."""
+        return self._clock.now() - self._renewed_at <= _ACT_S
+
+    def check_held(self) -> None:
+        """Raise LeaseLost unless this operator may write."""
+        if not self.is_held:
+            raise LeaseLost(
+                f"the lease {self._name} has not been renewed for {_ACT_S:g} s: this operator does not write"
+            )
+
+    async def wait_until_held(self) -> None:
+        """Return when this operator may write."""
+        while not self.is_held:
+            await self._clock.sleep(_RETRY_S)
 
     async def acquire(self) -> None:
         """Wait until this operator has the Lease."""
         while True:
             try:
-                if await self._try():
+                if await self._try(is_renewal=False):
                     _logger.info("%s has the lease %s", self._identity, self._name)
                     return
             except (errors.Unavailable, errors.Conflict) as error:
@@ -55,43 +80,48 @@ class Election:
             await self._clock.sleep(RENEW_S / 2)
 
     async def keep(self) -> None:
-        """Renew the Lease until cancelled. Raises LeaseLost when it is another's, or could not be renewed in time."""
+        """Renew the Lease until another operator has it."""
         pause_s = RENEW_S
         while True:
             await self._clock.sleep(pause_s)
             try:
-                is_held = await self._try()
+                if not await self._try(is_renewal=True):
+                    break
+                pause_s = RENEW_S
             except errors.DynamoError as error:
-                if self._clock.now() - self._renewed_at > _GIVE_UP_S:
-                    raise LeaseLost(
-                        f"the lease {self._name} could not be renewed: {error}"
-                    ) from error
                 _logger.warning("the lease is to be renewed: %s", error)
-                pause_s = _RETRY_S
-                continue
-            if not is_held:
-                raise LeaseLost(f"the lease {self._name} was taken by another operator")
-            pause_s = RENEW_S
+                pause_s = _RETRY_S if self.is_held else RENEW_S / 2
+        self._renewed_at = -math.inf
+        _logger.warning("the lease %s was taken by another operator", self._name)
 
     async def release(self) -> None:
-        """Give the Lease to others at once."""
-        lease = await self._cluster.get(_API, _KIND, self._name, self._namespace)
-        if lease is not None and lease["spec"].get("holderIdentity") == self._identity:
-            await self._write(lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
+        """Give the Lease to others at once. Raises Unavailable if the cluster does not answer soon."""
+        async with self._limit_attempt():
+            lease = await self._cluster.get(_API, _KIND, self._name, self._namespace)
+            if lease is not None and lease["spec"].get("holderIdentity") == self._identity:
+                await self._write(lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
 
-    async def _try(self) -> bool:
-        """Take or renew the Lease; return False while it is another's. Raises Conflict if it changed meanwhile."""
-        started_at = self._clock.now()
+    @contextlib.asynccontextmanager
+    async def _limit_attempt(self) -> AsyncIterator[None]:
         try:
             async with self._clock.timeout(_ATTEMPT_S):
-                is_held = await self._take()
+                yield
         except TimeoutError as error:
             raise errors.Unavailable(f"no answer within {_ATTEMPT_S:g} s") from error
+
+    async def _try(self, *, is_renewal: bool) -> bool:
+        """Take or renew the Lease; return False while it is another's. Raises Conflict if it changed meanwhile.
+
+        A renewal does not take a Lease that another operator has had meanwhile, whose writes this one may not know yet.
+        """
+        started_at = self._clock.now()
+        async with self._limit_attempt():
+            is_held = await self._take(is_renewal=is_renewal)
         if is_held:
             self._renewed_at = started_at
         return is_held
 
-    async def _take(self) -> bool:
+    async def _take(self, *, is_renewal: bool) -> bool:
         lease = await self._cluster.get(_API, _KIND, self._name, self._namespace)
         now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec: Object = {
@@ -105,7 +135,7 @@ class Election:
             await self._cluster.create({**new_lease, "spec": {**spec, "acquireTime": now}})
             return True
         if lease["spec"].get("holderIdentity") != self._identity:
-            if not self._has_expired(lease):
+            if is_renewal or not self._has_expired(lease):
                 return False
             transitions = lease["spec"].get("leaseTransitions") or 0
             spec |= {"acquireTime": now, "leaseTransitions": transitions + 1}

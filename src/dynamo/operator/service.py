@@ -1,11 +1,13 @@
-"""The operator as a process: watches fill the cache and the queue, workers reconcile, and a Lease says who may.
+"""The operator as a process: its ports and webhooks, which it always serves, and the terms in which it acts.
 
-Long-lived tasks: one watch for each kind, the workers, the resync, and the renewal of the Lease. An error of one object
-is said in its status and tried again later; others go on. A lost Lease ends the process, which starts anew.
+While it holds the Lease it has a controller: watches fill the cache and the queue, and workers reconcile. An error of
+one object is said in its status and tried again later; others go on. When another operator has taken the Lease, the
+controller ends with all it knows, and the process stands for election again.
 """
 
 import asyncio
 import logging
+from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
@@ -48,84 +50,38 @@ class OperatorMetrics:
         self.is_leader = registry.gauge("is_leader", "1 while this operator acts")
 
 
-class OperatorService:
-    """Owns the tasks and the ports; the connection belongs to the caller."""
+class Controller:
+    """What an operator knows and does in one term."""
 
     def __init__(
         self,
         cluster: connection.KubernetesConnection,
         settings: OperatorConfig,
         clock: clocks.Clock,
-        *,
-        identity: str,
+        metrics: OperatorMetrics,
+        election: Election | None,
     ) -> None:
         self._cluster = cluster
         self._settings = settings
         self._clock = clock
+        self._metrics = metrics
+        self._election = election
         self.cache = ObjectCache()
-        self._queue: KeyQueue[Key] = KeyQueue(clock)
-        self._reconciler = Reconciler(cluster, self.cache, settings, clock)
-        self._metrics = OperatorMetrics()
-        self._election = Election(
-            cluster,
-            clock,
-            identity=identity,
-            name=f"dynamo-operator{'-' if settings.restricted_namespace else ''}{settings.restricted_namespace}",
-            namespace=settings.lease_namespace or cluster.namespace,
-        )
-        self._unsynced: set[str] = set()
-        self._synced = asyncio.Event()
-        self._running = tasks.Tasks()
-        self._servers: list[server.HttpServer] = []
-        self._webhooks: WebhookService | None = None
-        if settings.webhook_bind_address != "0":
-            self._webhooks = WebhookService(cluster, settings, clock)
-
-    @property
-    def num_queued(self) -> int:
-        """Return the number of objects that are, or wait to be, looked at."""
-        return len(self._queue)
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Reconcile until `stop`. Raises ConfigError, Forbidden, KindMissing, and LeaseLost."""
-        await self._listen()
-        try:
-            if self._webhooks is not None:
-                await self._webhooks.start()
-                self._running.start("renew the certificate", self._webhooks.keep_certificate())
-            if self._settings.leader_elect:
-                self._running.start("acquire the lease", self._lead_when_elected())
-            else:
-                self._lead()
-            await self._running.run_until(stop)
-        finally:
-            await self._running.close()
-            if self._webhooks is not None:
-                await self._webhooks.close(is_stopped=stop.is_set())
-            for listening in self._servers:
-                await listening.close()
-            if self._settings.leader_elect:
-                try:
-                    await self._election.release()
-                except errors.DynamoError as error:
-                    _logger.info("the lease is not released: %s", error)
-
-    async def _lead_when_elected(self) -> None:
-        await self._election.acquire()
-        self._running.start("renew the lease", self._election.keep())
-        self._lead()
-
-    def _lead(self) -> None:
-        """Begin to watch and to act."""
-        self._metrics.is_leader.set(1)
-        if self._webhooks is not None:
-            self._running.start("register the webhooks", self._webhooks.keep_registered())
+        self.queue: KeyQueue[Key] = KeyQueue(clock)
+        writer = cluster if election is None else cluster.guard_writes(election.check_held)
+        self._reconciler = Reconciler(writer, self.cache, settings, clock)
         self._unsynced = set(API_VERSION_BY_KIND)
-        for kind, api_version in API_VERSION_BY_KIND.items():
-            self._running.start(f"watch {kind}", self._watch(kind, api_version))
-        for number in range(_NUM_WORKERS):
-            self._running.start(f"reconcile {number}", self._work())
-        self._running.start("resync", self._resync())
+        self._synced = asyncio.Event()
+
+    def start(self, running: tasks.Tasks) -> set[asyncio.Task[Any]]:
+        """Begin to watch and to act; return the tasks."""
+        work = {
+            f"watch {kind}": self._watch(kind, api_version)
+            for kind, api_version in API_VERSION_BY_KIND.items()
+        }
+        work |= {f"reconcile {number}": self._work() for number in range(_NUM_WORKERS)}
+        work["resync"] = self._resync()
+        return {running.start(name, coroutine) for name, coroutine in work.items()}
 
     async def _watch(self, kind: str, api_version: str) -> None:
         labels = "" if kind in _ALL else f"{objects.MANAGED_BY}={objects.FIELD_MANAGER}"
@@ -151,34 +107,36 @@ class OperatorService:
         if event == "DELETED":
             self._reconciler.forget(key_of(resource))
         for key in self.cache.roots_of(resource):
-            self._queue.add(key)
+            self.queue.add(key)
 
     def _note_synced(self, kind: str, *, is_served: bool) -> None:
         if kind == "PodCliqueSet" and is_served != self.cache.has_grove:
             self.cache.has_grove = is_served
             for key in self.cache.roots():  # services on several nodes may have waited for it
-                self._queue.add(key)
+                self.queue.add(key)
         self._unsynced.discard(kind)
         if not self._unsynced and not self._synced.is_set():
-            _logger.info("the operator knows the cluster: %d objects wait", len(self._queue))
+            _logger.info("the operator knows the cluster: %d objects wait", len(self.queue))
             self._synced.set()
 
     async def _work(self) -> None:
         await self._synced.wait()  # what is not known yet must not look absent
         while True:
-            key = await self._queue.take()
+            key = await self.queue.take()
+            if self._election is not None:
+                await self._election.wait_until_held()
             started_at = self._clock.now()
             has_failed = True
             try:
                 delay_s = await self._reconciler.reconcile(key)
                 if delay_s is not None:
-                    self._queue.add_later(key, delay_s)
+                    self.queue.add_later(key, delay_s)
                 has_failed = False
             except errors.DynamoError as error:
                 self._metrics.errors.labels(key[0]).inc()
                 _logger.warning("%s %s/%s: %s", *key, error)
             finally:
-                self._queue.release(key, has_failed=has_failed)
+                self.queue.release(key, has_failed=has_failed)
             self._metrics.total.labels(key[0]).inc()
             self._metrics.duration.labels(key[0]).observe(self._clock.now() - started_at)
 
@@ -186,13 +144,94 @@ class OperatorService:
         while True:
             await self._clock.sleep(self._settings.resync_s)
             for key in self.cache.roots():
-                self._queue.add(key)
+                self.queue.add(key)
+
+
+class OperatorService:
+    """Owns the tasks and the ports; the connection belongs to the caller.
+
+    `controller` is that of the present term, None while this operator does not lead.
+    """
+
+    def __init__(
+        self,
+        cluster: connection.KubernetesConnection,
+        settings: OperatorConfig,
+        clock: clocks.Clock,
+        *,
+        identity: str,
+    ) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._clock = clock
+        self._metrics = OperatorMetrics()
+        self._election: Election | None = None
+        if settings.leader_elect:
+            self._election = Election(
+                cluster,
+                clock,
+                identity=identity,
+                name=f"dynamo-operator{'-' if settings.restricted_namespace else ''}{settings.restricted_namespace}",
+                namespace=settings.lease_namespace or cluster.namespace,
+            )
+        self.controller: Controller | None = None
+        self._running = tasks.Tasks()
+        self._servers: list[server.HttpServer] = []
+        self._webhooks: WebhookService | None = None
+        if settings.webhook_bind_address != "0":
+            self._webhooks = WebhookService(cluster, settings, clock)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve, and reconcile in each term, until `stop`. Raises ConfigError, Forbidden and KindMissing."""
+        await self._listen()
+        try:
+            if self._webhooks is not None:
+                await self._webhooks.start()
+                self._running.start("keep the certificate", self._webhooks.keep_certificate())
+            self._running.start("lead", self._lead())
+            await self._running.run_until(stop)
+        finally:
+            await self._running.close()
+            if self._election is not None:
+                try:
+                    await self._election.release()
+                except errors.DynamoError as error:
+                    _logger.info("the lease is not released: %s", error)
+            if self._webhooks is not None:
+                await self._webhooks.close(is_stopped=stop.is_set())
+            for listening in self._servers:
+                await listening.close()
+
+    async def _lead(self) -> None:
+        """Act in one term after another; without election there is one term."""
+        while True:
+            if self._election is not None:
+                await self._election.acquire()
+            self.controller = Controller(
+                self._cluster, self._settings, self._clock, self._metrics, self._election
+            )
+            term = self.controller.start(self._running)
+            if self._webhooks is not None:
+                registering = self._webhooks.keep_registered()
+                term.add(self._running.start("register the webhooks", registering))
+            if self._election is None:
+                return
+            await self._election.keep()
+            await tasks.cancel(term)
+            self.controller.queue.close()
+            self.controller = None
 
     async def _listen(self) -> None:
-        def answer(request: exchange.Exchange) -> None:
+        def answer_alive(request: exchange.Exchange) -> None:
             request.respond(200, b"ok", content_type="text/plain")
 
-        health = {("GET", "/healthz"): answer, ("GET", "/readyz"): answer}
+        def answer_ready(request: exchange.Exchange) -> None:
+            if self._webhooks is None or self._webhooks.is_ready:
+                answer_alive(request)
+            else:  # a Service must not lead to a handshake that fails
+                request.respond(503, b"no certificate yet", content_type="text/plain")
+
+        health = {("GET", "/healthz"): answer_alive, ("GET", "/readyz"): answer_ready}
         numbers = {("GET", "/metrics"): self._answer_metrics}
         for routes, flag, address in (
             (health, "--health-probe-bind-address", self._settings.health_probe_bind_address),
@@ -210,9 +249,13 @@ class OperatorService:
 
     def _answer_metrics(self, request: exchange.Exchange) -> None:
         counts: dict[str, int] = dict.fromkeys(ROOTS, 0)
-        for kind, _, _ in self.cache.roots():
+        for kind, _, _ in self.controller.cache.roots() if self.controller else ():
             counts[kind] += 1
         for kind, count in counts.items():
             self._metrics.resources.labels(kind).set(count)
+        is_acting = self.controller is not None and (
+            self._election is None or self._election.is_held
+        )
+        self._metrics.is_leader.set(int(is_acting))
         body = self._metrics.registry.render()
         request.respond(200, body, content_type=metrics.CONTENT_TYPE)

@@ -7,6 +7,7 @@ installation sets it back. It is restored by `--remove-webhooks` after an uninst
 stopped at an address of its own; behind a Service, and after an error, another one or a restart goes on.
 """
 
+import asyncio
 import base64
 import functools
 import logging
@@ -53,7 +54,7 @@ class WebhookService:
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._certificate = self._bundle = b""
         self._address = ""  # host and port
-        self._is_registered = False
+        self._has_certificate = asyncio.Event()
         validate = functools.partial(reviews.answer_validation, settings=settings)
         routes = {
             ("POST", "/convert"): _make_route(reviews.ConversionReview, reviews.answer_conversion),
@@ -67,17 +68,20 @@ class WebhookService:
             error_body=server.plain_error,
         )
 
+    @property
+    def is_ready(self) -> bool:
+        """Return True when webhooks can be called."""
+        return self._has_certificate.is_set()
+
     async def start(self) -> None:
-        """Listen. Raises ConfigError, Forbidden and Unavailable."""
+        """Listen; handshakes fail until `keep_certificate` has a certificate. Raises ConfigError."""
         flag = "--webhook-bind-address"
         host, port = parse_address(self._settings.webhook_bind_address, flag)
-        self._address = f"{host}:{port}"
-        await self._load_certificate()
         self._address = f"{host}:{await self._server.start(host, port, port_flag=flag)}"
 
     async def keep_registered(self) -> None:
         """Tell the API server of the webhooks, and again when it has forgotten them. For the operator that leads."""
-        self._is_registered = True
+        await self._has_certificate.wait()
         while True:
             try:
                 await self._wait_for_endpoint()
@@ -93,7 +97,17 @@ class WebhookService:
                 await self._clock.sleep(_WAIT_S)
 
     async def keep_certificate(self) -> None:
-        """Renew the certificate before it ends, and present one that another operator has renewed."""
+        """Present a certificate, renew it before it ends, and present one that another operator has renewed.
+
+        The first one is waited for while the cluster does not answer; other errors of it are raised.
+        """
+        while not self.is_ready:
+            try:
+                await self._load_certificate()
+                self._has_certificate.set()
+            except errors.Unavailable as error:
+                _logger.warning("the webhooks have no certificate yet: %s", error)
+                await self._clock.sleep(_WAIT_S)
         while True:
             await self._clock.sleep(_CHECK_S)
             try:
@@ -109,10 +123,15 @@ class WebhookService:
             await self._change_definition(definition, is_served=False)
 
     async def close(self, *, is_stopped: bool) -> None:
-        """Stop listening; an operator that is stopped at an address of its own has v1beta1 served no longer."""
+        """Stop listening; an operator that is stopped at an address of its own has v1beta1 served no longer.
+
+        An operator that another has succeeded leaves the definition alone: it names the other's address.
+        """
         try:
-            if self._is_registered and is_stopped and not self._settings.webhook_service:
-                await self.end_serving()
+            if is_stopped and not self._settings.webhook_service:
+                definition = await self._cluster.get(*_CRD, _DEFINITION)
+                if definition is not None and self._is_named_in(definition):
+                    await self._change_definition(definition, is_served=False)
         except errors.DynamoError as error:
             _logger.warning("%s goes on to be served: %s", versions.BETA_VERSION, error)
         await self._server.close()
@@ -200,6 +219,12 @@ class WebhookService:
     async def _register_admission(self) -> None:
         for configuration in make_configurations(self._settings, self._client_config):
             await self._cluster.apply(configuration, objects.FIELD_MANAGER, force=True)
+
+    def _is_named_in(self, definition: Object) -> bool:
+        """Return True if the API server converts by the webhook of this very operator."""
+        webhook = (definition["spec"].get("conversion") or {}).get("webhook") or {}
+        config = webhook.get("clientConfig") or {}
+        return bool(config.get("url") == self._client_config("/convert")["url"])
 
     async def _change_definition(self, definition: Object, *, is_served: bool) -> None:
         """Have v1beta1 served, and converted by this webhook, or not any longer. Raises Conflict."""

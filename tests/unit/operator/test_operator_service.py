@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.operator import election, objects, pod_calls, service, work_queue
+from dynamo.operator import objects, pod_calls, service, work_queue
 from dynamo.operator.settings import OperatorConfig
 from dynamo.testing import clock as virtual
 from dynamo.testing.kube.memory_cluster import MemoryCluster
@@ -171,8 +171,8 @@ async def test_graph_becomes_ready_and_an_idle_operator_sends_nothing(server, cl
             return await answer(request)
 
         server.handle_async_request = count
-        for key in operator.cache.roots():
-            operator._queue.add(key)  # as a resync does
+        for key in operator.controller.cache.roots():
+            operator.controller.queue.add(key)  # as a resync does
         await until(lambda: settled(server, operator))
 
         assert server.store.revision == before
@@ -188,10 +188,10 @@ async def settled(server, operator):
     before = server.store.revision
     for _ in range(20):
         await asyncio.sleep(0)
-        if operator.num_queued:
+        if operator.controller.queue:
             return False
     await asyncio.sleep(0.05)
-    return server.store.revision == before and not operator.num_queued
+    return server.store.revision == before and not operator.controller.queue
 
 
 async def test_drift_is_repaired_and_what_users_add_stays(server, cluster):
@@ -400,94 +400,14 @@ async def test_one_operator_acts_and_another_takes_over(server, cluster):
         async with running(server, "two", leader_elect=True) as second:
             await cluster.create(make_graph())
             await until(lambda: is_ready(cluster))
-            assert list(first.cache.roots())
-            assert not list(second.cache.roots())
+            assert first.controller.cache.roots()
+            assert second.controller is None
     lease = await lease_of(cluster)
     assert lease["spec"]["holderIdentity"] == ""
 
 
 async def lease_of(cluster):
     return await cluster.get("coordination.k8s.io/v1", "Lease", "dynamo-operator")
-
-
-async def test_lease_is_taken_after_its_duration_and_its_former_holder_stops(server):
-    clock = virtual.VirtualClock()
-    async with server.connect() as cluster:
-        first, second = (
-            election.Election(cluster, clock, identity=name, name="l", namespace="default")
-            for name in ("one", "two")
-        )
-        await first.acquire()
-        waiting = asyncio.create_task(second.acquire())
-        await clock.advance(election.LEASE_S - 1)
-        assert not waiting.done()
-        await clock.advance(2 * election.RENEW_S)
-        await waiting
-        keeping = asyncio.create_task(first.keep())
-        await clock.advance(election.RENEW_S)
-        with pytest.raises(election.LeaseLost, match="taken by another"):
-            await keeping
-
-
-async def test_lease_that_cannot_be_renewed_is_lost(server):
-    clock = virtual.VirtualClock()
-    async with server.connect() as cluster:
-        holder = election.Election(cluster, clock, identity="one", name="l", namespace="default")
-        await holder.acquire()
-        keeping = asyncio.create_task(holder.keep())
-        server.failures += [httpx2.ConnectError("away")] * 100
-        await clock.advance(election.LEASE_S + election.RENEW_S)
-        with pytest.raises(election.LeaseLost, match="could not be renewed"):
-            await keeping
-
-
-@contextlib.asynccontextmanager
-async def keeping_lease(server):
-    """Hold a lease; yield the clock and the task that keeps it."""
-    clock = virtual.VirtualClock()
-    async with server.connect() as cluster:
-        holder = election.Election(cluster, clock, identity="one", name="l", namespace="default")
-        await holder.acquire()
-        keeping = asyncio.create_task(holder.keep())
-        yield clock, keeping
-        keeping.cancel()
-
-
-async def test_lease_outlives_calls_without_answer(server):
-    """A client waits 30 s for an answer: a call that hangs must not be the only one within a lease."""
-    answer, num_hanging = server.handle_async_request, 2
-
-    async def hang(request):
-        nonlocal num_hanging
-        num_hanging -= 1
-        return await (answer(request) if num_hanging < 0 else asyncio.Event().wait())
-
-    async with keeping_lease(server) as (clock, keeping):
-        server.handle_async_request = hang
-        for _ in range(8):
-            await clock.advance(election.RENEW_S)
-
-        assert num_hanging < -2
-        assert not keeping.done()
-
-
-async def test_lease_that_changed_under_its_holder_is_read_again(server):
-    """A renewal without an answer may be stored late, between the reading and the writing of the next."""
-    answer, num_refused = server.handle_async_request, 0
-
-    async def refuse_first(request):
-        nonlocal num_refused
-        if request.method == "PATCH" and not num_refused:
-            num_refused = 1
-            return httpx2.Response(409, json={"message": "the object has been modified"})
-        return await answer(request)
-
-    async with keeping_lease(server) as (clock, keeping):
-        server.handle_async_request = refuse_first
-        await clock.advance(3 * election.RENEW_S)
-
-        assert num_refused == 1
-        assert not keeping.done()
 
 
 async def test_failed_key_comes_later_after_each_failure():

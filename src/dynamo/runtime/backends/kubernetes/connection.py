@@ -12,9 +12,10 @@ the object), Forbidden and Unauthenticated (mend the rights). Each call has a de
 `dynamo.testing.kube.memory_cluster` stands for a cluster in tests: a transport below this class.
 """
 
+import copy
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn, Self
 
@@ -85,11 +86,18 @@ class KubernetesConnection:
         self._client = client
         self._clock = time or clock.SystemClock()
         self._kinds: dict[str, dict[str, _Kind]] = {}  # by apiVersion and kind
+        self._check_write: Callable[[], None] = lambda: None
 
     @classmethod
     def open(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Prepare a connection to the cluster that this process belongs to. Raises ConfigError if there is none."""
         return cls(*access.open_client(environ))
+
+    def guard_writes(self, check: Callable[[], None]) -> Self:
+        """Return this connection with a check that is called before each write is sent; its error refuses the write."""
+        guarded = copy.copy(self)
+        guarded._check_write = check
+        return guarded
 
     async def close(self) -> None:
         """Close all connections; watches end with an error."""
@@ -364,6 +372,8 @@ class KubernetesConnection:
         content = None if body is None else msgspec.json.encode(body)
         headers = {"Accept": _JSON, "Content-Type": content_type}
         for attempt in range(_BUSY_ATTEMPTS):
+            if method != "GET":
+                self._check_write()
             try:
                 response = await self._client.request(
                     method, path, params=query, content=content, headers=headers
