@@ -15,18 +15,25 @@ from dynamo.operator.pod_template import HTTP_PORT
 from dynamo.runtime.http import client
 
 _HTTP_TIMEOUT_S = 3.0
+_FRONTEND_TIMEOUT_S = 10.0  # an update waits for frontends, on a busy machine too
 _MOST_BYTES = 4 * 2**20
 _logger = logging.getLogger(__name__)
 
 
 async def call_pod(
-    address: str, port: int, method: str, path: str, body: Any = None
+    address: str,
+    port: int,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    timeout_s: float = _HTTP_TIMEOUT_S,
 ) -> tuple[int, Any]:
     """Send a request and return the status and the decoded answer. Raises Unavailable."""
     url = f"http://{addresses.join(address, port)}{path}"
     content = b"" if body is None else msgspec.json.encode(body)
     status, answer = await client.request(
-        method, url, content, timeout_s=_HTTP_TIMEOUT_S, max_bytes=_MOST_BYTES
+        method, url, content, timeout_s=timeout_s, max_bytes=_MOST_BYTES
     )
     try:
         return status, msgspec.json.decode(answer)
@@ -34,17 +41,23 @@ async def call_pod(
         raise errors.Unavailable(f"{url}: expected JSON: {error}") from error
 
 
-async def count_admitted(pods: Sequence[Object]) -> dict[str, int] | None:
-    """Return how many instances of each namespace all ready frontends have admitted; None if none can say."""
-    addresses = [
-        pod["status"]["podIP"]
+async def count_admitted(pods: Sequence[Object], heard: set[str]) -> dict[str, int] | None:
+    """Return how many instances of each namespace all ready frontends have admitted; None if none can say.
+
+    `heard` has the uids of the pods that have answered before, and gets those that answer now. One of them that does
+    not answer now is slow, and may not have admitted anything; others cannot be asked, and do not hold up an update.
+    """
+    address_by_uid = {
+        pod["metadata"]["uid"]: pod["status"]["podIP"]
         for pod in pods
         if pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "frontend"
         and objects.is_ready(pod)
         and pod["status"].get("podIP")
-    ]
-    answers = await asyncio.gather(*(read_instances(address) for address in addresses))
-    counts = [answer for answer in answers if answer is not None]
+    }
+    answers = await asyncio.gather(*(read_instances(each) for each in address_by_uid.values()))
+    count_by_uid = dict(zip(address_by_uid, answers, strict=True))
+    heard.update(uid for uid, count in count_by_uid.items() if count is not None)
+    counts = [count or {} for uid, count in count_by_uid.items() if uid in heard]
     if not counts:
         return None
     names = {name for count in counts for name in count}
@@ -55,7 +68,7 @@ async def read_instances(address: str, port: int = HTTP_PORT) -> dict[str, int] 
     """Return how many instances a frontend lists in each dynamo namespace; None if it cannot be asked."""
     counts: dict[str, int] = {}
     try:
-        _, answer = await call_pod(address, port, "GET", "/health")
+        _, answer = await call_pod(address, port, "GET", "/health", timeout_s=_FRONTEND_TIMEOUT_S)
         for entry in answer["instances"]:
             if entry["endpoint"] == "generate":
                 counts[entry["namespace"]] = counts.get(entry["namespace"], 0) + 1

@@ -53,6 +53,7 @@ class Reconciler:
         self._applied: dict[
             Key, tuple[str, str]
         ] = {}  # digests of what was applied, and of the answer
+        self._heard_frontends: set[str] = set()  # uids of pods
 
     async def reconcile(self, key: Key) -> float | None:
         """Write what an object needs; return the seconds after which to look again, None to wait for events.
@@ -76,7 +77,7 @@ class Reconciler:
             return None
         is_updating = graph.is_updating(root, observed)
         if is_updating:
-            instances = await pod_calls.count_admitted(observed.pods)
+            instances = await pod_calls.count_admitted(observed.pods, self._heard_frontends)
             observed = dataclasses.replace(observed, instances=instances)
         starting: dict[str, tuple[str, int]] = {}
         if key[0] == "DynamoGraphDeployment":
@@ -145,9 +146,10 @@ class Reconciler:
         if finalizers or "deletionTimestamp" not in metadata:  # else it is gone by this
             self._cache.put(changed)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, resource: Object) -> None:
         """Drop what is remembered of an object that is gone."""
-        self._applied.pop(key, None)
+        self._applied.pop(key_of(resource), None)
+        self._heard_frontends.discard(resource["metadata"].get("uid", ""))
 
     async def _act(self, decision: Reconciliation, namespace: str) -> None:
         for item in decision.create:

@@ -14,7 +14,7 @@ from dynamo.base import errors, tasks
 from dynamo.observability import metrics
 from dynamo.operator import objects
 from dynamo.operator.election import Election
-from dynamo.operator.object_cache import ROOTS, Key, ObjectCache, key_of
+from dynamo.operator.object_cache import ROOTS, Key, ObjectCache
 from dynamo.operator.reconciler import API_VERSION_BY_KIND, Reconciler
 from dynamo.operator.settings import OperatorConfig, parse_address
 from dynamo.operator.webhooks import WebhookService
@@ -105,7 +105,7 @@ class Controller:
         if not self.cache.apply_event(event, resource):
             return
         if event == "DELETED":
-            self._reconciler.forget(key_of(resource))
+            self._reconciler.forget(resource)
         for key in self.cache.roots_of(resource):
             self.queue.add(key)
 

@@ -457,6 +457,30 @@ async def test_frontend_tells_the_instances_of_each_namespace():
     assert await pod_calls.read_instances("127.0.0.1", port) is None
 
 
+async def test_frontend_that_answered_before_and_is_slow_now_has_admitted_nothing(monkeypatch):
+    counts = {"10.0.0.1": {"a": 2}, "10.0.0.2": {"a": 2}, "10.0.0.3": None}
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    pods = [
+        {
+            "metadata": {"uid": address, "labels": {objects.TYPE_LABEL: "frontend"}},
+            "status": {**ready, "podIP": address},
+        }
+        for address in counts
+    ]
+
+    async def read(address):
+        return counts[address]
+
+    monkeypatch.setattr(pod_calls, "read_instances", read)
+    heard = set()
+    assert await pod_calls.count_admitted(pods, heard) == {"a": 2}
+    counts["10.0.0.2"] = None
+    assert await pod_calls.count_admitted(pods, heard) == {"a": 0}
+    counts["10.0.0.1"] = None
+    assert await pod_calls.count_admitted(pods, heard) == {}
+    assert await pod_calls.count_admitted(pods, set()) is None
+
+
 async def test_download_of_a_worker_is_shown_while_it_goes_on(server, cluster):
     reports = [{"stage": "download", "model": "org/m", "doneBytes": 10, "totalBytes": 100}]
 
