@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.operator import objects, pod_calls, service, work_queue
+from dynamo.operator import election, objects, pod_calls, service, work_queue
 from dynamo.operator.settings import OperatorConfig
 from dynamo.testing import clock as virtual
 from dynamo.testing.kube.memory_cluster import MemoryCluster
@@ -678,7 +678,7 @@ NUM_CHAOS_RUNS = int(os.environ.get("DYN_TEST_CHAOS_RUNS", "3"))  # make test-op
 SPECS = st.fixed_dictionaries(
     {"seed": st.integers(0, 2), "replicas": st.integers(1, 4), "has_prefill": st.booleans()}
 )
-EVENTS = st.sampled_from(["cut", "forget", "replace", "revert", "fail", "settle"])
+EVENTS = st.sampled_from(["cut", "forget", "replace", "revert", "fail", "depose", "settle"])
 
 
 @hypothesis.settings(
@@ -693,7 +693,7 @@ EVENTS = st.sampled_from(["cut", "forget", "replace", "revert", "fail", "settle"
     seed=st.integers(0, 2**16),
 )
 async def test_chaos_of_the_cluster_ends_as_an_undisturbed_run(specs, lives, seed):
-    """Operators die, watches break, histories are lost, a tenth of the calls fails, specs change and revert."""
+    """Operators die or lose their Lease, watches break, a tenth of the calls fails, specs change and revert."""
     rng = random.Random(seed)
     server = MemoryCluster()
     answer, is_failing = server.handle_async_request, True
@@ -708,22 +708,17 @@ async def test_chaos_of_the_cluster_ends_as_an_undisturbed_run(specs, lives, see
         await cluster.create(graph_of(**spec))
         server.handle_async_request = fail_sometimes
         for life in lives:
-            async with running(server):
+            async with running_with_lease(server) as operator:
                 for event in life:
-                    match event:
-                        case "cut":
-                            server.cut_watches()
-                        case "forget":
-                            server.forget_history()
-                        case "replace" | "revert":
-                            spec = specs[0] if event == "revert" else rng.choice(specs)
-                            with contextlib.suppress(errors.DynamoError):
-                                changes = {"spec": graph_of(**spec)["spec"]}
-                                await cluster.patch(API, DGD, "g", changes)
-                        case "fail":
-                            server.failures += [httpx2.ReadError("cut")] * rng.randint(1, 3)
-                        case "settle":
-                            await is_ready(cluster)
+                    if event in ("replace", "revert"):
+                        spec = specs[0] if event == "revert" else rng.choice(specs)
+                        with contextlib.suppress(errors.DynamoError):
+                            changes = {"spec": graph_of(**spec)["spec"]}
+                            await cluster.patch(API, DGD, "g", changes)
+                    elif event == "settle":
+                        await is_ready(cluster)
+                    else:
+                        await disturb(event, server, operator, rng)
                     await asyncio.sleep(rng.random() * 0.02)
         is_failing = False
         server.failures.clear()
@@ -738,6 +733,41 @@ async def test_chaos_of_the_cluster_ends_as_an_undisturbed_run(specs, lives, see
         async with running(undisturbed):
             await until(lambda: is_ready(cluster))
         assert await specs_of(cluster) == found
+
+
+@contextlib.asynccontextmanager
+async def running_with_lease(server):
+    """Run an operator that looks at its Lease all the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for pause in ("RENEW_S", "_RETRY_S"):
+            patch.setattr(election, pause, 0.02)
+        async with running(server, leader_elect=True) as operator:
+            yield operator
+
+
+async def disturb(event, server, operator, rng):
+    """Break watches or calls, or let another operator have the Lease for a while."""
+
+    async def is_deposed():
+        return operator.controller is None
+
+    match event:
+        case "cut":
+            server.cut_watches()
+        case "forget":
+            server.forget_history()
+        case "fail":
+            server.failures += [httpx2.ReadError("cut")] * rng.randint(1, 3)
+        case "depose":
+            server.put_object(lease_held_by("another"))
+            await until(is_deposed)
+            server.put_object(lease_held_by(""))
+
+
+def lease_held_by(identity):
+    metadata = {"name": "dynamo-operator", "namespace": "default"}
+    head = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
+    return {**head, "spec": {"holderIdentity": identity}}
 
 
 def graph_of(seed, replicas, has_prefill):
