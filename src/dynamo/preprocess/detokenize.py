@@ -175,7 +175,7 @@ def _table_of(tokenizer: tokenize.Tokenizer) -> tuple[list[Piece], bool]:
         read, drops_space = _sentencepiece, len(steps) == 4
     else:
         return [], False
-    table = [_piece(read(token)) for token in tokenizer.tokens]
+    table = [_piece(read(tokenizer.token_of(number))) for number in range(tokenizer.num_ids)]
     return (table, drops_space) if _agrees(tokenizer, table, drops_space) else ([], False)
 
 
@@ -223,7 +223,7 @@ def _agrees(tokenizer: tokenize.Tokenizer, table: list[Piece], drops_space: bool
     ids = [
         token_id
         for token_id, piece in enumerate(table)
-        if isinstance(piece, str) or not _BYTE_TOKEN.fullmatch(tokenizer.tokens[token_id])
+        if isinstance(piece, str) or not _BYTE_TOKEN.fullmatch(tokenizer.token_of(token_id))
     ]
     detokenizer = TableDetokenizer(table, drop_space=drops_space)
     text = detokenizer.push(ids) + detokenizer.finish()

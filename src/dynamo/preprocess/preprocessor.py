@@ -167,7 +167,7 @@ class Preprocessor:
 
     def list_vocabulary(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token as the tokenizer's vocabulary spells it."""
-        return [self._tokenizer.tokens[token_id] for token_id in token_ids]
+        return [self._tokenizer.token_of(token_id) for token_id in token_ids]
 
     async def prepare_prompts(
         self,

@@ -238,7 +238,7 @@ class Tokenizer:
         self.cache_observer = cache_observer
         self.decoder_definition = parts.decoder or {}  # how tokens become text
         vocabulary, findings = self._load(definition, text, parts, options)
-        self.tokens = vocabulary.tokens  # by id
+        self.num_ids = len(vocabulary.tokens)  # all ids are below it
         self.special_ids = frozenset(token.id for token in vocabulary.added if token.special)
         self._cutter = None
         if options.cache_bytes and findings.is_cutting_exact:
@@ -249,11 +249,6 @@ class Tokenizer:
             {name: self._encode(name) for name in self._cutter.tokens} if self._cutter else {},
             max_bytes=options.cache_bytes,
         )
-
-    @property
-    def num_ids(self) -> int:
-        """Return the number of ids, all of which are below it."""
-        return len(self.tokens)
 
     def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         """Return the packed ids of each text. Blocks the event loop."""
@@ -352,9 +347,13 @@ class Tokenizer:
         """Return the text of these tokens together; ids that do not exist are skipped."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def token_of(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; an id that does not exist has an empty token."""
+        return self.backend.token_of(token_id)
+
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token, written as in the vocabulary; None if there is none."""
-        return self.tokens.index(token) if token and token in self.tokens else None
+        """Return the id of a token that is spelled as in the vocabulary; None if there is none."""
+        return self.backend.id_of(token)
 
 
 def return_freed_memory() -> None:

@@ -88,6 +88,14 @@ class Library(Protocol):
         """Return the text of these tokens together; ids that do not exist are skipped."""
         ...
 
+    def token_of(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; an id that does not exist has an empty token."""
+        ...
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token that is spelled as in the vocabulary; None if there is none."""
+        ...
+
 
 class HuggingFaceLibrary:
     """Encodes by Hugging Face's `tokenizers`, which reads every tokenizer.json."""
@@ -114,6 +122,12 @@ class HuggingFaceLibrary:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_of(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
 
     def vocabulary(self) -> Vocabulary:
         """Return all tokens, and which of them are added ones."""
@@ -184,6 +198,13 @@ class FastokensLibrary:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_of(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def id_of(self, token: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
 
 def load_fastest(definition: str, reference: HuggingFaceLibrary) -> Library:
     """Return `fastokens` for this definition, or the reference, if they differ or fastokens cannot read it."""
@@ -204,7 +225,9 @@ def load_fastest(definition: str, reference: HuggingFaceLibrary) -> Library:
 
 
 def _behave_equally(library: Library, reference: Library, tokens: Sequence[str]) -> bool:
-    """Return whether both give the same ids for texts of many scripts, and the same texts for ids."""
+    """Return whether both give the same tokens, the same ids for texts of many scripts, and the same texts for ids."""
+    if any(library.token_of(token_id) != token for token_id, token in enumerate(tokens)):
+        return False
     rng = random.Random(0)
     probes = ["", " ", "\n\n", " a  b ", "don't WE'LL", "1234567", "\r\n\t x", "👨\u200d👩\u200d👧"]
     while len(probes) < NUM_PROBES:

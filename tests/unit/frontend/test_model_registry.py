@@ -2,11 +2,13 @@
 
 import asyncio
 import shutil
+import threading
 
 import pytest
 from frontend_rig import NAME, Worker, card_of, outputs
 
 import kv_params
+import waiting
 from dynamo.base import errors
 from dynamo.disagg import config as disagg_config
 from dynamo.frontend.model_registry import registry
@@ -108,6 +110,24 @@ async def test_few_models_are_loaded_at_a_time(bare, loading):
     await bare.until(lambda: len(bare.instances) == registry.MAX_LOADS + 2)
 
     assert len(began) == registry.MAX_LOADS
+
+
+async def test_thread_that_loads_a_model_ends(bare, monkeypatch):
+    """What a tokenizer library keeps for each thread that encodes goes with it."""
+    threads = []
+    load_preprocessor = registry.loading.load_preprocessor
+
+    def load(*args, **options):
+        threads.append(threading.current_thread())
+        return load_preprocessor(*args, **options)
+
+    monkeypatch.setattr(registry.loading, "load_preprocessor", load)
+    await bare.start()
+    await bare.worker()
+    (thread,) = threads
+    thread.join(waiting.PATIENT_S)
+
+    assert not thread.is_alive()
 
 
 async def test_worker_that_leaves_while_its_model_is_loaded_is_not_listed(bare, loading):

@@ -1,5 +1,8 @@
 """Encoding gives the ids that tokenizers and sentencepiece give."""
 
+import json
+import tracemalloc
+
 import pytest
 import sentencepiece
 import tokenizers
@@ -66,7 +69,26 @@ def test_malformed_tokenizer_file_is_refused(definition):
 
 def test_ids_reach_from_zero_to_the_highest_added_token(byte_level):
     assert byte_level.num_ids == byte_level.id_of("大丈夫") + 1
-    assert byte_level.tokens[byte_level.id_of("<think>")] == "<think>"
+    assert byte_level.token_of(byte_level.id_of("<think>")) == "<think>"
+    assert byte_level.token_of(byte_level.num_ids) == ""
+    assert byte_level.id_of("") is None
+
+
+def test_loaded_vocabulary_has_no_objects_in_python(byte_level_json):
+    """Python took 90 bytes for each token, as much as the library takes for it."""
+    definition = json.loads(byte_level_json)
+    vocabulary = definition["model"]["vocab"]
+    vocabulary |= {f"wordĠnumber{number}": len(vocabulary) + number for number in range(20_000)}
+    definition["added_tokens"] = []
+    content = json.dumps(definition).encode()
+    tokenize.Tokenizer(content)  # which imports what it needs
+    tracemalloc.start()
+    loaded = tokenize.Tokenizer(content)
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert loaded.num_ids == len(vocabulary)
+    assert kept_bytes < 20 * loaded.num_ids
 
 
 @given(texts=st.lists(st.text(max_size=9), max_size=8))

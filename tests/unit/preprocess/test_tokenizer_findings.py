@@ -19,7 +19,7 @@ def describe(tokenizer: tokenize.Tokenizer) -> tuple[object, ...]:
     cutter = tokenizer._cutter
     return (
         type(tokenizer.backend),
-        tokenizer.tokens,
+        [tokenizer.token_of(token_id) for token_id in range(tokenizer.num_ids)],
         tokenizer.special_ids,
         cutter and (cutter.tokens, cutter.at_lines),
         tokenizer.encode_now(["A brave cat<|im_end|>\n你好"], add_special_tokens=True),

@@ -67,6 +67,14 @@ def test_fastokens_gives_the_texts_of_the_reference(both, data, skip):
     )
 
 
+def test_fastokens_spells_the_tokens_of_the_reference(both):
+    fast, reference = both
+    tokens = reference.vocabulary().tokens
+
+    assert [fast.token_of(token_id) for token_id in range(len(tokens) + 1)] == [*tokens, ""]
+    assert [fast.id_of(token) for token in tokens] == [reference.id_of(token) for token in tokens]
+
+
 def test_fastokens_is_used_where_it_is_equal(byte_level):
     assert isinstance(byte_level.backend, tokenizer_library.FastokensLibrary)
 
@@ -83,7 +91,11 @@ def test_reference_is_used_on_request(byte_level_json):
 
 @pytest.mark.parametrize(
     ("method", "wrong"),
-    [("encode", [b"\0\0\0\0"] * tokenizer_library.NUM_PROBES), ("decode", "wrong")],
+    [
+        ("encode", [b"\0\0\0\0"] * tokenizer_library.NUM_PROBES),
+        ("decode", "wrong"),
+        ("token_of", "wrong"),
+    ],
 )
 def test_reference_is_used_where_fastokens_differs(
     byte_level_json, monkeypatch, caplog, method, wrong
