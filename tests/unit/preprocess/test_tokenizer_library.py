@@ -2,6 +2,8 @@
 
 import json
 import logging
+import time
+from concurrent import futures
 
 import pytest
 from hypothesis import given
@@ -106,6 +108,23 @@ def test_reference_is_used_where_fastokens_differs(
 
     assert isinstance(ours.backend, tokenizer_library.HuggingFaceLibrary)
     assert "gives other tokens or texts" in caplog.text
+
+
+def test_first_text_after_the_load_does_not_wait_for_a_table_of_the_vocabulary(byte_level_json):
+    """The event loop stood still for 160 ms with a vocabulary of this size."""
+    definition = json.loads(byte_level_json)
+    vocabulary = definition["model"]["vocab"]
+    vocabulary |= {f"number{number}": len(vocabulary) + number for number in range(100_000)}
+    definition["added_tokens"] = []
+    content = json.dumps(definition)
+    with futures.ThreadPoolExecutor(1) as loader:
+        began_s = time.process_time()
+        library = loader.submit(tokenizer_library.FastokensLibrary, content).result()
+        load_s = time.process_time() - began_s
+    began_s = time.thread_time()
+    library.encode(["cat"], add_special_tokens=False)
+
+    assert time.thread_time() - began_s < load_s / 10
 
 
 def test_text_that_a_pattern_cannot_split_is_refused(byte_level_json):
