@@ -2,7 +2,8 @@
 
 Nearly all tokenizers are tables: each token stands for some bytes, whatever stands beside it. So at load we make a
 table from id to text, or to bytes where a token ends inside a character, and compare it with the tokenizer once, over
-the whole vocabulary. Two kinds of tokenizers are tables:
+the whole vocabulary. Then it is empty again, and takes each token when it first comes: a token is 60 bytes in Python,
+and most of a vocabulary is never used. Two kinds of tokenizers are tables:
 
 - byte-level (GPT-2, Llama-3, Qwen): a token's characters are an alphabet of 256 that stand for bytes;
 - SentencePiece (Llama-2, Mistral, Gemma): "▁" is a space, `<0xE4>` a byte; some drop the space that begins a text.
@@ -18,7 +19,7 @@ import array
 import codecs
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from dynamo.preprocess import stop_strings, tokenize
@@ -27,6 +28,7 @@ from dynamo.protocols import blocks, generate
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT_LEN = 8  # prompt tokens that can matter to the text after them
+_ROW_LEN = 4096  # tokens that are compared with the tokenizer at once
 _MAX_PENDING = 64  # tokens after which a window no longer waits for the end of a character
 
 Piece = str | bytes  # text, or bytes that are no whole characters
@@ -44,19 +46,47 @@ class Detokenizer(Protocol):
         ...
 
 
+class _Table:
+    """The text of each token of one tokenizer, or its bytes; it is read from the tokenizer when it is first needed."""
+
+    __slots__ = ("_read", "_tokenizer", "pieces")
+
+    def __init__(
+        self,
+        tokenizer: tokenize.Tokenizer,
+        read: Callable[[str], bytes],
+        hidden: frozenset[int] = frozenset(),
+    ) -> None:
+        """Tokens in `hidden` have no text."""
+        self._tokenizer = tokenizer
+        self._read = read
+        self.pieces: list[Piece | None] = [None] * tokenizer.num_ids  # by id
+        for token_id in hidden:
+            self.pieces[token_id] = ""
+
+    def take(self, token_id: int) -> Piece:
+        """Return the text of a token that exists, or its bytes."""
+        piece = self.pieces[token_id]
+        if piece is None:
+            piece = self.pieces[token_id] = _piece(self._read(self._tokenizer.token_of(token_id)))
+        return piece
+
+    def hiding(self, hidden: frozenset[int]) -> "_Table":
+        """Return a table in which these tokens have no text."""
+        return _Table(self._tokenizer, self._read, hidden)
+
+
 class TextDecoder:
     """Makes detokenizers for one tokenizer."""
 
     def __init__(self, tokenizer: tokenize.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._pieces, self._drops_space = _table_of(tokenizer)
+        self._table, self._drops_space = _table_of(tokenizer)
         self._hide(tokenizer.special_ids)
 
     def _hide(self, hidden: frozenset[int]) -> None:
         self._hidden = hidden
-        self._visible = [
-            "" if token_id in hidden else piece for token_id, piece in enumerate(self._pieces)
-        ]
+        self._visible = self._table and self._table.hiding(hidden)
 
     def showing(self, tokens: Iterable[str]) -> "TextDecoder":
         """Return a decoder that shows these tokens as text, even if they are special."""
@@ -69,13 +99,13 @@ class TextDecoder:
 
     def new(self, prompt: bytes = b"", *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for one choice that follows `prompt` (packed ids)."""
-        pieces = self._visible if skip_special_tokens else self._pieces
-        if pieces and not self._drops_space:
-            return TableDetokenizer(pieces, drop_space=False)
+        table = self._visible if skip_special_tokens else self._table
+        if table and not self._drops_space:
+            return TableDetokenizer(table, drop_space=False)
         context = blocks.unpack(prompt[-_CONTEXT_LEN * blocks.TOKEN_BYTES :])
-        if pieces:
+        if table:
             begins_text = self._tokenizer.special_ids.issuperset(context)
-            return TableDetokenizer(pieces, drop_space=begins_text)
+            return TableDetokenizer(table, drop_space=begins_text)
         hidden = self._hidden if skip_special_tokens else frozenset[int]()
         return WindowDetokenizer(self._tokenizer, context, hidden)
 
@@ -85,8 +115,8 @@ class TextDecoder:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, special or not."""
-        if 0 <= token_id < len(self._pieces):
-            piece = self._pieces[token_id]
+        if self._table and 0 <= token_id < self._tokenizer.num_ids:
+            piece = self._table.take(token_id)
             return piece if isinstance(piece, bytes) else piece.encode()
         return self._tokenizer.decode((token_id,), skip_special_tokens=False).encode()
 
@@ -98,8 +128,9 @@ class TextDecoder:
 class TableDetokenizer:
     """Looks each token up in the table."""
 
-    def __init__(self, pieces: list[Piece], *, drop_space: bool) -> None:
-        self._pieces = pieces
+    def __init__(self, table: _Table, *, drop_space: bool) -> None:
+        self._pieces = table.pieces
+        self._take = table.take
         self._drop_space = drop_space  # the next character, if it is a space
         self._pending = b""  # the beginning of a character
         self._is_plain = not drop_space
@@ -109,7 +140,11 @@ class TableDetokenizer:
             piece = self._pieces[token_ids[0]]
             if type(piece) is str:
                 return piece
-        pieces = [self._pieces[number] for number in token_ids if number < len(self._pieces)]
+        pieces = [
+            self._pieces[number] or self._take(number)
+            for number in token_ids
+            if number < len(self._pieces)
+        ]
         data = b"".join(piece if isinstance(piece, bytes) else piece.encode() for piece in pieces)
         return self._decode(data, is_last=False)
 
@@ -160,8 +195,8 @@ class WindowDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def _table_of(tokenizer: tokenize.Tokenizer) -> tuple[list[Piece], bool]:
-    """Return the table, and whether the space that begins a text is dropped; an empty table if there is none."""
+def _table_of(tokenizer: tokenize.Tokenizer) -> tuple[_Table | None, bool]:
+    """Return the table, if there is one, and whether the space that begins a text is dropped."""
     definition = tokenizer.decoder_definition
     steps = definition["decoders"] if definition.get("type") == "Sequence" else [definition]
     kinds = [step.get("type") for step in steps]
@@ -174,9 +209,10 @@ def _table_of(tokenizer: tokenize.Tokenizer) -> tuple[list[Piece], bool]:
     ):
         read, drops_space = _sentencepiece, len(steps) == 4
     else:
-        return [], False
-    table = [_piece(read(tokenizer.token_of(number))) for number in range(tokenizer.num_ids)]
-    return (table, drops_space) if _agrees(tokenizer, table, drops_space) else ([], False)
+        return None, False
+    if not _agrees(tokenizer, read, drops_space):
+        return None, False
+    return _Table(tokenizer, read), drops_space
 
 
 class _ByteAlphabet(dict[int, int]):
@@ -215,19 +251,25 @@ def _piece(data: bytes) -> Piece:
         return data
 
 
-def _agrees(tokenizer: tokenize.Tokenizer, table: list[Piece], drops_space: bool) -> bool:
-    """Return whether the tokenizer decodes its whole vocabulary as the table does.
+def _agrees(tokenizer: tokenize.Tokenizer, read: Callable[[str], bytes], drops_space: bool) -> bool:
+    """Return whether the tokenizer decodes its whole vocabulary, row by row, as a table of these pieces does.
 
     Byte tokens outside of ASCII are left out: in a row that is no text, a byte fallback gives up on all of them.
+    A table of its own for each row, because Python keeps the memory of many objects that were there at once.
     """
-    ids = [
-        token_id
-        for token_id, piece in enumerate(table)
-        if isinstance(piece, str) or not _BYTE_TOKEN.fullmatch(tokenizer.token_of(token_id))
-    ]
-    detokenizer = TableDetokenizer(table, drop_space=drops_space)
-    text = detokenizer.push(ids) + detokenizer.finish()
-    return text == tokenizer.decode(ids, skip_special_tokens=False)
+    for begin in range(0, tokenizer.num_ids, _ROW_LEN):
+        table = _Table(tokenizer, read)
+        ids = [
+            token_id
+            for token_id in range(begin, min(begin + _ROW_LEN, tokenizer.num_ids))
+            if isinstance(table.take(token_id), str)
+            or not _BYTE_TOKEN.fullmatch(tokenizer.token_of(token_id))
+        ]
+        detokenizer = TableDetokenizer(table, drop_space=drops_space)
+        text = detokenizer.push(ids) + detokenizer.finish()
+        if text != tokenizer.decode(ids, skip_special_tokens=False):
+            return False
+    return True
 
 
 _ENDED_BY_TOKEN = (generate.FinishReason.EOS, generate.FinishReason.STOP)

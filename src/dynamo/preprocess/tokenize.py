@@ -237,14 +237,12 @@ class Tokenizer:
             raise errors.ConfigError(f"tokenizer.json: expected a JSON object: {error}") from error
         self.cache_observer = cache_observer
         self.decoder_definition = parts.decoder or {}  # how tokens become text
-        vocabulary, findings = self._load(definition, text, parts, options)
-        self.num_ids = len(vocabulary.tokens)  # all ids are below it
-        self.special_ids = frozenset(token.id for token in vocabulary.added if token.special)
+        added, findings = self._load(definition, text, parts, options)
+        self.num_ids = findings.num_ids
+        self.special_ids = frozenset(token.id for token in added if token.special)
         self._cutter = None
         if options.cache_bytes and findings.is_cutting_exact:
-            self._cutter = PromptCutter(
-                cutting_tokens(vocabulary.added), at_lines=findings.splits_at_lines
-            )
+            self._cutter = PromptCutter(cutting_tokens(added), at_lines=findings.splits_at_lines)
         self._cache = SegmentCache(
             {name: self._encode(name) for name in self._cutter.tokens} if self._cutter else {},
             max_bytes=options.cache_bytes,
@@ -304,40 +302,40 @@ class Tokenizer:
 
     def _load(
         self, definition: bytes, text: str, parts: _Definition, options: TokenizerOptions
-    ) -> tuple[tokenizer_library.Vocabulary, tokenizer_findings.Findings]:
-        """Load the library, and check it unless an earlier load did. Raises ConfigError."""
+    ) -> tuple[list[tokenizer_library.AddedToken], tokenizer_findings.Findings]:
+        """Load the library, and check it unless an earlier load did; return the added tokens. Raises ConfigError."""
         directory = options.findings if options.backend == "fastokens" else None
         findings = directory.find(definition) if directory else None
         if findings is not None and findings.is_fastokens_equal:
-            vocabulary = tokenizer_library.read_vocabulary(text)
             self.backend: tokenizer_library.Library = tokenizer_library.FastokensLibrary(text)
-            return vocabulary, findings
+            return tokenizer_library.read_added_tokens(text), findings
         reference = tokenizer_library.HuggingFaceLibrary(text)
         vocabulary = reference.vocabulary()
         self.backend = reference
         if findings is None:
             if options.backend == "fastokens":
                 self.backend = tokenizer_library.load_fastest(text, reference)
-            findings = self._examine(reference, vocabulary.added, parts)
+            findings = self._examine(reference, vocabulary, parts)
             if directory:
                 directory.keep(definition, findings)
-        return vocabulary, findings
+        return vocabulary.added, findings
 
     def _examine(
         self,
         reference: tokenizer_library.HuggingFaceLibrary,
-        added: Sequence[tokenizer_library.AddedToken],
+        vocabulary: tokenizer_library.Vocabulary,
         parts: _Definition,
     ) -> tokenizer_findings.Findings:
         """Return which library encodes, and where prompts may be cut without a change of their ids."""
-        normalized = [token.content for token in added if token.normalized]
+        normalized = [token.content for token in vocabulary.added if token.normalized]
         cutter = None
-        if tokens := cutting_tokens(added):
+        if tokens := cutting_tokens(vocabulary.added):
             at_lines = parts.splits_words and not any("\n" in content for content in normalized)
             cutter = PromptCutter(
                 tokens, at_lines=at_lines and splits_at_lines(reference.find_word_starts)
             )
         return tokenizer_findings.Findings(
+            num_ids=len(vocabulary.tokens),
             is_fastokens_equal=self.backend is not reference,
             is_cutting_exact=cutter is not None and is_cutting_exact(cutter, self._encode),
             splits_at_lines=cutter is not None and cutter.at_lines,

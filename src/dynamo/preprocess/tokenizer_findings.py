@@ -23,6 +23,7 @@ _logger = logging.getLogger(__name__)
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one tokenizer.json."""
 
+    num_ids: int  # all ids are below it
     is_fastokens_equal: bool  # it gives the ids and texts of the reference
     is_cutting_exact: bool  # a prompt may be cut at the tokens that are taken out of the raw text
     splits_at_lines: bool  # long text may be cut at line ends before letters

@@ -65,7 +65,19 @@ def read_vocabulary(definition: str) -> Vocabulary:
     """Return the vocabulary of a definition with byte-pair encoding. Raises ValueError for another kind."""
     parts = msgspec.json.decode(definition, type=_BytePairDefinition)
     ids = parts.model.vocab | {token.content: token.id for token in parts.added_tokens}
-    return Vocabulary(_by_id(ids), sorted(parts.added_tokens, key=lambda token: token.id))
+    return Vocabulary(_by_id(ids), read_added_tokens(definition))
+
+
+class _AddedTokens(msgspec.Struct, frozen=True):
+    """The part of a tokenizer.json that `read_added_tokens` reads."""
+
+    added_tokens: list[AddedToken] = []
+
+
+def read_added_tokens(definition: str) -> list[AddedToken]:
+    """Return the added tokens of a definition in the order of their ids, without an object for each token. Raises ValueError."""
+    parts = msgspec.json.decode(definition, type=_AddedTokens)
+    return sorted(parts.added_tokens, key=lambda token: token.id)
 
 
 def _by_id(ids: Mapping[str, int]) -> list[str]:

@@ -151,6 +151,16 @@ def test_leading_space_is_kept_after_a_prompt_and_dropped_at_a_beginning(
     assert "".join(push_all(decoder.new(), answer, [1, 1, 1])) == "cat sleeps"
 
 
+def test_table_takes_a_token_when_it_first_comes(byte_level):
+    decoder = detokenize.TextDecoder(byte_level)
+    token_ids = ids_of(byte_level, "a brave cat")
+    text = decoder.new().push(token_ids)
+    taken = [token_id for token_id, piece in enumerate(decoder._visible.pieces) if piece]
+
+    assert text == "a brave cat"
+    assert taken == sorted(set(token_ids))
+
+
 def test_token_has_its_own_text_and_bytes(byte_level, byte_decoder):
     half, end = byte_level.id_of("ð"), byte_level.id_of("<|im_end|>")
 
