@@ -14,11 +14,13 @@ cut too, so that the part of a long text that an earlier prompt had is found in 
 import asyncio
 import ctypes
 import dataclasses
+import functools
 import itertools
 import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any, Protocol
 
 import msgspec
@@ -30,6 +32,7 @@ from dynamo.protocols import blocks
 CACHE_BYTES = 16 * 2**20  # some sixty prompts of 32,000 tokens
 SHORT_TEXT = 512  # characters, which are as quickly encoded as cut and looked up
 MAX_BATCH = 2**20  # characters that are encoded together: `tokenizers` needs 100 bytes for each
+MAX_THREADS = 2  # that encode long texts: a library uses all cores for each, and keeps 4 to 20 MB for each thread
 PART_CHARS = 2048  # of a long segment, at least
 _ENTRY_BYTES = 200  # of the table, beside text and tokens
 # Beginnings and ends that tokenizers are known to treat specially: blanks, line ends, marks, accents to be composed,
@@ -236,6 +239,7 @@ class Tokenizer:
         except (UnicodeDecodeError, msgspec.DecodeError) as error:
             raise errors.ConfigError(f"tokenizer.json: expected a JSON object: {error}") from error
         self.cache_observer = cache_observer
+        self._threads = futures.ThreadPoolExecutor(MAX_THREADS, "tokenizer")
         self.decoder_definition = parts.decoder or {}  # how tokens become text
         added, findings = self._load(definition, text, parts, options)
         self.num_ids = findings.num_ids
@@ -259,9 +263,8 @@ class Tokenizer:
         """Return the packed ids of each text without blocking the event loop for long."""
         if sum(map(len, texts)) < self.backend.long_text:
             return self.encode_now(texts, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(
-            self.encode_now, texts, add_special_tokens=add_special_tokens
-        )
+        encode = functools.partial(self.encode_now, texts, add_special_tokens=add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     async def encode_prompt(self, text: str) -> bytes:
         """Return the packed ids of a text with its special tokens, as far as possible from the cache."""

@@ -1,6 +1,8 @@
 """Encoding gives the ids that tokenizers and sentencepiece give."""
 
+import asyncio
 import json
+import threading
 import tracemalloc
 
 import pytest
@@ -9,6 +11,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+import waiting
 from dynamo.base import errors
 from dynamo.preprocess import tokenize, tokenizer_library
 from dynamo.protocols import blocks
@@ -48,6 +51,28 @@ async def test_long_texts_have_the_same_ids_in_a_thread(byte_level):
     packed = await byte_level.encode(texts, add_special_tokens=False)
 
     assert packed == [byte_level.encode_now([text], add_special_tokens=False)[0] for text in texts]
+
+
+async def test_few_threads_encode_long_texts(byte_level_json):
+    """The library keeps megabytes for each thread that has encoded."""
+    tokenizer = tokenize.Tokenizer(byte_level_json.encode())
+    encode, threads, have_all_come = tokenizer.backend.encode, set(), threading.Event()
+
+    def encode_later(texts, **options):
+        threads.add(threading.get_ident())
+        have_all_come.wait(waiting.PATIENT_S)
+        return encode(texts, **options)
+
+    tokenizer.backend.encode = encode_later
+    text = "The quick brown fox. " * (tokenizer.backend.long_text // 10)
+    encodings = [tokenizer.encode([text], add_special_tokens=False) for _ in range(6)]
+    encoded = asyncio.gather(*encodings)
+    await asyncio.sleep(0)
+    have_all_come.set()
+    await encoded
+
+    assert len(threads) == tokenize.MAX_THREADS
+    assert threading.get_ident() not in threads
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(byte_level_json):

@@ -28,7 +28,8 @@ POLL_S = 0.5
 KEYS_EVERY = 10
 _QUIET_S = 0.05  # after a notification, until the next
 _IN_MOVED_FROM, _IN_MOVED_TO, _IN_DELETE = 0x40, 0x80, 0x200
-_EVENTS = _IN_MOVED_FROM | _IN_MOVED_TO | _IN_DELETE  # a key is written under another name and renamed
+# A key is written under another name and renamed, so a file that is only being written is none yet.
+_EVENTS = _IN_MOVED_FROM | _IN_MOVED_TO | _IN_DELETE
 _EVENTS_BYTES = 65_536
 _libc = ctypes.CDLL(None, use_errno=True)
 
