@@ -136,6 +136,9 @@ def environment(python: str, directory: str, checkout: Path | None = None) -> di
         "DYN_LOG": "warn",
         "HF_HUB_OFFLINE": "1",
     }
+    # A checkout keeps its bytecode as an installed package does: pip compiles what it installs, as the peer. Without it
+    # a start takes twice the processor time, and 1.5 MB more stay in memory.
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if python != sys.executable:
         environ.pop("PYTHONPATH", None)  # the other system must not find ours
     if checkout is not None:
