@@ -89,6 +89,12 @@ def test_window_gives_the_same_text_as_a_table(byte_level, text, cuts):
     assert "".join(push_all(window, token_ids, cuts)) == text
 
 
+def test_vocabulary_is_compared_with_the_table_in_rows_of_any_length(tokenizer, monkeypatch):
+    monkeypatch.setattr(detokenize, "_ROW_LEN", 7)
+
+    assert isinstance(detokenize.TextDecoder(tokenizer).new(), detokenize.TableDetokenizer)
+
+
 def test_tokenizer_without_a_table_is_decoded_by_a_window(no_table):
     decoder = detokenize.TextDecoder(no_table)
     token_ids = ids_of(no_table, "The brave cat sleeps")
