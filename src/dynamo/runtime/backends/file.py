@@ -2,7 +2,7 @@
 
 `lease_directory` knows the disk and finds dead owners. This module decides when to look at it, and reports to watches:
 
-- Linux's notifications (inotify) report keys that come, change and go, at once, and in a storm every 50 ms;
+- the file system's notifications (`watchfiles`, a thread) report keys that come, change and go, within about 50 ms;
 - every `POLL_S` all leases are tried, because a lock that the kernel drops causes no notification: so all living
   processes notice within that time that one was killed;
 - every `KEYS_EVERY` polls (each, where there are no notifications) the keys are listed as well.
@@ -12,13 +12,12 @@ While the disk cannot be read, the watches keep their keys: a full disk must not
 """
 
 import asyncio
-import contextlib
-import ctypes
-import errno
 import logging
-import os
+import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+
+import watchfiles
 
 from dynamo.base import clock, errors, tasks
 from dynamo.runtime.backends import lease_directory
@@ -26,12 +25,9 @@ from dynamo.runtime.discovery import Change, KeyView
 
 POLL_S = 0.5
 KEYS_EVERY = 10
-_QUIET_S = 0.05  # after a notification, until the next
-_IN_MOVED_FROM, _IN_MOVED_TO, _IN_DELETE = 0x40, 0x80, 0x200
-# A key is written under another name and renamed, so a file that is only being written is none yet.
-_EVENTS = _IN_MOVED_FROM | _IN_MOVED_TO | _IN_DELETE
-_EVENTS_BYTES = 65_536
-_libc = ctypes.CDLL(None, use_errno=True)
+POLLS_TO_SETTLE = 3  # until a new notifier has surely begun, each poll lists the keys
+_STEP_MS = 50  # how often the notifying thread checks for changes and for its stop
+_DEBOUNCE_MS = 200  # how long a storm of changes may delay the notification
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +43,7 @@ class FileDiscovery:
         self._round = asyncio.Lock()
         self._changed = asyncio.Event()
         self._notifier = _Notifier(directory.keys, self._changed)
-        self._polls = 0
+        self._polls = 0  # since the notifier began
         self._last_error = ""  # the last logged error
 
     @classmethod
@@ -88,7 +84,7 @@ class FileDiscovery:
 
     async def close(self) -> None:
         await self._tasks.close()
-        self._notifier.close()
+        await asyncio.to_thread(self._notifier.stop)
         await asyncio.to_thread(self._directory.release)
 
     async def _follow(self) -> None:
@@ -96,7 +92,7 @@ class FileDiscovery:
         while True:
             is_notified = await self._wait_for_change()
             self._polls += 1
-            is_due = self._polls % KEYS_EVERY == 0
+            is_due = self._polls <= POLLS_TO_SETTLE or self._polls % KEYS_EVERY == 0
             with_keys = is_notified or is_due or not self._notifier.is_working
             await self._look_or_log(with_keys=with_keys)
 
@@ -113,8 +109,7 @@ class FileDiscovery:
         """Scan once; an error of the disk is logged, once for each kind."""
         try:
             await self._look(with_keys=with_keys)
-            if with_keys:  # a look at the leases alone does not show that keys can be listed again
-                self._last_error = ""
+            self._last_error = ""
         except errors.ConfigError as error:
             if str(error) != self._last_error:
                 self._last_error = str(error)
@@ -123,63 +118,51 @@ class FileDiscovery:
     async def _look(self, *, with_keys: bool) -> None:
         """Scan once. Raises ConfigError if the disk does not allow it."""
         async with self._round:
-            if await asyncio.to_thread(self._directory.restore):  # another one took its place
-                self._notifier.close()
-                self._notifier = _Notifier(self._directory.keys, self._changed)
+            if await asyncio.to_thread(self._directory.restore):
+                await self._notify_anew()
             self._view.replace(await asyncio.to_thread(self._directory.scan, with_keys=with_keys))
+
+    async def _notify_anew(self) -> None:
+        """Start a notifier for the directory that took the place of the watched one."""
+        await asyncio.to_thread(self._notifier.stop)
+        self._notifier = _Notifier(self._directory.keys, self._changed)
+        self._polls = 0
 
 
 class _Notifier:
-    """Sets `changed` when a file in a directory comes or goes; where it cannot, polling does.
-
-    inotify is called through the C library: a package for it (watchfiles) took 1 MB and two threads of each process.
-    """
+    """A thread that sets `changed` when something in a directory changes; without it, polling does."""
 
     def __init__(self, directory: Path, changed: asyncio.Event) -> None:
+        self.is_working = True
+        self._directory = directory
         self._changed = changed
         self._loop = asyncio.get_running_loop()
-        self._quiet: asyncio.TimerHandle | None = None
-        self._fd: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"notifier of {directory}", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread and wait for it, a few hundredths of a second."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
         try:
-            self._fd = _watch_directory(directory)
-        except OSError as error:
-            log.warning("no notifications for %s, polling every %s s: %s", directory, POLL_S, error)
-        else:
-            self._listen(self._fd)
-
-    @property
-    def is_working(self) -> bool:
-        """Return whether changes are notified."""
-        return self._fd is not None
-
-    def close(self) -> None:
-        if self._quiet is not None:
-            self._quiet.cancel()
-        if self._fd is not None:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = None
-
-    def _listen(self, fd: int) -> None:
-        self._loop.add_reader(fd, self._notify, fd)
-
-    def _notify(self, fd: int) -> None:
-        """Drop the events, because the whole directory is listed, and gather those that follow for a moment."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(fd, _EVENTS_BYTES)
-        self._changed.set()
-        self._loop.remove_reader(fd)
-        self._quiet = self._loop.call_later(_QUIET_S, self._listen, fd)
-
-
-def _watch_directory(directory: Path) -> int:
-    """Return a file descriptor that can be read when a file in a directory comes or goes. Raises OSError."""
-    if not hasattr(_libc, "inotify_init1"):
-        raise OSError(errno.ENOSYS, "this system has no inotify")
-    fd: int = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    if fd < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    if _libc.inotify_add_watch(fd, os.fsencode(directory), _EVENTS) < 0:
-        os.close(fd)
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(directory))
-    return fd
+            for _ in watchfiles.watch(
+                self._directory,
+                watch_filter=None,
+                stop_event=self._stop,
+                step=_STEP_MS,
+                debounce=_DEBOUNCE_MS,
+                raise_interrupt=False,
+                force_polling=False,
+                recursive=False,
+            ):
+                self._loop.call_soon_threadsafe(self._changed.set)
+        except (OSError, RuntimeError) as error:
+            self.is_working = False
+            log.warning(
+                "no notifications for %s, polling every %s s: %s", self._directory, POLL_S, error
+            )
