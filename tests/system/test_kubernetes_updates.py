@@ -155,6 +155,35 @@ def test_scale_of_the_adapter_sets_the_workers_and_ready_comes_back(cluster):
     assert seen == [3, 2]
 
 
+def test_planner_sets_the_workers_and_shows_its_metrics_to_others(cluster):
+    """Its port is asked from outside of its pod, as by a Prometheus."""
+    manifest = yaml.safe_load(EXAMPLE.read_text())
+    command = ["python3", "-m", "dynamo.planner", "--environment=kubernetes", "--mode=agg"]
+    command += ["--min-endpoint=2", "--adjustment-interval=1", "--model-name", MODEL]
+    services = manifest["spec"]["services"]
+    container = {"image": "dynamo-serving/frontend:0.1.0", "command": command}
+    services["Planner"] = {
+        "componentType": "planner",
+        "extraPodSpec": {"mainContainer": container},
+    }
+    for service in services.values():
+        service["dynamoNamespace"] = "planned"
+    manifest["metadata"]["name"] = "planned"
+    apply(cluster, json.dumps(manifest))
+    label = "nvidia.com/selector=planned-planner"
+    address = "jsonpath={.items[0].status.podIP}"
+    eventually(
+        lambda: len(run(cluster, "get", "pods", "-l", "nvidia.com/selector=planned-worker", "-o", "name").split()) == 2,
+        what="two workers",
+        every_s=0.3,
+    )  # fmt: skip
+    host = run(cluster, "get", "pods", "-l", label, "-o", address)
+    metrics = httpx.get(f"http://{host}:9085/metrics", timeout=PATIENT_S).text
+    run(cluster, "delete", "dgd/planned")
+
+    assert "is_leader 1" in metrics
+
+
 @contextlib.asynccontextmanager
 async def steady_load(url):
     """Send requests at a steady rate; yield the list of their outcomes, which is whole at the end."""

@@ -100,10 +100,8 @@ def make_objects(
         desired.append(make_deployment(component, owner))
         if spec.autoscaling is not None and spec.autoscaling.enabled:
             desired.append(make_autoscaler(component, owner, spec.autoscaling))
-    if spec.role == "frontend":
-        desired.append(_make_service(component, owner, "http", pod_template.HTTP_PORT))
-    elif spec.role != "planner" and component.discovery == "kubernetes":
-        desired.append(_make_service(component, owner, "system", pod_template.SYSTEM_PORT))
+    if spec.role == "frontend" or component.discovery == "kubernetes":
+        desired.append(_make_service(component, owner))
     if spec.ingress is not None and spec.ingress.enabled:
         make = _make_virtual_service if spec.ingress.use_virtual_service else _make_ingress
         desired.append(make(component, owner, spec.ingress))
@@ -250,13 +248,17 @@ def make_pod_clique_set(component: ServiceComponent, owner: Object, num_nodes: i
     return _make(component, owner, "grove.io/v1alpha1", "PodCliqueSet", spec=spec)
 
 
-def _make_service(component: ServiceComponent, owner: Object, port_name: str, port: int) -> Object:
-    spec: Object = {
-        "selector": {objects.SELECTOR_LABEL: component.name},
-        "ports": [{"name": port_name, "port": port, "targetPort": port_name, "protocol": "TCP"}],
-    }
+def _make_service(component: ServiceComponent, owner: Object) -> Object:
+    """Return the Service of a frontend or, so that others discover the pods by its slices, a headless one."""
+    ports = [
+        {"name": entry["name"], "port": entry["containerPort"], "targetPort": entry["name"], "protocol": "TCP"}
+        for entry in pod_template.make_ports(component.spec.role)
+    ]  # fmt: skip
+    spec: Object = {"selector": {objects.SELECTOR_LABEL: component.name}}
+    if ports:
+        spec["ports"] = ports
     if component.spec.role != "frontend":
-        spec["clusterIP"] = "None"  # for discovery: the addresses of the pods
+        spec["clusterIP"] = "None"
     return _make(component, owner, "v1", "Service", spec=spec)
 
 

@@ -272,7 +272,10 @@ def make_environment(component: ServiceComponent) -> list[Object]:
                 "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]',
             }
         case "planner":
-            values["PLANNER_PROMETHEUS_PORT"] = str(PLANNER_PORT)
+            values |= {
+                "DYN_PLANNER_HOST": "0.0.0.0",
+                "PLANNER_PROMETHEUS_PORT": str(PLANNER_PORT),
+            }
     fields = {
         "POD_NAME": "metadata.name",
         "POD_NAMESPACE": "metadata.namespace",

@@ -181,7 +181,7 @@ class PlannerConfig(component.RuntimeConfig):
         None, help="Prometheus server to ask instead of the frontends"
     )
     planner_host: str = config.option(
-        "127.0.0.1", help="address of /planner/decisions and /metrics"
+        "127.0.0.1", env="DYN_PLANNER_HOST", help="address of /planner/decisions and /metrics"
     )
     planner_port: int = config.option(
         9085,

@@ -292,7 +292,9 @@ def test_claims_ingress_and_autoscaler_are_made():
     assert claims["models"]["storageClassName"] == "fast"
     assert claims["cache"]["resources"]["requests"]["storage"] == "1"
     assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
-    assert "replicas" not in cluster.get("Deployment", "g-frontend")["spec"]
+    cluster.get("Deployment", "g-frontend")["spec"]["replicas"] = 4  # as an autoscaler does
+    cluster.settle()
+    assert cluster.get("Deployment", "g-frontend")["spec"]["replicas"] == 4
     mounts = {m["mountPath"] for m in main_of(cluster, "g-decode")["volumeMounts"]}
     assert mounts == {"/dev/shm", "/models", "/root/.cache/vllm"}
     cluster.delete("DynamoGraphDeployment", "g")
@@ -322,7 +324,7 @@ def test_what_the_spec_no_longer_asks_for_goes():
 
 def test_kubernetes_discovery_brings_accounts_and_headless_services():
     planner = {"componentType": "planner", "extraPodSpec": {"mainContainer": {"image": "own"}}}
-    own = {"extraPodSpec": {"mainContainer": {"image": "own"}}}
+    own = {"extraPodSpec": {"mainContainer": {"image": "own", "command": ["serve"]}}}
     services = {"Frontend": frontend(), "Decode": worker(), "Planner": planner, "Own": own}
     cluster = settled(make_graph(services=services), etcd_addr="")
     pod = cluster.get("Deployment", "g-decode")["spec"]["template"]
@@ -331,16 +333,19 @@ def test_kubernetes_discovery_brings_accounts_and_headless_services():
     assert cluster.get("RoleBinding", "g-k8s-service-discovery-binding")["subjects"][0]["name"] == (
         "g-k8s-service-discovery"
     )
-    headless = {
-        s["metadata"]["name"]: s["spec"].get("clusterIP") for s in cluster.of_kind("Service")
+    ports = {
+        item["metadata"]["name"]: [port["port"] for port in item["spec"].get("ports", ())]
+        for item in cluster.of_kind("Service")
+        if item["spec"].get("clusterIP") == "None"
     }
-    assert headless == {"g-frontend": None, "g-decode": "None", "g-own": "None"}
+    assert ports == {"g-decode": [9090], "g-planner": [9085], "g-own": []}
     assert pod["metadata"]["labels"][objects.DISCOVERY_LABEL] == "kubernetes"
     planner_pod = cluster.get("Deployment", "g-planner")["spec"]["template"]["spec"]
     assert planner_pod["serviceAccountName"] == "planner-serviceaccount"
     assert planner_pod["containers"][0]["command"] == ["python3", "-m", "dynamo.planner"]
     variables = env_of(planner_pod["containers"][0])
     assert variables["DYN_PLANNER_FRONTEND_URL"] == "http://g-frontend:8000"
+    assert variables["DYN_PLANNER_HOST"] == "0.0.0.0"
 
 
 def test_two_graphs_of_one_namespace_share_the_token_and_the_last_one_takes_it():
