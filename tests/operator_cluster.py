@@ -57,6 +57,7 @@ class DictCluster:
         self.pods = {}
         self.instances = None
         self.starts = {}
+        self._with_replicas = set()  # Deployments whose replicas the operator sets
         self.num_writes = 0
         self._uids = itertools.count(1)
         self._tokens = itertools.count(1)
@@ -66,6 +67,8 @@ class DictCluster:
         key = resource["kind"], resource["metadata"]["name"]
         old = self.objects.get(key)
         stored = copy.deepcopy(resource)
+        if resource["kind"] == "Deployment":
+            self._keep_replicas(old, stored)
         metadata = stored["metadata"]
         if old is None:
             uid = next(self._uids)
@@ -87,6 +90,16 @@ class DictCluster:
             metadata["resourceVersion"] = str(self.num_writes)
             self.objects[key] = stored
         return self.objects[key]
+
+    def _keep_replicas(self, old, deployment):
+        """Keep the replicas that an autoscaler set; what the operator itself no longer sets becomes the default."""
+        name, spec = deployment["metadata"]["name"], deployment["spec"]
+        is_set = "replicas" in spec
+        if not is_set:
+            spec["replicas"] = (
+                1 if old is None or name in self._with_replicas else old["spec"]["replicas"]
+            )
+        (self._with_replicas.add if is_set else self._with_replicas.discard)(name)
 
     def get(self, kind, name):
         return self.objects.get((kind, name))
@@ -153,7 +166,14 @@ class DictCluster:
                 action()
 
     def run_controllers(self, becomes_ready=lambda pod: True):
-        """Let each Deployment come one pod nearer to its spec, as one step."""
+        """Let each Deployment come one pod nearer to its spec, as one step; autoscalers enforce their limits."""
+        for autoscaler in self.of_kind("HorizontalPodAutoscaler"):
+            target = self.get("Deployment", autoscaler["spec"]["scaleTargetRef"]["name"])
+            limits = autoscaler["spec"]["minReplicas"], autoscaler["spec"]["maxReplicas"]
+            if target and target["spec"]["replicas"]:
+                replicas = min(max(target["spec"]["replicas"], limits[0]), limits[1])
+                self.put({**target, "spec": {**target["spec"], "replicas": replicas}})
+                self._with_replicas.discard(target["metadata"]["name"])
         for deployment in self.of_kind("Deployment"):
             name = deployment["metadata"]["name"]
             spec = deployment["spec"]

@@ -530,3 +530,21 @@ def test_autoscaler_follows_the_cpu_of_the_pods_processes(node, tmp_path):
     assert re.match(r"busy +Deployment/busy +cpu: [1-9]\d*%/50% +1 +2 ", shown)
     assert "New size: 2; reason: usage of resources is above its target" in events
     assert "New size: 1; reason: usage of resources is below its target" in events
+
+
+def test_autoscaler_keeps_to_its_limits_without_any_metric_and_shows_what_is_there(node):
+    manifest = BUSY.replace("busy", "still").replace("resources: {requests: {cpu: 50m}}", "")
+    manifest = manifest.replace("maxReplicas: 2", "minReplicas: 2\n  maxReplicas: 3")
+    manifest = re.sub(r"command: .*", "command: [sleep, infinity]", manifest)
+    node.kubectl("apply", "-f", "-", stdin=manifest)
+    shown = "--for=jsonpath={.status.currentReplicas}"
+    grown = node.kubectl("wait", f"{shown}=2", "hpa/still", "--timeout=60s")
+    node.kubectl("annotate", "hpa/still", "changed=once")  # a user's write removes unknown fields
+    node.kubectl("scale", "deployment/still", "--replicas=3")
+    followed = node.kubectl("wait", f"{shown}=3", "hpa/still", "--timeout=60s")
+    events = node.kubectl("get", "events", "--field-selector", "reason=SuccessfulRescale").stdout
+    node.kubectl("delete", "hpa/still", "deployment/still")
+
+    assert grown.returncode == 0, grown.stderr
+    assert followed.returncode == 0, followed.stderr
+    assert "New size: 2; reason: Current number of replicas below Spec.MinReplicas" in events

@@ -220,8 +220,10 @@ def make_components(graph: Graph, observed: Observed) -> list[Object]:
     generations = read_generations(graph, observed)
     current = next((entry for entry in generations if entry.digits == target), None)
     suffix = current.suffix if current else (f"-{target}" if generations else "")
+    autoscaled = find_autoscaled(graph, generations, target, observed)
+    wanted = {name: autoscaled.get(name, graph.replicas[name]) for name in graph.workers}
     planned = rollout.plan(
-        {name: graph.replicas[name] for name in graph.workers},
+        wanted,
         [count_workers(graph, entry, observed, target) for entry in generations],
         target,
         rollout.UpdateLimits(
@@ -233,17 +235,33 @@ def make_components(graph: Graph, observed: Observed) -> list[Object]:
         frozenset(name for name in graph.workers if graph.services[name].is_prefill),
     )
     desired = [
-        _make_component(graph, name, target, suffix, replicas)
+        _make_component(graph, name, target, suffix, replicas, autoscaled=autoscaled.get(name))
         for name, replicas in planned[target].items()
     ]
     for entry in generations:
         if entry.digits != target and has_pods(entry, planned[entry.digits], observed):
             desired += [
-                repeat_component(graph, existing, planned[entry.digits][name])
+                repeat_component(graph, existing, planned[entry.digits][name], wanted.get(name, 0))
                 for name, existing in entry.components.items()
             ]
     serving = suffix if len(generations) < 2 else generations[0].suffix
     return [*(_make_component(graph, name, planner_suffix=serving) for name in services), *desired]
+
+
+def find_autoscaled(
+    graph: Graph, generations: list[WorkerGeneration], target: str, observed: Observed
+) -> dict[str, int]:
+    """Return the workers of each service with an autoscaler, as long as there is another generation than the target."""
+    if all(entry.digits == target for entry in generations):
+        return {}
+    found = {}
+    for name in graph.workers:
+        autoscaling = graph.resource["spec"]["services"][name].get("autoscaling") or {}
+        if autoscaling.get("enabled"):
+            existing = [entry.components[name] for entry in generations if name in entry.components]
+            deployments = [observed.find("Deployment", e["metadata"]["name"]) for e in existing]
+            found[name] = rollout.autoscaled_replicas(autoscaling, existing, deployments)
+    return found
 
 
 def count_workers(
@@ -260,8 +278,11 @@ def count_workers(
         num_ready = sum(
             objects.is_ready(pod) and "deletionTimestamp" not in pod["metadata"] for pod in pods
         )
+        deployment = observed.find("Deployment", existing["metadata"]["name"])
         workers[service] = rollout.Workers(
-            replicas=existing["spec"].get("replicas", 1), num_pods=len(pods), num_ready=num_ready
+            replicas=rollout.ordered_replicas(existing, deployment),
+            num_pods=len(pods),
+            num_ready=num_ready,
         )
     return rollout.Generation(digits=generation.digits, workers=workers, num_admitted=num_admitted)
 
@@ -281,8 +302,12 @@ def _make_component(
     suffix: str = "",
     replicas: int | None = None,
     planner_suffix: str = "",
+    autoscaled: int | None = None,
 ) -> Object:
-    """Return the component of a service; with `digits`, of that generation of workers."""
+    """Return the component of a service; with `digits`, of that generation of workers.
+
+    `autoscaled` has the workers of a service with an autoscaler while it is updated, `replicas` this generation's part.
+    """
     service_spec = graph.services[service]
     common = graph.spec.envs
     if service_spec.role == "planner":
@@ -304,7 +329,10 @@ def _make_component(
         **{**fields, **changes}, backend_framework=graph.spec.backend_framework
     )
     name = f"{graph.base_name(service)}{suffix if digits else ''}"
-    return _render_component(graph, name, service, digits, msgspec.to_builtins(spec))
+    rendered = msgspec.to_builtins(spec)
+    if autoscaled is not None:
+        rendered = rollout.fix_autoscaler(rendered, replicas or 0)
+    return _render_component(graph, name, service, digits, rendered, autoscaled)
 
 
 def merge_environments(
@@ -316,16 +344,20 @@ def merge_environments(
     return list(merged.values()) or None
 
 
-def repeat_component(graph: Graph, existing: Object, replicas: int) -> Object:
+def repeat_component(graph: Graph, existing: Object, replicas: int, num_wanted: int) -> Object:
     """Return a component of an old generation: as it is, but for its replicas."""
     name, labels = existing["metadata"]["name"], objects.labels_of(existing)
     spec = {**existing["spec"], "replicas": replicas}
-    return _render_component(
-        graph, name, labels[objects.COMPONENT_LABEL], labels[objects.HASH_LABEL], spec
-    )
+    autoscaled = None
+    if rollout.is_autoscaled(existing):
+        spec, autoscaled = rollout.fix_autoscaler(spec, replicas), num_wanted
+    service, digits = labels[objects.COMPONENT_LABEL], labels[objects.HASH_LABEL]
+    return _render_component(graph, name, service, digits, spec, autoscaled)
 
 
-def _render_component(graph: Graph, name: str, service: str, digits: str, spec: Object) -> Object:
+def _render_component(
+    graph: Graph, name: str, service: str, digits: str, spec: Object, autoscaled: int | None
+) -> Object:
     labels = {
         objects.GRAPH_LABEL: graph.name,
         objects.COMPONENT_LABEL: service,
@@ -334,6 +366,8 @@ def _render_component(graph: Graph, name: str, service: str, digits: str, spec: 
     if digits:
         labels[objects.HASH_LABEL] = digits
     annotations = {SPEC_ANNOTATION: objects.digest(spec)}
+    if autoscaled is not None:
+        annotations[rollout.AUTOSCALED_ANNOTATION] = str(autoscaled)
     for copied_annotation in (
         component.SURGE_ANNOTATION,
         component.UNAVAILABLE_ANNOTATION,
@@ -456,18 +490,5 @@ def _render_status(
         ],
         "services": services,
     }
-    update = describe_update(resource, observed, desired)
+    update = rollout.describe_update(resource, observed, desired)
     return status | ({"rollingUpdate": update} if update else {})
-
-
-def describe_update(resource: Object, observed: Observed, desired: list[Object]) -> Object | None:
-    """Return the progress of an update of the workers, None if there was none; for people, never read for decisions."""
-    digits = {item["metadata"]["labels"].get(objects.HASH_LABEL) for item in desired} - {None}
-    previous = (resource.get("status") or {}).get("rollingUpdate") or {}
-    if len(digits) > 1:
-        is_new = previous.get("phase") != "InProgress"
-        start = observed.now if is_new else previous.get("startTime", observed.now)
-        return {"phase": "InProgress", "startTime": start}
-    if previous.get("phase") == "InProgress":
-        return {**previous, "phase": "Completed", "endTime": observed.now}
-    return previous or None

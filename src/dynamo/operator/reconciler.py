@@ -194,7 +194,10 @@ class Reconciler:
         answer = await self._cluster.apply(item, FIELD_MANAGER, force=True)
         self._cache.put(answer)
         self._applied[key] = desired, digest_of_lasting(answer)
-        message = existing and objects.explain_scaling(existing, item)
+        autoscaler = self._cache.get(
+            ("HorizontalPodAutoscaler", *key[1:])
+        )  # ours: it is being replaced
+        message = existing and not autoscaler and objects.explain_scaling(existing, item)
         if message:
             graph_name = item["metadata"]["labels"].get(objects.GRAPH_LABEL, "")
             graph = self._cache.get(("DynamoGraphDeployment", key[1], graph_name))

@@ -6,6 +6,10 @@ changed again, or changed back, in the middle of an update only names another ta
 
 Per service, `max_unavailable` and `max_surge` hold over all generations together. Workers of the target count once
 every ready frontend has admitted them; decode workers serve without prefill workers, but not the reverse.
+
+While a service with an autoscaler is updated, the number of its workers is the one that the autoscaler had set when
+the update began; each generation has an autoscaler with its own part of them as both limits, so that none of them
+brings back what the update takes away.
 """  # decider
 
 import math
@@ -13,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.operator import objects
+from dynamo.operator import api_types, objects
 
 Replicas = dict[str, int]  # by service
+AUTOSCALED_ANNOTATION = f"{api_types.GROUP}/autoscaled-replicas"  # of an update's components
 
 _HASHED = (
     "componentType", "subComponentType", "dynamoNamespace", "globalDynamoNamespace", "resources", "envs",
@@ -116,6 +121,64 @@ def plan(
         for service in generation.workers.keys() - wanted.keys():
             planned[generation.digits][service] = 0
     return planned
+
+
+def is_autoscaled(component: objects.Object) -> bool:
+    """Return True for a component with an autoscaler, and for one whose part of an update is none."""
+    autoscaling = component["spec"].get("autoscaling") or {}
+    return bool(autoscaling.get("enabled")) or AUTOSCALED_ANNOTATION in objects.annotations_of(
+        component
+    )
+
+
+def ordered_replicas(component: objects.Object, deployment: objects.Object | None) -> int:
+    """Return the replicas of a component: those that its autoscaler has set, if it has one."""
+    autoscaling = component["spec"].get("autoscaling") or {}
+    if deployment is None or not autoscaling.get("enabled"):
+        return int(component["spec"].get("replicas", 1))
+    return _bound(autoscaling, deployment["spec"].get("replicas", 1))
+
+
+def autoscaled_replicas(
+    autoscaling: objects.Object,
+    components: Sequence[objects.Object],
+    deployments: Sequence[objects.Object | None],
+) -> int:
+    """Return how many workers a service with an autoscaler keeps during an update, over all its generations.
+
+    The components say it from the first step on; without that, it is what the largest of them has.
+    """
+    notes = [objects.annotations_of(item).get(AUTOSCALED_ANNOTATION, "") for item in components]
+    numbers = [int(note) for note in notes if note.isdecimal()]
+    if not numbers:
+        numbers = [*map(ordered_replicas, components, deployments)]
+    return _bound(autoscaling, max(numbers, default=1))
+
+
+def _bound(autoscaling: objects.Object, replicas: int) -> int:
+    least = int(autoscaling.get("minReplicas", 1))
+    return min(max(replicas, least), max(least, int(autoscaling.get("maxReplicas", least))))
+
+
+def fix_autoscaler(spec: objects.Object, replicas: int) -> objects.Object:
+    """Return the spec of a component whose autoscaler keeps to this number; without one for no replicas."""
+    fixed = {"enabled": replicas > 0, "minReplicas": replicas, "maxReplicas": replicas}
+    return {**spec, "autoscaling": {**(spec.get("autoscaling") or {}), **fixed}}
+
+
+def describe_update(
+    resource: objects.Object, observed: objects.Observed, desired: list[objects.Object]
+) -> objects.Object | None:
+    """Return the progress of an update of the workers, None if there was none; for people, never read for decisions."""
+    digits = {item["metadata"]["labels"].get(objects.HASH_LABEL) for item in desired} - {None}
+    previous = (resource.get("status") or {}).get("rollingUpdate") or {}
+    if len(digits) > 1:
+        is_new = previous.get("phase") != "InProgress"
+        start = observed.now if is_new else previous.get("startTime", observed.now)
+        return {"phase": "InProgress", "startTime": start}
+    if previous.get("phase") == "InProgress":
+        return {**previous, "phase": "Completed", "endTime": observed.now}
+    return previous or None
 
 
 def worker_digits(resource: objects.Object, workers: list[str]) -> str:

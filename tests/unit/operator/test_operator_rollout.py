@@ -119,6 +119,74 @@ def test_change_that_concerns_no_worker_starts_no_update(change):
     assert generations_of(cluster) == before
 
 
+def autoscaled(number, **limits):
+    graph = spec_of(number)
+    autoscaling = {"enabled": True, "minReplicas": 1, "maxReplicas": 4, **limits}
+    graph["spec"]["services"]["Decode"] |= {"autoscaling": autoscaling}
+    return graph
+
+
+def scaled_to_three():
+    """Return a cluster whose autoscaler has made three workers of one."""
+    cluster = DictCluster()
+    cluster.put(autoscaled(1))
+    cluster.settle()
+    cluster.get("Deployment", "g-decode")["spec"]["replicas"] = 3
+    cluster.settle()
+    return cluster
+
+
+def num_ready_workers(cluster):
+    return sum(
+        entry["deployment"].startswith("g-decode")
+        and objects.is_ready(entry["pod"])
+        and "deletionTimestamp" not in entry["pod"]["metadata"]
+        for entry in cluster.pods.values()
+    )
+
+
+def test_update_of_a_service_with_an_autoscaler_keeps_its_workers_and_ends():
+    cluster, counts = scaled_to_three(), []
+    cluster.put(autoscaled(2))
+    for _ in range(60):
+        for kind in (DGD, DCD):
+            for resource in cluster.of_kind(kind):
+                cluster.reconcile(kind, resource["metadata"]["name"])
+        cluster.run_controllers()
+        counts.append((num_ready_workers(cluster), len(cluster.pods) - 1))
+
+    assert min(ready for ready, _ in counts) == 3
+    assert max(pods for _, pods in counts) == 4  # 25 % more
+    assert len(generations_of(cluster)) == 1
+    assert counts[-1] == (3, 3)
+    assert cluster.ready()["status"] == "True"
+    (autoscaler,) = cluster.of_kind("HorizontalPodAutoscaler")
+    assert (autoscaler["spec"]["minReplicas"], autoscaler["spec"]["maxReplicas"]) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    "last", [autoscaled(1), autoscaled(3), spec_of(3)], ids=["back", "on", "without"]
+)
+def test_autoscaled_service_may_change_again_in_the_middle_of_its_update(last):
+    cluster = scaled_to_three()
+    cluster.put(autoscaled(2))
+    for _ in range(4):
+        for kind in (DGD, DCD):
+            for resource in cluster.of_kind(kind):
+                cluster.reconcile(kind, resource["metadata"]["name"])
+        cluster.run_controllers()
+    assert len(generations_of(cluster)) == 2
+    cluster.put(last)
+    cluster.settle()
+
+    is_autoscaled = "autoscaling" in last["spec"]["services"]["Decode"]
+    assert len(generations_of(cluster)) == 1
+    assert num_ready_workers(cluster) == (
+        3 if is_autoscaled else last["spec"]["services"]["Decode"]["replicas"]
+    )
+    assert len(cluster.of_kind("HorizontalPodAutoscaler")) == is_autoscaled
+
+
 def test_workers_are_not_drained_before_frontends_have_admitted_their_successors():
     cluster = DictCluster()
     cluster.put(spec_of(1))

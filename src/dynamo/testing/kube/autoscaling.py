@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
-from dynamo.testing.kube import api, builtin_rules, metadata, pods, selectors, tables, workloads
+from dynamo.testing.kube import (
+    api,
+    builtin_rules,
+    metadata,
+    pods,
+    resources,
+    selectors,
+    tables,
+    workloads,
+)
 
 Object = dict[str, Any]
 GROUP = "metrics.k8s.io"
@@ -238,24 +247,46 @@ class Autoscalers(workloads.Workload):
             text = "scaling is disabled since the replica count of the target is zero"
             await self._report(item, counts, "ScalingActive", "ScalingDisabled", text)
             return _RESOLUTION_S
+        spec = item["spec"]
+        bounded = int(min(max(current, spec["minReplicas"]), spec["maxReplicas"]))
+        if bounded != current:  # no metric is needed for that
+            limit = "below Spec.MinReplicas" if bounded > current else "above Spec.MaxReplicas"
+            reason = f"Current number of replicas {limit}"
+            await self._rescale(item, target, resource, counts, bounded, reason)
+            return _RESOLUTION_S
         await self._metrics.refresh()
         has_label = selectors.parse_labels(scale["status"].get("selector", ""))
         all_pods = self.api.store.list_items(("", "pods"), meta["namespace"])
         live = workloads.live_pods([pod for pod in all_pods if has_label(pod)])
-        shown, counted, problem = self._evaluate(item["spec"].get("metrics") or [], live, current)
+        shown, counted, problem = self._evaluate(spec.get("metrics") or [], live, current)
         if not counted:
             await self._report(item, counts, "ScalingActive", "FailedGetResourceMetric", problem)
             return _RESOLUTION_S
         desired = self._stabilize(item, current, max(counted))
         counts["currentMetrics"] = shown
-        if desired != current:
-            counts |= {"desiredReplicas": desired, "lastScaleTime": metadata.timestamp()}
-            await self.api.merge(resource, target, resource.scale.change(desired))
+        if desired == current:
+            await self._report(item, counts)
+        else:
             side = "above" if desired > current else "below"
-            text = f"New size: {desired}; reason: usage of resources is {side} its target"
-            await self.tell(item, "SuccessfulRescale", text)
-        await self._report(item, counts)
+            reason = f"usage of resources is {side} its target"
+            await self._rescale(item, target, resource, counts, desired, reason)
         return _RESOLUTION_S
+
+    async def _rescale(
+        self,
+        item: Object,
+        target: Object,
+        resource: resources.ApiResource,
+        counts: Object,
+        desired: int,
+        reason: str,
+    ) -> None:
+        """Set the replicas of the target, and say why."""
+        assert resource.scale is not None
+        await self.api.merge(resource, target, resource.scale.change(desired))
+        await self.tell(item, "SuccessfulRescale", f"New size: {desired}; reason: {reason}")
+        changed = {"desiredReplicas": desired, "lastScaleTime": metadata.timestamp()}
+        await self._report(item, {**counts, **changed})
 
     def _evaluate(
         self, metrics: list[Object], live: list[Object], current: int

@@ -308,15 +308,17 @@ def make_condition(item: Object, kind: str, is_true: bool, reason: str, message:
     condition = {
         "type": kind,
         "status": status,
-        "lastUpdateTime": now,
         "lastTransitionTime": now,
         "reason": reason,
         "message": message,
     }
+    if item["kind"] == "Deployment":  # other kinds have no such field
+        condition["lastUpdateTime"] = now
     for before in (item.get("status") or {}).get("conditions") or ():
         if before["type"] == kind and before["status"] == status:
             condition["lastTransitionTime"] = before["lastTransitionTime"]
-            if (before["reason"], before["message"]) == (reason, message):
+            is_same = (before["reason"], before["message"]) == (reason, message)
+            if is_same and "lastUpdateTime" in condition:
                 condition["lastUpdateTime"] = before["lastUpdateTime"]
     return condition
 
