@@ -1,5 +1,6 @@
 """The objects of one DynamoComponentDeployment: Deployment, Service, Ingress, autoscaler; and its status."""  # decider
 
+from collections.abc import Sequence
 from typing import Any
 
 from dynamo.base import errors
@@ -11,6 +12,7 @@ from dynamo.operator.settings import OperatorConfig
 SURGE_ANNOTATION = f"{api_types.GROUP}/deployment-rolling-update-max-surge"
 UNAVAILABLE_ANNOTATION = f"{api_types.GROUP}/deployment-rolling-update-max-unavailable"
 DISCOVERY_ANNOTATION = f"{api_types.GROUP}/dynamo-discovery-backend"
+ALL_READY = "all pods are ready"  # the message of a component that is available, before what is absent all the same
 GROVE_ANNOTATION = f"{api_types.GROUP}/enable-grove"
 _PRUNED = ("Deployment", "Service", "Ingress", "VirtualService", "HorizontalPodAutoscaler",
            "LeaderWorkerSet", "PodCliqueSet", "Secret")  # fmt: skip
@@ -26,7 +28,7 @@ def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Re
         desired = list(make_objects(component, resource, uses_grove=uses_grove))
     except errors.ConfigError as error:
         cause = causes.Cause("InvalidSpec", str(error))
-        return Reconciliation(status=_status(resource, observed, None, cause))
+        return Reconciliation(status=_status(resource, observed, None, cause, ()))
     created = tuple(item for item in desired if item["kind"] == "PersistentVolumeClaim")
     applied = tuple(item for item in desired if item["kind"] != "PersistentVolumeClaim")
     names = {(item["kind"], item["metadata"]["name"]) for item in desired}
@@ -37,8 +39,10 @@ def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Re
         if (kind, existing["metadata"]["name"]) not in names and "data" not in existing
     )
     workload = next((item for item in applied if item["kind"] in _WORKLOADS), None)
+    cause = find_cause(component, observed, workload)
+    notes = [entry.message for entry in find_missing(component, observed)]
     return Reconciliation(
-        status=_status(resource, observed, workload, find_cause(component, observed, workload)),
+        status=_status(resource, observed, workload, cause, notes),
         apply=applied,
         create=tuple(
             claim
@@ -384,14 +388,18 @@ def is_available(workload: Object, num_wanted: int) -> bool:
 
 
 def _status(
-    resource: Object, observed: Observed, workload: Object | None, cause: causes.Cause | None
+    resource: Object,
+    observed: Observed,
+    workload: Object | None,
+    cause: causes.Cause | None,
+    notes: Sequence[str],
 ) -> Object:
-    """Return the status of a component: available if nothing keeps it from being so."""
+    """Return the status of a component: available if nothing keeps it from being so, with what is absent all the same."""
     kind = workload["kind"] if workload else "Deployment"
     status = (observed.find(kind, resource["metadata"]["name"]) or {}).get("status") or {}
     is_available = cause is None
     reason = "MinimumReplicasAvailable" if cause is None else cause.reason
-    message = "all pods are ready" if cause is None else cause.message
+    message = "; ".join((ALL_READY, *notes)) if cause is None else cause.message
     now = observed.now
     return {
         "observedGeneration": resource["metadata"].get("generation", 0),

@@ -321,7 +321,7 @@ def _make_component(
         "service_name": service,
         "dynamo_namespace": f"{graph.dynamo_namespace}{suffix}",
         "replicas": graph.replicas[service] if replicas is None else replicas,
-        "envs": merge_environments(common, service_spec.envs),
+        "envs": pod_template.merge_environments(common, service_spec.envs),
         "scaling_adapter": None,
     }
     fields = {name: getattr(service_spec, name) for name in service_spec.__struct_fields__}
@@ -333,15 +333,6 @@ def _make_component(
     if autoscaled is not None:
         rendered = rollout.fix_autoscaler(rendered, replicas or 0)
     return _render_component(graph, name, service, digits, rendered, autoscaled)
-
-
-def merge_environments(
-    common: list[api_types.EnvironmentVariable] | None,
-    own: list[api_types.EnvironmentVariable] | None,
-) -> list[api_types.EnvironmentVariable] | None:
-    """Return the variables of the graph with those of a service over them."""
-    merged = {entry.name: entry for entry in [*(common or ()), *(own or ())]}
-    return list(merged.values()) or None
 
 
 def repeat_component(graph: Graph, existing: Object, replicas: int, num_wanted: int) -> Object:
@@ -434,9 +425,12 @@ def make_status(
     digits = {item["metadata"]["labels"].get(objects.HASH_LABEL) for item in desired}
     num_generations = len(digits - {None})
     if not waiting and num_generations < 2 and not leftover:
-        return _render_status(
+        status = _render_status(
             graph.resource, observed, desired, None, "all_resources_are_ready", state="successful"
         )
+        notes = [note for item in desired if (note := find_note(item, observed))]
+        status["conditions"][0]["message"] = "; ".join(("all resources are ready", *notes))
+        return status
     rolling = causes.Cause("Waiting", "workers of the former specification are being replaced")
     cause = causes.select_first([cause for _, cause in waiting], rolling)
     names = [item["metadata"]["name"] for item, _ in waiting]
@@ -464,6 +458,17 @@ def find_component_cause(item: Object, observed: Observed) -> causes.Cause | Non
     return causes.Cause(condition.get("reason", "Waiting"), f"service {service}: {message}")
 
 
+def find_note(item: Object, observed: Observed) -> str:
+    """Return what an available component lacks all the same, or nothing."""
+    existing = observed.find(item["kind"], item["metadata"]["name"]) or {}
+    _, _, note = (
+        objects.find_condition(existing, "Available")
+        .get("message", "")
+        .partition(f"{component.ALL_READY}; ")
+    )
+    return f"service {item['metadata']['labels'][objects.COMPONENT_LABEL]}: {note}" if note else ""
+
+
 def _render_status(
     resource: Object,
     observed: Observed,
@@ -473,7 +478,7 @@ def _render_status(
     *,
     state: str,
 ) -> Object:
-    message = "all resources are ready" if cause is None else cause.message
+    message = "" if cause is None else cause.message
     services: dict[str, Any] = {}
     for item in desired:
         name = item["metadata"]["labels"][objects.COMPONENT_LABEL]

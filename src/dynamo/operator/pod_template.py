@@ -295,6 +295,15 @@ def make_environment(component: ServiceComponent) -> list[Object]:
     ]
 
 
+def merge_environments(
+    common: list[api_types.EnvironmentVariable] | None,
+    own: list[api_types.EnvironmentVariable] | None,
+) -> list[api_types.EnvironmentVariable] | None:
+    """Return the variables of the graph with those of a service over them."""
+    merged = {entry.name: entry for entry in [*(common or ()), *(own or ())]}
+    return list(merged.values()) or None
+
+
 def base_namespace(component: ServiceComponent) -> str:
     """Return the dynamo namespace without the suffix of the generation: all generations share a token."""
     return component.dynamo_namespace.removesuffix(f"-{component.generation}")

@@ -32,6 +32,7 @@ _POLL_S = (
     1.0  # between two looks at the frontends during an update, and at workers without their adapter
 )
 _START_POLL_S = 3.0  # between two looks at workers that start
+ABSENT_SECRET_POLL_S = 60.0  # Secrets are not watched
 _UNSTABLE = ("resourceVersion", "managedFields", "generation")
 _logger = logging.getLogger(__name__)
 
@@ -80,19 +81,24 @@ class Reconciler:
             instances = await pod_calls.count_admitted(observed.pods, self._heard_frontends)
             observed = dataclasses.replace(observed, instances=instances)
         starting: dict[str, tuple[str, int]] = {}
+        is_secret_absent = False
         if key[0] == "DynamoGraphDeployment":
             token_name = graph.find_token_name(root, observed, self._settings)
             await self._look_up_secret(key[1], token_name)
             decision = graph.decide(root, observed, self._settings, secrets.token_hex(32))
         else:
-            await self._look_up_secret(key[1], root["spec"].get("envFromSecret"))
+            secret = root["spec"].get("envFromSecret")
+            await self._look_up_secret(key[1], secret)
+            is_secret_absent = bool(secret) and observed.find("Secret", secret) is None
             starting = find_starting(observed.pods_of(key[2]))
             observed = dataclasses.replace(observed, starts=await pod_calls.read_starts(starting))
             decision = component.decide(root, observed, self._settings)
         await self._carry_out(root, decision, now)
         if is_updating:
             return _POLL_S
-        return _START_POLL_S if starting else None
+        if starting:
+            return _START_POLL_S
+        return ABSENT_SECRET_POLL_S if is_secret_absent else None
 
     async def _carry_out(self, root: Object, decision: Reconciliation, now: str) -> None:
         try:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.operator import election, objects, pod_calls, service, work_queue
+from dynamo.operator import election, objects, pod_calls, reconciler, service, work_queue
 from dynamo.operator.settings import OperatorConfig
 from dynamo.testing import clock as virtual
 from dynamo.testing.kube.memory_cluster import MemoryCluster
@@ -381,7 +381,8 @@ async def test_token_is_made_again_when_a_pod_lacks_it(server, cluster):
         await until(lambda: cluster.get("v1", "Secret", "dynamo-g-cluster-token"))
 
 
-async def test_absent_secret_of_the_user_is_named_until_it_comes(server, cluster):
+async def test_absent_secret_of_the_user_is_named_until_it_comes(server, cluster, monkeypatch):
+    monkeypatch.setattr(reconciler, "ABSENT_SECRET_POLL_S", 0.1)
     async with running(server):
         graph = make_graph(services={"Decode": worker(envFromSecret="hf-token-secret")})
         await cluster.create(graph)
@@ -390,8 +391,15 @@ async def test_absent_secret_of_the_user_is_named_until_it_comes(server, cluster
             found = objects.find_condition(await cluster.get(API, DGD, "g"), "Ready")
             return text in found.get("message", "")
 
+        async def is_all(text):
+            return await says(text) and not await says(";")
+
         await until(lambda: says("the Secret hf-token-secret does not exist"))
         await until(lambda: is_ready(cluster))
+        await until(lambda: says("all resources are ready; service Decode: the Secret hf-token-"))
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "hf-token-secret"}}
+        await cluster.create(secret)
+        await until(lambda: is_all("all resources are ready"))
 
 
 async def test_one_operator_acts_and_another_takes_over(server, cluster):
