@@ -394,7 +394,7 @@ def _status(
     cause: causes.Cause | None,
     notes: Sequence[str],
 ) -> Object:
-    """Return the status of a component: available if nothing keeps it from being so, with what is absent all the same."""
+    """Return the status of a component: available if nothing keeps it from being so; `notes` are of what is absent."""
     kind = workload["kind"] if workload else "Deployment"
     status = (observed.find(kind, resource["metadata"]["name"]) or {}).get("status") or {}
     is_available = cause is None

@@ -61,32 +61,36 @@ class Api(writes.ObjectWrites):
         options: admission.WriteOptions = writes.PLAIN,
     ) -> tuple[Object, bool]:
         """Change an object by a patch; return it, and whether the patch created it. Raises ApiError."""
-        if media_type == APPLY_PATCH:
-            return await self._apply(resource, namespace, name, patch, options)
         if media_type == STRATEGIC_PATCH and resource.is_custom:
             media_type = ""
-        if media_type not in (MERGE_PATCH, JSON_PATCH, STRATEGIC_PATCH):
+        if media_type not in (APPLY_PATCH, MERGE_PATCH, JSON_PATCH, STRATEGIC_PATCH):
             raise unsupported_media_type(resource)
         for attempt in range(_MAX_ATTEMPTS):
-            old = await self.get(resource, namespace, name)
-            body = self._patched(resource, old, media_type, patch)
-            given_metadata = body.get("metadata") or {}
-            metadata.check_name(given_metadata, name)
-            if given_metadata.get("uid") != old["metadata"]["uid"] and given_metadata.get("uid"):
-                error = failures.invalid_value(
-                    "metadata.uid", json.dumps(given_metadata["uid"]), "field is immutable"
-                )
-                raise failures.invalid(resource.qualified_kind, name, [error])
-            self.check_version(resource, old, given_metadata.get("resourceVersion"), None)
-            if options.field_validation == "Strict":
-                shown = patch if media_type == STRATEGIC_PATCH else body
-                _refuse_unknown(resource, body, shown)
             try:
+                if media_type == APPLY_PATCH:
+                    return await self._apply(resource, namespace, name, patch, options)
+                old = await self.get(resource, namespace, name)
+                body = self._patched(resource, old, media_type, patch)
+                self._check_patched(resource, old, body)
+                if options.field_validation == "Strict":
+                    shown = patch if media_type == STRATEGIC_PATCH else body
+                    _refuse_unknown(resource, body, shown)
                 return await self.replace_stored(resource, old, body, options), False
-            except failures.ApiError as error:
-                if error.body.get("reason") != "Conflict" or attempt + 1 == _MAX_ATTEMPTS:
+            except failures.ApiError as error:  # changed while webhooks were asked, say
+                if not failures.is_stale(error) or attempt + 1 == _MAX_ATTEMPTS:
                     raise
         raise AssertionError("the last attempt returns or raises")
+
+    def _check_patched(self, resource: resources.ApiResource, old: Object, body: Object) -> None:
+        """Refuse a patch that names another object, or another version of it. Raises ApiError."""
+        given_metadata, name = body.get("metadata") or {}, old["metadata"]["name"]
+        metadata.check_name(given_metadata, name)
+        if given_metadata.get("uid") != old["metadata"]["uid"] and given_metadata.get("uid"):
+            error = failures.invalid_value(
+                "metadata.uid", json.dumps(given_metadata["uid"]), "field is immutable"
+            )
+            raise failures.invalid(resource.qualified_kind, name, [error])
+        self.check_version(resource, old, given_metadata.get("resourceVersion"), None)
 
     async def merge(
         self,

@@ -93,13 +93,20 @@ def already_exists(resource: resources.ApiResource, name: str) -> ApiError:
     return ApiError(409, "AlreadyExists", message, _details(resource, name))
 
 
-def conflict(resource: resources.ApiResource, name: str, why: str = "") -> ApiError:
+_STALE = (
+    "the object has been modified; please apply your changes to the latest version and try again"
+)
+
+
+def conflict(resource: resources.ApiResource, name: str, why: str = _STALE) -> ApiError:
     """Return the answer for a write that is based on an older version."""
-    why = why or (
-        "the object has been modified; please apply your changes to the latest version and try again"
-    )
     message = f'Operation cannot be fulfilled on {resource.qualified_plural} "{name}": {why}'
     return ApiError(409, "Conflict", message, _details(resource, name))
+
+
+def is_stale(error: ApiError) -> bool:
+    """Return True for the answer to a write that is based on an older version, not to one of another's field."""
+    return bool(error.body.get("reason") == "Conflict" and error.body["message"].endswith(_STALE))
 
 
 def invalid(qualified_kind: str, name: str, errors: Sequence[FieldError]) -> ApiError:
