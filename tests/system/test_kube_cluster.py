@@ -494,8 +494,10 @@ spec:
       containers:
       - name: main
         image: python:3.11
-        command: [sh, -c, 'while [ ! -e $0 ]; do :; done; exec sleep infinity', IDLE]
+        command: [sh, -c, 'while [ ! -e /given/idle ]; do :; done; exec sleep infinity']
         resources: {requests: {cpu: 50m}}
+        volumeMounts: [{name: given, mountPath: /given}]
+      volumes: [{name: given, hostPath: {path: FOLDER}}]
 ---
 apiVersion: autoscaling/v2
 kind: HorizontalPodAutoscaler
@@ -509,14 +511,13 @@ spec:
 
 
 def test_autoscaler_follows_the_cpu_of_the_pods_processes(node, tmp_path):
-    idle = tmp_path / "idle"
-    node.kubectl("apply", "-f", "-", stdin=BUSY.replace("IDLE", str(idle)))
+    node.kubectl("apply", "-f", "-", stdin=BUSY.replace("FOLDER", str(tmp_path)))
     grown = node.kubectl(
         "wait", "--for=jsonpath={.spec.replicas}=2", "deployment/busy", kube_cluster.WAIT
     )
     usage = node.kubectl("top", "pods", "-l", "app=busy", "--no-headers").stdout.split()
     shown = node.kubectl("get", "hpa", "busy", "--no-headers").stdout
-    idle.touch()
+    (tmp_path / "idle").touch()
     shrunk = node.kubectl(
         "wait", "--for=jsonpath={.spec.replicas}=1", "deployment/busy", kube_cluster.WAIT
     )
@@ -532,8 +533,12 @@ def test_autoscaler_follows_the_cpu_of_the_pods_processes(node, tmp_path):
     assert "New size: 1; reason: usage of resources is below its target" in events
 
 
-def test_autoscaler_keeps_to_its_limits_without_any_metric_and_shows_what_is_there(node):
-    manifest = BUSY.replace("busy", "still").replace("resources: {requests: {cpu: 50m}}", "")
+def test_autoscaler_keeps_to_its_limits_without_any_metric_and_shows_what_is_there(node, tmp_path):
+    manifest = (
+        BUSY.replace("FOLDER", str(tmp_path))
+        .replace("busy", "still")
+        .replace("resources: {requests: {cpu: 50m}}", "")
+    )
     manifest = manifest.replace("maxReplicas: 2", "minReplicas: 2\n  maxReplicas: 3")
     manifest = re.sub(r"command: .*", "command: [sleep, infinity]", manifest)
     node.kubectl("apply", "-f", "-", stdin=manifest)
@@ -548,3 +553,26 @@ def test_autoscaler_keeps_to_its_limits_without_any_metric_and_shows_what_is_the
     assert grown.returncode == 0, grown.stderr
     assert followed.returncode == 0, followed.stderr
     assert "New size: 2; reason: Current number of replicas below Spec.MinReplicas" in events
+
+
+def test_pods_have_temporary_folders_and_message_queues_of_their_own(node, idle_pod, tmp_path):
+    """What lies there on the host is seen below, so that a model or a program in it can be used."""
+    (tmp_path / "given").write_text("by the host\n")
+    file = tmp_path / "own"
+    container = {"name": "main", "image": "python:3.11", "command": ["sleep", "infinity"]}
+    spec = {"containers": [container], "terminationGracePeriodSeconds": 1}
+    other = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "other"}, "spec": spec}
+    node.kubectl("apply", "-f", "-", stdin=json.dumps(other))
+    node.kubectl("wait", "--for=condition=Ready", "pod/other", "--timeout=60s")
+    script = f"echo $0 > {file}; cat {file} {tmp_path}/given; readlink /proc/self/ns/ipc"
+    shown = [
+        node.kubectl("exec", pod, "--", "sh", "-c", script, pod).stdout.splitlines()
+        for pod in (idle_pod, "other")
+    ]
+    again = node.kubectl("exec", idle_pod, "--", "cat", str(file)).stdout
+    node.kubectl("delete", "pod", "other")
+
+    assert [lines[:2] for lines in shown] == [[idle_pod, "by the host"], ["other", "by the host"]]
+    assert again == f"{idle_pod}\n"
+    assert len({os.readlink("/proc/self/ns/ipc"), *(lines[2] for lines in shown)}) == 3
+    assert not file.exists()

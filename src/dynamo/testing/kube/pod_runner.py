@@ -7,7 +7,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,33 @@ class NodeContext:
         for path in reversed(self.made_folders):
             with contextlib.suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
+
+
+def private_folders(own: Path, shared: list[Path]) -> Iterator[str]:
+    """Yield shell commands that give a pod folders of its own for temporary files, in which it sees the host's below.
+
+    `own` is where it keeps what it writes. Where the kernel makes no overlay, the pod writes into the host's folders.
+    """
+    places = dict.fromkeys(
+        Path(name).resolve() for name in ("/tmp", "/var/tmp", tempfile.gettempdir())
+    )
+    for number, place in enumerate(places):
+        if not place.is_dir() or not places.keys().isdisjoint(place.parents):
+            continue
+        upper, work, stage = (own / f"{number}-{name}" for name in ("upper", "work", "stage"))
+        layers = f"lowerdir={place},upperdir={upper},workdir={work}"
+        made = f"mount -t overlay -o '{layers}' none '{stage}' 2>/dev/null"
+        in_user_namespace = f"mount -t overlay -o '{layers},userxattr' none '{stage}'"
+        inner = [folder for folder in shared if folder != place and folder.is_relative_to(place)]
+        binds = [
+            f"mount --rbind '{f}' '{stage / f.relative_to(place)}'" for f in inner if f.exists()
+        ]
+        steps = [
+            f"{{ {made} || {in_user_namespace}; }}",
+            *binds,
+            f"mount --rbind '{stage}' '{place}'",
+        ]
+        yield f"mkdir -m 1777 '{upper}' && mkdir '{work}' '{stage}' && {{ {' && '.join(steps)} || true; }}"
 
 
 class PodRunner:
@@ -125,6 +153,11 @@ class PodRunner:
         hosts.touch()
         lines = [f"hostname {meta['name'][:63]}", "mount -t tmpfs none /dev/shm"]
         lines.append(f"mount --bind '{hosts}' /etc/hosts")
+        own = self.folder / "temporary"
+        own.mkdir(exist_ok=True)
+        lines.append(f"mount -t tmpfs none '{own}'")
+        of_host = [source for source, _ in mounts if not source.is_relative_to(self.folder)]
+        lines += private_folders(own, [*self._shared_folders(), *of_host])
         for source, target in mounts:
             self._make_mount_point(Path(target), is_folder=source.is_dir())
             if self._node.folder.is_relative_to(target):  # stays visible below a volume at /tmp
@@ -133,7 +166,7 @@ class PodRunner:
                 lines.append(f"mount --bind '{self._node.folder}' '{inner}'")
             lines.append(f"mount --rbind '{source}' '{target}'")
         script = " && ".join([*lines, f"touch '{ready}'", "exec sleep infinity"])
-        argv = ["unshare", "-n", "-m", "-u", "sh", "-c", script]
+        argv = ["unshare", "-n", "-m", "-u", "-i", "sh", "-c", script]
         self._sandbox = await self._start("sandbox", argv, dict(os.environ))
         async with asyncio.timeout(_LAST_BACKOFF_S):
             while not os.access(ready, os.F_OK):
@@ -145,6 +178,12 @@ class PodRunner:
         self.address = await self._node.network.attach(self._sandbox.pid)
         own = f"127.0.0.1 localhost\n{self.address} {meta['name'][:63]}\n"
         self._node.names.add_pod(hosts, meta["namespace"], own)
+
+    def _shared_folders(self) -> list[Path]:
+        """Return what pods share below folders for temporary files: logs, the hub's cache, and further mounts."""
+        of_hub = [os.environ[name] for name in ("HF_HOME", "HF_HUB_CACHE") if name in os.environ]
+        mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        return [self._node.folder, *map(Path, (*of_hub, *mounted))]
 
     def _make_mount_point(self, target: Path, *, is_folder: bool) -> None:
         missing = [target, *target.parents]
@@ -208,7 +247,7 @@ class PodRunner:
         """Return a command that runs in the pod's namespaces."""
         if self._sandbox is None:
             return command
-        return ["nsenter", "-t", str(self._sandbox.pid), "-n", "-m", "-u", "--", *command]
+        return ["nsenter", "-t", str(self._sandbox.pid), "-n", "-m", "-u", "-i", "--", *command]
 
     async def _start(self, name: str, argv: list[str], environ: dict[str, str]) -> children.Child:
         spec = children.ChildSpec(
