@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import socket
 import stat
 import subprocess
@@ -576,3 +577,46 @@ def test_pods_have_temporary_folders_and_message_queues_of_their_own(node, idle_
     assert again == f"{idle_pod}\n"
     assert len({os.readlink("/proc/self/ns/ipc"), *(lines[2] for lines in shown)}) == 3
     assert not file.exists()
+
+
+def make_server(name):
+    """Return a pod that serves a folder of its own at port 8000 of all addresses, and shows its variables there."""
+    script = "echo $HOST_NAME > $FOLDER/index.html; exec python3 -m http.server 8000 --bind 0.0.0.0 --directory $0"
+    container = {
+        "name": "main",
+        "image": "python:3.11",
+        "command": ["sh", "-c", script, "/served"],
+        "env": [{"name": "HOST_NAME", "value": name}, {"name": "FOLDER", "value": "/served"}],
+        "volumeMounts": [{"name": "served", "mountPath": "/served"}],
+        "readinessProbe": {"httpGet": {"port": 8000}, "periodSeconds": 1},
+    }
+    spec = {
+        "containers": [container],
+        "volumes": [{"name": "served", "emptyDir": {}}],
+        "terminationGracePeriodSeconds": 1,
+    }
+    return json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec})
+
+
+def test_pods_without_namespaces_listen_at_one_port_and_have_their_own_volumes(
+    tmp_path, monkeypatch
+):
+    """As on a machine whose kernel refuses namespaces, here because the commands that make them are missing."""
+    kube_cluster.find_kubectl()
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sh", "openssl", "kubectl"):
+        (programs / name).symlink_to(shutil.which(name))
+    monkeypatch.setenv("PATH", str(programs))
+    with kube_cluster.running_cluster(tmp_path, "--no-operator") as cluster:
+        cluster.kubectl(
+            "apply", "-f", "-", stdin=f"{make_server('one')}\n---\n{make_server('two')}"
+        )
+        ready = cluster.kubectl("wait", "--for=condition=Ready", "pod", "--all", "--timeout=60s")
+        answers = []
+        for name in ("one", "two"):
+            with cluster.port_forward(f"pod/{name}", 8000) as url:
+                answers.append(httpx.get(url, timeout=PATIENT_S).text.strip())
+
+    assert ready.returncode == 0, ready.stderr
+    assert answers == ["one", "two"]

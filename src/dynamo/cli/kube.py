@@ -108,8 +108,9 @@ async def _serve(
         print(f"The API server listens at {running.url}; Ctrl-C ends the cluster.", flush=True)
         if has_node and not running.has_pod_networks:
             print(
-                "Pods share the ports of this machine, so two frontends or two workers collide: that they"
-                " do not takes root, or a kernel that lets users make namespaces, and the command ip."
+                "Pods share the network and the files of this machine, with an address of 127.0.0.0/8 each, and names"
+                " of services lead nowhere: more takes root, or a kernel that lets users make namespaces, and the"
+                " command ip."
             )
         if not has_operator:
             await stop.wait()

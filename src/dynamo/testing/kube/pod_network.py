@@ -51,7 +51,7 @@ class PodNetwork(Protocol):
 
 
 class LoopbackNetwork:
-    """Addresses of 127.0.0.0/8: a pod that listens on 0.0.0.0 takes the port of all others."""
+    """Addresses of 127.0.0.0/8. Pods are told to listen on their own where they would on 0.0.0.0."""
 
     host = "127.0.0.1"
     is_isolated = False
@@ -67,8 +67,11 @@ class LoopbackNetwork:
     async def connect(
         self, pid: int, address: str, port: int
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the pod's address; a program that listens on 127.0.0.1 only is not distinguished from others."""
-        return await asyncio.open_connection("127.0.0.1", port)
+        """Connect to the pod's address or, where nothing listens there, to 127.0.0.1, which all pods share."""
+        try:
+            return await asyncio.open_connection(address, port)
+        except OSError:
+            return await asyncio.open_connection("127.0.0.1", port)
 
     async def set_service_address(self, address: str, *, is_present: bool) -> None:
         """Do nothing: pods share the host's network, where services have no addresses."""

@@ -109,6 +109,7 @@ class PodRunner:
         self._write_status = write_status
         self._children: dict[str, children.Child] = {}
         self._sandbox: children.Child | None = None
+        self._mounted: list[tuple[Path, str]] = []  # volumes and their places
         self._task = node.running.start(f"pod {pod['metadata']['name']}", self._run())
 
     def log_path(self, container: str, *, is_previous: bool = False) -> Path:
@@ -144,7 +145,7 @@ class PodRunner:
 
     async def _open_sandbox(self) -> None:
         """Prepare volumes, and start the process that holds the pod's namespaces."""
-        mounts = self._mounts()
+        self._mounted = mounts = self._mounts()
         if not self._node.network.is_isolated:
             self.address = await self._node.network.attach(0)
             return
@@ -264,6 +265,7 @@ class PodRunner:
         folders = [self._node.pod_path, str(Path(sys.executable).parent)]
         path = ":".join(filter(None, [*folders, inherited.get("PATH", os.defpath)]))
         own = pods.environment(self.pod, container, self.address, self._lookup)
+        own = {name: self._relocate(value) for name, value in own.items()}
         home = {"HOME": str(self.folder), "HOSTNAME": self.pod["metadata"]["name"]}
         return {**inherited, **home, "PATH": path, **self._node.environ(self.pod), **own}
 
@@ -281,19 +283,18 @@ class PodRunner:
         if log.exists():
             log.replace(self.log_path(container["name"], is_previous=True))
         log.touch()
-        argv = [pods.expand(argument, environ) for argument in command]
-        if self._sandbox is None:
-            argv = [self._relocate(argument, container) for argument in argv]
+        argv = [self._relocate(pods.expand(word, environ)) for word in command]
         shell = ["sh", "-c", f'cd "$DIR" && {_RUN}', "sh", *argv]
         return shell, {**environ, "LOG": str(log), "DIR": str(folder)}
 
-    def _relocate(self, argument: str, container: Object) -> str:
-        """Replace the paths of volumes by their folders, where nothing can be mounted."""
-        for mount in container.get("volumeMounts") or ():
-            if argument.startswith(mount["mountPath"]):
-                folder = self.folder / "volumes" / mount["name"]
-                return str(folder) + argument.removeprefix(mount["mountPath"])
-        return argument
+    def _relocate(self, text: str) -> str:
+        """Replace paths of volumes by their folders, and all addresses by the pod's, where it has no namespaces."""
+        if self._sandbox is not None:
+            return text
+        for source, target in self._mounted:
+            if text == target or text.startswith(f"{target}/"):
+                return str(source) + text.removeprefix(target)
+        return text.replace("0.0.0.0", self.address)
 
     async def _run_container(self, state: pods.ContainerState, *, is_init: bool = False) -> None:
         policy, delay_s = self.pod["spec"]["restartPolicy"], self._node.backoff_s
