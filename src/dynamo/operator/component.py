@@ -39,10 +39,10 @@ def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Re
         if (kind, existing["metadata"]["name"]) not in names and "data" not in existing
     )
     workload = next((item for item in applied if item["kind"] in _WORKLOADS), None)
-    cause = find_cause(component, observed, workload)
+    waits_for = find_cause(component, observed, workload)
     notes = [entry.message for entry in find_missing(component, observed)]
     return Reconciliation(
-        status=_status(resource, observed, workload, cause, notes),
+        status=_status(resource, observed, workload, waits_for, notes),
         apply=applied,
         create=tuple(
             claim

@@ -274,10 +274,7 @@ class PodRunner:
         command = probes.command_of(container)
         assert command is not None
         environ = self.environ(container)
-        working_dir = container.get("workingDir") or str(self.folder)
-        if self._sandbox is None:
-            working_dir = self._relocate(working_dir, container)
-        folder = Path(working_dir)
+        folder = Path(self._relocate(container.get("workingDir") or str(self.folder)))
         folder = folder if folder.is_dir() else self.folder
         log = self.log_path(container["name"])
         if log.exists():
