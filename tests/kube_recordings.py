@@ -231,6 +231,6 @@ async def define(http, name, exchanges):
     spec = body["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"][
         "properties"
     ]
-    if name not in ("03-extras", "05-webhooks"):  # recorded when it was not there
+    if name not in ("03-extras", "05-lifecycle", "05-webhooks"):  # recorded when it was not there
         spec["tier"] = {"type": "string", "default": "gold"}
     await http.post(crds, json=body, headers={"Authorization": "Bearer replay"})

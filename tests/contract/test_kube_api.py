@@ -22,6 +22,10 @@ LEAST = {  # of the exchanges that are replayed
     "03-extras": 0.86,
     "03-http-errors": 0.96,
     "04-list-watch": 0.98,
+    "05-lifecycle": 0.62,
+}
+PARTS = {  # of files in which other exchanges concern objects whose creation was not recorded
+    "05-lifecycle": ("fin-", "lease-", "event"),
 }
 pytestmark = pytest.mark.skipif(
     not RECORDINGS.is_dir(), reason="the recorded exchanges are not here"
@@ -30,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", LEAST)
 async def test_recorded_answers_are_given_again(name, tmp_path):
-    exchanges = read(name)
+    exchanges = [entry for entry in read(name) if entry["name"].startswith(PARTS.get(name, ("",)))]
     different = []
     async with (
         any_cluster(tmp_path) as url,

@@ -1,6 +1,7 @@
 """The checks of built-in objects that users meet; a real API server has more."""
 
 import json
+import re
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -16,6 +17,7 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 _MAX_DATA_BYTES = 2**20
+_MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6,9}(Z|[+-]\d\d:\d\d)")
 
 
 def check(
@@ -36,10 +38,38 @@ def check(
         yield from _check_service(spec, (old or {}).get("spec"))
     if resource.plural in ("configmaps", "secrets"):
         yield from _check_data(item, old)
+    if resource.plural == "leases":
+        yield from _check_lease(spec)
+    if resource.plural == "events" and resource.group in ("", "events.k8s.io"):
+        yield from _check_event(item, is_new_form=bool(resource.group), is_created=old is None)
+
+
+def _check_lease(spec: Object) -> Iterator[failures.FieldError]:
     duration = spec.get("leaseDurationSeconds")
-    if resource.plural == "leases" and duration is not None and duration <= 0:
+    if duration is not None and duration <= 0:
         text = "must be greater than 0"
         yield failures.invalid_value("spec.leaseDurationSeconds", str(duration), text)
+    for name in ("acquireTime", "renewTime"):
+        moment = spec.get(name)
+        if moment is not None and not _MICRO_TIME.fullmatch(moment):
+            text = f'cannot parse "{moment}" as "2006-01-02T15:04:05.000000Z07:00"'
+            yield failures.invalid_value(f"spec.{name}", json.dumps(moment), text)
+
+
+def _check_event(
+    item: Object, *, is_new_form: bool, is_created: bool
+) -> Iterator[failures.FieldError]:
+    about, namespace = item.get("involvedObject") or {}, item["metadata"].get("namespace", "")
+    if about.get("namespace", "") not in (namespace, "" if namespace == "default" else namespace):
+        text = "does not match event.namespace"
+        where = "involvedObject.namespace"
+        yield failures.invalid_value(where, json.dumps(about.get("namespace", "")), text)
+    if is_new_form and is_created:
+        if not item.get("eventTime"):
+            yield failures.required("eventTime")
+        if item.get("type", "") not in ("Normal", "Warning"):
+            shown = item.get("type", "")
+            yield failures.invalid_value("type", json.dumps(shown), f"has invalid value: {shown}")
 
 
 def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:

@@ -451,6 +451,8 @@ class ObjectWrites:
                 finalizers = old["metadata"]["finalizers"]
                 stored = {**stored, "metadata": {**meta, "finalizers": finalizers}}
             stored = self.store.delete(resource.key, _name(stored), stored)
+            kept = {key: value for key, value in stored["metadata"].items() if key != "finalizers"}
+            stored = {**stored, "metadata": kept}  # only watches are told the last finalizer
         else:
             stored = self.store.put(resource.key, stored)
         return (await self.present(resource, [stored]))[0]
