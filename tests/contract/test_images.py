@@ -1,6 +1,8 @@
 """The images and the scripts that build and run them, as far as they can be checked without a container engine."""
 
+import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -47,6 +49,27 @@ def test_image_copies_what_exists_and_has_the_folders_of_manifests(image):
     assert set(named.partition("=")[2].split(",")) <= extras["optional-dependencies"].keys()
     assert all(folder in text for folder in FOLDERS)
     assert "USER 65532:65532" in text
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.name)
+def test_planner_starts_in_the_folder_that_manifests_name(image, tmp_path):
+    """The step that makes the folders is run below another root; installing and a user need an engine."""
+    (step,) = (
+        line.removeprefix("RUN ")
+        for line in image.read_text().replace("\\\n", " ").splitlines()
+        if line.startswith("RUN mkdir")
+    )
+    parts = [part for part in step.split(" && ") if "useradd" not in part and "chown" not in part]
+    script = re.sub(r"(?<![\w.])/(workspace|models)", rf"{tmp_path}/\1", " && ".join(parts))
+    folder = tmp_path / "workspace/components/src/dynamo/planner"
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = {"env": {**os.environ, "PATH": path}, "timeout": PATIENT_S, "capture_output": True}
+    subprocess.run(["sh", "-c", script], check=True, **options)
+    shown = subprocess.run(
+        ["python3", "-m", "planner_sla", "--help"], cwd=folder, check=True, **options
+    )
+
+    assert b"--environment" in shown.stdout
 
 
 @pytest.mark.parametrize(
