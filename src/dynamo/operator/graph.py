@@ -254,14 +254,14 @@ def find_autoscaled(
     """Return the workers of each service with an autoscaler, as long as there is another generation than the target."""
     if all(entry.digits == target for entry in generations):
         return {}
-    found = {}
+    counts = {}
     for name in graph.workers:
         autoscaling = graph.resource["spec"]["services"][name].get("autoscaling") or {}
         if autoscaling.get("enabled"):
             existing = [entry.components[name] for entry in generations if name in entry.components]
             deployments = [observed.find("Deployment", e["metadata"]["name"]) for e in existing]
-            found[name] = rollout.autoscaled_replicas(autoscaling, existing, deployments)
-    return found
+            counts[name] = rollout.autoscaled_replicas(autoscaling, existing, deployments)
+    return counts
 
 
 def count_workers(

@@ -74,14 +74,14 @@ def private_folders(own: Path, shared: list[Path]) -> Iterator[str]:
             continue
         upper, work, stage = (own / f"{number}-{name}" for name in ("upper", "work", "stage"))
         layers = f"lowerdir={place},upperdir={upper},workdir={work}"
-        made = f"mount -t overlay -o '{layers}' none '{stage}' 2>/dev/null"
+        as_root = f"mount -t overlay -o '{layers}' none '{stage}' 2>/dev/null"
         in_user_namespace = f"mount -t overlay -o '{layers},userxattr' none '{stage}'"
         inner = [folder for folder in shared if folder != place and folder.is_relative_to(place)]
         binds = [
             f"mount --rbind '{f}' '{stage / f.relative_to(place)}'" for f in inner if f.exists()
         ]
         steps = [
-            f"{{ {made} || {in_user_namespace}; }}",
+            f"{{ {as_root} || {in_user_namespace}; }}",
             *binds,
             f"mount --rbind '{stage}' '{place}'",
         ]
