@@ -7,8 +7,11 @@ import importlib.resources
 import json
 import ssl
 
+import pytest
+
 from dynamo.base import clock as clocks
-from dynamo.base import tasks
+from dynamo.base import errors, tasks
+from dynamo.observability import metrics
 from dynamo.operator import webhooks
 from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.backends.kubernetes import connection
@@ -52,8 +55,8 @@ async def connecting(folder):
 
 
 @contextlib.asynccontextmanager
-async def running_webhooks(cluster, clock):
-    service = webhooks.WebhookService(cluster, SETTINGS, clock)
+async def running_webhooks(cluster, clock, registry=None):
+    service = webhooks.WebhookService(cluster, SETTINGS, clock, registry)
     await service.start()
     async with asyncio.TaskGroup() as tasks:
         running = [
@@ -66,6 +69,37 @@ async def running_webhooks(cluster, clock):
             for task in running:
                 task.cancel()
     await service.close(is_stopped=True)
+
+
+async def test_reviews_and_refusals_are_counted(tmp_path):
+    registry = metrics.Registry("dynamo_operator")
+    multinode = {
+        "componentType": "worker",
+        "multinode": {"nodeCount": 2},
+        "extraPodSpec": {
+            "mainContainer": {"image": "i", "command": ["python3", "-m", "dynamo.trtllm"]}
+        },
+    }
+    graph = {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": {"name": "g", "namespace": "default"},
+        "spec": {"services": {"Worker": multinode}},
+    }
+    async with connecting(tmp_path) as cluster, running_webhooks(cluster, ShiftedClock(), registry):
+
+        async def is_registered():
+            return (await cluster.get(*CRD))["spec"].get("conversion", {}).get("webhook")
+
+        await until(is_registered)
+        with pytest.raises(errors.RequestError, match="multinode"):
+            await cluster.create(graph)
+        text = registry.render().decode()
+
+    for webhook, refused in (("default", 0), ("validate", 1)):
+        assert f'dynamo_operator_webhook_requests_total{{webhook="{webhook}"}} 1.0' in text
+        assert f'dynamo_operator_webhook_denials_total{{webhook="{webhook}"}} {refused}.0' in text
+    assert 'dynamo_operator_webhook_duration_seconds_count{webhook="validate"} 1.0' in text
 
 
 async def test_certificate_is_renewed_while_conversions_go_on(tmp_path):

@@ -179,7 +179,7 @@ class OperatorService:
         self._servers: list[server.HttpServer] = []
         self._webhooks: WebhookService | None = None
         if settings.webhook_bind_address != "0":
-            self._webhooks = WebhookService(cluster, settings, clock)
+            self._webhooks = WebhookService(cluster, settings, clock, self._metrics.registry)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve, and reconcile in each term, until `stop`. Raises ConfigError, Forbidden and KindMissing."""

@@ -20,6 +20,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tls
+from dynamo.observability import metrics
 from dynamo.operator import api_types, objects, reviews, versions
 from dynamo.operator.objects import Object
 from dynamo.operator.settings import OperatorConfig, parse_address
@@ -38,6 +39,34 @@ _logger = logging.getLogger(__name__)
 R = TypeVar("R", reviews.ConversionReview, reviews.AdmissionReview)
 
 
+class WebhookMetrics:
+    """The metrics of the webhooks, named as the original's."""
+
+    def __init__(self, registry: metrics.Registry) -> None:
+        labels = ("webhook",)
+        self._duration = registry.histogram(
+            "webhook_duration_seconds",
+            "seconds of one review",
+            labels,
+            buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5),
+        )
+        self._total = registry.counter("webhook_requests_total", "reviews", labels)
+        self._denials = registry.counter(
+            "webhook_denials_total", "reviews that refused their objects", labels
+        )
+        for name in ("convert", "default", "validate"):
+            self._total.labels(name)
+            self._denials.labels(name)
+
+    def record(self, webhook: str, duration_s: float, answer: Object) -> None:
+        """Count a review by its answer."""
+        response = answer["response"]
+        self._total.labels(webhook).inc()
+        self._duration.labels(webhook).observe(duration_s)
+        if not response.get("allowed", response.get("result", {}).get("status") == "Success"):
+            self._denials.labels(webhook).inc()
+
+
 class WebhookService:
     """Serves the webhooks of one operator process."""
 
@@ -46,6 +75,7 @@ class WebhookService:
         cluster: connection.KubernetesConnection,
         settings: OperatorConfig,
         clock: clocks.Clock,
+        registry: metrics.Registry | None = None,
     ) -> None:
         self._cluster = cluster
         self._settings = settings
@@ -56,10 +86,12 @@ class WebhookService:
         self._address = ""  # host and port
         self._has_certificate = asyncio.Event()
         validate = functools.partial(reviews.answer_validation, settings=settings)
+        self._metrics = WebhookMetrics(registry or metrics.Registry("dynamo_operator"))
+        convert, default = reviews.answer_conversion, reviews.answer_defaulting
         routes = {
-            ("POST", "/convert"): _make_route(reviews.ConversionReview, reviews.answer_conversion),
-            ("POST", "/validate"): _make_route(reviews.AdmissionReview, validate),
-            ("POST", "/default"): _make_route(reviews.AdmissionReview, reviews.answer_defaulting),
+            ("POST", "/convert"): self._make_route("convert", reviews.ConversionReview, convert),
+            ("POST", "/validate"): self._make_route("validate", reviews.AdmissionReview, validate),
+            ("POST", "/default"): self._make_route("default", reviews.AdmissionReview, default),
         }
         self._server = server.HttpServer(
             exchange.HttpRouter(routes, error_body=server.plain_error),
@@ -67,6 +99,24 @@ class WebhookService:
             tls=self._context,
             error_body=server.plain_error,
         )
+
+    def _make_route(
+        self, name: str, kind: type[R], answer: Callable[[R], Object]
+    ) -> exchange.Handler:
+        """Return the handler that answers reviews of a kind; one that cannot be read is refused."""
+
+        def handle(request: exchange.Exchange) -> None:
+            started_at = self._clock.now()
+            try:
+                review = msgspec.json.decode(request.request.body, type=kind)
+            except msgspec.DecodeError as error:
+                request.respond(400, str(error).encode(), content_type="text/plain")
+                return
+            answered = answer(review)
+            self._metrics.record(name, self._clock.now() - started_at, answered)
+            request.respond(200, msgspec.json.encode(answered))
+
+        return handle
 
     @property
     def is_ready(self) -> bool:
@@ -295,17 +345,3 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
         return {name: (folder / name).read_bytes() for name in ("tls.crt", "tls.key", "ca.crt")}
     except OSError as error:
         raise errors.ConfigError(f"--webhook-certificate-dir {folder}: {error}") from error
-
-
-def _make_route(kind: type[R], answer: Callable[[R], Object]) -> exchange.Handler:
-    """Return the handler that answers reviews of a kind; one that cannot be read is refused."""
-
-    def handle(request: exchange.Exchange) -> None:
-        try:
-            review = msgspec.json.decode(request.request.body, type=kind)
-        except msgspec.DecodeError as error:
-            request.respond(400, str(error).encode(), content_type="text/plain")
-            return
-        request.respond(200, msgspec.json.encode(answer(review)))
-
-    return handle
