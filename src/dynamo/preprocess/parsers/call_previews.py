@@ -211,8 +211,13 @@ class TaggedPreview(CallPreview):
         return True
 
     def _read_start(self) -> bool:
-        if self._reader.trims:
-            self._text = self._text.removeprefix("\n")
+        text = self._text.removeprefix("\n") if self._reader.trims else self._text
+        if text.startswith(call_syntax.UNPARSED_TEXT):  # its end is part of no value
+            self._step = None
+            return False
+        if call_syntax.UNPARSED_TEXT.startswith(text):
+            return False
+        self._text = text
         self._step = TaggedPreview._read_value
         return True
 

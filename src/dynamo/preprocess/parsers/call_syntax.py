@@ -257,8 +257,7 @@ def parse_python_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
     """Parse `[f(x=1), g(y="a")]`: a list of calls with literal arguments by name."""
     del tools
     try:
-        with warnings.catch_warnings(action="ignore"):  # a string may hold what is no valid escape
-            tree = ast.parse(text.strip(), mode="eval").body
+        tree = _parse_python(text.strip())
         if not isinstance(tree, ast.List):
             return None
         return [_python_call(node) for node in tree.elts] or None
@@ -269,10 +268,22 @@ def parse_python_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
 def read_literal(text: str) -> str | None:
     """Return a Python literal as JSON; None if it is none."""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            return dump(ast.literal_eval(text))
+        return dump(ast.literal_eval(_parse_python(text)))
     except (*_ERRORS, SyntaxError, TypeError, MemoryError):
         return None
+
+
+def _parse_python(text: str) -> ast.expr:
+    """Return the syntax of an expression, whose strings may have line breaks as a model may write them."""
+    with warnings.catch_warnings(action="ignore"):  # a string may hold what is no valid escape
+        try:
+            return ast.parse(text, mode="eval").body
+        except SyntaxError:
+            one_line = _PYTHON_STRING.sub(lambda match: match[0].replace("\n", "\\n"), text)
+            return ast.parse(one_line, mode="eval").body
+
+
+_PYTHON_STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
 
 def _python_call(node: ast.expr) -> parser.ToolCall:
@@ -294,7 +305,8 @@ class TaggedCallReader:
     `head` is a pattern that finds the `name`, `opening` one that finds the `key` before each value, which ends at the
     mark `closing`, or with `following` also before that mark, or at the end. With `trims` a line break at either end
     of a value does not belong to it. A value is a text that the schema of the tool converts, unless `opening` finds an
-    `is_text` of "true" or "false".
+    `is_text` of "true" or "false"; a text may stand between the marks of XML for unparsed text (CDATA). Instead of the
+    arguments one JSON object may stand there, as the functions of Llama 3.1 have it.
     """
 
     def __init__(
@@ -314,9 +326,13 @@ class TaggedCallReader:
         body = text.removesuffix(self.end).strip()
         head = self.head.match(body)
         arguments = body[head.end() :] if head else ""
-        if head is None or self._argument.sub("", arguments).strip():
+        if head is None:
             return None
         name = head["name"].strip()
+        if arguments.startswith("{"):
+            return _all_or_none([parse_call(name, arguments)])
+        if self._argument.sub("", arguments).strip():
+            return None
         types = self.types_of(name, tools)
         members = [
             f"{dump(match['key'].strip())}: {dump(self._value_of(match, types))}"
@@ -337,23 +353,44 @@ class TaggedCallReader:
         return types.get(argument["key"].strip())
 
     def _value_of(self, argument: re.Match[str], types: Mapping[str, Any]) -> Any:
-        return convert_text(argument["value"], self.schema_of(argument, types))
+        value = argument["value"]
+        if value.startswith(UNPARSED_TEXT):
+            return value.removeprefix(UNPARSED_TEXT).removesuffix("]]>")
+        return convert_text(value, self.schema_of(argument, types))
+
+
+UNPARSED_TEXT = "<![CDATA["
 
 
 def is_text(schema: Any) -> bool:
-    """Return whether the schema says that a value is a text, or says nothing."""
-    return not isinstance(schema, dict) or schema.get("type", "string") == "string"
+    """Return whether a value of the schema may be a text, or the schema does not say what it is."""
+    if not isinstance(schema, dict) or "$ref" in schema:
+        return not isinstance(schema, dict)
+    options = schema.get("anyOf", schema.get("oneOf"))
+    if "type" not in schema and isinstance(options, list):
+        return any(not isinstance(each, dict) or _has_text_type(each) for each in options)
+    return _has_text_type(schema)
+
+
+def _has_text_type(schema: Mapping[str, Any]) -> bool:
+    kind = schema.get("type", "any" if "$ref" in schema else "string")
+    return kind == "string" or (isinstance(kind, list) and "string" in kind)
 
 
 def convert_text(text: str, schema: Any) -> Any:
-    """Return the value of a text; the text itself where the schema says so or says nothing, or it is no JSON."""
+    """Return the value of a text; the text itself where the schema says so or says nothing, or it is no JSON.
+
+    Some templates write lists and objects as Python does, and so do their models.
+    """
     if is_text(schema):
         return text
     spelled = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
         return msgspec.json.decode(spelled)
     except _ERRORS:
-        return text
+        is_nested = text.lstrip().startswith(("[", "{"))
+        literal = read_literal(text.strip()) if is_nested else None
+        return text if literal is None else msgspec.json.decode(literal)
 
 
 class BareKeyReader:

@@ -121,7 +121,7 @@ _HERMES = ToolCallFormat(
 JSON_ARRAY = ToolCallFormat(opens=("[", ","), closes=("]",), frame=CallFrame("[", ", ", "]"))
 _QWEN_CODER = _function_tags("<tool_call>", "</tool_call>")
 _PHI = ToolCallFormat(opens=("functools", "<|tool_call|>"), closes=("<|/tool_call|>",))
-_JAMBA = ToolCallFormat(opens=("<tool_calls>",), closes=("</tool_calls>",))
+_JAMBA = ToolCallFormat(opens=("<tool_calls>",), closes=("</tool_calls>",), follows="{")
 _GLM = _tagged(
     call_syntax.TaggedCallReader(
         "</tool_call>",
@@ -241,6 +241,21 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "granite_20b_fc": ToolCallFormat(opens=("<function_call>",)),
     "jamba": _JAMBA,
     "hunyuan_a13b": _JAMBA,
+    "minimax": _JAMBA,
+    "hy_v3": _tagged(
+        call_syntax.TaggedCallReader(
+            "</tool_call:opensource>",
+            r"(?P<name>[\w.-]+)<tool_sep:opensource>",
+            r"<arg_key:opensource>(?P<key>.*?)</arg_key:opensource>\s*<arg_value:opensource>",
+            "</arg_value:opensource>",
+            trims=False,
+        ),
+        section="<tool_calls:opensource>",
+        opens="<tool_call:opensource>",
+        inner=("<tool_sep:opensource>",),
+        closes=("</tool_calls:opensource>",),
+    ),
+    "gigachat3": ToolCallFormat(opens=("<|function_call|>", "function call<|role_sep|>")),
     "longcat": ToolCallFormat(opens=("<longcat_tool_call>",), closes=("</longcat_tool_call>",)),
     "internlm": ToolCallFormat(
         sections=("<|action_start|>",), opens=("<|plugin|>",), closes=("<|action_end|>",)
@@ -259,49 +274,25 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     ),
 }
 
+_THINKING = (
+    "basic", "qwen3", "qwen3_coder", "nemotron_deci", "glm45", "glm47", "kimi_k2", "exaone4", "deepseek_v3",
+    "deepseek_v3_1", "deepseek_v3_2", "deepseek_v4", "deepseek-v4", "deepseekv4", "deepseek_v41",
+)  # fmt: skip
+_ALWAYS_THINKING = (
+    "deepseek_r1", "step3", "nemotron_nano", "nemotron3", "nemotron_v3", "kimi_k25", "minimax_m2",
+    "minimax_append_think", "olmo3", "ernie45",
+)  # fmt: skip
 _THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",))
 _FORCED_THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",), is_forced=True)
 _GEMMA_CHANNEL = ReasoningFormat(
     opens=("<|channel>thought",), closes=("<channel|>",), tokens=("<|channel>",)
 )
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
-    **dict.fromkeys(
-        (
-            "basic",
-            "qwen3",
-            "qwen3_coder",
-            "nemotron_deci",
-            "glm45",
-            "glm47",
-            "kimi_k2",
-            "exaone4",
-            "deepseek_v3",
-            "deepseek_v3_1",
-            "deepseek_v3_2",
-            "deepseek_v4",
-            "deepseek-v4",
-            "deepseekv4",
-            "deepseek_v41",
-        ),
-        _THINK,
-    ),
-    **dict.fromkeys(
-        (
-            "deepseek_r1",
-            "step3",
-            "nemotron_nano",
-            "nemotron3",
-            "nemotron_v3",
-            "kimi_k25",
-            "minimax_m2",
-            "minimax_append_think",
-            "olmo3",
-            "ernie45",
-        ),
-        _FORCED_THINK,
-    ),
+    **dict.fromkeys(_THINKING, _THINK),
+    **dict.fromkeys(_ALWAYS_THINKING, _FORCED_THINK),
     "seed_oss": ReasoningFormat(opens=("<seed:think>",), closes=("</seed:think>",)),
     "minimax_m3": ReasoningFormat(opens=("<mm:think>",), closes=("</mm:think>",)),
+    "hy_v3": ReasoningFormat(opens=("<think:opensource>",), closes=("</think:opensource>",)),
     "longcat": ReasoningFormat(opens=("<longcat_think>",), closes=("</longcat_think>",)),
     "cohere_command": ReasoningFormat(opens=("<|START_THINKING|>",), closes=("<|END_THINKING|>",)),
     "gemma4": _GEMMA_CHANNEL,
@@ -315,8 +306,10 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "gpt_oss": ReasoningFormat(opens=(), closes=(), is_harmony=True),
 }
 
+
 # Texts that a chat template contains, and the name of the format that its model then writes; the first match counts.
 _TOOLS_BY_TEMPLATE = (
+    (("]<]minimax[>[",), NONE),  # MiniMax M3, whose nested tags are not read
     (("<|channel|>",), "harmony"),
     (("<seed:tool_call>",), "seed_oss"),
     (("<function=",), "qwen3_coder"),
@@ -330,6 +323,10 @@ _TOOLS_BY_TEMPLATE = (
     (("<start_function_call>",), "functiongemma"),
     (("<longcat_tool_call>",), "longcat"),
     (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("<|function_call|>",), "gigachat3"),
+    (("function call", "<|role_sep|>"), "gigachat3"),
+    (("<tool_sep{}>",), "hy_v3"),  # its marks are put together in the template
     (("<|START_ACTION|>",), "cohere_command"),
     (("<|tools_prefix|>",), "apertus"),
     (("<|action_start|>", "<|plugin|>"), "internlm"),
@@ -348,6 +345,7 @@ _TOOLS_BY_TEMPLATE = (
     (("<tool_calls>",), "jamba"),
     (("<arg_key>",), "glm45"),
     (("<tool_call>",), "hermes"),
+    (("List of tools: [",), "lfm2"),  # all that the template of LFM 2.5 shows
 )
 _REASONING_BY_TEMPLATE = (
     (("<|channel|>",), "gpt_oss"),
@@ -355,6 +353,7 @@ _REASONING_BY_TEMPLATE = (
     (("</seed:think>",), "seed_oss"),
     (("</mm:think>",), "minimax_m3"),
     (("</longcat_think>",), "longcat"),
+    (("<think{}>",), "hy_v3"),
     (("<|START_THINKING|>",), "cohere_command"),
     (("</think>",), "basic"),
     (("◁think▷",), "kimi"),

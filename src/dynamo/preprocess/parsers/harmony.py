@@ -5,7 +5,7 @@
     <|start|>assistant<|channel|>final<|message|>It is sunny.<|return|>
 
 `analysis` is reasoning, a message to a function is a call, all else is content. The prompt ends with the first
-`<|start|>assistant`.
+`<|start|>assistant`, after which the recipient may stand before the channel: ` to=functions.weather<|channel|>`.
 """  # decider
 
 import re
@@ -19,7 +19,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (_START, _MESSAGE, "<|channel|>", "<|constrain|>", *_ENDS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([\w.-]+)")
-_HEADER_STARTS = stop_strings.MarkerSet(("<|channel|>", _START))
+_HEADER_STARTS = stop_strings.MarkerSet(("<|channel|>", _START, " to=functions.", "to=functions."))
 _HEADER_END = stop_strings.MarkerSet((_MESSAGE,))
 _BODY_END = stop_strings.MarkerSet((*_ENDS, _START, "<|channel|>"))
 

@@ -43,6 +43,7 @@ class ToolCallFormat:
     closes: tuple[str, ...] = ()  # may follow a call
     inner: tuple[str, ...] = ()  # marks within a call, which may be special tokens too
     bare: str = ""  # first characters of a call without a mark, if no text stands before it
+    follows: str = ""  # first characters of a call without a mark behind another call
     make_scanner: Callable[[], call_syntax.CallScanner] = call_syntax.BracketScanner
     parse: Callable[[str, parser.ToolSchemas], call_syntax.ParsedCalls] = (
         call_syntax.parse_json_calls
@@ -109,17 +110,17 @@ class ToolCallParser(parser.StateMachineParser):
         num_blanks = parser.count_leading_blanks(self._text)
         if num_blanks == len(self._text) <= parser.MAX_HELD_BLANKS:
             return False
-        if self._is_bare(num_blanks):
+        if self._is_bare(num_blanks, self._form.bare):
             self._enter(self._text[:num_blanks], self._text[num_blanks:])
         else:
             self._step = ToolCallParser._read_text
         return True
 
-    def _is_bare(self, num_blanks: int) -> bool:
-        """Return whether a call without a mark begins after these blanks."""
+    def _is_bare(self, num_blanks: int, starts: str) -> bool:
+        """Return whether a call without a mark, which has one of these first characters, begins after these blanks."""
         if num_blanks > parser.MAX_HELD_BLANKS:
             return False
-        return self._text[num_blanks : num_blanks + 1] in tuple(self._form.bare)
+        return self._text[num_blanks : num_blanks + 1] in tuple(starts)
 
     def _read_text(self) -> bool:
         match = self._starters.find(self._text)
@@ -211,7 +212,7 @@ class ToolCallParser(parser.StateMachineParser):
             self._follow("" if mark in self._form.closes else mark, mark, text[len(mark) :])
         elif not mark and can_wait and self._followers.begins(text):
             return False
-        elif not self._lead and self._is_bare(num_blanks):
+        elif not self._lead and self._is_bare(num_blanks, self._form.bare + self._form.follows):
             self._enter("", text)
         else:
             self._leave(self._lead)

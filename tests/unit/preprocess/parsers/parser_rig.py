@@ -66,6 +66,10 @@ ONE_CALL = {
     "cohere_command": '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
     '{"city": "Paris"}}\n]<|END_ACTION|>',
     "apertus": '<|tools_prefix|>[{"get_weather": {"city": "Paris"}}]<|tools_suffix|>',
+    "hy_v3": "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+    "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n"
+    "</tool_call:opensource>\n</tool_calls:opensource>",
+    "gigachat3": '<|function_call|>{"name": "get_weather", "arguments": {"city": "Paris"}}',
     "xlam": '[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
 }
 TWO_CALLS = {
@@ -95,6 +99,8 @@ TWO_CALLS = {
     "<|tools_suffix|>",
     "phi4": 'functools[{"name": "get_weather", "arguments": {"city": "Paris"}}, '
     '{"name": "get_weather", "arguments": {"city": "Rome"}}]',
+    "jamba": '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
+    '{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_calls>',
     "harmony": ONE_CALL["harmony"]
     + "<|call|><|start|>assistant"
     + ONE_CALL["harmony"].replace("Paris", "Rome"),

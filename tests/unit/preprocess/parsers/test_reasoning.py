@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parser_rig import ONE_CALL, PARIS, content, joined, make_parser, read
+from parser_rig import ONE_CALL, PARIS, content, joined, make_parser, read, with_whole_calls
 
 from dynamo.preprocess.parsers import formats, parser
 
@@ -110,6 +110,17 @@ TOLD = [thought("Look it up."), content("I look. "), PARIS, content("Sunny.")]
 )
 def test_harmony_has_reasoning_and_calls(tools, reasoning):
     assert read(make_parser(tools, reasoning), HARMONY) == TOLD
+
+
+@pytest.mark.parametrize("blank", [" ", ""])
+def test_harmony_call_may_begin_with_its_recipient(blank):
+    text = (
+        f"{blank}to=functions.get_weather<|channel|>commentary json<|message|>"
+        '{"city": "Paris"}<|call|>'
+    )
+
+    assert read(make_parser("harmony"), text) == [PARIS]
+    assert with_whole_calls(read(make_parser("harmony", whole_tools=()), *text)) == [PARIS]
 
 
 def test_harmony_call_without_tools_is_content():

@@ -170,6 +170,68 @@ def test_tagged_values_are_converted_by_the_schema():
     ]
 
 
+def test_one_object_may_stand_between_function_tags():
+    text = '<function=get_weather>{"city": "Paris"}</function>'
+
+    assert read(make_parser("qwen3_coder"), text) == [PARIS]
+
+
+def test_values_written_as_python_does_fit_their_schema():
+    text = (
+        "<seed:tool_call><function=get_weather><parameter=metric>True</parameter>"
+        "<parameter=tags>['a', {'b': None}]</parameter></function></seed:tool_call>"
+    )
+
+    assert read(make_parser("seed_oss"), text) == [
+        parser.ToolCall("get_weather", '{"metric": true, "tags": ["a", {"b": null}]}')
+    ]
+
+
+NULL = {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"anyOf": [{"type": "integer"}, NULL]}, "3"),
+        ({"oneOf": [{"$ref": "#/$defs/Age"}, NULL]}, "3"),
+        ({"$ref": "#/$defs/Age"}, "3"),
+        ({"type": ["integer", "null"]}, "3"),
+        ({"anyOf": [{"type": "string"}, NULL]}, '"3"'),
+        ({"type": ["string", "null"]}, '"3"'),
+        ({"enum": ["3"]}, '"3"'),
+        ({}, '"3"'),
+    ],
+)
+def test_optional_value_has_the_type_of_its_schema(schema, expected):
+    known = {"f": {"type": "object", "properties": {"age": schema}}}
+    text = "<function=f><parameter=age>3</parameter></function>"
+    whole = read(make_parser("qwen3_coder", known=known), text)
+    streamed = read(make_parser("qwen3_coder", known=known, whole_tools=()), *text)
+
+    assert whole == [parser.ToolCall("f", f'{{"age": {expected}}}')]
+    assert with_whole_calls(streamed) == whole
+
+
+def test_text_that_xml_leaves_unparsed_loses_its_marks():
+    text = (
+        '<function name="get_weather"><param name="city"><![CDATA[<b>\nA & B]]></param>'
+        '<param name="days">3</param></function>'
+    )
+    expected = [parser.ToolCall("get_weather", '{"city": "<b>\\nA & B", "days": 3}')]
+
+    assert read(make_parser("minicpm5"), text) == expected
+    assert with_whole_calls(read(make_parser("minicpm5", whole_tools=()), *text)) == expected
+
+
+def test_python_string_may_have_line_breaks():
+    text = "<|tool_call_start|>[get_weather(city='New \"York\"\nor so', days=3)]<|tool_call_end|>"
+    expected = [parser.ToolCall("get_weather", '{"city": "New \\"York\\"\\nor so", "days": 3}')]
+
+    assert read(make_parser("lfm2"), text) == expected
+    assert with_whole_calls(read(make_parser("lfm2", whole_tools=()), *text)) == expected
+
+
 @pytest.mark.parametrize("value", ["soon", "1e999"])
 def test_tagged_value_that_does_not_fit_its_schema_is_a_text(value):
     text = f"<function=get_weather><parameter=days>{value}</parameter></function>"
@@ -179,7 +241,7 @@ def test_tagged_value_that_does_not_fit_its_schema_is_a_text(value):
 
 
 @pytest.mark.parametrize(
-    "text", ["<function=></function>", "<function=a<b></function>", "<function=f>{}</function>"]
+    "text", ["<function=></function>", "<function=a<b></function>", "<function=f>{</function>"]
 )
 def test_malformed_tag_is_content(text):
     assert read(make_parser("qwen3_coder"), text) == [content(text)]
