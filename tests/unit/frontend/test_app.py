@@ -75,6 +75,18 @@ async def test_error_for_an_unknown_model_lists_the_served_models(rig):
     }
 
 
+async def test_anthropics_clients_get_models_and_errors_in_their_form(rig):
+    headers = {"anthropic-version": "2023-06-01"}
+    (listed,) = (await rig.client.get("/v1/models", headers=headers)).json()["data"]
+    shown = await rig.client.get(f"/v1/models/{listed['id']}", headers=headers)
+    unknown = await rig.client.get("/v1/models/nope", headers=headers)
+
+    assert listed["type"] == "model"
+    assert shown.json() == listed
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["type"] == "not_found_error"
+
+
 async def test_healthy_with_an_instance(rig):
     answer = await rig.client.get("/health")
     body = answer.json()

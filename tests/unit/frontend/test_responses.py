@@ -197,6 +197,17 @@ async def test_stored_response_can_be_retrieved_and_deleted(rig):
     }
 
 
+async def test_stored_response_is_shown_whatever_a_client_wants_included(rig):
+    body = (await ask(rig)).json()
+    where = f"{PATH}/{body['id']}"
+    hints = "include[]=reasoning.encrypted_content&include_obfuscation=true&stream=false"
+    shown = await rig.client.get(f"{where}?{hints}")
+    streamed = await rig.client.get(f"{where}?stream=true")
+
+    assert shown.json() == body
+    assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, "stream")
+
+
 async def test_input_items_of_a_stored_response_are_listed_in_pages(rig):
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c", "output": "7"}

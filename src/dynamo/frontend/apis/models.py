@@ -135,14 +135,15 @@ def operations(
 
     @api.get(f"{PATH}/{ANY_NAME}", "One of them", answer=Model, errors=(*ACCESS_ERRORS, 404))
     def show_model(client: exchange.Exchange) -> None:
+        is_anthropic = "anthropic-version" in client.request.headers
         try:
             model = models.find(client.request.path.removeprefix(PATH + "/"))
             rights.check_may_see(client, model.name)
             row = _model_object(model)
-            is_anthropic = "anthropic-version" in client.request.headers
             client.respond(200, sse.encode(_anthropic_model(row) if is_anthropic else row))
         except errors.DynamoError as error:
-            delivery.respond_error(client, error, error_dialects.OPENAI)
+            dialect = error_dialects.ANTHROPIC if is_anthropic else error_dialects.OPENAI
+            delivery.respond_error(client, error, dialect)
 
     changer = ModelChanger(list_on_demand, connect)
     return (*api.entries, *_change_operations(handlers, changer))

@@ -122,10 +122,10 @@ class Responses:
 
     def show(self, client: exchange.Exchange) -> None:
         """Answer with a stored response (`GET /v1/responses/{id}`)."""
-        options = [name for name, value in parse_qsl(client.request.query) if value != "false"]
-        if options:
+        options = dict(parse_qsl(client.request.query))
+        if options.get("stream", "false") != "false":
             error = errors.InvalidRequest(
-                f"{options[0]}: not supported; leave it out", param=options[0]
+                "stream: not supported for a stored response; leave it out", param="stream"
             )
             delivery.respond_error(client, error, error_dialects.OPENAI)
             return
