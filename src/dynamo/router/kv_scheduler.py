@@ -76,6 +76,7 @@ class KvScheduler:
         counts: metrics.RouteMetrics,
         clock: clocks.Clock,
         queue_timeout_s: float,
+        worker_type: str = "decode",
         sessions: SessionAffinity | None = None,
         listener: SequenceListener | None = None,
     ) -> None:
@@ -84,6 +85,9 @@ class KvScheduler:
         self._counts = counts
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
+        self._worker_type = (
+            worker_type  # as Dynamo's metrics have it: those that answer, or "prefill"
+        )
         self._sessions = sessions
         self._listener = listener or SequenceListener()
         self._waiting: dict[str, asyncio.Future[Decision]] = {}
@@ -93,7 +97,8 @@ class KvScheduler:
         """Replace the set of workers, and admit queued requests that now have room."""
         earlier_workers = set(self.selector.active.loads)
         self.selector.set_workers(workers)
-        self._counts.show_workers(self.selector.active.loads, earlier_workers - workers.keys())
+        removed = earlier_workers - workers.keys()
+        self._counts.show_workers(self._worker_type, self.selector.active.loads, removed)
         if workers.keys() - earlier_workers:
             self._listener.refresh_peers()
         self._admit_queued()

@@ -17,6 +17,7 @@ _WAITS_S = (0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60)
 _TOKENS_IN = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 _TTFT_S = (0, 0.0022, 0.0047, 0.01, 0.022, 0.047, 0.1, 0.22, 0.47, 1, 2.2, 4.7, 10, 22, 48, 100, 220, 480)  # fmt: skip
 _WORKER = ("worker_id", "dp_rank")
+_LOAD = (*_WORKER, "worker_type")
 _CLASS = ("default", "aggregated")  # policy_class, worker_type
 
 
@@ -88,7 +89,7 @@ class RouterMetrics:
             "router_queue_wait_seconds", "Time in the router's queue", ("model",), buckets=_WAITS_S
         )
         self.active_blocks = registry.gauge(
-            "worker_active_decode_blocks", "Blocks of the requests in flight", _WORKER
+            "worker_active_decode_blocks", "Blocks of the requests in flight", _LOAD
         )
         self.event_age_s = router.gauge(
             "seconds_since_kv_event",
@@ -96,7 +97,7 @@ class RouterMetrics:
             ("worker_id",),
         )
         self.prefill_tokens = registry.gauge(
-            "worker_active_prefill_tokens", "Prompt tokens sent and not computed yet", _WORKER
+            "worker_active_prefill_tokens", "Prompt tokens sent and not computed yet", _LOAD
         )
 
     def count_event(self, event_type: str, *, is_applied: bool) -> None:
@@ -205,19 +206,22 @@ class RouteMetrics:
         self._timeouts.inc()
 
     def show_workers(
-        self, loads: Mapping[api.Worker, worker_load.WorkerLoad], removed: Collection[api.Worker]
+        self,
+        worker_type: str,
+        loads: Mapping[api.Worker, worker_load.WorkerLoad],
+        removed: Collection[api.Worker],
     ) -> None:
         """Export the predicted loads of these workers from now on, and remove the series of the removed ones."""
         families = self._families
         for worker, load in loads.items():
-            labels = _labels(worker)
+            labels = (*_labels(worker), worker_type)
             families.active_blocks.labels(*labels).set_function(_read_field(load, "active_blocks"))
             families.prefill_tokens.labels(*labels).set_function(
                 _read_field(load, "prefill_tokens")
             )
         for worker in removed:
-            families.active_blocks.remove(*_labels(worker))
-            families.prefill_tokens.remove(*_labels(worker))
+            families.active_blocks.remove(*_labels(worker), worker_type)
+            families.prefill_tokens.remove(*_labels(worker), worker_type)
 
 
 def _read_field(load: worker_load.WorkerLoad, name: str) -> Callable[[], float]:

@@ -78,6 +78,7 @@ class RouteFactory:
         if self._metrics is None:
             router_id = f"{self._runtime.instance_id:x}"
             self._metrics = metrics.RouterMetrics(self._registry, router_id)
+        is_prefill = card.worker_type is model_card.WorkerType.PREFILL
         state = self._component(name.namespace, name.component, self._metrics)
         model = card.display_name
         if model not in self._counts:
@@ -97,7 +98,7 @@ class RouteFactory:
             _TimedIndex(state.index, self._clock, counts.observe_index_lookup),
             block_size=block_size,
             draw=random.random,
-            counts_blocks=card.worker_type is not model_card.WorkerType.PREFILL,
+            counts_blocks=not is_prefill,
         )
         state.selectors.append(selector)
         ttl_s = settings.router_session_affinity_ttl_secs
@@ -107,6 +108,7 @@ class RouteFactory:
             counts=counts,
             clock=self._clock,
             queue_timeout_s=settings.router_queue_timeout_secs,
+            worker_type="prefill" if is_prefill else "decode",
             sessions=None if ttl_s is None else kv_scheduler.SessionAffinity(ttl_s),
             listener=state,
         )

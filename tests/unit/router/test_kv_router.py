@@ -434,3 +434,12 @@ async def test_queued_request_is_refused_when_the_last_worker_of_its_adapter_is_
         await waiting
     assert len(other.calls) == num_before
     await world.until(lambda: in_flight(world) == 0)
+
+
+async def test_load_of_a_worker_is_shown_with_its_type(world):
+    await world.route(num_workers=1)
+    await world.open()
+
+    labels = f'dp_rank="0",worker_id="{world.workers[0].id:x}",worker_type="decode"'
+    assert world.metric(f"dynamo_frontend_worker_active_decode_blocks{{{labels}}}") > 0
+    assert world.metric(f"dynamo_frontend_worker_active_prefill_tokens{{{labels}}}") > 0
