@@ -224,6 +224,7 @@ class Parser(argparse.ArgumentParser):
         if unknown and not takes_rest:
             hint = suggest(unknown[0].partition("=")[0], self._option_string_actions)
             if passed_on:
+                hint += "" if hint.endswith("?") else "."
                 hint += f" Flags of the processes that this starts go into {' or '.join(passed_on)}"
             raise errors.ConfigError(f"unrecognized argument: {unknown[0]} ({hint})")
         return vars(flags), unknown

@@ -62,6 +62,7 @@ class LoadedGraph:
     specs: Sequence[declaration.DeclaredService]
     values: settings.ServiceConfig
     directory: Path
+    notes: Sequence[str]  # on the configuration
 
     @property
     def namespace(self) -> str:
@@ -96,15 +97,17 @@ def load(options: GraphConfig) -> LoadedGraph:
         values = settings.ServiceConfig(reader.read(Path(options.file)))
     elif settings.VARIABLE in os.environ:
         values = settings.ServiceConfig.get_instance()
-    values = values.with_overrides(options.overrides)
     specs = graph.load(options.target, directory)
     names = [spec.name for spec in specs]
-    names_in_file = [
-        *names,
-        *(name for name in values if name != "Common" and options.file is not None),
-    ]
-    values.check_names(names_in_file, options.file or "the command line")
-    return LoadedGraph(specs=specs, values=values, directory=directory)
+    settings.ServiceConfig().with_overrides(options.overrides).check_names(
+        names, "the command line"
+    )
+    # A file may serve several graphs, and has then sections of services that this one has not.
+    of_others = [name for name in values if options.file and name not in (*names, settings.COMMON)]
+    values = values.with_overrides(options.overrides)
+    values.check_names([*names, *of_others], options.file or settings.VARIABLE)
+    notes = [f"{options.file}: this graph has no service {name}" for name in of_others]
+    return LoadedGraph(specs=specs, values=values, directory=directory, notes=notes)
 
 
 def run(options: GraphConfig) -> int:
@@ -140,8 +143,9 @@ def run(options: GraphConfig) -> int:
             raise errors.ConfigError(
                 f"nothing to start: {'; '.join(plan.notes)}; expected a service with a process"
             )
+        notes = [*loaded.notes, *plan.notes]
         if options.dry_run:
-            for note in plan.notes:
+            for note in notes:
                 print(f"# {note}")
             for command in plan.commands:
                 print(f"# {command.name}\n{command.shell()}\n")
@@ -149,7 +153,7 @@ def run(options: GraphConfig) -> int:
         port = loaded.port if loaded.specs[0] in chosen else None
         if port is not None:
             serve.check_port("127.0.0.1", port, other=f"--{loaded.specs[0].name}.port=...")
-        for note in plan.notes:
+        for note in notes:
             serve.say(note)
         variables = _variables(*_PLANE_VARIABLES) | environ | {"DYN_NAMESPACE": namespace}
         registration.update(namespace=namespace, variables=variables)

@@ -22,7 +22,7 @@ from dynamo.base import errors
 from dynamo.sdk import declaration
 
 VARIABLE = "DYNAMO_SERVICE_CONFIG"
-_COMMON, _SHARED, _ARGS = "Common", "common-configs", "ServiceArgs"
+COMMON, _SHARED, _ARGS = "Common", "common-configs", "ServiceArgs"
 _ARGS_WITH_KEYS = ("resources", "dynamo", "environment")
 Section = dict[str, Any]
 
@@ -41,11 +41,11 @@ class ServiceConfig(dict[str, Section]):
     def section(self, service: str) -> Section:
         """Return a service's own values and those that it takes from `Common`, without ServiceArgs."""
         own = self.get(service) or {}
-        common = self.get(_COMMON) or {}
+        common = self.get(COMMON) or {}
         shared = {plain(key): value for key, value in common.items()}
         chosen = [plain(key) for key in own.get(_SHARED) or own.get("common_configs") or ()]
         if absent := [key for key in chosen if key not in shared]:
-            raise errors.ConfigError(f"{service}, {_SHARED}: {absent[0]!r} is not in {_COMMON}")
+            raise errors.ConfigError(f"{service}, {_SHARED}: {absent[0]!r} is not in {COMMON}")
         values = {key: shared[key] for key in chosen}
         skipped = (_SHARED, "common_configs", _ARGS)
         return values | {plain(key): value for key, value in own.items() if key not in skipped}
@@ -120,7 +120,7 @@ class ServiceConfig(dict[str, Section]):
     def check_names(self, names: Sequence[str], source: str) -> None:
         """Raise ConfigError for a section that no service of the graph has, or that has not the form of one."""
         for name, section in self.items():
-            if name not in (*names, _COMMON):
+            if name not in (*names, COMMON):
                 raise errors.ConfigError(
                     f"{source}: no service is called {name}; there are {', '.join(names)}"
                 )

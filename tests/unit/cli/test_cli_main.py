@@ -35,6 +35,7 @@ def test_the_version_is_printed(monkeypatch, capsys, flag):
         (("serve", "--workers", "0"), "workers"),
         (("serve", "--http-port", "many"), "http-port"),
         (("serve", "--engine", "warp"), "native, mocker"),
+        (("serve", "--unknown"), "(see --help. Flags of the processes"),
     ],
 )
 def test_error_for_an_invalid_argument_is_one_sentence(monkeypatch, capsys, arguments, expected):

@@ -71,6 +71,18 @@ def test_service_without_a_process_is_refused(bare, tmp_path, monkeypatch):
         serve_hello("--Backend.ServiceArgs.workers=0", service_name="Backend")
 
 
+def test_service_that_the_graph_lacks_is_named(bare, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    (tmp_path / "all.yaml").write_text("Backend: {message: end}\nPlanner: {x: 1}\n")
+    from_file = {"file": str(tmp_path / "all.yaml"), "dry_run": True}
+    for word in ("--Bakend.message=x", "--Planner.x=2"):
+        with pytest.raises(errors.ConfigError, match="command line: no service is called"):
+            serve_hello(word, **from_file)
+    serve_hello(**from_file)
+
+    assert "all.yaml: this graph has no service Planner" in capsys.readouterr().out
+
+
 def test_line_repeats_what_the_graph_was_started_with(bare):
     (line,) = lines(
         command("Root"),
