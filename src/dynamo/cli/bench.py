@@ -2,12 +2,13 @@
 
 Requests keep a number in flight (`--concurrency`) or arrive at a rate (`--rate`, exponential gaps); the seed makes a
 run repeatable. Prompts are different random words, so that no prefix cache answers for the engine; `--prompt` sends one
-text.
+text. Every ten seconds it says how far it is; Ctrl-C ends the load, and what has been answered is reported.
 """
 
 import asyncio
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,12 @@ import msgspec
 from dynamo import client
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
-from dynamo.cli import top
+from dynamo.cli import top, waiting
 from dynamo.runtime.http import client as http_client
 
 _WORDS = ("brave", "cat", "river", "stone", "light", "garden", "winter", "letter", "wind", "quiet")
 _REQUEST_S = 600.0
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +48,11 @@ class BenchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The times of one answer, in seconds, and its tokens; `error` says why there is none."""
+    """The times of one answer's chunks, in seconds, and its tokens; `error` says why there is none."""
 
     sent_at: float
-    token_times: tuple[float, ...] = ()
+    chunk_times: tuple[float, ...] = ()
+    num_tokens: int = 0
     error: str = ""
 
 
@@ -57,32 +60,39 @@ def run(options: BenchConfig) -> int:
     """Run the load, print the report and return 1 if a request failed. Raises DynamoError."""
     clock = clocks.SystemClock()
     began_at = clock.now()
-    answers = asyncio.run(_run(options, clock))
+    answers: list[Answered] = []
+    exit_code = 0
+    describe = lambda: f"{len(answers)} of {options.requests} requests have ended"  # noqa: E731
+    try:
+        with waiting.told(describe):
+            asyncio.run(_run(options, clock, answers))
+    except KeyboardInterrupt:
+        exit_code = _INTERRUPTED
+        print(file=sys.stderr)  # after ^C
     report = summarize(answers, clock.now() - began_at)
     print(msgspec.json.encode(report).decode() if options.json else render(report))
-    return 1 if report["failed"] else 0
+    return exit_code or (1 if report["failed"] else 0)
 
 
-async def _run(options: BenchConfig, clock: clocks.Clock) -> list[Answered]:
+async def _run(options: BenchConfig, clock: clocks.Clock, answers: list[Answered]) -> None:
+    """Send the requests, and append each answer as it ends."""
     draw = random.Random(options.seed)
     url = top.check_url(options.url)
     chats = _ChatClient(url, options.api_key, clock)
     model = options.model or _first_model(url, options.api_key)
     slots = asyncio.Semaphore(options.requests if options.rate else options.concurrency)
-    tasks = []
 
-    async def ask(prompt: str) -> Answered:
+    async def ask(prompt: str) -> None:
         async with slots:
-            return await chats.stream(model, prompt, options.max_tokens)
+            answers.append(await chats.stream(model, prompt, options.max_tokens))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(options.requests):
             words = " ".join(draw.choices(_WORDS, k=options.input_words))
             prompt = options.prompt if options.prompt is not None else words
-            tasks.append(group.create_task(ask(prompt)))
+            group.create_task(ask(prompt))
             if options.rate:
                 await clock.sleep(draw.expovariate(options.rate))
-    return [task.result() for task in tasks]
 
 
 def _first_model(url: str, api_key: str) -> str:
@@ -93,6 +103,14 @@ def _first_model(url: str, api_key: str) -> str:
     if not models:
         raise errors.Unavailable("the frontend lists no model yet")
     return models[0].id
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int
+
+
+class _LastChunk(msgspec.Struct):
+    usage: _Usage | None = None
 
 
 class _ChatClient:
@@ -109,9 +127,11 @@ class _ChatClient:
                 "messages": [{"role": "user", "content": prompt}],
                 "max_tokens": max_tokens,
                 "stream": True,
+                "stream_options": {"include_usage": True},
             }
         )
-        sent_at, times = self._clock.now(), []
+        sent_at, num_tokens = self._clock.now(), 0
+        times: list[float] = []
         try:
             async with (
                 self._clock.timeout(_REQUEST_S),
@@ -126,10 +146,16 @@ class _ChatClient:
                     if line.startswith(b"data: {"):
                         if b'"error"' in line[:20]:
                             raise errors.Unavailable(line[6:200].decode("utf-8", "replace"))
-                        times.append(self._clock.now())
-        except (OSError, TimeoutError, errors.DynamoError) as error:
+                        if b'"choices":[]' in line:
+                            usage = msgspec.json.decode(line[6:], type=_LastChunk).usage
+                            num_tokens = usage.completion_tokens if usage else 0
+                        elif not times or b'"delta":{}' not in line:  # which only ends it
+                            times.append(self._clock.now())
+        except (OSError, TimeoutError, errors.DynamoError, msgspec.MsgspecError) as error:
             return Answered(sent_at, error=str(error) or type(error).__name__)
-        return Answered(sent_at, tuple(times), "" if times else "an answer without tokens")
+        return Answered(
+            sent_at, tuple(times), num_tokens, "" if times else "an answer without tokens"
+        )
 
 
 Report = dict[str, float | int | str]
@@ -138,21 +164,21 @@ Report = dict[str, float | int | str]
 def summarize(answers: Sequence[Answered], elapsed_s: float) -> Report:
     """Return the figures of a run: milliseconds, and events per second."""
     good = [answer for answer in answers if not answer.error]
-    firsts = [1e3 * (answer.token_times[0] - answer.sent_at) for answer in good]
+    firsts = [1e3 * (answer.chunk_times[0] - answer.sent_at) for answer in good]
     gaps = [
         1e3 * (after - before)
         for answer in good
-        for before, after in zip(answer.token_times, answer.token_times[1:], strict=False)
+        for before, after in zip(answer.chunk_times, answer.chunk_times[1:], strict=False)
     ]
-    wholes = [1e3 * (answer.token_times[-1] - answer.sent_at) for answer in good]
-    num_events = sum(len(answer.token_times) for answer in good)
+    wholes = [1e3 * (answer.chunk_times[-1] - answer.sent_at) for answer in good]
     report: Report = {
         "requests": len(answers),
         "failed": len(answers) - len(good),
         "first_error": next((answer.error for answer in answers if answer.error), ""),
         "elapsed_s": round(elapsed_s, 3),
         "requests_per_s": round(len(good) / elapsed_s, 2),
-        "chunks_per_s": round(num_events / elapsed_s, 1),
+        "tokens_per_s": round(sum(answer.num_tokens for answer in good) / elapsed_s, 1),
+        "chunks_per_s": round(sum(len(answer.chunk_times) for answer in good) / elapsed_s, 1),
     }
     for name, values in (("ttft_ms", firsts), ("itl_ms", gaps), ("whole_ms", wholes)):
         for label, value in _percentiles(values).items():
@@ -171,7 +197,7 @@ def render(report: Report) -> str:
     """Return the report for people."""
     lines = [
         f"{report['requests']} requests, {report['failed']} failed, in {report['elapsed_s']} s",
-        f"{report['requests_per_s']} requests/s, {report['chunks_per_s']} chunks/s",
+        f"{report['requests_per_s']} requests/s, {report['tokens_per_s']} tokens/s in {report['chunks_per_s']} chunks/s",
         "",
         f"{'milliseconds':<24} {'mean':>10} {'p50':>10} {'p90':>10} {'p99':>10}",
     ]

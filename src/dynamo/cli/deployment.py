@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from dynamo.base import config, distribution, errors
 from dynamo.cli import graph as graph_command
-from dynamo.cli import package, source_map
+from dynamo.cli import package, source_map, waiting
 from dynamo.launch import allocation
 from dynamo.sdk import commands, graph
 
@@ -273,10 +273,13 @@ async def _apply(cluster: Connection, made: Sequence[Object], options: DeployCon
     if not options.wait:
         return 0
     try:
-        async with asyncio.timeout(options.timeout):
-            async for _, stored in cluster.watch(API_VERSION, KIND, namespace):
-                if stored.get("metadata", {}).get("name") == name and is_ready(stored):
-                    break
+        with waiting.told(lambda: f"{name} is not ready: {_cause(stored)}"):
+            async with asyncio.timeout(options.timeout):
+                async for _, each in cluster.watch(API_VERSION, KIND, namespace):
+                    if each.get("metadata", {}).get("name") == name:
+                        stored = each
+                        if is_ready(stored):
+                            break
     except TimeoutError:
         raise errors.DeadlineExceeded(
             f"{name} is not ready after {options.timeout:g} s; `dynamo deployment get {name}` shows why"
@@ -334,6 +337,15 @@ def is_ready(stored: Mapping[str, Any]) -> bool:
     found = {(each["type"], each["status"]) for each in status.get("conditions") or ()}
     is_observed = status.get("observedGeneration", 0) >= stored["metadata"].get("generation", 0)
     return is_observed and ("Ready", "True") in found
+
+
+def _cause(stored: Mapping[str, Any]) -> str:
+    """Return why a deployment is not ready, in the words of the operator."""
+    status = stored.get("status") or {}
+    if status.get("observedGeneration", 0) < stored["metadata"].get("generation", 0):
+        return "no operator has looked at it yet"
+    ready = [each for each in status.get("conditions") or () if each["type"] == "Ready"]
+    return ready[0].get("message", "") if ready else "no operator has looked at it yet"
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, distribution, errors
-from dynamo.cli import serve
+from dynamo.cli import serve, waiting
 from dynamo.launch import allocation, children, guard, state, supervisor
 from dynamo.sdk import commands, declaration, graph, settings
 
@@ -154,7 +154,7 @@ def run(options: GraphConfig) -> int:
         if port is not None:
             serve.check_port("127.0.0.1", port, other=f"--{loaded.specs[0].name}.port=...")
         for note in notes:
-            serve.say(note)
+            waiting.say(note)
         variables = _variables(*_PLANE_VARIABLES) | environ | {"DYN_NAMESPACE": namespace}
         registration.update(namespace=namespace, variables=variables)
         serving = _Serving(options, plan, registration, port, guardian)
@@ -180,7 +180,7 @@ class _Serving:
         self._supervisor = supervisor.Supervisor(
             guardian,
             self._clock,
-            serve.say,
+            waiting.say,
             stop_timeout_s=serve.STOP_TIMEOUT_S,
             on_start=self._list_child,
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import clock, config, distribution, errors, process_setup
-from dynamo.cli import serve
+from dynamo.cli import serve, waiting
 from dynamo.launch import children, guard, supervisor
 
 if typing.TYPE_CHECKING:
@@ -128,7 +128,7 @@ async def _run_operator(path: pathlib.Path, stop: asyncio.Event) -> int:
     environ = {**os.environ, "KUBECONFIG": str(path)}
     with guard.Guard() as guardian:
         async with supervisor.Supervisor(
-            guardian, clock.SystemClock(), serve.say, stop_timeout_s=serve.STOP_TIMEOUT_S
+            guardian, clock.SystemClock(), waiting.say, stop_timeout_s=serve.STOP_TIMEOUT_S
         ) as pool:
             pool.stop_on((signal.SIGTERM, signal.SIGINT))
             try:
@@ -139,6 +139,6 @@ async def _run_operator(path: pathlib.Path, stop: asyncio.Event) -> int:
                     pool.watch("operator", fatal_codes=frozenset({2}))
                     await pool.run()
             except children.ChildDied as death:
-                serve.say(str(death))
+                waiting.say(str(death))
                 return death.exit_code
     return 0

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from dynamo.base import config, errors
+from dynamo.cli import waiting
 from dynamo.launch import state
 
 _STOP_S = 60.0
@@ -71,12 +72,13 @@ def stop(options: StopConfig) -> int:
         os.kill(served.pid, signal.SIGTERM)
     print(f"stopping {served.name}: running requests finish first", flush=True)
     deadline = time.monotonic() + _STOP_S
-    while any(served_now.pid == served.pid for served_now in state.running()):
-        if time.monotonic() > deadline:
-            raise errors.EngineFailed(
-                f"{served.name} has not ended within {_STOP_S:.0f} s; kill -9 {served.pid} ends it at once"
-            )
-        time.sleep(_POLL_S)
+    with waiting.told(lambda: f"{served.name} has not ended; kill {served.pid} ends it at once"):
+        while any(served_now.pid == served.pid for served_now in state.running()):
+            if time.monotonic() > deadline:
+                raise errors.EngineFailed(
+                    f"{served.name} has not ended within {_STOP_S:.0f} s; kill -9 {served.pid} ends it at once"
+                )
+            time.sleep(_POLL_S)
     return 0
 
 

@@ -9,7 +9,6 @@ However the command ends, nothing of it is left (`launch.guard`).
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -28,6 +27,7 @@ import msgspec
 
 from dynamo.base import addresses, config, errors
 from dynamo.base import clock as clocks
+from dynamo.cli import waiting
 from dynamo.cli import workers as cli_workers
 from dynamo.launch import allocation, children, guard, state, supervisor
 from dynamo.runtime.http import client
@@ -205,7 +205,7 @@ class _Serving:
         self._supervisor = supervisor.Supervisor(
             guardian,
             self._clock,
-            say,
+            waiting.say,
             stop_timeout_s=STOP_TIMEOUT_S,
             on_start=functools.partial(list_child, registration),
         )
@@ -341,12 +341,12 @@ async def supervise(owner: supervisor.Supervisor, work: Awaitable[None]) -> int:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             numbers.append(signal.SIGHUP)
         notice = "stopping; running requests finish first (once more: at once)"
-        owner.stop_on(numbers, functools.partial(say, notice))
+        owner.stop_on(numbers, functools.partial(waiting.say, notice))
         try:
             await work
         except children.ChildDied as death:
             end, exit_code = str(death), death.exit_code
-    say(end)
+    waiting.say(end)
     return exit_code
 
 
@@ -358,7 +358,7 @@ async def wait_until_answers(
     limit_s: float,
 ) -> bool:
     """Wait until the probe of what the children serve is true; False if a signal came first. Raises ChildDied."""
-    progress = Progress(f"waiting for {name}", limit_s=limit_s, clock=clock)
+    progress = waiting.Progress(f"waiting for {name}", limit_s=limit_s, clock=clock)
     try:
         return await owner.wait_until(probe, timeout_s=limit_s, on_wait=progress.show)
     except TimeoutError:
@@ -397,34 +397,3 @@ async def is_healthy(host: str, port: int) -> bool:
     except errors.Unavailable:
         return False
     return status == 200
-
-
-class Progress:
-    """A message about waiting: one line that is rewritten on a terminal, a new line every ten seconds elsewhere."""
-
-    def __init__(self, text: str, *, limit_s: float, clock: clocks.Clock) -> None:
-        self._text = text
-        self._limit_s = limit_s
-        self._clock = clock
-        self._began_at = self._shown_at = clock.now()
-        self._is_terminal = sys.stderr.isatty()
-        say(f"{text} ...")
-
-    def show(self) -> None:
-        """Show the seconds that have passed; meant to be called often."""
-        now = self._clock.now()
-        if now - self._shown_at < (0.5 if self._is_terminal else 10.0):
-            return
-        self._shown_at = now
-        line = f"{self._text} ({now - self._began_at:.0f} s of at most {self._limit_s:.0f} s)"
-        if self._is_terminal:
-            sys.stderr.write(f"\r\x1b[K{line}\r")
-            sys.stderr.flush()
-        else:
-            say(line)
-
-
-def say(text: str) -> None:
-    """Write a line to the terminal, apart from the command's result on standard output."""
-    with contextlib.suppress(OSError):  # the terminal may be closed
-        print(f"dynamo: {text}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
-from dynamo.cli import serve
+from dynamo.cli import serve, waiting
 from dynamo.cli.serve import ServeConfig
 from dynamo.kvbm import host_memory
 from dynamo.launch import children, guard, state, supervisor
@@ -147,7 +147,7 @@ class _Run:
         owner = supervisor.Supervisor(
             self._guard,
             self._clock,
-            serve.say,
+            waiting.say,
             stop_timeout_s=serve.STOP_TIMEOUT_S,
             on_start=self._list_child,
         )
@@ -236,7 +236,7 @@ class _Run:
         for name, words in state_by_name.items():
             phase = words.partition(",")[0]
             if phase != former.get(name, "unloaded").partition(",")[0]:
-                serve.say(f"{name} is {phase}")
+                waiting.say(f"{name} is {phase}")
         loaded = {
             _process_name(name)
             for name, words in state_by_name.items()

@@ -44,7 +44,10 @@ def run(options: TopConfig) -> int:
             display.update(_table(url, rows), refresh=True)
             before = after
             if options.once:
-                return 0
+                break
+    if not display.console.is_terminal:
+        display.console.print()  # where nothing is drawn anew, the last line has no end
+    return 0
 
 
 def check_url(text: str) -> str:
@@ -101,7 +104,7 @@ def compare(before: Samples, after: Samples, elapsed_s: float) -> list[tuple[str
             count = grown(f"{name}_count", model)
             return f"{1e3 * grown(f'{name}_sum', model) / count:.1f}" if count else "–"
 
-        hit_ratio = after.get(("dynamo_router_kv_cache_hit_ratio", model))
+        prompt_tokens = grown("input_sequence_tokens_sum")
         rows.append(
             (
                 model,
@@ -111,7 +114,7 @@ def compare(before: Samples, after: Samples, elapsed_s: float) -> list[tuple[str
                 f"{grown('output_tokens_total') / elapsed_s:.1f}",
                 mean_ms("time_to_first_token_seconds"),
                 mean_ms("inter_token_latency_seconds"),
-                f"{hit_ratio:.0%}" if hit_ratio is not None else "–",
+                f"{grown('cached_tokens_sum') / prompt_tokens:.0%}" if prompt_tokens else "–",
                 f"{after.get(('dynamo_frontend_queued_requests', model), 0):.0f}",
             )
         )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import config, errors
+from dynamo.cli import waiting
 from dynamo.engine import api
 from dynamo.engine.mock import settings as mock_settings
 from dynamo.protocols import generate, instances, model_card
@@ -160,16 +161,14 @@ async def join(
         if target == ECHO_FULL:
             directory = stack.enter_context(_with_template(directory, _LAST_MESSAGE))
         room = local.Room() if topology.num_prefill else None
-        for mode in topology.modes.values():
-            engine = engines.build(
-                engine_of(target),
-                directory,
-                engine_settings,
-                model_name=worker.model_name or model_source.display_name(worker.model),
-                room=room,
-            )
-            in_mode = dataclasses.replace(worker, disaggregation_mode=mode)
-            await stack.enter_async_context(_serve(in_mode, engine, runtime, directory))
+        name = worker.model_name or model_source.display_name(worker.model)
+        with waiting.told(lambda: f"loading {name}; Ctrl-C gives up"):
+            for mode in topology.modes.values():
+                engine = engines.build(
+                    engine_of(target), directory, engine_settings, model_name=name, room=room
+                )
+                in_mode = dataclasses.replace(worker, disaggregation_mode=mode)
+                await stack.enter_async_context(_serve(in_mode, engine, runtime, directory))
         yield runtime
 
 

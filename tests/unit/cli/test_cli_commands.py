@@ -1,5 +1,6 @@
 """The commands of `dynamo` that start nothing: packages, deployments, states, reports."""
 
+import asyncio
 import json
 import pathlib
 import socket
@@ -10,7 +11,7 @@ import yaml
 from rich import console
 
 from dynamo.base import distribution, errors
-from dynamo.cli import bench, deployment, main, models, package, processes, top
+from dynamo.cli import bench, deployment, main, models, package, processes, top, waiting
 from dynamo.launch import state
 from dynamo.worker import model_source
 
@@ -199,6 +200,28 @@ async def test_deployments_are_applied_listed_shown_and_deleted(home, capsys):
         await deployment._show(cluster, "frontend", None)
 
 
+async def test_deployment_that_is_not_ready_is_said_with_its_cause(home, monkeypatch):
+    told = []
+    monkeypatch.setattr(waiting, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(waiting, "say", told.append)
+
+    class SlowCluster(Cluster):
+        async def watch(self, api_version, kind, namespace):
+            (stored,) = self.objects.values()
+            cause = {"type": "Ready", "status": "False", "message": "Backend has 0 of 1 pods"}
+            yield "MODIFIED", {**stored, "status": {"conditions": [cause]}}
+            while not told or "pods" not in told[-1]:
+                await asyncio.sleep(0.01)
+            yield "MODIFIED", stored
+
+    options = deployment.DeployConfig(
+        pipeline="hello_world:Frontend", image="i:1", working_dir=HELLO["working_dir"]
+    )
+    await deployment._apply(SlowCluster(), deployment.make_objects(options), options)
+
+    assert told[-1] == "frontend is not ready: Backend has 0 of 1 pods (0 s)"
+
+
 async def test_sources_go_along_and_former_ones_are_deleted(home, tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "raw").write_bytes(b"\xff")
@@ -345,16 +368,28 @@ def test_models_of_the_cache_are_listed(monkeypatch, capsys):
 
 def test_report_of_a_load_counts_failures_and_percentiles():
     answers = [
-        bench.Answered(0.0, (0.1, 0.2)),
-        bench.Answered(0.0, (0.3,)),
+        bench.Answered(0.0, (0.1, 0.2), 5),
+        bench.Answered(0.0, (0.3,), 1),
         bench.Answered(0, error="no"),
     ]
     report = bench.summarize(answers, 2.0)
 
     assert (report["requests"], report["failed"], report["requests_per_s"]) == (3, 1, 1.0)
     assert (report["ttft_ms_mean"], report["itl_ms_mean"]) == (200.0, 100.0)
+    assert (report["tokens_per_s"], report["chunks_per_s"]) == (3.0, 1.5)
     assert "first error: no" in bench.render(report)
     assert bench.summarize([], 1.0)["ttft_ms_p50"] == 0.0
+
+
+def test_interrupted_load_reports_what_has_been_answered(monkeypatch, capsys):
+    async def be_interrupted(options, clock, answers):
+        answers.append(bench.Answered(0.0, (0.1,), 1))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "_run", be_interrupted)
+
+    assert bench.run(bench.BenchConfig()) == 130
+    assert "1 requests, 0 failed" in capsys.readouterr().out
 
 
 def test_top_compares_two_readings():
@@ -366,11 +401,19 @@ dynamo_frontend_time_to_first_token_seconds_sum{model="m"} 0.5
 dynamo_frontend_time_to_first_token_seconds_count{model="m"} 5
 dynamo_frontend_inflight_requests{model="m"} 3
 dynamo_frontend_model_workers{model="m"} 2
-dynamo_router_kv_cache_hit_ratio{model="m"} 0.25
+dynamo_frontend_input_sequence_tokens_sum{model="m"} 400
+dynamo_frontend_cached_tokens_sum{model="m"} 100
 """
     rows = top.compare({}, top.parse(text), 2.0)
 
     assert rows == [("m", "2", "3", "3.0", "25.0", "100.0", "–", "25%", "0")]
+
+
+def test_table_of_top_in_a_pipe_ends_its_last_line(monkeypatch, capfd):
+    monkeypatch.setattr(top, "read", lambda url: {("dynamo_frontend_model_workers", "m"): 2.0})
+    top.run(top.TopConfig(once=True, interval=0.1))
+
+    assert capfd.readouterr().out.endswith("0 \n")
 
 
 def test_top_shows_all_heads_whole_in_eighty_columns():

@@ -3,13 +3,15 @@
 import asyncio
 import json
 import shlex
+import threading
 import types
 
 import pytest
 
 from dynamo.base import errors
-from dynamo.cli import serve
+from dynamo.cli import serve, waiting
 from dynamo.launch import children
+from waiting import PATIENT_S
 
 
 def test_the_curl_line_is_one_command_with_a_valid_body():
@@ -66,7 +68,7 @@ def test_options_of_several_models_are_refused_with_one():
 
 def test_progress_shows_the_seconds_waited_and_the_limit(capsys):
     clock = Clock()
-    progress = serve.Progress("waiting for m", limit_s=30, clock=clock)
+    progress = waiting.Progress("waiting for m", limit_s=30, clock=clock)
     progress.show()
     clock.time_s += 10
     progress.show()
@@ -75,6 +77,21 @@ def test_progress_shows_the_seconds_waited_and_the_limit(capsys):
         "dynamo: waiting for m ...",
         "dynamo: waiting for m (10 s of at most 30 s)",
     ]
+
+
+def test_wait_is_told_again_and_again_until_it_is_over(capsys, monkeypatch):
+    monkeypatch.setattr(waiting, "INTERVAL_S", 0.01)
+    told = threading.Event()
+
+    def describe():
+        told.set()
+        return "loading m"
+
+    with waiting.told(describe):
+        assert told.wait(PATIENT_S)
+    lines = capsys.readouterr().err.splitlines()
+
+    assert set(lines) == {"dynamo: loading m (0 s)"}
 
 
 async def test_wait_in_vain_ends_with_the_last_words_of_the_children():
@@ -98,4 +115,4 @@ def test_closed_terminal_is_no_error(monkeypatch):
 
     monkeypatch.setattr("sys.stderr", Closed())
 
-    serve.say("stopped")
+    waiting.say("stopped")

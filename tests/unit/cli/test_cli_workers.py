@@ -1,6 +1,10 @@
 """Which workers a command starts, and what it says of them."""
 
+import contextlib
+
+from dynamo.cli import workers
 from dynamo.cli.workers import Topology
+from dynamo.worker import settings
 
 
 def test_workers_of_one_kind_have_no_mode():
@@ -22,3 +26,13 @@ def test_topology_is_described_in_a_line():
     assert Topology(num_answering=2, num_prefill=1).describe() == (
         "disaggregated: long prompts are computed by 1 prefill worker, answers by 2 decode workers"
     )
+
+
+async def test_load_of_a_model_is_told(monkeypatch):
+    described = []
+    told = lambda describe: described.append(describe()) or contextlib.nullcontext()  # noqa: E731
+    monkeypatch.setattr(workers.waiting, "told", told)
+    async with workers.join("mocker", settings.WorkerConfig(), Topology()):
+        pass
+
+    assert described == ["loading storyteller; Ctrl-C gives up"]
