@@ -197,7 +197,8 @@ def render(report: Report) -> str:
     """Return the report for people."""
     lines = [
         f"{report['requests']} requests, {report['failed']} failed, in {report['elapsed_s']} s",
-        f"{report['requests_per_s']} requests/s, {report['tokens_per_s']} tokens/s in {report['chunks_per_s']} chunks/s",
+        f"{report['requests_per_s']} requests/s, {report['tokens_per_s']} tokens/s"
+        f" in {report['chunks_per_s']} chunks/s",
         "",
         f"{'milliseconds':<24} {'mean':>10} {'p50':>10} {'p90':>10} {'p99':>10}",
     ]
