@@ -59,7 +59,7 @@ def read_until_ready(serve: subprocess.Popen[str]) -> str:
     for line in serve.stdout:
         if line.strip().startswith("curl"):
             break
-        if not re.match(r"dynamo: |\[| *(pids|join|engine) ", line):
+        if not re.match(r"dynamo: |\[| *(pids|join|engine|namespace) ", line):
             lines.append(line.rstrip())
     return "\n".join(lines).strip()
 

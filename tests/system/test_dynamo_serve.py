@@ -99,6 +99,30 @@ def test_model_is_listed_stopped_and_its_log_shown_by_name(deployment, monkeypat
     assert capsys.readouterr().out.endswith("dynamo: stopped\n")
 
 
+def test_two_in_one_discovery_answer_by_their_own_workers(deployment):
+    serve(deployment, ports.reserve(), *MOCK)
+    port = ports.reserve()
+    second = serve(deployment, port, *MOCK)
+    health = lambda: httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENT_S).json()  # noqa: E731
+    (line,) = re.findall(r"join +(.*)", second.log.read_text())
+
+    assert "  namespace dynamo-2\n" in second.log.read_text()
+    assert health()["endpoints"] == ["dyn://dynamo-2.backend.generate"]
+    del deployment.environ["DYN_FILE_KV"]  # as in another terminal
+    deployment.run_shell(line)
+    eventually(lambda: len(health()["instances"]) == 2, what="the worker that joined")
+
+
+def test_commands_are_printed_and_nothing_is_started(deployment):
+    printing = deployment.run("dynamo.cli", "serve", "--dry-run", "--prefill", "1", *MOCK)
+    printing.may_end = True
+
+    assert printing.exit_code() == 0
+    names = re.findall(r"^# (.*)", printing.log.read_text(), re.MULTILINE)
+    assert names == ["frontend", "prefill worker 1", "decode worker 1"]
+    assert "--disaggregation-mode prefill" in printing.log.read_text()
+
+
 def test_closed_terminal_ends_all_processes_in_order(deployment):
     process = serve(deployment, ports.reserve(), *MOCK)
     pids = pids_of(process)

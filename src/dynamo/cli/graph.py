@@ -17,13 +17,7 @@ from dynamo.cli import serve, waiting
 from dynamo.launch import allocation, children, guard, state, supervisor
 from dynamo.sdk import commands, declaration, graph, settings
 
-DISCOVERY = "DYN_FILE_KV"
 _LAST_PORT = 65_535
-# What a `dynamo serve` that joins this one has to have in common with it.
-_PLANE_VARIABLES = (
-    *(DISCOVERY, "DYN_DISCOVERY_BACKEND", "DYN_REQUEST_PLANE", "DYN_EVENT_PLANE"),
-    *("ETCD_ENDPOINTS", "NATS_SERVER"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +116,17 @@ def run(options: GraphConfig) -> int:
         guard.Guard() as guardian,
     ):
         name = registration.state.name
-        namespace = joined.namespace if joined else name  # no other `dynamo serve` has it
-        environ = dict(joined.variables) if joined else {}
-        if not joined and DISCOVERY not in os.environ:
-            environ[DISCOVERY] = str(
+        environ = dict(joined.variables) if joined else serve.plane_variables()
+        if not joined and serve.DISCOVERY not in environ:
+            environ[serve.DISCOVERY] = str(
                 state.directory() / f"{name}.discovery"
                 if options.dry_run
                 else guardian.make_folder("dynamo-serve-") / "discovery"
             )
+        discovery = environ.get(serve.DISCOVERY)
+        namespace = (
+            joined.namespace if joined else serve.free_namespace(registration, name, discovery)
+        )
         plan = commands.make(
             chosen,
             loaded.values,
@@ -155,7 +152,7 @@ def run(options: GraphConfig) -> int:
             serve.check_port("127.0.0.1", port, other=f"--{loaded.specs[0].name}.port=...")
         for note in notes:
             waiting.say(note)
-        variables = _variables(*_PLANE_VARIABLES) | environ | {"DYN_NAMESPACE": namespace}
+        variables = environ | {serve.NAMESPACE: namespace}
         registration.update(namespace=namespace, variables=variables)
         serving = _Serving(options, plan, registration, port, guardian)
         with state.logged(name):

@@ -4,7 +4,8 @@ The command is ready when the frontend lists the model, and says so. Until then 
 up when a child dies or the time is over. Afterwards a worker or frontend that dies is restarted, each time after a
 longer pause and not for ever.
 
-Each run has its own discovery directory unless DYN_FILE_KV names one, so that two runs on one machine do not mix.
+Each run has its own discovery directory, or a namespace of its own where the environment names a discovery
+(`make_joinable`), so that two runs on one machine do not mix.
 However the command ends, nothing of it is left (`launch.guard`).
 """
 
@@ -12,6 +13,7 @@ import asyncio
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import os
 import re
@@ -30,6 +32,7 @@ from dynamo.base import clock as clocks
 from dynamo.cli import waiting
 from dynamo.cli import workers as cli_workers
 from dynamo.launch import allocation, children, guard, state, supervisor
+from dynamo.runtime import component
 from dynamo.runtime.http import client
 from dynamo.worker import engines, model_source
 
@@ -37,7 +40,12 @@ PROBE_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 35.0  # a worker drains for at most 30 s
 ANY_MODEL = "*"
 PROMPT = "Tell me a story about a brave cat"
-DISCOVERY = "DYN_FILE_KV"
+DISCOVERY, NAMESPACE = "DYN_FILE_KV", "DYN_NAMESPACE"
+# What a process that joins a `dynamo serve` has to have in common with it.
+_PLANE_VARIABLES = (
+    *(DISCOVERY, NAMESPACE, "DYN_DISCOVERY_BACKEND", "DYN_REQUEST_PLANE", "DYN_EVENT_PLANE"),
+    *("ETCD_ENDPOINTS", "NATS_SERVER"),
+)
 FRONTEND, _PLANNER = "frontend", "planner"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by what stands for all addresses of a host
 _SOCKET_FOLDER_CHARS = 70  # a socket's path has 107 characters at most, and vLLM appends 37
@@ -125,6 +133,9 @@ class ServeConfig(HttpConfig):
         help="with several models: minutes without a request after which one is unloaded",
         least=0,
     )
+    dry_run: bool = config.option(
+        False, help="print the commands of the processes, and start nothing"
+    )
     ready_timeout: float = config.option(
         300.0, help="seconds to wait until the model answers; more for a large model", least=0
     )
@@ -144,7 +155,8 @@ def serve(options: ServeConfig) -> int:
     """Serve until a signal comes, and return the exit code. Raises ConfigError."""
     if options.pin or options.memory_budget_gb:
         raise errors.ConfigError("--pin and --memory-budget-gb: expected several models, got one")
-    check_port(options.http_host, options.http_port)
+    if not options.dry_run:
+        check_port(options.http_host, options.http_port)
     engine = options.engine or engines.default_for(options.model)
     options = dataclasses.replace(options, engine=engine)
     directory = engines.find_model(engine, options.model)
@@ -153,14 +165,56 @@ def serve(options: ServeConfig) -> int:
     model = options.model_name or model_source.display_name(options.model)
     name = re.sub(r"[^\w.-]", "-", model.rpartition("/")[2]) or "model"
     with state.registered(name, model) as registration, guard.Guard() as guardian:
+        if options.dry_run:
+            make_joinable(registration, state.directory() / f"{registration.state.name}.discovery")
+            for name, spec in _Serving(options, directory, registration, guardian).specs.items():
+                print(f"# {name}\n{shell_line(registration, spec)}\n")
+            return 0
         folder = guardian.make_folder("dynamo-serve-")
-        variables = {DISCOVERY: os.environ.get(DISCOVERY, str(folder / "discovery"))}
+        make_joinable(registration, folder / "discovery")
         if len(str(folder)) <= _SOCKET_FOLDER_CHARS:  # for sockets of vLLM's processes
-            variables["VLLM_RPC_BASE_PATH"] = os.environ.get("VLLM_RPC_BASE_PATH", str(folder))
-        namespace = os.environ.get("DYN_NAMESPACE", "dynamo")
-        registration.update(namespace=namespace, variables=variables)
+            sockets = os.environ.get("VLLM_RPC_BASE_PATH", str(folder))
+            variables = registration.state.variables | {"VLLM_RPC_BASE_PATH": sockets}
+            registration.update(variables=variables)
         with state.logged(registration.state.name):
             return asyncio.run(_Serving(options, directory, registration, guardian).run())
+
+
+def plane_variables() -> dict[str, str]:
+    """Return the variables of this environment that choose discovery, planes and namespace."""
+    return {name: os.environ[name] for name in _PLANE_VARIABLES if name in os.environ}
+
+
+def make_joinable(registration: state.Registration, directory: Path) -> None:
+    """Write into the state by which variables processes join, such as this directory for discovery.
+
+    Where the environment names a discovery that others use as well, a namespace of its own keeps their models apart.
+    """
+    variables = plane_variables()
+    options = config.load(component.RuntimeConfig, prog="dynamo serve", argv=())
+    namespace = options.namespace
+    if options.discovery_backend == "file" and DISCOVERY not in variables:
+        variables[DISCOVERY] = str(directory)
+    else:
+        if NAMESPACE not in variables:
+            namespace = free_namespace(registration, namespace, variables.get(DISCOVERY))
+        variables[NAMESPACE] = namespace
+    registration.update(namespace=namespace, variables=variables)
+
+
+def free_namespace(registration: state.Registration, name: str, discovery: str | None) -> str:
+    """Return this name, or one with a number, that no other `dynamo serve` has in the same discovery."""
+    try:
+        running = state.running()
+    except errors.ConfigError:  # there is no place for states
+        return name
+    taken = {
+        other.namespace
+        for other in running
+        if other.name != registration.state.name and other.variables.get(DISCOVERY) == discovery
+    }
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    return next(each for each in itertools.chain([name], numbered) if each not in taken)
 
 
 def check_port(host: str, port: int, *, other: str = "--http-port (make run PORT=...)") -> None:
@@ -195,13 +249,14 @@ class _Serving:
         self._directory = directory
         self._registration = registration
         self._name = registration.state.model
-        self._environ = os.environ | registration.state.variables
+        self._variables = registration.state.variables
+        self._environ = os.environ | self._variables
         self._clock = clocks.SystemClock()
         self._topology = options.topology
         if model_source.task("auto", directory) == "embed":  # it has no prompts to compute apart
             self._topology = cli_workers.Topology(num_answering=options.workers)
         self._planner_port = 0
-        self._specs = self._make_specs()
+        self.specs = self._make_specs()
         self._supervisor = supervisor.Supervisor(
             guardian,
             self._clock,
@@ -216,7 +271,7 @@ class _Serving:
 
     async def _serve(self) -> None:
         """Start, wait until the model answers, supervise. Raises ChildDied."""
-        for spec in self._specs.values():
+        for spec in self.specs.values():
             await self._supervisor.start(spec)
         options = self._options
         expected_model = None if self._starts_asleep else self._name
@@ -227,7 +282,7 @@ class _Serving:
             return
         self._registration.update(url=options.url)
         print(self._banner(), flush=True)
-        for name in self._specs:
+        for name in self.specs:
             self._supervisor.watch(name)
         await self._supervisor.run()
 
@@ -289,16 +344,18 @@ class _Serving:
         options = self._options
         url = options.url
         name = _PLANNER if options.planner else self._topology.answering[0]
-        join = shlex.join(self._specs[name].argv)
+        words = [f"{key}={shlex.quote(value)}" for key, value in self._variables.items()]
+        join = " ".join([*words, shlex.join(self.specs[name].argv)])
         started = self._supervisor.child_by_name.items()
         pids = ", ".join(f"{name} {child.pid}" for name, child in started)
         return (
             f"\n{self._name} answers at {url} (in a browser: chat, and what happens inside)\n\n"
-            f"  workers {self._describe_workers()}\n"
-            f"  pids    dynamo {os.getpid()}, {pids}\n"
-            f"  engine  {options.engine}, model {self._directory}\n"
-            f"  join    {DISCOVERY}={self._environ[DISCOVERY]} {join}\n"
-            f"  stop    Ctrl-C, or dynamo stop {self._registration.state.name}\n\n"
+            f"  workers   {self._describe_workers()}\n"
+            f"  pids      dynamo {os.getpid()}, {pids}\n"
+            f"  engine    {options.engine}, model {self._directory}\n"
+            f"  namespace {self._registration.state.namespace}\n"
+            f"  join      {join}\n"
+            f"  stop      Ctrl-C, or dynamo stop {self._registration.state.name}\n\n"
             f"  {curl_line(url, self._name)}\n"
         )
 
@@ -326,11 +383,18 @@ def frontend_spec(options: HttpConfig, environ: Mapping[str, str]) -> children.C
 
 def list_child(registration: state.Registration, child: children.Child) -> None:
     """List a child that was started, with the line that starts it by hand."""
-    spec, variables = child.spec, registration.state.variables
-    shell = children.shell_line(
-        spec.argv, environ=variables, resources=spec.resources, directory=os.getcwd()
+    shell = shell_line(registration, child.spec)
+    registration.add_process(state.ProcessState(name=child.spec.name, pid=child.pid, shell=shell))
+
+
+def shell_line(registration: state.Registration, spec: children.ChildSpec) -> str:
+    """Return the line that starts a child by hand."""
+    return children.shell_line(
+        spec.argv,
+        environ=registration.state.variables,
+        resources=spec.resources,
+        directory=os.getcwd(),
     )
-    registration.add_process(state.ProcessState(name=spec.name, pid=child.pid, shell=shell))
 
 
 async def supervise(owner: supervisor.Supervisor, work: Awaitable[None]) -> int:

@@ -54,10 +54,8 @@ def serve_models(options: ServeConfig) -> int:
     )
     with state.registered("models", ", ".join(names)) as registration, guard.Guard() as guardian:
         folder = guardian.make_folder("dynamo-serve-")
-        discovery = os.environ.get(serve.DISCOVERY, str(folder / "discovery"))
-        namespace = os.environ.get("DYN_NAMESPACE", "dynamo")
-        registration.update(namespace=namespace, variables={serve.DISCOVERY: discovery})
-        os.environ[serve.DISCOVERY] = discovery  # for the children, and for this process
+        serve.make_joinable(registration, folder / "discovery")
+        os.environ |= registration.state.variables  # for the children, and for this process
         with state.logged(registration.state.name):
             run = _Run(options, models, turns, registration, guardian)
             return asyncio.run(run.run(budget_gb))
@@ -116,7 +114,8 @@ def _check_options(options: ServeConfig, names: list[str]) -> None:
             f"--pin {unknown[0]}: expected one of the models {', '.join(names)}"
         )
     single = {"--model-name": options.model_name, "--planner": options.planner,
-              "--prefill": options.prefill, "--workers": options.workers > 1}  # fmt: skip
+              "--prefill": options.prefill, "--workers": options.workers > 1,
+              "--dry-run": options.dry_run}  # fmt: skip
     if wrong := [flag for flag, value in single.items() if value]:
         raise errors.ConfigError(
             f"{wrong[0]} is for one model, got {len(names)}: leave it out, or serve them apart"
