@@ -3,13 +3,19 @@
 import io
 import json
 import logging
+import pathlib
 import time
 
+import jsonschema
 import pytest
 
 from dynamo.base import errors
 from dynamo.observability import logs
 from dynamo.protocols import trace_context
+
+SCHEMA = json.loads(
+    (pathlib.Path(__file__).parents[3] / "docs" / "log-line.schema.json").read_text()
+)
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +68,27 @@ def test_json_line_has_the_fields_of_the_original():
 
     assert (row["level"], row["target"], row["message"]) == ("INFO", "dynamo.worker.host", "ready")
     assert row["time"].endswith("Z")
+
+
+def test_json_lines_follow_the_schema_of_the_documents():
+    stream = io.StringIO()
+    logs.configure({"DYN_LOGGING_JSONL": "1", "DYN_LOG": "debug"}, stream)
+    speaker = logging.getLogger("dynamo.worker.host")
+    for level in (logging.DEBUG, logging.WARNING, logging.CRITICAL):
+        speaker.log(level, "said")
+    trace = trace_context.TraceContext(trace_id="0a" * 16, span_id="0b" * 8)
+    token = logs.log_context.set(logs.LogContext("http-request", "mine", trace))
+    try:
+        int("broken")
+    except ValueError:
+        speaker.exception("it failed")
+    finally:
+        logs.log_context.reset(token)
+    rows = [json.loads(line) for line in stream.getvalue().splitlines()]
+    for row in rows:
+        jsonschema.validate(row, SCHEMA)
+
+    assert rows[-1].keys() == SCHEMA["properties"].keys()
 
 
 def test_error_includes_its_traceback():
