@@ -1,7 +1,8 @@
 """A model hub over HTTP for tests: one model, whose files come as slowly as the test says.
 
 It answers what `huggingface_hub` asks: the files of a model, their ETags, and their contents. `num_gets` counts the
-downloads of each file, and `gate` holds the largest one back in its middle until it is set.
+downloads of each file, `starts` has the byte at which each began, and `gate` holds the largest one back in its middle
+until it is set.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import hashlib
 import http.server
 import json
 import pathlib
+import re
 import threading
 import time
 
@@ -25,6 +27,7 @@ class ThrottledHub:
         self.piece_s = piece_s
         self.gate = threading.Event()
         self.num_gets: dict[str, int] = {}
+        self.starts: dict[str, list[int]] = {}
         handler = type("_Handler", (_HubHandler,), {"hub": self})
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -74,9 +77,15 @@ class _HubHandler(http.server.BaseHTTPRequestHandler):
             self._send_head(404, b"")
             return
         tag = hashlib.sha256(content).hexdigest()
-        self._send_head(200, content, {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT})
+        start = int(re.sub(r"\D", "", self.headers.get("Range", "0")))
+        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            content = content[start:]
+        self._send_head(206 if start else 200, content, headers)
         if not is_head:
             self.hub.num_gets[name] = self.hub.num_gets.get(name, 0) + 1
+            self.hub.starts.setdefault(name, []).append(start)
             self._send_slowly(content, is_slow=name == self.hub.largest)
 
     def _send_head(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

@@ -6,8 +6,8 @@
     what looks like a path       refused: no such directory
     a hub name (org/name)        the local Hugging Face cache; else the hub, if it answers within seconds
 
-The only module that imports `huggingface_hub`. Every failure is one ConfigError that says what to do; no call waits for
-a hub that does not answer.
+With `hub_download`, the only module that imports `huggingface_hub`. Every failure is one ConfigError that says what to
+do; no call waits for a hub that does not answer.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import huggingface_hub.constants
 from huggingface_hub import errors as hub_errors
@@ -25,7 +26,7 @@ from huggingface_hub import errors as hub_errors
 from dynamo.base import distribution, errors
 from dynamo.engine import native
 from dynamo.engine.native import model_files
-from dynamo.worker import card
+from dynamo.worker import card, hub_download
 
 BUILT_IN = "storyteller"
 GGUF_SUFFIX = ".gguf"
@@ -153,11 +154,14 @@ def _from_hub(name: str, *, with_weights: bool, on_download: OnDownload | None) 
             f"model {name!r} is not in the local cache, and HF_HUB_OFFLINE forbids to download it"
         )
     sys.stderr.write(f"Looking for {name} at {huggingface_hub.constants.ENDPOINT}\n")
-    folder = Path(huggingface_hub.constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    folder = _folder(name)
     _remove_abandoned(folder)
+    files = _files_at_hub(name, patterns)
     if on_download is not None:
-        on_download(name, folder, _size_at_hub(name, patterns))
+        on_download(name, folder, (files and sum(files.sizes.values())) or None)
     try:
+        if files is not None:
+            hub_download.fetch_large_files(name, files.commit, list(files.sizes), folder)
         return Path(_snapshot(name, patterns, cached=False))
     except hub_errors.GatedRepoError as error:
         raise errors.ConfigError(
@@ -179,6 +183,11 @@ def _from_hub(name: str, *, with_weights: bool, on_download: OnDownload | None) 
         ) from error
 
 
+def _folder(name: str) -> Path:
+    """Return the folder of a model in the hub's local cache."""
+    return Path(huggingface_hub.constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+
+
 def _remove_abandoned(folder: Path) -> None:
     """Remove what downloads that were cut off an hour ago or earlier have left: each of them begins a file anew."""
     for path in folder.glob("blobs/*.incomplete"):
@@ -187,18 +196,23 @@ def _remove_abandoned(folder: Path) -> None:
                 path.unlink()
 
 
-def _size_at_hub(name: str, patterns: tuple[str, ...]) -> int | None:
-    """Return the bytes of a model's files at the hub, None if it does not tell."""
+class _HubFiles(NamedTuple):
+    commit: str
+    sizes: dict[str, int]  # in bytes, by path
+
+
+def _files_at_hub(name: str, patterns: tuple[str, ...]) -> _HubFiles | None:
+    """Return the newest commit of a model and the bytes of its files, None if the hub does not tell."""
     try:
         model = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=HUB_TIMEOUT_S)
     except _HUB_FAILURES:  # the download says what is wrong
         return None
-    sizes = [
-        sibling.size or 0
+    sizes = {
+        sibling.rfilename: sibling.size or 0
         for sibling in model.siblings or ()
         if any(fnmatch.fnmatch(sibling.rfilename, pattern) for pattern in patterns)
-    ]
-    return sum(sizes) or None
+    }
+    return _HubFiles(commit=model.sha or "main", sizes=sizes)
 
 
 def _snapshot(name: str, patterns: tuple[str, ...], *, cached: bool) -> str:
@@ -224,7 +238,13 @@ def remove_cached(name: str) -> int:
     """Remove a model from the hub's local cache; return the bytes that are free then. Raises ConfigError."""
     if name == BUILT_IN:
         raise errors.ConfigError(f"{name} is built in: expected a model that was downloaded")
+    freed = 0
+    for part in _folder(name).glob(f"blobs/*{hub_download.PART}"):  # of a download that was cut off
+        freed += part.stat().st_size
+        part.unlink()
     if name not in cached_models():
+        if freed:
+            return freed
         raise errors.ConfigError(f"{name!r} is not in the local cache; `dynamo list` shows what is")
     cache = huggingface_hub.scan_cache_dir()
     revisions = [
@@ -235,4 +255,4 @@ def remove_cached(name: str) -> int:
     ]
     removal = cache.delete_revisions(*revisions)
     removal.execute()
-    return int(removal.expected_freed_size)
+    return freed + int(removal.expected_freed_size)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -15,8 +14,7 @@ import pytest
 
 from dynamo.base import addresses, errors
 from dynamo.testing import clock as virtual
-from dynamo.worker import health, main, model_source, settings, startup
-from throttled_hub import ThrottledHub
+from dynamo.worker import health, main, settings, startup
 from waiting import PATIENT_S, eventually
 
 MIB = 2**20
@@ -204,19 +202,6 @@ def test_system_port_is_the_first_free_one_of_its_range(last, is_served):
                 startup.open_listener("127.0.0.1", ports)
 
 
-@pytest.fixture
-def slow_hub(tmp_path):
-    """A hub whose model is the built-in one with a large file, in 40 pieces of 0.1 s."""
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in model_source.built_in().iterdir():
-        if path.suffix == ".json":
-            (model / path.name).write_bytes(path.read_bytes())
-    (model / "large.txt").write_bytes(os.urandom(10 * MIB))
-    with ThrottledHub(model, piece_s=0.1) as hub:
-        yield hub
-
-
 class PlayedPod:
     """A worker process with the stand-in for an engine, whose system port is asked all the time as a kubelet does."""
 
@@ -311,6 +296,6 @@ def test_download_that_stands_still_is_given_up_and_its_successor_ends_it(
         second.end()
 
     assert first.answers[0][0] == 200
-    assert second.downloading()[0][1] < 0.3  # what the first one left does not count
-    left = list(pathlib.Path(home).glob("hub/*/blobs/*.incomplete"))
-    assert len(left) == 1
+    begins = slow_hub.starts["large.txt"]
+    assert begins[0] == 0 < begins[-1]  # the second one goes on where the first one ended
+    assert second.downloading()[0][1] > 0.3
