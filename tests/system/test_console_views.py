@@ -1,0 +1,161 @@
+"""The console's views whose stories stand nowhere else: what they show is what their API says, in a real Chromium."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import httpx
+import pytest
+from console_browser import NEEDS_BROWSER, QUESTION, SHIFTS, ask, get, show
+from deployment import MODEL
+
+from dynamo.engine import native
+from waiting import PATIENT_S, eventually
+
+pytestmark = NEEDS_BROWSER
+TOOLS = '[{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]'
+ANSWER = (
+    "<think>first the river</think>Then"
+    '<tool_call>{"name": "look", "arguments": {"at": "the river"}}</tool_call>'
+)
+
+
+def cells(row):
+    return [each.inner_text() for each in row.locator("td").all()]
+
+
+def count(value):
+    """Return a number as the console shows small ones."""
+    return f"{value:.1f}" if value % 1 else str(round(value))
+
+
+@pytest.fixture
+def served(deployment, page):
+    """A frontend with two workers, after two questions in its chat."""
+    frontend = deployment.frontend("--router-mode", "kv")
+    slowly = ("--block-size", "16", "--speedup-ratio", "0.5")
+    frontend.others = [deployment.mocker(*slowly) for _ in range(2)]
+    frontend.await_models([MODEL])
+    show(page, frontend.url, "chat")
+    page.evaluate(SHIFTS)
+    ask(page, QUESTION)
+    ask(page, "And then?")
+    return frontend
+
+
+def test_kv_map_metrics_usage_and_logs_show_what_their_api_says(served, page):
+    show(page, served.url, "cache")
+    page.locator("tr[data-prefix]").first.wait_for()
+    eventually(lambda: get(served, "cache")["prefixes"][0]["blocks_by_tier"], what="stored blocks")
+    cache = get(served, "cache")
+    held = page.locator("tr[data-prefix]").first.locator(".tier")
+    held.first.wait_for()
+
+    assert page.locator('[data-tile="Prompt tokens"]').inner_text() == str(cache["prompt_tokens"])
+    assert f"{cache['cached_tokens']} tokens were cached" in page.locator(".tiles").inner_text()
+    rows = page.locator("tr[data-prefix]").all()
+    assert [(row.get_attribute("data-prefix"), *cells(row)[2:4]) for row in rows] == [
+        (each["id"], str(each["num_blocks"]), str(each["num_prompts"]))
+        for each in cache["prefixes"]
+    ]
+    (tier, by_worker), *_ = cache["prefixes"][0]["blocks_by_tier"].items()
+    assert f"{max(by_worker.values())} {tier}" in [each.inner_text().strip() for each in held.all()]
+
+    show(page, served.url, "metrics")
+    page.locator(".chart canvas").nth(5).wait_for()
+    shown = lambda: page.locator('[data-tile="In flight"]').inner_text()  # noqa: E731
+    with served.stream("Tell me a story", max_tokens=1900, ignore_eos=True) as lines:
+        next(lines)
+        eventually(
+            lambda: shown() == count(get(served, "metrics")["points"][-1]["num_inflight"]) == "1",
+            what="the request in flight",
+        )
+        speed = page.locator('[data-tile="Output tokens/s"]')
+        eventually(
+            lambda: (
+                speed.inner_text()
+                == count(round(get(served, "metrics")["points"][-1]["output_tokens_per_s"], 1))
+                != "0"
+            ),
+            what="the tokens of the last interval",
+        )
+
+    show(page, served.url, "usage")
+    table = page.get_by_role("region", name="Usage")
+    table.wait_for()
+    eventually(lambda: "3" in cells(table.locator("tbody tr").first), what="the third request")
+    (used,) = httpx.get(f"{served.url}/usage", timeout=PATIENT_S).json()["rows"]
+    row = cells(table.locator("tbody tr").first)
+    assert row[:1] + row[3:7] == [used["day"], MODEL, "chat_completions", "3", "0"]
+    assert row[7:9] == [str(used["prompt_tokens"]), str(used["cached_tokens"])]
+    with page.expect_download() as saving:
+        page.get_by_role("button", name="Save as CSV").click()
+    assert saving.value.path().read_text().splitlines()[1].startswith(f"{used['day']},")
+
+    show(page, served.url, "logs")
+    page.locator(".log li").first.wait_for()
+    logged = [line["message"] for line in get(served, "log")["lines"]]
+    first = page.locator(".log li").last.inner_text()
+    assert any(message in first for message in logged)
+    page.get_by_label("Contains").fill("no such line")
+    page.get_by_text("No line matches.").wait_for()
+    assert page.evaluate("window.shift") < 0.1
+
+
+def test_answer_is_stopped_and_copied_as_commands_that_run(served, page):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_label("Most tokens").fill("1500")
+    page.fill("#question", "Go on for ever")
+    page.keyboard.press("Enter")
+    page.locator(".turn.assistant .text").nth(2).filter(has_text=re.compile(r"\w\w")).wait_for()
+    page.locator("#question").press("Escape")
+    page.get_by_role("button", name="Send").wait_for()
+    eventually(lambda: get(served, "requests")["num_open"] == 0, what="the end of the request")
+
+    assert 0 < get(served, "requests")["rows"][0]["output_tokens"] < 1500
+    assert page.locator("#question").evaluate("each => each === document.activeElement")
+    page.get_by_label("Most tokens").fill("8")
+    for kind, start in (("curl", ["bash", "-c"]), ("Python", [sys.executable, "-c"])):
+        page.get_by_role("button", name=f"Copy as {kind}").click()
+        page.get_by_text(f"{kind} copied").wait_for()
+        code = page.evaluate("navigator.clipboard.readText()")
+        environ = {**os.environ, "DYN_API_KEY": "unused"}
+        done = subprocess.run(
+            [*start, code], capture_output=True, text=True, env=environ, timeout=PATIENT_S
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("data: {" in done.stdout) is (kind == "curl")
+        assert done.stdout.strip()
+
+
+def test_reasoning_is_folded_and_calls_of_tools_are_shown(deployment, page, tmp_path):
+    model = tmp_path / "echo"
+    shutil.copytree(f"{native.__path__[0]}/storyteller", model)
+    (model / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+    frontend = deployment.frontend()
+    frontend.others = [
+        deployment.mocker(
+            "--model", str(model), "--model-name", "echo", "--echo",
+            "--dyn-reasoning-parser", "qwen3", "--dyn-tool-call-parser", "hermes",
+        )
+    ]  # fmt: skip
+    frontend.await_models(["echo"])
+    show(page, frontend.url, "chat")
+    page.get_by_text("Parameters").click()
+    page.get_by_label("Tools (JSON)").fill(TOOLS)
+    page.fill("#question", ANSWER)
+    page.keyboard.press("Enter")
+    answer = page.locator(".turn.assistant")
+    answer.locator(".figures").get_by_text("prompt tokens cached").wait_for()
+
+    assert answer.locator("p.text").last.inner_text() == "Then"
+    assert answer.locator("details p").is_hidden()
+    answer.get_by_text("Reasoning", exact=True).click()
+    assert answer.locator("details p").inner_text() == "first the river"
+    assert '"name":"look"' in answer.locator("pre").inner_text()
+    page.get_by_label("Tools (JSON)").fill("{")
+    page.fill("#question", "hi")
+    page.keyboard.press("Enter")
+    page.get_by_text("Tools: expected a JSON list").wait_for()
