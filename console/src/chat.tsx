@@ -45,7 +45,11 @@ const NUMBERS: { name: keyof Parameters; label: string; step: string }[] = [
 
 function makeBody(model: string, turns: Turn[], parameters: Parameters): Record<string, unknown> {
   const messages: Record<string, unknown>[] = parameters.system ? [{ role: "system", content: parameters.system }] : [];
-  for (const turn of turns) if (!turn.problem) messages.push({ role: turn.role, content: turn.content });
+  turns.forEach((turn, place) => {
+    const reply = turn.role === "user" ? turns[place + 1] : turn;
+    // a question that was not answered is not asked again with the next one
+    if (!reply || (!reply.problem && (reply.content || reply.calls))) messages.push({ role: turn.role, content: turn.content });
+  });
   const body: Record<string, unknown> = { model, messages, stream: true, stream_options: { include_usage: true } };
   for (const { name } of NUMBERS) if (parameters[name] !== "") body[name] = Number(parameters[name]);
   if (parameters.stop) body.stop = parameters.stop.split(",");
@@ -184,17 +188,18 @@ export function Chat(_: ViewProps) {
   }
 
   async function copy(kind: "curl" | "Python") {
-    const body = makeBody(chosen[0] ?? "MODEL", turns[0]!.length ? turns[0]! : [{ role: "user", content: text || "Hello" }], parameters);
+    const asked: Turn[] = turns[0]!.length ? turns[0]!.slice(0, -1) : [{ role: "user", content: text || "Hello" }]; // without the last answer
+    const body = makeBody(chosen[0] ?? "MODEL", asked, parameters);
     const quoted = JSON.stringify(body).replaceAll("'", "'\\''");
     const { stream_options: _options, ...rest } = body;
     const code =
       kind === "curl"
-        ? `curl -N ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' -H "Authorization: Bearer $DYNAMO_API_KEY" -d '${quoted}'`
+        ? `curl -N ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' -H "Authorization: Bearer $DYN_API_KEY" -d '${quoted}'`
         : [
             "import json, os",
             "from openai import OpenAI",
             "",
-            `client = OpenAI(base_url="${location.origin}/v1", api_key=os.environ.get("DYNAMO_API_KEY", "unused"))`,
+            `client = OpenAI(base_url="${location.origin}/v1", api_key=os.environ.get("DYN_API_KEY", "unused"))`,
             `stream = client.chat.completions.create(**json.loads(${JSON.stringify(JSON.stringify(rest))}))`,
             "for chunk in stream:",
             '    print(chunk.choices[0].delta.content or "", end="", flush=True)',

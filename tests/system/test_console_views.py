@@ -126,8 +126,24 @@ def test_answer_is_stopped_and_copied_as_commands_that_run(served, page):
             [*start, code], capture_output=True, text=True, env=environ, timeout=PATIENT_S
         )
         assert done.returncode == 0, done.stderr
+        assert 'Go on for ever"}],' in code.replace("\\", "")  # the last question, not its answer
         assert ("data: {" in done.stdout) is (kind == "curl")
         assert done.stdout.strip()
+
+
+def test_question_that_failed_is_not_asked_again_with_the_next_one(served, page):
+    bodies = []
+    page.on("request", lambda each: each.method == "POST" and bodies.append(each.post_data_json))
+    page.get_by_label("Temperature").fill("9")
+    page.fill("#question", "Too hot")
+    page.keyboard.press("Enter")
+    page.get_by_role("alert").get_by_text("temperature").wait_for()
+    page.get_by_label("Temperature").fill("")
+    ask(page, "And the end?")
+
+    assert "400 (Bad Request)" in page.problems.pop()  # Chromium reports the refusal as well
+    asked = [each["content"] for each in bodies[-1]["messages"] if each["role"] == "user"]
+    assert asked == [QUESTION, "And then?", "And the end?"]
 
 
 def test_reasoning_is_folded_and_calls_of_tools_are_shown(deployment, page, tmp_path):
