@@ -231,6 +231,19 @@ def test_worker_at_an_endpoint_echoes_and_is_found(deployment):
     assert f"no worker serves another ({MODEL} is served)" in absent.stderr
 
 
+def test_model_that_was_asked_for_answers_though_another_one_shares_its_endpoint(deployment):
+    workers = [
+        deployment.mocker("--model-name", name, *flags)
+        for name, *flags in (("first",), ("parrot", "--echo"), ("third",))
+    ]
+    ask = lambda: run(deployment, "in=stdin", "out=auto", "parrot", text="a bird")  # noqa: E731
+    eventually(
+        lambda: all("serving" in each.log.read_text() for each in workers), what="three workers"
+    )
+
+    assert all("a bird" in ask().stdout for _ in range(3))
+
+
 def test_last_message_alone_is_echoed(deployment):
     deployment.environ["DYN_TOKEN_ECHO_DELAY_MS"] = "0"
     answer = run(deployment, "in=stdin", "out=echo_full", text="a yellow bird")

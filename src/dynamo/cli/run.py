@@ -255,7 +255,7 @@ async def _open_session(planned: RunPlan, clock: clocks.Clock) -> AsyncIterator[
     async with _join(planned) as runtime:
         asked = planned.model_name or planned.model
         endpoint = await workers.find_endpoint(runtime, planned.target, asked)
-        yield await session.connect(runtime, endpoint, clock)
+        yield await session.connect(runtime, endpoint, clock, asked)
 
 
 def _join(planned: RunPlan) -> contextlib.AbstractAsyncContextManager[component.DistributedRuntime]:

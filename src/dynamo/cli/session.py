@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -45,10 +45,12 @@ class Session:
         processor: preprocessor.Preprocessor,
         model: str,
         clock: clocks.Clock,
+        find_workers: Callable[[], Awaitable[Collection[int]]],
     ) -> None:
         self._endpoint = endpoint
         self._processor = processor
         self._clock = clock
+        self._find_workers = find_workers
         self.model = model
 
     def check(self, options: Mapping[str, Any]) -> None:
@@ -77,7 +79,8 @@ class Session:
         if request.sampling_options.n != 1:
             raise errors.InvalidRequest("n: expected 1, because one answer is shown", param="n")
         text, pieces, finish_reason = self._processor.make_answer_text(request), [], ""
-        outputs = self._endpoint.stream(request, item_type=generate.Output)
+        workers = await self._find_workers()
+        outputs = self._endpoint.stream(request, item_type=generate.Output, among=workers)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if piece := text.push(output):
@@ -97,21 +100,38 @@ class Session:
 
 
 async def connect(
-    runtime: component.DistributedRuntime, name: instances.EndpointName, clock: clocks.Clock
+    runtime: component.DistributedRuntime,
+    name: instances.EndpointName,
+    clock: clocks.Clock,
+    requested_model: str | None = None,
 ) -> Session:
-    """Open a session with the model that is served at this endpoint. Raises NoWorkers."""
+    """Open a session with the requested model at this endpoint, or else the first. Raises NoWorkers."""
     endpoint = runtime.client(name)
     await endpoint.wait_for_instances(FIND_S)
-    records = await runtime.discovery.get_prefix(f"{instances.CARDS}{name.path}/")
+
+    async def read_cards() -> Sequence[model_card.CardRecord]:
+        stored = await runtime.discovery.get_prefix(f"{instances.CARDS}{name.path}/")
+        return [msgspec.json.decode(each, type=model_card.CardRecord) for each in stored.values()]
+
+    records = await read_cards()
     if not records:
         raise errors.NoWorkers(f"{name} is served, but no model is: nothing to talk to")
-    record = msgspec.json.decode(next(iter(records.values())), type=model_card.CardRecord)
+    named = (each for each in records if each.card_json.display_name == requested_model)
+    record = next(named, records[0])
     card = await _fetch_card(runtime, endpoint, record, clock)
     options = tokenize.TokenizerOptions(findings=tokenizer_findings.FindingsDirectory.of_user())
     processor = await asyncio.to_thread(
         loading.load_preprocessor, card, clock, tokenizer_options=options
     )
-    return Session(endpoint, processor, card.display_name, clock)
+
+    async def find_workers() -> Collection[int]:  # workers with other models may share the endpoint
+        return {
+            each.instance_id
+            for each in await read_cards()
+            if each.card_json.display_name == card.display_name
+        }
+
+    return Session(endpoint, processor, card.display_name, clock, find_workers)
 
 
 async def _fetch_card(

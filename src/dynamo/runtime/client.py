@@ -34,6 +34,7 @@ class RequestOptions(TypedDict, total=False):
 
     mode: Mode
     instance_id: int | None
+    among: Collection[int] | None
     headers: Mapping[str, str] | None
     timeout_s: float | None
 

@@ -50,7 +50,8 @@ class Endpoint:
         self.outputs, self.error, self.is_silent = outputs, error, is_silent
         self.is_closed, self.asked = False, asyncio.Event()
 
-    async def stream(self, request, *, item_type):
+    async def stream(self, request, *, item_type, among):
+        assert among == {1}
         self.asked.set()
         try:
             for output in self.outputs:
@@ -67,8 +68,12 @@ def said(text, end=None):
     return generate.Output(tuple(map(ord, text)), end)
 
 
+async def find_workers():
+    return {1}
+
+
 def talk(endpoint):
-    return session.Session(endpoint, Processor(), "m", clocks.SystemClock())
+    return session.Session(endpoint, Processor(), "m", clocks.SystemClock(), find_workers)
 
 
 ASKED = [{"role": "user", "content": "hi"}]
