@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 from deployment import MODEL, chat
+from split import Split, prompt
 
 import collector
 from waiting import PATIENT_S, eventually
@@ -42,6 +43,43 @@ def test_trace_covers_frontend_and_worker(deployment):
     assert spans["handle_payload"].parent_span_id == spans["http-request"].span_id
     assert spans["prefill"].parent_span_id == spans["handle_payload"].span_id
     assert found.services == {"here"}
+
+
+def test_trace_covers_the_prefill_worker_and_the_transfer(deployment):
+    with collector.running() as found:
+        deployment.environ |= {
+            "OTEL_EXPORT_ENABLED": "true",
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": found.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
+        split = Split(deployment, "mocker")
+        decode, _ = split.decode(*FAST), split.prefill(*FAST)
+        split.ready(decode)
+        split.ask(prompt(2000), max_tokens=2)
+        found.await_names("http-request", "transfer", "remote_prefill")
+        eventually(
+            lambda: [span.name for span in found.spans].count("handle_payload") == 2,
+            what="the spans of both workers",
+        )
+    answering, prefilling = (
+        span
+        for is_answering in (True, False)
+        for span in found.spans
+        if span.name == "handle_payload"
+        and ("http-request" in parents(found, span)) is is_answering
+    )
+
+    assert len({span.trace_id for span in found.spans}) == 1
+    assert parents(found, prefilling) == ["handle_payload"]
+    assert prefilling.parent_span_id == answering.span_id
+    for span in found.spans:
+        if span.name in ("transfer", "remote_prefill"):
+            assert span.parent_span_id == answering.span_id
+
+
+def parents(found, child):
+    """The names of a span's parents: one, or none if it begins the trace."""
+    return [span.name for span in found.spans if span.span_id == child.parent_span_id]
 
 
 def test_logs_of_frontend_and_worker_name_the_request(deployment):

@@ -208,13 +208,13 @@ def free_namespace(registration: state.Registration, name: str, discovery: str |
         running = state.running()
     except errors.ConfigError:  # there is no place for states
         return name
-    taken = {
+    taken_namespaces = {
         other.namespace
         for other in running
         if other.name != registration.state.name and other.variables.get(DISCOVERY) == discovery
     }
     numbered = (f"{name}-{number}" for number in itertools.count(2))
-    return next(each for each in itertools.chain([name], numbered) if each not in taken)
+    return next(each for each in itertools.chain([name], numbered) if each not in taken_namespaces)
 
 
 def check_port(host: str, port: int, *, other: str = "--http-port (make run PORT=...)") -> None:

@@ -116,8 +116,8 @@ async def connect(
     records = await read_cards()
     if not records:
         raise errors.NoWorkers(f"{name} is served, but no model is: nothing to talk to")
-    named = (each for each in records if each.card_json.display_name == requested_model)
-    record = next(named, records[0])
+    matching = (each for each in records if each.card_json.display_name == requested_model)
+    record = next(matching, records[0])
     card = await _fetch_card(runtime, endpoint, record, clock)
     options = tokenize.TokenizerOptions(findings=tokenizer_findings.FindingsDirectory.of_user())
     processor = await asyncio.to_thread(

@@ -16,13 +16,14 @@ token; it is repeated until it is answered, by whatever but silence, or the work
 import asyncio
 import collections
 import logging
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
+from dynamo.observability import logs
 from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.router import retry_rules
 from dynamo.runtime import client
@@ -176,8 +177,12 @@ class DirectQueue:
         self, instance_id: int, request: generate.Request, timeout_s: float
     ) -> kv_transfer.KvTransferParams:
         self._num_sent[instance_id] += 1
+        context = logs.log_context.get()
+        headers = context.headers() if context is not None else None
         try:
-            return await request_prefill(self._client, instance_id, request, timeout_s=timeout_s)
+            return await request_prefill(
+                self._client, instance_id, request, timeout_s=timeout_s, headers=headers
+            )
         finally:
             self._num_sent[instance_id] -= 1
             if not self._num_sent[instance_id]:
@@ -217,11 +222,18 @@ def make_prefill_request(request: generate.Request) -> generate.Request:
 
 
 async def request_prefill(
-    workers: client.EndpointClient, instance_id: int, request: generate.Request, *, timeout_s: float
+    workers: client.EndpointClient,
+    instance_id: int,
+    request: generate.Request,
+    *,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
 ) -> kv_transfer.KvTransferParams:
     """Get a prompt computed by one worker; it stops if this task is cancelled. Raises what it failed with."""
     receiver = PrefillReceiver()
-    stream = await workers.open(request, receiver, instance_id=instance_id, timeout_s=timeout_s)
+    stream = await workers.open(
+        request, receiver, instance_id=instance_id, timeout_s=timeout_s, headers=headers
+    )
     try:
         return await receiver.wait()
     finally:

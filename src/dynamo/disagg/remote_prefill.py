@@ -13,6 +13,7 @@ report from the end of the copy on, which may come after the first of them.
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from dynamo.base import errors, tasks
 from dynamo.disagg import metrics, policy, prefill_queue, prefill_workers
 from dynamo.engine import api
 from dynamo.kvbm import sharing
+from dynamo.observability import tracing
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load, model_errors
 from dynamo.router import api as routing
 from dynamo.router import worker_load
@@ -204,6 +206,8 @@ class RemotePrefillEngine(FrontEngine):
         self._cached = CachedPrefixes()
         self._block_size = 1
         self._sink: RemotePrefillSink | None = None
+        # By request id, as long as a request runs whose spans are exported.
+        self._records = weakref.WeakValueDictionary[str, tracing.StageRecord]()
 
     def offer_prefixes(self, endpoint_path: str, instance_id: int) -> None:
         """Let prefill workers copy the blocks that this worker, at this endpoint, has of a prompt already."""
@@ -224,6 +228,8 @@ class RemotePrefillEngine(FrontEngine):
     def submit(self, request: generate.Request) -> None:
         """Submit to the engine, or to a prefill worker first; then a refusal comes through the sink."""
         _logger.debug("New Request ID: %s", request.id)
+        if (record := tracing.stage_record.get()) is not None:
+            self._records[request.id] = record
         if kv_transfer.is_prefilled(request.kv_transfer_params):  # a frontend requested the prefill
             self._submit_prefilled(request)
             if self._sink is not None:
@@ -263,11 +269,19 @@ class RemotePrefillEngine(FrontEngine):
             self._counters.fallback.inc()
             self._workers.reconnect(report.engine_id)
             return
+        self._add_stage(report.request_id, "transfer", report.duration_s)
         self._counters.remote.inc()
         self._counters.transfer_s.observe(report.duration_s)
         self._copy_pace.observe(report.num_blocks * self._block_size, report.duration_s)
         if self._sink is not None:
             self._sink.add_import(report, self._workers.instance_of(report.engine_id))
+
+    def _add_stage(self, request_id: str, name: str, duration_s: float) -> None:
+        """Add a stage that ends now to the spans of a request, if they are exported."""
+        record = self._records.get(request_id)
+        if record is not None:
+            now = self._clock.now()
+            record.stages.append((name, now - duration_s, now))
 
     def _is_remote(self, request: generate.Request) -> bool:
         """Return whether a prefill worker computes the prompt.
@@ -369,6 +383,7 @@ class RemotePrefillEngine(FrontEngine):
             self._fall_back(request.id, error)
             return None
         duration_s = self._clock.now() - began_at
+        self._add_stage(request.id, "remote_prefill", duration_s)
         self._counters.prefill_s.observe(duration_s)
         if is_alone:  # no other prompt of ours was ahead of it
             compute_s = max(0.0, duration_s - policy.HANDOFF_S)

@@ -61,6 +61,11 @@ class LogContext(NamedTuple):
             fields |= {"trace_id": self.trace.trace_id, "span_id": self.trace.span_id}
         return fields
 
+    def headers(self) -> dict[str, str]:
+        """Return the headers by which another process names this request in its logs and spans."""
+        headers = {} if self.request_id is None else {"x-request-id": self.request_id}
+        return headers | (self.trace.headers() if self.trace is not None else {})
+
 
 log_context: contextvars.ContextVar[LogContext | None] = contextvars.ContextVar(
     "log_context", default=None

@@ -8,6 +8,7 @@ The variables are OpenTelemetry's own, and the original's switch. OpenTelemetry'
 imported while the export is off.
 """
 
+import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -33,6 +34,19 @@ class Span:
     kind: Literal["server", "internal"] = "internal"
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
     error: str | None = None
+
+
+class StageRecord:
+    """Stages of one call that the code behind its handler measures: name, begin and end on the steady clock."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, float, float]] = []
+
+
+# That of the call which is being handled, None unless its spans are exported.
+stage_record: contextvars.ContextVar[StageRecord | None] = contextvars.ContextVar(
+    "stage_record", default=None
+)
 
 
 class SpanExporter(Protocol):

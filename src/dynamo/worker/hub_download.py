@@ -70,11 +70,11 @@ def _fetch(name: str, commit: str, path: str, blobs: Path) -> None:
                 tqdm_class=DownloadBar,
             )
             file.flush()
-            with part.open("rb") as written:
-                found = hashlib.file_digest(written, "sha256").hexdigest()
-            if found != etag:
+            with part.open("rb") as reader:
+                digest = hashlib.file_digest(reader, "sha256").hexdigest()
+            if digest != etag:
                 part.unlink()
-                raise OSError(f"{path}: expected the SHA-256 {etag}, got {found}; fetch it again")
+                raise OSError(f"{path}: expected the SHA-256 {etag}, got {digest}; fetch it again")
             part.rename(blob)
     part.unlink(missing_ok=True)
 
@@ -92,9 +92,9 @@ class DownloadBar(tqdm):  # the hub's own, which can be switched off
     def format_dict(self) -> dict[str, Any]:
         """Return what the bar is made of."""
         facts: dict[str, Any] = super().format_dict
-        passed, whole = facts["elapsed"], facts["total"] or 0
-        speed = facts["rate"] or ((facts["n"] - facts["initial"]) / passed if passed else 0.0)
-        hours, seconds = divmod(int(passed), 3600)
+        elapsed_s, whole = facts["elapsed"], facts["total"] or 0
+        speed = facts["rate"] or ((facts["n"] - facts["initial"]) / elapsed_s if elapsed_s else 0.0)
+        hours, seconds = divmod(int(elapsed_s), 3600)
         return facts | {
             "passed": f"{hours:02}:{seconds // 60:02}:{seconds % 60:02}",
             "done": _size(facts["n"]),

@@ -235,45 +235,68 @@ def traced(
             handler(call)
             return
 
-        def export(accepted_at: float, first_at: float | None, error: str | None) -> None:
+        record = tracing.StageRecord()
+
+        def export(ended_call: TimedCall, error: str | None) -> None:
             now = clock.now()
             wall = tracing.wall_clock(now, clock.wall())
-            request_id = call.headers.get("x-request-id")
             root = tracing.Span(
                 name=_SPAN,
                 context=trace,
                 parent_id=parent_id,
-                started_at=wall(accepted_at),
+                started_at=wall(ended_call.accepted_at),
                 ended_at=wall(now),
                 kind="server",
-                attributes={} if request_id is None else {"x_request_id": request_id},
+                attributes=_attributes(ended_call),
                 error=error,
             )
-            stages = (("prefill", accepted_at, first_at), ("decode", first_at, now))
+            prefill = ("prefill", ended_call.accepted_at, ended_call.first_at)
+            stages = (*record.stages, prefill, ("decode", ended_call.first_at, now))
             exporter.export([root, *tracing.stage_spans(trace, stages, wall)])
 
-        handler(TimedCall(call, clock.now, export))
+        token = tracing.stage_record.set(record)
+        try:
+            handler(TimedCall(call, clock.now, export, trace.headers()))
+        finally:
+            tracing.stage_record.reset(token)
 
     return handle
 
 
-class TimedCall:
-    """A call that records when its first output is sent, and calls `on_end` at its end.
+def _attributes(ended_call: "TimedCall") -> dict[str, tracing.AttributeValue]:
+    """Return what a span says of its call: the request, and how many tokens of its prompt each cache had."""
+    request_id = ended_call.headers.get("x-request-id")
+    attributes: dict[str, tracing.AttributeValue] = {}
+    if request_id is not None:
+        attributes["x_request_id"] = request_id
+    if ended_call.first_output is not None and ended_call.first_output.cached_tokens is not None:
+        attributes["cached_tokens"] = ended_call.first_output.cached_tokens
+        for tier, num_tokens in ended_call.first_output.tier_tokens or ():
+            attributes[f"cached_tokens.{tier}"] = num_tokens
+    return attributes
 
-    `on_end` gets the time of this call, the time of the first output or None, and the code of an error or None.
+
+class TimedCall:
+    """A call that records its first output and when that is sent, and calls `on_end` at its end.
+
+    `on_end` gets this call, and the code of an error or None. `headers` replace those of the call, so that what the
+    handler begins elsewhere belongs to the span of this call.
     """
 
     def __init__(
         self,
         call: requests.Call,
         now: Callable[[], float],
-        on_end: Callable[[float, float | None, str | None], None],
+        on_end: Callable[["TimedCall", str | None], None],
+        headers: Mapping[str, str],
     ) -> None:
         self._call = call
         self._now = now
         self._on_end = on_end
-        self._accepted_at = now()
-        self._first_at: float | None = None
+        self.headers = {**call.headers, **headers}
+        self.accepted_at = now()
+        self.first_at: float | None = None
+        self.first_output: generate.Output | None = None
         # Rebound at the first output (hot path): a later token goes to the call without a method of ours between.
         self.send: Callable[[generate.Output], None] = self._send_first
 
@@ -284,10 +307,6 @@ class TimedCall:
     @property
     def body(self) -> msgspec.Raw:
         return self._call.body
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return self._call.headers
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         def cancelled() -> None:
@@ -311,9 +330,9 @@ class TimedCall:
         self._end(error.code)
 
     def _send_first(self, output: generate.Output) -> None:
-        self._first_at = self._now()
+        self.first_output, self.first_at = output, self._now()
         self.send = self._call.send
         self.send(output)
 
     def _end(self, error: str | None) -> None:
-        self._on_end(self._accepted_at, self._first_at, error)
+        self._on_end(self, error)

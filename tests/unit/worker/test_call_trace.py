@@ -4,7 +4,7 @@ import pytest
 from worker_fakes import FakeCall, make_request
 
 from dynamo.base import errors
-from dynamo.observability import logs
+from dynamo.observability import logs, tracing
 from dynamo.protocols import generate, trace_context
 from dynamo.worker import inflight
 
@@ -89,6 +89,27 @@ def test_call_has_a_span_with_prefill_and_decode(take, taken, exported, clock):
     assert {prefill.parent_id, decode.parent_id} == {root.context.span_id}
     assert first.sent == [OUTPUT, OUTPUT]
     assert first.num_finished == 1
+
+
+def test_what_a_handler_measures_and_begins_elsewhere_belongs_to_the_span(exported, clock):
+    def handle(timed):
+        tracing.stage_record.get().stages.append(("transfer", 1.0, 2.0))
+        timed.send(generate.Output((7,), cached_tokens=48, tier_tokens=(("host", 32),)))
+        timed.finish()
+        begun_elsewhere.append(timed.headers)
+
+    begun_elsewhere = []
+    inflight.traced(handle, exported, 1.0, clock)(call(**HEADERS))
+    root, transfer, *_ = exported.spans
+    (headers,) = begun_elsewhere
+
+    assert trace_context.read(headers) == root.context
+    assert headers["x-request-id"] == "mine"
+    assert (transfer.name, transfer.parent_id) == ("transfer", root.context.span_id)
+    assert (transfer.started_at, transfer.ended_at) == (1001.0, 1002.0)
+    assert root.attributes["cached_tokens"] == 48
+    assert root.attributes["cached_tokens.host"] == 32
+    assert tracing.stage_record.get() is None
 
 
 def test_later_tokens_go_to_the_call_directly(take, taken):

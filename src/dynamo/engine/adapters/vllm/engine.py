@@ -25,6 +25,7 @@ from dynamo.engine.adapters.vllm import (
     versions,
 )
 from dynamo.kvbm import tier_report, tier_setup
+from dynamo.observability import logs
 from dynamo.protocols import blocks, generate, load
 
 HELD_S = 35.0  # longer than vLLM keeps blocks for another engine
@@ -149,8 +150,16 @@ class VllmLibrary:
             lora_request=lora,
             priority=-request.priority,  # vLLM serves the lower first
             data_parallel_rank=request.data_parallel_rank,
+            trace_headers=self._trace_headers(),
         )
         return results
+
+    def _trace_headers(self) -> dict[str, str] | None:
+        """Return the trace to which vLLM adds its own spans, if it exports any (`--otlp-traces-endpoint`)."""
+        context = logs.log_context.get()
+        if self._args.otlp_traces_endpoint is None or context is None or context.trace is None:
+            return None
+        return dict(context.trace.headers())
 
     def translate(
         self, result: Any, index: int, request: generate.Request, *, is_first: bool
