@@ -63,7 +63,7 @@ class App:
         self.operations = operations
         # the paths of an API with errors of its own, for requests that no handler takes
         self._dialect_by_prefix = {
-            entry.path.partition(ANY_ID)[0]: entry.dialect
+            _api_prefix(entry.path): entry.dialect
             for entry in self.operations
             if entry.dialect is not error_dialects.OPENAI
         }
@@ -87,6 +87,12 @@ class App:
             if path.startswith(prefix):
                 return dialect
         return error_dialects.OPENAI
+
+
+def _api_prefix(path: str) -> str:
+    """Return what all paths of an API begin with: its first folder, but below /v1 several APIs share one."""
+    folder = path.split("/")[1]
+    return path.partition(ANY_ID)[0] if folder == "v1" else f"/{folder}"
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from dynamo.base import distribution, errors
+from dynamo.base import errors
 from dynamo.frontend import pipeline
 from dynamo.frontend.apis import chat, embeddings, error_dialects, openapi
 from dynamo.frontend.apis.ollama import request
@@ -200,6 +200,7 @@ _CAPABILITIES = {
     "embeddings": "embedding",
     "images": "vision",
 }
+OLLAMA_RELEASE = "0.12.0"  # clients such as VS Code refuse servers before a release of Ollama's
 _DIALECT = error_dialects.OLLAMA
 
 
@@ -230,7 +231,7 @@ class OllamaModelFacts(msgspec.Struct, kw_only=True):
 
 
 class OllamaVersion(msgspec.Struct, kw_only=True):
-    """The release of this server."""
+    """The release of Ollama whose API this is; `GET /version` has ours."""
 
     version: str
 
@@ -440,10 +441,13 @@ def operations(
     )(request_handlers.accepted(handlers.show_model, _DIALECT))
 
     @api.get(
-        "/api/version", "The release of this server", wrap=add_request_id, answer=OllamaVersion
+        "/api/version",
+        "The release of Ollama whose API this is",
+        wrap=add_request_id,
+        answer=OllamaVersion,
     )
     def show_version(client: exchange.Exchange) -> None:
-        client.respond(200, sse.encode({"version": distribution.version()}))
+        client.respond(200, sse.encode({"version": OLLAMA_RELEASE}))
 
     return api.entries
 
