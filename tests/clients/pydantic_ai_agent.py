@@ -22,7 +22,7 @@ def make_model(form, url, name):
 
 form, url, model, who, time = sys.argv[1:]
 cities = []
-agent = Agent(make_model(form, url, model))
+agent = Agent(make_model(form, url, model), model_settings={"temperature": 0})
 
 
 @agent.tool_plain

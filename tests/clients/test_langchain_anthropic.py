@@ -9,7 +9,7 @@ langchain_anthropic = pytest.importorskip("langchain_anthropic")
 @pytest.fixture
 def model(server):
     return langchain_anthropic.ChatAnthropic(
-        model=server.model, base_url=server.url, api_key="none"
+        model=server.model, base_url=server.url, api_key="none", temperature=0
     )
 
 

@@ -30,7 +30,7 @@ def test_model_answers_whole_and_streamed(server, options):
 
 
 def test_strict_tool_is_called(server):
-    model = make_model(server).bind_tools([questions.TOOL], strict=True)
+    model = make_model(server, temperature=0).bind_tools([questions.TOOL], strict=True)
     (call,) = model.invoke(questions.TIME).tool_calls
 
     assert (call["name"], call["args"]) == ("get_time", {"city": "Paris"})

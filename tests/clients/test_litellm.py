@@ -37,6 +37,7 @@ def test_tool_is_called(server, mode):
         api_key="none",
         messages=questions.ASK_TIME,
         tools=[questions.TOOL],
+        temperature=0,
     )
     (call,) = answer.choices[0].message.tool_calls
 

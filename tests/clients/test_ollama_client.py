@@ -25,9 +25,8 @@ def test_chat_and_generate_answer_whole_and_streamed(client, server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_is_called(client, server, stream):
-    answer = client.chat(
-        server.model, messages=questions.ASK_TIME, tools=[questions.TOOL], stream=stream
-    )
+    asked = {"messages": questions.ASK_TIME, "tools": [questions.TOOL]}
+    answer = client.chat(server.model, **asked, options={"temperature": 0}, stream=stream)
     messages = [part.message for part in answer] if stream else [answer.message]
     (call,) = [call for message in messages for call in message.tool_calls or ()]
 

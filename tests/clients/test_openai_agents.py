@@ -23,7 +23,8 @@ def test_agent_answers_streams_and_calls_its_tool(server, form):
     async def talk():
         async with openai.AsyncOpenAI(base_url=server.v1, api_key="none") as client:
             model = getattr(agents, form)(server.model, client)
-            agent = agents.Agent(name="a", model=model, tools=[get_time])
+            settings = agents.ModelSettings(temperature=0)
+            agent = agents.Agent(name="a", model=model, tools=[get_time], model_settings=settings)
             whole = await agents.Runner.run(agent, questions.WHO)
             streamed = agents.Runner.run_streamed(agent, questions.WHO)
             async for _ in streamed.stream_events():
