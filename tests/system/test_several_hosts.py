@@ -127,3 +127,24 @@ def test_blocks_are_transferred_between_hosts(cluster):
     assert answer.status_code == 200
     assert decode.metric('prefills_total{where="remote"}') == 1
     assert listening(prefill.pid) == {cluster.one.address}
+
+
+@pytest.mark.parametrize("cluster", ["etcd+tcp+zmq", "etcd+nats+nats"], indirect=True)
+def test_processes_without_an_address_are_reached_at_the_one_that_leads_to_etcd(cluster):
+    unset = ("--tcp-rpc-host", "127.0.0.1")  # the default
+    deployment = cluster.deployment
+    routing = ("--router-mode", "kv", "--router-replica-sync")
+    frontend = deployment.frontend(*routing, *unset, host=cluster.door)
+    blocks = ("--kv-transfer-backends", "tcp")
+    prefill = deployment.mocker("--is-prefill-worker", *blocks, *unset, host=cluster.one)
+    flags = ("--disaggregation-mode", "decode", "--max-local-prefill-length", "10")
+    decode = deployment.mocker(*flags, *blocks, *unset, host=cluster.two)
+    frontend.others += [prefill, decode]
+    frontend.await_models([MODEL])
+    eventually(lambda: " is connected" in decode.log.read_text(), what="a prefill worker")
+    answer = frontend.chat("Tell me a story about a brave cat and a timid dog", max_tokens=4)
+
+    assert answer.status_code == 200
+    assert decode.metric("kv_transfer_seconds_count") == 1
+    assert listening(prefill.pid) == {cluster.one.address}
+    assert listening(frontend.pid) == {cluster.door.address}

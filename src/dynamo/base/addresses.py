@@ -52,11 +52,11 @@ ANY_PORT = PortRange()
 def plain_host(text: str, setting: str) -> str:
     """Return a host name or address without brackets.
 
-    Raises ConfigError, which names `setting`, for an address that is valid on one link only (`fe80::1%eth0`): other
-    hosts call the link by other names, so it cannot be published.
+    Raises ConfigError, which names `setting`, for an address that is valid on one link only (`fe80::1`, or with the
+    link's name `fe80::1%eth0`): other hosts call the link by other names, so it cannot be published.
     """
     host = text.removeprefix("[").removesuffix("]")
-    if ":" in host and "%" in host:
+    if ":" in host and ("%" in host or host.lower().startswith("fe80:")):
         raise errors.ConfigError(
             f"{setting} is {text!r}: expected an address that other hosts can use, got one of a single link;"
             " take a global or a unique local address (2000::/3, fd00::/8)"

@@ -150,7 +150,9 @@ class _Run:
             stop_timeout_s=serve.STOP_TIMEOUT_S,
             on_start=self._list_child,
         )
-        settings = config.load(component.RuntimeConfig, argv=(), prog="dynamo serve")
+        settings = component.with_reachable_host(
+            config.load(component.RuntimeConfig, argv=(), prog="dynamo serve"), os.environ
+        )
         async with await component.DistributedRuntime.open(settings) as runtime:
             loader = self._make_loader(runtime)
             namespace = self._registration.state.namespace

@@ -1,6 +1,8 @@
 """`python -m dynamo.frontend`: an HTTP server for all models that workers serve."""
 
 import asyncio
+import dataclasses
+import os
 import signal
 import sys
 
@@ -33,6 +35,8 @@ def _run() -> int:
         disagg_config.PrefillRoutingConfig,
     )
     settings, routing, prefill = configuration.load_parts(parts, prog=_PROG)
+    host = settings.http_host.removeprefix("[").removesuffix("]")
+    settings = dataclasses.replace(settings, http_host=host)
     if settings.http_workers > 1:
         return http_workers.serve(settings, sys.argv[1:])
     asyncio.run(serve(settings, routing, prefill))
@@ -46,6 +50,8 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     process_setup.collect_garbage_rarely()
+    if routing.router_replica_sync:  # the routers of other frontends connect to this one
+        settings = component.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(
         settings, item_type=generate.Output
     ) as runtime:

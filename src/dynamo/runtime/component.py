@@ -107,33 +107,62 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
 Settings = TypeVar("Settings", bound=RuntimeConfig)
 
 
-def with_reachable_host(settings: Settings, environ: Mapping[str, str]) -> Settings:
+def with_reachable_host(
+    settings: Settings, environ: Mapping[str, str], *, exports_blocks: bool = False
+) -> Settings:
     """Return the settings of a process that serves others, with an address at which hosts beside this one reach it.
 
-    An address of this host alone, published in an etcd on another host, would be listed and answer nobody. It is
-    replaced by that of the interface that leads to etcd. Raises ConfigError if nothing would protect that address.
+    An address of this host alone, published in an etcd or a cluster on another host, would be listed and answer nobody.
+    It is replaced by that of the interface that leads there. Raises ConfigError if nothing would protect that address.
+    `exports_blocks`: others connect for KV blocks, even if requests and events go over NATS.
     """
     own = addresses.plain_host(settings.tcp_rpc_host, "DYN_TCP_RPC_HOST")
-    is_over_nats = settings.request_plane == settings.event_plane == "nats"
-    is_settled = settings.tcp_rpc_advertise is not None or not membership.is_loopback(own)
-    if settings.discovery_backend != "etcd" or is_over_nats or is_settled:
+    discovery_address = _discovery_address(settings, environ)
+    is_settled = settings.tcp_rpc_advertise is not None or not _is_of_this_host(own)
+    if discovery_address is None or is_settled:
         return settings
-    first = etcd_access.read(settings.etcd_endpoints, environ).addresses[0]
-    host, port = addresses.split(first)
+    host, port = addresses.split(discovery_address)
     try:
         reached, source = addresses.resolve(host)[1], addresses.source_address(host, port)
     except OSError:
-        return settings  # etcd's client says what is wrong with its address
-    if membership.is_loopback(reached) or source == reached:  # etcd runs on this host
+        return settings  # the client of discovery says what is wrong with its address
+    if membership.is_loopback(reached) or source == reached:  # discovery runs on this host
         return settings
+    name = settings.discovery_backend
     credentials = membership.read(settings, environ)
     if not (credentials.has_cluster_token or credentials.tls or credentials.is_insecure):
+        if settings.request_plane == settings.event_plane == "nats" and not exports_blocks:
+            return settings  # nobody connects to it
         raise errors.ConfigError(
-            f"etcd at {first} is on another host, and processes there cannot reach {own}: expected DYN_TCP_RPC_HOST"
-            f" (it could be {source}), with a cluster token (--cluster-token-file) or certificates"
+            f"{name} at {discovery_address} is on another host, and processes there cannot reach {own}: expected"
+            f" DYN_TCP_RPC_HOST (it could be {source}), with a cluster token (--cluster-token-file) or certificates"
         )
-    _logger.info("others reach this process at %s, which leads to etcd (DYN_TCP_RPC_HOST)", source)
+    _logger.info(
+        "others reach this process at %s, which leads to %s (DYN_TCP_RPC_HOST)", source, name
+    )
     return dataclasses.replace(settings, tcp_rpc_host=source)
+
+
+def _discovery_address(settings: RuntimeConfig, environ: Mapping[str, str]) -> str | None:
+    """Return the host and port of discovery, if it may be on another host. Raises ConfigError."""
+    if settings.discovery_backend == "etcd":
+        return etcd_access.read(settings.etcd_endpoints, environ).addresses[0]
+    if settings.discovery_backend == "kubernetes":
+        module = distribution.load_extra(
+            "dynamo.runtime.backends.kubernetes.access",
+            feature="kubernetes discovery",
+            extra="kubernetes",
+        )
+        return str(module.read_api_address(environ))
+    return None
+
+
+def _is_of_this_host(host: str) -> bool:
+    """Return whether only this host reaches the address; Debian lets the host's own name mean 127.0.1.1."""
+    try:
+        return membership.is_loopback(addresses.resolve(host)[1])
+    except OSError:
+        return False  # whoever listens there says what is wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

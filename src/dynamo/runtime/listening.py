@@ -128,4 +128,4 @@ def describe_failure(error: OSError, host: str, port: int, port_flag: str) -> st
         return f"port {port} is in use: stop the other process or choose {port_flag}"
     if isinstance(error, socket.gaierror):
         return f"{host!r} is no address of this machine: {error.strerror}"
-    return f"cannot listen on {host}:{port}: {error.strerror or error}"
+    return f"cannot listen on {addresses.join(host, port)}: {error.strerror or error}"

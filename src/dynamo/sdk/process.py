@@ -47,6 +47,8 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
     values = settings.with_defaults(settings.ServiceConfig.get_instance(), specs)
     os.environ[settings.VARIABLE] = msgspec.json.encode(values).decode()  # for `get_instance()`
     section = values.section(spec.name)
+    if spec.methods("endpoint"):
+        options = component.with_reachable_host(options, os.environ)
     async with (
         await component.DistributedRuntime.open(options) as runtime,
         tasks.Tasks() as running,

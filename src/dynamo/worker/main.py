@@ -23,6 +23,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
 from dynamo.engine import api
+from dynamo.kvbm import agents
 from dynamo.observability import logs
 from dynamo.preprocess import loading, tokenize, tokenizer_findings
 from dynamo.protocols import generate, instances, model_card
@@ -56,7 +57,7 @@ def main(engine_name: str) -> int:
         )
         worker.check()
         logs.configure()
-        worker = component.with_reachable_host(worker, os.environ)
+        worker, engine_settings = _with_reachable_hosts(worker, engine_settings)
         kind = engines.kind_of(engine_name)
         if worker.max_local_prefill_length is None:
             length = kind.max_local_prefill_length
@@ -81,6 +82,22 @@ def main(engine_name: str) -> int:
         _logger.exception("the worker died")
         return 1
     return 0
+
+
+def _with_reachable_hosts(
+    worker: settings.WorkerConfig, engine_settings: Any
+) -> tuple[settings.WorkerConfig, Any]:
+    """Return both with the address at which other hosts reach requests and KV blocks. Raises ConfigError."""
+    moves_blocks = isinstance(engine_settings, agents.TransferConfig)
+    has_exports = moves_blocks and (worker.is_prefill or worker.kv_peer_prefixes)
+    worker = component.with_reachable_host(
+        worker,
+        os.environ,
+        exports_blocks=has_exports and engine_settings.kv_transfer_host is None,
+    )
+    if moves_blocks:
+        engine_settings = dataclasses.replace(engine_settings, tcp_rpc_host=worker.tcp_rpc_host)
+    return worker, engine_settings
 
 
 async def _serve(

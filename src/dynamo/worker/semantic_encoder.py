@@ -6,6 +6,7 @@ of all of them that one classifier reads become one batch. What waits is bounded
 
 import asyncio
 import logging
+import os
 import re
 import sys
 from collections import deque
@@ -245,6 +246,7 @@ async def serve(
         render=lambda: counters.render(()),
     )
     running = tasks.Tasks()
+    settings = component.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(settings) as runtime:
         try:
             counters.follow(runtime)

@@ -252,7 +252,7 @@ def early_port(
     if ports is None:
         yield None
         return
-    listener = open_listener(host, ports)
+    listener = open_listener(addresses.plain_host(host, "--system-host"), ports)
     start_port = StartPort(listener, progress)
     try:
         yield start_port

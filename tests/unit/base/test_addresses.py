@@ -29,9 +29,10 @@ def test_brackets_around_a_host_are_taken_off():
     assert addresses.plain_host("10.0.0.1", "DYN_TCP_RPC_HOST") == "10.0.0.1"
 
 
-def test_address_of_a_single_link_is_refused_by_the_name_of_its_setting():
-    with pytest.raises(errors.ConfigError, match=r"DYN_TCP_RPC_HOST.*fe80::1%eth0"):
-        addresses.plain_host("fe80::1%eth0", "DYN_TCP_RPC_HOST")
+@pytest.mark.parametrize("host", ["fe80::1%eth0", "FE80::1"])
+def test_address_of_a_single_link_is_refused_by_the_name_of_its_setting(host):
+    with pytest.raises(errors.ConfigError, match=f"DYN_TCP_RPC_HOST.*{host}"):
+        addresses.plain_host(host, "DYN_TCP_RPC_HOST")
 
 
 def test_family_of_a_number_needs_no_resolver():

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import socket
 
 import msgspec
 import pytest
@@ -271,6 +272,36 @@ def test_address_that_leads_to_etcd_is_published_where_a_token_protects_it(far_e
 def test_loopback_address_is_refused_beside_an_etcd_of_another_host(far_etcd):
     with pytest.raises(errors.ConfigError, match=r"DYN_TCP_RPC_HOST \(it could be 10.77.0.3\)"):
         component.with_reachable_host(far_etcd(), {})
+
+
+def test_loopback_address_is_refused_where_only_kv_blocks_do_not_go_over_nats(far_etcd):
+    settings = far_etcd(request_plane="nats", event_plane="nats")
+
+    with pytest.raises(errors.ConfigError, match="DYN_TCP_RPC_HOST"):
+        component.with_reachable_host(settings, {}, exports_blocks=True)
+
+
+def test_name_of_this_host_that_means_loopback_is_replaced(far_etcd, monkeypatch):
+    """Debian's /etc/hosts gives the host's own name the address 127.0.1.1."""
+    family = socket.AF_INET
+    numbers = {"worker-7": "127.0.1.1", "10.77.0.7": "10.77.0.7"}
+    monkeypatch.setattr(addresses, "resolve", lambda host: (family, numbers[host]))
+    settings = far_etcd(tcp_rpc_host="worker-7", insecure=True)
+
+    assert component.with_reachable_host(settings, {}).tcp_rpc_host == "10.77.0.3"
+
+
+def test_loopback_address_is_refused_beside_a_cluster_of_another_host(far_etcd, tmp_path):
+    (tmp_path / "config").write_text(
+        "{kind: Config, current-context: a, contexts: [{name: a, context: {cluster: b}}],"
+        " clusters: [{name: b, cluster: {server: 'https://10.77.0.7:6443'}}]}"
+    )
+    settings = far_etcd(discovery_backend="kubernetes")
+
+    with pytest.raises(
+        errors.ConfigError, match=r"kubernetes at 10.77.0.7:6443 .*DYN_TCP_RPC_HOST"
+    ):
+        component.with_reachable_host(settings, {"KUBECONFIG": f"{tmp_path}/config"})
 
 
 @pytest.mark.parametrize(

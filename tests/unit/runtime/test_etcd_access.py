@@ -31,6 +31,11 @@ def test_malformed_endpoint_is_refused_with_its_variable(endpoint):
         access.read([endpoint], {})
 
 
+def test_endpoint_of_a_single_link_is_refused_by_name():
+    with pytest.raises(errors.ConfigError, match=r"ETCD_ENDPOINTS .*fe80::1%eth0.* single link"):
+        access.read(["http://[fe80::1%eth0]:2379"], {})
+
+
 def test_password_in_an_endpoint_is_refused_without_printing_the_password():
     with pytest.raises(errors.ConfigError, match="ETCD_AUTH_PASSWORD") as refused:
         access.read(["http://dynamo:s3cret@etcd:2379"], {})

@@ -134,6 +134,23 @@ def test_work_of_child_processes_counts():
     assert during.bytes_read > before.bytes_read
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_system_port_listens_at_an_address_of_ipv6_with_and_without_brackets(host, clock):
+    progress = startup.StartProgress(clock, 60.0)
+    with startup.early_port(host, addresses.ANY_PORT, progress) as start_port:
+        assert start_port is not None
+        assert start_port.release().getsockname()[0] == "::1"
+
+
+def test_system_port_at_an_address_of_a_single_link_is_refused_by_name(clock):
+    progress = startup.StartProgress(clock, 60.0)
+    with (
+        pytest.raises(errors.ConfigError, match="--system-host is 'fe80::1%eth0'"),
+        startup.early_port("fe80::1%eth0", addresses.ANY_PORT, progress),
+    ):
+        pass
+
+
 async def test_early_port_hands_its_socket_over_without_refusing_a_connection(clock):
     progress = startup.StartProgress(clock, 300.0)
     listener = startup.open_listener("127.0.0.1", addresses.PortRange(0, 0))

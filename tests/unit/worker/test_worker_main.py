@@ -1,5 +1,6 @@
 """A worker process, by its exit code."""
 
+import dataclasses
 import shutil
 import sys
 
@@ -129,3 +130,27 @@ async def test_start_of_a_worker_that_answers_is_announced_until_it_serves(field
 
     assert [(start.model, start.estimate_s) for start in starts] == [("m", 7.0)] * num_announced
     assert not after
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_exporting"), [({}, False), ({"is_prefill_worker": True}, True)]
+)
+def test_kv_blocks_are_exported_at_the_address_at_which_requests_are_reached(
+    run, monkeypatch, fields, is_exporting
+):
+    """Both are settings of their own, of which the host's address is one."""
+    asked = []
+
+    def give_address(worker, _environ, *, exports_blocks):
+        asked.append(exports_blocks)
+        return dataclasses.replace(worker, tcp_rpc_host="10.77.0.3")
+
+    def end(_name, _directory, engine_settings, *_):
+        raise errors.ConfigError(f"the engine has {engine_settings.tcp_rpc_host}")
+
+    monkeypatch.setattr(component, "with_reachable_host", give_address)
+    monkeypatch.setattr(engines, "build_all", end)
+    flags = [f"--{name.replace('_', '-')}" for name in fields]
+
+    assert run(*flags) == 2
+    assert asked == [is_exporting]

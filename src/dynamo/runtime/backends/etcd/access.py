@@ -77,7 +77,7 @@ def _endpoint(text: str) -> tuple[str, str]:
         raise errors.ConfigError(
             f"ETCD_ENDPOINTS: expected http://host:port, or https://, got {text!r}"
         )
-    return url.scheme, addresses.join(url.hostname, port)
+    return url.scheme, addresses.join(addresses.plain_host(url.hostname, "ETCD_ENDPOINTS"), port)
 
 
 def _tls(environ: Mapping[str, str]) -> EtcdTls | None:

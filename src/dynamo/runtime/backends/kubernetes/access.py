@@ -16,7 +16,7 @@ import yaml
 from lightkube.config import client_adapter, kubeconfig, models
 from lightkube.core import exceptions
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 
 SERVICE_ACCOUNT = pathlib.Path(kubeconfig.SERVICE_ACCOUNT)
 _HOME_FILE = "~/.kube/config"
@@ -24,6 +24,7 @@ _LISTS = ("clusters", "contexts", "users")
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
 _CONNECTIONS = httpx2.Limits(max_connections=200, max_keepalive_connections=20)
+_UNUSABLE = (exceptions.ConfigError, OSError, LookupError, ValueError)
 _ADVICE = "set KUBECONFIG to a kubeconfig file, or run in a pod with a service account"
 
 
@@ -35,12 +36,23 @@ def open_client(environ: Mapping[str, str] | None = None) -> tuple[httpx2.AsyncC
             timeout=httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
         )
         client = httpx2.AsyncClient(limits=_CONNECTIONS, **parameters.httpx_params(config))
-    except (exceptions.ConfigError, OSError, LookupError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise errors.ConfigError(
-            f"no Kubernetes cluster is configured: {reason}; {_ADVICE}"
-        ) from error
+    except _UNUSABLE as error:
+        raise _no_cluster(error) from error
     return client, config.namespace
+
+
+def read_api_address(environ: Mapping[str, str]) -> str:
+    """Return the host and port of the cluster's API. Raises ConfigError."""
+    try:
+        url = httpx2.URL(_config(environ).cluster.server)
+    except _UNUSABLE as error:
+        raise _no_cluster(error) from error
+    return addresses.join(url.host, url.port or (443 if url.scheme == "https" else 80))
+
+
+def _no_cluster(error: Exception) -> errors.ConfigError:
+    reason = " ".join(str(error).split())
+    return errors.ConfigError(f"no Kubernetes cluster is configured: {reason}; {_ADVICE}")
 
 
 def _config(environ: Mapping[str, str]) -> kubeconfig.SingleConfig:

@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.base import config, errors
+from dynamo.base import addresses, config, errors
 
 DEFAULT_PORT = 4222
 _SCHEMES = ("nats", "tls")
@@ -47,7 +47,9 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
     tls, tls_files = _tls(environ, is_required=any(url.scheme == "tls" for url in urls))
     access = NatsAccess(
         urls=tuple(url.geturl() for url in urls),
-        addresses=", ".join(f"{url.hostname}:{url.port or DEFAULT_PORT}" for url in urls),
+        addresses=", ".join(
+            addresses.join(url.hostname or "", url.port or DEFAULT_PORT) for url in urls
+        ),
         username=username,
         password=password,
         token=environ.get("NATS_AUTH_TOKEN") or None,
@@ -69,6 +71,7 @@ def _url(text: str) -> urllib.parse.SplitResult:
     if url.scheme not in _SCHEMES or not url.hostname or not is_port or url.path not in ("", "/"):
         shown = f"nats://…@{text.rpartition('@')[2]}" if "@" in text else text
         raise errors.ConfigError(f"NATS_SERVER: expected nats://host:port or tls://, got {shown!r}")
+    addresses.plain_host(url.hostname, "NATS_SERVER")  # raises for an address of a single link
     return url
 
 
