@@ -322,7 +322,8 @@ OTHER_TOKEN = members.with_token("the token of another cluster")
             "shows a certificate that has expired, or whose authority has",
             "refuses our certificate, which has expired, or whose authority has",
         ),
-        ("tls", "token", "does not speak TLS: give it certificates", "has no cluster token"),
+        ("tls", "token", "does not speak TLS: give it certificates", "speaks TLS, and we have no"),
+        ("token", "tls", "it may want certificates", "at 127.0.0.1 does not speak TLS"),
     ],
 )
 async def test_different_tokens_are_logged_at_both_sides(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import shutil
 import socket
 import struct
 import threading
@@ -173,7 +174,7 @@ async def test_client_without_the_token_is_refused(backend, how, caplog):
         for shown in (members.with_token(), credentials)
     ]
 
-    with pytest.raises(errors.TransferError, match="the peer has another cluster token"):
+    with pytest.raises(errors.TransferError, match="has another cluster token"):
         await ours.agent.connect(served.metadata, deadline_s=LONG_S)
     await ours.close()
     await served.close()
@@ -191,6 +192,51 @@ async def test_client_without_a_certificate_of_the_cluster_is_refused(certificat
             async with worker(credentials) as ours:
                 with pytest.raises(errors.TransferError):
                     await ours.agent.connect(served.metadata, deadline_s=LONG_S)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_client", "by_server"),
+    [
+        ("expired", "refuses our certificate, which has expired", "a certificate that has expired"),
+        (
+            "stranger",
+            "refuses our certificate, whose authority",
+            "an authority that we do not know",
+        ),
+        (None, r"it may want certificates \(--cluster-tls-cert-path\)", "does not speak TLS"),
+    ],
+)
+async def test_refused_client_and_its_server_both_name_the_peer_and_the_reason(
+    certificates, caplog, name, by_client, by_server
+):
+    shown = members.with_token() if name is None else members.with_tls(certificates, name=name)
+    async with worker(members.with_tls(certificates)) as served, worker(shown) as ours:
+        for _ in range(5):  # whether the peer has closed before we write is chance
+            with pytest.raises(errors.TransferError, match=by_client) as info:
+                await ours.agent.connect(served.metadata, deadline_s=LONG_S)
+            assert "the worker at 127.0.0.1:" in str(info.value)
+
+    assert by_server in caplog.text
+    assert "(it is at 127.0.0.1)" in caplog.text
+
+
+async def test_certificates_that_are_changed_are_those_of_new_connections(
+    certificates, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(membership, "CHECK_S", 0.0)
+    for name in ("pem", "key"):
+        shutil.copy(certificates / f"member.{name}", tmp_path / f"used.{name}")
+    shutil.copy(certificates / "authority.pem", tmp_path / "both.pem")
+    changing = members.with_tls(tmp_path, name="used", authority="both")
+    newcomer = members.with_tls(certificates, name="stranger", authority="other")
+    async with worker(changing) as served, worker(newcomer) as ours:
+        with pytest.raises(errors.TransferError):
+            await ours.agent.connect(served.metadata, deadline_s=LONG_S)
+        for name in ("pem", "key"):
+            shutil.copy(certificates / f"stranger.{name}", tmp_path / f"used.{name}")
+        shutil.copy(certificates / "other.pem", tmp_path / "both.pem")
+
+        await ours.agent.connect(served.metadata, deadline_s=LONG_S)
 
 
 async def test_flood_of_silent_connections_is_bounded_and_locks_no_peer_out():

@@ -134,7 +134,7 @@ def test_certificates_and_their_authority_are_changed_under_a_running_stream(dep
     [
         ("expired", "shows a certificate that has expired", "refuses our certificate, which has expired"),
         ("stranger", "an authority that we do not know", "refuses our certificate, whose authority"),
-        ("none", "does not speak TLS: give it certificates", "has no cluster token"),
+        ("none", "does not speak TLS: give it certificates", "speaks TLS, and we have no certificates"),
     ],
 )  # fmt: skip
 def test_worker_whose_certificate_is_refused_and_frontend_both_say_why(

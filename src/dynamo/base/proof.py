@@ -23,6 +23,7 @@ from typing import NamedTuple
 from dynamo.base import errors
 
 GREETING = b"dynprov1"  # as the length of a frame it would be more than any may have
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")  # of TLS, how an alert and a handshake begin
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 
@@ -102,6 +103,10 @@ class ProofExchange:
 
 
 def _check_greeting(greeting: bytes) -> None:
+    if greeting.startswith(_TLS_RECORDS):
+        raise errors.RemoteProtocolError(
+            "speaks TLS, and we have no certificates: give every process its own (--cluster-tls-cert-path)"
+        )
     if greeting != GREETING:
         raise errors.RemoteProtocolError(
             "has no cluster token; give every process the same (--cluster-token-file)"

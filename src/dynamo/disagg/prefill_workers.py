@@ -19,7 +19,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
 from dynamo.protocols import instances, kv_transfer, model_card
-from dynamo.runtime import discovery
+from dynamo.runtime import authentication, discovery
 
 CONNECT_S = 5.0
 RETRY_S = 0.5  # short, so that a path that is back is found within two seconds
@@ -58,6 +58,7 @@ class PrefillWorkers:
         self._lora_names: dict[int, tuple[str, ...]] = {}
         self._connecting: dict[int, asyncio.Task[None]] = {}
         self._engine_ids: dict[int, str] = {}  # of connected workers
+        self._log = authentication.RefusalLog(_logger, clock.now)
         self._tasks = tasks.Tasks()
 
     @property
@@ -145,14 +146,12 @@ class PrefillWorkers:
 
     async def _connect(self, instance_id: int, metadata: bytes) -> None:
         """Try until it succeeds; the task is cancelled when the worker is gone."""
-        last_reason = ""
         while True:
             try:
                 engine_id = await self._engine.connect_peer(metadata, deadline_s=CONNECT_S)
             except errors.TransferError as error:
-                if (reason := str(error)) != last_reason:
-                    _logger.warning("prefill worker %x cannot be used: %s", instance_id, reason)
-                last_reason = reason
+                worker = f"{instance_id:x}"
+                self._log.warning(worker, "prefill worker %s cannot be used: %s", worker, error)
                 self._set_unreachable(self._unreachable | {instance_id})
                 await self._clock.sleep(RETRY_S)
             else:

@@ -167,8 +167,11 @@ class PeerLog:
         # by peer: when, and lines since; oldest first
         self._logged: dict[str, tuple[float, int]] = {}
 
-    def warning(self, peer: str, message: str, *arguments: object) -> None:
-        """Log a warning about `peer`, by which its lines are counted: its host, not a name that it chose."""
+    def warning(self, peer: str, message: str, *arguments: object) -> bool:
+        """Log a warning about `peer`, by which its lines are counted: its host, not a name that it chose.
+
+        Return False if it was left out.
+        """
         with self._lock:
             now = self._now()
             if peer not in self._logged and len(self._logged) >= _MAX_PEERS:
@@ -180,7 +183,7 @@ class PeerLog:
             logged_at, num_left_out = self._logged.get(peer, (float("-inf"), 0))
             if now - logged_at < _PEER_S:
                 self._logged[peer] = (logged_at, num_left_out + 1)
-                return
+                return False
             self._logged.pop(peer, None)
             self._logged[peer] = (now, 0)
         if num_left_out:
@@ -189,6 +192,7 @@ class PeerLog:
                 (*arguments, num_left_out),
             )
         self._logger.warning(message, *arguments)
+        return True
 
 
 class _Formatter(logging.Formatter):

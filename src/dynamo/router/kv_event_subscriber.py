@@ -23,7 +23,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.protocols import instances, kv_events, wire
 from dynamo.router import api, kv_event_order, prefix_index
-from dynamo.runtime import component, events
+from dynamo.runtime import authentication, component, events
 
 MAX_REPLAYS = 8
 REPLAY_TIMEOUT_S = 60.0
@@ -79,6 +79,7 @@ class KvEventSubscriber:
         self._sweeping: asyncio.Task[None] | None = None
         self._tasks = tasks.Tasks()
         self._subscription: events.Subscription | None = None
+        self._log = authentication.RefusalLog(_logger, clock.now)
 
     async def start(self) -> None:
         """Subscribe to the KV events, and ask the workers that are there for all their blocks."""
@@ -213,7 +214,8 @@ class KvEventSubscriber:
                 async with self._replay_slots:
                     await self._request_replay(instance_id)
             except errors.DynamoError as error:
-                _logger.warning("no KV events from %x, will ask again: %s", instance_id, error)
+                worker = f"{instance_id:x}"
+                self._log.warning(worker, "no KV events from %s, will ask again: %s", worker, error)
             if self._is_behind(instance_id):
                 await self._clock.sleep(retry_s)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)

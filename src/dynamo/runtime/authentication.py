@@ -30,6 +30,7 @@ from dynamo.protocols import wire
 REQUEST_PLANE = "request plane"
 EVENT_PLANE = "event plane"
 TRANSFER = "transfer"
+MAY_WANT_CERTIFICATES = "it may want certificates (--cluster-tls-cert-path); see its log"
 MakeProtocol = Callable[[], asyncio.Protocol]
 _REPEAT_S = 600.0
 _MAX_REFUSALS = 1024
@@ -200,11 +201,12 @@ class RefusalLog:
             now = self._now()
             if now - self._logged_at.get(line, float("-inf")) < _REPEAT_S:
                 return
+            if not self._log.warning(peer, "%s", line[1]):
+                return  # another line of this peer was just logged: this one comes with its repetition
             self._logged_at.pop(line, None)
             self._logged_at[line] = now
             if len(self._logged_at) > _MAX_REFUSALS:
                 del self._logged_at[next(iter(self._logged_at))]
-        self._log.warning(peer, "%s", line[1])
 
 
 def describe_dropped(host: str, reason: str) -> str:
@@ -215,6 +217,8 @@ def describe_dropped(host: str, reason: str) -> str:
 
 class Handshake(asyncio.Protocol, abc.ABC):
     """The protocol of a connection until the peer has proven itself; the transport then goes to a new protocol."""
+
+    _advice = ""  # for a peer that closes the connection without a word
 
     def __init__(self, steps: proof.Steps | None, make_protocol: MakeProtocol) -> None:
         """Without steps there is nothing to prove: TLS has done it."""
@@ -248,7 +252,7 @@ class Handshake(asyncio.Protocol, abc.ABC):
             return
         cause = f" ({exc})" if exc else ""
         self.report_failure(
-            f"closed the connection before it had proven that it is one of us{cause}"
+            f"closed the connection before it had proven that it is one of us{cause}{self._advice}"
         )
 
     @abc.abstractmethod
@@ -287,6 +291,8 @@ class ClientHandshake(Handshake):
         super().__init__(authenticator.client_steps(), make_protocol)
         self.completed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._address = address
+        if authenticator.tls is None:
+            self._advice = f": {MAY_WANT_CERTIFICATES}"
 
     def report_failure(self, reason: str) -> None:
         if not self.completed.done():

@@ -69,15 +69,6 @@ class Link:
     def secure(self, limit: TimeLimit) -> None:
         """Encrypt the link before the first message; nothing to do without TLS. Raises TransferError."""
 
-    @property
-    def peer_host(self) -> str:
-        """The address of the peer's host; empty over a unix socket, or if the peer is gone."""
-        try:
-            name = self._sock.getpeername()
-        except OSError:
-            return ""
-        return str(name[0]) if isinstance(name, tuple) else ""
-
     def peer_uid(self) -> int:
         """Return the user id at the other end of a unix socket."""
         return local_users.peer_uid(self._sock)
@@ -279,7 +270,20 @@ class TlsLink(Link):
                 except TimeoutError:
                     continue  # at the time limit, remaining_s raises
                 except OSError as error:
-                    raise lost(error) from error
+                    raise lost(self._find_alert() or error) from error
+
+    def _find_alert(self) -> ssl.SSLError | None:
+        """Return why the peer has closed, if it said so: its alert waits to be read."""
+        self._tls.settimeout(0)
+        try:
+            self._tls.recv(1)
+        except (ssl.SSLEOFError, ssl.SSLWantReadError):
+            return None
+        except ssl.SSLError as alert:
+            return alert
+        except OSError:
+            return None
+        return None
 
     def _receive(
         self, buffers: list[memoryview], limit: TimeLimit | None, *, is_copy: bool = False
@@ -400,6 +404,13 @@ def enter(
         )
     except errors.RemoteProtocolError as error:
         raise errors.TransferError(f"the peer {error}") from error
+    except errors.TransferError as error:
+        if authenticator.tls is not None:
+            raise
+        raise errors.TransferError(
+            f"{error}, before the peer had proven that it is one of us:"
+            f" {authentication.MAY_WANT_CERTIFICATES}"
+        ) from error
     padding_bytes = messages.MAX_PADDING_BYTES
     link.send(messages.AgentHello(name, epoch, padding_bytes), limit)
     max_bytes = padding_bytes + messages.MAX_GREETING_BYTES

@@ -74,7 +74,7 @@ class TransferServer:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                sock, _ = self._sock.accept()
+                sock, address = self._sock.accept()
             except OSError as error:  # closed, or for a while there are no descriptors left
                 if not self._closed.wait(_PAUSE_S):
                     log.warning("%s cannot take a peer's connection: %s", self._exposed.name, error)
@@ -85,9 +85,10 @@ class TransferServer:
                 log.debug("a peer of %s went away: %s", self._exposed.name, error)
                 sock.close()
                 continue
-            self._begin(link)
+            # a peer that is gone has no address any more when its refusal is logged
+            self._begin(link, str(address[0]) if isinstance(address, tuple) else "")
 
-    def _begin(self, link: Link) -> None:
+    def _begin(self, link: Link, host: str) -> None:
         self._make_room()
         with self._lock:
             if self._closed.is_set():
@@ -95,7 +96,7 @@ class TransferServer:
                 return
             self._pending[link] = None
             thread = threading.Thread(
-                target=self._serve, args=(link,), name="transfer-serve", daemon=True
+                target=self._serve, args=(link, host), name="transfer-serve", daemon=True
             )
             self._links[link] = thread
             thread.start()
@@ -111,13 +112,12 @@ class TransferServer:
         oldest.interrupt()
         thread.join(_JOIN_S)
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: Link, host: str) -> None:
         try:
             self._converse(link)
         except errors.TransferError as error:
             log.debug("a peer of %s went away: %s", self._exposed.name, error)
         except errors.DynamoError as error:
-            host = link.peer_host
             at = f" (it is at {host})" if host else ""
             self._log.warning(host, "dropping a peer of %s: %s%s", self._exposed.name, error, at)
             self._refuse(link, error)

@@ -155,3 +155,10 @@ def test_peer_without_a_greeting_is_reported_as_having_no_token():
 
     with pytest.raises(errors.RemoteProtocolError, match="has no cluster token"):
         answerer.feed(b"\x00\x00\x00\x10HELLO")
+
+
+def test_peer_that_speaks_tls_is_not_reported_as_having_no_token():
+    answerer = proof.ProofExchange(proof.server_steps(KEY, bytes(32)))
+
+    with pytest.raises(errors.RemoteProtocolError, match="speaks TLS, and we have no certificates"):
+        answerer.feed(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")

@@ -1,6 +1,7 @@
 """Handshakes of the request plane: which peers are authenticated, dropped and logged."""
 
 import asyncio
+import logging
 
 import pytest
 
@@ -161,3 +162,14 @@ async def test_client_gets_worker_lost_when_the_server_does_not_prove_the_token(
     with pytest.raises(errors.WorkerLost, match=r"worker at 10\.0\.0\.9:1 has no cluster token"):
         await handshake.completed
     assert transport.is_over
+
+
+def test_reason_that_was_left_out_because_of_another_one_is_logged_when_it_comes_again(caplog):
+    now = [0.0]
+    log = authentication.RefusalLog(logging.getLogger("dynamo.test"), lambda: now[0])
+    for at, reason in ((0.0, "expired"), (0.5, "no token"), (1.5, "no token"), (3.0, "no token")):
+        now[0] = at
+        log.warning("10.0.0.1", "%s", reason)
+
+    logged = [record.getMessage().partition(" (")[0] for record in caplog.records]
+    assert logged == ["expired", "no token"]

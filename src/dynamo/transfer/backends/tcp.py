@@ -77,8 +77,12 @@ class TcpBackend:
         )
         make_link = functools.partial(self._link, is_server=False)
         links = LinkPool(lambda limit: _connect(host, port, limit, make_link), greet)
-        links.warm(limit)
-        is_bare = self._credentials.tls is None and not membership.is_loopback(host)
+        try:
+            links.warm(limit)
+        except errors.TransferError as error:
+            named = str(error).replace("the peer", f"the worker at {target.address}", 1)
+            raise errors.TransferError(named) from error
+        is_bare = self._authenticator.tls is None and not membership.is_loopback(host)
         is_summed = self._is_always_summed or is_bare
         return TcpRoute(own.region.memory, links, is_summed=is_summed)
 
@@ -88,11 +92,11 @@ class TcpBackend:
 
     @property
     def _is_open(self) -> bool:
-        own = self._credentials
+        own = self._credentials.current()
         return not own.has_cluster_token and own.tls is None and not own.is_insecure
 
     def _link(self, sock: socket.socket, *, is_server: bool) -> Link:
-        if (tls := self._credentials.tls) is None:
+        if (tls := self._authenticator.tls) is None:  # as its files are now
             return Link(sock)
         context = tls.server if is_server else tls.client
         return TlsLink(sock, context, is_server=is_server)
