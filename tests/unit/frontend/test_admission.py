@@ -163,6 +163,13 @@ async def test_stream_has_the_rate_limit_headers(keyed):
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
+async def test_unknown_parameter_is_named_beside_the_rate_limit_headers(keyed):
+    answer = await keyed.ask(BOB, foo=1)
+
+    assert answer.headers["x-dynamo-ignored-parameters"] == "foo"
+    assert answer.headers.get_list("x-ratelimit-remaining-requests") == ["1"]
+
+
 async def test_tokens_of_prompt_and_output_are_charged(keyed):
     first, second = await keyed.ask(TOK), await keyed.ask(TOK)
 

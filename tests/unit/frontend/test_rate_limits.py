@@ -123,12 +123,12 @@ def test_headers_show_the_account_with_the_least_left():
     key, tenant = account(requests_per_minute=60), account("t", requests_per_minute=600)
     rate_limits.charge_request((key, tenant), 0.0)
 
-    assert rate_limits.limit_headers((key, tenant), 0.0) == (
+    assert rate_limits.with_limit_headers((), (key, tenant), 0.0) == (
         ("x-ratelimit-limit-requests", "60"),
         ("x-ratelimit-remaining-requests", "59"),
         ("x-ratelimit-reset-requests", "1s"),
     )
-    assert rate_limits.limit_headers((account(),), 0.0) == ()
+    assert rate_limits.with_limit_headers((), (account(),), 0.0) == ()
 
 
 @pytest.mark.parametrize(

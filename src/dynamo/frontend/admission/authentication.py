@@ -167,7 +167,7 @@ class KeyAuthenticator:
             self._metrics.count_rejection(metrics.RejectionReason.KEY_LIMIT, _NO_MODEL)
             raise
         finally:
-            client.headers = rate_limits.limit_headers(api_key.accounts, now)
+            client.headers = rate_limits.with_limit_headers(client.headers, api_key.accounts, now)
 
     def _authenticate(self, request: exchange.Request) -> api_keys.ApiKey:
         """Return the key of a request. Raises Unauthenticated or Forbidden."""

@@ -125,7 +125,7 @@ class AdmissionController:
             self._metrics.count_rejection(metrics.RejectionReason.KEY_LIMIT, model)
             raise
         finally:
-            client.headers = rate_limits.limit_headers(api_key.accounts, now)
+            client.headers = rate_limits.with_limit_headers(client.headers, api_key.accounts, now)
 
 
 class _Reservation:

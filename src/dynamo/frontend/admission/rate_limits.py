@@ -132,24 +132,26 @@ def _check(account: RateAccount, bucket: TokenBucket, amount: float, now: float,
         )
 
 
-def limit_headers(accounts: Sequence[RateAccount], now: float) -> tuple[tuple[str, str], ...]:
-    """Return OpenAI's `x-ratelimit-*` headers, of the account with the least left."""
+def with_limit_headers(
+    headers: Sequence[tuple[str, str]], accounts: Sequence[RateAccount], now: float
+) -> tuple[tuple[str, str], ...]:
+    """Return the headers with OpenAI's `x-ratelimit-*`, of the account with the least left, in place of earlier ones."""
     buckets_by_kind = (
         ("requests", [account.requests for account in accounts if account.requests is not None]),
         ("tokens", [account.tokens for account in accounts if account.tokens is not None]),
     )
-    headers: list[tuple[str, str]] = []
+    shown = [header for header in headers if not header[0].startswith("x-ratelimit-")]
     for kind, buckets in buckets_by_kind:
         if not buckets:
             continue
         tightest = min(buckets, key=lambda bucket: bucket.level(now))
         reset_s = tightest.wait_s(tightest.per_minute, now)
-        headers += [
+        shown += [
             (f"x-ratelimit-limit-{kind}", str(tightest.per_minute)),
             (f"x-ratelimit-remaining-{kind}", str(max(0, int(tightest.level(now))))),
             (f"x-ratelimit-reset-{kind}", format_duration(reset_s)),
         ]
-    return tuple(headers)
+    return tuple(shown)
 
 
 def format_duration(seconds: float) -> str:
