@@ -1,7 +1,8 @@
 """The sandbox of chat templates: jinja's, with bounds on the steps, the time and the size of what a template computes.
 
 A template is a program that comes with a model, and a model may come from anywhere. Each iteration of a loop and each
-call of a macro counts a step; a step looks at the clock now and then.
+call of a macro counts a step, and so does each item that a filter tests or maps; a step looks at the clock now and
+then, and a filter always does.
 
 No value is ever large: whatever makes a larger value from smaller ones (repetition, concatenation, padding, formatting,
 joining, replacing, lists in lists) is refused before or right after it does. A list counts with all that is in it, as
@@ -12,7 +13,7 @@ pay for a check only where they do.
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -31,14 +32,10 @@ _MAX_WIDTH = 10_000  # to which a text is padded or indented
 _STEPS_PER_LOOK = 64  # at the clock
 _CHAIN = 8  # sums in a row that are checked together
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_CHECKED_FILTERS = (
-    "center",
-    "indent",
-    "batch",
-    "slice",
-    "wordwrap",
-    "map",
-)  # may make much of little
+_PADDING_FILTERS = ("center", "indent", "batch", "slice")  # may make much of little
+_SLOW_FILTERS = ("pprint", "urlize", "wordwrap")  # may take minutes for a long text or list
+_FILTERS_OF_ITEMS = ("map", "select", "reject", "selectattr", "rejectattr")
+_PARTS_PER_STEP = 1000  # of what a filter compares with each item
 _FORBIDDEN = frozenset(("translate", "to_bytes", "format_map", "fromkeys"))
 # in a format: a width of five digits, or from an argument
 _WIDE = re.compile(r"\d{5}|\*|\{[^{}]*\{")
@@ -63,6 +60,10 @@ class Budget:
             return True
         if self.num_steps > self._max_steps:
             raise LimitExceeded(f"it exceeds {self._max_steps} steps")
+        return self.look()
+
+    def look(self) -> bool:
+        """Look at the clock and return True. Raises LimitExceeded."""
         if self._now() > self._ends_at:
             raise LimitExceeded(f"it exceeds {self._max_s:g} s")
         return True
@@ -100,6 +101,12 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
     ) -> tuple[jinja2.compiler.Frame, jinja2.compiler.MacroRef]:
         node.body.insert(0, jinja2.nodes.ExprStmt(jinja2.nodes.ContextReference()))
         return super().macro_body(node, frame)
+
+    @jinja2.compiler.optimizeconst
+    def visit_Filter(self, node: jinja2.nodes.Filter, frame: jinja2.compiler.Frame) -> None:
+        self.write("(context.budget.look() and ")
+        super().visit_Filter(node, frame)
+        self.write(")")
 
     @jinja2.compiler.optimizeconst
     def visit_Add(self, node: jinja2.nodes.BinExpr, frame: jinja2.compiler.Frame) -> None:
@@ -167,7 +174,9 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             "namespace": _Namespace,
             "dict": lambda *args, **kwargs: check_parts(dict(*args, **kwargs)),
         }
-        self.filters |= {name: _checked(self.filters[name]) for name in _CHECKED_FILTERS}
+        self.filters |= {name: _checked(self.filters[name]) for name in _PADDING_FILTERS}
+        self.filters |= {name: _checked(self.filters[name], is_slow=True) for name in _SLOW_FILTERS}
+        self.filters |= {name: _counted(self.filters[name]) for name in _FILTERS_OF_ITEMS}
         self.filters |= {
             "format": lambda text, *args, **kwargs: self._modulo(str(text), kwargs or args),
             "replace": lambda text, *args: _replace(str(text), *args),
@@ -248,15 +257,46 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return join_texts(str(d), list(map(str, values)))
 
 
-def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter of jinja's that refuses large arguments."""
+def _checked(function: Callable[..., Any], *, is_slow: bool = False) -> Callable[..., Any]:
+    """Return a filter of jinja's that refuses large arguments, and to write them too often into a text.
+
+    A slow one refuses a large value, too.
+    """
 
     @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check_numbers((*args, *kwargs.values()))
-        return function(*args, **kwargs)
+    def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = (*args, *kwargs.values())
+        check_numbers((value, *arguments) if is_slow else arguments)
+        if isinstance(value, str):
+            widest = max((_width(each) for each in arguments), default=0)
+            check_length("x", len(value) + (value.count("\n") + 1) * widest)
+        return function(value, *args, **kwargs)
 
     return checked
+
+
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter of jinja's that counts steps for each item, and the size of all that it makes."""
+
+    @jinja2.pass_context
+    @functools.wraps(function)
+    def counted(context: Context, values: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        num_steps = 1 + count_parts((args, kwargs)) // _PARTS_PER_STEP
+
+        def count_items() -> Iterator[Any]:
+            for value in values or ():
+                for _ in range(num_steps):
+                    context.budget.count_step()
+                yield value
+
+        size = 0
+        for made in function(context, count_items(), *args, **kwargs):
+            size += count_parts(made)
+            if size > MAX_VALUE:
+                raise LimitExceeded(f"a value of it exceeds {MAX_VALUE} characters")
+            yield made
+
+    return counted
 
 
 def _replace(text: str, old: Any, new: Any, count: int | None = None) -> str:
@@ -317,9 +357,12 @@ def check_width(form: str) -> None:
 def check_numbers(arguments: Sequence[Any]) -> None:
     """Raise LimitExceeded if one of a function's arguments, after the value that it changes, is a large one."""
     for argument in arguments:
-        size = argument if isinstance(argument, int) else count_parts(argument)
-        if abs(size) >= _MAX_WIDTH:
+        if _width(argument) >= _MAX_WIDTH:
             raise LimitExceeded(f"a width of it exceeds {_MAX_WIDTH - 1} characters")
+
+
+def _width(argument: Any) -> int:
+    return abs(argument) if isinstance(argument, int) else count_parts(argument)
 
 
 def check_parts(value: Any) -> Any:
@@ -337,8 +380,10 @@ def count_parts(value: Any) -> int:
         parts = itertools.chain(value, value.values())
     elif kind is list or kind is tuple:
         parts = iter(value)
-    else:
-        return _ITEM_CHARS
+    elif kind is _Namespace:
+        raise LimitExceeded("a list of it contains a namespace, which may become large")
+    else:  # a range, or what a dictionary contains
+        return _ITEM_CHARS * (len(value) if hasattr(kind, "__len__") else 1)
     size = 0
     for part in parts:
         size += _ITEM_CHARS + (len(part) if type(part) is str else count_parts(part))

@@ -76,6 +76,7 @@ class ChatTemplate:
         self._others: dict[str, ChatTemplate] = {}  # by their source
         self._now = clock.now
         self._slow_turn = asyncio.Lock()
+        self._is_trusted = True  # as far as to be rendered on the event loop
         self._was_quick = True
         self._constants = {**environment.globals, **special_tokens, "documents": None}
         self._plain = _compile(environment, source)
@@ -100,6 +101,7 @@ class ChatTemplate:
                     )
                 except errors.ConfigError as error:
                     raise errors.InvalidRequest(str(error), param="chat_template") from error
+            other._is_trusted = False  # one filter of a large list takes a second
             if len(self._others) >= MAX_OTHERS:
                 self._others.clear()
             self._others[source] = other
@@ -123,7 +125,7 @@ class ChatTemplate:
         }
         template = self._with_tools if tools else self._plain
         try:
-            if self._was_quick:
+            if self._is_trusted and self._was_quick:
                 try:
                     budget = sandbox.Budget(QUICK_STEPS, QUICK_S, self._now)
                     return _join(template, variables, budget)

@@ -126,11 +126,35 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}xx{% endfor %}{% 
         ("{{ '{:5000000000}'.format(1) }}", "width"),
         ("{{ '{:{}}'.format(1, 5000000000) }}", "width"),
         ("{{ [1]|tojson(indent=5000000000) }}", "width"),
+        ("{{ ('a\n' * 10000)|indent(9999) }}", "characters"),
+        ("{{ ('a' * 1000000)|wordwrap(1) }}", "width"),
+        ("{{ ('a ' * 16000000)|urlize }}", "width"),
+        ("{{ ([0] * 300000)|pprint }}", "width"),
+        ("{{ range(99999)|select('in', range(99999)|list)|list }}", "steps"),
+        ("{{ range(99999)|reject('in', range(99999)|list)|list }}", "steps"),
+        ("{{ ([{}] * 99999)|selectattr('a', 'in', range(99999)|list)|list }}", "steps"),
+        ("{{ ([range(99999)] * 99999)|map('list')|list }}", "value"),
+        ("{{ range(99999)|map('replace', 1, 'a' * 800)|list }}", "value"),
+        ("{% set ns = namespace(l=1) %}{% set all = [ns] * 99999 %}", "namespace"),
     ],
 )  # fmt: skip
 def test_template_that_exceeds_a_bound_is_refused_with_the_bound(source, bound):
     with pytest.raises(errors.InvalidRequest, match=bound):
         render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages|map(attribute='content')|first|length }}",
+        "{{ (messages|batch(2)|list)[0][0].content|length }}",
+        "{{ messages[0].content|center(5)|length }}",
+        "{{ messages[0].content|indent(2)|length }}",
+        "{{ (messages|selectattr('content', 'equalto', messages[0].content)|first).content|length }}",
+    ],
+)
+def test_filters_take_long_messages(source):
+    assert render(source, [{"role": "user", "content": "x" * 20_000}]) == "20000"
 
 
 @pytest.mark.parametrize(
@@ -169,10 +193,28 @@ def check_growth(start, longer, output):
         render(macro + begin + step)
 
 
-def test_time_of_a_template_is_bounded(monkeypatch):
+@pytest.mark.parametrize(
+    "source", ["{% for i in range(99999) %}{% endfor %}", "{{ messages|sort(attribute='role') }}"]
+)
+def test_time_of_a_template_is_bounded(monkeypatch, source):
+    monkeypatch.setattr(template, "QUICK_S", -1.0)
     monkeypatch.setattr(template, "MAX_RENDER_S", -1.0)
     with pytest.raises(errors.InvalidRequest, match="exceeds -1 s"):
-        render("{% for i in range(99999) %}{% endfor %}")
+        render(source)
+
+
+async def test_template_of_a_request_is_never_rendered_on_the_event_loop():
+    model = chat_templates.compiled("")
+    source = "{{ ([{'a': 1}] * 200000)|sort(attribute='a')|length }}"
+    other = await model.replaced_by(source)
+    sorting = asyncio.create_task(other.render([]))
+    num_turns = 0
+    while not sorting.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+
+    assert await sorting == "200000"
+    assert num_turns > 3
 
 
 async def test_event_loop_goes_on_while_a_template_takes_long():

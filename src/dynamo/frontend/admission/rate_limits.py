@@ -133,9 +133,9 @@ def _check(account: RateAccount, bucket: TokenBucket, amount: float, now: float,
 
 
 def with_limit_headers(
-    headers: Sequence[tuple[str, str]], accounts: Sequence[RateAccount], now: float
+    headers: Iterable[tuple[str, str]], accounts: Sequence[RateAccount], now: float
 ) -> tuple[tuple[str, str], ...]:
-    """Return the headers with OpenAI's `x-ratelimit-*`, of the account with the least left, in place of earlier ones."""
+    """Return the headers with OpenAI's `x-ratelimit-*` of the account with the least left, in place of earlier ones."""
     buckets_by_kind = (
         ("requests", [account.requests for account in accounts if account.requests is not None]),
         ("tokens", [account.tokens for account in accounts if account.tokens is not None]),
