@@ -1,5 +1,6 @@
 """What a request asks of real vLLM, and what comes of it."""
 
+import asyncio
 import importlib.util
 import json
 import re
@@ -99,6 +100,18 @@ async def test_vllms_refusals_name_the_field(host):
         await ask(host, "a", temperature=3.0)
 
     assert refusal.value.param == "temperature"
+
+
+async def test_grammar_without_end_is_refused_while_other_answers_go_on(host):
+    patterns = [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(16)]
+    endless = json.dumps({"allOf": [{"allOf": patterns[i : i + 4]} for i in range(0, 16, 4)]})
+    refused = asyncio.create_task(guided(host, json=endless))
+    await asyncio.sleep(0)
+    assert await ask(host, "a", max_tokens=8)
+    assert not refused.done()
+
+    with pytest.raises(errors.InvalidRequest, match="cannot be followed"):
+        await refused
 
 
 async def test_an_invalid_grammar_is_refused(host):

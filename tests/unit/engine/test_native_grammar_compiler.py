@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from dynamo.base import errors
+from dynamo.engine import trials
 from dynamo.engine.native import grammar_compiler, grammar_trials
 from dynamo.engine.native.grammar_compiler import GrammarCompiler
 from dynamo.protocols import generate
@@ -25,14 +26,14 @@ PATTERNS = {"type": "string", "allOf": [{"pattern": f".*a.{{{i}}}b.*"} for i in 
 _start = subprocess.Popen
 
 
-def change_limits(monkeypatch, limits=""):
+def change_limits(monkeypatch, **limits):
     """Change the limits in the processes that compile: on a busy machine two seconds of a processor take minutes."""
     code = (
         "import sys; from dynamo.engine.native import grammar_trials as g;"
-        f" g.MAX_WALL_S = 600; {limits}g.main(sys.argv[1:])"
+        f" g.LIMITS = g.LIMITS._replace(**{limits | {'wall_s': 600}}); g.main(sys.argv[1:])"
     )
     monkeypatch.setattr(
-        grammar_trials.subprocess,
+        trials.subprocess,
         "Popen",
         lambda command, **options: _start([sys.executable, "-c", code, *command[3:]], **options),
     )
@@ -159,7 +160,7 @@ async def test_too_many_compilations_are_refused(compiler, monkeypatch):
 
 
 async def test_grammar_that_needs_too_much_memory_is_refused(compiler, monkeypatch):
-    change_limits(monkeypatch, "g.MAX_MEMORY = 2**26; g.MAX_CPU_S = 60; ")
+    change_limits(monkeypatch, memory=2**26, cpu_s=60)
     with pytest.raises(errors.InvalidRequest, match="MiB of memory"):
         await compiler.compile(schema(ENDLESS), EOS)
 
@@ -180,7 +181,7 @@ def test_model_without_a_tokenizer_has_no_grammars(tmp_path):
 
 
 def test_trial_that_got_no_processor_is_no_fault_of_the_request():
-    verdict = grammar_trials.Verdict(ended_by=signal.SIGALRM)
+    verdict = trials.Verdict(ended_by=signal.SIGALRM)
 
     with pytest.raises(errors.Overloaded, match="try later"):
-        verdict.check(regex("a"))
+        verdict.check(regex("a"), grammar_trials.LIMITS)

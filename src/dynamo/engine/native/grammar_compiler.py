@@ -14,11 +14,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from dynamo.base import errors, tasks
+from dynamo.engine import trials
 from dynamo.engine.native import grammar_trials
-from dynamo.engine.native.guided_decoding import CompiledGrammar, GrammarBuilder, run_deep
+from dynamo.engine.native.guided_decoding import CompiledGrammar, GrammarBuilder
 from dynamo.protocols import generate
 
 MAX_CACHED = 64  # grammars and refusals; the least recently used goes first
@@ -55,7 +54,7 @@ class GrammarCompiler:
         self._tasks = tasks.Tasks()
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
         self._lock = asyncio.Lock()  # of the two below
-        self._trials: grammar_trials.TrialProcess | None = None
+        self._trials: trials.TrialProcess | None = None
         self._builder: GrammarBuilder | None = None
 
     @property
@@ -130,14 +129,14 @@ class GrammarCompiler:
 
     async def _compile(self, running: _Compilation) -> CompiledGrammar:
         async with self._lock:
-            builder, trials = await self._prepare(running.eos)
-        verdict = await _try(trials, running.guided)
-        verdict.check(running.guided)
+            builder, process = await self._prepare(running.eos)
+        verdict = await process.attempt(running.guided)
+        verdict.check(running.guided, grammar_trials.LIMITS)
         running.is_tried = True
         build = functools.partial(builder.build, running.guided)
-        return await asyncio.to_thread(run_deep, build)
+        return await asyncio.to_thread(trials.run_deep, build)
 
-    async def _prepare(self, eos: Eos) -> tuple[GrammarBuilder, grammar_trials.TrialProcess]:
+    async def _prepare(self, eos: Eos) -> tuple[GrammarBuilder, trials.TrialProcess]:
         """Start the process for trials and read the tokenizer, both at once. Raises EngineFailed."""
         if self._trials is not None and (
             self._trials.has_ended or self._builder is None or self._builder.eos != eos
@@ -145,23 +144,7 @@ class GrammarCompiler:
             await asyncio.to_thread(self._trials.close)
             self._trials = None
         if self._trials is None:
-            self._trials = grammar_trials.TrialProcess(*self._tokenizer, eos)
+            self._trials = grammar_trials.start(*self._tokenizer, eos)
         if self._builder is None or self._builder.eos != eos:
             self._builder = await asyncio.to_thread(GrammarBuilder, *self._tokenizer, eos)
         return self._builder, self._trials
-
-
-async def _try(
-    trials: grammar_trials.TrialProcess, guided: generate.GuidedDecoding
-) -> grammar_trials.Verdict:
-    """Return the verdict on a constraint; a trial that is cancelled ends. Raises EngineFailed."""
-    try:
-        reader, writer = await asyncio.open_connection(sock=trials.connect())
-        try:
-            writer.write(msgspec.msgpack.encode(guided))
-            writer.write_eof()
-            return msgspec.msgpack.decode(await reader.read(), type=grammar_trials.Verdict)
-        finally:
-            writer.close()
-    except (OSError, msgspec.DecodeError) as error:
-        raise errors.EngineFailed(f"the process that tries grammars has ended: {error}") from error

@@ -14,21 +14,17 @@ import ctypes
 import functools
 import itertools
 import json
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import llguidance
 
 from dynamo.base import errors
+from dynamo.engine import trials
 from dynamo.protocols import generate
 
-# llguidance recurses along the rules of a grammar and the references of a schema, and a stack overflow ends the
-# process: `protocols.limits`, with a large stack, stays far from it.
-STACK_BYTES = 2**26
 BACKENDS = (None, "auto", "guidance", "llguidance")
 MAX_STEP_S = 0.25  # CPU time to compute a mask; an ordinary grammar takes a hundredth of it
 
@@ -48,26 +44,6 @@ def _parser_limits(max_items_in_row: int) -> llguidance.LLParserLimits:
 _LIMITS = _parser_limits(2000)  # a schema may have hundreds of properties
 _TEXT_LIMITS = _parser_limits(500)  # of Lark and GBNF, where many items mean an ambiguous grammar
 _SILENT = 0
-_MAX_REASON_CHARS = 300  # of an error of llguidance
-T = TypeVar("T")
-
-
-def run_deep(function: Callable[[], T]) -> T:
-    """Call a function in a thread with a stack for deep recursion; return its result or raise its error."""
-    result: futures.Future[T] = futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-            result.set_exception(error)
-
-    former_size = threading.stack_size(STACK_BYTES)  # memory is taken only as far as it is used
-    try:
-        threading.Thread(target=run, daemon=True).start()
-    finally:
-        threading.stack_size(former_size)
-    return result.result()
 
 
 class GrammarGuide:
@@ -192,16 +168,16 @@ class GrammarBuilder:
         try:
             text = compose(guided, self._tokenizer)
         except (ValueError, RecursionError) as error:
-            raise refuse(guided, str(error)) from error
+            raise trials.refuse(guided, str(error)) from error
         limits = _LIMITS if guided.grammar is None else _TEXT_LIMITS
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=_SILENT, limits=limits)
         if not matcher.is_error():
             began_at = time.thread_time()
             matcher.compute_bitmask()  # the slowest one: so the first step need not compute it
             if time.thread_time() - began_at > MAX_STEP_S:
-                raise refuse(guided, "it is too ambiguous or too complex")
+                raise trials.refuse(guided, "it is too ambiguous or too complex")
         if matcher.is_error():
-            raise refuse(guided, matcher.get_error())
+            raise trials.refuse(guided, matcher.get_error())
         return CompiledGrammar(
             matcher, self.eos, self._vocabulary, has_thoughts=guided.thoughts is not None
         )
@@ -215,16 +191,6 @@ def check_backend(guided: generate.GuidedDecoding) -> None:
             f"got {guided.backend!r}",
             param="guided_decoding_backend",
         )
-
-
-def refuse(guided: generate.GuidedDecoding, reason: str) -> errors.InvalidRequest:
-    """Return the error of a request with a grammar that cannot be followed, in one line."""
-    reason = " ".join(reason.split())
-    if len(reason) > _MAX_REASON_CHARS:
-        reason = reason[:_MAX_REASON_CHARS] + "…"
-    return errors.InvalidRequest(
-        f"{guided.param}: this grammar cannot be followed: {reason}", param=guided.param
-    )
 
 
 def compose(guided: generate.GuidedDecoding, tokenizer: llguidance.LLTokenizer) -> str:

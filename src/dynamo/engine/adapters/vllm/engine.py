@@ -20,6 +20,7 @@ from dynamo.engine.adapters import translation as shared
 from dynamo.engine.adapters.settings import VllmConfig
 from dynamo.engine.adapters.vllm import (
     connectors,
+    grammars,
     kv_transfer_engine,
     translation,
     versions,
@@ -80,7 +81,8 @@ class VllmLibrary:
         self._load = translation.VllmLoad(args.data_parallel_size)
         self._llm: versions.AsyncLLM | None = None
         self._has_weights = True
-        self._decoding: set[str] = set()  # choices with images that vLLM does not have yet
+        self._grammars: grammars.GrammarTrials | None = None
+        self._preparing: set[str] = set()  # choices that vLLM does not have yet
         self._kv_subscriber: kv_subscriber.ZmqKvSubscriber | None = None
 
     async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
@@ -98,6 +100,7 @@ class VllmLibrary:
         self._guided_support = shared.GuidedSupport(
             structured.backend, bool(structured.reasoning_parser)
         )
+        self._grammars = grammars.GrammarTrials(config)
         self._vocab_size: int = config.model_config.get_vocab_size()
         facts = _facts(config, tuple(self._loras))
         if self._kv_subscriber is not None:
@@ -117,24 +120,34 @@ class VllmLibrary:
     def stream(
         self, request: generate.Request, plan: tuple[Any, Any], name: str
     ) -> AsyncIterator[Any]:
+        if request.images or request.sampling_options.guided_decoding is not None:
+            return self._prepare_and_generate(request, plan, name)
         token_ids = blocks.unpack(request.token_ids)
-        if request.images:
-            return self._stream_with_images(request, token_ids, plan, name)
         prompt = versions.tokens_input(token_ids, cache_salt=request.cache_salt)
         return self._generate(request, prompt, plan, name)
 
-    async def _stream_with_images(
-        self, request: generate.Request, token_ids: Sequence[int], plan: tuple[Any, Any], name: str
+    async def _prepare_and_generate(
+        self, request: generate.Request, plan: tuple[Any, Any], name: str
     ) -> AsyncIterator[Any]:
-        """Prepare the images in threads, while other streams go on; an abort meanwhile ends the stream."""
-        self._decoding.add(name)
+        """Try the grammar, prepare images in threads, while other streams go on; an abort meanwhile ends the stream."""
+        guided, token_ids = (
+            request.sampling_options.guided_decoding,
+            blocks.unpack(request.token_ids),
+        )
+        self._preparing.add(name)
         try:
-            prompt = await versions.image_input(
-                self._started, token_ids, request.images, cache_salt=request.cache_salt
-            )
+            if guided is not None:
+                assert self._grammars is not None
+                await self._grammars.check(guided)
+            if request.images:
+                prompt = await versions.image_input(
+                    self._started, token_ids, request.images, cache_salt=request.cache_salt
+                )
+            else:
+                prompt = versions.tokens_input(token_ids, cache_salt=request.cache_salt)
         finally:
-            is_open = name in self._decoding
-            self._decoding.discard(name)
+            is_open = name in self._preparing
+            self._preparing.discard(name)
         if is_open:
             async for result in self._generate(request, prompt, plan, name):
                 yield result
@@ -174,7 +187,7 @@ class VllmLibrary:
         return cause
 
     async def abort(self, names: Sequence[str]) -> None:
-        self._decoding.difference_update(names)
+        self._preparing.difference_update(names)
         await self._started.abort(list(names))
 
     def load(
@@ -247,6 +260,8 @@ class VllmLibrary:
         del self._loras[name]
 
     async def stop(self) -> None:
+        if self._grammars is not None:
+            await self._grammars.close()
         if self._llm is not None:
             if (handler := getattr(self._llm, "output_handler", None)) is not None:
                 handler.cancel()  # else it may log the end of the engine's process as a death

@@ -5,8 +5,12 @@ Differences between vLLM's releases are handled here, and are invisible to the o
 
 import argparse
 import asyncio
+import contextlib
 import functools
+import time
+import types
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NoReturn
 
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
@@ -16,11 +20,14 @@ from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.media import ImageMediaIO
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from dynamo.base import errors
 from dynamo.engine.adapters.vllm import plugin
@@ -130,6 +137,68 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
         )
     except (ValueError, VLLMClientError) as error:
         raise translated(error) from error
+
+
+class _InlineExecutor:
+    """Calls in the thread that submits: a process that forks may have no other thread."""
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> futures.Future[Any]:
+        result: futures.Future[Any] = futures.Future()
+        try:
+            result.set_result(function(*arguments))
+        except Exception as error:  # noqa: BLE001 - raised where the result is taken
+            result.set_exception(error)
+        return result
+
+
+def make_grammar_compiler(config: VllmConfig) -> Callable[[Mapping[str, Any]], float]:
+    """Return a function that checks and compiles a grammar, given by its fields, as vLLM will.
+
+    It returns the processor time of the check, in seconds, and raises InvalidRequest for what vLLM refuses. An engine
+    keeps the library with which it compiled its first grammar, so XGrammar is tried with each one that vLLM meant for
+    another library.
+    """
+    tokenizer = cached_tokenizer_from_config(model_config=config.model_config)
+    managers: dict[str, StructuredOutputManager] = {}
+
+    def compile_with(library: str, params: SamplingParams) -> None:
+        if library not in managers:
+            managers[library] = StructuredOutputManager(config)
+            managers[library].executor = _InlineExecutor()
+        params.structured_outputs._backend = library
+        request = types.SimpleNamespace(
+            request_id="trial",
+            sampling_params=params,
+            structured_output_request=StructuredOutputRequest(params=params.structured_outputs),
+        )
+        managers[library].grammar_init(request)
+        grammar = request.structured_output_request.grammar  # None for an error in some releases
+        if isinstance(grammar, Exception):
+            raise grammar
+
+    def compile_grammar(fields: Mapping[str, Any]) -> float:
+        params = sampling_params({"structured_outputs": fields})
+        began_at = time.process_time()
+        try:
+            params.verify(
+                config.model_config,
+                config.speculative_config,
+                config.structured_outputs_config,
+                tokenizer,
+            )
+            check_s = time.process_time() - began_at
+            chosen = params.structured_outputs._backend
+            compile_with(chosen, params)
+        except Exception as error:
+            if "bad_alloc" in str(error):
+                raise MemoryError from error
+            raise errors.InvalidRequest(str(error)) from error
+        if chosen != "xgrammar":
+            with contextlib.suppress(Exception):  # it may refuse what the other library knows
+                compile_with("xgrammar", params)
+        return check_s
+
+    return compile_grammar
 
 
 async def start(

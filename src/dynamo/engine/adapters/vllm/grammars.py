@@ -1,0 +1,111 @@
+"""Grammars for vLLM: each new one is tried by vLLM's own code, in a process that can be ended (`engine.trials`).
+
+vLLM checks a grammar on the worker's event loop and compiles it in a few threads of its engine, both without an end: a
+schema of a few hundred characters would stop the worker, or all guided answers. What has been tried is cached by
+content. The process starts with the first guided request, because it imports vLLM once more.
+"""
+
+import asyncio
+import os
+import pickle
+import sys
+from collections import OrderedDict
+from typing import Any
+
+from dynamo.base import errors
+from dynamo.engine import trials
+from dynamo.engine.adapters import translation
+from dynamo.protocols import generate
+
+LIMITS = trials.TrialLimits(
+    cpu_s=10,  # of large vocabularies: vLLM's XGrammar looks at each token in each state
+    memory=2**30,
+    wall_s=120,
+)
+MAX_CHECK_S = 1.0  # of the event loop, for which all streams of the worker wait
+MAX_CACHED = 256
+MAX_WAITING = 64
+MAX_AT_ONCE = 4
+_ENVIRONMENT = {  # threads do not survive a fork, and each would reserve memory of its own
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CONFIGURE_LOGGING": "0",
+}
+
+
+class GrammarTrials:
+    """The trials of one engine; used on one event loop."""
+
+    def __init__(self, config: Any) -> None:
+        """Nothing is started yet. `config` is vLLM's configuration of the engine."""
+        self._config = config
+        self._process: trials.TrialProcess | None = None
+        self._verdicts: OrderedDict[generate.GuidedDecoding, trials.Verdict] = OrderedDict()
+        self._slots = asyncio.Semaphore(MAX_AT_ONCE)
+        self._num_waiting = 0
+
+    async def check(self, guided: generate.GuidedDecoding) -> None:
+        """Return when vLLM can be given this grammar. Raises InvalidRequest, Overloaded, or EngineFailed."""
+        if guided not in self._verdicts:
+            if self._num_waiting >= MAX_WAITING:
+                raise errors.Overloaded(f"{MAX_WAITING} grammars wait for compilation; try later")
+            self._num_waiting += 1
+            try:
+                async with self._slots:
+                    verdict = self._verdicts.get(guided) or await self._attempt(guided)
+            finally:
+                self._num_waiting -= 1
+            if not verdict.is_by_chance:
+                self._verdicts[guided] = verdict
+            if len(self._verdicts) > MAX_CACHED:
+                self._verdicts.popitem(last=False)
+        else:
+            verdict = self._verdicts[guided]
+            self._verdicts.move_to_end(guided)
+        verdict.check(guided, LIMITS)
+
+    async def _attempt(self, guided: generate.GuidedDecoding) -> trials.Verdict:
+        if self._process is not None and self._process.has_ended:
+            await self.close()
+        if self._process is None:
+            descriptor = os.memfd_create("vllm-config")
+            try:
+                os.write(descriptor, pickle.dumps(self._config))
+                os.lseek(descriptor, 0, os.SEEK_SET)  # both processes share the position
+                self._process = trials.TrialProcess(
+                    __name__, [str(descriptor)], environment=_ENVIRONMENT, pass_fds=[descriptor]
+                )
+            finally:
+                os.close(descriptor)
+        return await self._process.attempt(guided)
+
+    async def close(self) -> None:
+        """End all trials and their process."""
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.to_thread(process.close)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve the worker that started this process."""
+    from dynamo.engine.adapters.vllm import versions  # takes seconds, and is in the worker already
+
+    with open(int(arguments[0]), "rb") as file:
+        config = pickle.load(file)
+    structured = config.structured_outputs_config
+    support = translation.GuidedSupport(structured.backend, bool(structured.reasoning_parser))
+    compile_grammar = versions.make_grammar_compiler(config)
+
+    def build(guided: generate.GuidedDecoding) -> None:
+        check_s = compile_grammar(translation.structured_output_fields(guided, support))
+        if check_s > MAX_CHECK_S:
+            raise trials.refuse(guided, f"vLLM needs {check_s:.1f} s to check it")
+
+    build(trials.WARM_UP)  # children share its tables
+    trials.serve(build, LIMITS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
