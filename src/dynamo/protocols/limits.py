@@ -35,6 +35,7 @@ MAX_MARKS = 16
 MAX_NAME_CHARS = 1024  # of ids and names
 MAX_ANNOTATIONS = 64
 MAX_TOKENS = 2**31
+MAX_PRIORITY = 2**31  # in both directions
 _SEEDS = range(-(2**63), 2**64)
 _CONSTRAINTS = ("json", "regex", "choice", "grammar")
 
@@ -76,6 +77,10 @@ def _numbers(request: generate.Request) -> Iterator[tuple[str, str, int, range]]
         yield "max_tokens", "", stops.max_tokens, range(1, MAX_TOKENS)
     yield "min_tokens", "", stops.min_tokens, range(MAX_TOKENS)
     yield "first_choice", "", request.first_choice, range(2**32)
+    yield "priority", "", request.priority, range(-MAX_PRIORITY, MAX_PRIORITY + 1)
+    yield "text_len", " tokens", request.text_len, range(request.prompt_len + 1)
+    if request.cache_hint is not None:
+        yield "cache_hint", " seconds", request.cache_hint.ttl_s, range(MAX_TOKENS)
     for name in ("id", "model", "lora_name", "cache_salt", "session_id"):
         yield name, " characters", len(getattr(request, name) or ""), range(MAX_NAME_CHARS + 1)
     yield "annotations", " items", len(request.annotations), range(MAX_ANNOTATIONS + 1)

@@ -125,6 +125,11 @@ def request(stops=None, sampling=None, **fields):
         (request(cache_salt="x" * 10_000), "cache_salt"),
         (request(session_id="x" * 10_000), "session_id"),
         (request(annotations=("x",) * 1000), "annotations"),
+        (request(priority=2**64 - 1), "priority"),
+        (request(text_len=-5), "text_len"),
+        (request(text_len=2**40), "text_len"),
+        (request(cache_hint=generate.CacheHint(ttl_s=-1)), "cache_hint"),
+        (request(cache_hint=generate.CacheHint(ttl_s=2**62)), "cache_hint"),
         (request(thinking=generate.ThinkingLimit(max_tokens=1, close_ids=())), "thinking"),
         (request(thinking=generate.ThinkingLimit(max_tokens=-1, close_ids=(1,))), "thinking"),
         (
