@@ -21,11 +21,13 @@ from dynamo.sdk import declaration, graph, settings
 DRAIN_S = 30.0
 FIND_S = 60.0  # for another service of the graph to be there
 DEFAULT_PORT = 8000
+_PAUSE_S = 0.1  # until the next worker is asked
 _PROG = "python -m dynamo.sdk"
 _TEXT = "text/plain; charset=utf-8"
 _STATUSES: tuple[tuple[type[errors.DynamoError], int], ...] = (
     (errors.RequestError, 400),
     (errors.Unavailable, 503),
+    (errors.WorkerLost, 503),
 )
 ApiMethod = Callable[..., AsyncIterator[Any]]
 
@@ -98,7 +100,11 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
 def _caller(
     runtime: component.DistributedRuntime, namespace: str, cls: type
 ) -> Callable[[str, Any, int | None], AsyncIterator[Any]]:
-    """Return the function that asks an endpoint of another service."""
+    """Return the function that asks an endpoint of another service.
+
+    A worker that is lost before its first item, such as one that an update replaces, does not fail the request: the
+    next one is asked, also if it is there only within FIND_S.
+    """
     spec, client_by_endpoint = declaration.spec_of(cls), dict[str, clients.EndpointClient]()
 
     async def call(name: str, request: Any, instance_id: int | None) -> AsyncIterator[Any]:
@@ -106,12 +112,22 @@ def _caller(
             client_by_endpoint[name] = runtime.client(
                 declaration.endpoint_url(namespace, spec.name, name)
             )
-        await client_by_endpoint[name].wait_for_instances(FIND_S)
-        stream = client_by_endpoint[name].stream(
-            to_plain(request), item_type=object, instance_id=instance_id
-        )
-        async for item in stream:
-            yield item
+        endpoint, has_begun = client_by_endpoint[name], False
+        now = asyncio.get_running_loop().time
+        deadline = now() + FIND_S
+        while True:
+            await endpoint.wait_for_instances(FIND_S)
+            stream = endpoint.stream(to_plain(request), item_type=object, instance_id=instance_id)
+            try:
+                async for item in stream:
+                    has_begun = True
+                    yield item
+            except (errors.WorkerLost, errors.NoWorkers):
+                if has_begun or instance_id is not None or now() >= deadline:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                return
 
     return call
 
