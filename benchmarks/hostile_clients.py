@@ -27,9 +27,11 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/respons
 ATTACK_S = 30.0  # of one attack at most
 PAUSE_S = 0.02
 MB = 2**20
+ROWS = (range(4), range(4, 8), range(8, 12), range(12, 16))
 SCHEMAS: list[dict[str, object]] = [
     {"type": "integer", "multipleOf": 62615533},
     {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(16)]},
+    {"allOf": [{"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in row]} for row in ROWS]},
     {"enum": [f"value {i} {i * i}" for i in range(20_000)]},
     {"type": "string", "pattern": "(a|aa|aaa){1,500}(b|bb){1,500}$"},
     {"type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9}},
@@ -46,6 +48,8 @@ HOSTILE_TEMPLATES = (
     "{{ 'a' * 5000000000 }}",
     "{{ 10 ** (10 ** 9) }}",
     "{{ '%5000000000d' % 1 }}",
+    "{{ range(99999)|select('in', range(99999)|list)|list }}",
+    "{{ ([range(99999)] * 99999)|map('list')|list }}",
 )
 OTHER_USER_S = 1.0  # for an answer to a process of another user
 
@@ -162,6 +166,7 @@ async def templates(target: Target) -> str:
             {"messages": [message] * 50_000},
             {"chat_template_kwargs": {"deep": deep, "messages": [message] * 10_000}},
             {"tools": [tool] * 128},
+            {"chat_template": target.draw.choice(HOSTILE_TEMPLATES)},
             {"messages": [{"role": "assistant", "content": "{{ 7 * 7 }}{% for x in range(10**9) %}"}, message]},
         )
     )  # fmt: skip
