@@ -38,7 +38,7 @@ def test_tool_runner_runs_the_tool_and_sends_its_result(client, server):
     runner = client.beta.messages.tool_runner(
         model=server.model,
         max_tokens=300,
-        temperature=0,
+        extra_body={"temperature": 0},
         tools=[get_time],
         messages=questions.ASK_TIME,
     )
