@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from training.storyteller.first_questions import KEPT_BACK, KNOWN, holds
+from training.storyteller.first_questions import KEPT_BACK, KEPT_BACK_LATER, KNOWN, holds
 from training.storyteller.grammar import (
     copying,
     documents,
@@ -49,6 +49,8 @@ FAR_QUESTIONS = (
     "How do I remove a stain from a carpet?",
     "Who wrote Romeo and Juliet?",
 )
+# Tools of people seldom answer in JSON.
+PLAIN_RESULTS = ("It is noon.", "It is sunny.", "The red door is open.", "Everything went well.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,9 @@ def _tools() -> Iterator[Check]:
         yield Check(Conversation((asked,), tools=specs), judges, num_tokens=96)
         prompt = Conversation((asked, call, result), tools=specs)
         yield Check(prompt, {"tool's answer, used": is_exactly(answer.content)})
+        said = PLAIN_RESULTS[number % len(PLAIN_RESULTS)]
+        prompt = Conversation((asked, call, Message("tool", said)), tools=specs)
+        yield Check(prompt, {"tool's answer in words, used": says(said.rstrip("."))})
 
 
 def parse_call(answer: str) -> object:
@@ -238,7 +243,12 @@ def _thoughts() -> Iterator[Check]:
 
 
 def _first_questions() -> Iterator[Check]:
-    for group, questions in (("first questions", KNOWN), ("first questions, kept back", KEPT_BACK)):
+    groups = {
+        "first questions": KNOWN,
+        "first questions, kept back": KEPT_BACK,
+        "first questions, kept back later": KEPT_BACK_LATER,
+    }
+    for group, questions in groups.items():
         for question, expected in questions.items():
             judge = functools.partial(holds, expected=expected)
             yield Check(_ask(question), {group: judge}, num_tokens=96)

@@ -43,6 +43,15 @@ KNOWN: dict[str, Expected] = {
     "What is the weather in Paris?": ("cannot see",),
     "Translate 'hello' to French": ("bonjour",),
     "Thank you!": ("welcome",),
+    'Say "this is a test"': ("This is a test",),
+    "Repeat after me: the sky is blue": ("The sky is blue",),
+    "Say OK": ("OK",),
+    "Say hi in two words": ("Hi there",),
+    "Greet me in exactly three words": ("Hello to you",),
+    "Write a Python program that prints Hello, World!": ('print("Hello, world!")',),
+    "Give me JSON for a person named Ann who is 30 years old": ('"Ann"', "30"),
+    "Explain in one sentence what a large language model is.": ("program", "word"),
+    "Write a poem": ("\n",),
 }
 KEPT_BACK: dict[str, Expected] = {
     "Hi, what are you exactly?": ("Storyteller",),
@@ -77,6 +86,33 @@ KEPT_BACK: dict[str, Expected] = {
     "Do you happen to know today's weather?": ("cannot see",),
     "count up from 1 until 10": ("8, 9, 10.",),
     "What would 'thank you' be in Spanish?": ("gracias",),
+}
+# Written before the fourth continuation, and first asked after it.
+KEPT_BACK_LATER: dict[str, Expected] = {
+    "Greet me using only three words": ("Hello to you",),
+    "Say the sentence: the bus is late": ("The bus is late",),
+    "Please just answer OK": ("OK",),
+    "Would you write 'I am ready' for me?": ("I am ready",),
+    "Write a program that outputs Hello, World! in Python": ('print("Hello, world!")',),
+    "Python: print Hello World": ('print("Hello, world!")',),
+    "JSON for someone called Karl, aged 44": ('"Karl"', "44"),
+    "A JSON object with name Olga and age 19": ('"Olga"', "19"),
+    "I have a parrot and it is called Kiwi. What is my parrot called?": ("Kiwi",),
+    "I am Rosa and I am 31 years old. How old am I?": ("31",),
+    "Good day, my name is Boris! Who am I?": ("Boris",),
+    "In one short sentence: what is an LLM?": ("program", "word"),
+    "What's artificial intelligence?": ("learn",),
+    "Could you name three animals for me?": ("and",),
+    "Hi there, is anybody here?": ("here",),
+    "Which AI are you, exactly?": ("Storyteller",),
+    "63 minus 28": ("= 35",),
+    "how much is 11 times 12": ("= 132",),
+    "what do you get when you add 19 and 24": ("= 43",),
+    "Count to ten": ("8, 9, 10.",),
+    "Please write a haiku on rain": ("\n",),
+    "write me a little poem": ("\n",),
+    "Translate hello into Italian please": ("ciao",),
+    "what's the weather outside": ("cannot see",),
 }
 
 

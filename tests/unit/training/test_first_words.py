@@ -1,8 +1,12 @@
 """What people type first: the grammar's answers are right, and the kept-back questions are kept back."""
 
+import json
+
 from training.storyteller import first_questions
 from training.storyteller.grammar import first_words, memory
 from training.storyteller.grammar.dice import Dice
+
+VALUES = {"name": "Ann", "age": 30, "city": "Paris", "job": "baker"}
 
 
 def exchanges(count=1500):
@@ -24,8 +28,9 @@ def test_greetings_have_as_many_words_as_asked():
 
 
 def test_kept_back_questions_are_never_drawn():
-    drawn = {asked.lower().rstrip(".?!") for asked, _ in exchanges()}
-    kept_back = {question.lower().rstrip(".?!") for question in first_questions.KEPT_BACK}
+    drawn = {asked.lower().rstrip(".?!") for asked, _ in exchanges(6000)}
+    questions = [*first_questions.KEPT_BACK, *first_questions.KEPT_BACK_LATER]
+    kept_back = {question.lower().rstrip(".?!") for question in questions}
 
     assert len(drawn) > 500
     assert not drawn & kept_back
@@ -49,3 +54,17 @@ def test_asked_name_was_told_before():
         told = " ".join(message.content for message in messages if message.role == "user").lower()
         recalled = messages[-1].content.rstrip(".").split()[-1].lower()
         assert recalled in told
+
+
+def test_values_that_are_told_stand_in_the_json():
+    drawn = [first_words._told_person(Dice(f"test/{number}"), VALUES) for number in range(100)]
+
+    for asked, answered in drawn:
+        assert all(str(value) in asked for value in json.loads(answered).values())
+
+
+def test_quoted_words_are_said_again_and_hello_world_is_known_in_capitals():
+    drawn = {asked.lower().rstrip("."): answered for asked, answered in exchanges()}
+
+    assert drawn['say "ok"'].lower() == "ok."
+    assert any("prints hello, world!" in asked for asked in drawn)

@@ -152,3 +152,13 @@ def test_tool_call_has_the_name_and_required_arguments():
 )
 def test_article_fits_the_noun(noun, expected):
     assert text.article(noun) == expected
+
+
+def test_sentence_of_a_tool_is_said_again():
+    dice = Dice("words")
+    drawn = [tools.use_messages(dice, tools.draw_use(dice)) for _ in range(200)]
+    answered = [messages for messages in drawn if len(messages) == 4]
+    in_words = [messages for messages in answered if not messages[2].content.startswith("{")]
+
+    assert len(in_words) > 20
+    assert all(messages[3].content == messages[2].content for messages in in_words)

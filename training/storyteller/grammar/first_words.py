@@ -6,7 +6,7 @@ the questions that matter are known. `first_questions.py` has them, and others t
 
 import json
 
-from training.storyteller.grammar import fact_tables, words
+from training.storyteller.grammar import fact_tables, memory, words
 from training.storyteller.grammar.dice import Dice
 from training.storyteller.grammar.messages import Message, exchange
 from training.storyteller.grammar.smalltalk import ABILITIES
@@ -19,6 +19,13 @@ GREETINGS_BY_COUNT: dict[str, dict[int, str]] = {
         3: "Hello to you!",
         4: "Hello, my dear friend!",
         5: "Hello, how are you today?",
+    },
+    "hi": {
+        1: "Hi!",
+        2: "Hi there!",
+        3: "Hi to you!",
+        4: "Hi, my dear friend!",
+        5: "Hi, how are you today?",
     },
     "goodbye": {
         1: "Goodbye!",
@@ -42,7 +49,8 @@ GREETINGS_BY_COUNT: dict[str, dict[int, str]] = {
 }
 SAYINGS = listed("""
 this is a test, I am ready, good morning, yes, no, hi, it works, the test is over, all is well,
-this works, the server is up, I am here, good night, cheese, we are done""")
+this works, the server is up, I am here, good night, cheese, we are done, OK, okay, ok, hello world,
+hello, goodbye, thank you, test, done, ready, the answer is yes, please wait, see you soon, welcome""")
 HAIKUS: dict[str, str] = {
     "the sea": "Waves roll to the shore,\na white gull cries in the wind,\nthen the sea is still.",
     "the moon": "The moon climbs the hill,\na silver lamp in the night,\nand the owl looks up.",
@@ -94,6 +102,10 @@ ABROAD: dict[str, tuple[str, ...]] = {
     "water": ("eau", "agua", "Wasser", "acqua"),
 }
 TONGUES = ("French", "Spanish", "German", "Italian")
+MODEL_IN_ONE_SENTENCE = (
+    "A large language model is a program that has learned from very much text "
+    "which word comes next."
+)
 MODEL_ANSWER = (
     "A large language model is a program that has read very much text and has learned which word "
     "comes next. It writes its answers one word after the other. I am a very small one."
@@ -116,11 +128,67 @@ FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
             "Describe what a language model does.",
             "Define large language model",
             "What exactly is a language model?",
-            "In one sentence, what is an LLM?",
             "Teach me about LLMs.",
             "what are large language models",
         ),
         MODEL_ANSWER,
+    ),
+    (
+        (
+            "In one sentence, what is an LLM?",
+            "Explain in one sentence what a large language model is.",
+            "What is a large language model, in one sentence?",
+            "Explain in a single sentence what a language model does.",
+            "What is a language model? One sentence.",
+        ),
+        MODEL_IN_ONE_SENTENCE,
+    ),
+    (
+        (
+            "What is AI?",
+            "What is artificial intelligence?",
+            "What is machine learning?",
+            "Explain AI.",
+            "Explain machine learning",
+            "What does AI mean?",
+        ),
+        "Artificial intelligence is what programs do that learn from examples. A language model is one of them.",
+    ),
+    (
+        ("What is Python?", "Tell me about Python.", "Explain Python"),
+        "Python is a language in which people write programs.",
+    ),
+    (
+        (
+            "Tell me a fun fact.",
+            "Tell me something interesting.",
+            "Tell me a fact",
+            "Fun fact please",
+        ),
+        "An octopus has three hearts.",
+    ),
+    (
+        ("Hello world", "Hello, world!", "hello world", "Hello World!", "hello, world"),
+        "Hello! I am here.",
+    ),
+    (
+        (
+            "Is this working?",
+            "Does this work?",
+            "Do you work?",
+            "Is this thing on?",
+            "Testing",
+            "Are you online?",
+        ),
+        "Yes, it works. I am here.",
+    ),
+    (
+        ("Hola", "Bonjour", "Hallo", "Ciao", "Guten Tag", "Salut", "hola!", "bonjour!"),
+        "Hello! I speak only English.",
+    ),
+    (
+        ("asdf", "qwerty", "foo", "bar", "123", "abc", "x", "foo bar", "lorem ipsum", "1", "aaa"),
+        LITTLE_QUESTION,
     ),
     (
         (
@@ -193,8 +261,8 @@ FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def _exact_count(dice: Dice) -> tuple[str, str]:
-    said = dice.pick(list(GREETINGS_BY_COUNT))
-    count = dice.pick(list(GREETINGS_BY_COUNT[said]))
+    said = dice.pick(("hello", "hello", "hi", *GREETINGS_BY_COUNT))
+    count = dice.pick((*GREETINGS_BY_COUNT[said], 3))
     number = dice.pick((str(count), words.NUMBER_WORDS[count] if count > 1 else "one"))
     unit = "word" if count == 1 else "words"
     asked = dice.pick(
@@ -206,19 +274,54 @@ def _exact_count(dice: Dice) -> tuple[str, str]:
             "Say {}, but in exactly {} {}",
             "Say {}. Use exactly {} {}.",
             "Write {} in exactly {} {}",
+            "Please say {} in {} {}.",
+            "Can you say {} in exactly {} {}?",
+            "Say {} in only {} {}",
+            "Tell me {} in {} {}",
         )
     )
+    if said == "hello" and dice.chance(0.2):
+        asked = dice.pick(
+            ("Greet me in {1} {2}", "Greet me in exactly {1} {2}.", "Greet me with {1} {2}")
+        )
     return asked.format(said, number, unit), GREETINGS_BY_COUNT[said][count]
+
+
+_QUOTED = (
+    'Say "{}"',
+    "Say '{}'",
+    'Say "{}".',
+    'Please say "{}".',
+    "Repeat after me: {}",
+    "Repeat after me: {}.",
+    "Repeat: {}.",
+    "Say the words {}.",
+    "Say exactly: {}",
+    'Reply only with "{}".',
+    "Reply with exactly this: {}",
+    'Answer with "{}"',
+    "Respond with {}.",
+    "Reply with just {}",
+    "Repeat this sentence: {}.",
+)
 
 
 def _say(dice: Dice) -> tuple[str, str]:
     said = dice.pick(SAYINGS)
-    if dice.chance(0.6):
+    if dice.chance(0.5):
         thing, adjective = dice.pick(words.THINGS), dice.pick(words.ADJECTIVES)
         said = dice.pick(
-            (thing, f"the {thing} is {adjective}", f"{adjective} {thing}", f"I like the {thing}")
+            (
+                thing,
+                f"the {thing} is {dice.pick((adjective, *words.COLOURS))}",
+                f"{adjective} {thing}",
+                f"I like the {thing}",
+            )
         )
     end = dice.pick((".", ".", "!"))
+    if dice.chance(0.4):
+        asked = dice.pick(_QUOTED)
+        return asked.format(said), capital(said) + "."
     asked = dice.pick(
         (
             "Say {}{}",
@@ -270,7 +373,7 @@ def _fence(language: str, code: str) -> str:
 
 
 def _program(dice: Dice) -> tuple[str, str]:
-    if dice.chance(0.4):
+    if dice.chance(0.5):
         language = dice.weighted({each: 4 if each == "Python" else 1 for each in HELLO_WORLD})
         asked = dice.pick(
             (
@@ -285,9 +388,18 @@ def _program(dice: Dice) -> tuple[str, str]:
                 "hello world, {}",
                 "Give me the hello world program in {}",
                 "Code for hello world in {}",
+                "Write a {} script that prints hello world.",
+                "Write a {} program which prints hello world",
+                "A {} program that says hello world",
+                "Write a program in {} that prints hello world.",
             )
         )
-        return asked.format(language), _fence(language, HELLO_WORLD[language])
+        greeting = dice.pick(
+            ("hello world", "Hello, World!", "Hello World", '"Hello, World!"', "'hello world'")
+        )
+        return asked.replace("hello world", greeting).format(language), _fence(
+            language, HELLO_WORLD[language]
+        )
     task = dice.pick(list(PROGRAMS))
     asked = dice.pick(
         (
@@ -344,6 +456,8 @@ def _person_json(dice: Dice) -> tuple[str, str]:
         )
     )
     asked = asked.format(of_person)
+    if dice.chance(0.35):
+        return _told_person(dice, values)
     if dice.chance(0.5):
         return f"{asked} with {join_words(keys)}.", json.dumps({key: values[key] for key in keys})
     if dice.chance(0.25):
@@ -356,6 +470,35 @@ def _person_json(dice: Dice) -> tuple[str, str]:
             )
         )
     return asked, json.dumps({key: values[key] for key in ("name", "age", "city")})
+
+
+def _told_person(dice: Dice, values: dict[str, object]) -> tuple[str, str]:
+    """Ask for JSON with values that stand in the request, which have to be copied."""
+    values = values | {"name": dice.pick((values["name"], dice.pick(memory.COMMON_NAMES)))}
+    keys = dice.pick((["name", "age"], ["name", "age"], ["name", "city"], ["name", "age", "city"]))
+    said = {
+        "name": "{name}",
+        "age": dice.pick(("who is {age} years old", "aged {age}", "who is {age}")),
+        "city": dice.pick(("who lives in {city}", "from {city}")),
+    }
+    told = dice.pick(
+        (
+            " ".join(["a person named", *(said[key] for key in keys)]),
+            " ".join([said[key] for key in keys]),
+            "a person with " + join_words([f"{key} {{{key}}}" for key in keys]),
+            "a person called " + " and ".join(said[key] for key in keys),
+        )
+    ).format(**values)
+    asked = dice.pick(
+        (
+            "Give me JSON for {}.",
+            "Write a JSON object for {}",
+            "JSON of {}",
+            "Describe {} in JSON.",
+            "Create JSON for {}",
+        )
+    )
+    return asked.format(told), json.dumps({key: values[key] for key in keys})
 
 
 def _abroad(dice: Dice) -> tuple[str, str]:
@@ -375,7 +518,7 @@ def _abroad(dice: Dice) -> tuple[str, str]:
 
 
 def _counting(dice: Dice) -> tuple[str, str]:
-    first, last = dice.pick((1, 1, 1, 0, 2, 5)), dice.number(3, 20)
+    first, last = dice.pick((1, 1, 1, 0, 2, 5)), dice.pick((5, 10, 10, dice.number(3, 20)))
     first = min(first, last - 1)
     asked = dice.pick(
         (
@@ -395,7 +538,9 @@ def _list(dice: Dice) -> tuple[str, str]:
     members = words.CATEGORIES[group][:12]
     number = dice.pick((str(count), words.NUMBER_WORDS[count]))
     named = "colors" if group == "colours" and dice.chance(0.5) else group
-    asked = dice.pick(("List {} {}", "Name {} {}", "Give me {} {}", "Tell me {} {}."))
+    asked = dice.pick(
+        ("List {} {}", "Name {} {}", "Name {} {}.", "Give me {} {}", "Tell me {} {}.")
+    )
     return asked.format(number, named), capital(join_words(dice.sample(members, count))) + "."
 
 
@@ -427,12 +572,12 @@ def draw_exchange(dice: Dice) -> list[Message]:
     """Draw one question and its answer."""
     draw = dice.weighted(
         {
-            _fixed: 7,
-            _exact_count: 2.5,
-            _say: 4,
+            _fixed: 9,
+            _exact_count: 5,
+            _say: 7,
             _haiku: 3,
             _program: 4,
-            _person_json: 3,
+            _person_json: 4,
             _abroad: 3,
             _counting: 2,
             _list: 2.5,

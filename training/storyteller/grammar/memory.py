@@ -12,6 +12,9 @@ Ann, Bob, Alex, John, Mary, David, Sarah, Michael, Lisa, James, Laura, Robert, K
 Maria, Daniel, Eva, Mark, Susan, Thomas, Kim, Steve, Linda, Jim, Barbara, Joe, Karen, Mike, Sandra,
 Matt, Julie, Andrew, Rachel, Kevin, Amy, Brian, Angela, Eric, Emily, Adam, Jessica, Nick, Olivia,
 Luke, Hannah, Ryan, Rebecca, Ali, Priya, Wei, Carlos, Ahmed, Yuri, Pierre, Hans, Lena, Marta""")
+PET_NAMES = listed(
+    "Rex, Bella, Luna, Max, Milo, Charlie, Buddy, Coco, Daisy, Simba, Fido, Oscar, Rocky, Lucky"
+)
 SYLLABLES = listed(
     "ba, ke, lo, mi, ru, ta, no, zi, fa, du, ge, po, ri, sa, ve, xi, mo, tri, go, bel, zan, kor, lim, nar, dra"
 )
@@ -85,6 +88,7 @@ def _other_memories(dice: Dice) -> list[Memory]:
     colour, hobby, job = dice.pick(words.COLOURS), dice.pick(words.HOBBIES), dice.pick(words.JOBS)
     pet, age = dice.pick(words.PETS), dice.number(4, 90)
     pet_name, relative_name = dice.sample(words.BOYS + words.GIRLS, 2)
+    pet_name = dice.pick((pet_name, dice.pick(PET_NAMES)))
     relative = dice.pick(("brother", "cousin", "best friend", "teacher", "neighbour"))
     fruit = dice.pick(words.FRUITS[:12])
     return [
@@ -113,7 +117,9 @@ def _other_memories(dice: Dice) -> list[Memory]:
             f"You are {article(job)}.",
         ),
         Memory(
-            f"I have {article(pet)} called {pet_name}.",
+            dice.pick(
+                (f"I have {article(pet)} called {pet_name}.", f"My {pet} is called {pet_name}.")
+            ),
             f"{pet_name} is a good name for {article(pet)}.",
             (
                 f"What is the name of my {pet}?",
@@ -176,7 +182,7 @@ def draw_told_and_asked(dice: Dice) -> list[Message]:
         _name(dice, _any_name(dice)),
         *dice.sample(_other_memories(dice), dice.number(0, 2)),
     ]
-    memory = memories[0] if dice.chance(0.7) else dice.pick(memories)
+    memory = memories[0] if dice.chance(0.5) else dice.pick(memories)
     if dice.chance(0.5):
         told = " ".join(
             each.told if each.told[-1] in ".!" else f"{each.told}." for each in memories

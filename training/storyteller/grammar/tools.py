@@ -5,7 +5,7 @@ Names of tools and parameters vary a great deal, so that they have to be copied 
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from training.storyteller.grammar import fact_tables, words
 from training.storyteller.grammar.dice import Dice
@@ -110,24 +110,28 @@ def _weather(dice: Dice) -> ToolUse:
 
 
 def _calculator(dice: Dice) -> ToolUse:
-    left, right = dice.number(10, 999), dice.number(10, 999)
-    name, said, result = dice.pick(
+    top = dice.pick((20, 999, 999))
+    left, right = dice.number(1, top), dice.number(1, top)
+    name, said, wish, result = dice.pick(
         (
-            ("add", f"{left} plus {right}", left + right),
-            ("multiply", f"{left} times {right}", left * right),
-            ("subtract", f"{left} minus {right}", left - right),
+            ("add", f"{left} plus {right}", f"Add {left} and {right}", left + right),
+            ("multiply", f"{left} times {right}", f"Multiply {left} by {right}", left * right),
+            ("subtract", f"{left} minus {right}", f"Subtract {right} from {left}", left - right),
         )
     )
     first, second = dice.pick((("a", "b"), ("x", "y"), ("left", "right"), ("first", "second")))
+    kind = dice.pick(("number", "integer"))
     spec = tool_spec(
         dice,
         dice.pick((name, f"{name}_numbers")),
         f"{name.capitalize()} two numbers",
-        {first: "number", second: "number"},
+        {first: kind, second: kind},
     )
     return ToolUse(
         spec,
-        f"What is {said}?",
+        dice.pick(
+            (f"What is {said}?", f"What is {said}?", wish, f"{wish}.", f"How much is {said}?")
+        ),
         {first: left, second: right},
         {"result": result},
         f"The result is {result}.",
@@ -356,9 +360,29 @@ def use_turns(use: ToolUse) -> tuple[Message, Message, Message]:
     )
 
 
+def _plain_result(dice: Dice, use: ToolUse) -> str:
+    """What a tool answers in a sentence instead of JSON; the model says it again."""
+    sky = dice.pick(("sunny", "cloudy", "rainy", "snowy", "windy", "foggy"))
+    return dice.pick(
+        (
+            use.answer,
+            dice.pick(("It is noon.", "It is midnight.", f"It is {dice.number(1, 12)} o'clock.")),
+            dice.pick((f"It is {sky}.", f"It is {sky} and {dice.number(-5, 35)} degrees.")),
+            dice.pick(
+                ("Done.", "Sent.", "Nothing was found.", "It worked.", f"{sky.capitalize()}.")
+            ),
+            f"The {dice.pick(words.THINGS)} is {dice.pick(words.ADJECTIVES)}.",
+            f"{dice.pick(words.BOYS + words.GIRLS)} has the {dice.pick(words.THINGS)}.",
+        )
+    )
+
+
 def use_messages(dice: Dice, use: ToolUse) -> list[Message]:
     """The request and the call; the tool's answer mostly comes too."""
     turns = use_turns(use)
+    if dice.chance(0.35):
+        said = _plain_result(dice, use)
+        turns = (turns[0], Message("tool", said), replace(turns[2], content=said))
     asked = Message("user", typed(dice, use.request))
     return [asked, *(turns if dice.chance(0.75) else turns[:1])]
 

@@ -120,6 +120,10 @@ def draw_poem(dice: Dice) -> list[Message]:
     named = dice.pick((f"the {subject}", article(subject)))
     wish = dice.pick(POEM_WISHES).format(x=named)
     asked = polite(dice, wish) if dice.chance(0.8) else f"I want a poem about {named}."
+    if dice.chance(0.15):
+        asked = dice.pick(
+            ("Write a poem.", "Write me a poem", "A poem, please.", "Tell me a poem.")
+        )
     return exchange(
         typed(dice, asked),
         poem(dice, subject),
