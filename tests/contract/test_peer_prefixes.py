@@ -81,7 +81,7 @@ class Client:
     async def wait_for_instances(self, timeout_s):
         pass
 
-    async def open(self, request, receiver, *, instance_id, timeout_s):
+    async def open(self, request, receiver, *, instance_id, timeout_s, headers):
         self.num_asked += 1
         if self.fault == "dead":
             raise errors.WorkerLost("connection refused")
