@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import pathlib
 import warnings
 
 import pytest
@@ -124,7 +125,8 @@ class HoldingEngine:
 
 
 def clear(num_refusals, time):
-    library = adapter.VllmLibrary(made(), {}, time)
+    grammar_trials = adapter.grammars.GrammarTrials(pathlib.Path("m"), ())
+    library = adapter.VllmLibrary(made(), {}, grammar_trials, time)
     library._llm = HoldingEngine(num_refusals)
     return library._llm, asyncio.create_task(library.clear())
 

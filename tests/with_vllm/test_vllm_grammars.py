@@ -11,10 +11,9 @@ if importlib.util.find_spec("vllm") is None:
 
 import vllm_models
 from dynamo.base import errors
-from dynamo.engine.adapters.settings import VllmConfig
 from dynamo.engine.adapters.vllm import grammars
 from dynamo.protocols import generate, limits
-from vllm_engine import ENVIRONMENT, FLAGS, adapter
+from vllm_engine import ENVIRONMENT, FLAGS
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -25,22 +24,15 @@ REFERENCES = [{"$ref": f"#/$defs/{name}"} for name in PATTERNS]
 SPLIT = [{"allOf": list(PATTERNS.values())[i : i + 4]} for i in range(0, 16, 4)]
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
+@pytest_asyncio.fixture(loop_scope="module")
+async def grammar_trials(tmp_path_factory):
     directory = vllm_models.make(tmp_path_factory.mktemp("qwen3"))
-    settings = VllmConfig(engine_args=tuple(FLAGS.split()), connector=("none",))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        arguments = adapter.engine_args(directory, settings, "m")
-        yield adapter.versions.make_config(arguments)
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def grammar_trials(config):
-    checker = grammars.GrammarTrials(config)
-    yield checker
-    await checker.close()
+        checker = grammars.GrammarTrials(directory, FLAGS.split())
+        yield checker
+        await checker.close()
 
 
 def schema(content):

@@ -90,7 +90,6 @@ class TrialProcess:
         arguments: Sequence[str],
         *,
         environment: Mapping[str, str] = {},
-        pass_fds: Sequence[int] = (),
     ) -> None:
         """Start the module, which calls `serve` when it has read the tokenizer; trials wait for that."""
         self._control, remote_end = socket.socketpair()
@@ -105,7 +104,6 @@ class TrialProcess:
                     "RAYON_NUM_THREADS": "1",
                     **environment,
                 },
-                pass_fds=pass_fds,
             )
 
     @property

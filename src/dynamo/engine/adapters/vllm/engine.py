@@ -39,7 +39,8 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
     """Return the engine for the model in `directory`, not yet started. Raises ConfigError."""
     args = engine_args(directory, settings, model_name)
     loras = lora_requests(settings, is_enabled=args.enable_lora)
-    library = VllmLibrary(args, loras)
+    grammar_trials = grammars.GrammarTrials(directory, settings.engine_args)
+    library = VllmLibrary(args, loras, grammar_trials)
     transfer = args.kv_transfer_config
     engine = streams.StreamingEngine(
         library,
@@ -72,6 +73,7 @@ class VllmLibrary:
         self,
         args: versions.AsyncEngineArgs,
         loras: Mapping[str, versions.LoRARequest],
+        grammar_trials: grammars.GrammarTrials,
         clock: clocks.Clock | None = None,
     ) -> None:
         self._clock = clock or clocks.SystemClock()
@@ -81,7 +83,7 @@ class VllmLibrary:
         self._load = translation.VllmLoad(args.data_parallel_size)
         self._llm: versions.AsyncLLM | None = None
         self._has_weights = True
-        self._grammars: grammars.GrammarTrials | None = None
+        self._grammars = grammar_trials
         self._preparing: set[str] = set()  # choices that vLLM does not have yet
         self._kv_subscriber: kv_subscriber.ZmqKvSubscriber | None = None
 
@@ -100,7 +102,6 @@ class VllmLibrary:
         self._guided_support = shared.GuidedSupport(
             structured.backend, bool(structured.reasoning_parser)
         )
-        self._grammars = grammars.GrammarTrials(config)
         self._vocab_size: int = config.model_config.get_vocab_size()
         facts = _facts(config, tuple(self._loras))
         if self._kv_subscriber is not None:
@@ -137,7 +138,6 @@ class VllmLibrary:
         self._preparing.add(name)
         try:
             if guided is not None:
-                assert self._grammars is not None
                 await self._grammars.check(guided)
             if request.images:
                 prompt = await versions.image_input(
@@ -260,8 +260,7 @@ class VllmLibrary:
         del self._loras[name]
 
     async def stop(self) -> None:
-        if self._grammars is not None:
-            await self._grammars.close()
+        await self._grammars.close()
         if self._llm is not None:
             if (handler := getattr(self._llm, "output_handler", None)) is not None:
                 handler.cancel()  # else it may log the end of the engine's process as a death

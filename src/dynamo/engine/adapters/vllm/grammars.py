@@ -6,11 +6,10 @@ content. The process starts with the first guided request, because it imports vL
 """
 
 import asyncio
-import os
-import pickle
 import sys
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 from dynamo.base import errors
 from dynamo.engine import trials
@@ -38,9 +37,9 @@ _ENVIRONMENT = {  # threads do not survive a fork, and each would reserve memory
 class GrammarTrials:
     """The trials of one engine; used on one event loop."""
 
-    def __init__(self, config: Any) -> None:
-        """Nothing is started yet. `config` is vLLM's configuration of the engine."""
-        self._config = config
+    def __init__(self, model: Path, flags: Sequence[str]) -> None:
+        """Nothing is started yet. `flags` are those of vLLM's engine, beside the directory of its model."""
+        self._arguments = [str(model), *flags]
         self._process: trials.TrialProcess | None = None
         self._verdicts: OrderedDict[generate.GuidedDecoding, trials.Verdict] = OrderedDict()
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
@@ -70,15 +69,7 @@ class GrammarTrials:
         if self._process is not None and self._process.has_ended:
             await self.close()
         if self._process is None:
-            descriptor = os.memfd_create("vllm-config")
-            try:
-                os.write(descriptor, pickle.dumps(self._config))
-                os.lseek(descriptor, 0, os.SEEK_SET)  # both processes share the position
-                self._process = trials.TrialProcess(
-                    __name__, [str(descriptor)], environment=_ENVIRONMENT, pass_fds=[descriptor]
-                )
-            finally:
-                os.close(descriptor)
+            self._process = trials.TrialProcess(__name__, self._arguments, environment=_ENVIRONMENT)
         return await self._process.attempt(guided)
 
     async def close(self) -> None:
@@ -88,12 +79,11 @@ class GrammarTrials:
             await asyncio.to_thread(process.close)
 
 
-def main(arguments: list[str]) -> None:
+def main(model: str, *flags: str) -> None:
     """Serve the worker that started this process."""
     from dynamo.engine.adapters.vllm import versions  # takes seconds, and is in the worker already
 
-    with open(int(arguments[0]), "rb") as file:
-        config = pickle.load(file)
+    config = versions.make_config(versions.read_flags(flags, {"model": model}))
     structured = config.structured_outputs_config
     support = translation.GuidedSupport(structured.backend, bool(structured.reasoning_parser))
     compile_grammar = versions.make_grammar_compiler(config)
@@ -108,4 +98,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])
