@@ -12,24 +12,11 @@ from dynamo.operator import election, service
 from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.http import client
 from dynamo.testing import clock as virtual
-from dynamo.testing.kube.memory_cluster import MemoryCluster
 from operator_cluster import make_graph, worker
 from waiting import until
 
 API = "nvidia.com/v1alpha1"
 LEASE = ("coordination.k8s.io/v1", "Lease")
-
-
-@pytest.fixture
-async def server():
-    async with MemoryCluster() as opened:
-        yield opened
-
-
-@pytest.fixture
-async def cluster(server):
-    async with server.connect() as opened:
-        yield opened
 
 
 def make_election(cluster, clock, identity="one"):

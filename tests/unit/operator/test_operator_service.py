@@ -44,18 +44,6 @@ async def running(server, identity="one", **settings):
             await task
 
 
-@pytest.fixture
-async def server():
-    async with MemoryCluster() as opened:
-        yield opened
-
-
-@pytest.fixture
-async def cluster(server):
-    async with server.connect() as opened:
-        yield opened
-
-
 MOST_LOOKS = 6_000  # a minute where nothing else runs; on a busy machine looks come as late as what they wait for
 
 
