@@ -64,7 +64,7 @@ def run(options: BenchConfig) -> int:
     exit_code = 0
     describe = lambda: f"{len(answers)} of {options.requests} requests have ended"  # noqa: E731
     try:
-        with waiting.told(describe):
+        with waiting.say_regularly(describe):
             asyncio.run(_run(options, clock, answers))
     except KeyboardInterrupt:
         exit_code = _INTERRUPTED

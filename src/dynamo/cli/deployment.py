@@ -273,7 +273,7 @@ async def _apply(cluster: Connection, made: Sequence[Object], options: DeployCon
     if not options.wait:
         return 0
     try:
-        with waiting.told(lambda: f"{name} is not ready: {_cause(stored)}"):
+        with waiting.say_regularly(lambda: f"{name} is not ready: {_cause(stored)}"):
             async with asyncio.timeout(options.timeout):
                 async for _, each in cluster.watch(API_VERSION, KIND, namespace):
                     if each.get("metadata", {}).get("name") == name:

@@ -72,7 +72,9 @@ def stop(options: StopConfig) -> int:
         os.kill(served.pid, signal.SIGTERM)
     print(f"stopping {served.name}: running requests finish first", flush=True)
     deadline = time.monotonic() + _STOP_S
-    with waiting.told(lambda: f"{served.name} has not ended; kill {served.pid} ends it at once"):
+    with waiting.say_regularly(
+        lambda: f"{served.name} has not ended; kill {served.pid} ends it at once"
+    ):
         while any(served_now.pid == served.pid for served_now in state.running()):
             if time.monotonic() > deadline:
                 raise errors.EngineFailed(

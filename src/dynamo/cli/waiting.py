@@ -1,6 +1,6 @@
 """What a command says of its waiting, on standard error, beside the result on standard output.
 
-`told` is for waits during which an event loop may be busy, or none runs: a thread says it.
+`say_regularly` is for waits during which an event loop may be busy, or none runs: a thread says it.
 """
 
 import contextlib
@@ -46,19 +46,19 @@ class Progress:
 
 
 @contextlib.contextmanager
-def told(describe: Callable[[], str]) -> Iterator[None]:
+def say_regularly(describe: Callable[[], str]) -> Iterator[None]:
     """Say what `describe` returns, and for how long that is waited for, every ten seconds of the block."""
     is_over = threading.Event()
     began_at = time.monotonic()
 
-    def tell() -> None:
+    def say_each_interval() -> None:
         while not is_over.wait(INTERVAL_S):
             say(f"{describe()} ({time.monotonic() - began_at:.0f} s)")
 
-    teller = threading.Thread(target=tell, name="waiting", daemon=True)
-    teller.start()
+    speaker = threading.Thread(target=say_each_interval, name="waiting", daemon=True)
+    speaker.start()
     try:
         yield
     finally:
         is_over.set()
-        teller.join()
+        speaker.join()

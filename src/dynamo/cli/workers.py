@@ -162,7 +162,7 @@ async def join(
             directory = stack.enter_context(_with_template(directory, _LAST_MESSAGE))
         room = local.Room() if topology.num_prefill else None
         name = worker.model_name or model_source.display_name(worker.model)
-        with waiting.told(lambda: f"loading {name}; Ctrl-C gives up"):
+        with waiting.say_regularly(lambda: f"loading {name}; Ctrl-C gives up"):
             for mode in topology.modes.values():
                 engine = engines.build(
                     engine_of(target), directory, engine_settings, model_name=name, room=room

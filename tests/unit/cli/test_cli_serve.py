@@ -87,7 +87,7 @@ def test_wait_is_told_again_and_again_until_it_is_over(capsys, monkeypatch):
         told.set()
         return "loading m"
 
-    with waiting.told(describe):
+    with waiting.say_regularly(describe):
         assert told.wait(PATIENT_S)
     lines = capsys.readouterr().err.splitlines()
 

@@ -31,7 +31,7 @@ def test_topology_is_described_in_a_line():
 async def test_load_of_a_model_is_told(monkeypatch):
     described = []
     told = lambda describe: described.append(describe()) or contextlib.nullcontext()  # noqa: E731
-    monkeypatch.setattr(workers.waiting, "told", told)
+    monkeypatch.setattr(workers.waiting, "say_regularly", told)
     async with workers.join("mocker", settings.WorkerConfig(), Topology()):
         pass
 
