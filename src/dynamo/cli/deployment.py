@@ -25,10 +25,8 @@ from dynamo.sdk import commands, graph
 
 API_VERSION, KIND = "nvidia.com/v1alpha1", "DynamoGraphDeployment"
 _MANAGER = "dynamo-deployment"
-_NAME, _MOST_NAME_CHARS = (
-    re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"),
-    63,
-)  # of a service of Kubernetes
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # of a service of Kubernetes
+_MOST_NAME_CHARS = 63
 _COMPONENT_TYPES = {"dynamo.frontend": "frontend", "dynamo.planner": "planner"}
 # Of pydynamo's own images, which one has a module; the frontend's has all that no engine is needed for.
 _IMAGES = {
