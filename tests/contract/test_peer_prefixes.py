@@ -85,6 +85,8 @@ class Client:
         self.num_asked += 1
         if self.fault == "dead":
             raise errors.WorkerLost("connection refused")
+        if self.fault == "wrong program":
+            raise ZeroDivisionError
         side, request_id = self.holder, request.id
 
         class Stream:
@@ -254,6 +256,18 @@ async def test_peer_that_stops_during_the_copy_costs_only_the_copy(kind):
         await right.until_idle()
 
 
+async def test_fault_of_the_program_fails_the_request_instead_of_holding_it_for_ever(kind):
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    async with two_workers(kind) as (left, right, client):
+        await left.answer(prompt(1))
+        client.fault = "wrong program"
+        right.submit(prompt(1), left.source())
+        await right.end_of("1")
+        await right.until_idle()
+
+    assert isinstance(right.sink.errors["1"], errors.EngineFailed)
+
+
 async def test_blocks_of_another_lease_change_no_answer(kind):
     """The peer forgets the lease at once, and its blocks get other content: what is late is not used."""
     async with two_workers(kind) as (left, right, client):
@@ -329,7 +343,7 @@ async def ask(side, tokens, params):
 
 
 def answer_with(params):
-    async def open_stream(request, receiver, *, instance_id, timeout_s):
+    async def open_stream(request, receiver, *, instance_id, timeout_s, headers):
         class Stream:
             def cancel(self):
                 pass

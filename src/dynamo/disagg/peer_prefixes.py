@@ -103,9 +103,10 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
         source = request.prefix_source
         num_cached = self._count_cached(request)
         if source is not None and self._is_worth_asking(request, source, num_cached):
-            fetch = self._held[request.id] = remote_prefill.HeldRequest(request)
+            assert self._sink is not None
+            fetch = remote_prefill.HeldRequest(request)
             work = self._fetch_and_submit(fetch, source, source.num_tokens - num_cached)
-            fetch.task = self._tasks.start("copy a prefix from a peer", work)
+            self._hold(fetch, self._sink, "copy a prefix from a peer", work)
             return
         self._engine.submit(request)
         is_alone = not any(

@@ -144,6 +144,27 @@ class FrontEngine:
         self._held: dict[str, HeldRequest] = {}  # by request id
         self._tasks = tasks.Tasks()
 
+    def _hold(
+        self,
+        held_request: HeldRequest,
+        sink: api.EngineSink,
+        task_name: str,
+        work: Coroutine[Any, Any, None],
+    ) -> None:
+        """Hold a request until `work` has submitted it. If `work` dies, which is a fault of this program, it fails."""
+        self._held[held_request.request.id] = held_request
+        held_request.task = self._tasks.start(task_name, work)
+
+        def fail_if_dead(task: "asyncio.Task[None]") -> None:
+            if task.cancelled() or (fault := task.exception()) is None:
+                return
+            if self._held.get(held_request.request.id) is held_request:
+                del self._held[held_request.request.id]
+            error = errors.EngineFailed(f"the task {task_name!r} died: {type(fault).__name__}")
+            sink.failed(held_request.request.id, error)
+
+        held_request.task.add_done_callback(fail_if_dead)
+
     def abort(self, request_id: str) -> None:
         """Abort a request, at the engine or while it is held; the lease of its blocks then expires."""
         held_request = self._held.pop(request_id, None)
@@ -238,8 +259,9 @@ class RemotePrefillEngine(FrontEngine):
             _logger.debug(
                 "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
             )
-            prompt = self._held[request.id] = HeldRequest(request)
-            prompt.task = self._tasks.start("prefill remotely", self._prefill_and_submit(prompt))
+            assert self._sink is not None
+            prompt = HeldRequest(request)
+            self._hold(prompt, self._sink, "prefill remotely", self._prefill_and_submit(prompt))
         elif kv_transfer.is_cached_only(request.kv_transfer_params):
             self._engine.submit(request)
         else:

@@ -93,7 +93,8 @@ async def test_all_is_free_and_right_though_copies_fail_stall_and_are_late(
     if REMOTE in pair:
         pytest.importorskip("obstore", reason="obstore is not installed")
         monkeypatch.setattr("dynamo.kvbm.object_storage.SEGMENT_TOKENS", 4 * BLOCK)
-        below = tiers(40, kvbm_object_store=tmp_path.as_uri(), kvbm_object_num_blocks=900)
+        # A host tier of 40 keeps no segment whole until it is written, one of 100 loses none that is to be read.
+        below = tiers(60, kvbm_object_store=tmp_path.as_uri(), kvbm_object_num_blocks=900)
     else:
         below = tiers(40, 900, tmp_path)
     async with serving(model, num_gpu_blocks_override=34, **below) as served:
