@@ -114,13 +114,15 @@ def test_two_in_one_discovery_answer_by_their_own_workers(deployment):
 
 
 def test_commands_are_printed_and_nothing_is_started(deployment):
-    printing = deployment.run("dynamo.cli", "serve", "--dry-run", "--prefill", "1", *MOCK)
+    flags = ("--prefill", "1", "--frontend-flags", "--router-mode kv")
+    printing = deployment.run("dynamo.cli", "serve", "--dry-run", *flags, *MOCK)
     printing.may_end = True
 
     assert printing.exit_code() == 0
     names = re.findall(r"^# (.*)", printing.log.read_text(), re.MULTILINE)
     assert names == ["frontend", "prefill worker 1", "decode worker 1"]
     assert "--disaggregation-mode prefill" in printing.log.read_text()
+    assert re.search("dynamo.frontend .*--router-mode kv", printing.log.read_text())
 
 
 def test_closed_terminal_ends_all_processes_in_order(deployment):
@@ -192,9 +194,13 @@ def test_crashed_frontend_is_replaced(deployment):
         (
             ("serve", "--device", "cuda"),
             "unrecognized argument: --device (did you mean --decode? Flags of the processes that this starts go into"
-            " --worker-flags or --planner-flags)",
+            " --worker-flags or --frontend-flags or --planner-flags)",
         ),
         (("serve", "--engine", "warp"), "native, mocker"),
+        (
+            ("serve", "--frontend-flags", "--router-mode best", "--http-port", "{port}"),
+            "--router-mode",
+        ),
         (("serve", "--worker-flags", "--no-such-flag", "--http-port", "{port}"), "--no-such-flag"),
     ],
 )

@@ -108,6 +108,11 @@ class ServeConfig(HttpConfig):
         help='more flags for each worker, as one argument: "--max-num-seqs 64"',
         takes="text",
     )
+    frontend_flags: str = config.option(
+        "",
+        help='more flags for the frontend, as one argument: "--router-mode kv"',
+        takes="text",
+    )
     planner: bool = config.option(
         False, help="let a planner start and drain workers by their load (docs/planner.md)"
     )
@@ -374,9 +379,10 @@ class _Serving:
         )
 
 
-def frontend_spec(options: HttpConfig, environ: Mapping[str, str]) -> children.ChildSpec:
+def frontend_spec(options: ServeConfig, environ: Mapping[str, str]) -> children.ChildSpec:
     """Return the frontend to start."""
     flags = ["--http-host", options.http_host, "--http-port", str(options.http_port)]
+    flags += shlex.split(options.frontend_flags)
     argv = [sys.executable, "-m", "dynamo.frontend", *flags]
     return children.ChildSpec(name=FRONTEND, argv=argv, environ=environ)
 
