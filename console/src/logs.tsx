@@ -31,7 +31,7 @@ export function Logs(_: ViewProps) {
         {[...shown].reverse().map((line) => (
           <li key={line.number} class={line.level.toLowerCase()}>
             <span class="muted">{clock(line.at)}</span> <b>{line.level}</b> <span class="muted">{line.target}</span> {line.message}
-            {line.request_id && <a href={`#/requests/${encodeURIComponent(line.request_id)}`}> {line.request_id.slice(0, 16)}</a>}
+            {line.request_id && <> <a href={`#/requests/${encodeURIComponent(line.request_id)}`} title={line.request_id}>request</a></>}
           </li>
         ))}
       </ol>

@@ -124,7 +124,7 @@ function Chart(props: { title: string; unit: string; series: Series[]; points: P
   useEffect(() => plot.current?.setData(data), [props.points]);
   return (
     <section class="chart" aria-label={props.title}>
-      <h2>{props.title}</h2>
+      <h2>{props.title}{props.unit && `,${props.unit}`}</h2>
       <div ref={place} />
     </section>
   );

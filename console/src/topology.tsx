@@ -52,7 +52,7 @@ function Drawing({ page }: { page: Page }) {
   const places = useMemo(
     () =>
       new Map<string, Place>(
-        columns.flatMap((column, number) => placed(column, columns.length === 1 ? 560 : 360 + number * 330, height).map(([worker, place]) => [worker.instance, place] as [string, Place])),
+        columns.flatMap((column, number) => placed(column, columns.length === 1 ? 560 : 350 + number * 320, height).map(([worker, place]) => [worker.instance, place] as [string, Place])),
       ),
     [height, page.workers.map((worker) => worker.instance + worker.role).join()],
   );
