@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import http.server
 import importlib.util
+import os
 import stat
 import threading
 import time
@@ -360,6 +361,46 @@ def test_all_is_forgotten_at_once_though_the_store_hangs(tmp_path, monkeypatch):
     storage.forget()
 
     assert read(storage, 0, 1) == 4
+
+
+@needs_obstore
+@pytest.mark.parametrize("num_removed", [1, 30])
+def test_all_is_removed_though_another_worker_removes_some_meanwhile(
+    tmp_path, monkeypatch, num_removed
+):
+    storage, delete = open_objects(tmp_path / "cache", OURS, num_blocks=200), obstore.delete
+    for slot in range(40):
+        write(storage, slot, slot + 1)
+    storage.forget()
+
+    def delete_late(store, paths):
+        if len(paths) == 40:
+            delete(store, paths[:num_removed])
+        delete(store, paths)
+
+    monkeypatch.setattr(obstore, "delete", delete_late)
+    storage.purge()
+
+    assert objects_in(tmp_path) == []
+
+
+@needs_obstore
+@pytest.mark.parametrize("is_purged", [True, False])
+def test_what_a_killed_writer_has_left_in_a_directory_is_removed(tmp_path, is_purged):
+    storage = open_objects(tmp_path / "cache", OURS)
+    for name in (1, 2):
+        write(storage, name, name)
+    storage.forget()
+    for path in objects_in(tmp_path):  # as obstore calls what it has not written to the end
+        path.rename(f"{path}#1")
+    killed_at = time.time() - object_storage.UNFINISHED_S - 1
+    os.utime(objects_in(tmp_path)[0], (killed_at, killed_at))
+    if is_purged:
+        storage.purge()
+    else:
+        open_objects(tmp_path / "cache", OURS)
+
+    assert len(objects_in(tmp_path)) == 1  # another worker may be writing it
 
 
 @needs_obstore

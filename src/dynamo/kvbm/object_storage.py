@@ -14,8 +14,10 @@ another worker has removed meanwhile is not there when it is read, and is comput
 import base64
 import contextlib
 import itertools
+import os
 import struct
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ MAX_SEGMENT_BLOCKS = (
     16  # whose hashes fit into the 255 bytes that file systems allow for a part of a name
 )
 TIMEOUT_S = 10  # of one request
+UNFINISHED_S = 60  # after which a write to a directory that has not ended is one of a killed process
 _NUMBER = struct.Struct("<Q")  # a checksum, a hash
 
 
@@ -171,6 +174,7 @@ class ObjectStorage:
 
     def purge(self) -> None:
         """Remove all forgotten blocks of this fingerprint, those of other workers too. Raises OSError."""
+        self._remove_unfinished()
         try:
             for page in obstore.list(self._store, prefix=self._prefix):
                 with self._lock:
@@ -184,6 +188,7 @@ class ObjectStorage:
 
     def _find_segments(self) -> None:
         """Enter the newest objects as segments; remove those for which there is no slot, and what is none."""
+        self._remove_unfinished()
         entries = [
             entry for page in obstore.list(self._store, prefix=self._prefix) for entry in page
         ]
@@ -202,13 +207,29 @@ class ObjectStorage:
         self._stored = dict(reversed(self._stored.items()))
 
     def _remove(self, paths: Sequence[str]) -> None:
-        with contextlib.suppress(FileNotFoundError):  # another worker was quicker
+        try:
             obstore.delete(self._store, paths)
+        except FileNotFoundError:  # another worker was quicker with one, and the rest may still be there
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    obstore.delete(self._store, path)
         if self._directory is not None:
             for path in paths:
                 name = path.removeprefix(f"{self._prefix}/").partition("/")[0]
                 with contextlib.suppress(OSError):  # written again meanwhile
                     (self._directory / name).rmdir()
+
+    def _remove_unfinished(self) -> None:
+        """Remove what killed processes have written of objects, as NAME#NUMBER in a directory; no list has it."""
+        if self._directory is None:
+            return
+        begun_before = time.time() - UNFINISHED_S
+        for parent, _, names in os.walk(self._directory):
+            for path in [Path(parent, name) for name in names if "#" in name]:
+                with contextlib.suppress(OSError):  # another process was quicker
+                    if path.stat().st_mtime < begun_before:
+                        path.unlink()
+                        path.parent.rmdir()
 
     def _parse(self, path: str) -> Segment | None:
         """Return the segment of an object's name; None for something else."""

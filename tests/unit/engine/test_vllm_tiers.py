@@ -338,6 +338,22 @@ def test_clearing_drops_every_tier_and_tells_the_workers(rig):
     assert rig.scheduler.match(rig.request("a2"), 0) == (0, False)
 
 
+def test_clearing_before_the_tiers_are_open_drops_what_an_earlier_run_has_left():
+    stored = Rig().request("a").block_hashes
+    names = [name_of(block_hash) for block_hash in stored]
+    blocks = {i: (tiers.CachedBlock(name, 0, None),) for i, name in enumerate(names)}
+    rig = Rig(num_disk=8, stored=blocks)
+    rig.scheduler.clear()
+    assert rig.scheduler.has_work
+    assert not rig.step().is_disk_cleared  # the workers open the tiers in this step
+    assert rig.scheduler.has_work
+    assert rig.step().is_disk_cleared
+
+    assert not rig.scheduler.has_work
+    assert rig.scheduler.match(rig.request("a2"), 0) == (0, False)
+    assert rig.scheduler.report().tiers[2].used_blocks == 0
+
+
 def test_prompt_that_a_peer_has_computed_is_left_to_the_peer(rig):
     rig.compute(rig.request("a"))
     rig.evict()

@@ -315,10 +315,10 @@ class TierScheduler:
         return bool(self._copies) or self._has_new_room or self._is_disk_cleared
 
     def clear(self) -> None:
-        """Drop the blocks of all tiers, those on disk with the next step."""
+        """Drop the blocks of all tiers, those on disk with the next step, or with the first one of open tiers."""
         if self.cache is not None:
             self.cache.clear()
-            self._is_disk_cleared = True
+        self._is_disk_cleared = True
 
     def bind(self, block_pool: Any) -> None:
         """Set vLLM's block pool."""
@@ -346,6 +346,8 @@ class TierScheduler:
             block_size=self._block_size,
             block_bytes=opened.block_bytes,
         )
+        if self._is_disk_cleared:
+            self.cache.clear()
 
     def _end(
         self, cache: tiered_cache.TieredCache, copy: tiered_cache.TierCopy, ended: EndedCopy
