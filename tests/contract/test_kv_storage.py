@@ -6,6 +6,7 @@ import http.client
 import http.server
 import importlib.util
 import os
+import shutil
 import stat
 import threading
 import time
@@ -409,6 +410,8 @@ def test_only_the_owner_can_read_objects_in_a_directory(tmp_path):
     storage = open_objects(tmp_path / "cache", OURS)
     for name in (1, 2):  # the first one is removed again
         write(storage, 0, name)
+    shutil.rmtree(tmp_path / "cache")
+    write(storage, 0, 3)
     (directory,) = (tmp_path / "cache").iterdir()
 
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700

@@ -37,7 +37,9 @@ MAX_SEGMENT_BLOCKS = (
     16  # whose hashes fit into the 255 bytes that file systems allow for a part of a name
 )
 TIMEOUT_S = 10  # of one request
-UNFINISHED_S = 60  # after which a write to a directory that has not ended is one of a killed process
+UNFINISHED_S = (
+    60  # after which a write to a directory that has not ended is one of a killed process
+)
 _NUMBER = struct.Struct("<Q")  # a checksum, a hash
 
 
@@ -79,7 +81,7 @@ class ObjectStorage:
             options: dict[str, Any] = {}  # of a directory, which has no time limits
             if url.startswith("file:"):
                 self._directory = Path(request.url2pathname(parse.urlsplit(url).path), self._prefix)
-                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._make_directory()
             else:
                 options = {
                     "client_options": {"timeout": f"{TIMEOUT_S}s", "allow_http": True},
@@ -120,6 +122,7 @@ class ObjectStorage:
         if former is not None and former != path:
             self._remove([former])
         if generation == self.generation:
+            self._make_directory()
             obstore.put(self._store, path, body, use_multipart=False)
         if generation != self.generation:  # perhaps after `purge` has listed the objects
             self._remove([path])
@@ -209,8 +212,10 @@ class ObjectStorage:
     def _remove(self, paths: Sequence[str]) -> None:
         try:
             obstore.delete(self._store, paths)
-        except FileNotFoundError:  # another worker was quicker with one, and the rest may still be there
-            for path in paths:
+        except FileNotFoundError:
+            for (
+                path
+            ) in paths:  # another worker was quicker with one, and the rest may still be there
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._store, path)
         if self._directory is not None:
@@ -218,6 +223,11 @@ class ObjectStorage:
                 name = path.removeprefix(f"{self._prefix}/").partition("/")[0]
                 with contextlib.suppress(OSError):  # written again meanwhile
                     (self._directory / name).rmdir()
+
+    def _make_directory(self) -> None:
+        """Make the objects' directory, anew if it was removed: what obstore makes, other users can read."""
+        if self._directory is not None:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _remove_unfinished(self) -> None:
         """Remove what killed processes have written of objects, as NAME#NUMBER in a directory; no list has it."""

@@ -97,7 +97,7 @@ class TierCopies:
             self._log_failure(copy, error)
             return CopyOutcome(frozenset(range(len(copy.blocks))), None)
         if failed:
-            self._log_failure(copy, "the checksums of blocks were wrong")
+            self._log_failure(copy, "blocks were gone, or their checksums wrong")
         return CopyOutcome(failed, time.monotonic() - began_at)
 
     def take_late(self) -> list[TierCopy]:

@@ -27,6 +27,11 @@ STORAGE_TIERS = {
     "nvme_ssd": DISK,
     "object_store": kv_events.REMOTE,
 }
+_OPTIONS = {  # that nothing but their tier reads
+    HOST: ("kvbm_cpu_cache_gb", "kvbm_cpu_cache_override_num_blocks"),
+    DISK: ("kvbm_nvme_path", "kvbm_disk_cache_gb", "kvbm_disk_cache_override_num_blocks"),
+    kv_events.REMOTE: ("kvbm_object_store",),
+}
 _logger = logging.getLogger(__name__)
 _FINGERPRINT = (
     "dtype",
@@ -195,10 +200,7 @@ def open_tiers(
     computed the blocks. Raises ConfigError for sizes that do not fit, and for a file of another engine.
     """
     if HOST not in settings.tier_names:
-        if settings.kvbm_cpu_cache_gb or settings.kvbm_disk_cache_gb or settings.kvbm_nvme_path:
-            _logger.warning(
-                "sizes and paths of KV cache tiers have no effect without --connector kvbm and host_dram"
-            )
+        _warn_of_unused(settings, settings.tier_names)
         return None
     storage = open_storage(
         settings,
@@ -234,6 +236,7 @@ def open_storage(
     `device_bytes` is the engine's own memory, which counts as taken. `part` is the name of a rank, whose file lies in
     a directory of its own. Raises ConfigError for sizes that do not fit, and for a file of another engine.
     """
+    _warn_of_unused(settings, settings.storage_tiers)
     num_parts, reserved = settings.kvbm_sharing_workers, device_bytes
     if num_parts > 1:
         kind = {**fingerprint, "block_bytes": str(block_bytes)}
@@ -282,6 +285,17 @@ def open_storage(
         num_parts=num_parts,
     )
     return TierStorage(host=host, disk=file)
+
+
+def _warn_of_unused(settings: TierConfig, tiers: tuple[kv_events.Tier, ...]) -> None:
+    """Log which options are set though these tiers do not have theirs."""
+    names = [name for tier, names in _OPTIONS.items() if tier not in tiers for name in names]
+    unused = [f"--{n.replace('_', '-')}" for n in names if getattr(settings, n) is not None]
+    if unused:
+        _logger.warning(
+            "no effect without --connector kvbm and their tier in --kvbm-storage-tiers: %s",
+            ", ".join(unused),
+        )
 
 
 def make_cache(

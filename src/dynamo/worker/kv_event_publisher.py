@@ -62,17 +62,25 @@ class KvEventPublisher:
         self._kv_topic = f"{namespace}/{component}/kv_events"
         self._load_topic = f"{namespace}/{component}/kv_metrics"
         self._log_by_rank: dict[int, KvEventLog] = {}
+        self._is_advertised = False
         self._encode = msgspec.msgpack.Encoder().encode
 
     async def advertise(self) -> None:
-        """Register both topics in discovery; call this before anything is published."""
+        """Register both topics in discovery; call this before load and positions are published."""
         await self._plane.advertise(self._kv_topic)
         await self._plane.advertise(self._load_topic)
+        self._is_advertised = True
 
     def publish_kv_events(self, step: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
-        """Publish the blocks that one engine step of one rank stored and removed, in order."""
+        """Publish the blocks that one engine step of one rank stored and removed, in order.
+
+        An engine finds those of its disk before the topics are registered: subscribers ask for these, when the first
+        position shows them that they have missed some.
+        """
         log = self._log_by_rank.setdefault(dp_rank, KvEventLog())
-        self._publish_batch(dp_rank, log.append(step), step)
+        first_event_id = log.append(step)
+        if self._is_advertised:
+            self._publish_batch(dp_rank, first_event_id, step)
 
     async def publish_positions(self, clock: clocks.Clock) -> None:
         """Publish the next event number of each rank every HEARTBEAT_S seconds, until cancelled."""

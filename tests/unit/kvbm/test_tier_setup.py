@@ -88,6 +88,22 @@ def test_size_without_the_connector_is_warned_of(caplog):
 
     assert tier_setup.open_tiers(settings, None, None, pools.BlockPool(4), {}) is None
     assert "no effect without --connector kvbm" in caplog.text
+    assert "--kvbm-cpu-cache-gb" in caplog.text
+
+
+def test_options_of_a_tier_that_is_not_listed_are_warned_of(caplog):
+    settings = read(
+        "--connector", "kvbm", "--kvbm-storage-tiers", "hbm,host_dram", "--kvbm-nvme-path", "/x",
+        "--kvbm-object-store", "s3://b", "--kvbm-cpu-cache-override-num-blocks", "2",
+    )  # fmt: skip
+    storage = tier_setup.open_storage(
+        settings, block_size=16, block_bytes=4096, device_bytes=0, fingerprint={}
+    )
+
+    assert storage.disk is None
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "--kvbm-nvme-path, --kvbm-object-store"
+    ]
 
 
 def write_checkpoint(directory, matrices, name="model.safetensors"):

@@ -1,5 +1,7 @@
 """Whatever is lost, doubled or begun anew: in the end we know what the worker holds."""
 
+import asyncio
+
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,7 +136,11 @@ class Line:
         self.publisher = kv_event_publisher.KvEventPublisher(
             self, namespace="n", component="c", worker_id=9, epoch=self.epoch
         )
+        asyncio.run(self.publisher.advertise())
         self.publisher.publish_kv_events([])
+
+    async def advertise(self, topic):
+        """Do nothing: there is one subscriber."""
 
     def publish(self, topic, payload):
         self.sent.append(msgspec.msgpack.decode(payload, type=kv_events.EventBatch))

@@ -33,15 +33,15 @@ def plane():
 
 
 @pytest.fixture
-def publisher(plane):
-    return kv_event_publisher.KvEventPublisher(
+async def publisher(plane):
+    publisher = kv_event_publisher.KvEventPublisher(
         plane, namespace="dynamo", component="backend", worker_id=9, epoch=5
     )
+    await publisher.advertise()
+    return publisher
 
 
 async def test_both_topics_are_advertised(publisher, plane):
-    await publisher.advertise()
-
     assert plane.advertised == ["dynamo/backend/kv_events", "dynamo/backend/kv_metrics"]
 
 
@@ -76,6 +76,17 @@ async def test_next_event_number_is_published_every_second(publisher, plane):
 def replay(publisher, *positions):
     request = kv_events.ReplayRequest(positions=dict(enumerate(positions)))
     return list(publisher.replay(request))
+
+
+def test_blocks_that_an_engine_finds_at_its_start_reach_subscribers_by_a_replay(plane):
+    publisher = kv_event_publisher.KvEventPublisher(
+        plane, namespace="dynamo", component="backend", worker_id=9, epoch=5
+    )
+    stored = kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(1, 2),))
+    publisher.publish_kv_events([stored])  # no topic is advertised yet
+
+    assert plane.published == []
+    assert [part.events for part in replay(publisher)] == [(), (stored,), ()]
 
 
 def test_subscriber_that_missed_few_events_gets_them_again(publisher):
