@@ -271,7 +271,24 @@ def _check_references(
             _check_label(f"{path}: {condition.type}", condition.signal, signals[condition.type])
         for label in getattr(plugins[decision.name].get("pii"), "pii_types_allowed", ()):
             _check_label(f"{path}: pii_types_allowed", label, pii_types)
+    _check_guard_routes(settings, plugins)
     _check_models(settings)
+
+
+def _check_guard_routes(
+    settings: config.SemanticConfig, plugins: dict[str, dict[str, Any]]
+) -> None:
+    """Raise ConfigError for a guard that sends requests to a model and names none."""
+    general = settings.prompt_guard
+    if general.mode == "route" and not general.route_to:
+        raise errors.ConfigError("prompt_guard: mode: route needs route_to, the name of a model")
+    for name, by_type in plugins.items():
+        for kind, usual in (("jailbreak", general.route_to), ("pii", None)):
+            plugin = by_type.get(kind)
+            if plugin is not None and plugin.mode == "route" and not (plugin.route_to or usual):
+                raise errors.ConfigError(
+                    f"decisions.{name}: {kind}: mode: route needs route_to, the name of a model"
+                )
 
 
 def _check_models(settings: config.SemanticConfig) -> None:

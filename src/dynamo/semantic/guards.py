@@ -70,7 +70,7 @@ def check_attack(
     try:
         scores = [classifiers.classify_attack(text) for text in texts]
     except Exception as error:  # noqa: BLE001  # a fault of the guard: the configuration says what follows
-        return _failed("jailbreak", guard.on_error, error)
+        return _failed("jailbreak", mode, guard.on_error, error)
     worst = max(
         scores, key=lambda score: score.risk, default=attacks.AttackScore(0.0, "benign", ())
     )
@@ -103,7 +103,7 @@ def check_pii(
     try:
         results = [classifiers.find_pii(text) for text in texts]
     except Exception as error:  # noqa: BLE001  # a fault of the guard: the configuration says what follows
-        return _failed("pii", plugin.on_error, error)
+        return _failed("pii", plugin.mode, plugin.on_error, error)
     is_complete = all(complete for _, complete in results)
     labels = {
         span.type
@@ -127,10 +127,16 @@ _ACTIONS: dict[str, Action] = {"enforce": "block", "observe": "observe", "route"
 
 
 def _failed(
-    guard: Literal["jailbreak", "pii"], on_error: config.OnError, error: Exception
+    guard: Literal["jailbreak", "pii"],
+    mode: config.GuardMode,
+    on_error: config.OnError,
+    error: Exception,
 ) -> GuardVerdict:
-    """Return the verdict of a guard that failed; the text of the error stays out, it may hold the prompt."""
-    action: Action = "block" if on_error == "block" else "none"
+    """Return the verdict of a guard that failed; the text of the error stays out, it may hold the prompt.
+
+    A guard that only observes never blocks.
+    """
+    action: Action = "block" if on_error == "block" and mode != "observe" else "none"
     return GuardVerdict(
         guard=guard,
         action=action,

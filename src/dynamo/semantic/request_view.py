@@ -14,6 +14,17 @@ import msgspec
 from dynamo.base import errors
 
 _IMAGE_KINDS = ("image_url", "input_image", "image")
+# What a model sees of a message or a part, beside its calls of tools; `input` and `arguments` may be JSON objects.
+_TEXT_FIELDS = (
+    "text", "content", "output", "refusal", "reasoning_content", "reasoning", "thinking", "arguments", "input",
+    "title", "context",
+)  # fmt: skip
+_MESSAGE_FIELDS = ("messages", "input", "prompt", "text_input")
+# Beside the messages; a template may write all of the last three into the prompt.
+_OTHER_FIELDS = (
+    "system", "instructions", "suffix", "chat_template", "documents", "chat_template_kwargs", "chat_template_args",
+)  # fmt: skip
+_OUTPUT_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _CHARACTERS_PER_TOKEN = 4  # of English text; a rough estimate of a prompt's length
 _decoder = msgspec.json.Decoder()
 
@@ -58,11 +69,35 @@ class RequestView:
 
     @cached_property
     def texts(self) -> list[str]:
-        """Return every text that a model would see: all messages, tool results and arguments, system prompts."""
-        texts = [text for message in self.messages for text in _texts(message)]
-        for name in ("system", "instructions"):
-            texts += _texts(self.fields.get(name))
+        """Return every text that a model would see: all messages, tool results and arguments, system prompts.
+
+        A body may have the fields of several APIs; which of them is answered is not known here, so all are read.
+        """
+        try:
+            texts = [text for message in self.messages for text in _texts(message)]
+        except RecursionError as error:
+            raise errors.InvalidRequest(
+                f"{self.messages_field}: expected lists and objects of a few levels, got far too many"
+            ) from error
+        for name in (*_MESSAGE_FIELDS, *_OTHER_FIELDS):
+            value = self.fields.get(name)
+            if name in ("documents", "chat_template_kwargs", "chat_template_args"):
+                texts += _strings(value)
+            elif name != self.messages_field:
+                texts += _texts(value)
         return [text for text in texts if text]
+
+    @cached_property
+    def tool_texts(self) -> list[str]:
+        """Return what the definitions of tools say, one text for each tool."""
+        tools = [*_parts(self.fields.get("tools")), *_parts(self.fields.get("functions"))]
+        return [text for tool in tools if (text := "\n".join(_strings(tool)))]
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Return whether a prompt is given as token ids, which no classifier can read."""
+        prompt = _parts(self.fields.get("prompt"))
+        return any(isinstance(item, int | list) for item in prompt)
 
     @property
     def has_images(self) -> bool:
@@ -75,15 +110,25 @@ class RequestView:
 
     @property
     def wants_structure(self) -> bool:
-        """Return whether the answer must follow a schema or grammar."""
-        kind = self.fields.get("response_format")
-        return isinstance(kind, dict) and kind.get("type") not in (None, "text")
+        """Return whether the answer must follow a schema or grammar, in the words of any of the APIs."""
+        text = self.fields.get("text")
+        kinds = [
+            self.fields.get("response_format"),
+            text.get("format") if isinstance(text, dict) else None,
+        ]
+        if any(isinstance(kind, dict) and kind.get("type") not in (None, "text") for kind in kinds):
+            return True
+        return any(
+            value
+            for name, value in self.fields.items()
+            if name.startswith("guided_") or name == "structured_outputs"
+        )
 
     @property
     def least_context(self) -> int:
         """Return an estimate of the tokens of prompt and answer, which the context must have room for."""
         prompt = sum(map(len, self.texts)) // _CHARACTERS_PER_TOKEN
-        limits = (self.fields.get(name) for name in ("max_completion_tokens", "max_tokens"))
+        limits = (self.fields.get(name) for name in _OUTPUT_LIMITS)
         return prompt + next((limit for limit in limits if isinstance(limit, int)), 0)
 
     @property
@@ -116,11 +161,30 @@ def _texts(value: Any) -> Iterator[str]:
             for item in value:
                 yield from _texts(item)
         case dict():
-            for name in ("text", "content", "output", "refusal"):
-                yield from _texts(value.get(name))
-            for call in _parts(value.get("tool_calls")):
-                if isinstance(call, dict) and isinstance(call.get("function"), dict):
-                    yield from _texts(call["function"].get("arguments"))
+            for name in _TEXT_FIELDS:
+                inner = value.get(name)
+                is_call = name in ("arguments", "input") and isinstance(inner, dict)
+                yield from _strings(inner) if is_call else _texts(inner)
+            source = value.get("source")  # of a document; that of an image is no text
+            if isinstance(source, dict) and source.get("type") in ("text", "content"):
+                yield from _texts([source.get("data"), source.get("content")])
+            calls = [call for call in _parts(value.get("tool_calls")) if isinstance(call, dict)]
+            for function in (value.get("function_call"), *(call.get("function") for call in calls)):
+                if isinstance(function, dict):
+                    yield from _texts({"arguments": function.get("arguments")})
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a value of JSON, without the names of its members."""
+    pending = [value]
+    while pending:
+        match pending.pop():
+            case str() as text:
+                yield text
+            case list() as items:
+                pending += reversed(items)
+            case dict() as members:
+                pending += reversed(members.values())
 
 
 def _parts_of(item: dict[str, Any]) -> list[dict[str, Any]]:

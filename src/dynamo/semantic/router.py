@@ -4,6 +4,7 @@ Signals, decision, guards, cache, model, changes of the body. The outcome is a v
 forward, or an answer to give at once. Processes around it (frontend, gateway, command line) act on it.
 """  # decider
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from dynamo.base import clock as clocks
@@ -106,15 +107,18 @@ class SemanticRouter:
             explanation.observed = matches[0].settings.name
             matches = [match for match in matches if match.settings.mode == "enforce"]
         is_auto = view.model in self.settings.auto_names
-        guarded = matches[0].settings.name if matches else ""
+        match, kept = matches[0] if matches else None, ""
+        earlier, present = model_choice.conversation_keys(view, headers, tenant)
+        self._select_tools(view, classifiers, explanation)
+        if is_auto and self.settings.conversations.enabled:
+            match, kept = self._keep_conversation(match, matches, view, earlier, explanation)
+        # the guards are those of the decision that is followed: its model gets the text
+        guarded = match.settings.name if match is not None else ""
         route_to = self._guard(view, guarded, outcome, classifiers)
         if outcome.answer is not None:
             return outcome
-        self._select_tools(view, classifiers, explanation)
-        match, kept = matches[0] if matches else None, ""
-        earlier, present = model_choice.conversation_keys(view, headers, tenant)
-        if is_auto and self.settings.conversations.enabled and not route_to:
-            match, kept = self._keep_conversation(match, matches, view, earlier, explanation)
+        if route_to and kept:
+            explanation.conversation = "switched: a guard sends the request to its own model"
         plugins = {} if match is None else self.loaded.plugins[match.settings.name]
         if match is not None:
             explanation.decision = match.settings.name
@@ -125,7 +129,7 @@ class SemanticRouter:
             explanation.model = view.model
             self._add_headers(outcome, plugins)
             return outcome
-        reference = self._choose(match, route_to or kept, view, explanation)
+        reference = self._choose(match, kept, route_to, view, explanation)
         explanation.model, outcome.is_chosen = reference.served_name, True
         self._rewrite(outcome, view, match, reference, plugins)
         self.conversations.remember(present, explanation.decision, explanation.model)
@@ -141,7 +145,7 @@ class SemanticRouter:
         }
         texts = {
             encoder_labels.DOMAIN: [view.user_text] if view.user_text else [],
-            encoder_labels.ATTACK: view.texts,
+            encoder_labels.ATTACK: [*view.texts, *view.tool_texts],
             encoder_labels.PII: view.texts,
         }
         inputs = self.list_inputs_for({name: texts[name] for name in texts if needed[name]})
@@ -210,7 +214,10 @@ class SemanticRouter:
         plugins = self.loaded.plugins.get(decision, {})
         verdicts = (
             guards.check_attack(
-                view.texts, self.settings.prompt_guard, plugins.get("jailbreak"), classifiers
+                [*view.texts, *view.tool_texts],
+                self.settings.prompt_guard,
+                plugins.get("jailbreak"),
+                classifiers,
             ),
             guards.check_pii(
                 view.texts,
@@ -223,6 +230,8 @@ class SemanticRouter:
         for verdict in verdicts:
             if verdict is None:
                 continue
+            if view.has_token_ids:
+                verdict = dataclasses.replace(verdict, is_complete=False)
             explanation.verdicts.append(verdict)
             if verdict.action == "block":
                 explanation.path, explanation.decision = "blocked", decision
@@ -344,15 +353,22 @@ class SemanticRouter:
         self,
         match: decisions.MatchedDecision | None,
         kept: str,
+        route_to: str,
         view: request_view.RequestView,
         explanation: routing_outcome.Explanation,
     ) -> config.ModelReference:
-        """Return the first model that can serve the request. Raises NoWorkers, with the reason for each."""
+        """Return the first model that can serve the request. Raises NoWorkers, with the reason for each.
+
+        No other model gets what a guard sends to its own (`route_to`).
+        """
+        preferred = route_to or kept
         references = [] if match is None else list(match.settings.modelRefs)
-        if kept and kept not in [reference.served_name for reference in references]:
-            references.insert(0, config.ModelReference(model=kept))
-        references.sort(key=lambda reference: reference.served_name != kept)
-        if self.settings.default_model:
+        if preferred and preferred not in [reference.served_name for reference in references]:
+            references.insert(0, config.ModelReference(model=preferred))
+        references.sort(key=lambda reference: reference.served_name != preferred)
+        if route_to:
+            del references[1:]
+        elif self.settings.default_model:
             references.append(config.ModelReference(model=self.settings.default_model))
         for reference in references:
             name = reference.served_name

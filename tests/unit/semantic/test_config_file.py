@@ -103,3 +103,16 @@ def test_any_bytes_are_parsed_or_refused(data):
 
 def test_shared_configuration_of_the_tests_has_no_notes():
     assert parse(semantic_configs.CONFIG).notes == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prompt_guard: {enabled: true, mode: route}",
+        "decisions: [{name: a, plugins: [{type: pii, configuration: {mode: route}}]}]",
+        "decisions: [{name: a, plugins: [{type: jailbreak, configuration: {mode: route}}]}]",
+    ],
+)
+def test_guard_that_routes_to_no_model_is_refused(text):
+    with pytest.raises(errors.ConfigError, match="mode: route needs route_to"):
+        parse(text)

@@ -60,3 +60,15 @@ def test_failure_follows_the_configuration_and_hides_the_text(on_error, action):
     assert verdict.action == action
     assert not verdict.is_complete
     assert CARD not in verdict.reason
+
+
+@pytest.mark.parametrize("mode", ["enforce", "route", "observe"])
+def test_failure_of_an_observing_guard_never_blocks(mode):
+    plugin = config.PiiPlugin(on_error="block", mode=mode, route_to="private")
+    guard = config.PromptGuard(enabled=True, on_error="block", mode=mode, route_to="private")
+    verdicts = [
+        guards.check_pii([CARD], plugin, 0.7, Broken()),
+        guards.check_attack([ATTACK], guard, None, Broken()),
+    ]
+
+    assert {verdict.action for verdict in verdicts} == {"none" if mode == "observe" else "block"}

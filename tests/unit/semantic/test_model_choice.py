@@ -1,5 +1,6 @@
 """Which models can serve a request, and the bounds of the memory of conversations."""
 
+import msgspec
 import pytest
 
 from dynamo.semantic import config, model_choice, request_view
@@ -8,7 +9,9 @@ from semantic_configs import chat
 
 SETTINGS = config.SemanticConfig(
     model_config={
-        "plain": config.ModelSettings(accepts_tools=False, accepts_structured_output=False)
+        "plain": config.ModelSettings(
+            accepts_tools=False, accepts_structured_output=False, context_length=100
+        )
     }
 )
 
@@ -20,10 +23,14 @@ SETTINGS = config.SemanticConfig(
         ({"tools": [{}]}, "it calls no tools"),
         ({"response_format": {"type": "json_object"}}, "it cannot hold an answer to a schema"),
         ({"response_format": {"type": "text"}}, None),
+        ({"text": {"format": {"type": "json_schema"}}}, "it cannot hold an answer to a schema"),
+        ({"guided_regex": "a+"}, "it cannot hold an answer to a schema"),
+        ({"structured_outputs": {"regex": "a+"}}, "it cannot hold an answer to a schema"),
+        ({"max_output_tokens": 10**6}, "the request needs some 1000000 tokens, it has 100"),
     ],
 )
 def test_limit_of_the_configuration_refuses(fields, reason):
-    view = request_view.RequestView(chat("hi", **fields))
+    view = request_view.RequestView(msgspec.json.encode({"prompt": "hi", **fields}))
     served = model_choice.ConfiguredModels(SETTINGS)
 
     assert model_choice.refusal_of("plain", view, served, SETTINGS) == reason

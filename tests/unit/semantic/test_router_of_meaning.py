@@ -1,5 +1,7 @@
 """The semantic router's order of steps."""
 
+import contextlib
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -125,6 +127,64 @@ def test_routing_guard_sends_an_attack_to_its_model():
     outcome = make_router(text).route(chat(f"python {ATTACK}"), {})
 
     assert fields_of(outcome)["model"] == "general"
+
+
+def test_attack_goes_to_no_other_model_than_that_of_its_guard():
+    text = semantic_configs.CONFIG.replace("threshold: 0.7}", "mode: route, route_to: apart}")
+
+    with pytest.raises(errors.NoWorkers, match="apart: no live worker"):
+        make_router(text, Served("general", "coder")).route(chat(ATTACK), {})
+
+
+def test_conversation_is_guarded_by_the_decision_that_it_keeps():
+    made = make_router()
+    made.route(chat(SUM, user="u"), {})
+
+    outcome = made.route(chat(f"and with my card {CARD}", user="u"), {})
+
+    assert dict(outcome.answer.headers)["x-vsr-pii-types"] == "B-CREDIT_CARD"
+    assert dict(outcome.answer.headers)["x-vsr-selected-decision"] == "sums_decision"
+
+
+HARMLESS = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [HARMLESS], "prompt": ATTACK},
+        {"messages": [HARMLESS], "input": [{"role": "user", "content": ATTACK}]},
+        {"messages": [HARMLESS], "tools": [{"function": {"name": "f", "description": ATTACK}}]},
+        {"messages": [HARMLESS], "documents": [{"body": ATTACK}]},
+        {"messages": [HARMLESS], "chat_template_kwargs": {"note": [ATTACK]}},
+        {"messages": [HARMLESS, {"role": "assistant", "reasoning_content": ATTACK}]},
+        {"messages": [HARMLESS, {"function_call": {"name": "f", "arguments": ATTACK}}]},
+        {"messages": [{"content": [{"type": "tool_use", "input": {"a": [ATTACK]}}]}]},
+        {"messages": [{"content": [{"source": {"type": "text", "data": ATTACK}}]}]},
+        {"input": [{"type": "function_call", "arguments": ATTACK}, HARMLESS]},
+        {"prompt": "hello", "suffix": ATTACK},
+    ],
+)  # fmt: skip
+def test_attack_is_found_wherever_a_model_would_see_it(fields):
+    body = msgspec.json.encode({"model": "general", **fields})
+
+    assert make_router().route(body, {}).explanation.path == "blocked"
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], [[1, 2], [3]]])
+def test_prompt_of_token_ids_is_said_to_be_unread(prompt):
+    body = msgspec.json.encode({"model": "general", "prompt": prompt})
+
+    assert headers_of(make_router().route(body, {}))["x-vsr-unread-text"] == "true"
+
+
+@pytest.mark.parametrize("key", ["content", "arguments", "tool_calls"])
+def test_deeply_nested_message_is_routed_or_refused(key):
+    for opening, closing in (("[", "]"), ('{"' + key + '":', "}")):
+        value = opening * 900 + '"x"' + closing * 900
+        body = f'{{"model":"auto","messages":[{{"role":"user","{key}":{value}}}]}}'.encode()
+        with contextlib.suppress(errors.InvalidRequest):
+            make_router().route(body, {})
 
 
 def test_observed_decision_is_named_and_not_followed():
