@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.frontend.admission import authentication
 from dynamo.frontend.model_registry import registry
 from dynamo.observability import metrics
 from dynamo.runtime import component
@@ -47,9 +48,14 @@ class SemanticRouting:
         models: registry.ModelRegistry,
         metrics_registry: metrics.Registry,
         clock: clocks.Clock,
+        rights: authentication.ClientRights,
         runtime: component.DistributedRuntime | None = None,
     ) -> None:
-        """`runtime` finds the process of the encoders, if the configuration names any, in its own namespace."""
+        """`rights` say which models a client may ask.
+
+        `runtime` finds the process of the encoders, if the configuration names any, in its own namespace.
+        """
+        self._rights = rights
         self._service = service.RoutingService(
             Path(path), metrics_registry, clock, LiveModels(models)
         )
@@ -79,27 +85,30 @@ class SemanticRouting:
             headers = {**headers, "x-vsr-skip-cache": "true"}
         tenant = service.tenant_of(headers)
         original = client.request.body
+        barred = self._barred_models(client)
         classifiers = await self._service.ask_encoders(original)
         outcome = await client.decode_body(
-            lambda body: self._service.route(body, headers, tenant, None, classifiers)
+            lambda body: self._service.route(body, headers, tenant, None, classifiers, barred)
         )
         if outcome.answer is None:
-            record = self._service.record_answer
             first = outcome  # of a large body no copy is kept for a second model
 
             def ask_next(status: int) -> bool:
                 reason = f"failed before its first token, with status {status}"
                 failed = {first.explanation.model: reason}
                 try:
-                    second = self._service.route(original, headers, tenant, failed, classifiers)
+                    second = self._service.route(
+                        original, headers, tenant, failed, classifiers, barred
+                    )
                 except errors.DynamoError:
                     return False
                 if second.answer is None:
-                    ask_again(RoutedExchange(client, second, record), second.body)
+                    ask_again(RoutedExchange(client, second, self._service), second.body)
                 return second.answer is None
 
             has_next = outcome.is_chosen and len(original) <= exchange.SMALL_BODY_BYTES
-            routed = RoutedExchange(client, outcome, record, ask_next if has_next else None)
+            next_model = ask_next if has_next else None
+            routed = RoutedExchange(client, outcome, self._service, next_model)
             return routed, outcome.body
         if endpoint != _CHAT:
             guard = outcome.explanation.verdicts[-1]
@@ -118,25 +127,37 @@ class SemanticRouting:
         )
         return client, outcome.body
 
+    def _barred_models(self, client: exchange.Exchange) -> dict[str, str]:
+        """Return the models that the client's key may not ask."""
+        if not self._rights.uses_keys:
+            return {}
+        names = self._service.router.model_names
+        return {
+            name: "not allowed to this key"
+            for name in names
+            if not self._rights.may_see(client, name)
+        }
+
 
 class RoutedExchange(exchange.WrappedExchange):
     """Passes everything on to another exchange, adds the router's headers, and keeps the answer for the cache."""
 
-    __slots__ = ("_ask_next", "_outcome", "_recorder", "_store")
+    __slots__ = ("_ask_next", "_has_begun", "_outcome", "_recorder", "_service")
 
     def __init__(
         self,
         inner: exchange.Exchange,
         outcome: routing_outcome.RoutedRequest,
-        store: Callable[[routing_outcome.RoutedRequest, bytes | None], None],
+        routing: service.RoutingService,
         ask_next: Callable[[int], bool] | None = None,
     ) -> None:
         """`ask_next` gets the status of a failure, and returns whether another model answers in its place."""
         super().__init__(inner)
         self._ask_next = ask_next
         self._outcome = outcome
-        self._store = store
+        self._service = routing
         self._recorder: cache.StreamRecorder | None = None
+        self._has_begun = False
 
     def respond(
         self,
@@ -150,7 +171,8 @@ class RoutedExchange(exchange.WrappedExchange):
         if status >= 500 and ask_next is not None and not self.is_closed and ask_next(status):
             return
         if status == 200:
-            self._store(self._outcome, body)
+            self._service.record_answer(self._outcome, body)
+            self._service.router.remember_response(self._outcome, body)
         all_headers = (*headers, *self._outcome.explanation.headers())
         self._inner.respond(status, body, content_type=content_type, headers=all_headers)
 
@@ -163,6 +185,9 @@ class RoutedExchange(exchange.WrappedExchange):
         self._inner.start_stream(status, content_type=content_type, headers=all_headers)
 
     def write(self, chunk: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._service.router.remember_response(self._outcome, chunk)
         if self._recorder is not None:
             self._recorder.feed(chunk)
         self._inner.write(chunk)
@@ -170,5 +195,5 @@ class RoutedExchange(exchange.WrappedExchange):
     def end(self, chunk: bytes = b"") -> None:
         if self._recorder is not None:
             self._recorder.feed(chunk)
-            self._store(self._outcome, self._recorder.body())
+            self._service.record_answer(self._outcome, self._recorder.body())
         self._inner.end(chunk)

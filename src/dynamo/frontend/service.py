@@ -137,6 +137,7 @@ class Frontend:
                 self.models,
                 metrics_registry,
                 self._clock,
+                self._admission.rights,
                 runtime,
             )
         request_pipeline = pipeline.Pipeline(

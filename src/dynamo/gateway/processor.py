@@ -37,6 +37,7 @@ class StreamProcessor:
         self._is_success = False
         self._recorder: cache.StreamRecorder | None = None
         self._answer_body = bytearray()
+        self._has_begun = False  # the body of the answer
 
     async def process(self, message: Any) -> list[Any]:
         """Return the answers to a message of Envoy, in order."""
@@ -179,6 +180,9 @@ class StreamProcessor:
 
     def _record(self, outcome: routing_outcome.RoutedRequest, body: Any) -> None:
         """Keep the answer for usage and cache, and hand it over when it is complete."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._routing.router.remember_response(outcome, body.body)
         if self._recorder is not None:
             self._recorder.feed(body.body)
         elif len(self._answer_body) <= cache.MAX_BODY:

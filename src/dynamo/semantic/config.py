@@ -5,6 +5,7 @@ Keys of our own, all optional: `mode`, `route_to` and `on_error` of guards, `mod
 `accepts_structured_output`).
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -383,3 +384,21 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
     def compares_by_embedding(self) -> bool:
         """Return whether rules or tools are compared with a text by embedding."""
         return bool(self.embedding_rules) or self.tools.enabled
+
+
+def list_models(
+    settings: SemanticConfig, plugins: Mapping[str, Mapping[str, Any]]
+) -> frozenset[str]:
+    """Return the names of all models that requests may be sent to by this configuration."""
+    references = [reference for decision in settings.decisions for reference in decision.modelRefs]
+    guards = [
+        settings.prompt_guard,
+        *(one for by_type in plugins.values() for one in by_type.values()),
+    ]
+    names = {
+        settings.default_model,
+        *settings.model_config,
+        *(reference.served_name for reference in references),
+        *(getattr(guard, "route_to", None) or "" for guard in guards),
+    }
+    return frozenset(names - {""})

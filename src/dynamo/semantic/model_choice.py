@@ -85,7 +85,7 @@ class ConversationMemory:
     """The last turn of each conversation, the oldest forgotten first."""
 
     def __init__(self, settings: config.Conversations, clock: clocks.Clock) -> None:
-        self._settings = settings
+        self.settings = settings
         self._clock = clock
         self._turns: collections.OrderedDict[str, AnsweredTurn] = collections.OrderedDict()
 
@@ -96,7 +96,7 @@ class ConversationMemory:
         """Return the last turn of a conversation that has one of these keys; None after its idle time."""
         for key in keys:
             turn = self._turns.get(key)
-            if turn is not None and self._clock.now() - turn.at <= self._settings.idle_seconds:
+            if turn is not None and self._clock.now() - turn.at <= self.settings.idle_seconds:
                 return turn
         return None
 
@@ -106,8 +106,13 @@ class ConversationMemory:
         for key in keys:
             self._turns[key] = turn
             self._turns.move_to_end(key)
-        while len(self._turns) > self._settings.max_conversations:
+        while len(self._turns) > self.settings.max_conversations:
             self._turns.popitem(last=False)
+
+
+def response_key(tenant: str, response_id: str) -> str:
+    """Return the key of the turn that a response answered."""
+    return f"{tenant}\n{response_id}"
 
 
 def conversation_keys(
@@ -119,7 +124,7 @@ def conversation_keys(
         key = f"{tenant}\n{session}"
         return [key], [key]
     previous = view.fields.get("previous_response_id")
-    earlier = [f"{tenant}\n{previous}"] if isinstance(previous, str) else []
+    earlier = [response_key(tenant, previous)] if isinstance(previous, str) else []
     users = [n for n, message in enumerate(view.messages) if message.get("role") == "user"]
     if not users:
         return earlier, []

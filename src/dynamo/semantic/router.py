@@ -5,6 +5,7 @@ forward, or an answer to give at once. Processes around it (frontend, gateway, c
 """  # decider
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 
 from dynamo.base import clock as clocks
@@ -31,6 +32,8 @@ from dynamo.semantic.classifiers import profile
 FALLBACK = "default_model"
 DELETE_HEADER = "x-vsr-cache-delete"  # names of entries to delete before the request is answered
 _MOST_DELETED = 100
+_RESPONSE_ID = re.compile(rb'"id" ?: ?"(resp_[A-Za-z0-9_-]{1,100})"')
+_ID_WITHIN = 4096  # bytes of an answer; an id stands before what the model said
 
 
 class SemanticRouter:
@@ -57,6 +60,8 @@ class SemanticRouter:
             self.cache = cache.SemanticCache(loaded.settings.semantic_cache, self._clock)
         self.loaded = loaded
         self.settings = loaded.settings
+        self.conversations.settings = loaded.settings.conversations
+        self.model_names = config.list_models(loaded.settings, loaded.plugins)
         self._keywords = decisions.KeywordMatcher(self.settings.keyword_rules)
         rules = self.settings.embedding_rules
         self.references = similarity.ReferenceVectors(
@@ -83,11 +88,13 @@ class SemanticRouter:
         tenant: str = "",
         failed: Mapping[str, str] | None = None,
         classifiers: guards.RequestClassifiers | None = None,
+        barred: Mapping[str, str] | None = None,
     ) -> routing_outcome.RoutedRequest:
         """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it.
 
-        `failed` are models that were asked and failed, each with its reason; they are struck out. `classifiers` have
-        what the encoders answered for this request (`list_inputs`); by default the shipped classifiers are used.
+        `failed` are models that were asked and failed, each with its reason, and `barred` those that the caller may
+        not ask; they are struck out. `classifiers` have what the encoders answered for this request (`list_inputs`);
+        by default the shipped classifiers are used.
         """
         classifiers = classifiers or self._classifiers
         view = request_view.RequestView(body)
@@ -99,8 +106,8 @@ class SemanticRouter:
         explanation = routing_outcome.Explanation(
             requested_model=view.model, failed=", ".join(failed or ())
         )
-        explanation.struck_out.update(failed or {})
-        outcome = routing_outcome.RoutedRequest(explanation=explanation, body=body)
+        explanation.struck_out.update({**(barred or {}), **(failed or {})})
+        outcome = routing_outcome.RoutedRequest(explanation=explanation, body=body, tenant=tenant)
         signals = explanation.signals = self.find_signals(view.user_text, classifiers)
         matches = list(self._table.matches(signals))
         if matches and matches[0].settings.mode == "observe":
@@ -134,6 +141,14 @@ class SemanticRouter:
         self._rewrite(outcome, view, match, reference, plugins)
         self.conversations.remember(present, explanation.decision, explanation.model)
         return outcome
+
+    def remember_response(self, outcome: routing_outcome.RoutedRequest, data: bytes) -> None:
+        """Note the id of a response, by which the next turn may name it; `data` is the first piece of its answer."""
+        match = _RESPONSE_ID.search(data, 0, _ID_WITHIN)
+        if match is not None and outcome.is_chosen:
+            key = model_choice.response_key(outcome.tenant, match[1].decode())
+            explanation = outcome.explanation
+            self.conversations.remember([key], explanation.decision, explanation.model)
 
     def list_inputs(self, view: request_view.RequestView) -> list[encoders.ClassifierInput]:
         """Return the texts of a request that the encoders of the configuration have to read."""

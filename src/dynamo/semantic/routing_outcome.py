@@ -82,4 +82,5 @@ class RoutedRequest:
     upstream_headers: list[tuple[str, str]] = field(default_factory=list)
     removed_headers: list[str] = field(default_factory=list)
     is_chosen: bool = False  # the router has chosen the model, so another may take its place
+    tenant: str = ""  # whose request it is
     cache_key: cache.CacheKey | None = None  # under which the answer is to be stored

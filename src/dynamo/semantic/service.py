@@ -219,14 +219,17 @@ class RoutingService:
         tenant: str = "",
         failed: Mapping[str, str] | None = None,
         classifiers: guards.RequestClassifiers | None = None,
+        barred: Mapping[str, str] | None = None,
     ) -> routing_outcome.RoutedRequest:
-        """Return the outcome of a request, without the models that `failed`. Raises InvalidRequest and NoWorkers.
+        """Return the outcome of a request, without models that `failed` or are `barred` to its caller.
+
+        Raises InvalidRequest and NoWorkers.
 
         `classifiers` are those of `ask_encoders`.
         """
         start = self._clock.now()
         try:
-            outcome = self.router.route(body, headers, tenant, failed, classifiers)
+            outcome = self.router.route(body, headers, tenant, failed, classifiers, barred)
         except errors.InvalidRequest:
             self.metrics.record_refusal("unknown", "parse_error")
             raise

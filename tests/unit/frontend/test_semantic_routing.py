@@ -252,3 +252,46 @@ async def test_stream_that_fails_after_its_first_token_is_not_asked_again(routed
 
     assert "x-vsr-failed-model" not in answer.headers
     assert routed.general.requests == []
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_response_that_names_the_one_before_stays_with_its_model(routed, is_stream):
+    first = {"model": "auto", "input": "some python", "stream": is_stream}
+    answer = await routed.client.post("/v1/responses", json=first)
+    text = answer.text
+    response_id = text[text.index("resp_") :].partition('"')[0]
+
+    second = await routed.client.post(
+        "/v1/responses",
+        json={"model": "auto", "input": "commit it", "previous_response_id": response_id},
+    )
+
+    assert second.headers["x-vsr-conversation"].startswith("stayed")
+    assert second.headers["x-vsr-selected-model"] == "coder"
+
+
+KEYS = """
+[[keys]]
+name = "limited"
+key = "sk-limited-0000000000"
+models = ["m"]
+"""
+
+
+async def test_model_that_a_key_may_not_ask_is_struck_out(bare, tmp_path):
+    config, keys = tmp_path / "config.yaml", tmp_path / "keys.toml"
+    config.write_text(CONFIG)
+    keys.write_text(KEYS)
+    await bare.start(semantic_router=str(config), api_keys_file=str(keys))
+    await bare.worker("m")
+    await bare.worker("coder")
+    body = {"model": "auto", "messages": [{"role": "user", "content": "some python"}]}
+
+    answer = await bare.client.post(
+        "/v1/chat/completions",
+        json=body,
+        headers={"authorization": "Bearer sk-limited-0000000000"},
+    )
+
+    assert answer.status_code == 200
+    assert answer.headers["x-vsr-selected-model"] == "m"

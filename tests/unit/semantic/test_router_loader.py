@@ -41,3 +41,16 @@ def test_wrong_first_file_stops_the_start(path):
 
     with pytest.raises(errors.ConfigError, match="YAML"):
         service.RouterLoader(path, clock.VirtualClock())
+
+
+async def test_changed_limits_of_conversations_take_effect(path):
+    at = clock.VirtualClock()
+    made = service.RouterLoader(path, at)
+    path.write_text("conversations: {idle_seconds: 5, max_conversations: 1}\n")
+    made.reload_if_changed()
+    memory = made.router.conversations
+    memory.remember(["a", "b"], "decision", "model")
+
+    assert len(memory) == 1
+    await at.advance(6)
+    assert memory.previous_turn(["b"]) is None
