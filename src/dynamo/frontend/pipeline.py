@@ -113,6 +113,8 @@ class GenerationApi(Generic[R, F]):
     ]
     dialect: delivery.ErrorDialect
     id_headers: Sequence[str] = REQUEST_ID_HEADERS
+    # Returns what the semantic router reads of a body that is not JSON with a model; such a body is never changed.
+    read_texts: Callable[[bytes], bytes] | None = None
 
 
 class BodyRouter(Protocol):
@@ -123,10 +125,12 @@ class BodyRouter(Protocol):
         client: exchange.Exchange,
         endpoint: str,
         ask_again: Callable[[exchange.Exchange, bytes], None],
+        read_texts: Callable[[bytes], bytes] | None,
     ) -> tuple[exchange.Exchange, bytes]:
         """Return the exchange to answer and the body to decode; a closed exchange was answered. Raises RequestError.
 
-        `ask_again` takes the same for another model, if the first one fails.
+        `ask_again` takes the same for another model, if the first one fails. `read_texts` returns what is read of a
+        body that has another form and is never changed.
         """
         ...
 
@@ -175,7 +179,9 @@ class Pipeline:
                 )
 
             try:
-                client, body = await self._semantic.route(client, api.endpoint, ask_again)
+                client, body = await self._semantic.route(
+                    client, api.endpoint, ask_again, api.read_texts
+                )
             except errors.DynamoError as error:
                 self._refuse(api, client, arrival, error)
                 return

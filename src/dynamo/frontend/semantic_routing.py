@@ -74,22 +74,31 @@ class SemanticRouting:
         client: exchange.Exchange,
         endpoint: str,
         ask_again: Callable[[exchange.Exchange, bytes], None],
+        read_texts: Callable[[bytes], bytes] | None = None,
     ) -> tuple[exchange.Exchange, bytes]:
         """Return the exchange to answer and the body to decode; a closed exchange was answered.
 
         If the chosen model fails before its first token, `ask_again` is called once with the same for the next model.
+        A body of another form (KServe's tensors), of which `read_texts` returns model and prompt, is guarded and keeps
+        its model.
         Raises InvalidRequest for a body that is not JSON, Forbidden for one that a guard refuses, NoWorkers.
         """
         headers = client.request.headers
         if endpoint != _CHAT:
             headers = {**headers, "x-vsr-skip-cache": "true"}
         tenant = service.tenant_of(headers)
-        original = client.request.body
+        given = client.request.body
+        original = given if read_texts is None else await exchange.decode_apart(given, read_texts)
         barred = self._barred_models(client)
         classifiers = await self._service.ask_encoders(original)
-        outcome = await client.decode_body(
-            lambda body: self._service.route(body, headers, tenant, None, classifiers, barred)
-        )
+
+        def route(body: bytes) -> routing_outcome.RoutedRequest:
+            return self._service.route(body, headers, tenant, None, classifiers, barred)
+
+        if read_texts is not None:
+            outcome = await exchange.decode_apart(original, route)
+        else:
+            outcome = await client.decode_body(route)
         if outcome.answer is None:
             first = outcome  # of a large body no copy is kept for a second model
 
@@ -106,10 +115,11 @@ class SemanticRouting:
                     ask_again(RoutedExchange(client, second, self._service), second.body)
                 return second.answer is None
 
-            has_next = outcome.is_chosen and len(original) <= exchange.SMALL_BODY_BYTES
+            is_small = len(original) <= exchange.SMALL_BODY_BYTES
+            has_next = outcome.is_chosen and is_small and read_texts is None
             next_model = ask_next if has_next else None
             routed = RoutedExchange(client, outcome, self._service, next_model)
-            return routed, outcome.body
+            return routed, outcome.body if read_texts is None else given
         if endpoint != _CHAT:
             guard = outcome.explanation.verdicts[-1]
             raise errors.Forbidden(
@@ -117,8 +127,8 @@ class SemanticRouting:
                 "rephrase it and ask again"
             )
         answer = outcome.answer
-        given = dict(answer.headers)
-        others = [pair for pair in outcome.explanation.headers() if pair[0] not in given]
+        names = dict(answer.headers)
+        others = [pair for pair in outcome.explanation.headers() if pair[0] not in names]
         client.respond(
             answer.status,
             answer.body,

@@ -2,6 +2,7 @@
 
 import logging
 
+import msgspec
 import pytest
 from frontend_rig import events, outputs
 
@@ -129,6 +130,28 @@ async def test_other_apis_refuse_in_their_own_way(routed):
     assert completion.status_code == message.status_code == 403
     assert "jailbreak guard" in completion.json()["error"]["message"]
     assert message.json()["type"] == "error"
+
+
+def tensor(text):
+    return {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [text]}
+
+
+@pytest.mark.parametrize(("text", "status"), [("hello", 200), (ATTACK, 403)])
+async def test_kserve_is_guarded_and_keeps_its_model(routed, text, status):
+    generated = await routed.client.post("/v2/models/m/generate", json={"text_input": text})
+    inferred = await routed.client.post("/v2/models/m/infer", json={"inputs": [tensor(text)]})
+    raw = len(text.encode()).to_bytes(4, "little") + text.encode()
+    head = {**tensor(text), "parameters": {"binary_data_size": len(raw)}}
+    del head["data"]
+    json_part = msgspec.json.encode({"inputs": [head]})
+    binary = await routed.client.post(
+        "/v2/models/m/infer",
+        content=json_part + raw,
+        headers={"inference-header-content-length": str(len(json_part))},
+    )
+
+    assert [one.status_code for one in (generated, inferred, binary)] == [status] * 3
+    assert len(routed.general.requests) == (3 if status == 200 else 0)
 
 
 async def test_message_to_the_other_api_is_routed_with_its_system_prompt(routed):

@@ -14,6 +14,8 @@ import re
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from dynamo.base import distribution, errors
 from dynamo.frontend import pipeline
 from dynamo.frontend.apis import completions, error_dialects, openapi
@@ -179,6 +181,11 @@ def _make_api(target: Target, json_bytes: int | None) -> InferApi:
         version=target.version,
         can_stream=target.action.endswith("_stream"),
     )
+
+    def read_texts(body: bytes) -> bytes:
+        request = decode(body)
+        return msgspec.json.encode({"model": target.model, "prompt": request.prompt})
+
     return pipeline.GenerationApi(
         endpoint=completions.API.endpoint,
         decode=decode,
@@ -186,6 +193,7 @@ def _make_api(target: Target, json_bytes: int | None) -> InferApi:
         make_formatter=InferFormatter if has_tensors else GenerateFormatter,
         stream=KserveStreamDelivery,
         dialect=error_dialects.KSERVE,
+        read_texts=read_texts,
     )
 
 
