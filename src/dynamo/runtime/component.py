@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -117,16 +117,12 @@ def with_reachable_host(
     `exports_blocks`: others connect for KV blocks, even if requests and events go over NATS.
     """
     own = addresses.plain_host(settings.tcp_rpc_host, "DYN_TCP_RPC_HOST")
-    discovery_address = _discovery_address(settings, environ)
-    is_settled = settings.tcp_rpc_advertise is not None or not _is_of_this_host(own)
-    if discovery_address is None or is_settled:
+    if settings.event_plane == "zmq" and settings.event_advertise is None:
+        warn_of_loopback(settings, environ, settings.event_host, "DYN_EVENT_HOST")
+    if settings.tcp_rpc_advertise is not None or not _is_of_this_host(own):
         return settings
-    host, port = addresses.split(discovery_address)
-    try:
-        reached, source = addresses.resolve(host)[1], addresses.source_address(host, port)
-    except OSError:
-        return settings  # the client of discovery says what is wrong with its address
-    if membership.is_loopback(reached) or source == reached:  # discovery runs on this host
+    way = _way_to_discovery(settings, environ)
+    if way is None:
         return settings
     name = settings.discovery_backend
     credentials = membership.read(settings, environ)
@@ -134,13 +130,47 @@ def with_reachable_host(
         if settings.request_plane == settings.event_plane == "nats" and not exports_blocks:
             return settings  # nobody connects to it
         raise errors.ConfigError(
-            f"{name} at {discovery_address} is on another host, and processes there cannot reach {own}: expected"
-            f" DYN_TCP_RPC_HOST (it could be {source}), with a cluster token (--cluster-token-file) or certificates"
+            f"{name} at {way.target} is on another host, and processes there cannot reach {own}: expected"
+            f" DYN_TCP_RPC_HOST (it could be {way.source}), with a cluster token (--cluster-token-file) or certificates"
         )
     _logger.info(
-        "others reach this process at %s, which leads to %s (DYN_TCP_RPC_HOST)", source, name
+        "others reach this process at %s, which leads to %s (DYN_TCP_RPC_HOST)", way.source, name
     )
-    return dataclasses.replace(settings, tcp_rpc_host=source)
+    return dataclasses.replace(settings, tcp_rpc_host=way.source)
+
+
+def warn_of_loopback(
+    settings: RuntimeConfig, environ: Mapping[str, str], host: str | None, variable: str
+) -> None:
+    """Say that only this host reaches an address which a user gave, though discovery is on another one."""
+    if host is None or not _is_of_this_host(addresses.plain_host(host, variable)):
+        return
+    if way := _way_to_discovery(settings, environ):
+        _logger.warning(
+            "%s=%s: only processes of this host reach it, but %s at %s is on another; %s would be reached from there",
+            variable, host, settings.discovery_backend, way.target, way.source,
+        )  # fmt: skip
+
+
+class _Way(NamedTuple):
+    """The way to discovery on another host."""
+
+    source: str  # the address of the interface that leads there
+    target: str  # host and port of discovery
+
+
+def _way_to_discovery(settings: RuntimeConfig, environ: Mapping[str, str]) -> _Way | None:
+    """Return the way to discovery; None if it is on this host. Raises ConfigError."""
+    target = _discovery_address(settings, environ)
+    if target is None:
+        return None
+    host, port = addresses.split(target)
+    try:
+        reached, source = addresses.resolve(host)[1], addresses.source_address(host, port)
+    except OSError:
+        return None  # the client of discovery says what is wrong with its address
+    is_here = membership.is_loopback(reached) or source == reached
+    return None if is_here else _Way(source, target)
 
 
 def _discovery_address(settings: RuntimeConfig, environ: Mapping[str, str]) -> str | None:

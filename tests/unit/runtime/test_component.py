@@ -281,6 +281,27 @@ def test_loopback_address_is_refused_where_only_kv_blocks_do_not_go_over_nats(fa
         component.with_reachable_host(settings, {}, exports_blocks=True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_said"),
+    [
+        ({"event_host": "127.0.0.1"}, True),
+        ({"event_host": "127.0.0.1", "event_advertise": "10.77.0.3"}, False),
+        ({"event_host": "127.0.0.1", "event_plane": "nats"}, False),
+        ({"event_host": "127.0.0.1", "discovery_backend": "file"}, False),
+        ({"event_host": "10.77.0.3"}, False),
+    ],
+)
+def test_address_of_events_that_other_hosts_cannot_reach_is_named(
+    far_etcd, caplog, changes, is_said
+):
+    component.with_reachable_host(far_etcd(tcp_rpc_host="10.77.0.3", **changes), {})
+    text = (
+        "DYN_EVENT_HOST=127.0.0.1: only processes of this host reach it, but etcd at 10.77.0.7:2379"
+    )
+
+    assert (text in caplog.text) == is_said
+
+
 def test_name_of_this_host_that_means_loopback_is_replaced(far_etcd, monkeypatch):
     """Debian's /etc/hosts gives the host's own name the address 127.0.1.1."""
     family = socket.AF_INET

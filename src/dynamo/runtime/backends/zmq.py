@@ -347,6 +347,7 @@ class _RefusedListeners:
         self._has_failed = False
         self._descriptor = int(self._monitor.get(zmq.FD))
         asyncio.get_running_loop().add_reader(self._descriptor, self._read)
+        self._read()  # the descriptor tells of nothing before a first attempt to read
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._descriptor)

@@ -105,6 +105,8 @@ class EventReceiver:
             key_name,
         )
         self._uses_by_address[address] += 1
+        if key_name and not self._public_keys:  # it closes the connection without a word
+            self._do(lambda: self._tell_refusal(address))
         if self._uses_by_address[address] == 1:
             self._do(lambda: self._connect(address))
         elif former != key_name:
@@ -191,8 +193,10 @@ class EventReceiver:
                 log.warning("event plane: %s", error)
 
     def _tell_failure(self, failures: zmq.Socket[bytes]) -> None:
+        self._tell_refusal(parse_monitor_message(failures.recv_multipart())["endpoint"].decode())
+
+    def _tell_refusal(self, address: str) -> None:
         """Once for each publisher: zmq tries again for as long as we listen."""
-        address = parse_monitor_message(failures.recv_multipart())["endpoint"].decode()
         if address not in self._refused:
             self._refused.add(address)
             log.warning(
