@@ -24,7 +24,7 @@ from dynamo.kvbm import host_memory
 from dynamo.launch import children, guard, state, supervisor
 from dynamo.planner import model_loader, model_turns
 from dynamo.protocols import instances
-from dynamo.runtime import component
+from dynamo.runtime import component, reachability
 from dynamo.worker import engines, model_source
 
 OVERHEAD_GB = 1.0
@@ -150,7 +150,7 @@ class _Run:
             stop_timeout_s=serve.STOP_TIMEOUT_S,
             on_start=self._list_child,
         )
-        settings = component.with_reachable_host(
+        settings = reachability.with_reachable_host(
             config.load(component.RuntimeConfig, argv=(), prog="dynamo serve"), os.environ
         )
         async with await component.DistributedRuntime.open(settings) as runtime:

@@ -14,7 +14,7 @@ from dynamo.frontend.processes import http_workers
 from dynamo.observability import logs
 from dynamo.protocols import generate
 from dynamo.router import config as router_config
-from dynamo.runtime import component
+from dynamo.runtime import component, reachability
 
 _PROG = "python -m dynamo.frontend"
 
@@ -51,7 +51,7 @@ async def serve(
     """Serve until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     process_setup.collect_garbage_rarely()
     if routing.router_replica_sync:  # the routers of other frontends connect to this one
-        settings = component.with_reachable_host(settings, os.environ)
+        settings = reachability.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(
         settings, item_type=generate.Output
     ) as runtime:

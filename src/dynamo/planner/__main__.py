@@ -31,7 +31,7 @@ from dynamo.planner.traffic_source import (
     TrafficSource,
 )
 from dynamo.protocols import instances
-from dynamo.runtime import component
+from dynamo.runtime import component, reachability
 
 _PROG = "python -m dynamo.planner"
 _CHANGING_ROLES = ("native", "mocker")  # backends with `worker.role_change`
@@ -54,7 +54,7 @@ def _run() -> None:
 
 async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard.Guard) -> None:
     """Plan until SIGTERM or SIGINT; then local workers drain. Raises ConfigError."""
-    settings = component.with_reachable_host(settings, os.environ)
+    settings = reachability.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(settings) as runtime:
         stop = process_setup.stop_on_signals()
         clock = clocks.SystemClock()

@@ -13,7 +13,7 @@ from dynamo.observability import metrics as observed
 from dynamo.protocols import generate, instances
 from dynamo.router import config as router_config
 from dynamo.router import route_factory, service
-from dynamo.runtime import component
+from dynamo.runtime import component, reachability
 
 _PROG = "python -m dynamo.router"
 
@@ -46,7 +46,7 @@ async def serve(
     target: instances.EndpointName,
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once. Raises ConfigError."""
-    settings = component.with_reachable_host(settings, os.environ)
+    settings = reachability.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(
         settings, item_type=generate.Output
     ) as runtime:

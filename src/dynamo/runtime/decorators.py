@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import config, errors, process_setup, tasks
-from dynamo.runtime import component
+from dynamo.runtime import component, reachability
 
 DRAIN_S = 30.0
 Main = Callable[..., Coroutine[Any, Any, Any]]
@@ -33,7 +33,7 @@ def dynamo_worker() -> Callable[[Main], Callable[..., None]]:
 
 
 async def _run(main: Main, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    settings = component.with_reachable_host(
+    settings = reachability.with_reachable_host(
         config.load(component.RuntimeConfig, prog="dynamo", argv=()), os.environ
     )
     async with await component.DistributedRuntime.open(settings) as runtime, tasks.Tasks() as own:

@@ -14,7 +14,7 @@ import msgspec
 from dynamo.base import config, errors, process_setup, tasks
 from dynamo.observability import logs
 from dynamo.runtime import client as clients
-from dynamo.runtime import component
+from dynamo.runtime import component, reachability
 from dynamo.runtime.http import exchange, server
 from dynamo.sdk import declaration, graph, settings
 
@@ -50,7 +50,7 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
     os.environ[settings.VARIABLE] = msgspec.json.encode(values).decode()  # for `get_instance()`
     section = values.section(spec.name)
     if spec.methods("endpoint"):
-        options = component.with_reachable_host(options, os.environ)
+        options = reachability.with_reachable_host(options, os.environ)
     async with (
         await component.DistributedRuntime.open(options) as runtime,
         tasks.Tasks() as running,

@@ -27,7 +27,7 @@ from dynamo.kvbm import agents
 from dynamo.observability import logs
 from dynamo.preprocess import loading, tokenize, tokenizer_findings
 from dynamo.protocols import generate, instances, model_card
-from dynamo.runtime import component
+from dynamo.runtime import component, reachability
 from dynamo.worker import (
     card,
     disaggregated,
@@ -90,14 +90,14 @@ def _with_reachable_hosts(
     """Return both with the address at which other hosts reach requests and KV blocks. Raises ConfigError."""
     moves_blocks = isinstance(engine_settings, agents.TransferConfig)
     has_exports = moves_blocks and (worker.is_prefill or worker.kv_peer_prefixes)
-    worker = component.with_reachable_host(
+    worker = reachability.with_reachable_host(
         worker,
         os.environ,
         exports_blocks=has_exports and engine_settings.kv_transfer_host is None,
     )
     if moves_blocks:
         if engine_settings.kv_transfer_advertise is None:
-            component.warn_of_loopback(
+            reachability.warn_of_loopback(
                 worker, os.environ, engine_settings.kv_transfer_host, "DYN_KV_TRANSFER_HOST"
             )
         engine_settings = dataclasses.replace(engine_settings, tcp_rpc_host=worker.tcp_rpc_host)

@@ -21,7 +21,7 @@ from dynamo.base import addresses, config, distribution, errors, process_setup, 
 from dynamo.base import clock as clocks
 from dynamo.observability import logs
 from dynamo.protocols import encoders, instances, wire
-from dynamo.runtime import component, requests
+from dynamo.runtime import component, reachability, requests
 from dynamo.worker import health, model_source, startup
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ async def serve(
         render=lambda: counters.render(()),
     )
     running = tasks.Tasks()
-    settings = component.with_reachable_host(settings, os.environ)
+    settings = reachability.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(settings) as runtime:
         try:
             counters.follow(runtime)

@@ -2,13 +2,11 @@
 
 import asyncio
 import dataclasses
-import functools
-import socket
 
 import msgspec
 import pytest
 
-from dynamo.base import addresses, config, errors, membership
+from dynamo.base import config, errors
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
 from dynamo.runtime.component import DistributedRuntime, MemoryCluster, RuntimeConfig
@@ -250,92 +248,3 @@ async def test_sibling_runtime_registers_a_separate_instance(pair):
     assert [await receiver.over for receiver in receivers] == [None, None]
     await sibling.close()
     assert list(await frontend.discovery.get_prefix("v1/instances/")) == [both[0].key]
-
-
-@pytest.fixture
-def far_etcd(monkeypatch):
-    """Settings whose etcd is on another host, to which the interface 10.77.0.3 leads."""
-    monkeypatch.setattr(addresses, "source_address", lambda _host, _port: "10.77.0.3")
-    return functools.partial(
-        component.RuntimeConfig,
-        discovery_backend="etcd",
-        etcd_endpoints=("http://10.77.0.7:2379",),
-    )
-
-
-def test_address_that_leads_to_etcd_is_published_where_a_token_protects_it(far_etcd):
-    token = {membership.TOKEN_VARIABLE: "the token of this cluster"}
-
-    assert component.with_reachable_host(far_etcd(), token).tcp_rpc_host == "10.77.0.3"
-
-
-def test_loopback_address_is_refused_beside_an_etcd_of_another_host(far_etcd):
-    with pytest.raises(errors.ConfigError, match=r"DYN_TCP_RPC_HOST \(it could be 10.77.0.3\)"):
-        component.with_reachable_host(far_etcd(), {})
-
-
-def test_loopback_address_is_refused_where_only_kv_blocks_do_not_go_over_nats(far_etcd):
-    settings = far_etcd(request_plane="nats", event_plane="nats")
-
-    with pytest.raises(errors.ConfigError, match="DYN_TCP_RPC_HOST"):
-        component.with_reachable_host(settings, {}, exports_blocks=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_said"),
-    [
-        ({"event_host": "127.0.0.1"}, True),
-        ({"event_host": "127.0.0.1", "event_advertise": "10.77.0.3"}, False),
-        ({"event_host": "127.0.0.1", "event_plane": "nats"}, False),
-        ({"event_host": "127.0.0.1", "discovery_backend": "file"}, False),
-        ({"event_host": "10.77.0.3"}, False),
-    ],
-)
-def test_address_of_events_that_other_hosts_cannot_reach_is_named(
-    far_etcd, caplog, changes, is_said
-):
-    component.with_reachable_host(far_etcd(tcp_rpc_host="10.77.0.3", **changes), {})
-    text = (
-        "DYN_EVENT_HOST=127.0.0.1: only processes of this host reach it, but etcd at 10.77.0.7:2379"
-    )
-
-    assert (text in caplog.text) == is_said
-
-
-def test_name_of_this_host_that_means_loopback_is_replaced(far_etcd, monkeypatch):
-    """Debian's /etc/hosts gives the host's own name the address 127.0.1.1."""
-    family = socket.AF_INET
-    numbers = {"worker-7": "127.0.1.1", "10.77.0.7": "10.77.0.7"}
-    monkeypatch.setattr(addresses, "resolve", lambda host: (family, numbers[host]))
-    settings = far_etcd(tcp_rpc_host="worker-7", insecure=True)
-
-    assert component.with_reachable_host(settings, {}).tcp_rpc_host == "10.77.0.3"
-
-
-def test_loopback_address_is_refused_beside_a_cluster_of_another_host(far_etcd, tmp_path):
-    (tmp_path / "config").write_text(
-        "{kind: Config, current-context: a, contexts: [{name: a, context: {cluster: b}}],"
-        " clusters: [{name: b, cluster: {server: 'https://10.77.0.7:6443'}}]}"
-    )
-    settings = far_etcd(discovery_backend="kubernetes")
-
-    with pytest.raises(
-        errors.ConfigError, match=r"kubernetes at 10.77.0.7:6443 .*DYN_TCP_RPC_HOST"
-    ):
-        component.with_reachable_host(settings, {"KUBECONFIG": f"{tmp_path}/config"})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tcp_rpc_host": "10.77.0.9"},
-        {"discovery_backend": "file"},
-        {"etcd_endpoints": ("http://localhost:2379",)},
-        {"etcd_endpoints": ("http://10.77.0.3:2379",)},  # an address of this host
-        {"request_plane": "nats", "event_plane": "nats"},
-    ],
-)
-def test_address_stays_where_others_need_no_other(far_etcd, changes):
-    settings = far_etcd(**changes)
-
-    assert component.with_reachable_host(settings, {}) is settings

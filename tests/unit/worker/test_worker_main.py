@@ -13,7 +13,7 @@ from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.protocols import generate, instances
-from dynamo.runtime import component
+from dynamo.runtime import component, reachability
 from dynamo.worker import engines, main, model_source, settings
 from waiting import PATIENT_S
 
@@ -148,7 +148,7 @@ def test_kv_blocks_are_exported_at_the_address_at_which_requests_are_reached(
     def end(_name, _directory, engine_settings, *_):
         raise errors.ConfigError(f"the engine has {engine_settings.tcp_rpc_host}")
 
-    monkeypatch.setattr(component, "with_reachable_host", give_address)
+    monkeypatch.setattr(reachability, "with_reachable_host", give_address)
     monkeypatch.setattr(engines, "build_all", end)
     flags = [f"--{name.replace('_', '-')}" for name in fields]
 
