@@ -5,7 +5,9 @@ changes are the answer to its body. With full-duplex streaming the answers to he
 all of the body has come; the response's body is passed on piece by piece.
 """
 
+import re
 from typing import Any
+from urllib import parse
 
 from dynamo.base import errors
 from dynamo.gateway import ext_proc_pb2 as messages
@@ -13,7 +15,11 @@ from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange
 from dynamo.semantic import cache, immediate, routing_outcome, service
 
-ROUTED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+ROUTED_PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/api/chat", "/api/generate", "/invocations"),  # Ollama's and SageMaker's
+)
+_KSERVE = re.compile(r"/v2/models/.+/(?:infer|generate)(?:_stream)?")  # bodies without a model
 _CHAT = ROUTED_PATHS[0]
 _STREAMED, _FULL_DUPLEX = 1, 4
 _OVERWRITE = 2
@@ -90,6 +96,9 @@ class StreamProcessor:
         """Route the whole request, and return the answers that change it or end it."""
         body = bytes(self._body)
         common = messages.CommonResponse()
+        if _KSERVE.fullmatch(self.path) and self._routing.router.has_guards:
+            text = "the router cannot read requests of KServe, and its guards read every request"
+            return [respond_at_once(immediate.refuse(403, text, "permission_error"))]
         if self.path in ROUTED_PATHS and self._headers.get(":method") == "POST":
             changed = await self._change_request(body)
             if isinstance(changed, immediate.ImmediateAnswer):
@@ -193,8 +202,8 @@ class StreamProcessor:
 
     @property
     def path(self) -> str:
-        """The path of the request, without its query."""
-        return self._headers.get(":path", "").partition("?")[0]
+        """The path of the request, without its query, as the frontend behind Envoy decodes it."""
+        return parse.unquote(self._headers.get(":path", "").partition("?")[0])
 
 
 def _read_headers(headers: Any) -> dict[str, str]:

@@ -12,6 +12,7 @@ import msgspec
 
 GuardMode = Literal["enforce", "observe", "route"]
 OnError = Literal["pass", "block"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -66,7 +67,7 @@ class VllmEndpoint(_Section, frozen=True, kw_only=True):
 
     name: str
     address: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     weight: float = 1.0
 
 
@@ -279,15 +280,15 @@ class CacheSettings(_Section, frozen=True, kw_only=True):
     directory: str = ""
     backend_type: str = "memory"
     similarity_threshold: Share | None = None
-    max_entries: int = 1000
-    ttl_seconds: int = 3600
+    max_entries: Count = 1000
+    ttl_seconds: Count = 3600
     eviction_policy: Literal["fifo", "lru", "lfu"] = "fifo"
     use_hnsw: bool = False
     hnsw_m: int = 16
     hnsw_ef_construction: int = 200
     embedding_model: str = "bert"
     backend_config_path: str = ""
-    max_megabytes: int = 64
+    max_megabytes: Count = 64
 
 
 class BertModel(_Section, frozen=True, kw_only=True):
@@ -321,14 +322,14 @@ class Conversations(_Section, frozen=True, kw_only=True):
 
     enabled: bool = True
     switch_margin: Share = 0.5
-    idle_seconds: float = 1800.0
-    max_conversations: int = 50_000
+    idle_seconds: Annotated[float, msgspec.Meta(ge=0)] = 1800.0
+    max_conversations: Count = 50_000
 
 
 class BatchClassification(_Section, frozen=True, kw_only=True):
     """The limits of `POST /api/v1/classify/batch`."""
 
-    max_batch_size: int = 100
+    max_batch_size: Count = 100
     concurrency_threshold: int = 5
     max_concurrency: int = 8
     metrics: dict[str, Any] = {}

@@ -24,7 +24,23 @@ PERSON PHONE_NUMBER STREET_ADDRESS TITLE US_DRIVER_LICENSE US_SSN ZIP_CODE
 """
 PII_TYPES = frozenset(_TYPE_TABLE.split())
 _SIGNALS = ("keyword", "embedding", "domain")
-_NO_EFFECT = ("mom_registry", "response_api", "observability")
+# Keys of the original that are read and have no effect, by the section that has them.
+_NO_EFFECT: dict[type[Any], tuple[str, ...]] = {
+    config.SemanticConfig: ("mom_registry", "response_api", "observability"),
+    config.Category: ("model_scores",),
+    config.VllmEndpoint: ("weight",),
+    config.ModelSettings: ("loras", "pricing"),
+    config.CategoryModel: ("threshold", "use_cpu"),
+    config.PiiModel: ("use_cpu",),
+    config.PromptGuard: ("use_cpu",),
+    config.BertModel: ("use_cpu",),
+    config.EmbeddingModels: ("use_cpu",),
+    config.CacheSettings: (
+        *("use_hnsw", "hnsw_m", "hnsw_ef_construction", "embedding_model", "backend_config_path"),
+    ),
+    config.BatchClassification: ("concurrency_threshold", "max_concurrency", "metrics"),
+}
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +134,63 @@ def parse(
         bare = map(encoder_labels.bare_label, encoders[encoder_labels.PII].labels)
         pii_types |= {label for label in bare if label}
     _check_references(settings, plugins, categories, pii_types)
-    notes += [f"{key}: accepted, it has no effect here" for key in _NO_EFFECT if tree.get(key)]
+    notes += [f"{key}: accepted, it has no effect here" for key in _keys_without_effect(settings)]
+    notes += _missing_models(settings)
     return LoadedConfig(settings, plugins, tuple(notes), encoders, embedder, tools)
+
+
+class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
+    """Loads YAML whose merge keys (`<<`) do not multiply what stands in a file."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put merged members into a mapping. Raises ValueError for far too many of them."""
+        merged = [value for key, value in node.value if key.tag == _MERGE]
+        num_values = 0
+        for value in merged:
+            for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if isinstance(source, yaml.MappingNode) and source is not node:
+                    self.flatten_mapping(source)
+                    num_values += len(source.value)
+                if num_values > MAX_VALUES:
+                    raise ValueError(f"expected at most {MAX_VALUES} merged values, got more")
+        super().flatten_mapping(node)
+
+
+def _keys_without_effect(section: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of keys that have another value than usual, and no effect."""
+    if isinstance(section, msgspec.Struct):
+        for name, default in zip(section.__struct_fields__, _defaults_of(section), strict=True):
+            value = getattr(section, name)
+            if name in _NO_EFFECT.get(type(section), ()) and value != default:
+                yield f"{path}{name}"
+            yield from _keys_without_effect(value, f"{path}{name}.")
+    elif isinstance(section, list):
+        for number, item in enumerate(section):
+            yield from _keys_without_effect(item, f"{path[:-1]}[{number}].")
+    elif isinstance(section, dict):
+        for name, item in section.items():
+            yield from _keys_without_effect(item, f"{path}{name}.")
+
+
+def _defaults_of(section: msgspec.Struct) -> list[Any]:
+    fields = msgspec.structs.fields(section)
+    return [
+        one.default_factory() if callable(one.default_factory) else one.default for one in fields
+    ]
+
+
+def _missing_models(settings: config.SemanticConfig) -> Iterator[str]:
+    """Yield notes on decisions that no model is named for."""
+    for decision in settings.decisions:
+        if not (decision.modelRefs or settings.default_model):
+            yield f"decisions.{decision.name}: no model in modelRefs and no default_model; its requests are refused"
 
 
 def _read_yaml(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise errors.ConfigError(f"expected at most {MAX_BYTES} bytes, got more")
     try:
-        tree = yaml.safe_load(data)
+        tree = yaml.load(data, _BoundedLoader)  # a SafeLoader
         num_values = _count_values(tree, 0)
     except RecursionError as error:
         raise errors.ConfigError("expected nested keys, got far too many levels of them") from error

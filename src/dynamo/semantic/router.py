@@ -154,8 +154,7 @@ class SemanticRouter:
         """Return the texts of a request that the encoders of the configuration have to read."""
         needed = {
             encoder_labels.DOMAIN: self._table.needs_domain,
-            encoder_labels.ATTACK: self._has_guard("jailbreak")
-            or self.settings.prompt_guard.enabled,
+            encoder_labels.ATTACK: self._reads_attacks,
             encoder_labels.PII: self._has_guard("pii"),
         }
         texts = {
@@ -192,6 +191,15 @@ class SemanticRouter:
         return encoder_scores.EncoderScores(
             self._classifiers, self.loaded.encoders, answers, fallback
         )
+
+    @property
+    def _reads_attacks(self) -> bool:
+        return self.settings.prompt_guard.enabled or self._has_guard("jailbreak")
+
+    @property
+    def has_guards(self) -> bool:
+        """Return whether some request may be stopped by what it says."""
+        return self._reads_attacks or self._has_guard("pii")
 
     def _has_guard(self, plugin_type: str) -> bool:
         return any(plugin_type in plugins for plugins in self.loaded.plugins.values())

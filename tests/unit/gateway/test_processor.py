@@ -93,6 +93,12 @@ async def test_attack_is_answered_at_once(stream, protocol):
         ("/v1/chat/completions", b"\xff", 400),
         ("/v1/chat/completions", b"x" * 20_000, 413),
         ("/v1/messages", chat(ATTACK), 403),
+        ("/v1/completion%73?x=1", chat(ATTACK), 403),
+        ("/api/chat", chat(ATTACK), 403),
+        ("/api/generate", chat(ATTACK), 403),
+        ("/invocations", chat(ATTACK), 403),
+        ("/v2/models/m/infer", b'{"inputs": []}', 403),
+        ("/v2/models/m/versions/1/generate_stream", b'{"text_input": "hello"}', 403),
     ],
 )
 async def test_request_that_cannot_pass_gets_its_status(stream, path, body, status):

@@ -116,3 +116,61 @@ def test_shared_configuration_of_the_tests_has_no_notes():
 def test_guard_that_routes_to_no_model_is_refused(text):
     with pytest.raises(errors.ConfigError, match="mode: route needs route_to"):
         parse(text)
+
+
+UNUSED = """
+default_model: m
+model_config: {m: {pricing: {prompt_per_1m: 2}, loras: [{name: x}]}}
+vllm_endpoints: [{name: a, address: b, port: 80, weight: 3}]
+semantic_cache: {use_hnsw: true, hnsw_m: 16, embedding_model: gemma, backend_config_path: x}
+categories: [{name: sums, mmlu_categories: [math], model_scores: [{model: m, score: 3}]}]
+api: {batch_classification: {max_batch_size: 5, max_concurrency: 3}}
+classifier: {category_model: {threshold: 0.6, use_cpu: false}}
+"""
+
+
+def test_keys_without_effect_are_named():
+    keys = {note.partition(":")[0] for note in parse(UNUSED).notes}
+
+    assert keys == {
+        "model_config.m.pricing",
+        "model_config.m.loras",
+        "vllm_endpoints[0].weight",
+        "semantic_cache.use_hnsw",
+        "semantic_cache.embedding_model",
+        "semantic_cache.backend_config_path",
+        "categories[0].model_scores",
+        "api.batch_classification.max_concurrency",
+        "classifier.category_model.threshold",
+        "classifier.category_model.use_cpu",
+    }
+
+
+def test_decision_for_which_no_model_is_named_is_noted():
+    (note,) = parse("decisions: [{name: sums}]").notes
+
+    assert note.startswith("decisions.sums: no model")
+    assert not parse("default_model: m\ndecisions: [{name: sums}]").notes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "conversations: {max_conversations: -1}",
+        "semantic_cache: {max_entries: -1}",
+        "semantic_cache: {ttl_seconds: -1}",
+        "vllm_endpoints: [{name: a, address: b, port: 70000}]",
+    ],
+)
+def test_number_out_of_its_bounds_is_refused(text):
+    assert "Expected `int`" in refusal_of(text)
+
+
+def test_merge_keys_cannot_multiply_a_file():
+    lines = ["a0: &a0 {x: 1}"]
+    for number in range(1, 12):
+        aliases = ", ".join([f"*a{number - 1}"] * 10)
+        lines.append(f"a{number}: &a{number} {{<<: [{aliases}]}}")
+
+    assert "merged values" in refusal_of("\n".join(lines))
+    assert parse("a: &a {model: m}\nmodel_config: {m: {<<: *a}}").settings.model_config
