@@ -87,8 +87,9 @@ class SemanticRouting:
         if endpoint != _CHAT:
             headers = {**headers, "x-vsr-skip-cache": "true"}
         tenant = service.tenant_of(headers)
-        given = client.request.body
-        original = given if read_texts is None else await exchange.decode_apart(given, read_texts)
+        request_body = original = client.request.body
+        if read_texts is not None:
+            original = await exchange.decode_apart(request_body, read_texts)
         barred = self._barred_models(client)
         classifiers = await self._service.ask_encoders(original)
 
@@ -119,7 +120,7 @@ class SemanticRouting:
             has_next = outcome.is_chosen and is_small and read_texts is None
             next_model = ask_next if has_next else None
             routed = RoutedExchange(client, outcome, self._service, next_model)
-            return routed, outcome.body if read_texts is None else given
+            return routed, outcome.body if read_texts is None else request_body
         if endpoint != _CHAT:
             guard = outcome.explanation.verdicts[-1]
             raise errors.Forbidden(
@@ -182,7 +183,7 @@ class RoutedExchange(exchange.WrappedExchange):
             return
         if status == 200:
             self._service.record_answer(self._outcome, body)
-            self._service.router.remember_response(self._outcome, body)
+            self._service.record_first_piece(self._outcome, body)
         all_headers = (*headers, *self._outcome.explanation.headers())
         self._inner.respond(status, body, content_type=content_type, headers=all_headers)
 
@@ -197,13 +198,15 @@ class RoutedExchange(exchange.WrappedExchange):
     def write(self, chunk: bytes) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._service.router.remember_response(self._outcome, chunk)
+            self._service.record_first_piece(self._outcome, chunk)
         if self._recorder is not None:
             self._recorder.feed(chunk)
         self._inner.write(chunk)
 
     def end(self, chunk: bytes = b"") -> None:
+        body = None
         if self._recorder is not None:
             self._recorder.feed(chunk)
-            self._service.record_answer(self._outcome, self._recorder.body())
+            body = self._recorder.body()
+        self._service.record_answer(self._outcome, body)
         self._inner.end(chunk)

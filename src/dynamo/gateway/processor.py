@@ -191,7 +191,7 @@ class StreamProcessor:
         """Keep the answer for usage and cache, and hand it over when it is complete."""
         if not self._has_begun:
             self._has_begun = True
-            self._routing.router.remember_response(outcome, body.body)
+            self._routing.record_first_piece(outcome, body.body)
         if self._recorder is not None:
             self._recorder.feed(body.body)
         elif len(self._answer_body) <= cache.MAX_BODY:

@@ -200,7 +200,8 @@ class StreamRecorder:
         self._buffer = b""
         self._num_bytes = 0
         self._head: dict[str, object] = {}
-        self._texts: dict[int, list[str]] = {}
+        self._texts: dict[tuple[int, str], list[str]] = {}  # by choice and field
+        self._usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
         self._finish: dict[int, str] = {}
         self._is_done = False
         self._is_plain = True
@@ -223,15 +224,17 @@ class StreamRecorder:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(texts)},
+                "message": {"role": "assistant", **self._message(index)},
                 "finish_reason": self._finish.get(index),
             }
-            for index, texts in sorted(self._texts.items())
+            for index in sorted({index for index, _ in self._texts})
         ]
-        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         return msgspec.json.encode(
-            {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+            {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage}
         )
+
+    def _message(self, index: int) -> dict[str, str]:
+        return {name: "".join(texts) for (n, name), texts in self._texts.items() if n == index}
 
     def _take(self, event: bytes) -> None:
         if event == b"data: [DONE]":
@@ -240,10 +243,17 @@ class StreamRecorder:
             try:
                 chunk = msgspec.json.decode(event[6:])
                 self._head = self._head or {k: chunk[k] for k in ("id", "created", "model")}
+                if isinstance(chunk.get("usage"), dict):
+                    self._usage = chunk["usage"]
                 for choice in chunk["choices"]:
                     delta, index = choice["delta"], choice["index"]
                     self._is_plain = self._is_plain and not delta.get("tool_calls")
-                    self._texts.setdefault(index, []).append(delta.get("content") or "")
+                    self._texts.setdefault((index, "content"), []).append(
+                        delta.get("content") or ""
+                    )
+                    if delta.get("reasoning_content"):
+                        texts = self._texts.setdefault((index, "reasoning_content"), [])
+                        texts.append(delta["reasoning_content"])
                     if choice.get("finish_reason"):
                         self._finish[index] = choice["finish_reason"]
             except (msgspec.DecodeError, KeyError, TypeError, AttributeError):

@@ -394,7 +394,7 @@ def list_models(
     references = [reference for decision in settings.decisions for reference in decision.modelRefs]
     guards = [
         settings.prompt_guard,
-        *(one for by_type in plugins.values() for one in by_type.values()),
+        *(plugin for by_type in plugins.values() for plugin in by_type.values()),
     ]
     names = {
         settings.default_model,

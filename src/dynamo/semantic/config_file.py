@@ -175,7 +175,8 @@ def _keys_without_effect(section: Any, path: str = "") -> Iterator[str]:
 def _defaults_of(section: msgspec.Struct) -> list[Any]:
     fields = msgspec.structs.fields(section)
     return [
-        one.default_factory() if callable(one.default_factory) else one.default for one in fields
+        field.default_factory() if callable(field.default_factory) else field.default
+        for field in fields
     ]
 
 

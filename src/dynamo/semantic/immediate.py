@@ -60,9 +60,14 @@ def refuse_attack(
 
 
 def replay(
-    body: bytes, created: int, headers: list[tuple[str, str]], *, is_stream: bool
+    body: bytes,
+    created: int,
+    headers: list[tuple[str, str]],
+    *,
+    is_stream: bool,
+    wants_usage: bool = False,
 ) -> ImmediateAnswer:
-    """Return a cached completion with a new id and time; as a stream, word by word."""
+    """Return a cached completion with a new id and time; as a stream, word by word, with its usage if wanted."""
     completion = msgspec.json.decode(body)
     completion |= {"id": f"chatcmpl-cache-{created}", "created": created}
     if not is_stream:
@@ -76,6 +81,9 @@ def replay(
         for choice in completion["choices"]
         for delta, finish in _deltas(choice)
     )
+    if wants_usage:
+        last = {**head, "choices": [], "usage": completion.get("usage") or _NO_USAGE}
+        data += b"data: " + _encode(last) + b"\n\n"
     return ImmediateAnswer(
         status=200, content_type=EVENT_STREAM, body=data + _DONE, headers=headers
     )

@@ -4,6 +4,8 @@ from dynamo.observability import metrics
 from dynamo.semantic import guards, router, routing_outcome
 
 _LATENCY_BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1)
+_ANSWER_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+UNKNOWN_MODEL = "unknown"
 
 
 class SemanticMetrics:
@@ -48,20 +50,49 @@ class SemanticMetrics:
         self._hits = registry.counter("cache_hits_total", "answers from the semantic cache")
         self._misses = registry.counter("cache_misses_total", "questions that it did not know")
         self._entries = registry.gauge("cache_entries_total", "answers that it holds")
+        self._verdicts = registry.counter(
+            "guard_verdicts_total",
+            "requests that a guard stopped, sent to its model or observed",
+            ("guard", "action"),
+        )
+        self._unread = registry.counter(
+            "guard_unread_texts_total", "requests of which a guard could not read all", ("guard",)
+        )
+        self._observed = registry.counter(
+            "observed_decisions_total", "decisions that are only observed", ("decision",)
+        )
+        self._ttft = registry.histogram(
+            "model_ttft_seconds",
+            "time to the first piece of an answer",
+            ("model",),
+            buckets=_ANSWER_BOUNDS,
+        )
+        self._completion = registry.histogram(
+            "model_completion_latency_seconds",
+            "time of a whole answer",
+            ("model",),
+            buckets=_ANSWER_BOUNDS,
+        )
         self._tokens = registry.counter(
             "model_tokens_total", "tokens of prompts and answers", ("model", "kind")
         )
 
     def record_outcome(
-        self, outcome: routing_outcome.RoutedRequest, seconds: float, num_entries: int
+        self,
+        outcome: routing_outcome.RoutedRequest,
+        model: str,
+        requested_model: str,
+        seconds: float,
+        num_entries: int,
     ) -> None:
-        """Count a routed request and the time that its routing took."""
+        """Count a routed request and the time that its routing took; the names are those of known models."""
         explanation = outcome.explanation
-        model = explanation.model or explanation.requested_model or "none"
         self._latency.observe(seconds)
         self._entries.set(num_entries)
         if explanation.category:
             self._categories.labels(explanation.category).inc()
+        if explanation.observed:
+            self._observed.labels(explanation.observed).inc()
         for verdict in explanation.verdicts:
             self._record_verdict(verdict, model)
         if explanation.path == "cache":
@@ -73,8 +104,8 @@ class SemanticMetrics:
         self._requests.labels(model).inc()
         self._reasons.labels(explanation.decision or router.FALLBACK, model).inc()
         self._reasoning.labels(explanation.category, model, explanation.reasoning).inc()
-        if model != explanation.requested_model:
-            self._changes.labels(explanation.requested_model, model).inc()
+        if model != requested_model:
+            self._changes.labels(requested_model, model).inc()
 
     def record_refusal(self, model: str, reason: str) -> None:
         """Count a request that could not be routed."""
@@ -89,7 +120,19 @@ class SemanticMetrics:
         self._tokens.labels(model, "prompt").inc(prompt_tokens)
         self._tokens.labels(model, "completion").inc(completion_tokens)
 
+    def record_first_piece(self, model: str, seconds: float) -> None:
+        """Record the time from the routing of a request to the first piece of its answer."""
+        self._ttft.labels(model).observe(seconds)
+
+    def record_end(self, model: str, seconds: float) -> None:
+        """Record the time from the routing of a request to the end of its answer."""
+        self._completion.labels(model).observe(seconds)
+
     def _record_verdict(self, verdict: guards.GuardVerdict, model: str) -> None:
+        if verdict.action != "none":
+            self._verdicts.labels(verdict.guard, verdict.action).inc()
+        if not verdict.is_complete:
+            self._unread.labels(verdict.guard).inc()
         if verdict.guard == "pii":
             for label in verdict.labels:
                 self._pii.labels(model, label).inc()

@@ -125,6 +125,12 @@ class RequestView:
         )
 
     @property
+    def wants_usage(self) -> bool:
+        """Return whether a stream is to end with the usage."""
+        options = self.fields.get("stream_options")
+        return isinstance(options, dict) and options.get("include_usage") is True
+
+    @property
     def least_context(self) -> int:
         """Return an estimate of the tokens of prompt and answer, which the context must have room for."""
         prompt = sum(map(len, self.texts)) // _CHARACTERS_PER_TOKEN

@@ -62,6 +62,7 @@ class SemanticRouter:
         self.settings = loaded.settings
         self.conversations.settings = loaded.settings.conversations
         self.model_names = config.list_models(loaded.settings, loaded.plugins)
+        self._known_names = self.model_names | loaded.settings.auto_names
         self._keywords = decisions.KeywordMatcher(self.settings.keyword_rules)
         rules = self.settings.embedding_rules
         self.references = similarity.ReferenceVectors(
@@ -141,6 +142,14 @@ class SemanticRouter:
         self._rewrite(outcome, view, match, reference, plugins)
         self.conversations.remember(present, explanation.decision, explanation.model)
         return outcome
+
+    def knows(self, model: str) -> bool:
+        """Return whether a model's name is in the configuration, or one of a model with live workers."""
+        if model in self._known_names:
+            return True
+        return (
+            self._chosen_models is not None and self._chosen_models.find_served(model) is not None
+        )
 
     def remember_response(self, outcome: routing_outcome.RoutedRequest, data: bytes) -> None:
         """Note the id of a response, by which the next turn may name it; `data` is the first piece of its answer."""
@@ -368,7 +377,11 @@ class SemanticRouter:
             return False
         explanation.path, explanation.similarity = "cache", hit.similarity
         outcome.answer = immediate.replay(
-            hit.body, int(self._clock.wall()), explanation.headers(), is_stream=view.is_stream
+            hit.body,
+            int(self._clock.wall()),
+            explanation.headers(),
+            is_stream=view.is_stream,
+            wants_usage=view.wants_usage,
         )
         return True
 

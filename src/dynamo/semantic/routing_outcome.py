@@ -83,4 +83,5 @@ class RoutedRequest:
     removed_headers: list[str] = field(default_factory=list)
     is_chosen: bool = False  # the router has chosen the model, so another may take its place
     tenant: str = ""  # whose request it is
+    routed_at: float = 0.0  # by the monotonic clock
     cache_key: cache.CacheKey | None = None  # under which the answer is to be stored

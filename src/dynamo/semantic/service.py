@@ -238,21 +238,39 @@ class RoutingService:
             _logger.warning("routing_decision: %s", error)
             raise
         seconds = self._clock.now() - start
-        self.metrics.record_outcome(outcome, seconds, len(self.router.cache))
+        explanation = outcome.explanation
+        outcome.routed_at = self._clock.now()
+        self.metrics.record_outcome(
+            outcome,
+            self._label_of(explanation.model or explanation.requested_model),
+            self._label_of(explanation.requested_model),
+            seconds,
+            len(self.router.cache),
+        )
         self._log(outcome, seconds)
         return outcome
 
+    def _label_of(self, model: str) -> str:
+        """Return the label of a model; names that only a client knows have one, or they would fill the memory."""
+        return model if self.router.knows(model) else metrics.UNKNOWN_MODEL
+
+    def record_first_piece(self, outcome: routing_outcome.RoutedRequest, data: bytes) -> None:
+        """Record when an answer began, and note the id of its response; `data` is its first piece."""
+        seconds = self._clock.now() - outcome.routed_at
+        self.metrics.record_first_piece(self._label_of(outcome.explanation.model), seconds)
+        self.router.remember_response(outcome, data)
+
     def record_answer(self, outcome: routing_outcome.RoutedRequest, body: bytes | None) -> None:
-        """Count the usage of a complete answer, and store it where the request's decision caches."""
+        """Count the time and usage of a complete answer, and store it where the request's decision caches."""
+        model = self._label_of(outcome.explanation.model)
+        self.metrics.record_end(model, self._clock.now() - outcome.routed_at)
         if body is None:
             return
         if outcome.cache_key is not None:
             self.router.cache.store(outcome.cache_key, body)
         try:
             usage = msgspec.json.decode(body)["usage"]
-            self.metrics.record_usage(
-                outcome.explanation.model, usage["prompt_tokens"], usage["completion_tokens"]
-            )
+            self.metrics.record_usage(model, usage["prompt_tokens"], usage["completion_tokens"])
         except (msgspec.DecodeError, KeyError, TypeError, ValueError):
             _logger.debug("an answer without usage")
 
@@ -268,6 +286,8 @@ class RoutingService:
                     ",".join(verdict.labels),
                     verdict.reason,
                 )
+        if explanation.observed:
+            _logger.info("observed_decision: %r would apply", explanation.observed)
         if explanation.signals.missing_embedding:
             _logger.warning("no embedding rule holds: %s", explanation.signals.missing_embedding)
         if explanation.tools is not None and explanation.tools.missing:

@@ -152,3 +152,45 @@ async def test_duplex_response_is_passed_on_piece_by_piece(stream):
         (b"one", False),
         (b"two", True),
     ]
+
+
+async def test_stream_is_measured_and_its_usage_counted(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    registry, at = metrics.Registry("llm"), clock.VirtualClock()
+    stream = processor.StreamProcessor(service.RoutingService(path, registry, at), 10_000)
+    await ask(stream, chat("python"))
+    await at.advance(2)
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    chunks = [{"id": "a", "created": 1, "model": "m", "choices": [], "usage": usage}]
+    chunks[0]["choices"] = [{"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}]
+    body = b"data: " + msgspec.json.encode(chunks[0]) + b"\n\ndata: [DONE]\n\n"
+    await answer(stream, body, b"", content_type="text/event-stream")
+
+    lines = registry.render().decode()
+
+    assert 'llm_model_ttft_seconds_sum{model="coder"} 2.0' in lines
+    assert 'llm_model_completion_latency_seconds_count{model="coder"} 1.0' in lines
+    assert 'llm_model_tokens_total{kind="completion",model="coder"} 2.0' in lines
+
+
+async def test_metrics_and_log_name_what_is_only_observed_and_unread(tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = tmp_path / "config.yaml"
+    observing = CONFIG.replace("threshold: 0.7}", "threshold: 0.7, mode: observe}")
+    path.write_text(observing.replace("priority: 20", "priority: 20\n    mode: observe"))
+    registry = metrics.Registry("llm")
+    routing = service.RoutingService(path, registry, clock.VirtualClock())
+
+    routing.route(chat(f"python {ATTACK}"), {})
+    routing.route(b'{"model":"general","prompt":[1,2]}', {})
+    for number in range(3):
+        routing.route(chat("hello", f"nobody knows {number}"), {})
+
+    lines = registry.render().decode()
+    assert 'llm_guard_verdicts_total{action="observe",guard="jailbreak"} 1.0' in lines
+    assert 'llm_guard_unread_texts_total{guard="jailbreak"} 1.0' in lines
+    assert 'llm_observed_decisions_total{decision="code_decision"} 1.0' in lines
+    assert 'llm_model_requests_total{model="unknown"} 3.0' in lines
+    assert "nobody knows" not in lines
+    assert "observed_decision: 'code_decision'" in caplog.text

@@ -164,6 +164,31 @@ def test_hit_is_replayed_as_a_stream_and_recorded_again():
     assert choice["message"]["content"] == "It is four."
 
 
+def event(**fields):
+    chunk = {"id": "a", "created": 1, "model": "m", "choices": [], **fields}
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+def test_stream_is_replayed_with_its_reasoning_and_its_usage():
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    recorder = cache.StreamRecorder()
+    for delta in ({"reasoning_content": "Two "}, {"reasoning_content": "twos."}, {"content": "4"}):
+        recorder.feed(event(choices=[{"index": 0, "delta": delta}]))
+    recorder.feed(event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]))
+    recorder.feed(event(usage=usage) + b"data: [DONE]\n\n")
+    made = make_router()
+    made.cache.store(made.route(chat(SUM), {}).cache_key, recorder.body())
+
+    whole = msgspec.json.decode(made.route(chat(SUM), {}).answer.body)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = made.route(chat(SUM, **options), {}).answer.body.decode()
+
+    message = {"role": "assistant", "reasoning_content": "Two twos.", "content": "4"}
+    assert (whole["choices"][0]["message"], whole["usage"]) == (message, usage)
+    assert '"reasoning_content":"Two twos."' in stream
+    assert '"choices":[],"usage":{"prompt_tokens":3' in stream
+
+
 def test_stream_that_was_cut_off_has_no_body():
     recorder = cache.StreamRecorder()
     recorder.feed(b'data: {"id":"a","created":1,"model":"m","choices":[]}\n\n')
