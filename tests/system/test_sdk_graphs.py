@@ -201,3 +201,78 @@ def test_graph_of_a_language_model_answers_at_its_port(deployment, home, tmp_pat
     assert failed_code == 1
     assert "The model 'nope' does not exist" in failed["first_error"]
     assert "mock" in capsys.readouterr().out
+
+
+HELD_SERVICE = """
+import asyncio
+import pathlib
+from dynamo.sdk import api, async_on_start, endpoint, service
+
+async def file_is_there(name):
+    while not pathlib.Path(name).exists():
+        await asyncio.sleep(0.01)
+
+@service
+class Held:
+    @async_on_start
+    async def prepare(self):
+        await file_is_there("may-start")
+
+    @endpoint()
+    async def ask(self, request: str):
+        yield request
+
+    @api
+    async def generate(self, text: str):
+        yield f"{text}: begun, "
+        await file_is_there("may-end")
+        yield "ended"
+"""
+
+
+def test_service_is_ready_when_it_is_listed_and_ends_when_its_answers_have(deployment, tmp_path):
+    def status():
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENT_S).status_code
+        except httpx.TransportError:
+            return None
+
+    (tmp_path / "held.py").write_text(HELD_SERVICE)
+    port = ports.reserve()
+    deployment.environ["DYNAMO_SERVICE_CONFIG"] = json.dumps({"Held": {"port": port}})
+    served = deployment.run_in(tmp_path, "dynamo.sdk", "held:Held")
+    eventually(lambda: status() == 503, what="it starts")
+    early = ask(port, text="early")
+    (tmp_path / "may-start").touch()
+    eventually(lambda: status() == 200, what="it is listed")
+    url, body = f"http://127.0.0.1:{port}/generate", {"text": "a"}
+    with httpx.stream("POST", url, json=body, timeout=PATIENT_S) as answer:
+        pieces = answer.iter_text()
+        first = next(pieces)
+        served.may_end = True
+        served.signal(signal.SIGTERM)
+        eventually(lambda: status() == 503, what="it drains")
+        (tmp_path / "may-end").touch()
+        rest = "".join(pieces)
+
+    assert (early.status_code, early.json()["error"]["message"][:16]) == (503, "this service is ")
+    assert (first, rest) == ("a: begun, ", "ended")
+    assert served.exit_code() == 0
+
+
+def test_service_without_api_tells_its_health_at_the_system_port(deployment):
+    port = ports.reserve()
+    deployment.environ["DYN_SYSTEM_PORT"] = str(port)
+    deployment.run_in(
+        EXAMPLES / "hello_world", "dynamo.sdk", "hello_world:Frontend", "--service-name", "Backend"
+    )
+
+    def answer(path):
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=PATIENT_S).status_code
+        except httpx.TransportError:
+            return None
+
+    eventually(lambda: answer("/health") == 200, what="it is listed")
+    assert answer("/live") == 200
+    assert answer("/generate") == 404

@@ -35,6 +35,22 @@ _IMAGES = {
     "dynamo.sglang": "sglang-runtime",
     "dynamo.trtllm": "trtllm-runtime",
 }
+# How a cluster learns of a class without @api that it starts, answers, and ends.
+_SYSTEM_PORT = 9090
+_SYSTEM_VARIABLES = {"DYN_SYSTEM_HOST": "0.0.0.0", "DYN_SYSTEM_PORT": str(_SYSTEM_PORT)}
+_PROBES = {
+    "readinessProbe": {
+        "httpGet": {"path": "/health", "port": _SYSTEM_PORT},
+        "periodSeconds": 5,
+        "timeoutSeconds": 30,
+    },
+    "livenessProbe": {
+        "httpGet": {"path": "/live", "port": _SYSTEM_PORT},
+        "periodSeconds": 10,
+        "timeoutSeconds": 30,
+        "failureThreshold": 10,
+    },
+}
 Object = dict[str, Any]
 Connection = Any  # runtime.backends.kubernetes.connection, which is loaded when it is used
 
@@ -208,6 +224,11 @@ def _service(
     }
     if component_type is not None:
         service["componentType"] = component_type
+    else:
+        service |= _PROBES
+        service["envs"] += [
+            {"name": key, "value": value} for key, value in _SYSTEM_VARIABLES.items()
+        ]
     if command.num_devices:
         service["resources"] = {"limits": {"gpu": str(command.num_devices)}}
     return service

@@ -76,8 +76,12 @@ class Endpoint:
         self._runtime = runtime
         self.name = name
 
-    async def serve_endpoint(self, handler: Generate) -> None:
+    async def serve_endpoint(
+        self, handler: Generate, *, on_listed: Callable[[], None] = lambda: None
+    ) -> None:
         """Answer this endpoint until the task is cancelled. `handler(request)` is an async generator of the answer.
+
+        `on_listed` is called when discovery lists it.
 
         The request and each item are JSON-like values. A client that goes away cancels its handler. An error of
         `base.errors` reaches the client as it is; any other is logged here and reaches it as a DynamoError.
@@ -89,6 +93,7 @@ class Endpoint:
                 call.on_cancel(lambda: _cancel(task))
 
             await self._runtime.register(self.name, start_call)
+            on_listed()
             await asyncio.Event().wait()
 
     async def client(self) -> "Client":

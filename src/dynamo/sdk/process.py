@@ -41,6 +41,28 @@ class ServiceProcessConfig(component.RuntimeConfig):
         None, help="the service to run (default: the class itself)"
     )
     working_dir: str = config.option(".", help="directory from which the module is imported")
+    system_host: str = config.setting(
+        "127.0.0.1",
+        help="address of /live and /health of a service without @api; 0.0.0.0 for all networks",
+    )
+    system_port: int | None = config.setting(
+        None, help="port of /live and /health of a service without @api (default: none)", least=0
+    )
+
+
+class Health:
+    """What /health tells probes: 503 while the service starts, and again when it drains."""
+
+    def __init__(self, num_endpoints: int) -> None:
+        self._num_missing = num_endpoints  # endpoints that discovery does not list yet
+        self.has_started = self.is_draining = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.has_started and not self._num_missing and not self.is_draining
+
+    def endpoint_is_listed(self) -> None:
+        self._num_missing -= 1
 
 
 async def run(options: ServiceProcessConfig, specs: Sequence[declaration.DeclaredService]) -> None:
@@ -74,23 +96,32 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
             for name, cls in spec.dependencies.items()
             if declaration.spec_of(cls) in specs
         }
-        for attribute in spec.methods("start").values():
-            await getattr(service, attribute)()
-        for name, attribute in endpoints.items():
-            name_in_graph = runtime.namespace().component(spec.name.lower()).endpoint(name)
-            handler = _handler(spec, getattr(service, attribute))
-            running.start(f"serve {name}", name_in_graph.serve_endpoint(handler))
+        health = Health(len(endpoints))
         methods = {name: _api(getattr(service, a)) for name, a in spec.methods("api").items()}
-        served = _make_server(methods) if methods else None
+        served = _make_server(methods, health)
         try:
-            if served is not None:
+            if methods:
                 host = str(section.get("host", "127.0.0.1"))
                 await served.start(host, int(section.get("port", DEFAULT_PORT)))
+            elif options.system_port is not None:
+                await served.start(
+                    options.system_host, options.system_port, port_flag="--system-port"
+                )
+            for attribute in spec.methods("start").values():
+                await getattr(service, attribute)()
+            for name, attribute in endpoints.items():
+                name_in_graph = runtime.namespace().component(spec.name.lower()).endpoint(name)
+                serving = name_in_graph.serve_endpoint(
+                    _handler(spec, getattr(service, attribute)),
+                    on_listed=health.endpoint_is_listed,
+                )
+                running.start(f"serve {name}", serving)
+            health.has_started = True
             await running.run_until(stop)
-            await runtime.drain(DRAIN_S)
+            health.is_draining = True
+            await asyncio.gather(runtime.drain(DRAIN_S), served.drain(DRAIN_S))
         finally:
-            if served is not None:
-                await served.close()
+            await served.close()
             for attribute in spec.methods("shutdown").values():
                 result = getattr(service, attribute)()
                 if inspect.isawaitable(result):
@@ -179,23 +210,31 @@ def to_plain(value: Any) -> Any:
     return dump(mode="json") if dump else msgspec.to_builtins(value)
 
 
-def _make_server(methods: Mapping[str, ApiMethod]) -> server.HttpServer:
+def _make_server(methods: Mapping[str, ApiMethod], health: Health) -> server.HttpServer:
     """Return the server of these methods: `POST /name` for each, and `GET /health` and `/live` for probes."""
     table: dict[tuple[str, str], exchange.Handler] = {
-        ("POST", f"/{name}"): _http_handler(method) for name, method in methods.items()
+        ("POST", f"/{name}"): _http_handler(method, health) for name, method in methods.items()
     }
-    for path in ("/health", "/live"):
-        table["GET", path] = lambda client: client.respond(200, b'{"status":"healthy"}')
+
+    def tell_health(client: exchange.Exchange) -> None:
+        status = "healthy" if health.is_ready else "notready"
+        client.respond(200 if health.is_ready else 503, f'{{"status":"{status}"}}'.encode())
+
+    table["GET", "/health"] = tell_health
+    table["GET", "/live"] = lambda client: client.respond(200, b'{"status":"live"}')
     router = exchange.HttpRouter(table, error_body=server.plain_error)
     return server.HttpServer(router, error_body=server.plain_error)
 
 
-def _http_handler(method: ApiMethod) -> exchange.Handler:
+def _http_handler(method: ApiMethod, health: Health) -> exchange.Handler:
     async def handle(client: exchange.Exchange) -> None:
         headers = client.request.headers
         own = f"://{headers.get('host', '')}"
         if not headers.get("origin", own).endswith(own):
             _refuse(client, 403, "a page of another origin may not call this service")
+            return
+        if not health.has_started:
+            _refuse(client, 503, "this service is starting; try again soon")
             return
         try:
             await _stream(client, method)
