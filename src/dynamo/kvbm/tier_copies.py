@@ -93,7 +93,7 @@ class TierCopies:
         began_at = time.monotonic()
         try:
             failed = self._copy(copy, generations)
-        except (errors.TransferError, OSError) as error:
+        except (errors.TransferError, OSError, MemoryError, RuntimeError) as error:  # torch's, too
             self._log_failure(copy, error)
             return CopyOutcome(frozenset(range(len(copy.blocks))), None)
         if failed:
