@@ -64,6 +64,12 @@ def test_sleep_mode_excludes_kv_export():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs NIXL")
+def test_options_of_tiers_without_their_connector_are_warned_of(caplog):
+    made(connector=("none",), kvbm_cpu_cache_gb="4")
+
+    assert caplog.messages[-1].endswith("in --kvbm-storage-tiers: --kvbm-cpu-cache-gb")
+
+
 def test_nixl_is_used_unless_the_connector_is_none():
     chosen = [made(connector=words).kv_transfer_config for words in (None, ("null",), ("none",))]
 

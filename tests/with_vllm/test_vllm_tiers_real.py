@@ -214,3 +214,20 @@ async def test_restarted_engine_loads_its_first_prompt_from_disk(worker, shared,
         assert loaded(restarted, "r2") == {"disk": 288}
     finally:
         await engine.stop()
+
+
+async def test_engine_that_is_cleared_before_its_first_step_finds_nothing_on_its_disk(make_engine):
+    loaded_tokens = []
+    for is_cleared in (False, True):  # the first one loads what the tests before have left
+        sink = Sink()
+        engine = make_engine(is_faulty=False)
+        started = Host(engine, sink, await engine.start(sink))
+        try:
+            if is_cleared:
+                await engine.clear_kv_blocks()
+            await started.answer("c", prompt(91, 300), max_tokens=2)
+            loaded_tokens.append(loaded(started, "c"))
+        finally:
+            await engine.stop()
+
+    assert loaded_tokens == [{"disk": 288}, {}]

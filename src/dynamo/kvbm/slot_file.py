@@ -263,8 +263,8 @@ class SlotFile:
         if self._is_whole:
             if not self._try_lock(fcntl.F_WRLCK, _PART_LOCKS, MAX_PARTS):
                 raise errors.ConfigError(
-                    f"{self.path} is in use by another process: give each worker a {self._option} of its own, or"
-                    " --kvbm-sharing-workers"
+                    f"{self.path} is in use by another process: end it, or give each worker a {self._option} of its"
+                    " own, or --kvbm-sharing-workers"
                 )
             return
         for part in range(num_parts):

@@ -200,7 +200,7 @@ def open_tiers(
     computed the blocks. Raises ConfigError for sizes that do not fit, and for a file of another engine.
     """
     if HOST not in settings.tier_names:
-        _warn_of_unused(settings, settings.tier_names)
+        warn_of_unused(settings, settings.tier_names)
         return None
     storage = open_storage(
         settings,
@@ -236,7 +236,7 @@ def open_storage(
     `device_bytes` is the engine's own memory, which counts as taken. `part` is the name of a rank, whose file lies in
     a directory of its own. Raises ConfigError for sizes that do not fit, and for a file of another engine.
     """
-    _warn_of_unused(settings, settings.storage_tiers)
+    warn_of_unused(settings, settings.storage_tiers)
     num_parts, reserved = settings.kvbm_sharing_workers, device_bytes
     if num_parts > 1:
         kind = {**fingerprint, "block_bytes": str(block_bytes)}
@@ -287,7 +287,7 @@ def open_storage(
     return TierStorage(host=host, disk=file)
 
 
-def _warn_of_unused(settings: TierConfig, tiers: tuple[kv_events.Tier, ...]) -> None:
+def warn_of_unused(settings: TierConfig, tiers: tuple[kv_events.Tier, ...]) -> None:
     """Log which options are set though these tiers do not have theirs."""
     names = [name for tier, names in _OPTIONS.items() if tier not in tiers for name in names]
     unused = [f"--{n.replace('_', '-')}" for n in names if getattr(settings, n) is not None]

@@ -143,9 +143,12 @@ def test_request_waits_until_the_workers_have_opened_the_tiers():
 
 def test_request_does_not_wait_for_workers_that_never_report():
     rig = Rig()
+    rig.scheduler.clear()
     for _ in range(tier_scheduler.MAX_UNOPENED):
+        assert rig.scheduler.has_work
         assert rig.scheduler.plan((), 0) == tier_plan.TierPlan()
 
+    assert not rig.scheduler.has_work
     assert rig.scheduler.match(rig.request("a"), 0) == (0, False)
 
 

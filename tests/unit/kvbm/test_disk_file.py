@@ -261,7 +261,9 @@ def test_file_of_another_process_is_refused_until_that_ends(directory):
     writer.start()
     assert ours.poll(PATIENT_S)
 
-    with pytest.raises(errors.ConfigError, match="in use by another process: give each worker"):
+    with pytest.raises(
+        errors.ConfigError, match="in use by another process: end it, or give each worker"
+    ):
         open_file(directory)
     os.kill(writer.pid, signal.SIGKILL)
     writer.join()

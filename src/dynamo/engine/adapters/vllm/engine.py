@@ -293,7 +293,9 @@ def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versi
             field.name: getattr(settings, field.name)
             for field in dataclasses.fields(tier_setup.TierConfig)
         }
-        if "kvbm" in names and not settings.storage_tiers:
+        if "kvbm" not in names:
+            tier_setup.warn_of_unused(settings, ())
+        elif not settings.storage_tiers:
             raise errors.ConfigError(
                 "--kvbm-storage-tiers: expected host_dram with --connector kvbm"
             )

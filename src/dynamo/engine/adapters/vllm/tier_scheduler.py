@@ -31,7 +31,7 @@ from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_report, tier_setup, tiered_cache, tiers
 from dynamo.protocols import generate, kv_events
 
-MAX_UNOPENED = 100  # steps after which requests do not wait for the workers' first report
+MAX_UNOPENED = 100  # steps after which nothing waits for the workers' first report
 _NAME_MASK = (1 << 64) - 1
 
 
@@ -312,7 +312,8 @@ class TierScheduler:
     @property
     def has_work(self) -> bool:
         """Whether steps are needed though vLLM has no requests: copies run, or others can begin."""
-        return bool(self._copies) or self._has_new_room or self._is_disk_cleared
+        can_clear = self.cache is not None or self._num_plans < MAX_UNOPENED
+        return bool(self._copies) or self._has_new_room or (self._is_disk_cleared and can_clear)
 
     def clear(self) -> None:
         """Drop the blocks of all tiers, those on disk with the next step, or with the first one of open tiers."""
