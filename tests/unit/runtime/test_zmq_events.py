@@ -222,12 +222,76 @@ async def test_listener_with_another_token_receives_nothing_and_both_sides_say_w
     publisher = join(1, credentials=WITH_TOKEN)
     await publisher.advertise(TOPIC)
     deaf = await hear(join(2, credentials=shown))
-    # Its address is known if its connection still stood when the publisher's loop heard of it.
-    await until(lambda: "event plane: a listener at " in caplog.text)
+    await until(lambda: "event plane: refused a listener at " in caplog.text)
     await until(lambda: "the publisher at tcp://127.0.0.1:" in caplog.text)
     await eventually_hears(await hear(join(3, credentials=WITH_TOKEN)), publisher)
 
     assert deaf.empty()
+
+
+NO_TOKEN = membership.NO_CREDENTIALS
+
+
+@pytest.mark.parametrize(
+    ("own", "shown", "mismatch"),
+    [
+        (WITH_TOKEN, OTHER_TOKEN, "has another cluster token, or none"),
+        (WITH_TOKEN, NO_TOKEN, "has another cluster token, or none"),
+        (NO_TOKEN, WITH_TOKEN, "has a cluster token, and this process has none"),
+    ],
+    ids=["another", "none at the listener", "none at the publisher"],
+)
+async def test_both_sides_log_a_refused_listener_once(
+    join, caplog, monkeypatch, own, shown, mismatch
+):
+    refusals = []
+    report = zmq._RefusedListeners._report
+    monkeypatch.setattr(
+        zmq._RefusedListeners,
+        "_report",
+        lambda listeners, host, mismatch: (
+            refusals.append(host) or report(listeners, host, mismatch)
+        ),
+    )
+    publisher, listener = join(1, credentials=own), join(2, credentials=shown)
+    await publisher.advertise(TOPIC)
+    await hear(listener)
+    await until(lambda: f"refused a listener at 127.0.0.1: it {mismatch}" in caplog.text)
+    await until(lambda: "the publisher at tcp://127.0.0.1:" in caplog.text)
+    num_refusals = len(refusals)
+    listener.reconnect(TOPIC, 1)
+    await until(lambda: len(refusals) > num_refusals + 2)
+
+    assert len([r for r in caplog.records if "--cluster-token-file" in r.getMessage()]) == 2
+
+
+async def test_refused_listener_is_logged_without_an_address_that_cannot_be_read(
+    join, caplog, monkeypatch
+):
+    monkeypatch.setattr(zmq._RefusedListeners, "_find_host", lambda *_: None)
+    monkeypatch.setattr(zmq, "_MAX_UNNAMED", 2)
+    await join(1, credentials=WITH_TOKEN).advertise(TOPIC)
+    await hear(join(2, credentials=OTHER_TOKEN))
+
+    await until(lambda: "a listener at an address that could not be read" in caplog.text)
+
+
+async def test_host_of_a_connection_that_has_ended_is_not_looked_up(join, monkeypatch):
+    """Its descriptor may belong to another connection by then."""
+    publisher = join(1)
+    await publisher.advertise(TOPIC)
+    refused = publisher._publisher._refused
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
+        descriptor = connection.fileno()
+        before = refused._find_host(descriptor)
+        refused._events.append({"event": pyzmq.EVENT_DISCONNECTED, "value": descriptor})
+        after = refused._find_host(descriptor)
+        refused._events.clear()
+
+    assert (before, after) == ("127.0.0.1", None)
 
 
 def encrypt(socket, server_key):

@@ -45,6 +45,7 @@ from dynamo.runtime.events import Event, Listener, PublishedTopics
 _log = logging.getLogger(__name__)
 _REBIND_S = 0.05
 _NOWHERE = (None, "")
+_MAX_UNNAMED = 20  # failed handshakes in succession after which they are logged without an address
 _SUBSCRIPTION_LIMIT = 4096  # bytes that a listener may send at once
 _ANY_ADDRESS = listening.ListenAddress(setting="DYN_EVENT_")
 
@@ -291,11 +292,10 @@ class _Publisher:
         self._socket.set(zmq.SNDHWM, zmq_receiver.HIGH_WATER)
         self._socket.set(zmq.MAXMSGSIZE, _SUBSCRIPTION_LIMIT)
         zmq_receiver.watch_peers(self._socket)
-        self._refused: _RefusedListeners | None = None
         if key is not None:
             self._socket.set(zmq.CURVE_SERVER, 1)
             self._socket.set(zmq.CURVE_SECRETKEY, z85.encode(key[1]))
-            self._refused = _RefusedListeners(self._socket)
+        self._refused = _RefusedListeners(self._socket, has_token=key is not None)
         try:
             family, number = addresses.resolve(address.host)  # ZeroMQ binds no names
             self._socket.set(zmq.IPV6, family == socket.AF_INET6)
@@ -325,29 +325,33 @@ class _Publisher:
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        if self._refused is not None:
+        if not self._socket.closed:
             self._refused.close()
-            self._refused = None
-        self._socket.close()
+            self._socket.close()
 
 
 class _RefusedListeners:
     """The listeners that fail the handshake of a PUB socket, for the log. Only for the loop's thread.
 
     ZeroMQ names no peer in the event of a failure; it follows with the end of the peer's connection, by descriptor.
+    A failed connection may be closed before its peer is looked up: the listener tries again, and is named then.
     """
 
-    def __init__(self, publisher: zmq.Socket[bytes]) -> None:
+    def __init__(self, publisher: zmq.Socket[bytes], *, has_token: bool) -> None:
         self._publisher = publisher
+        self._has_token = has_token
         self._monitor = publisher.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq_receiver.HANDSHAKE_FAILURES
         )
         self._log = authentication.RefusalLog(_log, time.monotonic)
+        # read, but not handled yet
+        self._events: collections.deque[Mapping[str, Any]] = collections.deque()
         self._host_by_descriptor: dict[int, str] = {}
-        self._has_failed = False
+        self._mismatch: str | None = None  # of the connection that ends next
+        self._num_unnamed = 0  # failures in succession without the address of the peer
         self._descriptor = int(self._monitor.get(zmq.FD))
         asyncio.get_running_loop().add_reader(self._descriptor, self._read)
-        self._read()  # the descriptor tells of nothing before a first attempt to read
+        self._read()  # ZeroMQ signals the descriptor only after a first read
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._descriptor)
@@ -355,27 +359,59 @@ class _RefusedListeners:
         self._monitor.close()
 
     def _read(self) -> None:
-        """Read all events: their descriptor tells of new ones only."""
+        """Handle all events: their descriptor signals new ones only."""
+        self._take_events()
+        while self._events:
+            self._handle(self._events.popleft())
+            self._take_events()
+
+    def _take_events(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                self._handle(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK)))
+                self._events.append(
+                    parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                )
 
     def _handle(self, event: Mapping[str, Any]) -> None:
+        descriptor = event["value"]
         if event["event"] == zmq.EVENT_ACCEPTED:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(event["value"])) as peer:
-                self._host_by_descriptor[event["value"]] = str(peer.getpeername()[0])
+            self._host_by_descriptor.pop(descriptor, None)
+            if host := self._find_host(descriptor):
+                self._host_by_descriptor[descriptor] = host
         elif event["event"] == zmq.EVENT_DISCONNECTED:
-            host = self._host_by_descriptor.pop(event["value"], "an unknown address")
-            if self._has_failed:
-                self._log.warning(
-                    host,
-                    "event plane: a listener at %s has another cluster token, or none; give every process the same"
-                    " (--cluster-token-file)",
-                    host,
-                )
-            self._has_failed = False
+            host = self._host_by_descriptor.pop(descriptor, None)
+            if self._mismatch is not None:
+                self._report(host, self._mismatch)
+            self._mismatch = None
         else:
-            self._has_failed = True
+            self._mismatch = self._describe_mismatch(event["value"])
+
+    def _describe_mismatch(self, detail: int) -> str | None:
+        """Return what is wrong with the token of a listener; None if it only left, as a probe of the port does."""
+        if self._has_token:
+            return zmq_receiver.MISMATCH
+        if detail == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return "has a cluster token, and this process has none"
+        return None
+
+    def _find_host(self, descriptor: int) -> str | None:
+        """Return the host of the peer, unless the connection has ended: then the descriptor may be another's."""
+        host: str | None = None
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as peer:
+            host = str(peer.getpeername()[0])
+        self._take_events()
+        has_ended = any(
+            (later["event"], later["value"]) == (zmq.EVENT_DISCONNECTED, descriptor)
+            for later in self._events
+        )
+        return None if has_ended else host
+
+    def _report(self, host: str | None, mismatch: str) -> None:
+        self._num_unnamed = 0 if host else self._num_unnamed + 1
+        if host or self._num_unnamed >= _MAX_UNNAMED:
+            where = host or "an address that could not be read"
+            text = "event plane: refused a listener at %s: it %s; %s"
+            self._log.warning(where, text, where, mismatch, zmq_receiver.TOKEN_ADVICE)
 
 
 def _address(channel: Put, topic: str) -> tuple[str | None, str]:

@@ -14,6 +14,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from dynamo.observability import logs
+from dynamo.runtime import authentication
 from dynamo.runtime.events import Event
 
 HANDSHAKE_MS = 5_000
@@ -37,6 +38,8 @@ U64 = struct.Struct(">Q")
 _FRAME_LIMIT = PAYLOAD_LIMIT + 1024
 _BATCH_LIMIT = 1_000
 HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+MISMATCH = "has another cluster token, or none"
+TOKEN_ADVICE = "give every process the same (--cluster-token-file)"
 log = logging.getLogger(__name__)
 
 
@@ -85,7 +88,7 @@ class EventReceiver:
         if secrets:
             self._encrypt()
         self._topic_by_name: dict[bytes, str] = {}
-        self._refused: set[str] = set()  # publishers that failed the handshake
+        self._refusals = authentication.RefusalLog(log, time.monotonic)
         self._early: collections.deque[list[bytes]] = collections.deque()  # see `_leave`
         self._is_waiting = False  # for `resume`
         self._is_running = True
@@ -196,14 +199,9 @@ class EventReceiver:
         self._tell_refusal(parse_monitor_message(failures.recv_multipart())["endpoint"].decode())
 
     def _tell_refusal(self, address: str) -> None:
-        """Once for each publisher: zmq tries again for as long as we listen."""
-        if address not in self._refused:
-            self._refused.add(address)
-            log.warning(
-                "event plane: the publisher at %s has another cluster token, or none; give every process the same"
-                " (--cluster-token-file)",
-                address,
-            )
+        """Seldom for each publisher: ZeroMQ tries again for as long as we listen, and we when it is silent."""
+        text = "event plane: the publisher at %s %s; %s"
+        self._refusals.warning(address, text, address, MISMATCH, TOKEN_ADVICE)
 
     def _hand_over(self) -> None:
         """Bring what has come to the loop, and wait for `resume` before bringing more."""
@@ -252,7 +250,6 @@ class EventReceiver:
 
     def _leave(self, address: str) -> None:
         """Polling has begun to read a message: if its publisher went before the rest, libzmq would abort (#2163)."""
-        self._refused.discard(address)
         with contextlib.suppress(zmq.Again):
             self._early.append(self._socket.recv_multipart(zmq.NOBLOCK))
         self._socket.disconnect(address)
