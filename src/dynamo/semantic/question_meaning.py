@@ -195,6 +195,8 @@ def read_meaning(text: str) -> QuestionMeaning:
     """Return the meaning of a question."""
     tokens = _TOKEN.findall(join_wordings(_LETTER.sub("_a", text)))
     is_symmetric = not _IS_SYMMETRIC.isdisjoint(tokens)
+    # numbers and the letters of formulas, which keep their order; one alone is a name (a list in C)
+    num_symbols = sum(t[0].isdigit() or (len(t) == 1 and t.isalpha() and t != "a") for t in tokens)
     words: list[str] = []
     asks, attached = set(), set()
     weights: dict[str, float] = {}
@@ -210,7 +212,8 @@ def read_meaning(text: str) -> QuestionMeaning:
         elif token not in _LIGHT or (is_last and token in _ATTACHES):
             word = relation + stem
             words.append(word)
-            if not word[0].isdigit() and (before in _ATTACHES or token.endswith("'s")):
+            is_name = not stem[0].isdigit() and (len(stem) > 1 or num_symbols < 2)
+            if is_name and (before in _ATTACHES or token.endswith("'s")):
                 attached.add(word)
             relation = ""
         if token not in ("the", "a", "an", "my"):
