@@ -253,6 +253,14 @@ class FrontendConfig(AdmissionConfig):
     http_graceful_shutdown_timeout_secs: float = config.setting(
         5.0, help="seconds that running responses may take to finish after SIGTERM", least=0
     )
+    grace_period_s: float = config.option(
+        0.0,
+        env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
+        flag="--graceful-shutdown-grace-period",
+        help="seconds after SIGTERM in which new requests are still taken, while /health says 503 already and a load"
+        " balancer may not know it yet",
+        least=0,
+    )
 
     usage_file: str | None = config.setting(
         None,

@@ -434,7 +434,7 @@ class Frontend:
             host=socket.gethostname(),
             url=self.url,
             router_mode=self._router_mode,
-            is_draining=self._handlers.is_draining,
+            is_draining=self._handlers.is_leaving,
         )
 
     async def _publish_record(self) -> None:
@@ -452,10 +452,14 @@ class Frontend:
         await self.drain()
 
     async def drain(self) -> None:
-        """Refuse new requests and let running responses finish, within the time that the settings allow."""
+        """Refuse new requests and let running responses finish, within the times that the settings allow."""
+        self._handlers.is_leaving = True
+        self._tasks.start("publish that it drains", self._publish_record())
+        if grace_s := self._settings.grace_period_s:
+            _logger.info("stopping: new requests are taken for another %g s", grace_s)
+            await self._runtime.clock.sleep(grace_s)
         self._handlers.is_draining = True
         self._console.feed.end_all()
-        self._tasks.start("publish that it drains", self._publish_record())
         limit_s = self._settings.http_graceful_shutdown_timeout_secs
         _logger.info("stopping: running answers may take %g s to finish", limit_s)
         has_finished, _ = await asyncio.gather(

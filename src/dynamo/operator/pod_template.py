@@ -31,6 +31,7 @@ _LEAST_SHM, _MOST_SHM = 512 * _MIB, 8192 * _MIB
 _UNITS = {"": 1, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _UNITS |= {f"{unit}i": 1024 ** (power + 1) for power, unit in enumerate("KMGTPE")}
 _LEAST_GRACE_S, _MARGIN_S, _DRAIN_S = 60, 30, 30
+_LEAVE_S = 5  # until no proxy of a cluster sends requests to a frontend that ends any more
 FRAMEWORK_IMAGES = {
     "vllm": "nvidia/ai-dynamo/vllm-runtime",
     "sglang": "nvidia/ai-dynamo/sglang-runtime",
@@ -263,6 +264,8 @@ def make_environment(component: ServiceComponent) -> list[Object]:
                 "DYN_HTTP_PORT": str(HTTP_PORT),
                 "DYN_HTTP_HOST": "0.0.0.0",
                 "DYN_ALLOWED_HOSTS": ",".join(service_host_names(component)),
+                "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": str(_LEAVE_S),
+                "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(_DRAIN_S),
             }
         case "worker":
             values |= {
@@ -396,7 +399,7 @@ def shared_memory_size(spec: api_types.ServiceSpec) -> str:
 
 
 def grace_period_s(main: Mapping[str, Any]) -> int:
-    """Return the seconds that a pod gets to end: the drain limit of its worker, and some to spare."""
+    """Return the seconds that a pod gets to end: what it takes to drain, and some to spare."""
     values = {entry["name"]: entry.get("value") for entry in main.get("env", ())}
     total = 0.0
     for name, default in (

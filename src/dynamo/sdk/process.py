@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup, tasks
 from dynamo.observability import logs
 from dynamo.runtime import client as clients
@@ -47,6 +48,13 @@ class ServiceProcessConfig(component.RuntimeConfig):
     )
     system_port: int | None = config.setting(
         None, help="port of /live and /health of a service without @api (default: none)", least=0
+    )
+    grace_period_s: float = config.option(
+        0.0,
+        env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
+        flag="--graceful-shutdown-grace-period",
+        help="seconds after SIGTERM in which new requests are still taken, while /health says 503 already",
+        least=0,
     )
 
 
@@ -119,13 +127,21 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
             health.has_started = True
             await running.run_until(stop)
             health.is_draining = True
-            await asyncio.gather(runtime.drain(DRAIN_S), served.drain(DRAIN_S))
+            await asyncio.gather(
+                runtime.drain(DRAIN_S, options.grace_period_s),
+                _drain(served, runtime.clock, options.grace_period_s),
+            )
         finally:
             await served.close()
             for attribute in spec.methods("shutdown").values():
                 result = getattr(service, attribute)()
                 if inspect.isawaitable(result):
                     await result
+
+
+async def _drain(served: server.HttpServer, clock: clocks.Clock, grace_s: float) -> None:
+    await clock.sleep(grace_s)
+    await served.drain(DRAIN_S)
 
 
 def _caller(

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from frontend_rig import outputs
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.frontend import config, service
 from dynamo.protocols import generate
@@ -23,6 +24,31 @@ async def test_draining_frontend_is_live_unhealthy_and_refuses_requests(rig):
     assert (health.status_code, live.status_code, answer.status_code) == (503, 200, 503)
     assert "shutting down" in answer.json()["error"]["message"]
     assert answer.headers["connection"] == "close"
+
+
+async def test_frontend_that_leaves_takes_requests_for_its_grace_period(bare, monkeypatch):
+    """A load balancer hears of it by /health, and may send it requests until then."""
+    await bare.start(grace_period_s=3600.0)
+    await bare.worker()
+    is_over = asyncio.Event()
+    is_asked, real_sleep = asyncio.Event(), clocks.SystemClock.sleep
+
+    async def sleep(_clock, seconds):
+        if seconds == 3600.0:
+            is_asked.set()
+            await is_over.wait()
+        else:
+            await real_sleep(_clock, seconds)
+
+    monkeypatch.setattr(clocks.SystemClock, "sleep", sleep)
+    draining = bare.start_task(bare.frontend.drain())
+    await is_asked.wait()
+    health, answer = await bare.client.get("/health"), await bare.chat()
+    is_over.set()
+    await draining
+    late = await bare.chat()
+
+    assert (health.status_code, answer.status_code, late.status_code) == (503, 200, 503)
 
 
 async def test_running_stream_finishes_while_draining(rig):

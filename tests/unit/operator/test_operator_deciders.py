@@ -190,6 +190,8 @@ def test_pods_are_told_how_to_reach_each_other():
     assert cluster.get("Secret", secret["name"])["data"].keys() == {secret["key"]}
     env = env_of(main_of(cluster, "g-frontend"))
     assert env["DYN_HTTP_HOST"] == "0.0.0.0"
+    assert env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] == "5"  # proxies learn later that it ends
+    assert env["DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"] == "30"
     assert "g-frontend.default.svc.cluster.local" in env["DYN_ALLOWED_HOSTS"].split(",")
 
 

@@ -142,14 +142,15 @@ class Operations:
 class RequestHandlers:
     """Makes the handlers of several APIs, none of which takes a request once the frontend `is_draining`.
 
-    It has what a handler needs to find a model that the client may use, and to have a request answered.
+    Before that it `is_leaving`: probes are told so, and requests are still taken. It has what a handler needs to find a
+    model that the client may use, and to have a request answered.
     """
 
     def __init__(self, requests: Pipeline) -> None:
         self.pipeline = requests
         self.models = requests.models
         self.rights = requests.admission.rights
-        self.is_draining = False
+        self.is_leaving = self.is_draining = False
 
     def generate(self, api: GenerationApi[Any, Any]) -> exchange.Handler:
         """Return a handler that answers by generated text."""

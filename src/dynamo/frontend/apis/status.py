@@ -208,9 +208,8 @@ def state_operations(
             }
             for instance, state in served
         ]
-        is_draining = handlers.is_draining
-        if is_draining or not served:
-            message = "draining" if is_draining else "No endpoints available"
+        if handlers.is_leaving or not served:
+            message = "draining" if handlers.is_leaving else "No endpoints available"
             body = {"status": "unhealthy", "message": message}
             details: dict[str, Any] = {"instances": instances}
         else:

@@ -122,7 +122,7 @@ class KserveHandlers:
         self._handlers = handlers
 
     def show_readiness(self, client: exchange.Exchange) -> None:
-        is_ready = bool(self._handlers.models.ready) and not self._handlers.is_draining
+        is_ready = bool(self._handlers.models.ready) and not self._handlers.is_leaving
         _respond(client, {"ready": is_ready}, 200 if is_ready else 503)
 
     def show_model(self, client: exchange.Exchange) -> None:
