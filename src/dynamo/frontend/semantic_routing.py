@@ -88,8 +88,7 @@ class SemanticRouting:
         Raises InvalidRequest for a body that is not JSON, Forbidden for one that a guard refuses, NoWorkers.
         """
         headers = client.request.headers
-        if endpoint != _CHAT:
-            headers = {**headers, "x-vsr-skip-cache": "true"}
+        is_chat = endpoint == _CHAT
         tenant = service.tenant_of(headers)
         request_body = original = client.request.body
         if read_texts is not None:
@@ -98,7 +97,9 @@ class SemanticRouting:
         classifiers = await self._service.ask_encoders(original)
 
         def route(body: bytes) -> routing_outcome.RoutedRequest:
-            return self._service.route(body, headers, tenant, None, classifiers, barred)
+            return self._service.route(
+                body, headers, tenant, None, classifiers, barred, is_chat=is_chat
+            )
 
         if read_texts is not None:
             outcome = await exchange.decode_apart(original, route)
@@ -112,7 +113,7 @@ class SemanticRouting:
                 failed = {first.explanation.model: reason}
                 try:
                     second = self._service.route(
-                        original, headers, tenant, failed, classifiers, barred
+                        original, headers, tenant, failed, classifiers, barred, is_chat=is_chat
                     )
                 except errors.DynamoError:
                     return False

@@ -129,13 +129,15 @@ class StreamProcessor:
     async def _route(self, body: bytes) -> immediate.ImmediateAnswer | None:
         """Route the request; return the answer that it gets at once."""
         headers = self._headers
-        if self.path != _CHAT:
-            headers = {**headers, "x-vsr-skip-cache": "true"}
+        is_chat = self.path == _CHAT
         tenant = service.tenant_of(headers)
         try:
             classifiers = await self._routing.ask_encoders(body)
             outcome = await exchange.decode_apart(
-                body, lambda data: self._routing.route(data, headers, tenant, None, classifiers)
+                body,
+                lambda data: self._routing.route(
+                    data, headers, tenant, None, classifiers, is_chat=is_chat
+                ),
             )
         except errors.DynamoError as error:
             status = _STATUS_BY_ERROR.get(type(error), 503)

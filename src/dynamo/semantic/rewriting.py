@@ -64,7 +64,7 @@ def set_system_prompt(
     if messages is None or not messages.startswith(b"["):
         return body
     first = view.messages[0] if view.messages else {}
-    if first.get("role") == "system":
+    if first.get("role") in ("system", "developer"):  # a template takes one of them
         item = json_splice.members(messages)[0]
         message = messages[item.value : item.end]
         raw = _member(message, "content") or b'""'

@@ -90,12 +90,15 @@ class SemanticRouter:
         failed: Mapping[str, str] | None = None,
         classifiers: guards.RequestClassifiers | None = None,
         barred: Mapping[str, str] | None = None,
+        *,
+        is_chat: bool = True,
     ) -> routing_outcome.RoutedRequest:
         """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it.
 
         `failed` are models that were asked and failed, each with its reason, and `barred` those that the caller may
         not ask; they are struck out. `classifiers` have what the encoders answered for this request (`list_inputs`);
-        by default the shipped classifiers are used.
+        by default the shipped classifiers are used. Without `is_chat` the request is one of another API, whose answers
+        are not cached and whose body has no field for the model family's reasoning.
         """
         classifiers = classifiers or self._classifiers
         view = request_view.RequestView(body)
@@ -131,7 +134,8 @@ class SemanticRouter:
         if match is not None:
             explanation.decision = match.settings.name
             explanation.reasons, explanation.confidence = match.reasons, match.confidence
-        if self._is_cached(view, headers, tenant, plugins.get("semantic-cache"), outcome):
+        plugin = plugins.get("semantic-cache") if is_chat else None
+        if self._is_cached(view, headers, tenant, plugin, outcome):
             return outcome
         if not is_auto and not route_to:
             explanation.model = view.model
@@ -139,6 +143,8 @@ class SemanticRouter:
             return outcome
         reference = self._choose(match, kept, route_to, view, explanation)
         explanation.model, outcome.is_chosen = reference.served_name, True
+        if is_chat and match is not None:
+            self._set_reasoning(outcome, view, reference)
         self._rewrite(outcome, view, match, reference, plugins)
         self.conversations.remember(present, explanation.decision, explanation.model)
         return outcome
@@ -419,6 +425,22 @@ class SemanticRouter:
             f"no model can serve this request ({reasons or 'no decision applies and there is no default_model'})"
         )
 
+    def _set_reasoning(
+        self,
+        outcome: routing_outcome.RoutedRequest,
+        view: request_view.RequestView,
+        reference: config.ModelReference,
+    ) -> None:
+        """Switch reasoning on or off in the body, in the way of the model's family."""
+        entry = self.settings.model_config.get(reference.model)
+        name = (entry.reasoning_family if entry is not None else None) or ""
+        effort = None
+        if reference.use_reasoning:
+            outcome.explanation.reasoning = routing_outcome.ON
+            effort = reference.reasoning_effort or self.settings.default_reasoning_effort
+        family = self.settings.reasoning_families.get(name)
+        outcome.body = rewriting.set_reasoning(outcome.body, view.fields, family, effort=effort)
+
     def _rewrite(
         self,
         outcome: routing_outcome.RoutedRequest,
@@ -431,15 +453,7 @@ class SemanticRouter:
         explanation = outcome.explanation
         body = rewriting.set_model(outcome.body, reference.served_name)
         entry = self.settings.model_config.get(reference.model)
-        family = (
-            self.settings.reasoning_families.get(entry.reasoning_family or "") if entry else None
-        )
         if match is not None:
-            effort = None
-            if reference.use_reasoning:
-                explanation.reasoning = routing_outcome.ON
-                effort = reference.reasoning_effort or self.settings.default_reasoning_effort
-            body = rewriting.set_reasoning(body, view.fields, family, effort=effort)
             prompt = plugins.get("system_prompt")
             if (
                 isinstance(prompt, config.SystemPromptPlugin)

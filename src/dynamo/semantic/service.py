@@ -18,6 +18,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.observability import metrics as observed
 from dynamo.protocols import encoders
+from dynamo.runtime.http import exchange
 from dynamo.semantic import (
     cache_file,
     config_file,
@@ -156,7 +157,9 @@ class RoutingService:
         if not self.router.loaded.uses_encoders:
             return None
         try:
-            inputs = self.router.list_inputs(request_view.RequestView(body))
+            inputs = await exchange.decode_apart(
+                body, lambda data: self.router.list_inputs(request_view.RequestView(data))
+            )
         except errors.InvalidRequest:
             return None  # `route` refuses the request
         return await self.ask_encoders_for(inputs)
@@ -220,6 +223,8 @@ class RoutingService:
         failed: Mapping[str, str] | None = None,
         classifiers: guards.RequestClassifiers | None = None,
         barred: Mapping[str, str] | None = None,
+        *,
+        is_chat: bool = True,
     ) -> routing_outcome.RoutedRequest:
         """Return the outcome of a request, without models that `failed` or are `barred` to its caller.
 
@@ -229,7 +234,9 @@ class RoutingService:
         """
         start = self._clock.now()
         try:
-            outcome = self.router.route(body, headers, tenant, failed, classifiers, barred)
+            outcome = self.router.route(
+                body, headers, tenant, failed, classifiers, barred, is_chat=is_chat
+            )
         except errors.InvalidRequest:
             self.metrics.record_refusal("unknown", "parse_error")
             raise

@@ -326,3 +326,39 @@ async def test_model_that_a_key_may_not_ask_is_struck_out(bare, tmp_path):
 
     assert answer.status_code == 200
     assert answer.headers["x-vsr-selected-model"] == "m"
+
+
+REASONING = """
+default_model: m
+reasoning_families: {q: {type: chat_template_kwargs, parameter: enable_thinking}}
+model_config: {m: {reasoning_family: q}}
+keyword_rules: [{name: greeting, keywords: [hello]}]
+decisions:
+  - name: greeting
+    rules: {conditions: [{type: keyword, name: greeting}]}
+    modelRefs: [{model: m, use_reasoning: true}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "reasoning"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, "on"),
+        ("/v1/completions", {"prompt": "hello"}, "off"),
+        ("/v1/responses", {"input": "hello"}, "off"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}, "off"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "hello"}], "stream": False}, "off"),
+    ],
+)  # fmt: skip
+async def test_no_api_gets_a_field_of_reasoning_that_it_does_not_have(
+    bare, tmp_path, path, fields, reasoning
+):
+    config = tmp_path / "config.yaml"
+    config.write_text(REASONING)
+    await bare.start(semantic_router=str(config), unknown_parameters="refuse")
+    await bare.worker("m")
+
+    answer = await bare.client.post(path, json={"model": "auto", **fields})
+
+    assert answer.status_code == 200
+    assert answer.headers["x-vsr-selected-reasoning"] == reasoning

@@ -68,3 +68,12 @@ def test_other_apis_have_their_own_field():
 @pytest.mark.parametrize("fields", [{"prompt": "x"}, {"messages": 3}, {}])
 def test_request_without_messages_stays(fields):
     assert prompt(msgspec.json.encode(fields), is_inserted=False) == fields
+
+
+def test_developer_prompt_is_replaced_as_the_system_prompt_is():
+    body = chat([{"role": "developer", "content": "Old."}, {"role": "user", "content": "hello"}])
+
+    assert prompt(body, is_inserted=False)["messages"][0] == {
+        "role": "developer",
+        "content": "New.",
+    }

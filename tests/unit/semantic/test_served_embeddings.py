@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 
 import msgspec
 import numpy as np
@@ -129,6 +130,25 @@ async def test_rule_holds_by_the_vectors_of_a_server_and_not_without_them(tmp_pa
         assert await model_of(routing, "my car stalls") == "general"
 
     assert num_requests == 3  # one for the candidates
+
+
+async def test_large_request_is_read_beside_the_event_loop(tmp_path, monkeypatch):
+    path = tmp_path / "router.yaml"
+    path.write_text(CONFIG.format(url="http://127.0.0.1:1/v1"))
+    routing = service.RoutingService(path, metrics.Registry("llm"), clock.SystemClock())
+    threads = []
+    list_inputs = routing.router.list_inputs
+
+    def note_thread(view):
+        threads.append(threading.current_thread())
+        return list_inputs(view)
+
+    monkeypatch.setattr(routing.router, "list_inputs", note_thread)
+    for text in ("hello", "hello " * 100_000):
+        await routing.ask_encoders(chat(text))
+
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()
 
 
 @pytest.mark.parametrize("fields", ["embeddings_url: host", "embeddings_url: http://host/v1"])
