@@ -51,3 +51,21 @@ async def test_start_returns_the_number_of_blocks(host):
 async def test_clearing_raises_engine_failed(host):
     with pytest.raises(errors.EngineFailed, match="no way to"):  # noqa: F405
         await host.engine.clear_kv_blocks()
+
+
+async def test_answer_that_the_library_ends_without_a_reason_fails(host, monkeypatch):
+    library = host.engine._library
+    stream = library.stream
+
+    async def end_early(request, plan, name):
+        async for result in stream(request, plan, name):
+            yield result
+            return
+
+    monkeypatch.setattr(library, "stream", end_early)
+    host.submit("a", PROMPT, max_tokens=5)  # noqa: F405
+    await host.sink.until(lambda: host.sink.errors)
+    monkeypatch.undo()
+
+    assert str(host.sink.errors["a"]) == "TensorRT-LLM ended an answer without a reason"
+    await host.answer("a", PROMPT, max_tokens=1)  # noqa: F405

@@ -10,7 +10,8 @@ by `run_until`, even if it died before that was called: no task dies in silence.
 """
 
 import asyncio
-from collections.abc import Coroutine
+import functools
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 _CANCEL_AGAIN_S = 5.0  # longer than it takes to clean up
@@ -30,11 +31,20 @@ class Tasks:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def start(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine as a task until it ends or `close` cancels it."""
+    def start(
+        self,
+        name: str,
+        work: Coroutine[Any, Any, Any],
+        *,
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> asyncio.Task[Any]:
+        """Run a coroutine as a task until it ends or `close` cancels it.
+
+        `on_death` is called with the error by which it ends, for those that wait for what it does.
+        """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._running.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(functools.partial(self._ended, on_death))
         return task
 
     async def close(self) -> None:
@@ -55,7 +65,9 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._running)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _ended(
+        self, on_death: Callable[[BaseException], None] | None, task: asyncio.Task[Any]
+    ) -> None:
         self._running.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is None:
@@ -66,6 +78,8 @@ class Tasks:
         task.get_loop().call_exception_handler(
             {"message": f"task {task.get_name()!r} died", "exception": error, "task": task}
         )
+        if on_death is not None:
+            on_death(error)
 
 
 async def cancel(running: set[asyncio.Task[Any]]) -> None:

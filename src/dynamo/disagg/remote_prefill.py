@@ -153,17 +153,14 @@ class FrontEngine:
     ) -> None:
         """Hold a request until `work` has submitted it. If `work` dies, which is a fault of this program, it fails."""
         self._held[held_request.request.id] = held_request
-        held_request.task = self._tasks.start(task_name, work)
 
-        def fail_if_dead(task: "asyncio.Task[None]") -> None:
-            if task.cancelled() or (fault := task.exception()) is None:
-                return
+        def fail(fault: BaseException) -> None:
             if self._held.get(held_request.request.id) is held_request:
                 del self._held[held_request.request.id]
             error = errors.EngineFailed(f"the task {task_name!r} died: {type(fault).__name__}")
             sink.failed(held_request.request.id, error)
 
-        held_request.task.add_done_callback(fail_if_dead)
+        held_request.task = self._tasks.start(task_name, work, on_death=fail)
 
     def abort(self, request_id: str) -> None:
         """Abort a request, at the engine or while it is held; the lease of its blocks then expires."""

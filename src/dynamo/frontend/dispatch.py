@@ -23,6 +23,7 @@ from dynamo.observability import logs
 from dynamo.protocols import blocks, generate
 from dynamo.router import explanation, retry_rules, route
 
+LOST_ANSWER = "an internal error lost the answer; see the log"
 _logger = logging.getLogger(__name__)
 
 
@@ -174,7 +175,7 @@ class RequestDispatch:
     def _fail_if_it_died(self, task: asyncio.Task[None]) -> None:
         """Fail the answer if the task that migrates it has died, because nothing else would end it."""
         if task.cancelled() or task.exception() is not None:
-            self._reply.fail(errors.DynamoError("an internal error lost the answer; see the log"))
+            self._reply.fail(errors.DynamoError(LOST_ANSWER))
 
     def _count_deaths(self, attempt: Attempt, error: errors.DynamoError) -> int:
         """Return how many workers died that had this attempt or one before it for the same choices."""

@@ -174,9 +174,15 @@ class Pipeline:
         if self._semantic is not None:
 
             def ask_again(client: exchange.Exchange, body: bytes) -> None:
-                self._dispatcher.background.start(
-                    "ask another model", self._answer(api, client, arrival, body)
-                )
+                def fail(_: BaseException) -> None:  # nothing else would end the answer
+                    if client.is_streaming:
+                        client.end()
+                    else:
+                        error = errors.DynamoError(dispatch.LOST_ANSWER)
+                        self._refuse(api, client, arrival, error)
+
+                work = self._answer(api, client, arrival, body)
+                self._dispatcher.background.start("ask another model", work, on_death=fail)
 
             try:
                 client, body = await self._semantic.route(

@@ -99,7 +99,12 @@ class TransferServer:
                 target=self._serve, args=(link, host), name="transfer-serve", daemon=True
             )
             self._links[link] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # for a while there are no threads left
+                del self._links[link], self._pending[link]
+                link.close()
+                log.warning("%s cannot take a peer's connection: %s", self._exposed.name, error)
 
     def _make_room(self) -> None:
         """Drop the oldest pending connection if there are too many; its thread has ended when this returns."""

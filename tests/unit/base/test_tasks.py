@@ -49,6 +49,19 @@ async def test_close_cancels_tasks_started_by_cancelled_tasks():
     assert started[0].cancelled()
 
 
+async def test_error_of_a_task_is_handed_to_those_that_wait_for_it(told):
+    deaths = []
+    async with tasks.Tasks() as running:
+        running.start("die", die(), on_death=deaths.append)
+        running.start("end", asyncio.sleep(0), on_death=deaths.append)
+        running.start("wait", for_ever(), on_death=deaths.append)
+        while len(running) > 1:
+            await asyncio.sleep(0)
+
+    assert [str(death) for death in deaths] == ["dead"]
+    assert len(told) == 1
+
+
 async def test_run_until_returns_when_its_event_is_set():
     stop = asyncio.Event()
     async with tasks.Tasks() as running:

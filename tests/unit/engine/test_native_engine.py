@@ -219,6 +219,15 @@ async def test_a_failed_compilation_fails_its_request(engine, runner):
     engine.submit(make_request("guided", 5, guided=GUIDED))  # its id is free again
 
 
+async def test_fault_of_the_program_fails_the_request_that_waits_for_its_grammar(engine, runner):
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    engine.submit(make_request("guided", 5, guided=GUIDED))
+    await end_compilation(runner, ZeroDivisionError("a fault"))
+
+    assert await engine.sink.next() == ("guided", "no grammar: ZeroDivisionError('a fault')")
+    engine.submit(make_request("guided", 5, guided=GUIDED))  # its id is free again
+
+
 @pytest.mark.parametrize("abort", ["abort", "abort_choice"])
 async def test_abort_ends_the_wait_for_a_grammar(engine, runner, abort):
     engine.submit(make_request("guided", 5, guided=GUIDED))

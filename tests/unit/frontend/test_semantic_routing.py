@@ -1,5 +1,6 @@
 """The semantic router inside the frontend: two models, chosen by what requests say."""
 
+import asyncio
 import logging
 
 import msgspec
@@ -8,6 +9,7 @@ from frontend_rig import events, outputs
 
 import collector
 from dynamo.base import errors
+from dynamo.frontend import dispatch
 from dynamo.semantic import service
 from semantic_configs import ATTACK, CARD
 
@@ -261,6 +263,30 @@ async def test_failure_of_the_second_model_is_the_answer(routed):
 
     assert answer.status_code == 500
     assert len(routed.coder.requests) == len(routed.general.requests) == 1
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_fault_of_the_program_ends_the_answer_of_the_second_model(
+    routed, monkeypatch, has_begun
+):
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    routed.coder.script = fail_at_once
+    dispatch_request = dispatch.Dispatcher.dispatch_request
+
+    async def fail_for_second(dispatcher, model, reply, *arguments):
+        if model.name == "coder":
+            await dispatch_request(dispatcher, model, reply, *arguments)
+            return
+        if has_begun:
+            reply.client.start_stream(200, content_type="text/event-stream")
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(dispatch.Dispatcher, "dispatch_request", fail_for_second)
+
+    answer = await routed.chat("some python", model="auto", stream=True)
+
+    assert answer.status_code == (200 if has_begun else 500)
+    assert ("an internal error lost the answer" in answer.text) is not has_begun
 
 
 async def test_no_other_model_is_asked_for_a_model_that_the_client_named(routed):

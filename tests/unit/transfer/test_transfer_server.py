@@ -102,3 +102,21 @@ def test_flood_of_pending_connections_takes_no_peers_place(serve, monkeypatch):
     for sock in strangers:
         sock.close()
     peer.close()
+
+
+def test_connections_are_taken_again_after_a_moment_without_threads(serve, monkeypatch, caplog):
+    dial = serve()
+    start = threading.Thread.start
+    refusals = [RuntimeError("can't start new thread")]
+
+    def start_or_refuse(thread):
+        if thread.name == "transfer-serve" and refusals:
+            raise refusals.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+    with dial() as sock:
+        assert is_closed(sock)
+
+    enter(dial).close()
+    assert "can't start new thread" in caplog.text

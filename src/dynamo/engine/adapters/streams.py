@@ -220,9 +220,13 @@ class StreamingEngine(Generic[Plan, Result]):
     async def _run_choice(self, opened: _OpenRequest, index: int, plan: Plan) -> None:
         if index not in opened.names:
             return  # aborted before it began
+        has_ended = False
         try:
             async for result in self._library.stream(opened.request, plan, opened.names[index]):
-                self._add_result(opened, index, result)
+                has_ended |= self._add_result(opened, index, result)
+            if not has_ended and index in opened.names:  # or the request would wait for ever
+                name = self._library.name
+                self._fail(opened, errors.EngineFailed(f"{name} ended an answer without a reason"))
         except errors.DynamoError as error:
             self._fail(opened, error)
         except Exception as error:  # noqa: BLE001 - whatever a library raises fails the request or the engine
@@ -232,9 +236,10 @@ class StreamingEngine(Generic[Plan, Result]):
             else:
                 self._fail(opened, request_error)
 
-    def _add_result(self, opened: _OpenRequest, index: int, result: Result) -> None:
+    def _add_result(self, opened: _OpenRequest, index: int, result: Result) -> bool:
+        """Send a result of a choice; return whether the choice has ended."""
         if index not in opened.names:
-            return
+            return True
         is_first = not opened.has_begun
         output = self._library.translate(result, index, opened.request, is_first=is_first)
         if is_first:
@@ -243,6 +248,7 @@ class StreamingEngine(Generic[Plan, Result]):
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._send_pending)
         self._pending.append(_PendingOutput(opened, output))
+        return output.finish_reason is not None
 
     def _send_pending(self) -> None:
         """Send the outputs of this turn of the event loop, without those of choices that were aborted meanwhile."""

@@ -122,8 +122,12 @@ class LoadedEngine:
         if guided is None:
             self.loop.submit(request)
         else:
+
+            def fail(fault: BaseException) -> None:
+                self._fail_uncompiled(opened, errors.EngineFailed(f"no grammar: {fault!r}"))
+
             work = self._begin_guided(opened, guided)
-            opened.compilation = self._tasks.start("begin a guided answer", work)
+            opened.compilation = self._tasks.start("begin a guided answer", work, on_death=fail)
 
     def _accept_transfer(self, request: generate.Request) -> kv_transfer.FirstToken | None:
         """Prepare the export or import of the prompt; return the answer's first token if it comes with the prompt."""
@@ -167,11 +171,15 @@ class LoadedEngine:
         try:
             grammar = await self._grammars.compile(guided, request.eos_token_ids)
         except errors.DynamoError as error:
-            opened.compilation = None  # which is this task
-            self._close(opened)
-            self._sink.failed(request.id, error)
+            self._fail_uncompiled(opened, error)
         else:
             self.loop.submit(request, grammar)
+
+    def _fail_uncompiled(self, opened: _OpenRequest, error: errors.DynamoError) -> None:
+        if self._find_open(opened.request) is not None:
+            opened.compilation = None  # which ends with this
+            self._close(opened)
+            self._sink.failed(opened.request.id, error)
 
     def _post_result(self, result: scheduler.StepResult) -> None:
         """Copy leased blocks from a GPU to where other engines read them; in the engine's thread."""
