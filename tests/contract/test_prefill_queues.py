@@ -12,8 +12,9 @@ import nats_server as servers
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.disagg import metrics, prefill_queue, shared_queue
+from dynamo.observability import logs
 from dynamo.observability import metrics as registries
-from dynamo.protocols import blocks, generate, instances, kv_transfer, model_errors
+from dynamo.protocols import blocks, generate, instances, kv_transfer, model_errors, trace_context
 from dynamo.runtime import component, services
 from dynamo.runtime.backends.nats import jetstream
 from waiting import PATIENT_S, until
@@ -182,6 +183,21 @@ async def test_computed_prompt_says_where_its_blocks_are(rig):
         msgspec.msgpack.decode(worker.calls[0].body, type=generate.Request).token_ids
         == request().token_ids
     )
+
+
+async def test_prefill_worker_computes_a_prompt_under_the_trace_of_its_request(rig):
+    await rig.open()
+    trace = trace_context.TraceContext("a" * 32, "b" * 16)
+    token = logs.log_context.set(logs.LogContext("decode", "r0", trace))
+    asking = rig.ask()
+    logs.log_context.reset(token)
+    (worker,) = await rig.busy()
+    worker.answer()
+    await asking
+
+    headers = worker.calls[0].headers
+    assert headers["x-request-id"] == "r0"
+    assert headers["traceparent"].split("-")[1] == "a" * 32
 
 
 async def test_many_prompts_are_all_computed(rig):

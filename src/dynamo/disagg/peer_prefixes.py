@@ -21,6 +21,7 @@ from dynamo.base import errors
 from dynamo.disagg import metrics, prefill_queue, remote_prefill
 from dynamo.engine import api
 from dynamo.kvbm import sharing, tier_policy
+from dynamo.observability import logs
 from dynamo.protocols import generate, kv_events, kv_transfer
 from dynamo.runtime import client
 from dynamo.transfer import descriptors
@@ -198,7 +199,11 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
             kv_transfer_params=kv_transfer.EXPORT_CACHED,
         )
         params = await prefill_queue.request_prefill(
-            workers, source.instance_id, question, timeout_s=limit_s
+            workers,
+            source.instance_id,
+            question,
+            timeout_s=limit_s,
+            headers=logs.current_headers(),
         )
         if params.remote is None or params.remote.remote_engine_id != engine_id:
             raise errors.TransferError("its engine is not the one that was named")

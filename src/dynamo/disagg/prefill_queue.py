@@ -177,11 +177,13 @@ class DirectQueue:
         self, instance_id: int, request: generate.Request, timeout_s: float
     ) -> kv_transfer.KvTransferParams:
         self._num_sent[instance_id] += 1
-        context = logs.log_context.get()
-        headers = context.headers() if context is not None else None
         try:
             return await request_prefill(
-                self._client, instance_id, request, timeout_s=timeout_s, headers=headers
+                self._client,
+                instance_id,
+                request,
+                timeout_s=timeout_s,
+                headers=logs.current_headers(),
             )
         finally:
             self._num_sent[instance_id] -= 1

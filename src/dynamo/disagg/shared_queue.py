@@ -31,6 +31,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids, tasks
 from dynamo.disagg import metrics, prefill_queue
+from dynamo.observability import logs
 from dynamo.protocols import generate, instances, kv_transfer, wire
 from dynamo.runtime import client, requests, services
 
@@ -227,7 +228,11 @@ class SharedQueue:
             prompt.tried.append(lease.instance_id)
             try:
                 return await prefill_queue.request_prefill(
-                    self._client, lease.instance_id, request, timeout_s=timeout_s
+                    self._client,
+                    lease.instance_id,
+                    request,
+                    timeout_s=timeout_s,
+                    headers=logs.current_headers(),
                 )
             except prefill_queue.RETRIABLE as error:
                 self._hung.report_loss(lease.instance_id, request, error)

@@ -72,6 +72,12 @@ log_context: contextvars.ContextVar[LogContext | None] = contextvars.ContextVar(
 )
 
 
+def current_headers() -> dict[str, str] | None:
+    """Return the headers by which another process names the request of this task; None outside of requests."""
+    context = log_context.get()
+    return None if context is None else context.headers()
+
+
 def configure(environ: Mapping[str, str] = os.environ, stream: TextIO | None = None) -> None:
     """Send the logs of this process to `stream`, None: standard error, and name DYN_* variables that nothing reads.
 

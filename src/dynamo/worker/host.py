@@ -240,7 +240,11 @@ class Host:
             await self._lora_adapters.close()
         deadline = self._clock.now() + grace_s + timeout_s
         if len(self._requests):
-            _logger.info("finishing %d requests", len(self._requests))
+            _logger.info(
+                "stopping: %d running requests may take %g s to finish",
+                len(self._requests),
+                timeout_s,
+            )
         for hook in self._hooks:
             await hook.leave()
         if not await self._runtime.drain(timeout_s, 0.0 if self._death else grace_s):
