@@ -49,9 +49,12 @@ class RouterLoader:
         self._path = path
         self._clock = clock
         self.on_reload: Callable[[], None] | None = None
+        self.has_encoders = (
+            True  # or may have them: else a file that needs their process is refused
+        )
         self._profile = profile.load_profile()
         self._stamp = self._read_stamp()
-        loaded = config_file.load(path, self._profile.categories)
+        loaded = self._load()
         self.router = semantic_router.SemanticRouter(loaded, self._profile, clock, served)
         self.last_error = ""  # of the last file, if it was refused
         for note in loaded.notes:
@@ -70,7 +73,7 @@ class RouterLoader:
             return False
         self._stamp = stamp
         try:
-            loaded = config_file.load(self._path, self._profile.categories)
+            loaded = self._load()
         except errors.ConfigError as error:
             self.last_error = str(error)
             _logger.error("%s; the configuration from before stays in force", error)  # noqa: TRY400
@@ -81,6 +84,14 @@ class RouterLoader:
             self.on_reload()
         _logger.info("%s: reloaded, %d decisions", self._path, len(loaded.settings.decisions))
         return True
+
+    def _load(self) -> config_file.LoadedConfig:
+        loaded = config_file.load(self._path, self._profile.categories)
+        if loaded.uses_process and not self.has_encoders:
+            raise errors.ConfigError(
+                f"{self._path}: it names encoders, and this process was started without them: start it again"
+            )
+        return loaded
 
     def _read_stamp(self) -> tuple[int, int, int]:
         """Return what changes with the file: time, size and number; zeros if it is not there."""
@@ -112,6 +123,7 @@ class RoutingService:
         served: model_choice.ServedModels | None = None,
     ) -> None:
         self.loader = RouterLoader(path, clock, served)
+        self.loader.has_encoders = False  # until they are connected
         self._encoders: encoder_client.EncoderClient | None = None
         self._references: asyncio.Task[None] | None = None
         self.metrics = metrics.SemanticMetrics(registry)
@@ -151,6 +163,7 @@ class RoutingService:
     def connect_encoders(self, encoders: encoder_client.EncoderClient) -> None:
         """Ask this process for what the configuration's encoders say, from now on."""
         self._encoders = encoders
+        self.loader.has_encoders = True
 
     async def ask_encoders(self, body: bytes) -> guards.RequestClassifiers | None:
         """Return the classifiers for a request, once the encoders have read its texts; None: the shipped ones."""

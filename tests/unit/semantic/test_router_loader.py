@@ -4,6 +4,7 @@ import pytest
 
 import semantic_configs
 from dynamo.base import errors
+from dynamo.observability import metrics
 from dynamo.semantic import service
 from dynamo.testing import clock
 
@@ -54,3 +55,12 @@ async def test_changed_limits_of_conversations_take_effect(path):
     assert len(memory) == 1
     await at.advance(6)
     assert memory.previous_turn(["b"]) is None
+
+
+def test_file_that_names_encoders_is_refused_where_the_process_has_none(path):
+    routing = service.RoutingService(path, metrics.Registry("llm"), clock.VirtualClock())
+    path.write_text("encoders: {profile: exact, base_model: models/x}\n")
+
+    assert not routing.loader.reload_if_changed()
+    assert "start it again" in routing.loader.last_error
+    assert routing.router.settings.default_model == "general"
