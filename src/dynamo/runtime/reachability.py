@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 from dynamo.base import addresses, distribution, errors, membership
+from dynamo.runtime import listening
 from dynamo.runtime.backends.etcd import access as etcd_access
 from dynamo.runtime.component import RuntimeConfig
 
@@ -23,9 +24,15 @@ def with_reachable_host(
     `exports_blocks`: others connect for KV blocks, even if requests and events go over NATS.
     """
     own = addresses.plain_host(settings.tcp_rpc_host, "DYN_TCP_RPC_HOST")
-    if settings.event_plane == "zmq" and settings.event_advertise is None:
-        warn_of_loopback(settings, environ, settings.event_host, "DYN_EVENT_HOST")
-    if settings.tcp_rpc_advertise is not None or not _is_of_this_host(own):
+    if settings.event_plane == "zmq":
+        event_address = settings.event_host, settings.event_advertise
+        warn_of_loopback(settings, environ, *event_address, setting="DYN_EVENT_")
+    if settings.tcp_rpc_advertise is not None:
+        warn_of_loopback(
+            settings, environ, None, settings.tcp_rpc_advertise, setting="DYN_TCP_RPC_"
+        )
+        return settings
+    if not _is_of_this_host(own):
         return settings
     way = _way_to_discovery(settings, environ)
     if way is None:
@@ -46,15 +53,27 @@ def with_reachable_host(
 
 
 def warn_of_loopback(
-    settings: RuntimeConfig, environ: Mapping[str, str], host: str | None, variable: str
+    settings: RuntimeConfig,
+    environ: Mapping[str, str],
+    host: str | None,
+    advertised: str | None,
+    *,
+    setting: str,
 ) -> None:
-    """Say that only this host reaches an address which a user gave, though discovery is on another one."""
+    """Say that only this host reaches an address which a user gave, though discovery is on another one.
+
+    `host` and `advertised` are those of `listening.ListenAddress`, and so is `setting`.
+    """
+    variable, text = f"{setting}HOST", host
+    if advertised is not None:
+        variable, text = f"{setting}ADVERTISE", advertised
+        host = listening.ListenAddress(advertised=advertised, setting=setting).hosts[1]
     if host is None or not _is_of_this_host(addresses.plain_host(host, variable)):
         return
     if way := _way_to_discovery(settings, environ):
         _logger.warning(
             "%s=%s: only processes of this host reach it, but %s at %s is on another; %s would be reached from there",
-            variable, host, settings.discovery_backend, way.target, way.source,
+            variable, text, settings.discovery_backend, way.target, way.source,
         )  # fmt: skip
 
 

@@ -96,10 +96,8 @@ def _with_reachable_hosts(
         exports_blocks=has_exports and engine_settings.kv_transfer_host is None,
     )
     if moves_blocks:
-        if engine_settings.kv_transfer_advertise is None:
-            reachability.warn_of_loopback(
-                worker, os.environ, engine_settings.kv_transfer_host, "DYN_KV_TRANSFER_HOST"
-            )
+        transfer = engine_settings.kv_transfer_host, engine_settings.kv_transfer_advertise
+        reachability.warn_of_loopback(worker, os.environ, *transfer, setting="DYN_KV_TRANSFER_")
         engine_settings = dataclasses.replace(engine_settings, tcp_rpc_host=worker.tcp_rpc_host)
     return worker, engine_settings
 

@@ -6,7 +6,9 @@ import socket
 import pytest
 
 from dynamo.base import addresses, errors, membership
+from dynamo.kvbm import agents
 from dynamo.runtime import component, reachability
+from dynamo.worker import main
 
 
 @pytest.fixture
@@ -57,6 +59,38 @@ def test_address_of_events_that_other_hosts_cannot_reach_is_named(
     )
 
     assert (text in caplog.text) == is_said
+
+
+@pytest.mark.parametrize(
+    ("setting", "address"),
+    [
+        ("tcp_rpc_advertise", "127.0.0.1:17000"),
+        ("event_advertise", "localhost"),
+        ("event_advertise", "[::1]:7000"),
+    ],
+)
+def test_advertised_address_that_other_hosts_cannot_reach_is_named(
+    far_etcd, caplog, setting, address
+):
+    reachability.with_reachable_host(far_etcd(tcp_rpc_host="10.77.0.3", **{setting: address}), {})
+
+    assert f"DYN_{setting.upper()}={address}: only processes of this host reach it" in caplog.text
+
+
+@pytest.mark.parametrize("advertised", [None, "127.0.0.1"])
+def test_address_of_kv_blocks_that_other_hosts_cannot_reach_is_named(
+    far_etcd, caplog, monkeypatch, advertised
+):
+    worker = main.settings.WorkerConfig(
+        discovery_backend="etcd",
+        etcd_endpoints=("http://10.77.0.7:2379",),
+        tcp_rpc_host="10.77.0.3",
+    )
+    transfer = agents.TransferConfig(kv_transfer_host="127.0.0.1", kv_transfer_advertise=advertised)
+    main._with_reachable_hosts(worker, transfer)
+
+    name = "ADVERTISE" if advertised else "HOST"
+    assert f"DYN_KV_TRANSFER_{name}=127.0.0.1: only processes of this host" in caplog.text
 
 
 def test_name_of_this_host_that_means_loopback_is_replaced(far_etcd, monkeypatch):
