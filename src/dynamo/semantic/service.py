@@ -49,16 +49,13 @@ class RouterLoader:
         self._path = path
         self._clock = clock
         self.on_reload: Callable[[], None] | None = None
-        self.has_encoders = (
-            True  # or may have them: else a file that needs their process is refused
-        )
+        self.has_encoders = True  # else a file that needs their process is refused
         self._profile = profile.load_profile()
         self._stamp = self._read_stamp()
         loaded = self._load()
         self.router = semantic_router.SemanticRouter(loaded, self._profile, clock, served)
         self.last_error = ""  # of the last file, if it was refused
-        for note in loaded.notes:
-            _logger.warning("%s: %s", path, note)
+        self._log_notes()
 
     async def watch(self) -> None:
         """Reload the file whenever it changes, until cancelled."""
@@ -80,6 +77,7 @@ class RouterLoader:
             return False
         self.last_error = ""
         self.router.replace_config(loaded)
+        self._log_notes()
         if self.on_reload is not None:
             self.on_reload()
         _logger.info("%s: reloaded, %d decisions", self._path, len(loaded.settings.decisions))
@@ -92,6 +90,10 @@ class RouterLoader:
                 f"{self._path}: it names encoders, and this process was started without them: start it again"
             )
         return loaded
+
+    def _log_notes(self) -> None:
+        for note in self.router.loaded.notes:
+            _logger.warning("%s: %s", self._path, note)
 
     def _read_stamp(self) -> tuple[int, int, int]:
         """Return what changes with the file: time, size and number; zeros if it is not there."""

@@ -64,3 +64,11 @@ def test_file_that_names_encoders_is_refused_where_the_process_has_none(path):
     assert not routing.loader.reload_if_changed()
     assert "start it again" in routing.loader.last_error
     assert routing.router.settings.default_model == "general"
+
+
+def test_notes_on_a_changed_file_are_logged(path, caplog):
+    loader = service.RouterLoader(path, clock.VirtualClock())
+    path.write_text("default_modle: m\n")
+    loader.reload_if_changed()
+
+    assert "default_modle: unknown key" in caplog.text
