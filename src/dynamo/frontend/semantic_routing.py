@@ -62,10 +62,6 @@ class SemanticRouting:
         if runtime is not None:
             self._service.connect_encoders(encoder_client.make_client(runtime))
 
-    def list_names(self) -> tuple[str, ...]:
-        """Return the name that asks the router to choose a model."""
-        return (self._service.router.settings.auto_model_name,)
-
     async def watch(self) -> None:
         """Reload the configuration whenever its file changes, until cancelled; then close the cache's file."""
         try:

@@ -303,12 +303,7 @@ class Frontend:
             *chat.operations(handlers),
             *completions.operations(handlers),
             *responses.operations(handlers, shared_responses),
-            *models.operations(
-                handlers,
-                lambda: self._expected_workers.on_demand,
-                runtime.client,
-                tuple if self._semantic is None else self._semantic.list_names,
-            ),
+            *models.operations(handlers, lambda: self._expected_workers.on_demand, runtime.client),
             *messages.operations(handlers),
             *embeddings.operations(handlers, vectors),
             *scores.operations(handlers, vectors),

@@ -113,12 +113,8 @@ def operations(
     handlers: RequestHandlers,
     list_on_demand: Callable[[], Collection[instances.WorkerStart]],
     connect: Callable[[instances.EndpointName], client.EndpointClient],
-    list_routed: Callable[[], Sequence[str]] = tuple,
 ) -> Sequence[Operation]:
-    """Return the operations that show models, and those that change models on demand.
-
-    `list_routed` returns the names under which the semantic router chooses a model.
-    """
+    """Return the operations that show models, and those that change models on demand."""
     models, rights = handlers.models, handlers.rights
     api = Operations(wrap=add_request_id, tag="OpenAI")
 
@@ -128,11 +124,10 @@ def operations(
         rows = [_model_object(model) for model in visible]
         names = {model.name for model in visible}
         rows += [
-            _unloaded_object(start.model, start.context_length or 0)
+            _unloaded_object(start)
             for start in list_on_demand()
             if start.model not in names and rights.may_see(client, start.model)
         ]
-        rows += [_unloaded_object(name) for name in list_routed() if name not in names]
         if "anthropic-version" in client.request.headers:
             client.respond(200, sse.encode(_anthropic_page(rows)))
         else:
@@ -195,16 +190,16 @@ def _anthropic_model(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _unloaded_object(name: str, context_length: int = 0) -> dict[str, Any]:
-    """Return a model that is loaded when a request comes for it, or a name that stands for several."""
+def _unloaded_object(start: instances.WorkerStart) -> dict[str, Any]:
+    """Return a model that is loaded when a request comes for it."""
     return {
-        "id": name,
+        "id": start.model,
         "object": "model",
         "created": 0,
         "owned_by": "dynamo",
-        "context_window": context_length,
-        "max_model_len": context_length,
-        "root": name,
+        "context_window": start.context_length or 0,
+        "max_model_len": start.context_length or 0,
+        "root": start.model,
         "parent": None,
         "capabilities": [],
         "num_workers": 0,
