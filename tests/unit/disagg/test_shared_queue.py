@@ -140,7 +140,7 @@ async def test_waiting_prompt_fails_when_the_last_worker_is_gone(world):
 
 
 async def test_prompt_fails_when_all_remaining_workers_have_failed(world, monkeypatch):
-    async def fail(client, instance_id, request, *, timeout_s):
+    async def fail(client, instance_id, request, *, timeout_s, headers):
         raise errors.EngineFailed("x")
 
     monkeypatch.setattr(shared_queue.prefill_queue, "request_prefill", fail)
