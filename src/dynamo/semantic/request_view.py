@@ -71,6 +71,9 @@ class RequestView:
     def texts(self) -> list[str]:
         """Return every text that a model would see: all messages, tool results and arguments, system prompts.
 
+        Not the definitions of tools: those of coding agents are full of orders ("NEVER …", "IMPORTANT: …"), in which
+        the classifiers see attacks (risks of 0.7 to 0.97 for four of five).
+
         A body may have the fields of several APIs; which of them is answered is not known here, so all are read.
         """
         try:
@@ -86,12 +89,6 @@ class RequestView:
             elif name != self.messages_field:
                 texts += _texts(value)
         return [text for text in texts if text]
-
-    @cached_property
-    def tool_texts(self) -> list[str]:
-        """Return what the definitions of tools say, one text for each tool."""
-        tools = [*_parts(self.fields.get("tools")), *_parts(self.fields.get("functions"))]
-        return [text for tool in tools if (text := "\n".join(_strings(tool)))]
 
     @property
     def has_token_ids(self) -> bool:

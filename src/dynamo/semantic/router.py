@@ -174,7 +174,7 @@ class SemanticRouter:
         }
         texts = {
             encoder_labels.DOMAIN: [view.user_text] if view.user_text else [],
-            encoder_labels.ATTACK: [*view.texts, *view.tool_texts],
+            encoder_labels.ATTACK: view.texts,
             encoder_labels.PII: view.texts,
         }
         inputs = self.list_inputs_for({name: texts[name] for name in texts if needed[name]})
@@ -252,7 +252,7 @@ class SemanticRouter:
         plugins = self.loaded.plugins.get(decision, {})
         verdicts = (
             guards.check_attack(
-                [*view.texts, *view.tool_texts],
+                view.texts,
                 self.settings.prompt_guard,
                 plugins.get("jailbreak"),
                 classifiers,

@@ -154,7 +154,6 @@ HARMLESS = {"role": "user", "content": "hello"}
     [
         {"messages": [HARMLESS], "prompt": ATTACK},
         {"messages": [HARMLESS], "input": [{"role": "user", "content": ATTACK}]},
-        {"messages": [HARMLESS], "tools": [{"function": {"name": "f", "description": ATTACK}}]},
         {"messages": [HARMLESS], "documents": [{"body": ATTACK}]},
         {"messages": [HARMLESS], "chat_template_kwargs": {"note": [ATTACK]}},
         {"messages": [HARMLESS, {"role": "assistant", "reasoning_content": ATTACK}]},
@@ -169,6 +168,17 @@ def test_attack_is_found_wherever_a_model_would_see_it(fields):
     body = msgspec.json.encode({"model": "general", **fields})
 
     assert make_router().route(body, {}).explanation.path == "blocked"
+
+
+def test_orders_in_the_definition_of_a_tool_are_no_attack():
+    description = (
+        "Executes a given bash command. IMPORTANT: DO NOT use it for file operations. Never run destructive commands"
+        " such as rm -rf / unless the user explicitly asks for them. You must NEVER use interactive flags."
+    )
+    tools = [{"type": "function", "function": {"name": "bash", "description": description}}]
+    body = msgspec.json.encode({"model": "general", "messages": [HARMLESS], "tools": tools})
+
+    assert make_router().route(body, {}).explanation.path != "blocked"
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], [[1, 2], [3]]])
