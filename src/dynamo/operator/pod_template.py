@@ -401,16 +401,19 @@ def shared_memory_size(spec: api_types.ServiceSpec) -> str:
 def grace_period_s(main: Mapping[str, Any]) -> int:
     """Return the seconds that a pod gets to end: what it takes to drain, and some to spare."""
     values = {entry["name"]: entry.get("value") for entry in main.get("env", ())}
-    total = 0.0
-    for name, default in (
-        ("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", _DRAIN_S),
-        ("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 0),
-    ):
+
+    def seconds(name: str, default: float = 0.0) -> float:
         try:
-            total += float(values.get(name) or default)
+            return float(values.get(name) or default)
         except ValueError as error:
             raise errors.ConfigError(f"{name}: expected seconds, got {values[name]!r}") from error
-    return max(_LEAST_GRACE_S, int(total) + _MARGIN_S)
+
+    drain_s = max(
+        seconds("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", _DRAIN_S),
+        seconds("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"),
+    )
+    leave_s = seconds("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS")
+    return max(_LEAST_GRACE_S, int(drain_s + leave_s) + _MARGIN_S)
 
 
 _MODULE = re.compile(r"python[0-9.]*\s(?:.*\s)?-m\s+dynamo\.(vllm|sglang|trtllm)\b", re.DOTALL)

@@ -126,7 +126,9 @@ def test_deployment_of_a_tag_is_written_with_its_services(home, capsys):
     types = {name: each.get("componentType") for name, each in services.items()}
     assert types == {"Frontend": "frontend", "Middle": None, "Backend": None}
     assert services["Backend"]["readinessProbe"]["httpGet"] == {"path": "/health", "port": 9090}
+    assert services["Backend"]["livenessProbe"]["httpGet"] == {"path": "/live", "port": 9090}
     assert {"name": "DYN_SYSTEM_PORT", "value": "9090"} in services["Backend"]["envs"]
+    assert {"name": "DYN_SYSTEM_HOST", "value": "0.0.0.0"} in services["Backend"]["envs"]
     assert "readinessProbe" not in services["Frontend"]  # the operator has it
     assert container["image"] == tag
     assert container["args"] == [

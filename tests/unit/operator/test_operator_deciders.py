@@ -225,10 +225,15 @@ def test_user_settings_go_beyond_defaults_graph_and_service():
 
 def test_grace_period_follows_from_the_drain_limit():
     drain = [{"name": "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", "value": "600"}]
-    cluster = settled(make_graph(services={"Decode": worker(envs=drain)}))
+    answers = [{"name": "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "value": "300"}]
+    services = {"Decode": worker(envs=drain), "Frontend": frontend(envs=answers)}
+    cluster = settled(make_graph(services=services))
 
-    pod = cluster.get("Deployment", "g-decode")["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == 630
+    def seconds(name):
+        pod = cluster.get("Deployment", name)["spec"]["template"]["spec"]
+        return pod["terminationGracePeriodSeconds"]
+
+    assert (seconds("g-decode"), seconds("g-frontend")) == (630, 335)
 
 
 @pytest.mark.parametrize(
