@@ -206,6 +206,7 @@ def test_prefill_worker_from_which_no_blocks_can_be_copied_gets_no_prompts(deplo
     before = _count(frontend)
     other = deployment.mocker("--is-prefill-worker")
     frontend.others.append(other)
+    eventually(lambda: "is connected" in decode.log.read_text(), what="its blocks can be copied")
     seeds = itertools.count(1)  # so that no prompt is in a cache
     eventually(
         lambda: ask(frontend, next(seeds)) or _count(frontend),

@@ -45,7 +45,7 @@ from dynamo.runtime.events import Event, Listener, PublishedTopics
 _log = logging.getLogger(__name__)
 _REBIND_S = 0.05
 _NOWHERE = (None, "")
-_MAX_UNNAMED = 20  # failed handshakes in succession after which they are logged without an address
+_NAME_S = 2.0  # for a refused listener to try again and be named; one that does not is logged without its address
 _SUBSCRIPTION_LIMIT = 4096  # bytes that a listener may send at once
 _ANY_ADDRESS = listening.ListenAddress(setting="DYN_EVENT_")
 
@@ -334,7 +334,8 @@ class _RefusedListeners:
     """The listeners that fail the handshake of a PUB socket, for the log. Only for the loop's thread.
 
     ZeroMQ names no peer in the event of a failure; it follows with the end of the peer's connection, by descriptor.
-    A failed connection may be closed before its peer is looked up: the listener tries again, and is named then.
+    A failed connection may be closed before its peer is looked up. Most listeners try again, and are named then; one
+    that finds by itself that it has another mechanism does not.
     """
 
     def __init__(self, publisher: zmq.Socket[bytes], *, has_token: bool) -> None:
@@ -348,12 +349,14 @@ class _RefusedListeners:
         self._events: collections.deque[Mapping[str, Any]] = collections.deque()
         self._host_by_descriptor: dict[int, str] = {}
         self._mismatch: str | None = None  # of the connection that ends next
-        self._num_unnamed = 0  # failures in succession without the address of the peer
+        self._unnamed: asyncio.TimerHandle | None = None  # logs a failure whose peer is not known
         self._descriptor = int(self._monitor.get(zmq.FD))
         asyncio.get_running_loop().add_reader(self._descriptor, self._read)
         self._read()  # ZeroMQ signals the descriptor only after a first read
 
     def close(self) -> None:
+        if self._unnamed is not None:
+            self._unnamed.cancel()
         asyncio.get_running_loop().remove_reader(self._descriptor)
         self._publisher.disable_monitor()
         self._monitor.close()
@@ -407,11 +410,23 @@ class _RefusedListeners:
         return None if has_ended else host
 
     def _report(self, host: str | None, mismatch: str) -> None:
-        self._num_unnamed = 0 if host else self._num_unnamed + 1
-        if host or self._num_unnamed >= _MAX_UNNAMED:
-            where = host or "an address that could not be read"
-            text = "event plane: refused a listener at %s: it %s; %s"
-            self._log.warning(where, text, where, mismatch, zmq_receiver.TOKEN_ADVICE)
+        if host is not None:
+            if self._unnamed is not None:
+                self._unnamed.cancel()
+                self._unnamed = None
+            self._tell_refusal(host, mismatch)
+        elif self._unnamed is None:
+            self._unnamed = asyncio.get_running_loop().call_later(
+                _NAME_S, self._tell_unnamed, mismatch
+            )
+
+    def _tell_unnamed(self, mismatch: str) -> None:
+        self._unnamed = None
+        self._tell_refusal("an address that could not be read", mismatch)
+
+    def _tell_refusal(self, where: str, mismatch: str) -> None:
+        text = "event plane: refused a listener at %s: it %s; %s"
+        self._log.warning(where, text, where, mismatch, zmq_receiver.TOKEN_ADVICE)
 
 
 def _address(channel: Put, topic: str) -> tuple[str | None, str]:
