@@ -289,6 +289,28 @@ async def test_refused_listener_is_logged_without_an_address_that_cannot_be_read
     await until(lambda: "a listener at an address that could not be read" in caplog.text)
 
 
+async def test_publisher_that_says_nothing_is_not_said_to_have_another_token(
+    join, caplog, monkeypatch
+):
+    """Such as a process that is stopped."""
+    monkeypatch.setattr(zmq_receiver, "_PEER_WATCH", ((pyzmq.HANDSHAKE_IVL, 50),))
+    events, parse = [], zmq_receiver.parse_monitor_message
+
+    def record(frames):
+        events.append(parse(frames))
+        return events[-1]
+
+    monkeypatch.setattr(zmq_receiver, "parse_monitor_message", record)
+    listener = join(2, credentials=WITH_TOKEN)
+    await hear(listener)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        listener._receiver.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        await until(lambda: len(events) > 1)
+        listener._receiver.disconnect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+
+    assert "cluster token" not in caplog.text
+
+
 async def test_host_of_a_connection_that_has_ended_is_not_looked_up(join, monkeypatch):
     """Its descriptor may belong to another connection by then."""
     publisher = join(1)

@@ -391,6 +391,8 @@ class _RefusedListeners:
 
     def _describe_mismatch(self, detail: int) -> str | None:
         """Return what is wrong with the token of a listener; None if it only left, as a probe of the port does."""
+        if detail == zmq_receiver.SILENT:
+            return None
         if self._has_token:
             return zmq_receiver.MISMATCH
         if detail == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import errno
 import logging
 import struct
 import threading
@@ -37,6 +38,8 @@ PAYLOAD_LIMIT = 16 << 20
 U64 = struct.Struct(">Q")
 _FRAME_LIMIT = PAYLOAD_LIMIT + 1024
 _BATCH_LIMIT = 1_000
+# Of a handshake that fails because the peer says nothing, as a process that is stopped: it has refused nobody.
+SILENT = errno.EAGAIN
 HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 MISMATCH = "has another cluster token, or none"
 TOKEN_ADVICE = "give every process the same (--cluster-token-file)"
@@ -196,7 +199,9 @@ class EventReceiver:
                 log.warning("event plane: %s", error)
 
     def _tell_failure(self, failures: zmq.Socket[bytes]) -> None:
-        self._tell_refusal(parse_monitor_message(failures.recv_multipart())["endpoint"].decode())
+        event = parse_monitor_message(failures.recv_multipart())
+        if event["value"] != SILENT:
+            self._tell_refusal(event["endpoint"].decode())
 
     def _tell_refusal(self, address: str) -> None:
         """Seldom for each publisher: ZeroMQ tries again for as long as we listen, and we when it is silent."""
