@@ -33,13 +33,10 @@ from dynamo.kvbm.tiers import CachedBlock, Segment, TierSlots
 from dynamo.protocols import kv_events
 
 SEGMENT_TOKENS = 256
-MAX_SEGMENT_BLOCKS = (
-    16  # whose hashes fit into the 255 bytes that file systems allow for a part of a name
-)
+# Whose hashes fit into the 255 bytes that file systems allow for a part of a name.
+MAX_SEGMENT_BLOCKS = 16
 TIMEOUT_S = 10  # of one request
-UNFINISHED_S = (
-    60  # after which a write to a directory that has not ended is one of a killed process
-)
+UNFINISHED_S = 60  # after which a write to a directory is one of a killed process
 _NUMBER = struct.Struct("<Q")  # a checksum, a hash
 
 
@@ -212,10 +209,8 @@ class ObjectStorage:
     def _remove(self, paths: Sequence[str]) -> None:
         try:
             obstore.delete(self._store, paths)
-        except FileNotFoundError:
-            for (
-                path
-            ) in paths:  # another worker was quicker with one, and the rest may still be there
+        except FileNotFoundError:  # another worker was quicker with one, and the rest may be there
+            for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._store, path)
         if self._directory is not None:

@@ -25,8 +25,8 @@ def with_reachable_host(
     """
     own = addresses.plain_host(settings.tcp_rpc_host, "DYN_TCP_RPC_HOST")
     if settings.event_plane == "zmq":
-        event_address = settings.event_host, settings.event_advertise
-        warn_of_loopback(settings, environ, *event_address, setting="DYN_EVENT_")
+        host, advertised = settings.event_host, settings.event_advertise
+        warn_of_loopback(settings, environ, host, advertised, setting="DYN_EVENT_")
     if settings.tcp_rpc_advertise is not None:
         warn_of_loopback(
             settings, environ, None, settings.tcp_rpc_advertise, setting="DYN_TCP_RPC_"

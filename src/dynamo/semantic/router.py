@@ -252,10 +252,7 @@ class SemanticRouter:
         plugins = self.loaded.plugins.get(decision, {})
         verdicts = (
             guards.check_attack(
-                view.texts,
-                self.settings.prompt_guard,
-                plugins.get("jailbreak"),
-                classifiers,
+                view.texts, self.settings.prompt_guard, plugins.get("jailbreak"), classifiers
             ),
             guards.check_pii(
                 view.texts,
