@@ -1,6 +1,7 @@
 """What every work queue promises, held in memory and in JetStream."""
 
 import asyncio
+import contextlib
 import itertools
 
 import pytest
@@ -72,6 +73,26 @@ async def test_waiting_pull_gets_the_next_item(factory):
     await other.push(b"late")
 
     assert (await pulling).body == b"late"
+
+
+async def test_cancelled_push_ends_even_if_its_acknowledgement_comes_at_that_moment(nats_server):
+    nats = await servers.connect(nats_server.url)
+    queue = await jetstream.NatsWorkQueue.open(nats, f"cancelled {next(NAMES)}")
+    publish = queue._jetstream.publish
+
+    async def publish_then_cancel(*args):
+        pushing.cancel()  # as `asyncio.wait_for` of Python 3.11 does: its answer is there, so it returns that
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        return await publish(*args)
+
+    queue._jetstream.publish = publish_then_cancel
+    pushing = asyncio.ensure_future(queue.push(b"one"))
+    await asyncio.wait((pushing,))
+
+    assert pushing.cancelled()
+    await queue.close()
+    await nats.close()
 
 
 async def test_pull_from_an_empty_queue_returns_none(factory):

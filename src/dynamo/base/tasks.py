@@ -10,8 +10,9 @@ by `run_until`, even if it died before that was called: no task dies in silence.
 """
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 _CANCEL_AGAIN_S = 5.0  # longer than it takes to clean up
@@ -80,6 +81,20 @@ class Tasks:
         )
         if on_death is not None:
             on_death(error)
+
+
+@contextlib.contextmanager
+def keep_cancellation() -> Iterator[None]:
+    """Raise CancelledError when the body ends, if the task was cancelled meanwhile and the body has lost that.
+
+    For calls of a library that waits by `asyncio.wait_for`: see `cancel` below. Else the task of a caller who is gone
+    goes on.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    yield
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
 
 
 async def cancel(running: set[asyncio.Task[Any]]) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 
 import pytest
 
@@ -121,3 +122,35 @@ async def test_swallowed_cancellation_is_repeated(monkeypatch):
     await owner.close()
 
     assert (num_lost, len(owner)) == (1, 0)
+
+
+async def lose_a_cancellation():
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+
+
+async def test_cancellation_that_a_call_loses_is_kept():
+    async def call():
+        with tasks.keep_cancellation():
+            await lose_a_cancellation()
+
+    calling = asyncio.ensure_future(call())
+    await asyncio.sleep(0)
+    calling.cancel()
+    await asyncio.wait((calling,))
+
+    assert calling.cancelled()
+
+
+async def test_cleaning_up_after_a_cancellation_is_not_cancelled_again():
+    async def clean_up():
+        await lose_a_cancellation()
+        with tasks.keep_cancellation():
+            await asyncio.sleep(0)
+        return "clean"
+
+    cleaning = asyncio.ensure_future(clean_up())
+    await asyncio.sleep(0)
+    cleaning.cancel()
+
+    assert await cleaning == "clean"

@@ -195,7 +195,7 @@ class NatsConnection:
         its pending messages: the first pong may come before the server has got the subscription.
         """
         if self._is_connected.is_set():
-            with contextlib.suppress(nats.errors.Error, OSError):
+            with contextlib.suppress(nats.errors.Error, OSError), tasks.keep_cancellation():
                 await self._client.flush(_SETTLE_S)
                 await self._client.flush(_SETTLE_S)
 

@@ -30,7 +30,7 @@ from nats.js import JetStreamContext, api
 from nats.js import errors as js_errors
 from nats.js.object_store import ObjectStore
 
-from dynamo.base import clock, errors
+from dynamo.base import clock, errors, tasks
 from dynamo.runtime import services
 from dynamo.runtime.backends.nats import connection
 
@@ -219,7 +219,8 @@ class NatsObjectStore:
         addresses = self._nats.addresses
         try:
             async with self._nats.clock.timeout(within_s):
-                yield
+                with tasks.keep_cancellation():
+                    yield
         except js_errors.NotFoundError as error:
             raise errors.Unavailable(f"NATS at {addresses} has no such object") from error
         except js_errors.ServiceUnavailableError as error:
@@ -268,7 +269,8 @@ async def _translate_missing_stream(stream: str) -> AsyncIterator[None]:
 async def _translate_silence(addresses: str) -> AsyncIterator[None]:
     """Raise Unavailable if the server does not answer; errors in its answers pass through."""
     try:
-        yield
+        with tasks.keep_cancellation():  # nats-py may lose it
+            yield
     except js_errors.APIError:
         raise
     except (nats.errors.Error, TimeoutError, OSError) as error:
