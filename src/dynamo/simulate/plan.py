@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from dynamo.base import config, errors
+from dynamo.planner import config as planner_config
 from dynamo.planner import observation, predictors, profile_files
 from dynamo.simulate import plan_arrivals, plan_oracle, plan_policies, plan_run, plan_worker, screen
 from dynamo.simulate.plan_run import PlanResult, PlanScenario
@@ -54,8 +55,12 @@ class PlanConfig:
     mode: Literal["disagg", "agg"] = config.option(
         "disagg", help="workers for prefill and decode apart, or workers that do both"
     )
-    ttft: float = config.option(500.0, help="target time to first token in ms", least=0.001)
-    itl: float = config.option(50.0, help="target time between two tokens in ms", least=0.001)
+    ttft: str = config.option(
+        "500", help="target time to first token: milliseconds, or with a unit (0.5s)"
+    )
+    itl: str = config.option(
+        "50", help="target time between two tokens: milliseconds, or with a unit"
+    )
     load_predictor: str = config.option(
         "seasonal", help=f"predictor of the predictive policy: {', '.join(predictors.PREDICTORS)}"
     )
@@ -87,6 +92,14 @@ class PlanConfig:
         if not (head.isdigit() and tail.endswith("d") and tail[:-1].isdigit()):
             raise errors.ConfigError(f"--initial {self.initial}: expected a split such as 2p2d")
         return observation.Replicas(int(head), int(tail[:-1]))
+
+    @property
+    def targets_s(self) -> tuple[float, float]:
+        """Return the targets of TTFT and ITL in seconds. Raises ConfigError as the planner does."""
+        return (
+            planner_config.parse_duration_s(self.ttft, "--ttft", 10.0),
+            planner_config.parse_duration_s(self.itl, "--itl", 1.0),
+        )
 
 
 def run(settings: PlanConfig) -> None:
@@ -122,18 +135,19 @@ Simulate = Callable[[PlanScenario], PlanResult]
 def make_scenarios(settings: PlanConfig, times: StepTimes) -> list[PlanScenario]:
     """Return a scenario for each seed; a recorded trace is one. Raises ConfigError."""
     initial = settings.initial_replicas
+    ttft_s, itl_s = settings.targets_s
     is_aggregated = settings.mode == "agg"
     scenarios = []
     for requests in _arrivals(settings, times):
         if settings.step:
             requests = plan_arrivals.add_step(requests)
-        plan_arrivals.mark_servable(requests, times, settings.ttft / 1e3)
+        plan_arrivals.mark_servable(requests, times, ttft_s)
         scenarios.append(
             PlanScenario(
                 requests=requests,
                 times=times,
-                ttft_s=settings.ttft / 1e3,
-                itl_s=settings.itl / 1e3,
+                ttft_s=ttft_s,
+                itl_s=itl_s,
                 interval_s=settings.interval,
                 startup_s=settings.startup,
                 role_change_s=settings.role_change,
@@ -227,11 +241,11 @@ def cells(result: PlanResult, oracle_gpu_seconds: float | None) -> tuple[str, ..
 
 
 def _caption(settings: PlanConfig, scenarios: Sequence[PlanScenario]) -> str:
-    requests = scenarios[0].requests
+    requests, ttft_s, itl_s = scenarios[0].requests, scenarios[0].ttft_s, scenarios[0].itl_s
     servable = sum(request.is_servable for request in requests) / len(requests)
     return (
         f"{Path(settings.trace).name}{', step' if settings.step else ''}: {len(requests):,} requests in"
         f" {requests[-1].at:,.0f} s, {servable:.1%} servable; {settings.profile}, {settings.mode},"
-        f" TTFT {settings.ttft:g} ms, ITL {settings.itl:g} ms, start-up {settings.startup:g} s,"
+        f" TTFT {ttft_s * 1e3:g} ms, ITL {itl_s * 1e3:g} ms, start-up {settings.startup:g} s,"
         f" every {settings.interval:g} s, from {settings.initial}, at most {settings.max_gpu_budget} GPUs"
     )

@@ -45,6 +45,26 @@ def test_wrong_flags_end_with_status_2(flags, capsys):
     assert command.main(["plan", *flags]) == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--ttft", "0.5"], "--ttft 0.5: 500, not 0.5: milliseconds"),
+        (["--itl", "0.05"], "--itl 0.05: 50, not 0.05: milliseconds"),
+        (["--itl", "soon"], "--itl soon: expected milliseconds"),
+    ],
+)
+def test_targets_that_look_like_seconds_are_refused_as_by_the_planner(flags, complaint, capsys):
+    assert command.main(["plan", *flags]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_targets_may_have_units(capsys):
+    argv = ["plan", "--seeds", "1", "--policy", "fixed", "--fixed-workers", "2"]
+
+    assert command.main([*argv, "--ttft", "0.5s", "--itl", "60ms"]) == 0
+    assert "TTFT 500 ms, ITL 60 ms" in " ".join(capsys.readouterr().out.split())
+
+
 def test_sinusoidal_rate_swings_between_5_and_20():
     requests = plan_arrivals.sinusoidal(seed=1)
     peak = sum(30 <= r.at % 150 < 45 for r in requests) / 60
