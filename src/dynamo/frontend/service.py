@@ -159,7 +159,9 @@ class Frontend:
         self._peers = peers.Peers(settings.http_worker_socket)
         self._batches = runner.BatchRunner(
             journal.BatchJournal(
-                settings.files_folder, max_bytes=int(settings.files_limit_gb * 10**9)
+                settings.files_folder,
+                self._clock,
+                max_bytes=int(settings.files_limit_gb * 10**9),
             ),
             self._clock,
             concurrency=settings.batch_concurrency,

@@ -248,7 +248,7 @@ class PlannerService:
         _logger.log(level, "%s", line)
         if isinstance(observation.traffic, Fresh):
             self._last = observation
-        entry = _make_entry(time.time(), observation, decision, is_leader=is_leader)
+        entry = _make_entry(self._clock.wall(), observation, decision, is_leader=is_leader)
         self._decisions.append(entry)
         if self._log_file is not None:
             with self._log_file.open("ab") as file:

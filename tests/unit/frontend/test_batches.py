@@ -9,6 +9,8 @@ from frontend_rig import outputs
 
 from dynamo.frontend.batches import journal, runner
 from dynamo.frontend.batches import lines as batch_lines
+from dynamo.protocols import model_errors
+from dynamo.testing.clock import VirtualClock
 from waiting import PATIENT_S
 
 CHAT = "/v1/chat/completions"
@@ -333,10 +335,31 @@ async def test_more_files_than_may_be_kept_are_refused(start):
     assert "expected at most 1000 bytes of files together, got 1001" in refused.text
 
 
+async def test_file_expires_by_the_clock_of_its_process(tmp_path):
+    clock = VirtualClock()
+    files = journal.BatchJournal(tmp_path, clock, max_bytes=10**9)
+    files.prepare()
+    partial = files.new_partial()
+    partial.write_bytes(b"{}")
+    file = files.add_file(partial, tenant="acme", filename="a.jsonl", kept_s=3600)
+    await clock.advance(3599)
+    files.sweep()
+    assert file.created_at == int(clock.wall() - 3599)
+    assert files.find_file(file.id, "acme") == file
+
+    await clock.advance(1)
+    files.sweep()
+
+    with pytest.raises(model_errors.ObjectNotFound):
+        files.find_file(file.id, "acme")
+
+
 async def test_only_one_of_two_frontends_asks_the_lines(start, bare):
     rig = await start()
     other = runner.BatchRunner(
-        journal.BatchJournal(rig.frontend._batches.journal.folder, max_bytes=10**9),
+        journal.BatchJournal(
+            rig.frontend._batches.journal.folder, rig.frontend._clock, max_bytes=10**9
+        ),
         rig.frontend._clock, concurrency=4, max_body_bytes=2**20,
     )  # fmt: skip
     asked = []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.base import errors
+from dynamo.base import clock, errors
 from dynamo.frontend.batches import journal, upload
 from dynamo.runtime.http import exchange, parser
 
@@ -19,9 +19,13 @@ BAD = parser.Refusal(400, "")
 PURPOSE = PART % (b"purpose", b"batch")
 
 
+def make_journal(folder):
+    return journal.BatchJournal(folder, clock.SystemClock(), max_bytes=10**9)
+
+
 @pytest.fixture
 def files(tmp_path):
-    return journal.BatchJournal(tmp_path / "files", max_bytes=10**9)
+    return make_journal(tmp_path / "files")
 
 
 def open_upload(files, kind=KIND, **headers):
@@ -43,7 +47,7 @@ def left(files):
 
 @given(content=st.binary(max_size=300), cuts=st.lists(st.integers(0, 600), max_size=6))
 def test_file_is_the_same_however_it_arrives(tmp_path_factory, content, cuts):
-    files = journal.BatchJournal(tmp_path_factory.mktemp("uploads"), max_bytes=10**9)
+    files = make_journal(tmp_path_factory.mktemp("uploads"))
     arriving = open_upload(files)
     form = PURPOSE + FILE % content.replace(b"--edge", b"") + END
     edges = [0, *sorted(min(cut, len(form)) for cut in cuts), len(form)]
@@ -58,7 +62,7 @@ def test_file_is_the_same_however_it_arrives(tmp_path_factory, content, cuts):
 
 @given(form=st.binary(max_size=300))
 def test_no_form_breaks_the_upload(tmp_path_factory, form):
-    files = journal.BatchJournal(tmp_path_factory.mktemp("uploads"), max_bytes=10**9)
+    files = make_journal(tmp_path_factory.mktemp("uploads"))
     arriving = open_upload(files)
     try:
         arriving.write(form)
@@ -126,7 +130,7 @@ def test_body_that_is_no_form_is_refused_before_it_comes(files):
 def test_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "files").write_text("a file stands in the way")
     with pytest.raises(parser.RequestRefused, match="choose another --files-dir") as refused:
-        open_upload(journal.BatchJournal(tmp_path / "files", max_bytes=10**9))
+        open_upload(make_journal(tmp_path / "files"))
 
     assert refused.value.refusal.status == 503
 

@@ -216,7 +216,9 @@ async def test_jump_of_the_clock_changes_nothing_and_is_said(parts, jump_s):
     await until(has_grown)
     load.value = PoolLoad()
     clock = load.service._clock
-    load.service._clock = types.SimpleNamespace(now=lambda: clock.now() + jump_s, sleep=clock.sleep)
+    load.service._clock = types.SimpleNamespace(
+        now=lambda: clock.now() + jump_s, wall=lambda: 86_400.0, sleep=clock.sleep
+    )
 
     async def has_said():
         return [row for row in await decisions_of(url) if "clock jumped" in row["reason"]]
@@ -224,6 +226,7 @@ async def test_jump_of_the_clock_changes_nothing_and_is_said(parts, jump_s):
     await until(has_said)
     (row,) = await has_said()
     assert (row["outcome"], row["replicas"]) == ("skipped", row["present"])
+    assert row["time"] == 86_400.0  # of the clock that the service has
 
 
 async def test_decisions_are_json_for_people(parts):

@@ -14,13 +14,13 @@ import contextlib
 import os
 import secrets
 import sqlite3
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.frontend.batches import lines
 from dynamo.protocols import model_errors
@@ -68,9 +68,10 @@ class PageOptions(NamedTuple):
 class BatchJournal:
     """The files and batches in one folder, which is made when the first file comes."""
 
-    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+    def __init__(self, folder: Path, clock: clocks.Clock, *, max_bytes: int) -> None:
         """Keep at most `max_bytes` of files together."""
         self.folder = folder
+        self._clock = clock
         self._max_bytes = max_bytes
 
     @property
@@ -148,7 +149,7 @@ class BatchJournal:
         kept_s: int,
     ) -> lines.FileObject:
         """Keep a complete partial file from now on, for `kept_s` seconds."""
-        now = int(time.time())
+        now = int(self._clock.wall())
         kept = lines.FileObject(
             id=f"file-{secrets.token_hex(12)}",
             bytes=partial.stat().st_size,
@@ -214,7 +215,7 @@ class BatchJournal:
                 f"input_file_id: expected a file of the purpose batch, got {source.purpose}",
                 param="input_file_id",
             )
-        now = int(time.time())
+        now = int(self._clock.wall())
         batch = lines.Batch(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=asked.endpoint,
@@ -266,7 +267,7 @@ class BatchJournal:
                 raise errors.Conflict(f"the batch is {batch.status}: there is nothing to cancel")
             if batch.status in ("cancelling", "finalizing"):
                 return batch
-            return batch.with_status("cancelling", time.time())
+            return batch.with_status("cancelling", self._clock.wall())
 
         return self._with_counts(self._change(batch_id, cancel))
 
@@ -290,10 +291,10 @@ class BatchJournal:
                 return current
             if wrong:
                 return current.with_status(
-                    "failed", time.time(), errors=lines.LineErrors(data=wrong)
+                    "failed", self._clock.wall(), errors=lines.LineErrors(data=wrong)
                 )
             counts = lines.RequestCounts(total=check.num_lines)
-            return current.with_status("in_progress", time.time(), request_counts=counts)
+            return current.with_status("in_progress", self._clock.wall(), request_counts=counts)
 
         return self._change(batch_id, begin)
 
@@ -331,7 +332,9 @@ class BatchJournal:
         if (
             status == "completed"
         ):  # what is cancelled or expired keeps its reason, if this process dies here
-            self._change(batch_id, lambda batch: batch.with_status("finalizing", time.time()))
+            self._change(
+                batch_id, lambda batch: batch.with_status("finalizing", self._clock.wall())
+            )
         written = [self._write_answers(batch_id, is_error) for is_error in (False, True)]
         with self._exclusive() as database:
             row, tenant, kept_s = database.execute(
@@ -347,7 +350,7 @@ class BatchJournal:
                         database, partial, tenant, filename, "batch_output", kept_s
                     ).id
             batch = batch.with_status(
-                status, time.time(), output_file_id=ids[0], error_file_id=ids[1]
+                status, self._clock.wall(), output_file_id=ids[0], error_file_id=ids[1]
             )
             self._update(database, batch)
             database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
@@ -372,7 +375,7 @@ class BatchJournal:
 
     def sweep(self) -> None:
         """Delete files and ended batches that have expired, and content that belongs to none."""
-        now = int(time.time())
+        now = int(self._clock.wall())
         with self._exclusive() as database:
             reading = {
                 _decode_batch(row).input_file_id
