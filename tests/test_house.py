@@ -78,6 +78,15 @@ def test_names_of_tests_are_unique():
     assert sorted(set(names)) == sorted(names)  # pytest cannot collect two of one name together
 
 
+def test_make_runs_each_target_even_if_a_file_has_its_name():
+    makefile = (pathlib.Path(__file__).parents[1] / "Makefile").read_text()
+    targets = re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE)
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+
+    assert not set(targets) - set(phony.split())
+    assert "/tmp" not in makefile  # where another user's folder of the name may lie
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
 def test_file(path):
     rel, source = str(path.relative_to(SRC)), path.read_text()
