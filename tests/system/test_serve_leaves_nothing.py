@@ -21,7 +21,7 @@ from waiting import PATIENT_S, eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
 
-NUM_KILLS = 20
+NUM_KILLS = 50
 AT_ONCE = 2
 WINDOW_S = 3.0  # a start takes about two seconds; so some kills come while it serves
 MOCK = ("--engine", "mocker")
