@@ -50,3 +50,9 @@ def test_document_names_modules_and_files_that_exist(document):
     assert not {name for name in files if not list(ROOT.glob(name))}
     assert not absent_tests
     assert not {link for link in LINK.findall(text) if not (document.parent / link).exists()}
+
+
+def test_each_decision_has_a_number_of_its_own():
+    numbers = [path.name[:4] for path in (ROOT / "docs" / "decisions").glob("*.md")]
+
+    assert sorted(set(numbers)) == sorted(numbers)
