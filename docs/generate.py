@@ -30,8 +30,8 @@ TARGET = Path(__file__).parent / "reference.md"
 HEAD = """# Reference
 
 Written by `make docs` from the code.
-Each setting can be given in a TOML file (`--config FILE`, by the name of the flag with `_` for `-`), by its variable,
-or by its flag; the later in this list wins.
+Each setting can be given in a TOML or JSON file (`--config FILE`, by the name of the flag with `_` for `-`; or JSON
+itself), by its variable, or by its flag; the later in this list wins.
 
 Every process also reads `DYN_LOG` (levels: `info`, `debug`, `warn,dynamo.runtime=debug`, `off`),
 `DYN_LOGGING_CONFIG_PATH` (a TOML file with `log_level` and a table `log_filters`; `DYN_LOG` goes beyond it),

@@ -203,3 +203,24 @@ async def test_order_returns_before_the_worker_serves(connector):
 
     assert decode.num_ordered == 1
     await settle(connector, 0, 1)
+
+
+async def test_completing_the_order_of_an_earlier_planner_does_not_complete_ours(tmp_path):
+    registry = await file.FileDiscovery.open(tmp_path, 1)
+    registered = tuple(RegisteredWorkers(registry, name) for name in endpoints(NAMESPACE))
+    orchestrator = connectors.VirtualOrchestrator(registry, NAMESPACE)
+    earlier, later = (
+        connectors.VirtualConnector(registry, NAMESPACE, clocks.SystemClock(), registered)
+        for _ in range(2)
+    )
+    await order(earlier, 0, 1)
+    in_work = await orchestrator.wait()
+    await registry.delete(connectors.target_key(NAMESPACE))  # with the lease of its planner
+    await order(later, 0, 2)
+    await orchestrator.complete(in_work)
+    async with asyncio.timeout(PATIENT_S):
+        following = await orchestrator.wait()
+
+    assert following.num_decode_workers == 2
+    assert (await later.observe())[1].num_starting == 2
+    await registry.close()

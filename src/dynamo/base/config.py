@@ -7,10 +7,11 @@ An option is declared once, with its name, variable, type, default and help; tha
         '''The HTTP frontend.'''
         http_port: int = setting(8000, help="port to listen on")
 
-and `load(FrontendConfig, prog="python -m dynamo.frontend")` reads `--config FILE` (TOML), then `DYN_HTTP_PORT`, then
-`--http-port`; the later wins. Unknown keys, values of the wrong type and numbers out of range are refused in one
-sentence (ConfigError). Types: str, int, float, bool (`--flag`, `--no-flag`), Literal choices, tuple[str, ...]
-(comma-separated, a JSON list, or the flag several times), PortRange (`7000-7099`), each also `| None` (ports: `-1`).
+and `load(FrontendConfig, prog="python -m dynamo.frontend")` reads `--config FILE` (TOML or JSON), then
+`DYN_HTTP_PORT`, then `--http-port`; the later wins. Unknown keys, values of the wrong type and numbers out of range
+are refused in one sentence (ConfigError). Types: str, int, float, bool (`--flag`, `--no-flag`), Literal choices,
+tuple[str, ...] (comma-separated, a JSON list, or the flag several times), PortRange (`7000-7099`), each also `| None`
+(ports: `-1`).
 
 `python -m dynamo.x` and the subcommands of `dynamo` declare their options in this way. A shell asks each of them for
 completions by argcomplete's protocol, which `load` answers before it does anything else.
@@ -102,8 +103,12 @@ def load_parts(
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
     note: str = "",
+    translate: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> tuple[Any, ...]:
-    """Return several configurations, read as `load` does; the docstring of the first and `note` head the help."""
+    """Return several configurations, read as `load` does; the docstring of the first and `note` head the help.
+
+    `translate` gives the names and values in the file of `--config` those of our options.
+    """
     argv = sys.argv[1:] if argv is None else argv
     _check_blanks(argv)
     fields = {field.name: field for part in parts for field in dataclasses.fields(part)}
@@ -122,7 +127,9 @@ def load_parts(
         for name, field in fields.items()
         if (implied := field.metadata.get("implied")) and environ.get(implied[0])
     }
-    values |= _from_file(path, fields, hints) if path else {}
+    if path:
+        source, content = _read_file(path)
+        values |= _from_file(source, translate(content), fields, hints)
     values |= {
         name: _read(field, hints[name], environ[variable], variable)
         for name, field in fields.items()
@@ -253,12 +260,14 @@ def _make_parser(parts: Sequence[type], prog: str, note: str) -> Parser:
 def add_options(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
     """Add the options of these dataclasses, in groups: one for each class that declares some, the first one's first.
 
-    A command that has a --config of its own takes no TOML file.
+    A command that has a --config of its own takes no file of options.
     """
     hints = _hints(parts)
     flags = {_flag_of(field) for part in parts for field in dataclasses.fields(part)}
     if "--config" not in flags:
-        help_text = "TOML file with any of these options, by name with _ for -"
+        help_text = (
+            "TOML or JSON file with any of these options, by name with _ for -; or such JSON itself"
+        )
         parser.add_argument("--config", metavar="FILE", help=help_text)
     for title, own in _groups(parts):
         group = parser.add_argument_group(title)
@@ -354,20 +363,30 @@ def _plain(hint: Any) -> Any:
     return hint
 
 
-def _from_file(path: str, fields: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+def _read_file(argument: str) -> tuple[str, dict[str, Any]]:
+    """Return what errors call the file, and its content; `argument` may be JSON itself."""
     try:
-        content = tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:  # it does not exist, or is no text or no TOML
+        is_inline = argument.lstrip().startswith("{")
+        text = argument if is_inline else Path(argument).read_text("utf-8")
+        is_json = text.lstrip().startswith("{")  # no TOML begins so
+        content = json.loads(text) if is_json else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
         raise errors.ConfigError(
-            f"--config {path}: expected a readable TOML file: {error}"
+            f"--config {argument}: expected a readable file of TOML or JSON, or JSON itself: {error}"
         ) from error
+    return "--config" if is_inline else argument, content
+
+
+def _from_file(
+    source: str, content: Mapping[str, Any], fields: Mapping[str, Any], hints: Mapping[str, Any]
+) -> dict[str, Any]:
     unknown = sorted(content.keys() - fields.keys())
     if unknown:
         raise errors.ConfigError(
-            f"--config {path}: unknown key {unknown[0]!r}; expected one of {', '.join(sorted(fields))}"
+            f"{source}: unknown key {unknown[0]!r}; expected one of {', '.join(sorted(fields))}"
         )
     return {
-        name: _read(fields[name], hints[name], value, f"{name} in {path}")
+        name: _read(fields[name], hints[name], value, f"{name} in {source}")
         for name, value in content.items()
     }
 

@@ -7,12 +7,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from dynamo.base import addresses, distribution, process_setup
+from dynamo.base import addresses, distribution, errors, process_setup
 from dynamo.base import clock as clocks
 from dynamo.base import config as configuration
 from dynamo.launch import allocation, children, guard
 from dynamo.observability import logs
-from dynamo.planner import service
+from dynamo.planner import config, service
 from dynamo.planner.config import PlannerConfig, ScalingConfig
 from dynamo.planner.connectors import (
     Connector,
@@ -44,7 +44,9 @@ def main() -> int:
 
 def _run() -> None:
     logs.configure()
-    settings, scaling = configuration.load_parts((PlannerConfig, ScalingConfig), prog=_PROG)
+    settings, scaling = configuration.load_parts(
+        (PlannerConfig, ScalingConfig), prog=_PROG, translate=config.translate
+    )
     service.make_pipeline(scaling)  # a wrong target or profile is said before anything starts
     if unreachable := service.unreachable_target(scaling):
         logging.getLogger(__name__).warning("cannot be met: %s", unreachable)
@@ -124,8 +126,8 @@ def make_service(
     )
     log_file = None
     if settings.log_dir is not None:
-        Path(settings.log_dir).mkdir(parents=True, exist_ok=True)
         log_file = Path(settings.log_dir, "decisions.jsonl")
+        _make_writable(log_file)
     wake_up = None
     if settings.model_name is not None:
         wake_up = WakeUpPromise(
@@ -144,6 +146,18 @@ def make_service(
         wake_up=wake_up,
         log_file=log_file,
     )
+
+
+def _make_writable(file: Path) -> None:
+    """Make a file that can be appended to. Raises ConfigError."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise errors.ConfigError(
+            f"--log-dir {file.parent}: expected a directory that can be written to: {error}"
+        ) from error
 
 
 class WorkerCommand:

@@ -1,8 +1,21 @@
-"""The settings of the planner; flags of the original keep their names."""
+"""The settings of the planner; flags of the original keep their names.
+
+`--config` takes the fields of its `PlannerConfig` (Dynamo 1.x) as well:
+
+    enable_throughput_scaling         --policy predictive, which looks at the queue, too
+    enable_load_scaling               --policy load, if the former is false
+    throughput_adjustment_interval    --adjustment-interval
+    load_adjustment_interval          the same, and the one that counts if both ways to scale are enabled
+    advisory, no_operation            --no-operation
+    no_correction                     --no-correction
+    mode, ttft, itl and others        the option of that name
+
+Fields of its regression over forward passes and of its sweeps before a deployment have no counterpart.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dynamo.base import config, errors
 from dynamo.planner import policies, predictors
@@ -115,6 +128,30 @@ class ScalingConfig:
         True, help="carry decisions out; --no-operation only logs and shows them"
     )
 
+    def check(self) -> None:
+        """Raise ConfigError for limits that contradict each other."""
+        if self.min_endpoint > self.max_workers:
+            raise errors.ConfigError(
+                f"--min-endpoint {self.min_endpoint}: expected at most --max-workers {self.max_workers}"
+            )
+        gpus = self.decode_engine_num_gpu
+        if self.mode not in ("agg", "auto"):
+            gpus += self.prefill_engine_num_gpu
+        if self.min_endpoint * gpus > self.max_gpu_budget:
+            raise errors.ConfigError(
+                f"--min-endpoint {self.min_endpoint}: needs {self.min_endpoint * gpus} GPUs in mode {self.mode},"
+                f" expected at most --max-gpu-budget {self.max_gpu_budget}"
+            )
+        limits = self.thresholds
+        for name, down, up in (
+            ("decode-kv", limits.decode_kv_scale_down, limits.decode_kv_scale_up),
+            ("prefill-queue", limits.prefill_queue_scale_down, limits.prefill_queue_scale_up),
+        ):
+            if down > up:
+                raise errors.ConfigError(
+                    f"--{name}-scale-down-threshold {down:g}: expected at most --{name}-scale-up-threshold {up:g}"
+                )
+
     @property
     def targets(self) -> policies.Targets:
         """Return the targets. Raises ConfigError for values that cannot be milliseconds."""
@@ -193,3 +230,70 @@ class PlannerConfig(component.RuntimeConfig):
     log_dir: str | None = config.option(
         None, help="directory for decisions.jsonl, a line for each decision"
     )
+
+
+_NO_OPTION = frozenset(
+    (
+        "fpm_sample_bucket_size",
+        "load_min_observations",
+        "load_scaling_down_sensitivity",
+        "max_num_fpm_samples",
+        "optimization_target",
+        "pre_deployment_sweeping_mode",
+    )
+)
+_OPPOSITES = {"advisory": "operation", "no_operation": "operation", "no_correction": "correction"}
+_IS_ENABLED = {"enable_throughput_scaling": True, "enable_load_scaling": False}  # unless said
+_INTERVAL_OF = {
+    "enable_throughput_scaling": "throughput_adjustment_interval",
+    "enable_load_scaling": "load_adjustment_interval",
+}
+
+
+def translate(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a file with our names and values. Raises ConfigError for what has no counterpart."""
+    if foreign := sorted(content.keys() & _NO_OPTION):
+        raise errors.ConfigError(
+            f"--config: {foreign[0]} has no counterpart in this planner: leave it out"
+        )
+    options = _translate_policy(dict(content))
+    for name, ours in _OPPOSITES.items():
+        if name in options:
+            options[ours] = not _read_bool(options, name)
+            del options[name]
+    for name in ("ttft", "itl"):
+        if type(options.get(name)) in (int, float):
+            options[name] = f"{options[name]:g}"
+    return options
+
+
+def _translate_policy(options: dict[str, Any]) -> dict[str, Any]:
+    """Replace the fields of the two ways to scale, which the original may run at once."""
+    is_said = bool(options.keys() & _IS_ENABLED.keys())
+    enabled = [
+        name
+        for name, default in _IS_ENABLED.items()
+        if (_read_bool(options, name) if name in options else default)
+    ]
+    intervals = {
+        name: options.pop(interval)
+        for name, interval in _INTERVAL_OF.items()
+        if interval in options
+    }
+    options = {name: value for name, value in options.items() if name not in _IS_ENABLED}
+    if not enabled:
+        raise errors.ConfigError(
+            f"--config: expected one of {' and '.join(_IS_ENABLED)} to be true, got neither"
+        )
+    if is_said:
+        is_by_throughput = "enable_throughput_scaling" in enabled
+        options.setdefault("policy", "predictive" if is_by_throughput else "load")
+    if counted := [intervals[name] for name in enabled if name in intervals]:
+        options.setdefault("adjustment_interval", counted[-1])
+    return options
+
+
+def _read_bool(options: dict[str, Any], name: str) -> bool:
+    if type(options[name]) is not bool:
+        raise errors.ConfigError(f"--config: {name}: expected true or false, got {options[name]!r}")
+    return bool(options[name])

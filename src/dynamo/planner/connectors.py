@@ -18,8 +18,10 @@ The virtual connector writes decisions as state in discovery, for an orchestrato
     v1/planner/{namespace}/target    {"num_prefill_workers": 2, "num_decode_workers": 3, "decision_id": 7}
     v1/planner/{namespace}/scaled    {"decision_id": 7}, written by the orchestrator when that is done
 
-The orchestrator uses `VirtualOrchestrator`: wait for a target, make it so, complete it. Until a target is completed its
-missing workers count as starting; after `TIMEOUT_S` seconds the planner says that none carried it out.
+Ids rise across planners too, by the time of day: the order of an earlier planner may still be open, and its completion
+must not complete ours. The orchestrator uses `VirtualOrchestrator`: wait for a target, make it so, complete it. Until
+a target is completed its missing workers count as starting; after `TIMEOUT_S` seconds the planner says that none
+carried it out.
 """
 
 import asyncio
@@ -116,7 +118,7 @@ class _LocalWorker:
     ordered_at: float
     instance: str | None = None  # its key in discovery, once it serves
     is_draining: bool = False
-    is_changing: bool = False  # it was in the other pool
+    expected: Literal["start", "role change", "return"] = "start"  # while it does not serve
 
 
 @dataclass(slots=True)
@@ -208,6 +210,11 @@ class LocalConnector:
         keys = await pool.registered.read_ids()
         now = self._clock.now()
         pool.foreign_keys &= keys
+        for worker in pool.workers:
+            has_left = worker.instance is not None and worker.instance not in keys
+            if has_left and not worker.is_draining:
+                pool.failure = f"{worker.child.spec.name} left discovery, but runs"
+                worker.instance, worker.expected, worker.ordered_at = None, "return", now
         new_keys = keys - {worker.instance for worker in pool.workers} - pool.foreign_keys
         starting = [w for w in pool.workers if w.instance is None and not w.is_draining]
         if not starting:
@@ -217,9 +224,9 @@ class LocalConnector:
                 worker.instance = min(new_keys)
                 new_keys -= {worker.instance}
                 measured_s = now - worker.ordered_at
-                if worker.is_changing:
+                if worker.expected == "role change":
                     pool.role_change_s = _blend(pool.role_change_s, measured_s)
-                else:
+                elif worker.expected == "start":
                     pool.startup_s = _blend(pool.startup_s, measured_s)
                 pool.failure = ""
         present = [worker for worker in pool.workers if not worker.is_draining]
@@ -242,7 +249,7 @@ class LocalConnector:
         for worker in sorted(serving, key=lambda w: w.ordered_at)[-number:]:
             giver.workers.remove(worker)
             giver.foreign_keys.add(worker.instance or "")
-            worker.pool, worker.instance, worker.is_changing = taker, None, True
+            worker.pool, worker.instance, worker.expected = taker, None, "role change"
             worker.ordered_at = self._clock.now()
             taker.workers.append(worker)
             worker.child.signal(_SIGNAL_BY_ROLE[new])
@@ -368,7 +375,8 @@ class VirtualConnector:
         if decision.replicas == current:
             return
         if self._decision_id == 0:
-            self._decision_id = await self._last_completed_id()
+            of_earlier_planners = int(1000 * self._clock.wall())
+            self._decision_id = max(of_earlier_planners, await self._last_completed_id())
         self._target = decision.replicas
         self._decision_id += 1
         self._ordered_at = self._clock.now()

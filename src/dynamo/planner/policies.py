@@ -77,11 +77,9 @@ class Policy(Protocol):
 def in_mode(mode: Mode, proposal: Replicas, present: Replicas) -> Replicas:
     """Return the proposal, with a pool that this mode does not scale left as it is."""
     match mode:
-        case "agg":
-            return Replicas(0, proposal.decode)
         case "prefill":
             return Replicas(proposal.prefill, present.decode)
-        case "decode":
+        case "agg" | "decode":
             return Replicas(present.prefill, proposal.decode)
         case _:
             return proposal

@@ -44,8 +44,12 @@ class PrefillCurve:
             raise errors.ConfigError(
                 f"prefill profile: expected as many times and throughputs as rising prompt lengths, got {sizes}"
             )
-        if not all(math.isfinite(x) and x > 0 for x in (*self.ttft_s, *self.throughput)):
-            raise errors.ConfigError("prefill profile: expected times and throughputs above 0")
+        for isl, ttft_s, throughput in zip(self.isl, self.ttft_s, self.throughput, strict=True):
+            if not all(math.isfinite(x) and x > 0 for x in (isl, ttft_s, throughput)):
+                raise errors.ConfigError(
+                    f"prefill profile: expected values above 0, got isl={isl:g}, ttft_s={ttft_s:g},"
+                    f" throughput={throughput:g}"
+                )
 
     def prompt_s(self, num_tokens: float) -> float:
         """Return the seconds that a prompt with this many new tokens takes on an idle worker."""
@@ -85,10 +89,12 @@ class DecodeSurface:
             raise errors.ConfigError(
                 f"decode profile: expected points and a KV cache, got {len(points)} and {max_kv_tokens} tokens"
             )
-        if not all(
-            math.isfinite(p.itl_s) and p.itl_s > 0 and math.isfinite(p.throughput) for p in points
-        ):
-            raise errors.ConfigError("decode profile: expected times above 0")
+        for point in points:
+            are_numbers = all(math.isfinite(value) for value in point)
+            if not (are_numbers and point.itl_s > 0 and point.throughput > 0):
+                raise errors.ConfigError(
+                    f"decode profile: expected times and throughputs above 0, got {point}"
+                )
         self.points = tuple(sorted(points, key=lambda p: (p.context, p.kv_usage)))
         self.max_kv_tokens = max_kv_tokens
         self._contexts = sorted({p.context for p in points})

@@ -89,6 +89,7 @@ def unreachable_target(settings: ScalingConfig) -> str:
 
 def make_pipeline(settings: ScalingConfig) -> ScalingPipeline:
     """Make the decider of a planner. Raises ConfigError."""
+    settings.check()
     limits = Limits(
         max_gpus=settings.max_gpu_budget,
         min_workers=settings.min_endpoint,
@@ -154,6 +155,7 @@ class PlannerService:
         self._metrics = PlannerMetrics(settings.targets, wake_up.model if wake_up else "")
         self._wake_up = wake_up
         self._log_file = log_file
+        self._is_log_written, self._has_warned_of_mode = True, False
         self._is_leader: bool | None = None  # at the last decision
         self._decisions: deque[planner_report.PlannerDecision] = deque(maxlen=_NUM_DECISIONS)
         self._last: Observation | None = None  # with fresh traffic
@@ -210,6 +212,12 @@ class PlannerService:
         if takes_over or stood_still:
             self._pipeline.forget()
         prefill, decode = await self._connector.observe()
+        if prefill.num_ordered and self._settings.mode == "agg" and not self._has_warned_of_mode:
+            self._has_warned_of_mode = True
+            _logger.warning(
+                "--mode agg leaves %d prefill workers as they are; --mode disagg scales both pools",
+                prefill.num_ordered,
+            )
         prefill_load, decode_load = (load.read() for load in self._loads)
         held = self._source.frontend_load
         if not (decode.num_ready or prefill.num_ready):  # frontends hold what no worker can take
@@ -250,9 +258,17 @@ class PlannerService:
             self._last = observation
         entry = _make_entry(self._clock.wall(), observation, decision, is_leader=is_leader)
         self._decisions.append(entry)
-        if self._log_file is not None:
+        if self._log_file is None:
+            return
+        try:
             with self._log_file.open("ab") as file:
                 file.write(msgspec.json.encode(entry) + b"\n")
+        except OSError as error:  # such as a full disk: it costs the line
+            if self._is_log_written:
+                _logger.warning("decisions are not written to %s: %s", self._log_file, error)
+            self._is_log_written = False
+        else:
+            self._is_log_written = True
 
     def _answer_decisions(self, request: exchange.Exchange) -> None:
         rows = list(self._decisions)[::-1]

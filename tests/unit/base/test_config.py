@@ -128,7 +128,7 @@ def test_invalid_option_is_refused_in_one_sentence(argv, environ, says):
         ("names = 1", "names in {path}: expected a list of texts, got 1"),
         ("quiet = 1", "quiet in {path}: expected true or false, got 1"),
         ("mode = ['direct']", "mode in {path}: expected one of direct, random"),
-        ("port = ", "expected a readable TOML file"),
+        ("port = ", "expected a readable file of TOML or JSON"),
     ],
 )
 def test_invalid_file_is_refused_in_one_sentence(tmp_path, text, says):
@@ -143,7 +143,7 @@ def test_missing_or_binary_file_is_refused(tmp_path):
     binary = tmp_path / "door.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "none.toml", binary):
-        with pytest.raises(errors.ConfigError, match="expected a readable TOML file"):
+        with pytest.raises(errors.ConfigError, match="expected a readable file of TOML or JSON"):
             load("--config", str(path))
 
 

@@ -1,3 +1,5 @@
+import pytest
+
 from dynamo.planner.observation import PoolState, Replicas
 from dynamo.planner.policies import LoadPolicy, Targets
 from planner_cases import observe
@@ -60,14 +62,16 @@ def test_aggregated_worker_goes_only_if_cache_and_queue_allow_it():
 
 def test_no_load_at_all_needs_no_worker():
     policy = LoadPolicy(Targets(mode="agg"))
+    idle = observe(num_requests=0, kv_usage=0.0, num_prefill=0, num_decode=3)
 
-    assert propose(policy, observe(num_requests=0, kv_usage=0.0, num_decode=3)) == (0, 0)
+    assert propose(policy, idle) == (0, 0)
 
 
 def test_waiting_request_without_workers_starts_one():
     policy = LoadPolicy(Targets(mode="agg"))
+    waiting = observe(num_requests=0, num_waiting=1, num_prefill=0, num_decode=0)
 
-    assert propose(policy, observe(num_requests=0, num_waiting=1, num_decode=0)) == (0, 1)
+    assert propose(policy, waiting) == (0, 1)
 
 
 def test_survivors_hold_if_the_spread_load_stays_below_the_threshold():
@@ -76,3 +80,11 @@ def test_survivors_hold_if_the_spread_load_stays_below_the_threshold():
 
     assert not policy.survivors_hold(observation, observation.traffic.value, Replicas(1, 1))
     assert policy.survivors_hold(light, light.traffic.value, Replicas(1, 1))
+
+
+@pytest.mark.parametrize("num_requests", [0, 5])
+def test_mode_agg_leaves_prefill_workers_as_they_are(num_requests):
+    policy = LoadPolicy(Targets(mode="agg"))
+    observation = observe(num_requests=num_requests, kv_usage=0.0, num_prefill=2, num_decode=2)
+
+    assert propose(policy, observation).prefill == 2

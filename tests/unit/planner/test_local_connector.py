@@ -217,7 +217,7 @@ async def test_change_is_ordered_by_a_signal(make, role_changes, name):
     await connector.scale(decide(1 - role_changes, 1 + role_changes, role_changes=role_changes))
 
     async def is_ordered():
-        changing = [worker for worker in all_workers(connector) if worker.is_changing]
+        changing = [worker for worker in all_workers(connector) if worker.expected == "role change"]
         return [worker.child.last_line for worker in changing] == [name]
 
     await until(is_ordered)
@@ -235,3 +235,18 @@ async def test_worker_that_dies_while_it_changes_is_gone(make):
 
     await until(has_died)
     assert "SIGUSR1" in (await connector.observe())[0].failure
+
+
+async def test_worker_that_has_left_discovery_does_not_count_as_ready_until_it_is_back(make):
+    connector, registered = make()
+    await connector.scale(decide(0, 1))
+    registered.ids = frozenset({"a"})
+    served = await decode_state(connector)
+    registered.ids = frozenset()
+    gone = await decode_state(connector)
+    registered.ids = frozenset({"a"})
+    back = await decode_state(connector)
+
+    assert (served.num_ready, gone.num_ready, gone.num_starting, back.num_ready) == (1, 0, 1, 1)
+    assert gone.failure == "decode 1 left discovery, but runs"
+    assert back.startup_s == served.startup_s

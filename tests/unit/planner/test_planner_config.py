@@ -1,7 +1,13 @@
+import json
+import runpy
+import sys
+
 import pytest
 
 from dynamo.base import config, errors
-from dynamo.planner.config import PlannerConfig, ScalingConfig, parse_duration_s
+from dynamo.planner import __main__ as command
+from dynamo.planner import service
+from dynamo.planner.config import PlannerConfig, ScalingConfig, parse_duration_s, translate
 
 ORIGINAL_FLAGS = [
     *("--namespace", "x", "--backend", "mocker", "--environment", "virtual", "--no-operation"),
@@ -40,3 +46,109 @@ def test_seconds_of_the_original_are_refused_with_the_likely_value():
 def test_what_is_no_duration_is_refused(text):
     with pytest.raises(errors.ConfigError, match="expected milliseconds"):
         parse_duration_s(text, "--ttft", 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_endpoint": 5, "max_workers": 2}, "--min-endpoint 5: expected at most --max-workers"),
+        (
+            {"mode": "disagg", "min_endpoint": 2, "prefill_engine_num_gpu": 4},
+            "needs 10 GPUs in mode disagg, expected at most --max-gpu-budget 8",
+        ),
+        (
+            {"decode_kv_scale_up_threshold": 0.3},
+            "--decode-kv-scale-down-threshold 0.5: expected at most --decode-kv-scale-up",
+        ),
+        (
+            {"prefill_queue_scale_down_threshold": 3},
+            "--prefill-queue-scale-down-threshold 3: expected at most --prefill-queue-scale-up",
+        ),
+    ],
+)
+def test_limits_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        service.make_pipeline(ScalingConfig(**settings))
+
+
+def load(content):
+    _, scaling = config.load_parts(
+        (PlannerConfig, ScalingConfig),
+        prog="planner",
+        argv=["--config", content if isinstance(content, str) else json.dumps(content)],
+        environ={},
+        translate=translate,
+    )
+    return scaling
+
+
+def test_fields_of_the_original_are_options(tmp_path):
+    fields = {
+        "mode": "disagg",
+        "enable_throughput_scaling": True,
+        "throughput_adjustment_interval": 180,
+        "ttft": 500.0,
+        "itl": 50,
+        "advisory": True,
+        "no_correction": True,
+    }
+    (tmp_path / "planner.json").write_text(json.dumps(fields))
+    scaling = load(str(tmp_path / "planner.json"))
+
+    assert scaling == load(fields)
+    assert (scaling.policy, scaling.mode, scaling.adjustment_interval) == (
+        "predictive",
+        "disagg",
+        180.0,
+    )
+    assert (scaling.targets.ttft_s, scaling.targets.itl_s) == (0.5, 0.05)
+    assert not scaling.operation
+    assert not scaling.correction
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy", "interval_s"),
+    [
+        ({"enable_throughput_scaling": False, "enable_load_scaling": True}, "load", 5),
+        ({"enable_load_scaling": True}, "predictive", 5),
+        ({"enable_load_scaling": False}, "predictive", 180),
+        ({}, "load", 180),
+    ],
+)
+def test_policy_and_interval_follow_the_ways_to_scale_that_are_enabled(fields, policy, interval_s):
+    intervals = {"throughput_adjustment_interval": 180, "load_adjustment_interval": 5}
+    scaling = load(fields | intervals)
+
+    assert (scaling.policy, scaling.adjustment_interval) == (policy, interval_s)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_num_fpm_samples": 64}, "max_num_fpm_samples has no counterpart in this planner"),
+        ({"advisory": "yes"}, "advisory: expected true or false, got 'yes'"),
+        ({"enable_throughput_scaling": False}, "to be true, got neither"),
+        ({"ttfs": 3}, "--config: unknown key 'ttfs'"),
+        ("{", "expected a readable file of TOML or JSON, or JSON itself"),
+    ],
+)
+def test_wrong_field_of_the_original_is_named(fields, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        load(fields)
+
+
+def test_planner_sla_means_a_graph_with_prefill_workers(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["planner_sla", "--isl", "100"])
+    monkeypatch.setattr(command, "main", lambda: 0)
+    with pytest.raises(SystemExit):
+        runpy.run_module("dynamo.planner.planner_sla", run_name="__main__")
+
+    (scaling,) = config.load_parts((ScalingConfig,), prog="planner", argv=sys.argv[1:], environ={})
+    assert (scaling.policy, scaling.mode, scaling.isl) == ("sla", "disagg", 100)
+
+
+def test_log_directory_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "taken").write_text("")
+
+    with pytest.raises(errors.ConfigError, match=r"--log-dir .*taken: expected a directory"):
+        command._make_writable(tmp_path / "taken" / "decisions.jsonl")

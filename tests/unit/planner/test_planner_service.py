@@ -1,4 +1,5 @@
 import json
+import pathlib
 import types
 
 import httpx
@@ -42,10 +43,12 @@ class Orders:
     """A connector that keeps what was ordered."""
 
     def __init__(self):
-        self.num_ready, self.decisions, self.error = 1, [], None
+        self.num_prefill, self.num_ready, self.decisions, self.error = 0, 1, [], None
 
     async def observe(self):
-        return PoolState(), PoolState(num_ready=self.num_ready, startup_s=1.0)
+        return PoolState(num_ready=self.num_prefill), PoolState(
+            num_ready=self.num_ready, startup_s=1.0
+        )
 
     async def scale(self, decision):
         if self.error:
@@ -240,3 +243,26 @@ async def test_decisions_are_json_for_people(parts):
         "time", "outcome", "is_leader", "present", "replicas", "reason",
         "requests_per_s", "kv_usage", "num_running",
     }  # fmt: skip
+
+
+async def test_full_disk_costs_lines_of_the_log_and_no_decision(parts, caplog):
+    _, load, orders, url = await parts(max_gpu_budget=3)
+    load.service._log_file = pathlib.Path("/dev/full")
+
+    async def has_grown():
+        return orders.num_ready == 3
+
+    await until(has_grown)
+    assert caplog.text.count("decisions are not written to /dev/full") == 1
+    assert await decisions_of(url)
+
+
+async def test_prefill_workers_that_the_mode_leaves_alone_are_warned_of_once(parts, caplog):
+    _, _, orders, url = await parts(mode="agg")
+    orders.num_prefill = 2
+
+    async def has_decided():
+        return len(await decisions_of(url)) >= 3
+
+    await until(has_decided)
+    assert caplog.text.count("--mode agg leaves 2 prefill workers as they are") == 1

@@ -75,3 +75,23 @@ def test_times_that_are_not_above_zero_are_refused():
 def test_decode_profile_without_points_is_refused():
     with pytest.raises(errors.ConfigError, match="points"):
         profile.DecodeSurface([], max_kv_tokens=10)
+
+
+@pytest.mark.parametrize("wrong", [(0.5, 100, 0.01, 0.0), (0.5, 100, 0.01, -5.0)])
+def test_throughput_that_is_not_above_zero_is_refused(wrong):
+    with pytest.raises(errors.ConfigError, match=r"throughputs above 0.*kv_usage=0\.5"):
+        profile.DecodeSurface([profile.DecodePoint(*wrong)], max_kv_tokens=10)
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_decode_point_with_a_value_that_is_no_number_is_refused(position):
+    values = [0.5, 100.0, 0.01, 1.0]
+    values[position] = float("nan")
+
+    with pytest.raises(errors.ConfigError, match="got DecodePoint"):
+        profile.DecodeSurface([profile.DecodePoint(*values)], max_kv_tokens=10)
+
+
+def test_prompt_length_that_is_no_number_is_refused():
+    with pytest.raises(errors.ConfigError, match="isl=nan"):
+        profile.PrefillCurve(isl=(float("nan"),), ttft_s=(1.0,), throughput=(1.0,))
