@@ -33,7 +33,11 @@ class PlannerMetrics:
             "observed_itl_ms": "Mean time between two tokens in the last interval",
             "sla_target_ttft_ms": "Target time to first token",
             "sla_target_itl_ms": "Target time between two tokens",
+            "estimated_ttft_ms": "Time to first token of a request that comes now, by profile and queue",
+            "estimated_itl_ms": "Time between two tokens by the profile, at the present use of the KV cache",
+            "engine_prefill_requests_per_second": "Prompts that one worker can compute, by the profile",
             "engine_queued_prefill_tokens": "Prompt tokens that wait in the workers",
+            "engine_queued_decode_kv_tokens": "Tokens of requests that wait in decode workers",
             "gpu_hours": "GPU hours of all workers since the planner's start",
             "metrics_missing": "1 while the traffic cannot be read, and nothing is scaled",
             "is_leader": "1 if this planner acts, 0 if another one does",
@@ -65,6 +69,7 @@ class PlannerMetrics:
             observation.prefill.num_billed * self._targets.prefill_gpus
             + observation.decode.num_billed * self._targets.decode_gpus
         )
+        self._set("engine_queued_decode_kv_tokens", observation.decode_load.waiting_tokens)
         if self._last_at is not None:
             self._gpu_seconds += num_gpus * (observation.at - self._last_at)
         self._last_at = observation.at
@@ -102,6 +107,11 @@ class PlannerMetrics:
             self._set("predicted_requests_per_second", prediction.requests_per_s)
             self._set("predicted_input_sequence_tokens", prediction.isl)
             self._set("predicted_output_sequence_tokens", prediction.osl)
+        estimate = decision.proposal.estimate
+        if estimate is not None:
+            self._set("estimated_ttft_ms", estimate.ttft_s * 1e3)
+            self._set("estimated_itl_ms", estimate.itl_s * 1e3)
+            self._set("engine_prefill_requests_per_second", estimate.prompts_per_s)
 
     def _set(self, name: str, value: float) -> None:
         self._gauges[name].labels(self._model).set(value)

@@ -52,12 +52,44 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What the profile says of the workers under the load that was observed."""
+
+    ttft_s: float  # of a request that comes now: the queue before it and its own prompt
+    itl_s: float
+    prompts_per_s: float  # that one worker can compute
+
+
+def estimate(
+    profile: WorkerProfile,
+    targets: Targets,
+    observation: Observation,
+    *,
+    isl: float,
+    context: float,
+) -> Estimate:
+    """Return the estimate for prompts of `isl` new tokens, and `context` tokens of a sequence in the KV cache."""
+    if observation.prefill.num_ready:
+        pool, load, gpus = observation.prefill, observation.prefill_load, targets.prefill_gpus
+    else:
+        pool, load, gpus = observation.decode, observation.decode_load, targets.decode_gpus
+    tokens_per_s = profile.prefill.tokens_per_s(isl) * gpus
+    wait_s = load.waiting_tokens / max(1, pool.num_ready) / tokens_per_s
+    return Estimate(
+        ttft_s=wait_s + profile.prefill.prompt_s(isl),
+        itl_s=profile.decode.itl_s(observation.decode_load.kv_usage, context),
+        prompts_per_s=tokens_per_s / max(1.0, isl),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
     """The workers that a policy asks for, and why; `unreachable` says which target no number of workers can meet."""
 
     replicas: Replicas
     reason: str
     prediction: Prediction | None = None
+    estimate: Estimate | None = None  # by policies with a profile
     unreachable: str = ""
     is_firm: bool = False  # earlier proposals bind no more
 
@@ -246,6 +278,9 @@ class SlaPolicy:
                 f" {self._prefill_correction:.2f} and {self._decode_correction:.2f}"
             ),
             prediction=Prediction(requests_per_s=rate, isl=next_isl, osl=next_osl),
+            estimate=estimate(
+                self._profile, self._targets, observation, isl=isl, context=isl + osl / 2
+            ),
         )
 
     def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:

@@ -239,6 +239,9 @@ class PredictivePolicy:
                 f" {lead_s:.0f} s, {backlog:.0f} waiting by then"
             ),
             prediction=Prediction(requests_per_s=later_rate, isl=shape.isl, osl=shape.osl),
+            estimate=policies.estimate(
+                self._profile, self._targets, observation, isl=shape.isl, context=shape.context
+            ),
             unreachable=sizing.unreachable,
             is_firm=self._forecast.is_periodic,
         )

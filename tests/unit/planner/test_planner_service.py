@@ -8,7 +8,18 @@ import pytest
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.planner.config import ScalingConfig
-from dynamo.planner.observation import Fresh, Missing, PoolLoad, PoolState, Traffic
+from dynamo.planner.metrics import PlannerMetrics
+from dynamo.planner.observation import (
+    Fresh,
+    Missing,
+    Observation,
+    PoolLoad,
+    PoolState,
+    Replicas,
+    Traffic,
+)
+from dynamo.planner.policies import Estimate, Proposal, Targets
+from dynamo.planner.scaling_pipeline import Decision
 from dynamo.planner.service import Leadership, PlannerService
 from dynamo.planner.traffic_source import FrontendLoad
 from dynamo.runtime.backends import memory
@@ -266,3 +277,33 @@ async def test_prefill_workers_that_the_mode_leaves_alone_are_warned_of_once(par
 
     await until(has_decided)
     assert caplog.text.count("--mode agg leaves 2 prefill workers as they are") == 1
+
+
+def test_metrics_show_what_the_profile_says_of_the_present_load():
+    shown = PlannerMetrics(Targets(), "m")
+    observation = Observation(
+        at=0.0,
+        interval_s=1.0,
+        traffic=Missing(""),
+        decode_load=PoolLoad(waiting_tokens=70),
+    )
+    proposal = Proposal(
+        replicas=Replicas(0, 1),
+        reason="",
+        estimate=Estimate(ttft_s=0.3, itl_s=0.02, prompts_per_s=4.0),
+    )
+    decision = Decision(
+        at=0.0,
+        present=Replicas(0, 1),
+        replicas=Replicas(0, 1),
+        outcome="hold",
+        reason="",
+        proposal=proposal,
+    )
+    shown.record(observation, decision, is_leader=True)
+
+    page = shown.registry.render().decode()
+    assert 'dynamo_planner_estimated_ttft_ms{model_name="m"} 300.0' in page
+    assert 'dynamo_planner_estimated_itl_ms{model_name="m"} 20.0' in page
+    assert 'dynamo_planner_engine_prefill_requests_per_second{model_name="m"} 4.0' in page
+    assert 'dynamo_planner_engine_queued_decode_kv_tokens{model_name="m"} 70.0' in page

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import pytest
@@ -69,3 +70,17 @@ def test_policy_without_correction_uses_the_profile_alone():
     assert "corrections 1.00 and 1.00" in proposal.reason
     assert proposal.replicas.prefill == 7
     assert policy.survivors_hold(observation, observation.traffic.value, proposal.replicas)
+
+
+def test_estimate_is_the_queue_and_the_own_prompt_and_the_itl_of_the_use():
+    profile = make_profile()
+    observation = observe(num_prefill=2, kv_usage=0.4)
+    waiting = dataclasses.replace(observation.prefill_load, waiting_tokens=4000)
+    estimate = propose(
+        make_policy(), dataclasses.replace(observation, prefill_load=waiting)
+    ).estimate
+
+    tokens_per_s = profile.prefill.tokens_per_s(1000)
+    assert estimate.ttft_s == pytest.approx(2000 / tokens_per_s + profile.prefill.prompt_s(1000))
+    assert estimate.itl_s == profile.decode.itl_s(0.4, 1050)
+    assert estimate.prompts_per_s == tokens_per_s / 1000
