@@ -1,4 +1,4 @@
-"""The commands `python -m dynamo.simulate routing --trace FILE`, `… disagg`, `… plan`, `… tiers` and `… claims`."""
+"""The commands `python -m dynamo.simulate routing`, `… disagg`, `… plan`, `… replay`, `… tiers` and `… claims`."""
 
 import sys
 import time
@@ -8,15 +8,18 @@ from types import ModuleType
 
 from dynamo.base import config, distribution, errors
 from dynamo.router import config as router_config
-from dynamo.simulate import claims, disagg, plan, routing, screen, tiers
+from dynamo.simulate import claims, disagg, plan, replay, routing, screen, tiers
 
 _PROG = "python -m dynamo.simulate"
+_COMMANDS = ("routing", "disagg", "plan", "replay", "tiers", "claims")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status: 2 for invalid settings."""
     argv = sys.argv[1:] if argv is None else argv
     try:
+        if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
+            raise errors.ConfigError(f"expected one of {', '.join(_COMMANDS)}, got {argv[0]!r}")
         if argv[:1] == ["disagg"]:
             settings = config.load(disagg.DisaggConfig, prog=_PROG, argv=argv)
             plots = _load_plots(settings.output)
@@ -29,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             claims.run(config.load(claims.ClaimsConfig, prog=_PROG, argv=argv))
         elif argv[:1] == ["plan"]:
             plan.run(config.load(plan.PlanConfig, prog=_PROG, argv=argv))
+        elif argv[:1] == ["replay"]:
+            own = (replay.ReplayConfig, router_config.RouterConfig)
+            replayed, router = config.load_parts(own, prog=_PROG, argv=argv)
+            plots = _load_plots(replayed.output)
+            replay.run(replayed, router, None if plots is None else plots.write_report)
         else:
             parts = (routing.SimulateConfig, router_config.RouterConfig)
             _simulate_routing(*config.load_parts(parts, prog=_PROG, argv=argv))

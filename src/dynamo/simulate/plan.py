@@ -15,11 +15,10 @@ from typing import Literal
 from dynamo.base import config, errors
 from dynamo.planner import config as planner_config
 from dynamo.planner import observation, predictors, profile_files
-from dynamo.simulate import plan_arrivals, plan_oracle, plan_policies, plan_run, plan_worker, screen
+from dynamo.simulate import plan_arrivals, plan_oracle, plan_policies, plan_run, recorded, screen
 from dynamo.simulate.plan_run import PlanResult, PlanScenario
 from dynamo.simulate.plan_worker import Request, StepTimes
 
-_BUILT_IN = "h100-8b"
 _SWEEP_STARTUPS, _SWEEP_INTERVALS = (0, 30, 60, 100, 200, 300), (1, 5, 10, 30)
 # latency and TTFT in seconds; ratio: GPU seconds over those of the oracle; moves: changes of a pool
 COLUMNS = (
@@ -34,15 +33,20 @@ class PlanConfig:
     scenario: str = config.option("plan", flag="", help="simulation to run: plan")
     trace: str = config.option(
         "sin",
-        help="arrivals: sin, idle, or a trace file (JSON lines of Mooncake, CSV of Azure), scaled to half of 8 workers",
+        help="arrivals: sin, idle, a trace file (JSON lines of Mooncake, CSV of Azure), scaled to half of 8 workers, or"
+        " a frontend's request trace or a directory of its files, at the times that it recorded",
     )
     step: bool = config.option(
         False,
         help="let requests arrive three times as fast for five minutes, from a third of the run on",
     )
+    model: str | None = config.option(
+        None, help="model whose requests are taken, where a frontend's trace has several"
+    )
     limit: int | None = config.option(None, help="requests to take from a trace file", least=2)
     profile: str = config.option(
-        _BUILT_IN, help="profile of a worker: h100-8b, or a directory that the profiler wrote"
+        plan_policies.BUILT_IN_PROFILE,
+        help="profile of a worker: h100-8b, or a directory that the profiler wrote",
     )
     write_profile: str | None = config.option(
         None, help="write the profile as the profiler does to this directory, and end"
@@ -104,7 +108,7 @@ class PlanConfig:
 
 def run(settings: PlanConfig) -> None:
     """Simulate, print the table, and write the figures. Raises ConfigError."""
-    times = _read_times(settings)
+    times = plan_policies.read_times(settings.profile)
     if settings.write_profile is not None:
         directory = Path(settings.write_profile)
         profile_files.write_profile(plan_policies.sample_profile(times), directory)
@@ -165,15 +169,13 @@ def _arrivals(settings: PlanConfig, times: StepTimes) -> Iterator[list[Request]]
         for seed in range(1, settings.seeds + 1):
             yield synthetic[settings.trace](seed=seed)
     else:
-        trace = plan_arrivals.read_trace(Path(settings.trace), limit=settings.limit)
-        yield plan_arrivals.scale_to_load(trace, times)
-
-
-def _read_times(settings: PlanConfig) -> StepTimes:
-    if settings.profile == _BUILT_IN:
-        return plan_worker.h100_8b()
-    profile = profile_files.read_profile(Path(settings.profile))
-    return plan_policies.step_times(profile, context=3075.0)
+        path = Path(settings.trace)
+        if recorded.is_recorded(path):
+            traffic = recorded.read_traffic([path], model=settings.model, limit=settings.limit)
+            yield plan_arrivals.requests_of(traffic.trace)
+        else:
+            trace = plan_arrivals.read_trace(path, limit=settings.limit)
+            yield plan_arrivals.scale_to_load(trace, times)
 
 
 def _compare(settings: PlanConfig, scenarios: Sequence[PlanScenario]) -> list[tuple[str, Simulate]]:

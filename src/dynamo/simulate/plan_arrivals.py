@@ -52,7 +52,11 @@ def read_trace(path: Path, *, limit: int | None) -> list[Request]:
     """Read a trace in Mooncake's format (JSON lines) or in Azure's (CSV). Raises ConfigError."""
     if path.suffix == ".csv":
         return _read_azure(path, limit)
-    trace = workload.spread_arrivals(workload.read_trace(path, limit=limit))
+    return requests_of(workload.spread_arrivals(workload.read_trace(path, limit=limit)))
+
+
+def requests_of(trace: workload.Trace) -> list[Request]:
+    """Return the requests of a trace, at its times."""
     return [
         Request(
             at=arrival.at,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from pathlib import Path
 
 from dynamo.base import errors
 from dynamo.planner import (
@@ -11,15 +12,19 @@ from dynamo.planner import (
     predictive_policy,
     predictors,
     profile,
+    profile_files,
     scaling_pipeline,
 )
+from dynamo.simulate import plan_worker
 from dynamo.simulate.plan_cluster import WorkerOrder
 from dynamo.simulate.plan_run import Decide, PlanScenario, run_fixed
 from dynamo.simulate.plan_worker import StepTimes
 
+BUILT_IN_PROFILE = "h100-8b"
 NAMES = ("fixed", "hpa", "load", "sla", "predictive", "best-fixed", "oracle")
 _MOST_DECODE = 4  # of the fixed splits that are tried
 _LEAST_ATTAINMENT = 0.95  # with which a fixed number of workers holds the targets
+_TRACE_CONTEXT = 3075.0  # tokens of a sequence, of which a measured profile is asked
 _CONTEXTS = (256, 1024, 3072, 8192, 16384)
 
 
@@ -51,6 +56,13 @@ def step_times(profile: profile.WorkerProfile, *, context: float) -> StepTimes:
         decode_s=lambda share: profile.decode.itl_s(share, context),
         num_kv_tokens=profile.decode.max_kv_tokens,
     )
+
+
+def read_times(profile: str) -> StepTimes:
+    """Return the step times of the built-in profile, or of a directory. Raises ConfigError."""
+    if profile == BUILT_IN_PROFILE:
+        return plan_worker.h100_8b()
+    return step_times(profile_files.read_profile(Path(profile)), context=_TRACE_CONTEXT)
 
 
 def make_decide(

@@ -54,28 +54,21 @@ def write_disagg(cases: Sequence[Case], caption: str, directory: Path) -> Path:
     canvas = figure.Figure(figsize=(11, 4 * len(cases)), dpi=110, layout="constrained")
     grid = canvas.subplots(len(cases), 2, squeeze=False)
     for case, (curves, gains) in zip(cases, grid, strict=True):
-        _disagg_curves(curves, case)
-        _disagg_gains(gains, case)
+        for name, points in case.points.items():
+            per_user, per_gpu = [p.per_user for p in points], [p.per_gpu for p in points]
+            curves.plot(per_user, per_gpu, marker=".", label=name)
+        curves.set(xlabel="tokens/s of a user", ylabel="tokens/s of a GPU", ylim=(0, None))
+        curves.set_title(f"{case.num_nodes} node{'s' if case.num_nodes > 1 else ''}")
+        _finish(curves)
+        for name, ratios in case.ratios.items():
+            gains.plot([r.per_user for r in ratios], [r.ratio for r in ratios], label=name)
+        gains.axhline(1, color="grey", linewidth=0.8)
+        gains.set(xlabel="tokens/s of a user", ylabel="tokens per GPU, over aggregated")
+        gains.set_ylim(0, None)
+        _finish(gains)
     canvas.suptitle(caption, fontsize="small")
     canvas.savefig(directory / "disagg.png", format="png")
     return directory / "disagg.png"
-
-
-def _disagg_curves(ax: axes.Axes, case: Case) -> None:
-    for name, points in case.points.items():
-        per_user, per_gpu = ([getattr(p, key) for p in points] for key in ("per_user", "per_gpu"))
-        ax.plot(per_user, per_gpu, marker=".", label=name)
-    ax.set(xlabel="tokens/s of a user", ylabel="tokens/s of a GPU", ylim=(0, None))
-    ax.set_title(f"{case.num_nodes} node{'s' if case.num_nodes > 1 else ''}")
-    _finish(ax)
-
-
-def _disagg_gains(ax: axes.Axes, case: Case) -> None:
-    for name, ratios in case.ratios.items():
-        ax.plot([r.per_user for r in ratios], [r.ratio for r in ratios], label=name)
-    ax.axhline(1, color="grey", linewidth=0.8)
-    ax.set(xlabel="tokens/s of a user", ylabel="tokens per GPU, over aggregated", ylim=(0, None))
-    _finish(ax)
 
 
 def _draw(summaries: Sequence[PolicySummary], plot: Plot) -> bytes:

@@ -12,7 +12,13 @@ from dynamo.engine.mock import memory
 from dynamo.router import api, prefix_index, worker_load
 from dynamo.router import config as router_config
 from dynamo.simulate.simulation import PolicySummary, Simulation, summarise
-from dynamo.simulate.workers import BatchWorker, FcfsWorker, SimulatedWorker
+from dynamo.simulate.workers import (
+    MOCK_TIMING,
+    BatchWorker,
+    FcfsWorker,
+    SimulatedWorker,
+    StepTime,
+)
 from dynamo.simulate.workload import SharedPrefixes, Trace, Workload, read_trace, spread_arrivals
 
 OnProgress = Callable[[int], None]
@@ -26,7 +32,7 @@ class SimulateConfig:
     scenario: Literal["routing"] = config.option(
         "routing",
         flag="",
-        help="simulation to run: routing (or disagg or plan, which have flags of their own)",
+        help="simulation to run: routing (or disagg, plan, replay, tiers or claims, which have flags of their own)",
     )
     trace: str | None = config.option(
         None,
@@ -128,8 +134,12 @@ def run(
     policy: str,
     on_progress: OnProgress,
     now: Callable[[], float],
+    step_s: StepTime = MOCK_TIMING.step_s,
 ) -> PolicySummary:
-    """Simulate one policy. `now` is a clock that measures the real time of the simulation."""
+    """Simulate one policy. `now` is a clock that measures the real time of the simulation.
+
+    `step_s` has the times of the batch engine. Raises ConfigError for a request that does not fit into its cache.
+    """
     workload = trace if trace is not None else _synthetic_workload(settings)
     index = prefix_index.PrefixIndex()
     selector = router_config.make_selector(
@@ -138,7 +148,7 @@ def run(
         block_size=workload.block_size,
         draw=random.Random(settings.seed).random,
     )
-    workers = _make_workers(settings, workload)
+    workers = _make_workers(settings, workload, step_s)
     capacity = _capacity(settings, workload.block_size)
     if settings.engine == "fcfs":  # without decode it never runs out of blocks in use
         capacity = worker_load.Capacity(max_num_batched_tokens=settings.max_num_batched_tokens)
@@ -162,13 +172,24 @@ def _synthetic_workload(settings: SimulateConfig) -> SharedPrefixes:
 
 
 def _make_workers(
-    settings: SimulateConfig, workload: Workload
+    settings: SimulateConfig, workload: Workload, step_s: StepTime
 ) -> Mapping[api.Worker, SimulatedWorker]:
     ids = map(api.Worker, range(settings.workers))
     if settings.engine == "batch":
         size = workload.block_size
         capacity, tiers = _capacity(settings, size), _tiers(settings, size)
-        return {worker: BatchWorker(capacity, block_size=size, tiers=tiers) for worker in ids}
+        longest = settings.prefix_tokens + settings.suffix_tokens + settings.output_tokens
+        if isinstance(workload, Trace):
+            longest = max(each.num_tokens + each.num_output for each in workload.arrivals)
+        if longest > capacity.total_blocks * size:
+            raise errors.ConfigError(
+                f"--cache-tokens {settings.cache_tokens}: expected room for the longest request,"
+                f" {longest:,} tokens with its answer"
+            )
+        return {
+            worker: BatchWorker(capacity, block_size=size, step_s=step_s, tiers=tiers)
+            for worker in ids
+        }
     assert isinstance(workload, Trace), "the fcfs engine needs a trace to know its rate"
     rate = workload.num_tokens / workload.duration_s / settings.workers / settings.load
     return {

@@ -154,6 +154,7 @@ class Curves:
     """The curves of the plots."""
 
     ttfts: Sequence[float]  # seconds, rising
+    itls: Sequence[float]  # seconds, rising; of answers with two tokens or more
     hit_rates: Sequence[
         tuple[float, float]
     ]  # (seconds since the beginning, share of cached prompt tokens)
@@ -194,8 +195,8 @@ def summarise(
         policy=policy,
         num_requests=len(ttfts),
         mean_ttft=statistics.fmean(ttfts),
-        p50_ttft=_quantile(ttfts, 0.5),
-        p99_ttft=_quantile(ttfts, 0.99),
+        p50_ttft=quantile(ttfts, 0.5),
+        p99_ttft=quantile(ttfts, 0.99),
         max_ttft=ttfts[-1],
         mean_itl=statistics.fmean(outcome.itl for outcome in record.outcomes),
         requests_per_s=len(ttfts)
@@ -206,11 +207,17 @@ def summarise(
         max_waiting=record.max_waiting,
         simulated_s=max(o.first_output_at for o in record.outcomes),
         elapsed_s=elapsed_s,
-        curves=Curves(ttfts=ttfts, hit_rates=_hit_rates(record), shares=shares),
+        curves=Curves(
+            ttfts=ttfts,
+            itls=sorted(o.itl for o in record.outcomes if o.arrival.num_output > 1),
+            hit_rates=_hit_rates(record),
+            shares=shares,
+        ),
     )
 
 
-def _quantile(rising: Sequence[float], share: float) -> float:
+def quantile(rising: Sequence[float], share: float) -> float:
+    """Return the value below which this share of rising values lies; there is at least one."""
     return rising[min(len(rising) - 1, int(share * len(rising)))]
 
 

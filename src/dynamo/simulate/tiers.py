@@ -24,7 +24,7 @@ Rounds = Sequence[float]
 """The mean time to first token of each round, in seconds."""
 DrawRounds = Callable[[Mapping[str, Rounds], str, Path], Path]
 _BLOCK = 64
-_TIMES = plan_worker.h100_8b()
+_STEP_S = plan_worker.h100_8b().batch_step_s
 _DISK_BYTES_PER_S = 1e9  # of a tier that is not there
 
 
@@ -65,7 +65,7 @@ class TieredWorker:
             max_num_seqs=256,
             max_num_batched_tokens=8192,
         )
-        self._worker = BatchWorker(capacity, block_size=_BLOCK, step_s=step_s, tiers=tiers)
+        self._worker = BatchWorker(capacity, block_size=_BLOCK, step_s=_STEP_S, tiers=tiers)
         self._now = 0.0
 
     def answer(
@@ -86,12 +86,6 @@ class TieredWorker:
                 if self._now == math.inf:
                     raise errors.EngineFailed("the simulated worker waits for nothing")
         return sum(first_at.values()) / len(first_at), said
-
-
-def step_s(*, num_prompt_tokens: int, num_decoding: int, active_share: float) -> float:
-    """Return the seconds of a step of an 8B model on one H100."""
-    decode_s = _TIMES.decode_s(active_share) if num_decoding else 0.0
-    return _TIMES.prefill_s(num_prompt_tokens) + decode_s
 
 
 def simulate(settings: TiersConfig, host_bytes_per_s: float | None) -> Rounds:

@@ -142,7 +142,7 @@ class StepTime(Protocol):
     ) -> float: ...
 
 
-_MOCK_TIMING = timing.Timing()
+MOCK_TIMING = timing.Timing()
 
 
 class BatchWorker:
@@ -153,7 +153,7 @@ class BatchWorker:
         capacity: worker_load.Capacity,
         *,
         block_size: int,
-        step_s: StepTime = _MOCK_TIMING.step_s,
+        step_s: StepTime = MOCK_TIMING.step_s,
         tiers: memory.SimulatedTiersConfig | None = None,
     ) -> None:
         self.next_time = math.inf

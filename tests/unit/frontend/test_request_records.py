@@ -11,6 +11,7 @@ import collector
 from dynamo.frontend import request_records
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate, trace_context
+from dynamo.simulate import recorded
 
 
 @pytest.fixture
@@ -51,6 +52,19 @@ async def test_trace_row_has_lengths_times_and_blocks(traced):
     }
     assert 0 <= told["ttft_ms"] <= told["total_time_ms"]
     assert told["request_received_ms"] <= row["event_time_unix_ms"]
+
+
+async def test_trace_of_a_frontend_can_be_replayed(traced):
+    traced.one.script = [generate.Output((104,), cached_tokens=4), *outputs("ello")]
+    for prompt in ("ten tokens", "ten token!"):
+        await traced.complete(prompt)
+    await rows(traced)
+    traffic = recorded.read_traffic([traced.path.with_suffix(".jsonl")])
+    first, second = traffic.trace.arrivals
+
+    assert (first.num_tokens, first.num_output, traffic.trace.block_size) == (10, 5, 4)
+    assert first.names[:2] == second.names[:2]
+    assert [request.cached_tokens for request in traffic.requests] == [4, 4]
 
 
 async def test_trace_row_says_how_many_tokens_came_from_which_tier(traced):

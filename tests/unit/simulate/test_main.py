@@ -52,7 +52,8 @@ def test_routing_writes_plots_and_a_self_contained_page(trace, tmp_path, capsys)
         (["routing", "--engine", "batch", "--policy", "best"], "expected some of estimated-ttft"),
         (["routing", "--engine", "batch", "--cache-tokens", "0"], "expected a limited cache"),
         (["routing", "--trace", "/none"], "--trace /none: cannot be read"),
-        (["planning"], "expected one of routing"),
+        (["--engine", "batch", "--cache-tokens", "2000"], "longest request, 2,114 tokens with"),
+        (["planning"], "expected one of routing, disagg, plan, replay, tiers, claims, got"),
     ],
 )
 def test_invalid_settings_print_one_sentence_and_exit_with_two(argv, complaint, capsys):

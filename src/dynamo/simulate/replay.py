@@ -1,0 +1,210 @@
+"""The command `simulate replay`: a frontend's recorded traffic again, on other workers or by another policy.
+
+Requests arrive when they arrived, whatever becomes of those before them. The first row of the table is what the
+frontend recorded. Blocks of answers are not in a request trace, so a turn that continues an answer finds a little less
+in the simulated caches than it would in real ones.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import msgspec
+
+from dynamo.base import config, errors
+from dynamo.router import config as router_config
+from dynamo.simulate import plan_policies, recorded, routing, screen, workload
+from dynamo.simulate.simulation import PolicySummary, quantile
+
+WriteReport = Callable[[Sequence[PolicySummary], str, Path], Path]
+COLUMNS = (
+    "policy", "TTFT s", "p50", "p90", "p99", "ITL ms", "p50", "p90", "p99", "cached", "balance",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    """Replay the traffic that a frontend recorded (--request-trace) over simulated workers, in virtual time."""
+
+    scenario: str = config.option("replay", flag="", help="simulation to run: replay")
+    trace: tuple[str, ...] = config.option(
+        (),
+        help="files of a frontend's request trace, or directories of them; or one file in Mooncake's format",
+        takes="words",
+    )
+    model: str | None = config.option(
+        None, help="model whose requests are replayed, where the trace has several"
+    )
+    policy: tuple[str, ...] = config.option(
+        ("round-robin", "least-loaded", "dynamo", "estimated-ttft"),
+        help="router policies to compare: comma-separated, or repeat the flag",
+    )
+    workers: int = config.option(4, help="number of workers", least=1, most=10_000)
+    profile: str = config.option(
+        plan_policies.BUILT_IN_PROFILE,
+        help="profile of a worker: h100-8b, or a directory that the profiler wrote",
+    )
+    cache_tokens: int | None = config.option(
+        None, help="KV cache of each worker in tokens (default: that of the profile)", least=1
+    )
+    speed: float = config.option(
+        1.0, help="how many times as fast as recorded the requests arrive", least=0.001
+    )
+    limit: int | None = config.option(None, help="number of requests to take", least=2)
+    max_num_seqs: int = config.option(256, help="sequences that may run at once", least=1)
+    max_num_batched_tokens: int = config.option(
+        8192, help="tokens that one step may compute", least=1
+    )
+    host_tokens: int = config.option(
+        0, help="tokens in a host tier below each worker's cache; 0: none", least=0
+    )
+    host_gb_per_s: float = config.option(
+        20.0, help="bandwidth of copies to and from the host tier in GB/s", least=0.001
+    )
+    kv_bytes_per_token: int = config.option(
+        131_072, help="bytes of a token in the cache, for these copies", least=1
+    )
+    seed: int = config.option(0, help="seed of all random draws")
+    report_json: str | None = config.option(None, help="file for the figures as JSON")
+    output: str | None = config.option(
+        None,
+        help="directory for the plots (PNG) and report.html; needs matplotlib (the extra plots)",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The mean of values in seconds, and some of their quantiles."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRow:
+    """The figures of a policy, or of the record. None: the record has no such figure."""
+
+    policy: str
+    num_requests: int
+    requests_per_s: float
+    ttft_s: Spread | None
+    itl_s: Spread | None
+    hit_rate: float | None  # cached prompt tokens over prompt tokens
+    imbalance: float | None = None  # computed prompt tokens: of the busiest worker over the mean
+
+
+def run(
+    settings: ReplayConfig, router: router_config.RouterConfig, write: WriteReport | None
+) -> None:
+    """Replay, print the table, and write figures and plots. Raises ConfigError."""
+    routing.check_policies(settings.policy)
+    if not settings.trace:
+        raise errors.ConfigError("expected --trace FILE …, the request trace of a frontend")
+    paths = [Path(name) for name in settings.trace]
+    rows, num_failed = [], 0
+    if recorded.is_recorded(paths[0]):
+        traffic = recorded.read_traffic(paths, model=settings.model, limit=settings.limit)
+        rows.append(summarise_record(traffic))
+        num_failed = sum(request.error_type is not None for request in traffic.requests)
+        trace = traffic.trace
+    else:
+        trace = workload.read_trace(paths[0], limit=settings.limit)
+    trace = recorded.scale_rate(trace, settings.speed)
+    times = plan_policies.read_times(settings.profile)
+    shape = routing.SimulateConfig(
+        engine="batch",
+        workers=settings.workers,
+        cache_tokens=settings.cache_tokens or times.num_kv_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        host_tokens=settings.host_tokens,
+        host_gb_per_s=settings.host_gb_per_s,
+        kv_bytes_per_token=settings.kv_bytes_per_token,
+        seed=settings.seed,
+    )
+    summaries = []
+    for policy in settings.policy:
+        with screen.progress_bar(policy, len(trace.arrivals)) as on_progress:
+            summaries.append(
+                routing.run(
+                    shape, router, trace, policy, on_progress, time.perf_counter,
+                    step_s=times.batch_step_s,
+                )
+            )  # fmt: skip
+        rows.append(summarise_policy(summaries[-1]))
+    caption = _caption(settings, shape, trace, num_failed)
+    screen.print_table(COLUMNS, [cells(row) for row in rows], caption)
+    if settings.report_json is not None:
+        Path(settings.report_json).write_text(msgspec.json.encode(rows).decode() + "\n", "utf-8")
+    if write is not None and settings.output is not None:
+        sys.stdout.write(f"wrote {write(summaries, caption, Path(settings.output))}\n")
+
+
+def summarise_record(traffic: recorded.RecordedTraffic) -> ReplayRow:
+    """Return the figures that the frontend recorded, of the requests that did not end in an error."""
+    served = [r for r in traffic.requests if r.error_type is None and r.ttft_ms is not None]
+    rising_itls = sorted(
+        (r.total_time_ms - r.ttft_ms) / (r.output_tokens - 1) / 1e3
+        for r in served
+        if r.ttft_ms is not None and r.total_time_ms is not None and r.output_tokens > 1
+    )
+    known = [r for r in served if r.cached_tokens is not None and r.replay is not None]
+    num_prompt = sum(r.replay.input_length for r in known if r.replay is not None)
+    ends = [r.request_received_ms + (r.total_time_ms or 0.0) for r in traffic.requests]
+    return ReplayRow(
+        policy="recorded",
+        num_requests=len(traffic.requests),
+        requests_per_s=len(ends) / (max(ends) - traffic.requests[0].request_received_ms) * 1e3,
+        ttft_s=_spread(sorted(r.ttft_ms / 1e3 for r in served if r.ttft_ms is not None)),
+        itl_s=_spread(rising_itls),
+        hit_rate=sum(r.cached_tokens or 0 for r in known) / num_prompt if num_prompt else None,
+    )
+
+
+def summarise_policy(summary: PolicySummary) -> ReplayRow:
+    """Return the figures of a simulated policy."""
+    return ReplayRow(
+        policy=summary.policy,
+        num_requests=summary.num_requests,
+        requests_per_s=summary.requests_per_s,
+        ttft_s=_spread(summary.curves.ttfts),
+        itl_s=_spread(summary.curves.itls),
+        hit_rate=summary.hit_rate,
+        imbalance=summary.imbalance,
+    )
+
+
+def cells(row: ReplayRow) -> tuple[str, ...]:
+    """Return a row of the table with `COLUMNS`."""
+    ttfts, itls = ["-"] * 4, ["-"] * 4
+    if row.ttft_s is not None:
+        ttfts = [f"{seconds:.3f}" for seconds in astuple(row.ttft_s)]
+    if row.itl_s is not None:
+        itls = [f"{1e3 * seconds:.1f}" for seconds in astuple(row.itl_s)]
+    hit_rate = "-" if row.hit_rate is None else f"{row.hit_rate:.1%}"
+    imbalance = "-" if row.imbalance is None else f"{row.imbalance:.2f}"
+    return (row.policy, *ttfts, *itls, hit_rate, imbalance)
+
+
+def _spread(rising: Sequence[float]) -> Spread | None:
+    if not rising:
+        return None
+    return Spread(statistics.fmean(rising), *(quantile(rising, q) for q in (0.5, 0.9, 0.99)))
+
+
+def _caption(
+    settings: ReplayConfig, shape: routing.SimulateConfig, trace: workload.Trace, num_failed: int
+) -> str:
+    failed = f" ({num_failed} ended in an error)" if num_failed else ""
+    speed = f", {settings.speed:g} times as fast" if settings.speed != 1 else ""
+    host = f" and {shape.host_tokens:,} in host memory" if shape.host_tokens else ""
+    return (
+        f"{Path(settings.trace[0]).name}: {len(trace.arrivals):,} requests{failed} in"
+        f" {trace.duration_s:,.0f} s{speed}; {shape.workers} workers ({settings.profile}),"
+        f" {shape.cache_tokens:,} tokens of cache each{host}"
+    )

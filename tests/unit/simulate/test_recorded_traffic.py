@@ -1,0 +1,176 @@
+"""The traffic that a frontend recorded, over simulated workers."""
+
+import gzip
+import json
+
+import pytest
+
+from dynamo.simulate import __main__ as command
+from dynamo.simulate import recorded
+
+QUANTILES = ("mean", "p50", "p90", "p99")
+
+
+def row(at_ms, *, hashes=(1, 2), length=40, model="m", error=None, **fields):
+    request = {
+        "request_id": "r",
+        "model": model,
+        "request_received_ms": at_ms,
+        "input_tokens": length,
+        "cached_tokens": 16,
+        "output_tokens": 11,
+        "ttft_ms": 50.0,
+        "total_time_ms": 250.0,
+        "error_type": error,
+        "replay": {
+            "trace_block_size": 16,
+            "input_length": length,
+            "input_sequence_hashes": list(hashes),
+        },
+    }
+    return {
+        "schema": "dynamo.request.trace.v1",
+        "event_type": "request_end",
+        "event_time_unix_ms": at_ms + 250,
+        "request": request | fields,
+    }
+
+
+def write(path, rows):
+    text = "".join(json.dumps(each) + "\n" for each in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.name.endswith(".gz") else text)
+    return path
+
+
+@pytest.fixture
+def day(tmp_path):
+    rows = [row(1_000_000 + 100 * i, hashes=(1, 2 + i % 3)) for i in range(60)]
+    return write(tmp_path / "trace.jsonl", rows)
+
+
+def replay(*argv):
+    return command.main(["replay", *map(str, argv)])
+
+
+def test_rows_are_in_the_order_of_arrival_over_all_files_of_a_directory(tmp_path):
+    write(tmp_path / "t-7-000000.jsonl.gz", [row(3000), row(1000, output_tokens=0)])
+    write(tmp_path / "t-8-000000.jsonl", [row(2000)])
+    traffic = recorded.read_traffic([tmp_path])
+
+    assert [arrival.at for arrival in traffic.trace.arrivals] == [0.0, 1.0, 2.0]
+    assert [arrival.num_output for arrival in traffic.trace.arrivals] == [1, 11, 11]
+
+
+def test_equal_full_blocks_have_equal_names_and_the_rest_of_a_prompt_its_own(tmp_path):
+    rows = [row(0), row(1), row(2, hashes=(1, 9), length=32)]
+    traffic = recorded.read_traffic([write(tmp_path / "t.jsonl", rows)])
+    first, second, third = (arrival.names for arrival in traffic.trace.arrivals)
+
+    assert traffic.trace.block_size == 16
+    assert (first[:2], first[0]) == (second[:2], third[0])
+    assert len({first[2], second[2], third[1]}) == 3
+    assert len(third) == 2
+
+
+def test_rows_without_block_hashes_and_other_events_are_left_out(tmp_path):
+    other = {"schema": "dynamo.request.trace.v1", "event_type": "tool_end", "tool": {}}
+    rows = [row(0), row(1, replay=None), other, row(2)]
+
+    assert len(recorded.read_traffic([write(tmp_path / "t.jsonl", rows)]).requests) == 2
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_row_that_a_killed_frontend_left_unfinished_is_left_out(tmp_path, suffix):
+    path = write(tmp_path / f"t{suffix}", [row(i, hashes=(i, i + 7)) for i in range(500)])
+    path.write_bytes(path.read_bytes()[:-20])
+
+    assert 0 < len(recorded.read_traffic([path]).requests) < 500
+
+
+def test_recorded_figures_stand_above_those_of_each_policy(day, tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    code = replay("--trace", day, "--policy", "round-robin,dynamo", "--report-json", file)
+    rows = json.loads(file.read_text())
+    first = rows[0]
+
+    assert code == 0
+    assert [each["policy"] for each in rows] == ["recorded", "round-robin", "dynamo"]
+    assert first["ttft_s"] == pytest.approx(dict.fromkeys(QUANTILES, 0.05))
+    assert first["itl_s"] == pytest.approx(dict.fromkeys(QUANTILES, 0.02))
+    assert first["hit_rate"] == pytest.approx(0.4)
+    assert rows[2]["hit_rate"] > rows[1]["hit_rate"] > 0
+    assert 0 < rows[1]["ttft_s"]["mean"] < 0.1
+    assert "60 requests in 6 s; 4 workers (h100-8b)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_faster_arrivals_wait_longer(day, tmp_path):
+    means = []
+    for speed in ("1", "500"):
+        file = tmp_path / speed
+        replay("--trace", day, "--policy", "random", "--workers", "1", "--speed", speed,
+               "--report-json", file)  # fmt: skip
+        means.append(json.loads(file.read_text())[1]["ttft_s"]["mean"])
+
+    assert means[1] > 2 * means[0]
+
+
+def test_requests_that_failed_are_counted_and_not_in_the_recorded_times(tmp_path, capsys):
+    rows = [row(0), row(1000, error="overload", ttft_ms=9000.0), row(2000)]
+    file = tmp_path / "figures.json"
+    replay("--trace", write(tmp_path / "t.jsonl", rows), "--policy", "random",
+           "--report-json", file)  # fmt: skip
+
+    assert json.loads(file.read_text())[0]["ttft_s"]["mean"] == pytest.approx(0.05)
+    assert "3 requests (1 ended in an error)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_several_models_have_to_be_told_apart(tmp_path, capsys):
+    rows = [row(i, model="ab"[i % 2], output_tokens=i + 1) for i in range(8)]
+    path = write(tmp_path / "t.jsonl", rows)
+
+    assert replay("--trace", path) == 2
+    assert "--model: expected one of a, b" in capsys.readouterr().err
+    assert [r.output_tokens for r in recorded.read_traffic([path], model="b").requests] == [2, 4, 6, 8]  # fmt: skip
+
+
+def test_mooncakes_traces_are_replayed_too(tmp_path, capsys):
+    rows = [
+        {"timestamp": 500 * i, "input_length": 600, "output_length": 2, "hash_ids": [0, i]}
+        for i in range(1, 20)
+    ]
+
+    assert replay("--trace", write(tmp_path / "t.jsonl", rows), "--policy", "random") == 0
+    assert "recorded" not in capsys.readouterr().out
+
+
+def test_plots_are_written(day, tmp_path, capsys):
+    assert replay("--trace", day, "--policy", "random", "--output", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "ttft.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_takes_recorded_traffic_at_its_own_times(day, capsys):
+    argv = ["plan", "--trace", str(day), "--policy", "fixed", "--fixed-workers", "2"]
+
+    assert command.main(argv) == 0
+    assert "trace.jsonl: 60 requests in 6 s" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "complaint"),
+    [
+        ([], ["--trace", "/none"], "--trace /none: cannot be read: No such file"),
+        ([], [], "expected --trace FILE"),
+        ([row(0)], ["--trace", "{}"], "expected requests at two times at least, got 1"),
+        ([row(0), row(1)], ["--trace", "{}", "--model", "x"], "requests of x at two times at least, got 0; recorded"),
+        ([row(0), row(1, hashes=(1,))], ["--trace", "{}"], ": expected a hash for each full block"),
+        ([row(0), {"schema": "x"}], ["--trace", "{}"], ":2: expected a row of a frontend's request trace, with"),
+        ([row(0), {"request": 1}], ["--trace", "{}"], ":2: expected a row of a frontend's request trace: "),
+        ([row(0), row(1)], ["--trace", "{}", "--cache-tokens", "48"], "room for the longest request, 51 tokens"),
+        ([row(0), row(1)], ["--trace", "{}", "--policy", "best"], "expected some of estimated-ttft"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_replayed_is_said_in_one_sentence(tmp_path, capsys, rows, flags, complaint):
+    path = write(tmp_path / "t.jsonl", rows)
+
+    assert replay(*(flag.format(path) for flag in flags)) == 2
+    assert complaint in capsys.readouterr().err
