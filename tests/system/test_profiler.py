@@ -1,12 +1,13 @@
 """The profiler measures a real worker process, and goes on where it was interrupted."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from dynamo.planner import profile_files
-from waiting import PATIENT_S
+from waiting import PATIENT_S, eventually
 
 pytestmark = pytest.mark.system
 FLAGS = (
@@ -32,3 +33,18 @@ def test_sweep_measures_what_an_interrupted_one_left_and_recommends(tmp_path):
     assert len(file.read_bytes().splitlines()) == len(lines) + 1
     assert "dynamo serve --engine mocker" in second.stdout
     assert profile_files.read_profile(tmp_path).prefill.prompt_s(64) > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_sweep_and_keeps_what_was_measured(tmp_path, number):
+    command = [sys.executable, "-m", "dynamo.profiler", "--output", str(tmp_path), *FLAGS]
+    command += ["--worker-flags", "--num-gpu-blocks-override 999 --speedup-ratio 0.02"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as sweep:
+        file = tmp_path / "cells.jsonl"
+        eventually(file.exists, what="a cell is measured")
+        sweep.send_signal(number)
+        _, printed = sweep.communicate(timeout=PATIENT_S)
+
+    assert sweep.returncode == 128 + number
+    assert f"interrupted by {number.name}: 1 measured cells are kept" in printed
+    assert file.read_bytes().count(b"\n") == 1

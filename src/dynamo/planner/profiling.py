@@ -6,6 +6,7 @@ interrupted sweep leaves one.
 """
 
 import asyncio
+import functools
 import importlib
 import importlib.util
 import os
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             itl_s=parse_duration_s(settings.itl, "--itl", 1.0),
         )
         with guard.Guard() as guardian:
-            asyncio.run(_Sweep(settings, targets, guardian).run())
+            return asyncio.run(_Sweep(settings, targets, guardian).run())
     except errors.DynamoError as error:
         sys.stderr.write(f"{_PROG}: {error}\n")
         return 2 if isinstance(error, errors.ConfigError) else 1
@@ -76,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return 0
 
 
 class _Sweep:
@@ -86,23 +86,49 @@ class _Sweep:
         self._settings, self._targets, self._guard = settings, targets, guardian
         self._directory = Path(settings.output)
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._results = self._read_results()
         self._clock = clocks.SystemClock()
+        self._interruption: signal.Signals | None = None
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._port = listener.getsockname()[1]
 
-    async def run(self) -> None:
-        """Start the processes, measure, and report. Raises ChildDied or DynamoError."""
+    async def run(self) -> int:
+        """Start the processes, measure, and report; return the exit status. Raises ChildDied or DynamoError."""
         deadline = self._clock.now() + 60 * self._settings.budget_minutes
         pool = supervisor.Supervisor(self._guard, self._clock, _say, stop_timeout_s=35.0)
-        async with pool:
-            pool.stop_on([signal.SIGINT, signal.SIGTERM])
-            for spec in self._specs():
-                await pool.start(spec)
-            _say(f"starting a {self._settings.backend} worker")
-            if not await pool.wait_until(self._is_ready, timeout_s=_READY_S):
-                return
-            size = await self._read_size()
-            await self._measure(size, deadline)
+        sweep = asyncio.current_task()
+        assert sweep is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            pool.stop_on([number], functools.partial(self._interrupt, sweep, number))
+        try:
+            async with pool:
+                await self._start(pool)
+                await self._measure(await self._read_size(), deadline)
+        except asyncio.CancelledError:
+            if self._interruption is None:
+                raise
+            return 128 + self._interruption
+        return 0
+
+    def _interrupt(self, sweep: asyncio.Task[object], number: signal.Signals) -> None:
+        """Give up the cell that is being measured; the processes are stopped on the way out."""
+        self._interruption = number
+        num_measured = sum(not result.failure for result in self._results)
+        _say(
+            f"interrupted by {number.name}: {num_measured} measured cells are kept, and the same command"
+            " measures the others; stopping the worker"
+        )
+        sweep.cancel()
+
+    async def _start(self, pool: supervisor.Supervisor) -> None:
+        """Start the frontend and the worker, and wait until the worker is ready."""
+        _say(f"starting a {self._settings.backend} worker")
+        for spec in self._specs():
+            await pool.start(spec)
+        try:
+            await pool.wait_until(self._is_ready, timeout_s=_READY_S)
+        except TimeoutError:
+            raise errors.EngineFailed(f"the worker was not ready within {_READY_S:.0f} s") from None
 
     def _specs(self) -> list[children.ChildSpec]:
         folder = self._guard.make_folder("dynamo-profile-")
@@ -142,7 +168,7 @@ class _Sweep:
     async def _measure(self, size: EngineSize, deadline: float) -> None:
         settings = self._settings
         client = ProfileClient("127.0.0.1", self._port, _MODEL, self._clock)
-        results = self._read_results()
+        results = self._results
         cells = profile_sweep.plan_cells(size, settings.isl, settings.osl)
         measured = {result.cell for result in results}
         _say(f"{len(cells)} cells, {len(measured & set(cells))} of them measured before")
