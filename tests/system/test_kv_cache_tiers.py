@@ -8,6 +8,7 @@ import httpx
 import pytest
 from deployment import MODEL
 
+import collector
 from waiting import PATIENT_S, eventually
 
 PROMPT = " ".join(f"Tell me the story of the cat number {i}." for i in range(40))
@@ -26,8 +27,8 @@ def start(deployment, directory, *flags):
     return frontend, worker
 
 
-def ask(frontend):
-    answer = frontend.chat(PROMPT, nvext={"extra_fields": ["timing"]}, **FIELDS).json()
+def ask(frontend, prompt=PROMPT):
+    answer = frontend.chat(prompt, nvext={"extra_fields": ["timing"]}, **FIELDS).json()
     timing = answer["nvext"]["timing"]
     return answer["choices"][0]["message"]["content"], timing.get("kv_tier_tokens", {})
 
@@ -80,6 +81,37 @@ def test_killed_worker_leaves_shared_host_memory_to_its_successor(deployment, tm
 
     assert again == said
     assert loaded["host"] > 300
+
+
+def test_trace_shows_when_a_tier_was_read_and_how_much(deployment, tmp_path):
+    with collector.running() as found:
+        deployment.environ |= {
+            "OTEL_EXPORT_ENABLED": "true",
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": found.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
+        frontend, worker = start(
+            deployment, tmp_path / "cache", "--num-gpu-blocks-override", "64", "--max-model-len", "1000"
+        )  # fmt: skip
+        ask(frontend)
+        eventually(
+            lambda: report(worker)["copied"]["offload_blocks_d2h"] > 20,
+            what="blocks in host memory",
+        )
+        for animal in ("dog", "bird"):  # which the engine's memory has instead
+            ask(frontend, PROMPT.replace("cat", animal))
+        _, loaded = ask(frontend)
+        span = found.await_names("read_tier")["read_tier"]
+        (parent,) = [each for each in found.spans if each.span_id == span.parent_span_id]
+
+    read = collector.attributes(span)
+    assert (read["tier"], read["to"]) == ("host", "device")
+    assert read["blocks"] * 16 == loaded["host"]
+    assert read["bytes"] >= read["blocks"] * 16
+    assert parent.name == "handle_payload"
+    assert collector.attributes(parent)["cached_tokens.host"] == loaded["host"]
+    assert parent.start_time_unix_nano <= span.start_time_unix_nano
+    assert span.end_time_unix_nano <= parent.end_time_unix_nano
 
 
 def test_clearing_blocks_empties_every_tier(deployment, tmp_path):

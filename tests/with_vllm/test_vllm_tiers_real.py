@@ -6,6 +6,7 @@ One engine of 24 blocks serves all tests; two of them start another one that sha
 import importlib.util
 import json
 import os
+import time
 import zlib
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import vllm_engine
 import vllm_models
 import vllm_tier_faults
 from dynamo.engine.adapters.settings import VllmConfig
+from dynamo.observability import tracing
 from dynamo.protocols import kv_events
 from engine_suite import Host, Sink
 from foreign_engine import shared  # noqa: F401 (a fixture)
@@ -117,6 +119,24 @@ async def test_evicted_prompt_is_loaded_from_host_memory_with_the_same_answer(wo
     held = [e for e in worker.sink.events if isinstance(e, kv_events.Stored)]
     assert {event.tier for event in held} >= {kv_events.DEVICE, kv_events.HOST, kv_events.DISK}
     assert worker.engine.capabilities.kv_tiers.report_tiers().host_hit_rate > 0
+
+
+async def test_reads_from_tiers_are_stages_of_a_traced_call(worker):
+    await worker.answer("t1", prompt(70, 300), max_tokens=2)
+    await evict(worker, "untraced")
+    record = tracing.StageRecord()
+    began_at = time.monotonic()
+    token = tracing.stage_record.set(record)
+    await worker.answer("t2", prompt(70, 300), max_tokens=4)
+    tracing.stage_record.reset(token)
+
+    num_blocks = 300 // BLOCK
+    (read,) = record.stages
+    assert (read.attributes["tier"], read.attributes["to"]) == ("host", "device")
+    assert read.attributes["blocks"] == num_blocks
+    assert read.attributes["bytes"] % num_blocks == 0
+    assert began_at <= read.began_at < read.ended_at <= time.monotonic()
+    assert record.attributes == {"cached_tokens.host": num_blocks * BLOCK}
 
 
 async def test_many_at_once_with_choices_answer_as_if_each_were_alone(worker):

@@ -300,7 +300,7 @@ class RemotePrefillEngine(FrontEngine):
         record = self._records.get(request_id)
         if record is not None:
             now = self._clock.now()
-            record.stages.append((name, now - duration_s, now))
+            record.stages.append(tracing.Stage(name, now - duration_s, now))
 
     def _is_remote(self, request: generate.Request) -> bool:
         """Return whether a prefill worker computes the prompt.

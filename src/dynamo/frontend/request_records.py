@@ -347,10 +347,10 @@ def _make_spans(
     )
     prepared_at, first_at = request.prepared_at, request.first_token_at
     stages = (
-        ("preprocess", request.arrived_at, prepared_at),
-        ("prefill_routing", prepared_at, request.opened_at),
-        ("transport_roundtrip", prepared_at, first_at),
-        ("stream", first_at, request.ended_at),
+        tracing.Stage("preprocess", request.arrived_at, prepared_at),
+        tracing.Stage("prefill_routing", prepared_at, request.opened_at),
+        tracing.Stage("transport_roundtrip", prepared_at, first_at),
+        tracing.Stage("stream", first_at, request.ended_at),
     )
     return [root, *tracing.stage_spans(trace, stages, wall)]
 

@@ -38,7 +38,13 @@ class CopyOutcome(NamedTuple):
     """The result of a copy."""
 
     failed: frozenset[int]  # positions of blocks
-    seconds: float | None  # that it took; None if none was copied
+    began_at: float  # on the steady clock, as its end
+    ended_at: float
+
+    @property
+    def seconds(self) -> float:
+        """The time that it took."""
+        return self.ended_at - self.began_at
 
 
 OnEnd = Callable[[TierCopy, CopyOutcome], None]
@@ -95,10 +101,10 @@ class TierCopies:
             failed = self._copy(copy, generations)
         except (errors.TransferError, OSError, MemoryError, RuntimeError) as error:  # torch's, too
             self._log_failure(copy, error)
-            return CopyOutcome(frozenset(range(len(copy.blocks))), None)
+            return CopyOutcome(frozenset(range(len(copy.blocks))), began_at, time.monotonic())
         if failed:
             self._log_failure(copy, "blocks were gone, or their checksums wrong")
-        return CopyOutcome(failed, time.monotonic() - began_at)
+        return CopyOutcome(failed, began_at, time.monotonic())
 
     def take_late(self) -> list[TierCopy]:
         """Return the copies for which a request has waited long enough, once each."""

@@ -1,10 +1,10 @@
-"""The report of a tiered cache: what `GET /kvbm` shows and the metrics count."""  # decider
+"""The report of a tiered cache: what `GET /kvbm` shows and the metrics count; and the reads of a trace."""  # decider
 
 import msgspec
 
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_policy
-from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, REMOTE, TieredCache
+from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, REMOTE, TierCopy, TieredCache
 
 _COPY_NAMES = {
     (DEVICE, HOST): "offload_blocks_d2h",
@@ -49,6 +49,55 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: dict[str, float]  # of copies, as measured or assumed
     prefill_tokens_per_s: float | None  # as measured
     offloading: str  # "on", or why it is turned down
+
+
+class TierRead(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy from a tier for which a request waited. Times are those of the host's steady clock, in seconds."""
+
+    tier: str
+    to: str  # the tier above, or the engine's own memory
+    num_blocks: int
+    num_bytes: int
+    began_at: float
+    ended_at: float
+    num_failed: int = 0  # blocks that were gone, or damaged
+    is_late: bool = False  # the request went on without it
+
+    @property
+    def attributes(self) -> dict[str, str | int | bool]:
+        """The attributes of its span in a trace."""
+        attributes: dict[str, str | int | bool] = {
+            "tier": self.tier,
+            "to": self.to,
+            "blocks": self.num_blocks,
+            "bytes": self.num_bytes,
+        }
+        if self.num_failed:
+            attributes["failed_blocks"] = self.num_failed
+        if self.is_late:
+            attributes["late"] = True
+        return attributes
+
+
+def describe_read(
+    copy: TierCopy, began_at: float, ended_at: float, *, num_failed: int = 0
+) -> TierRead:
+    """Return the report of a read that has ended."""
+    return TierRead(
+        tier=copy.path[0],
+        to=copy.path[1],
+        num_blocks=len(copy.blocks),
+        num_bytes=copy.num_bytes,
+        began_at=began_at,
+        ended_at=ended_at,
+        num_failed=num_failed,
+    )
+
+
+def describe_late_read(copy: TierCopy, now: float) -> TierRead:
+    """Return the report of a read that has not ended, and for which no request waits any more."""
+    read = describe_read(copy, now - (copy.limit_s or 0.0), now)
+    return msgspec.structs.replace(read, is_late=True)
 
 
 def make_report(pool: pools.DevicePool, cache: TieredCache) -> TierReport:

@@ -369,6 +369,11 @@ class TieredCache:
         preparation = self._preparations.get(waiting)
         return preparation is not None and bool(preparation.copies)
 
+    def waiting_for(self, copy: TierCopy) -> list[Hashable]:
+        """Return the sequences that wait for a copy which reads from a tier."""
+        preparing = [key for key, each in self._preparations.items() if copy in each.copies]
+        return preparing if copy.waiting is None else [copy.waiting]
+
     def stop_waiting(self, copy: TierCopy) -> None:
         """Let the sequences that wait for a late copy from disk go on without it."""
         if copy.path == (self._below, HOST):

@@ -9,9 +9,10 @@ imported while the export is off.
 """
 
 import contextvars
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from dynamo.base import config, distribution, errors, ids
 from dynamo.protocols import trace_context
@@ -36,11 +37,24 @@ class Span:
     error: str | None = None
 
 
+class Stage(NamedTuple):
+    """A part of a call, with its times on the steady clock; it has no span if one of them is None."""
+
+    name: str
+    began_at: float | None
+    ended_at: float | None
+    attributes: Mapping[str, AttributeValue] = types.MappingProxyType({})
+
+
 class StageRecord:
-    """Stages of one call that the code behind its handler measures: name, begin and end on the steady clock."""
+    """What the code behind the handler of one call measures: stages of the call, and attributes of its span.
+
+    Any thread may append to it.
+    """
 
     def __init__(self) -> None:
-        self.stages: list[tuple[str, float, float]] = []
+        self.stages: list[Stage] = []
+        self.attributes: dict[str, AttributeValue] = {}
 
 
 # That of the call which is being handled, None unless its spans are exported.
@@ -136,10 +150,10 @@ def wall_clock(now: float, wall: float) -> WallClock:
 
 def stage_spans(
     parent: trace_context.TraceContext,
-    stages: Sequence[tuple[str, float | None, float | None]],
+    stages: Sequence[Stage],
     wall: WallClock,
 ) -> list[Span]:
-    """Return a child span for each stage (name, begin, end; steady clock) that has both times."""
+    """Return a child span for each stage that has both times."""
     return [
         Span(
             name=name,
@@ -147,7 +161,8 @@ def stage_spans(
             parent_id=parent.span_id,
             started_at=wall(began_at),
             ended_at=wall(ended_at),
+            attributes=attributes,
         )
-        for name, began_at, ended_at in stages
+        for name, began_at, ended_at, attributes in stages
         if began_at is not None and ended_at is not None
     ]

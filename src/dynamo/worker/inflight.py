@@ -247,11 +247,12 @@ def traced(
                 started_at=wall(ended_call.accepted_at),
                 ended_at=wall(now),
                 kind="server",
-                attributes=_attributes(ended_call),
+                attributes=_attributes(ended_call) | record.attributes,
                 error=error,
             )
-            prefill = ("prefill", ended_call.accepted_at, ended_call.first_at)
-            stages = (*record.stages, prefill, ("decode", ended_call.first_at, now))
+            prefill = tracing.Stage("prefill", ended_call.accepted_at, ended_call.first_at)
+            decode = tracing.Stage("decode", ended_call.first_at, now)
+            stages = (*record.stages, prefill, decode)
             exporter.export([root, *tracing.stage_spans(trace, stages, wall)])
 
         token = tracing.stage_record.set(record)

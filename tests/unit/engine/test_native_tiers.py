@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -18,6 +19,7 @@ from dynamo.engine.native import device_memory
 from dynamo.engine.native.engine import NativeEngine
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.kvbm import storage, tier_policy, tiered_cache
+from dynamo.observability import tracing
 from dynamo.protocols import blocks, generate, kv_events
 from dynamo.transfer import api as transfer
 from waiting import PATIENT_S
@@ -267,6 +269,43 @@ async def test_prompt_is_loaded_from_disk_after_a_restart(model, tmp_path):
         assert again == first
         assert served.sink.by_tier["1"] == {"disk": 76}
         assert len(served.sink.held[kv_events.DISK]) >= 20
+
+
+@contextlib.contextmanager
+def traced():
+    """Handle a call whose spans are exported."""
+    record = tracing.StageRecord()
+    token = tracing.stage_record.set(record)
+    try:
+        yield record
+    finally:
+        tracing.stage_record.reset(token)
+
+
+async def test_reads_from_tiers_are_stages_of_a_traced_call(model, tmp_path):
+    prompt = text(1, 80)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        await served.answer(prompt)
+        await served.settle()
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        began_at = time.monotonic()
+        with traced() as record:
+            await served.answer(prompt)
+        ended_at = time.monotonic()
+        await served.answer(prompt)
+        num_bytes = served.engine._started.loop._scheduler.tiers.block_bytes
+
+    *from_disk, from_host = [dict(stage.attributes) for stage in record.stages]
+    assert {stage.name for stage in record.stages} == {"read_tier"}
+    assert {(read["tier"], read["to"]) for read in from_disk} == {("disk", "host")}
+    assert sum(read["blocks"] for read in from_disk) == 19
+    assert sum(read["bytes"] for read in from_disk) == 19 * num_bytes
+    assert from_host == {
+        "tier": "host", "to": "device", "blocks": 19, "bytes": 19 * num_bytes,
+    }  # fmt: skip
+    assert began_at <= min(stage.began_at for stage in record.stages)
+    assert all(stage.began_at < stage.ended_at for stage in record.stages)
+    assert max(stage.ended_at for stage in record.stages) <= ended_at
 
 
 async def test_wrong_byte_on_disk_is_computed_and_counted(model, tmp_path):
@@ -529,7 +568,8 @@ async def test_disk_that_hangs_delays_a_prompt_by_a_bounded_time(model, tmp_path
         await served.settle()
     stuck = StuckFile(monkeypatch)
     async with serving(model, **tiers(100, 400, tmp_path)) as served:
-        assert await served.answer(prompt) == first
+        with traced() as record:
+            assert await served.answer(prompt) == first
         assert await served.answer(text(9, 20))
         report = served.engine.report_tiers()
         stuck.may_go_on.set()
@@ -538,6 +578,9 @@ async def test_disk_that_hangs_delays_a_prompt_by_a_bounded_time(model, tmp_path
     assert stuck.num_calls > 0
     assert report.counts["late_loads"] == 1
     assert report.counts["matched_tokens"] == 0
+    assert {(read.attributes["tier"], read.attributes["late"]) for read in record.stages} == {
+        ("disk", True)
+    }
 
 
 async def test_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing(

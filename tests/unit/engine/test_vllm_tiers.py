@@ -94,7 +94,9 @@ class Rig:
         for copy in [*self.held, *plan.copies]:
             if copy.path not in hold:
                 failed = frozenset(range(len(copy.blocks))) if copy.path in self.failing else ()
-                ended[copy.waiting] = tier_plan.EndedCopy(failed=frozenset(failed), seconds=0.001)
+                ended[copy.waiting] = tier_plan.EndedCopy(
+                    failed=frozenset(failed), seconds=0.001, began_at=7.0, ended_at=7.5
+                )
         self.held = [copy for copy in [*self.held, *plan.copies] if copy.path in hold]
         results = [
             tier_plan.TierResults(
@@ -250,13 +252,17 @@ def test_disk_is_read_while_the_request_waits_but_not_for_too_long():
     }
     rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
     rig.step(num_tokens=100)  # 1 ms a token
-    request = rig.request("a")
+    params = types.SimpleNamespace(extra_args={tier_plan.IS_TRACED: True})
+    request = rig.request("a", sampling_params=params)
     assert rig.scheduler.match(request, 0) == (None, False)
     rig.step(hold=[(DISK, HOST)])
     assert rig.scheduler.match(request, 0) == (None, False)
     rig.now = 1.0
     assert rig.scheduler.match(request, 0) == (0, False)  # computed instead
     rig.step()
+    (late,) = rig.scheduler.reads("a")
+    assert late.is_late
+    assert 0.0 < late.began_at < late.ended_at == 1.0
 
     assert rig.scheduler.report().counts["late_loads"] == 1
     assert rig.scheduler.match(rig.request("a2"), 0) == (16, False)  # it came after all
@@ -295,7 +301,35 @@ def test_tokens_are_counted_for_the_tier_in_which_they_were_found():
     rig.scheduler.allocate("a", range(5), num_tokens)
     rig.step()
 
+    assert rig.scheduler.reads("a") == ()
     assert rig.scheduler.finish("a") == {"disk": 16}
+
+
+def test_reads_for_a_traced_request_are_reported_with_their_times():
+    request = Rig().request("a")
+    stored = {
+        slot: (tiers.CachedBlock(name_of(h), 0, None),)
+        for slot, h in enumerate(request.block_hashes)
+    }
+    rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
+    rig.step()
+    params = types.SimpleNamespace(extra_args={tier_plan.IS_TRACED: True})
+    request = rig.request("a", sampling_params=params)
+    rig.scheduler.match(request, 0)
+    rig.step()
+    num_tokens, _ = rig.scheduler.match(request, 0)
+    rig.scheduler.allocate("a", range(5), num_tokens)
+    rig.step()
+
+    assert [
+        (read.tier, read.to, read.num_blocks, read.num_bytes, read.began_at, read.ended_at)
+        for read in rig.scheduler.reads("a")
+    ] == [
+        (DISK, HOST, 4, 4 * BLOCK_BYTES, 7.0, 7.5),
+        (HOST, DEVICE, 4, 4 * BLOCK_BYTES, 7.0, 7.5),
+    ]
+    rig.scheduler.finish("a")
+    assert rig.scheduler.reads("a") == ()
 
 
 def test_events_name_tokens_adapter_and_salt_and_only_blocks_of_text(rig):

@@ -2,13 +2,16 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.adapters import translation as shared
-from dynamo.engine.adapters.vllm import translation
+from dynamo.engine.adapters.vllm import tier_plan, translation
 from dynamo.engine.adapters.vllm.translation import VllmLoad
+from dynamo.kvbm import tier_report
+from dynamo.observability import tracing
 from dynamo.protocols import blocks, generate, kv_transfer
 
 PARAMS = {"do_remote_decode": True}
@@ -132,7 +135,7 @@ def logprob(value, rank):
     return SimpleNamespace(logprob=value, rank=rank, decoded_token=None)
 
 
-def whole(told, *, is_first=False, eos=(2,), **report):
+def whole(told, *, index=1, is_first=False, eos=(2,), **report):
     request = generate.Request(
         id="a",
         model="m",
@@ -140,7 +143,39 @@ def whole(told, *, is_first=False, eos=(2,), **report):
         eos_token_ids=eos,
         output_options=generate.OutputOptions(**report),
     )
-    return translation.translate_output(told, 1, request, is_first=is_first)
+    return translation.translate_output(told, index, request, is_first=is_first)
+
+
+@pytest.fixture
+def record():
+    """The record of a call whose spans are exported, which is being handled."""
+    made = tracing.StageRecord()
+    token = tracing.stage_record.set(made)
+    yield made
+    tracing.stage_record.reset(token)
+
+
+def test_connector_reports_the_reads_of_the_first_choice_of_a_traced_call(record):
+    assert fields()["extra_args"] == {tier_plan.IS_TRACED: True}
+    assert fields(1)["extra_args"] is None
+
+
+def test_reads_from_tiers_are_stages_of_a_traced_call(record):
+    read = tier_report.TierRead(
+        tier="disk", to="host", num_blocks=3, num_bytes=300, began_at=1.0, ended_at=2.0
+    )
+    params = {"kv_tier_tokens": {"disk": 96}, "kv_tier_reads": msgspec.to_builtins([read])}
+    output = whole(result([5], reason="length", kv_transfer_params=params), index=0)
+
+    assert output.kv_transfer_params is None
+    assert output.tier_tokens == (("disk", 96),)
+    assert record.attributes == {"cached_tokens.disk": 96}
+    assert record.stages == [
+        tracing.Stage(
+            "read_tier", 1.0, 2.0,
+            {"tier": "disk", "to": "host", "blocks": 3, "bytes": 300},
+        )
+    ]  # fmt: skip
 
 
 def test_a_plain_output_has_tokens_and_index():

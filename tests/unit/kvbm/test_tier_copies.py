@@ -46,4 +46,5 @@ def test_copy_that_fails_ends_and_the_next_one_begins(error):
             posted.get(timeout=PATIENT_S)()
     copies.close()
 
-    assert ended == [tier_copies.CopyOutcome(frozenset((0,)), None)] * 2
+    assert [outcome.failed for outcome in ended] == [frozenset((0,))] * 2
+    assert 0 < ended[0].began_at <= ended[0].ended_at <= ended[1].began_at

@@ -112,9 +112,13 @@ def test_process_without_an_exporter_replaces_a_malformed_trace():
 
 def test_stage_without_both_times_makes_no_span():
     wall = tracing.wall_clock(now=100.0, wall=1000.0)
-    (span,) = tracing.stage_spans(
-        CONTEXT, [("a", 90.0, 95.0), ("b", 95.0, None), ("c", None, None)], wall
-    )
+    stages = [
+        tracing.Stage("a", 90.0, 95.0, {"tier": "host"}),
+        tracing.Stage("b", 95.0, None),
+        tracing.Stage("c", None, None),
+    ]
+    (span,) = tracing.stage_spans(CONTEXT, stages, wall)
 
     assert (span.name, span.started_at, span.ended_at) == ("a", 990.0, 995.0)
+    assert span.attributes == {"tier": "host"}
     assert (span.context.trace_id, span.parent_id) == (CONTEXT.trace_id, CONTEXT.span_id)

@@ -93,7 +93,9 @@ def test_call_has_a_span_with_prefill_and_decode(take, taken, exported, clock):
 
 def test_what_a_handler_measures_and_begins_elsewhere_belongs_to_the_span(exported, clock):
     def handle(timed):
-        tracing.stage_record.get().stages.append(("transfer", 1.0, 2.0))
+        record = tracing.stage_record.get()
+        record.stages.append(tracing.Stage("transfer", 1.0, 2.0, {"tier": "disk"}))
+        record.attributes["cached_tokens.disk"] = 16
         timed.send(generate.Output((7,), cached_tokens=48, tier_tokens=(("host", 32),)))
         timed.finish()
         begun_elsewhere.append(timed.headers)
@@ -109,6 +111,8 @@ def test_what_a_handler_measures_and_begins_elsewhere_belongs_to_the_span(export
     assert (transfer.started_at, transfer.ended_at) == (1001.0, 1002.0)
     assert root.attributes["cached_tokens"] == 48
     assert root.attributes["cached_tokens.host"] == 32
+    assert root.attributes["cached_tokens.disk"] == 16
+    assert transfer.attributes == {"tier": "disk"}
     assert tracing.stage_record.get() is None
 
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import queue
 import time
+import weakref
 from collections import abc
 from typing import Protocol
 
@@ -18,7 +19,8 @@ from dynamo.base import errors
 from dynamo.engine.native.scheduler import Scheduler, StepResult
 from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
 from dynamo.kvbm import sharing, tier_copies, tier_report, tiered_cache
-from dynamo.protocols import generate
+from dynamo.observability import tracing
+from dynamo.protocols import generate, kv_events
 
 
 class ModelRunner(Protocol):
@@ -53,6 +55,8 @@ class EngineLoop:
         self._begin_imports = begin_imports
         self._commands: queue.SimpleQueue[abc.Callable[[], None]] = queue.SimpleQueue()
         self._copies = copies
+        # By request id, as long as a request runs whose spans are exported.
+        self._records = weakref.WeakValueDictionary[str, tracing.StageRecord]()
         self._is_stopping = False
         self.load = scheduler.load()  # as of the last step or command; replaced, never changed
 
@@ -93,7 +97,9 @@ class EngineLoop:
         return True
 
     def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
-        """Add a request before the next step."""
+        """Add a request before the next step. The stages of its call include its reads from cache tiers."""
+        if self._copies is not None and (record := tracing.stage_record.get()) is not None:
+            self._records[request.id] = record
         self._commands.put(functools.partial(self._submit, request, grammar))
 
     def abort(self, request_id: str) -> None:
@@ -150,6 +156,8 @@ class EngineLoop:
         tiers.apply_changes(copies.look())
         late = copies.take_late()
         for copy in late:
+            if self._records and copy.path[1] is kv_events.HOST:  # a load is waited for in any case
+                self._record_read(copy, tier_report.describe_late_read(copy, time.monotonic()))
             tiers.stop_waiting(copy)
         can_go_on = bool(late)
         for copy in tiers.take_copies():
@@ -162,8 +170,26 @@ class EngineLoop:
         return can_go_on
 
     def _end_tier_copy(self, copy: tiered_cache.TierCopy, outcome: tier_copies.CopyOutcome) -> None:
+        if self._records:
+            num_failed = len(outcome.failed)
+            read = tier_report.describe_read(
+                copy, outcome.began_at, outcome.ended_at, num_failed=num_failed
+            )
+            self._record_read(copy, read)
         self._scheduler.end_tier_copy(copy, outcome.failed, outcome.seconds)
         self._deliver_exports()
+
+    def _record_read(self, copy: tiered_cache.TierCopy, read: tier_report.TierRead) -> None:
+        """Add a read from a tier to the stages of the requests that wait for it."""
+        assert self._scheduler.tiers is not None
+        for sequence in self._scheduler.tiers.waiting_for(copy):
+            if not isinstance(sequence, Sequence):
+                continue
+            record = self._records.get(sequence.request.id)
+            if record is not None:
+                record.stages.append(
+                    tracing.Stage("read_tier", read.began_at, read.ended_at, read.attributes)
+                )
 
     def _deliver_exports(self) -> None:
         """Deliver the answers to requests for cached blocks now: they wait for no step."""

@@ -27,7 +27,9 @@ _DEVICES = "UCX_NET_DEVICES"
 ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 _WHOLE_LAYERS = ("full_attention", "attention")
 _WITH_BLOCKS = re.compile("full|sliding|chunked|^attention$", re.IGNORECASE)
-TIER_TOKENS = "kv_tier_tokens"  # of a finished request's parameters: loaded tokens by tier
+# Of a finished request's parameters:
+TIER_TOKENS = "kv_tier_tokens"  # loaded tokens by tier
+TIER_READS = "kv_tier_reads"  # `tier_report.TierRead` of each copy that a traced request waited for
 # Between two looks of NIXL's progress thread: 0.2 % of a core instead of all of it; its events wake it at once.
 NIXL_PAUSE_US = 10_000
 
@@ -142,7 +144,7 @@ def encode_params(params: kv_transfer.KvTransferParams | None) -> dict[str, Any]
 
 def decode_params(fields: dict[str, Any] | None) -> kv_transfer.KvTransferParams | None:
     """Return the parameters that vLLM's connector gave with an output."""
-    if fields is None or not fields.keys() - {TIER_TOKENS}:
+    if fields is None or not fields.keys() - {TIER_TOKENS, TIER_READS}:
         return None
     is_prefilled = fields.get("do_remote_prefill") is True
     return kv_transfer.KvTransferParams(do_remote_prefill=is_prefilled, connector=fields)

@@ -223,8 +223,10 @@ class DynamoConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        reads = self._deciding.reads(request.request_id)
         loaded = self._deciding.finish(request.request_id)
-        return False, {"kv_tier_tokens": loaded} if loaded else None
+        fields = {connectors.TIER_TOKENS: loaded, connectors.TIER_READS: msgspec.to_builtins(reads)}
+        return False, {name: value for name, value in fields.items() if value} or None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from dynamo.kvbm import tiered_cache, tiers
 from dynamo.protocols import kv_events
 
-CACHE_HINT = "dynamo_cache_hint"  # of vLLM's extra arguments of a request: `generate.CacheHint`
+# Of vLLM's extra arguments of a request:
+CACHE_HINT = "dynamo_cache_hint"  # `generate.CacheHint`
+IS_TRACED = (
+    "dynamo_is_traced"  # its reads from tiers are to be reported, because its spans are exported
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,8 @@ class EndedCopy:
     num_ranks: int = 1
     failed: frozenset[int] = frozenset()  # positions of blocks
     seconds: float | None = None  # None: it says nothing of the speed
+    began_at: float = 0.0  # at the first of the ranks, on the steady clock of their host
+    ended_at: float = 0.0  # at the last of them
 
     def join(self, other: "EndedCopy") -> "EndedCopy":
         """Return how the copy ended at the ranks of both."""
@@ -66,6 +72,8 @@ class EndedCopy:
             num_ranks=self.num_ranks + other.num_ranks,
             failed=self.failed | other.failed,
             seconds=max(self.seconds or 0.0, other.seconds or 0.0) if is_measured else None,
+            began_at=min(self.began_at, other.began_at),
+            ended_at=max(self.ended_at, other.ended_at),
         )
 
 

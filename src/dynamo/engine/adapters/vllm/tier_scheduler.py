@@ -22,6 +22,7 @@ import msgspec
 
 from dynamo.engine.adapters.vllm.tier_plan import (
     CACHE_HINT,
+    IS_TRACED,
     EndedCopy,
     OpenedStorage,
     TierPlan,
@@ -147,6 +148,7 @@ class _Request:
     has_failed: bool = False  # a load: vLLM would ask for the same again, and for ever
     tokens_by_tier: dict[kv_events.Tier, int] = field(default_factory=dict)  # that were loaded
     sources: dict[kv_events.Tier, int] = field(default_factory=dict)  # tokens of the last load
+    reads: list[tier_report.TierRead] | None = None  # from tiers; None if it is not traced
 
 
 class TierScheduler:
@@ -179,12 +181,16 @@ class TierScheduler:
 
     def add(self, request: Any) -> None:
         """Add a request of vLLM."""
-        fields = (getattr(request.sampling_params, "extra_args", None) or {}).get(CACHE_HINT)
+        extra = getattr(request.sampling_params, "extra_args", None) or {}
+        fields = extra.get(CACHE_HINT)
         hint = msgspec.convert(fields, generate.CacheHint) if fields else None
         if request.lora_request is not None:  # after a restart another adapter may have its name
             hint = msgspec.structs.replace(hint or generate.CacheHint(), is_memory_only=True)
         self._requests[request.request_id] = _Request(
-            request=request, hint=hint, added_at=self._num_plans
+            request=request,
+            hint=hint,
+            added_at=self._num_plans,
+            reads=[] if extra.get(IS_TRACED) else None,
         )
 
     def match(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
@@ -243,6 +249,11 @@ class TierScheduler:
     def sources(self, request_id: str) -> dict[kv_events.Tier, int]:
         """Return the tokens of the load that just began, by the tier that they come from."""
         return self._requests[request_id].sources
+
+    def reads(self, request_id: str) -> Sequence[tier_report.TierRead]:
+        """Return the reads from tiers for which a traced request waited; none of one that is not traced."""
+        state = self._requests.get(request_id)
+        return () if state is None else state.reads or ()
 
     def finish(self, request_id: str) -> dict[kv_events.Tier, int]:
         """Forget a request that has ended. Return how many of its tokens were loaded from which tier."""
@@ -354,6 +365,10 @@ class TierScheduler:
         self, cache: tiered_cache.TieredCache, copy: tiered_cache.TierCopy, ended: EndedCopy
     ) -> None:
         self._late_at.pop(copy, None)
+        read = tier_report.describe_read(
+            copy, ended.began_at, ended.ended_at, num_failed=len(ended.failed)
+        )
+        self._record_read(cache, copy, read)
         cache.end_copy(copy, ended.failed, ended.seconds)
         self._has_new_room |= any(cache.num_queued.values())
         if copy.path[1] is kv_events.DEVICE:
@@ -369,7 +384,20 @@ class TierScheduler:
         now = self._now()
         for copy in [copy for copy, late_at in self._late_at.items() if late_at <= now]:
             del self._late_at[copy]
+            self._record_read(self.cache, copy, tier_report.describe_late_read(copy, now))
             self.cache.stop_waiting(copy)
+
+    def _record_read(
+        self,
+        cache: tiered_cache.TieredCache,
+        copy: tiered_cache.TierCopy,
+        read: tier_report.TierRead,
+    ) -> None:
+        """Note a read from a tier for the traced requests that wait for it."""
+        for waiting in cache.waiting_for(copy):
+            state = self._requests.get(str(waiting))
+            if state is not None and state.reads is not None:
+                state.reads.append(read)
 
     def _is_foreign(self, request: Any) -> bool:
         """Return whether other workers may mean something else by the names of its blocks: that of its adapter."""

@@ -163,7 +163,12 @@ class TierWorker:
 
     def _end(self, copy: tiered_cache.TierCopy, outcome: tier_copies.CopyOutcome) -> None:
         assert isinstance(copy.waiting, int)
-        self._ended[copy.waiting] = EndedCopy(failed=outcome.failed, seconds=outcome.seconds)
+        self._ended[copy.waiting] = EndedCopy(
+            failed=outcome.failed,
+            seconds=outcome.seconds,
+            began_at=outcome.began_at,
+            ended_at=outcome.ended_at,
+        )
         if copy.path[1] == kv_events.DEVICE:
             self._failed_blocks |= {copy.to_slots[position] for position in outcome.failed}
         request_id = self._request_by_load.pop(copy.waiting, None)

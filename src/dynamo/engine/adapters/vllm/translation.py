@@ -7,7 +7,7 @@ The end tokens are those of the request, not those that vLLM finds in the model'
 at ours. An option that vLLM cannot honour is refused by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,8 +16,9 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.adapters import translation
 from dynamo.engine.adapters.vllm import connectors
-from dynamo.engine.adapters.vllm.tier_plan import CACHE_HINT
+from dynamo.engine.adapters.vllm.tier_plan import CACHE_HINT, IS_TRACED
 from dynamo.kvbm import tier_report
+from dynamo.observability import tracing
 from dynamo.protocols import generate, load
 
 _FINISH_REASONS = {
@@ -37,6 +38,7 @@ def sampling_fields(
     report, is_first = request.output_options, index == 0
     transfer_params = connectors.encode_params(request.kv_transfer_params) if is_first else None
     guided, hint = request.sampling_options.guided_decoding, request.cache_hint
+    is_traced = is_first and tracing.stage_record.get() is not None
     if guided is not None:
         translation.refuse_resumed_guided(request, "vLLM")
     return {
@@ -51,6 +53,7 @@ def sampling_fields(
         "extra_args": {
             **({"kv_transfer_params": transfer_params} if transfer_params else {}),
             **({CACHE_HINT: msgspec.to_builtins(hint)} if hint else {}),
+            **({IS_TRACED: True} if is_traced else {}),
         }
         or None,
     }
@@ -68,7 +71,10 @@ def translate_output(
     if completion.finish_reason is None and not is_first and report == translation.TOKENS_ONLY:
         return generate.Output(tokens, None, index)
     finish_reason, stop_reason = _finish(completion, request)
-    loaded = (result.kv_transfer_params or {}).get(connectors.TIER_TOKENS)  # with the last output
+    params = result.kv_transfer_params or {}  # with the last output
+    loaded = params.get(connectors.TIER_TOKENS)
+    if index == 0 and (record := tracing.stage_record.get()) is not None:
+        _record_reads(record, params)
     prompt_steps = [step for step in result.prompt_logprobs or () if step is not None]
     return generate.Output(
         tokens,
@@ -86,6 +92,17 @@ def translate_output(
             else None
         ),
     )
+
+
+def _record_reads(record: tracing.StageRecord, params: Mapping[str, Any]) -> None:
+    """Add what our connector says of the tiers to the spans of the call."""
+    for tier, num_tokens in params.get(connectors.TIER_TOKENS, {}).items():
+        record.attributes[f"cached_tokens.{tier}"] = num_tokens
+    for fields in params.get(connectors.TIER_READS, ()):
+        read = msgspec.convert(fields, tier_report.TierRead)
+        record.stages.append(
+            tracing.Stage("read_tier", read.began_at, read.ended_at, read.attributes)
+        )
 
 
 def _finish(
