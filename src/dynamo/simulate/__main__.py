@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif argv[:1] == ["claims"]:
             claims.run(config.load(claims.ClaimsConfig, prog=_PROG, argv=argv))
         elif argv[:1] == ["plan"]:
-            plan.run(config.load(plan.PlanConfig, prog=_PROG, argv=argv))
+            planned = config.load(plan.PlanConfig, prog=_PROG, argv=argv)
+            plots = _load_plots(planned.plots)
+            plan.run(planned, None if plots is None else plots.write_plan)
         elif argv[:1] == ["replay"]:
             own = (replay.ReplayConfig, router_config.RouterConfig)
             replayed, router = config.load_parts(own, prog=_PROG, argv=argv)

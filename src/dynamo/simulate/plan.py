@@ -20,6 +20,8 @@ from dynamo.simulate.plan_run import PlanResult, PlanScenario
 from dynamo.simulate.plan_worker import Request, StepTimes
 
 _SWEEP_STARTUPS, _SWEEP_INTERVALS = (0, 30, 60, 100, 200, 300), (1, 5, 10, 30)
+WriteReport = Callable[[Sequence[PlanResult], screen.TableText, Path], Path]
+Simulate = Callable[[PlanScenario], PlanResult]
 # latency and TTFT in seconds; ratio: GPU seconds over those of the oracle; moves: changes of a pool
 COLUMNS = (
     "policy", "mean s", "p90", "p99", "TTFT", "p90", "p99", "SLA", "GPU s", "ratio", "moves", "lost",
@@ -88,6 +90,11 @@ class PlanConfig:
         False, help="vary start-up time and interval for the predictive policy instead of the table"
     )
     output: str | None = config.option(None, help="file for the figures as JSON")
+    plots: str | None = config.option(
+        None,
+        help="directory for plots (PNG) of load, workers and SLA over time, and report.html; needs matplotlib (the"
+        " extra plots)",
+    )
 
     @property
     def initial_replicas(self) -> observation.Replicas:
@@ -106,8 +113,8 @@ class PlanConfig:
         )
 
 
-def run(settings: PlanConfig) -> None:
-    """Simulate, print the table, and write the figures. Raises ConfigError."""
+def run(settings: PlanConfig, write: WriteReport | None) -> None:
+    """Simulate, print the table, and write figures and plots. Raises ConfigError."""
     times = plan_policies.read_times(settings.profile)
     if settings.write_profile is not None:
         directory = Path(settings.write_profile)
@@ -125,15 +132,14 @@ def run(settings: PlanConfig) -> None:
                 on_progress(len(results) * len(scenarios) + len(seeds))
             results.append(plan_run.median_result(seeds))
     oracle = next((r.gpu_seconds for r in results if r.policy == "oracle"), None)
-    screen.print_table(
-        COLUMNS, [cells(result, oracle) for result in results], _caption(settings, scenarios)
-    )
+    caption, table = _caption(settings, scenarios), [cells(result, oracle) for result in results]
+    screen.print_table(COLUMNS, table, caption)
     if settings.output is not None:
         text = json.dumps([asdict(result) for result in results], indent=1)
         Path(settings.output).write_text(text + "\n", "utf-8")
-
-
-Simulate = Callable[[PlanScenario], PlanResult]
+    if write is not None and settings.plots is not None:
+        page = write(results, screen.TableText(COLUMNS, table, caption), Path(settings.plots))
+        sys.stdout.write(f"wrote {page}\n")
 
 
 def make_scenarios(settings: PlanConfig, times: StepTimes) -> list[PlanScenario]:

@@ -39,6 +39,18 @@ class PlanScenario:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSample:
+    """One interval of a run: its arrivals, and the workers at its end."""
+
+    at: float  # its end
+    num_requests: int
+    num_prefill: int  # ready workers
+    num_decode: int
+    num_billed: int  # those that start or drain included
+    attainment: float | None  # of the servable requests that arrived in it; None without such
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
     """The figures of one run. Times are seconds, shares are from 0 to 1."""
 
@@ -55,6 +67,7 @@ class PlanResult:
     servable: float
     gpu_seconds: float
     num_scalings: int
+    samples: Sequence[PlanSample] = ()
 
 
 def run(
@@ -66,15 +79,44 @@ def run(
     requests = [copy.copy(request) for request in scenario.requests]
     tick_at, position = scenario.interval_s, 0
     last_tick = requests[-1].at + 36_000
+    observations: list[observation.Observation] = []
     while cluster.num_ended < len(requests) and tick_at < last_tick:
         position = feed(cluster, requests, position, tick_at)
         cluster.run_until(tick_at)
         if cluster.num_ended < len(requests):
-            cluster.scale(*decide(cluster.observe(scenario.interval_s)))
+            observations.append(cluster.observe(scenario.interval_s))
+            cluster.scale(*decide(observations[-1]))
         tick_at += scenario.interval_s
     cluster.now = max((r.ended_at for r in requests if r.ended_at < math.inf), default=cluster.now)
     cluster.stop()
-    return summarise(scenario, name, requests, cluster)
+    samples = _samples(scenario, requests, observations)
+    return replace(summarise(scenario, name, requests, cluster), samples=samples)
+
+
+def _samples(
+    scenario: PlanScenario,
+    requests: Sequence[Request],
+    observations: Sequence[observation.Observation],
+) -> list[PlanSample]:
+    arrivals: list[list[Request]] = [[] for _ in observations]
+    for request in requests:
+        number = int(request.at / scenario.interval_s)
+        if number < len(arrivals):
+            arrivals[number].append(request)
+    samples = []
+    for observed, arrived in zip(observations, arrivals, strict=True):
+        met = [meets_targets(scenario, request) for request in arrived if request.is_servable]
+        samples.append(
+            PlanSample(
+                at=observed.at,
+                num_requests=len(arrived),
+                num_prefill=observed.prefill.num_ready,
+                num_decode=observed.decode.num_ready,
+                num_billed=observed.prefill.num_billed + observed.decode.num_billed,
+                attainment=sum(met) / len(met) if met else None,
+            )
+        )
+    return samples
 
 
 def run_fixed(scenario: PlanScenario, replicas: observation.Replicas) -> PlanResult:
@@ -92,7 +134,9 @@ def feed(cluster: PlanCluster, requests: Sequence[Request], position: int, until
 
 
 def meets_targets(scenario: PlanScenario, request: Request) -> bool:
-    """Return True if the request's TTFT and mean ITL are within the targets."""
+    """Return True if the request has ended, with TTFT and mean ITL within the targets."""
+    if request.ended_at == math.inf:
+        return False
     return request.ttft_s <= scenario.ttft_s and request.itl_s <= scenario.itl_s
 
 
@@ -104,9 +148,7 @@ def summarise(
     latencies = sorted(request.ended_at - request.at for request in ended)
     ttfts = sorted(request.ttft_s for request in ended)
     servable = [request for request in requests if request.is_servable]
-    num_met = sum(
-        request.ended_at < math.inf and meets_targets(scenario, request) for request in servable
-    )
+    num_met = sum(meets_targets(scenario, request) for request in servable)
     return PlanResult(
         policy=name,
         num_requests=len(requests),
@@ -125,8 +167,8 @@ def summarise(
 
 
 def median_result(results: Sequence[PlanResult]) -> PlanResult:
-    """Return the median of each figure over several seeds."""
-    names = PlanResult.__dataclass_fields__.keys() - {"policy"}
+    """Return the median of each figure over several seeds, with the samples of the first."""
+    names = PlanResult.__dataclass_fields__.keys() - {"policy", "samples"}
     medians = {
         name: sorted(getattr(result, name) for result in results)[len(results) // 2]
         for name in names

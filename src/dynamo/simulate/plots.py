@@ -6,13 +6,16 @@ Figures are built as objects, without pyplot's global state and without a displa
 import base64
 import html
 import io
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib import axes, figure
 
 from dynamo.simulate.disagg import Case
-from dynamo.simulate.screen import COLUMNS, cells
+from dynamo.simulate.plan_run import PlanResult
+from dynamo.simulate.screen import COLUMNS, TableText, cells
 from dynamo.simulate.simulation import PolicySummary
 
 Plot = Callable[[axes.Axes, Sequence[PolicySummary]], None]
@@ -30,8 +33,66 @@ def write_report(summaries: Sequence[PolicySummary], caption: str, directory: Pa
     for name, png in pictures.items():
         (directory / f"{name}.png").write_bytes(png)
     page = directory / "report.html"
-    page.write_text(_page(summaries, caption, list(pictures.values())), "utf-8")
+    text = TableText(COLUMNS, [cells(summary) for summary in summaries], caption)
+    page.write_text(_page("Routing simulation", text, list(pictures.values())), "utf-8")
     return page
+
+
+def write_plan(results: Sequence[PlanResult], text: TableText, directory: Path) -> Path:
+    """Write cost.png, a picture for each policy, and report.html with the table and all of them; return its path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    pictures = {"cost": _encode(_cost(results))}
+    for result in results:
+        name = re.sub(r"[^a-z0-9]+", "-", result.policy.lower())
+        pictures[name] = _encode(_over_time(result))
+    for name, png in pictures.items():
+        (directory / f"{name}.png").write_bytes(png)
+    page = directory / "report.html"
+    page.write_text(_page("Planner simulation", text, list(pictures.values())), "utf-8")
+    return page
+
+
+def _cost(results: Sequence[PlanResult]) -> figure.Figure:
+    """Draw what each policy costs, and what it holds for that."""
+    canvas = figure.Figure(figsize=(9, 5), dpi=110, layout="constrained")
+    ax = canvas.add_subplot()
+    for result in results:
+        ax.scatter(result.gpu_seconds / 3600, 100 * result.attainment, label=result.policy)
+    ax.set(xlabel="GPU hours", ylabel="requests within the targets, %", ylim=(0, 105))
+    ax.set_title("Cost and service level")
+    _finish(ax)
+    return canvas
+
+
+def _over_time(result: PlanResult) -> figure.Figure:
+    """Draw the load, the workers and the service level of one policy over the run."""
+    canvas = figure.Figure(figsize=(9, 7), dpi=110, layout="constrained")
+    load, workers, service = canvas.subplots(3, 1, sharex=True)
+    samples = result.samples
+    ends = [sample.at for sample in samples]
+    begins = [0.0, *ends[:-1]]
+    rates = [
+        s.num_requests / (end - begin) for s, begin, end in zip(samples, begins, ends, strict=True)
+    ]
+    load.step(ends, rates, where="pre", label="arrivals")
+    load.set(ylabel="requests/s", ylim=(0, None))
+    load.set_title(
+        f"{result.policy}: {result.attainment:.1%} within the targets, {result.gpu_seconds:,.0f} GPU s"
+    )
+    for label, style, numbers in (
+        ("prefill", "-", [s.num_prefill for s in samples]),
+        ("decode", "-", [s.num_decode for s in samples]),
+        ("all that hold a GPU", "--", [s.num_billed for s in samples]),
+    ):
+        if any(numbers):
+            workers.step(ends, numbers, style, where="post", label=label)
+    workers.set(ylabel="workers", ylim=(0, None))
+    shares = [math.nan if s.attainment is None else 100 * s.attainment for s in samples]
+    service.plot(ends, shares, label="by arrival")
+    service.set(xlabel="seconds", ylabel="within the targets, %", ylim=(0, 105))
+    for ax in (load, workers, service):
+        _finish(ax)
+    return canvas
 
 
 def write_tiers(cells: Mapping[str, Sequence[float]], caption: str, directory: Path) -> Path:
@@ -74,6 +135,10 @@ def write_disagg(cases: Sequence[Case], caption: str, directory: Path) -> Path:
 def _draw(summaries: Sequence[PolicySummary], plot: Plot) -> bytes:
     canvas = figure.Figure(figsize=(9, 5), dpi=110, layout="constrained")
     plot(canvas.add_subplot(), summaries)
+    return _encode(canvas)
+
+
+def _encode(canvas: figure.Figure) -> bytes:
     buffer = io.BytesIO()
     canvas.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -126,18 +191,18 @@ def _finish(ax: axes.Axes) -> None:
     ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _page(summaries: Sequence[PolicySummary], caption: str, pictures: Sequence[bytes]) -> str:
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
+def _page(title: str, text: TableText, pictures: Sequence[bytes]) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in text.columns)
     rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(summary)) + "</tr>"
-        for summary in summaries
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in text.rows
     )
     images = "".join(
         f'<p><img alt="plot" src="data:image/png;base64,{base64.b64encode(png).decode()}"></p>'
         for png in pictures
     )
     return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>Routing simulation</title><style>{_STYLE}</style>"
-        f"<h1>Routing simulation</h1><p>{html.escape(caption)}</p>"
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+        f"<h1>{title}</h1><p>{html.escape(text.caption)}</p>"
         f"<table><tr>{head}</tr>{rows}</table>{images}</html>\n"
     )

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from rich import box, console, progress, table
 
@@ -16,6 +17,14 @@ COLUMNS = (
 )  # fmt: skip
 
 _WIDTH = 100  # where there is no terminal
+
+
+class TableText(NamedTuple):
+    """A table as it is printed."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str
 
 
 def cells(summary: PolicySummary) -> tuple[str, ...]:

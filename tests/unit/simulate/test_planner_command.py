@@ -5,7 +5,8 @@ import pytest
 from dynamo.planner import profile_files
 from dynamo.planner.observation import Replicas
 from dynamo.simulate import __main__ as command
-from dynamo.simulate import plan_arrivals, plan_oracle
+from dynamo.simulate import plan_arrivals, plan_oracle, plan_run
+from dynamo.simulate.plan_cluster import WorkerOrder
 from dynamo.simulate.plan_run import PlanScenario
 from dynamo.simulate.plan_worker import Request, h100_8b
 
@@ -28,6 +29,29 @@ def test_figures_are_written_as_json(tmp_path, capsys):
 
     assert [row["policy"] for row in rows] == ["load"]
     assert rows[0]["num_lost"] == 0
+
+
+def test_load_workers_and_service_level_are_drawn_over_time(tmp_path, capsys):
+    argv = ["plan", "--trace", "idle", "--seeds", "1", "--policy", "predictive,fixed"]
+    code = command.main([*argv, "--fixed-workers", "2", "--plots", str(tmp_path)])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    page = (tmp_path / "report.html").read_text()
+
+    assert code == 0
+    assert names == ["cost.png", "fixed-1p1d.png", "predictive.png", "report.html"]
+    assert (page.count("data:image/png;base64,"), "<td>fixed 1p1d</td>" in page) == (3, True)
+    assert f"wrote {tmp_path / 'report.html'}" in capsys.readouterr().out
+
+
+def test_samples_have_the_arrivals_and_the_workers_of_each_interval():
+    requests = [Request(at=5.0 * i, num_prompt=3000, num_output=2) for i in range(1, 6)]
+    scenario = PlanScenario(requests=requests, times=TIMES, startup_s=15.0, ttft_s=0.2)
+    samples = plan_run.run(scenario, "late", lambda _: WorkerOrder(Replicas(2, 1))).samples
+
+    assert [s.at for s in samples] == [10.0, 20.0]
+    assert [s.num_requests for s in samples] == [1, 2]
+    assert [(s.num_prefill, s.num_decode, s.num_billed) for s in samples] == [(1, 1, 2), (1, 1, 3)]
+    assert [s.attainment for s in samples] == [1.0, 1.0]
 
 
 def test_profile_is_written_in_the_originals_format(tmp_path, capsys):
