@@ -1,11 +1,13 @@
 """The profiler measures a real worker process, and goes on where it was interrupted."""
 
+import json
 import signal
 import subprocess
 import sys
 
 import pytest
 
+import processes
 from dynamo.planner import profile_files
 from waiting import PATIENT_S, eventually
 
@@ -16,9 +18,37 @@ FLAGS = (
 )
 
 
+SLOW = ("--worker-flags", "--max-num-seqs 2 --num-gpu-blocks-override 64 --speedup-ratio 0.5")
+AT_MOST_ONE_RESTART = """
+import sys
+from dynamo.launch import supervisor
+from dynamo.planner import profiling
+supervisor.MAX_RESTARTS = 1
+sys.exit(profiling.main())
+"""
+
+
 def profile(directory, *flags):
     command = [sys.executable, "-m", "dynamo.profiler", "--output", str(directory), *FLAGS, *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S, check=False)
+
+
+def start(directory, *flags, program=("-m", "dynamo.profiler")):
+    command = [sys.executable, *program, "--output", str(directory), *FLAGS, *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def kill_worker(sweep):
+    below = processes.descendants(sweep.pid)
+    processes.kill({pid for pid in below if "dynamo.mocker" in processes.command_line(pid)})
+
+
+def read_cells(file):
+    return [json.loads(line)[1] for line in file.read_bytes().splitlines()]
+
+
+def count_cells(file):
+    return len(file.read_bytes().splitlines()) if file.exists() else 0
 
 
 def test_sweep_measures_what_an_interrupted_one_left_and_recommends(tmp_path):
@@ -37,14 +67,51 @@ def test_sweep_measures_what_an_interrupted_one_left_and_recommends(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_sweep_and_keeps_what_was_measured(tmp_path, number):
-    command = [sys.executable, "-m", "dynamo.profiler", "--output", str(tmp_path), *FLAGS]
-    command += ["--worker-flags", "--num-gpu-blocks-override 999 --speedup-ratio 0.02"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as sweep:
-        file = tmp_path / "cells.jsonl"
+    slower = ("--worker-flags", "--num-gpu-blocks-override 999 --speedup-ratio 0.02")
+    file = tmp_path / "cells.jsonl"
+    with start(tmp_path, *slower) as sweep:
         eventually(file.exists, what="a cell is measured")
         sweep.send_signal(number)
         _, printed = sweep.communicate(timeout=PATIENT_S)
 
     assert sweep.returncode == 128 + number
     assert f"interrupted by {number.name}: 1 measured cells are kept" in printed
-    assert file.read_bytes().count(b"\n") == 1
+    assert count_cells(file) == 1
+
+
+def test_killed_worker_costs_one_cell_which_the_next_run_measures(tmp_path):
+    file = tmp_path / "cells.jsonl"
+    with start(tmp_path, *SLOW) as sweep:
+        eventually(file.exists, what="a cell is measured")
+        kill_worker(sweep)
+        recommendation, printed = sweep.communicate(timeout=PATIENT_S)
+    failures = [result["failure"] for result in read_cells(file) if result["failure"]]
+    num_cells = count_cells(file)
+    second = profile(tmp_path, *SLOW)
+
+    assert sweep.returncode == second.returncode == 0, printed + second.stderr
+    assert "dynamo serve" in recommendation
+    assert ["worker was killed by SIGKILL" in failure for failure in failures] == [True]
+    assert f"{num_cells} cells, {num_cells - 1} of them measured before" in second.stderr
+    assert not read_cells(file)[-1]["failure"]
+
+
+def test_worker_that_dies_again_and_again_ends_the_sweep_without_a_recommendation(tmp_path):
+    file = tmp_path / "cells.jsonl"
+    with start(tmp_path, *SLOW, program=("-c", AT_MOST_ONE_RESTART)) as sweep:
+        for num_cells in (1, 3):  # the second is the one in which the worker was killed
+            eventually(lambda: count_cells(file) >= num_cells, what="a cell is measured")  # noqa: B023
+            kill_worker(sweep)
+        recommendation, printed = sweep.communicate(timeout=PATIENT_S)
+
+    assert (sweep.returncode, recommendation) == (1, "")
+    assert "the worker was lost 2 times, so the other cells were not measured" in printed
+    assert [result["is_worker_lost"] for result in read_cells(file)].count(True) == 2
+
+
+def test_no_recommendation_from_a_profile_with_too_few_cells(tmp_path):
+    sweep = profile(tmp_path, "--budget-minutes", "0.01", *SLOW)
+
+    assert (sweep.returncode, sweep.stdout) == (1, "")
+    assert "there is no recommendation, since the profile lacks" in sweep.stderr
+    assert not (tmp_path / profile_files.PREFILL_FILE).exists()

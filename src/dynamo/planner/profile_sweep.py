@@ -2,7 +2,7 @@
 
 A prefill cell is a prompt length at batch 1; a decode cell is a number of sequences of one context length. The order
 begins with the corners and the middle, so that an interrupted sweep has a usable profile. After a failure no cell that
-is at least as large in both respects is tried.
+is at least as large in both respects is tried; a worker's death in a cell may be an accident, so it takes two of them.
 
 The sweep's client streams prompts of exact length to a frontend, and takes the time of each token.
 """
@@ -23,6 +23,7 @@ from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, Wor
 from dynamo.runtime.http import client
 
 _MOST_ANSWER = 400  # tokens that a decode cell may need
+_LEAST_DECODE_CELLS = 3  # of a recommendation
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -39,6 +40,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     cell: Cell
     seconds: float = 0.0
     failure: str = ""
+    is_worker_lost: bool = False  # it died, or answers no more: the next run tries the cell again
 
 
 class EngineSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,14 +80,45 @@ def _spread(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def must_fail(cell: Cell, results: Sequence[CellResult]) -> bool:
-    """Return True if a cell that is not larger in any respect has failed."""
-    return any(
-        result.failure
-        and result.cell.kind == cell.kind
-        and result.cell.context <= cell.context
-        and result.cell.concurrency <= cell.concurrency
+    """Return True if cells that are not larger in any respect have failed, and none as large was measured."""
+    good = [result.cell for result in results if not result.failure]
+    failures = [
+        result
         for result in results
+        if result.failure
+        and _is_within(result.cell, cell)
+        and not any(_is_within(result.cell, larger) for larger in good)
+    ]
+    return len(failures) > 1 or any(not failure.is_worker_lost for failure in failures)
+
+
+def _is_within(cell: Cell, larger: Cell) -> bool:
+    return (
+        cell.kind == larger.kind
+        and cell.context <= larger.context
+        and cell.concurrency <= larger.concurrency
     )
+
+
+def find_missing(results: Sequence[CellResult], cells: Sequence[Cell], isl: int) -> list[str]:
+    """Return in words what a recommendation for prompts of `isl` tokens lacks; `cells` is the whole plan."""
+    good = [result.cell for result in results if not result.failure]
+    lengths = [cell.context for cell in good if cell.kind == "prefill"]
+    longest = max(cell.context for cell in cells if cell.kind == "prefill")
+    length, missing = min(isl, longest), []
+    if not any(each <= length for each in lengths):
+        missing.append(f"a prompt of {length} tokens or fewer")
+    if not any(each >= length for each in lengths):
+        missing.append(f"a prompt of {length} tokens or more")
+    decode = {cell for cell in good if cell.kind == "decode"}
+    planned = {cell for cell in cells if cell.kind == "decode"}
+    num_needed = min(_LEAST_DECODE_CELLS, len(planned))
+    if len(decode) < num_needed:
+        missing.append(f"{num_needed - len(decode)} more decode cells")
+    is_single = all(cell.concurrency == 1 for cell in decode)
+    if is_single and any(cell.concurrency > 1 for cell in planned):
+        missing.append("the decoding of several sequences")
+    return missing
 
 
 def make_profile(results: Sequence[CellResult], size: EngineSize, osl: int) -> WorkerProfile | None:
@@ -155,6 +188,7 @@ def recommend(
 _NUM_PROMPTS = 3  # of a prefill cell; the median counts
 _DECODE_TOKENS, _MOST_TOKENS = 48, 384  # of an answer, first and at last
 _CELL_S = 300.0  # a cell that takes longer has failed
+_SHORT_PROMPT_S = 10.0
 _TOKEN_IDS = range(20, 200)  # every tokenizer has them
 
 
@@ -179,6 +213,15 @@ class ProfileClient:
             raise errors.DeadlineExceeded(f"no result within {_CELL_S:.0f} s") from None
         except OSError as error:
             raise errors.Unavailable(f"the frontend does not answer: {error}") from error
+
+    async def is_answered(self) -> bool:
+        """Return True if a short prompt is answered soon."""
+        try:
+            async with asyncio.timeout(_SHORT_PROMPT_S):
+                await self._stream(self._make_prompt(16), 1)
+        except (TimeoutError, OSError, errors.DynamoError):
+            return False
+        return True
 
     async def _measure_prefill(self, length: int) -> float:
         times = [await self._stream(self._make_prompt(length), 1) for _ in range(_NUM_PROMPTS)]

@@ -1,8 +1,10 @@
 """The command `python -m dynamo.profiler`: a sweep of one real worker, its profile, and a recommended deployment.
 
 It starts a frontend and a worker, measures cell after cell until its budget ends, and appends each result to
-`cells.jsonl`: the next run of the same command goes on there. After each cell the profile is written, so that an
-interrupted sweep leaves one.
+`cells.jsonl`: the next run of the same command goes on there. As soon as there are cells enough for a recommendation,
+the profile is written after each one, so that an interrupted sweep leaves it.
+
+A worker that is lost in a cell costs that cell, which the next run tries again; frontend and worker are started anew.
 """
 
 import asyncio
@@ -32,6 +34,8 @@ from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize, ProfileCl
 _PROG = "python -m dynamo.profiler"
 _MODEL = "profiled"
 _READY_S = 600.0
+_STOP_S = 35.0
+_SILENT_S = 60.0  # a worker that answers nothing for so long after a failure is lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +93,14 @@ class _Sweep:
         self._results = self._read_results()
         self._clock = clocks.SystemClock()
         self._interruption: signal.Signals | None = None
+        self._num_restarts = 0
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._port = listener.getsockname()[1]
 
     async def run(self) -> int:
         """Start the processes, measure, and report; return the exit status. Raises ChildDied or DynamoError."""
         deadline = self._clock.now() + 60 * self._settings.budget_minutes
-        pool = supervisor.Supervisor(self._guard, self._clock, _say, stop_timeout_s=35.0)
+        pool = supervisor.Supervisor(self._guard, self._clock, _say, stop_timeout_s=_STOP_S)
         sweep = asyncio.current_task()
         assert sweep is not None
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -103,7 +108,7 @@ class _Sweep:
         try:
             async with pool:
                 await self._start(pool)
-                await self._measure(await self._read_size(), deadline)
+                await self._measure(pool, await self._read_size(), deadline)
         except asyncio.CancelledError:
             if self._interruption is None:
                 raise
@@ -165,20 +170,43 @@ class _Sweep:
             context_length=min(int(facts["model_context_length"]) or num_kv_tokens, num_kv_tokens),
         )
 
-    async def _measure(self, size: EngineSize, deadline: float) -> None:
-        settings = self._settings
+    async def _restart(self, pool: supervisor.Supervisor, loss: str) -> None:
+        """Start frontend and worker anew. Raises EngineFailed if that was done too often."""
+        while True:
+            if self._num_restarts == supervisor.MAX_RESTARTS:
+                raise errors.EngineFailed(
+                    f"the worker was lost {self._num_restarts + 1} times, so the other cells were not measured;"
+                    f" the same command tries them again; at last: {loss}"
+                )
+            self._num_restarts += 1
+            for child in pool.child_by_name.values():
+                await child.stop(_STOP_S)
+            try:
+                await self._start(pool)
+            except children.ChildDied as death:
+                loss = str(death)
+            else:
+                return
+
+    async def _measure(
+        self, pool: supervisor.Supervisor, size: EngineSize, deadline: float
+    ) -> None:
+        settings, results = self._settings, self._results
         client = ProfileClient("127.0.0.1", self._port, _MODEL, self._clock)
-        results = self._results
         cells = profile_sweep.plan_cells(size, settings.isl, settings.osl)
         measured = {result.cell for result in results}
         _say(f"{len(cells)} cells, {len(measured & set(cells))} of them measured before")
+        loss = ""
         for number, cell in enumerate(cells, 1):
             if cell in measured or profile_sweep.must_fail(cell, results):
                 continue
             if self._clock.now() > deadline:
                 _say(f"the budget of {settings.budget_minutes:g} minutes is used up")
                 break
-            result = await self._measure_cell(client, cell)
+            if loss:
+                await self._restart(pool, loss)
+            result = await self._measure_cell(pool, client, cell)
+            loss = result.failure if result.is_worker_lost else ""
             results.append(result)
             with (self._directory / "cells.jsonl").open("ab") as file:
                 file.write(msgspec.json.encode([self._fingerprint, result]) + b"\n")
@@ -187,15 +215,32 @@ class _Sweep:
                 f"[{number}/{len(cells)}] {cell.kind} {cell.concurrency} x {cell.context}: {outcome}"
             )
             profile = profile_sweep.make_profile(results, size, settings.osl)
-            if profile is not None:
+            if profile and not profile_sweep.find_missing(results, cells, settings.isl):
                 profile_files.write_profile(profile, self._directory)
+        if missing := profile_sweep.find_missing(results, cells, settings.isl):
+            failures = "; ".join(sorted({r.failure for r in results if r.failure})[:3])
+            raise errors.EngineFailed(
+                f"there is no recommendation, since the profile lacks {', '.join(missing)}; the same command"
+                " measures what is left" + (f"; failures: {failures}" if failures else "")
+            )
         self._report(results, size)
 
-    async def _measure_cell(self, client: ProfileClient, cell: Cell) -> CellResult:
+    async def _measure_cell(
+        self, pool: supervisor.Supervisor, client: ProfileClient, cell: Cell
+    ) -> CellResult:
+        """Measure a cell. After a failure a short prompt shows whether the worker is lost."""
         try:
             return CellResult(cell=cell, seconds=await client.measure(cell))
         except errors.DynamoError as error:
-            return CellResult(cell=cell, failure=str(error) or type(error).__name__)
+            failure = str(error) or type(error).__name__
+        try:
+            await pool.wait_until(client.is_answered, timeout_s=_SILENT_S)
+        except children.ChildDied as death:
+            return CellResult(cell=cell, failure=str(death), is_worker_lost=True)
+        except TimeoutError:
+            failure = f"the worker answers no more: {failure}"
+            return CellResult(cell=cell, failure=failure, is_worker_lost=True)
+        return CellResult(cell=cell, failure=failure)
 
     @property
     def _fingerprint(self) -> str:
@@ -203,23 +248,24 @@ class _Sweep:
         return f"{settings.backend} {settings.model} {settings.worker_flags}"
 
     def _read_results(self) -> list[CellResult]:
-        """Return the results of earlier runs with the same worker; a line that was cut off is left out."""
+        """Return the results of earlier runs with the same worker.
+
+        Left out are lines that were cut off, and cells in which the worker was lost.
+        """
         file, results = self._directory / "cells.jsonl", []
         for line in file.read_bytes().splitlines() if file.exists() else []:
             try:
                 fingerprint, result = msgspec.json.decode(line, type=tuple[str, CellResult])
             except msgspec.MsgspecError:
                 continue
-            if fingerprint == self._fingerprint:
+            if fingerprint == self._fingerprint and not result.is_worker_lost:
                 results.append(result)
         return results
 
     def _report(self, results: Sequence[CellResult], size: EngineSize) -> None:
         settings = self._settings
         profile = profile_sweep.make_profile(results, size, settings.osl)
-        if profile is None:
-            failures = "; ".join(sorted({r.failure for r in results if r.failure})[:3])
-            raise errors.EngineFailed(f"no cell was measured, so there is no profile: {failures}")
+        assert profile is not None, "nothing is missing"
         machine = children.machine_resources(os.environ)
         num_workers = settings.workers or len(machine.devices) or len(machine.cores)
         choice = profile_sweep.recommend(

@@ -39,6 +39,55 @@ def test_larger_cell_than_a_failed_one_is_not_tried():
     assert not profile_sweep.must_fail(Cell("prefill", 2000), failed)
 
 
+def lose(*cell):
+    return CellResult(cell=Cell(*cell), failure="killed", is_worker_lost=True)
+
+
+def test_lost_worker_costs_one_cell_and_two_of_them_all_larger_cells():
+    larger = Cell("decode", 2000, 16)
+
+    assert not profile_sweep.must_fail(larger, [lose("decode", 1000, 8)])
+    assert profile_sweep.must_fail(larger, [lose("decode", 1000, 8), lose("decode", 2000, 8)])
+    assert not profile_sweep.must_fail(larger, [lose("decode", 1000, 8), lose("decode", 4000, 8)])
+
+
+def test_failure_below_a_measured_cell_says_nothing_of_larger_ones():
+    results = [CellResult(cell=Cell("decode", 1000, 8), failure="no answer")]
+    results.append(CellResult(cell=Cell("decode", 2000, 32), seconds=0.1))
+
+    assert not profile_sweep.must_fail(Cell("decode", 2000, 16), results)
+
+
+def measure(*cells):
+    return [CellResult(cell=Cell(*cell), seconds=0.1) for cell in cells]
+
+
+def test_recommendation_needs_prompts_around_the_request_and_decoding_of_several_sequences():
+    cells = profile_sweep.plan_cells(SIZE, 1000, 50)
+    prefill = measure(("prefill", 500), ("prefill", 2000))
+    single = measure(*(("decode", context, 1) for context in (250, 1000, 2000)))
+    several = measure(("decode", 1000, 8))
+
+    assert profile_sweep.find_missing(prefill + single[:2] + several, cells, 1000) == []
+    assert profile_sweep.find_missing(prefill[:1] + single, cells, 1000) == [
+        "a prompt of 1000 tokens or more",
+        "the decoding of several sequences",
+    ]
+    assert profile_sweep.find_missing([lose("prefill", 500), *several], cells, 1000) == [
+        "a prompt of 1000 tokens or fewer",
+        "a prompt of 1000 tokens or more",
+        "2 more decode cells",
+    ]
+
+
+def test_engine_of_one_sequence_and_a_short_context_can_have_a_recommendation():
+    size = EngineSize(num_kv_tokens=1000, max_num_seqs=1, context_length=1000)
+    cells = profile_sweep.plan_cells(size, 5000, 50)
+    results = [CellResult(cell=cell, seconds=0.1) for cell in cells]
+
+    assert profile_sweep.find_missing(results, cells, 5000) == []
+
+
 def test_failed_cell_costs_that_cell_only():
     results = [
         CellResult(cell=Cell("prefill", 1000), seconds=0.1),
