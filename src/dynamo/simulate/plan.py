@@ -15,7 +15,15 @@ from typing import Literal
 from dynamo.base import config, errors
 from dynamo.planner import config as planner_config
 from dynamo.planner import observation, predictors, profile_files
-from dynamo.simulate import plan_arrivals, plan_oracle, plan_policies, plan_run, recorded, screen
+from dynamo.simulate import (
+    plan_arrivals,
+    plan_cluster,
+    plan_oracle,
+    plan_policies,
+    plan_run,
+    recorded,
+    screen,
+)
 from dynamo.simulate.plan_run import PlanResult, PlanScenario
 from dynamo.simulate.plan_worker import Request, StepTimes
 
@@ -84,6 +92,14 @@ class PlanConfig:
     initial: str = config.option(
         "2p2d", help="workers at the begin of the run, such as 2p2d; in mode agg their sum"
     )
+    kill: tuple[str, ...] = config.option(
+        (),
+        help="workers that die, by second and pool, such as 120:prefill,300:decode: the busiest one, whose requests"
+        " migrate",
+    )
+    failing_starts: int = config.option(
+        0, help="first so many starts of workers that end after --startup without serving", least=0
+    )
     fixed_workers: int = config.option(4, help="workers of the fixed splits", least=1)
     seeds: int = config.option(5, help="seeds of sin and idle; figures are medians", least=1)
     sweep: bool = config.option(
@@ -103,6 +119,20 @@ class PlanConfig:
         if not (head.isdigit() and tail.endswith("d") and tail[:-1].isdigit()):
             raise errors.ConfigError(f"--initial {self.initial}: expected a split such as 2p2d")
         return observation.Replicas(int(head), int(tail[:-1]))
+
+    @property
+    def deaths(self) -> list[plan_cluster.WorkerDeath]:
+        """Return the deaths to inject. Raises ConfigError."""
+        pools: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
+        deaths = []
+        for text in self.kill:
+            second, _, name = text.partition(":")
+            role = next((pool for pool in pools if pool == (name or "decode")), None)
+            if not second.isdigit() or role is None or (role == "prefill" and self.mode == "agg"):
+                kinds = "120" if self.mode == "agg" else "120:prefill or 120:decode"
+                raise errors.ConfigError(f"--kill {text}: expected a second and a pool: {kinds}")
+            deaths.append(plan_cluster.WorkerDeath(float(second), role))
+        return deaths
 
     @property
     def targets_s(self) -> tuple[float, float]:
@@ -132,13 +162,20 @@ def run(settings: PlanConfig, write: WriteReport | None) -> None:
                 on_progress(len(results) * len(scenarios) + len(seeds))
             results.append(plan_run.median_result(seeds))
     oracle = next((r.gpu_seconds for r in results if r.policy == "oracle"), None)
-    caption, table = _caption(settings, scenarios), [cells(result, oracle) for result in results]
-    screen.print_table(COLUMNS, table, caption)
+    caption = _caption(settings, scenarios)
+    columns: tuple[str, ...] = COLUMNS
+    table = [cells(result, oracle) for result in results]
+    if settings.kill:
+        columns = (*columns, "migrated")
+        table = [
+            (*row, f"{result.num_migrated}") for row, result in zip(table, results, strict=True)
+        ]
+    screen.print_table(columns, table, caption)
     if settings.output is not None:
         text = json.dumps([asdict(result) for result in results], indent=1)
         Path(settings.output).write_text(text + "\n", "utf-8")
     if write is not None and settings.plots is not None:
-        page = write(results, screen.TableText(COLUMNS, table, caption), Path(settings.plots))
+        page = write(results, screen.TableText(columns, table, caption), Path(settings.plots))
         sys.stdout.write(f"wrote {page}\n")
 
 
@@ -146,6 +183,7 @@ def make_scenarios(settings: PlanConfig, times: StepTimes) -> list[PlanScenario]
     """Return a scenario for each seed; a recorded trace is one. Raises ConfigError."""
     initial = settings.initial_replicas
     ttft_s, itl_s = settings.targets_s
+    deaths = settings.deaths
     is_aggregated = settings.mode == "agg"
     scenarios = []
     for requests in _arrivals(settings, times):
@@ -164,6 +202,8 @@ def make_scenarios(settings: PlanConfig, times: StepTimes) -> list[PlanScenario]
                 max_gpus=settings.max_gpu_budget,
                 initial=observation.Replicas(0, sum(initial)) if is_aggregated else initial,
                 is_aggregated=is_aggregated,
+                deaths=deaths,
+                num_failing_starts=settings.failing_starts,
             )
         )
     return scenarios
@@ -251,9 +291,12 @@ def cells(result: PlanResult, oracle_gpu_seconds: float | None) -> tuple[str, ..
 def _caption(settings: PlanConfig, scenarios: Sequence[PlanScenario]) -> str:
     requests, ttft_s, itl_s = scenarios[0].requests, scenarios[0].ttft_s, scenarios[0].itl_s
     servable = sum(request.is_servable for request in requests) / len(requests)
+    injected = f", killed at {', '.join(settings.kill)}" if settings.kill else ""
+    if settings.failing_starts:
+        injected += f", the first {settings.failing_starts} starts fail"
     return (
         f"{Path(settings.trace).name}{', step' if settings.step else ''}: {len(requests):,} requests in"
         f" {requests[-1].at:,.0f} s, {servable:.1%} servable; {settings.profile}, {settings.mode},"
         f" TTFT {ttft_s * 1e3:g} ms, ITL {itl_s * 1e3:g} ms, start-up {settings.startup:g} s,"
-        f" every {settings.interval:g} s, from {settings.initial}, at most {settings.max_gpu_budget} GPUs"
+        f" every {settings.interval:g} s, from {settings.initial}, at most {settings.max_gpu_budget} GPUs{injected}"
     )

@@ -4,6 +4,8 @@ It is what a connector of the simulated planner orders from, and what an observa
 the order of its start until it has drained. A prompt goes to the worker that will have computed it first, its cached
 prefix included; what a draining prefill worker has not begun goes to another one. Without a ready worker requests wait.
 A worker that changes its role drains first, and serves `role_change_s` seconds later; until then it counts as starting.
+A worker that dies does so at once: its requests migrate, as a frontend does it. A start that fails ends when it would
+have served.
 """  # decider
 
 import bisect
@@ -12,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dynamo.planner import observation
 from dynamo.simulate.plan_worker import PlanWorker, Request, Role, StepResult, Timing
@@ -31,6 +33,7 @@ class _Member:
     number: int = -1  # of its pool's ready workers, in the order in which they became ready
     is_draining: bool = False
     is_changing: bool = False  # it drains, and then serves in the other pool
+    is_failing: bool = False  # its start will
 
     @property
     def load(self) -> tuple[int, int]:
@@ -56,6 +59,7 @@ class _Pool:
         default_factory=dict
     )  # their numbers, by a prompt's first block
     num_ever_ready: int = 0
+    num_failed: int = 0  # starts since the last observation
 
     def add_ready(self, member: _Member) -> None:
         """Let a worker serve."""
@@ -110,6 +114,23 @@ class WorkerOrder(NamedTuple):
 
     replicas: observation.Replicas
     role_changes: int = 0
+    reason: str = ""
+
+
+class WorkerDeath(NamedTuple):
+    """The death of the busiest worker of a pool at a time; `role` is that of aggregated workers as well."""
+
+    at: float
+    role: Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEvent:
+    """A failure that was injected, or a decision that changed a pool or follows a failed start."""
+
+    at: float
+    kind: Literal["death", "failed start", "decision"]
+    text: str
 
 
 class PlanCluster:
@@ -129,6 +150,9 @@ class PlanCluster:
         self.gpu_seconds = 0.0
         self.num_scalings = 0
         self.num_ended = 0
+        self.num_migrated = 0
+        self.num_failing_starts = 0  # of those to come
+        self.events: list[PlanEvent] = []
         self._on_end = on_end
         self._startup_s = startup_s
         self._role_change_s = role_change_s  # None: workers keep their roles
@@ -136,7 +160,7 @@ class PlanCluster:
         self._decode = _Pool("agg" if is_aggregated else "decode", times)
         self._entry = self._decode if is_aggregated else self._prefill
         self._order = itertools.count()
-        self._due: list[tuple[float, int, _Member | Request]] = []
+        self._due: list[tuple[float, int, _Member | Request | WorkerDeath]] = []
         self._interval = _Interval()
 
     def add_ready(self, replicas: observation.Replicas) -> None:
@@ -159,6 +183,8 @@ class PlanCluster:
             num_present = len(pool.ready) + len(pool.starting)
             for _ in range(number - num_present):
                 member = self._make(pool, ready_at=self.now + self._startup_s)
+                member.is_failing = self.num_failing_starts > 0
+                self.num_failing_starts -= member.is_failing
                 pool.starting.append(member)
                 self._push(member.ready_at, member)
             for _ in range(num_present - number):
@@ -183,6 +209,10 @@ class PlanCluster:
         pool = self._prefill
         return pool.least_loaded().worker.num_waiting if pool.ready else None
 
+    def schedule_death(self, death: WorkerDeath) -> None:
+        """Let a worker die when its time has come, if there is one."""
+        self._push(death.at, death)
+
     def submit(self, request: Request, *, is_local: bool = False) -> None:
         """Let a request arrive now; with `is_local` a decode worker computes its prompt."""
         self._interval.arrived.append(request)
@@ -194,6 +224,8 @@ class PlanCluster:
             self.now, _, due = heapq.heappop(self._due)
             if isinstance(due, Request):
                 self._send(due, self._decode)
+            elif isinstance(due, WorkerDeath):
+                self._kill(self._prefill if due.role == "prefill" else self._decode)
             elif due.ready_at == self.now and due in self._pool_of(due).starting:
                 self._begin_serving(due)
             elif due.worker.next_time == self.now:
@@ -213,11 +245,11 @@ class PlanCluster:
         first, ended = interval.first_tokens, interval.ended
         prompts = interval.arrived or first
         num_prompt = sum(request.num_prompt for request in first)
-        decoded = [request for request in ended if request.num_output > 1]
+        decoded = [request for request in ended if request.answer_len > 1]
         traffic = observation.Traffic(
             num_requests=len(interval.arrived),
             isl=_mean([request.num_prompt for request in prompts]),
-            osl=_mean([request.num_output for request in ended]),
+            osl=_mean([request.answer_len for request in ended]),
             ttft_s=_mean([request.ttft_s for request in first]),
             itl_s=_mean([request.itl_s for request in decoded]),
             duration_s=_mean([request.ended_at - request.at for request in ended]),
@@ -241,16 +273,36 @@ class PlanCluster:
     def _pool_of(self, member: _Member) -> _Pool:
         return self._prefill if member.role == "prefill" else self._decode
 
-    def _push(self, time: float, due: _Member | Request) -> None:
+    def _push(self, time: float, due: _Member | Request | WorkerDeath) -> None:
         heapq.heappush(self._due, (time, next(self._order), due))
 
     def _begin_serving(self, member: _Member) -> None:
         pool = self._pool_of(member)
         pool.starting.remove(member)
+        if member.is_failing:
+            pool.num_failed += 1
+            self._bill(member)
+            self._record("failed start", f"a {pool.role} worker ended before it served")
+            return
         pool.add_ready(member)
         self._send_held(pool)
         if pool is self._entry and len(pool.ready) > 1:
             self._share_queue(pool)
+
+    def _kill(self, pool: _Pool) -> None:
+        if not pool.ready:
+            return
+        member = max(pool.ready, key=lambda m: m.load)
+        pool.remove_ready(member)
+        self._bill(member)
+        requests = member.worker.die(self.now)
+        self.num_migrated += len(requests)
+        self._record("death", f"a {pool.role} worker died, requests that migrate: {len(requests)}")
+        for request in sorted(requests, key=lambda r: r.at):
+            self._send(request, self._entry)
+
+    def _record(self, kind: Literal["death", "failed start"], text: str) -> None:
+        self.events.append(PlanEvent(self.now, kind, text))
 
     def _begin_role_change(self, giver: _Pool, taker: _Pool) -> None:
         member = self._withdraw_idlest(giver)
@@ -315,7 +367,9 @@ class PlanCluster:
                 pool.with_block.setdefault(request.names[0], set()).add(member.number)
         if member.worker.next_time < math.inf:
             self._push(member.worker.next_time, member)
-        self._interval.first_tokens += result.prefilled
+        self._interval.first_tokens += (  # one that migrated had its first token before
+            request for request in result.prefilled if request.first_token_at == self.now
+        )
         self._interval.ended += result.ended
         self.num_ended += len(result.ended)
         if member.role == "prefill":
@@ -350,7 +404,10 @@ class PlanCluster:
         self.gpu_seconds += self.now - member.ordered_at
 
     def _state(self, pool: _Pool) -> observation.PoolState:
+        num_failed, pool.num_failed = pool.num_failed, 0
         return observation.PoolState(
+            num_failed=num_failed,
+            failure="injected" if num_failed else "",
             num_ready=len(pool.ready),
             starting_since=tuple(sorted(member.ordered_at for member in pool.starting)),
             num_draining=len(pool.draining),

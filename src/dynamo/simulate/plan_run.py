@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dynamo.planner import observation
-from dynamo.simulate.plan_cluster import PlanCluster, WorkerOrder
+from dynamo.simulate.plan_cluster import PlanCluster, PlanEvent, WorkerDeath, WorkerOrder
 from dynamo.simulate.plan_worker import Request, StepTimes
 
 INITIAL = observation.Replicas(1, 1)
@@ -27,6 +27,8 @@ class PlanScenario:
     max_gpus: int = 8
     initial: observation.Replicas = INITIAL
     is_aggregated: bool = False
+    deaths: Sequence[WorkerDeath] = ()  # that are injected
+    num_failing_starts: int = 0  # the first that are ordered
 
     def cluster(self) -> PlanCluster:
         """Return a cluster without workers."""
@@ -67,6 +69,8 @@ class PlanResult:
     servable: float
     gpu_seconds: float
     num_scalings: int
+    num_migrated: int  # requests whose worker died
+    events: Sequence[PlanEvent] = ()
     samples: Sequence[PlanSample] = ()
 
 
@@ -76,6 +80,9 @@ def run(
     """Simulate one policy until the last request has ended."""
     cluster = scenario.cluster()
     cluster.add_ready(scenario.initial if initial is None else initial)
+    cluster.num_failing_starts = scenario.num_failing_starts
+    for death in scenario.deaths:
+        cluster.schedule_death(death)
     requests = [copy.copy(request) for request in scenario.requests]
     tick_at, position = scenario.interval_s, 0
     last_tick = requests[-1].at + 36_000
@@ -84,8 +91,13 @@ def run(
         position = feed(cluster, requests, position, tick_at)
         cluster.run_until(tick_at)
         if cluster.num_ended < len(requests):
-            observations.append(cluster.observe(scenario.interval_s))
-            cluster.scale(*decide(observations[-1]))
+            observed = cluster.observe(scenario.interval_s)
+            observations.append(observed)
+            order = decide(observed)
+            has_failed = observed.prefill.num_failed or observed.decode.num_failed
+            if order.reason and (has_failed or order.replicas != observed.num_ordered):
+                cluster.events.append(PlanEvent(tick_at, "decision", order.reason))
+            cluster.scale(order.replicas, order.role_changes)
         tick_at += scenario.interval_s
     cluster.now = max((r.ended_at for r in requests if r.ended_at < math.inf), default=cluster.now)
     cluster.stop()
@@ -163,12 +175,14 @@ def summarise(
         servable=len(servable) / max(1, len(requests)),
         gpu_seconds=cluster.gpu_seconds,
         num_scalings=cluster.num_scalings,
+        num_migrated=cluster.num_migrated,
+        events=cluster.events,
     )
 
 
 def median_result(results: Sequence[PlanResult]) -> PlanResult:
-    """Return the median of each figure over several seeds, with the samples of the first."""
-    names = PlanResult.__dataclass_fields__.keys() - {"policy", "samples"}
+    """Return the median of each figure over several seeds, with events and samples of the first."""
+    names = PlanResult.__dataclass_fields__.keys() - {"policy", "events", "samples"}
     medians = {
         name: sorted(getattr(result, name) for result in results)[len(results) // 2]
         for name in names

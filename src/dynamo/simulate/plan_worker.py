@@ -114,6 +114,8 @@ class Request:
     is_servable: bool = True  # its own prefill leaves time for the TTFT target
     num_left: int = 0  # prompt tokens still to be computed
     num_cached: int = 0
+    num_earlier: int = 0  # tokens of its answer that a worker which died gave; they count as prompt
+    is_prefilled: bool = False  # its prompt is computed
     first_token_at: float = math.inf
     ended_at: float = math.inf
 
@@ -123,9 +125,9 @@ class Request:
         return self.num_prompt + self.num_output
 
     @property
-    def is_prefilled(self) -> bool:
-        """Return True if its prompt is computed."""
-        return self.first_token_at < math.inf
+    def answer_len(self) -> int:
+        """Return the tokens of the whole answer."""
+        return self.num_earlier + self.num_output
 
     @property
     def ttft_s(self) -> float:
@@ -135,7 +137,14 @@ class Request:
     @property
     def itl_s(self) -> float:
         """Return the mean seconds between two tokens."""
-        return (self.ended_at - self.first_token_at) / max(1, self.num_output - 1)
+        return (self.ended_at - self.first_token_at) / max(1, self.answer_len - 1)
+
+    def migrate(self, num_done: int) -> None:
+        """Leave a worker that died after so many tokens: another one computes prompt and tokens, and goes on."""
+        self.num_prompt += num_done
+        self.num_output -= num_done
+        self.num_earlier += num_done
+        self.is_prefilled = False
 
 
 @dataclass(slots=True)
@@ -223,6 +232,17 @@ class PlanWorker:
         self.num_queued_tokens -= sum(request.num_left for request in withdrawn)
         return withdrawn
 
+    def die(self, now: float) -> list[Request]:
+        """End without a further step, and return all requests, for other workers."""
+        num_steps = self._num_steps + bisect_left(self._ends, now)
+        for end, _, request in self._decoding:
+            request.migrate(request.num_output - (end - num_steps))
+        for request in self._computed:
+            request.migrate(1)
+        decoding = [request for _, _, request in self._decoding]
+        self.next_time = math.inf
+        return [*self._waiting, *self._computed, *self._prefilling, *decoding]
+
     def advance(self, now: float) -> StepResult:
         """End the steps that end at `next_time`, and begin the next ones."""
         result = StepResult()
@@ -243,6 +263,7 @@ class PlanWorker:
 
     def _complete_prompt(self, request: Request, now: float, result: StepResult) -> None:
         request.first_token_at = min(now, request.first_token_at)
+        request.is_prefilled = True
         result.prefilled.append(request)
         self._store(request.names, request.block_size)
         if self.role == "prefill" or request.num_output == 1:

@@ -65,7 +65,7 @@ def _cost(results: Sequence[PlanResult]) -> figure.Figure:
 
 
 def _over_time(result: PlanResult) -> figure.Figure:
-    """Draw the load, the workers and the service level of one policy over the run."""
+    """Draw the load, the workers and the service level of one policy over the run; failures are vertical lines."""
     canvas = figure.Figure(figsize=(9, 7), dpi=110, layout="constrained")
     load, workers, service = canvas.subplots(3, 1, sharex=True)
     samples = result.samples
@@ -91,6 +91,9 @@ def _over_time(result: PlanResult) -> figure.Figure:
     service.plot(ends, shares, label="by arrival")
     service.set(xlabel="seconds", ylabel="within the targets, %", ylim=(0, 105))
     for ax in (load, workers, service):
+        for event in result.events:
+            if event.kind != "decision":
+                ax.axvline(event.at, color="red", linewidth=0.8, linestyle=":")
         _finish(ax)
     return canvas
 

@@ -115,7 +115,7 @@ def test_prefill_worker_releases_a_request_with_its_first_token():
 
 @pytest.mark.parametrize("role", ["decode", "agg"])
 def test_request_with_a_computed_prompt_is_only_decoded(role):
-    decode, one = worker(role), request(first_token_at=4.0)
+    decode, one = worker(role), request(first_token_at=4.0, is_prefilled=True)
     decode.submit(one, 5.0)
     finish(decode)
 

@@ -4,7 +4,7 @@ import pytest
 
 from dynamo.planner.observation import Replicas
 from dynamo.simulate import plan_arrivals, plan_cluster, plan_worker
-from dynamo.simulate.plan_cluster import PlanCluster, WorkerOrder
+from dynamo.simulate.plan_cluster import PlanCluster, WorkerDeath, WorkerOrder
 from dynamo.simulate.plan_run import PlanScenario, feed, run, run_fixed
 from dynamo.simulate.plan_worker import Request, h100_8b
 
@@ -160,6 +160,81 @@ def test_three_prefill_workers_beat_two_of_the_published_split():
 
     assert published.mean_latency > 3 * better.mean_latency
     assert better.gpu_seconds == pytest.approx(published.gpu_seconds, rel=0.01)
+
+
+def test_answer_of_a_worker_that_dies_goes_on_elsewhere_from_the_same_token():
+    cluster = make_cluster(1, 2)
+    request = Request(at=0.0, num_prompt=3000, num_output=150)
+    cluster.submit(request)
+    cluster.schedule_death(WorkerDeath(0.5, "decode"))
+    cluster.run_until(0.6)
+    num_earlier = request.num_earlier
+    cluster.run_until(30)
+    undisturbed = Request(at=30.0, num_prompt=3000, num_output=150)
+    cluster.submit(undisturbed)
+    cluster.run_until(60)
+    cluster.stop()
+    lost_s = request.ended_at - (undisturbed.ended_at - 30.0)
+
+    assert 10 < num_earlier < 100
+    assert (request.answer_len, cluster.num_migrated) == (150, 1)
+    assert request.ttft_s == pytest.approx(undisturbed.ttft_s)
+    assert lost_s == pytest.approx(TIMES.prefill_s(3000 + num_earlier), rel=0.2)
+    assert cluster.gpu_seconds == pytest.approx(2 * 60 + 0.5)
+    assert [event.text for event in cluster.events] == [
+        "a decode worker died, requests that migrate: 1"
+    ]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_death_loses_no_request_and_counts_each_arrival_and_first_token_once(role):
+    requests = plan_arrivals.sinusoidal(seed=1, duration_s=60)
+    scenario = PlanScenario(
+        requests=requests, times=TIMES, startup_s=5.0, deaths=[WorkerDeath(31.3, role)]
+    )
+    observed = []
+
+    def keep(observation):
+        observed.append(observation)
+        return WorkerOrder(Replicas(3, 1))
+
+    result = run(scenario, "fixed", keep, Replicas(3, 1))
+
+    assert (result.num_lost, result.num_migrated > 0) == (0, True)
+    assert sum(o.traffic.value.num_requests for o in observed) == len(requests)
+    assert [e.kind for e in result.events] == ["death"]
+    assert min(getattr(o, role).num_ready for o in observed) == (2 if role == "prefill" else 0)
+    assert getattr(observed[-1], role).num_ready == (3 if role == "prefill" else 1)
+
+
+def test_aggregated_worker_that_dies_hands_over_what_it_computes_and_what_waits():
+    cluster = PlanCluster(TIMES, is_aggregated=True)
+    cluster.add_ready(Replicas(0, 2))
+    requests = [Request(at=0.0, num_prompt=6000, num_output=40) for _ in range(12)]
+    for request in requests:
+        cluster.submit(request)
+    cluster.schedule_death(WorkerDeath(0.7, "decode"))
+    cluster.run_until(60)
+
+    assert cluster.num_migrated == 6
+    assert cluster.num_ended == 12
+    assert {request.answer_len for request in requests} == {40}
+
+
+def test_failing_start_is_billed_reported_once_and_then_replaced():
+    cluster = make_cluster(1, 1, startup_s=60.0)
+    cluster.num_failing_starts = 1
+    cluster.scale(Replicas(2, 1))
+    cluster.run_until(70)
+    failed, after = cluster.observe(10).prefill, cluster.observe(10).prefill
+    cluster.scale(Replicas(2, 1))
+    cluster.run_until(140)
+    cluster.stop()
+
+    assert (failed.num_ordered, failed.num_failed, failed.failure) == (1, 1, "injected")
+    assert after.num_failed == 0
+    assert cluster.observe(10).prefill.num_ready == 2
+    assert cluster.gpu_seconds == 2 * 140 + 60 + 70
 
 
 @pytest.mark.parametrize("num_blocks", [0, 3])

@@ -55,6 +55,7 @@ def test_request_joins_at_the_end_of_the_step_that_runs():
     worker = PlanWorker("decode", TIMES)
     first, second = request(num_prompt=10), request(at=0.0061, num_prompt=10, num_output=2)
     first.first_token_at = second.first_token_at = 0.0
+    first.is_prefilled = second.is_prefilled = True
     serve(worker, [first, second])
 
     step = TIMES.decode_s(0)
@@ -99,6 +100,7 @@ def test_computed_prompt_goes_ahead_of_prompts_that_wait():
     prompts = [request(num_prompt=8192) for _ in range(4)]
     computed = request(num_output=2)
     computed.first_token_at = 0.0
+    computed.is_prefilled = True
     serve(worker, [*prompts, computed])
 
     assert computed.ended_at < prompts[1].first_token_at + TIMES.decode_s(1)

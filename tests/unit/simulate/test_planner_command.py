@@ -54,6 +54,22 @@ def test_samples_have_the_arrivals_and_the_workers_of_each_interval():
     assert [s.attainment for s in samples] == [1.0, 1.0]
 
 
+def test_injected_failures_are_answered_and_written_with_the_decisions(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    argv = ["plan", "--seeds", "1", "--policy", "predictive", "--kill", "100:prefill,200:decode"]
+    code = command.main([*argv, "--failing-starts", "1", "--output", str(file)])
+    (row,) = json.loads(file.read_text())
+    kinds = [event["kind"] for event in row["events"]]
+    texts = [event["text"] for event in row["events"]]
+    out = " ".join(capsys.readouterr().out.split())
+
+    assert (code, row["num_lost"], row["num_migrated"] > 0) == (0, 0, True)
+    assert (kinds.count("death"), kinds.count("failed start")) == (2, 1)
+    assert any("ended before serving (injected)" in text for text in texts)
+    assert "killed at 100:prefill, 200:decode, the first 1 starts fail" in out
+    assert "migrated" in out
+
+
 def test_profile_is_written_in_the_originals_format(tmp_path, capsys):
     assert command.main(["plan", "--write-profile", str(tmp_path)]) == 0
     profile = profile_files.read_profile(tmp_path)
@@ -63,7 +79,15 @@ def test_profile_is_written_in_the_originals_format(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--policy", "magic"], ["--initial", "four"], ["--trace", "/nowhere.csv"]]
+    "flags",
+    [
+        ["--policy", "magic"],
+        ["--initial", "four"],
+        ["--trace", "/nowhere.csv"],
+        ["--kill", "soon"],
+        ["--kill", "5:router"],
+        ["--kill", "5:prefill", "--mode", "agg"],
+    ],
 )
 def test_wrong_flags_end_with_status_2(flags, capsys):
     assert command.main(["plan", *flags]) == 2
