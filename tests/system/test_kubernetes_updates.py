@@ -5,6 +5,8 @@ import contextlib
 import json
 import os
 import pathlib
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -15,7 +17,8 @@ from kube_articles import run
 from waiting import PATIENT_S, eventually
 
 pytestmark = pytest.mark.system
-EXAMPLE = pathlib.Path(__file__).parents[2] / "deploy" / "examples" / "mocker.yaml"
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLE = ROOT / "deploy" / "examples" / "mocker.yaml"
 OUR_KINDS = (
     "dgd,dcd,dwm,dm,deployments,replicasets,pods,services,roles,rolebindings,serviceaccounts"
 )
@@ -185,15 +188,18 @@ def test_planner_sets_the_workers_and_shows_its_metrics_to_others(cluster):
 
 
 @contextlib.asynccontextmanager
-async def steady_load(url):
-    """Send requests at a steady rate; yield the list of their outcomes, which is whole at the end."""
+async def steady_load(url, body, *, per_s=REQUESTS_PER_S, read=lambda answer: answer.status_code):
+    """Send requests at a steady rate, each over its own connection, so that a service chooses a pod for each.
+
+    Yield the list of their outcomes, as `read` makes them of answers; it is whole at the end.
+    """
     outcomes, open_requests, stop = [], set(), asyncio.Event()
-    async with httpx.AsyncClient(timeout=PATIENT_S) as client:
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=PATIENT_S, limits=limits) as client:
 
         async def ask():
             try:
-                answer = await client.post(f"{url}/v1/chat/completions", json=make_body())
-                outcomes.append(answer.status_code)
+                outcomes.append(read(await client.post(url, json=body)))
             except httpx.HTTPError as error:
                 outcomes.append(repr(error))
 
@@ -202,7 +208,7 @@ async def steady_load(url):
                 task = asyncio.create_task(ask())
                 open_requests.add(task)
                 task.add_done_callback(open_requests.discard)
-                await asyncio.sleep(1 / REQUESTS_PER_S)
+                await asyncio.sleep(1 / per_s)
 
         sending = asyncio.create_task(send())
         try:
@@ -232,7 +238,7 @@ async def test_change_of_arguments_and_its_reversal_lose_no_request(cluster, url
         return worker_pods(cluster)
 
     first = worker_pods(cluster)
-    async with steady_load(url) as outcomes:
+    async with steady_load(f"{url}/v1/chat/completions", make_body()) as outcomes:
         changed = await asyncio.to_thread(change)
         reverted = await asyncio.to_thread(change_and_revert)
 
@@ -242,3 +248,65 @@ async def test_change_of_arguments_and_its_reversal_lose_no_request(cluster, url
     assert changed & reverted  # what served went on
     components = run(cluster, "get", "dcd", "-o", "name").split()
     assert len(components) == 2  # one generation of workers
+
+
+@contextlib.asynccontextmanager
+async def deployed_graph(cluster, example, *arguments):
+    """Deploy a graph of an example by the command.
+
+    Yield its address, and what updates it by further arguments and returns when the former pods have gone.
+    """
+    name = example.replace("_", "-")
+
+    def dynamo(action, *more):
+        subprocess.run(
+            [sys.executable, "-m", "dynamo.cli", "deployment", action, *more],
+            cwd=ROOT / "examples" / example,
+            env=cluster.environ,
+            check=True,
+            timeout=PATIENT_S,
+        )
+
+    def pods():
+        label = f"nvidia.com/dynamo-graph-deployment-name={name}"
+        return set(run(cluster, "get", "pods", "-l", label, "-o", "name").split())
+
+    def update(*changes):
+        before = pods()
+        dynamo("update", *arguments, "-n", name, *changes)
+        assert pods() - before
+        eventually(lambda: len(pods()) == len(before), what="former pods gone", every_s=0.3)
+
+    await asyncio.to_thread(dynamo, "create", *arguments, "-n", name)
+    service = ("get", f"svc/{name}-frontend", "-o", "jsonpath={.spec.clusterIP}")
+    yield f"http://{run(cluster, *service)}:8000", update
+    await asyncio.to_thread(dynamo, "delete", name)
+
+
+async def test_update_of_commands_by_the_command_loses_no_request(cluster):
+    graph = (
+        "graphs.agg:Frontend", "--image", "dynamo-serving/vllm-runtime:0.1.0",
+        f"--Frontend.served-model-name={MODEL}", "--Frontend.port=8000",
+        "--VllmWorker.ServiceArgs.module=dynamo.mocker", "--VllmWorker.speedup-ratio=0",
+    )  # fmt: skip
+    async with (
+        deployed_graph(cluster, "llm", *graph) as (url, update),
+        steady_load(f"{url}/v1/chat/completions", make_body()) as outcomes,
+    ):
+        await asyncio.to_thread(update, "--VllmWorker.max-num-seqs=32")
+
+    assert {outcome: outcomes.count(outcome) for outcome in set(outcomes)} == {200: len(outcomes)}
+
+
+async def test_update_of_classes_by_the_command_loses_no_request(cluster):
+    graph = ("hello_world:Frontend", "--with-sources", "-f", "config.yaml")
+    body, read = {"text": "test"}, lambda answer: answer.text
+    async with (
+        deployed_graph(cluster, "hello_world", *graph) as (url, update),
+        steady_load(f"{url}/generate", body, per_s=5, read=read) as outcomes,
+    ):
+        await asyncio.to_thread(update, "--Backend.message=end")
+
+    # of both versions, and all whole
+    expected = {f"Frontend: Middle: Backend: test-mid-{end}\n" for end in ("back", "end")}
+    assert set(outcomes) == expected
