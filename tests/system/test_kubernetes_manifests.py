@@ -179,7 +179,7 @@ def test_manifest_of_the_original_becomes_ready_and_answers(cluster, name):
 def test_request_profiles_the_simulated_engine_and_deploys_it(cluster):
     config = {
         "sla": {"isl": 64, "osl": 16, "ttft": 200, "itl": 20},
-        "sweep": {"budgetMinutes": 0.2},
+        "sweep": {"budgetMinutes": 0.5},
         "hardware": {"num_gpus_per_node": 2},
     }
     request = {

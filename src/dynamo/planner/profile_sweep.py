@@ -8,6 +8,8 @@ The sweep's client streams prompts of exact length to a frontend, and takes the 
 """
 
 import asyncio
+import itertools
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -44,11 +46,35 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSize(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's model card says of it."""
+    """What a worker's model card says of it, and its flags of its GPUs."""
 
     num_kv_tokens: int
     max_num_seqs: int
     context_length: int
+    num_gpus: int = 1
+
+
+_PARALLEL_FLAGS = {  # of vLLM, SGLang and TensorRT-LLM
+    "tensor": ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
+    "pipeline": ("--pipeline-parallel-size", "-pp", "--pp-size", "--pp"),
+    "data": ("--data-parallel-size", "-dp", "--dp-size", "--dp"),
+}
+
+
+def count_gpus(worker_flags: Sequence[str]) -> int:
+    """Return the GPUs of a worker with these flags. Raises ConfigError for a size that is no number above 0."""
+    words = [word for flag in worker_flags for word in flag.split("=", 1)]
+    sizes = dict.fromkeys(_PARALLEL_FLAGS, 1)
+    for name, value in itertools.pairwise(words):
+        for kind, names in _PARALLEL_FLAGS.items():
+            if name.replace("_", "-") in names:
+                sizes[kind] = int(value) if value.isdecimal() else 0
+    if "--enable-dp-attention" in words:  # SGLang: data parallelism within the GPUs of the others
+        del sizes["data"]
+    if not all(sizes.values()):
+        flags = " ".join(worker_flags)
+        raise errors.ConfigError(f"--worker-flags: expected parallel sizes above 0, got {flags}")
+    return math.prod(sizes.values())
 
 
 def plan_cells(size: EngineSize, isl: int, osl: int) -> list[Cell]:
@@ -63,7 +89,7 @@ def plan_cells(size: EngineSize, isl: int, osl: int) -> list[Cell]:
         decode += [Cell("decode", context, number) for number in numbers if number > 0]
     prefill = [Cell("prefill", length) for length in lengths]
     orders = (_spread(prefill), _spread(decode))
-    keyed = [(i / len(cells), cell) for cells in orders for i, cell in enumerate(cells)]
+    keyed = [(max(0, i - 1) / len(cells), cell) for cells in orders for i, cell in enumerate(cells)]
     return [cell for _, cell in sorted(keyed, key=lambda pair: pair[0])]
 
 
@@ -130,14 +156,14 @@ def make_profile(results: Sequence[CellResult], size: EngineSize, osl: int) -> W
         if result.cell.kind == "decode":
             context = result.cell.context + osl / 2
             usage = result.cell.concurrency * context / size.num_kv_tokens
-            rate = result.cell.concurrency / result.seconds
+            rate = result.cell.concurrency / result.seconds / size.num_gpus
             points.append(DecodePoint(min(1.0, usage), context, result.seconds, rate))
     if not prefill or not points:
         return None
     curve = PrefillCurve(
         isl=tuple(float(r.cell.context) for r in prefill),
         ttft_s=tuple(r.seconds for r in prefill),
-        throughput=tuple(r.cell.context / r.seconds for r in prefill),
+        throughput=tuple(r.cell.context / r.seconds / size.num_gpus for r in prefill),
     )
     return WorkerProfile(
         prefill=curve, decode=DecodeSurface(points, max_kv_tokens=size.num_kv_tokens)
@@ -150,20 +176,34 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     mode: Literal["agg", "disagg"]
     num_prefill: int
     num_decode: int  # or aggregated
+    gpus_per_worker: int
     requests_per_s: float
+    tokens_per_s_per_gpu: float  # of answers
     ttft_ms: float  # of one prompt on an idle worker
     itl_ms: float  # of an idle worker
     unreachable: str = ""
 
 
 def recommend(
-    profile: WorkerProfile, *, isl: int, osl: int, targets: Targets, num_workers: int
+    profile: WorkerProfile,
+    *,
+    isl: int,
+    osl: int,
+    targets: Targets,
+    num_workers: int,
+    num_gpus: int = 1,
 ) -> Recommendation:
-    """Compare aggregated workers with all splits of as many, at least one."""
+    """Compare aggregated workers with all splits of as many, at least one; each has `num_gpus` GPUs."""
     shape = RequestShape(isl=isl, osl=osl, context=isl + osl / 2)
 
     def sizing(mode: Literal["agg", "disagg"]) -> Sizing:
-        scaled = Targets(mode=mode, ttft_s=targets.ttft_s, itl_s=targets.itl_s)
+        scaled = Targets(
+            mode=mode,
+            ttft_s=targets.ttft_s,
+            itl_s=targets.itl_s,
+            prefill_gpus=num_gpus,
+            decode_gpus=num_gpus,
+        )
         return Sizing(profile, scaled, Headroom(), shape, burstiness=1.0)
 
     rates = {("agg", 0, num_workers): num_workers * sizing("agg").prompts_per_s}
@@ -178,7 +218,9 @@ def recommend(
         mode="agg" if mode == "agg" else "disagg",
         num_prefill=num_prefill,
         num_decode=num_decode,
+        gpus_per_worker=num_gpus,
         requests_per_s=rate,
+        tokens_per_s_per_gpu=rate * osl / num_workers / num_gpus,
         ttft_ms=profile.prefill.prompt_s(isl) * 1e3,
         itl_ms=profile.decode.itl_s(0.0, shape.context) * 1e3,
         unreachable=split.unreachable,

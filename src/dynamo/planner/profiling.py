@@ -54,7 +54,7 @@ class ProfilerConfig:
     budget_minutes: float = config.option(30.0, help="minutes until the sweep ends", least=0.01)
     workers: int | None = config.option(
         None,
-        help="workers of the recommendation (default: as many as this machine has GPUs, else cores)",
+        help="workers of the recommendation (default: as many as fit this machine's GPUs, else its cores)",
         least=1,
     )
     report: Literal["text", "json"] = config.option(
@@ -90,6 +90,7 @@ class _Sweep:
         self._settings, self._targets, self._guard = settings, targets, guardian
         self._directory = Path(settings.output)
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._num_gpus = profile_sweep.count_gpus(shlex.split(settings.worker_flags))
         self._results = self._read_results()
         self._clock = clocks.SystemClock()
         self._interruption: signal.Signals | None = None
@@ -168,6 +169,7 @@ class _Sweep:
             num_kv_tokens=num_kv_tokens,
             max_num_seqs=int(facts["model_max_num_seqs"]) or 256,
             context_length=min(int(facts["model_context_length"]) or num_kv_tokens, num_kv_tokens),
+            num_gpus=self._num_gpus,
         )
 
     async def _restart(self, pool: supervisor.Supervisor, loss: str) -> None:
@@ -267,15 +269,16 @@ class _Sweep:
         profile = profile_sweep.make_profile(results, size, settings.osl)
         assert profile is not None, "nothing is missing"
         machine = children.machine_resources(os.environ)
-        num_workers = settings.workers or len(machine.devices) or len(machine.cores)
+        num_places = (len(machine.devices) or len(machine.cores)) // self._num_gpus
         choice = profile_sweep.recommend(
             profile,
             isl=settings.isl,
             osl=settings.osl,
             targets=self._targets,
-            num_workers=num_workers,
+            num_workers=settings.workers or max(1, num_places),
+            num_gpus=self._num_gpus,
         )
-        text = describe(choice, settings)
+        text = describe(choice, settings, has_gpus=bool(machine.devices))
         (self._directory / "recommendation.txt").write_text(text, "utf-8")
         if settings.report == "json":
             text = msgspec.json.encode(choice).decode() + "\n"
@@ -291,15 +294,21 @@ class _Sweep:
         _say(f"wrote {self._directory}")
 
 
-def describe(choice: profile_sweep.Recommendation, settings: ProfilerConfig) -> str:
-    """Return the recommendation as text with a line to paste into a shell."""
+def describe(
+    choice: profile_sweep.Recommendation, settings: ProfilerConfig, *, has_gpus: bool
+) -> str:
+    """Return the recommendation as text with a line to paste into a shell; with GPUs, each worker gets its own."""
+    num_gpus = choice.gpus_per_worker
+    unit = f"GPU, with {num_gpus} GPUs per worker" if num_gpus > 1 else "worker"
     roles = f"--workers {choice.num_decode}"
     roles += f" --prefill {choice.num_prefill}" if choice.num_prefill else ""
+    roles += f" --devices-per-worker {num_gpus}" if has_gpus else ""
     flags = f" --worker-flags {shlex.quote(settings.worker_flags)}" if settings.worker_flags else ""
     model = f" {shlex.quote(settings.model)}" if settings.model else ""
     notes = f"cannot be met: {choice.unreachable}\n" if choice.unreachable else ""
     return (
-        f"{choice.mode}: {choice.requests_per_s:.3g} requests/s of {settings.isl}+{settings.osl} tokens;"
+        f"{choice.mode}: {choice.requests_per_s:.3g} requests/s of {settings.isl}+{settings.osl} tokens,"
+        f" {choice.tokens_per_s_per_gpu:.3g} output tokens/s per {unit};"
         f" idle worker: TTFT {choice.ttft_ms:.0f} ms, ITL {choice.itl_ms:.1f} ms\n{notes}"
         f"dynamo serve{model} --engine {settings.backend} {roles}{flags}\n"
     )

@@ -1,9 +1,13 @@
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.planner import profile_sweep
+from dynamo.base import errors
+from dynamo.planner import profile_sweep, profiling
 from dynamo.planner.policies import Targets
+from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
+from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
 from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize
 from planner_cases import make_profile
 
@@ -123,3 +127,77 @@ def test_recommendation_says_which_target_cannot_be_met():
     )
 
     assert "TTFT" in choice.unreachable
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_gpus"),
+    [
+        ("", 1),
+        ("--max-num-seqs 64 --tensor-parallel-size 4", 4),
+        ("-tp=2 -pp 2 --data-parallel-size=2", 8),
+        ("--tensor_parallel_size 2 --tp 4", 4),
+        ("--tp-size 8 --dp-size 8 --enable-dp-attention", 8),
+    ],
+)
+def test_gpus_of_a_worker_follow_from_its_parallel_sizes(flags, num_gpus):
+    assert profile_sweep.count_gpus(flags.split()) == num_gpus
+
+
+@pytest.mark.parametrize("flags", ["--tp 0", "--tp two"])
+def test_parallel_size_that_is_no_number_above_zero_is_refused(flags):
+    with pytest.raises(errors.ConfigError, match=flags):
+        profile_sweep.count_gpus(flags.split())
+
+
+def test_throughput_of_four_gpus_is_that_of_the_published_profile():
+    """Published for four GPUs: 48.37 ms and 15,505 tokens/s per GPU in prefill, 4.83 ms and 51.22 in decode."""
+    size = EngineSize(num_kv_tokens=900_000, max_num_seqs=64, context_length=8192, num_gpus=4)
+    results = [
+        CellResult(cell=Cell("prefill", 3000), seconds=0.04837),
+        CellResult(cell=Cell("decode", 3000, 1), seconds=0.00483),
+    ]
+    profile = profile_sweep.make_profile(results, size, osl=150)
+
+    assert profile.prefill.throughput == (pytest.approx(15_505, abs=1),)
+    assert profile.decode.points[0].throughput == pytest.approx(51.22, rel=0.02)
+
+
+def test_throughput_of_a_gpu_gives_the_published_requests_per_second():
+    """Published for prompts of 3,000 tokens: 110,893 tokens/s of a GPU are 36.96 requests/s."""
+    curve = PrefillCurve(isl=(3000.0,), ttft_s=(0.027,), throughput=(110_893.0,))
+    decode = DecodeSurface([DecodePoint(0.1, 3150.0, 0.005, 1e6)], max_kv_tokens=945_029)
+    shape = RequestShape(isl=3000, osl=300, context=3150)
+    profile = WorkerProfile(prefill=curve, decode=decode)
+    sizing = Sizing(profile, Targets(mode="disagg"), Headroom(), shape, burstiness=1.0)
+
+    assert sizing.prompts_per_s == pytest.approx(36.96, abs=0.005)
+
+
+def test_recommendation_counts_the_gpus_of_a_worker():
+    cells = profile_sweep.plan_cells(SIZE, 1000, 100)
+    results = [CellResult(cell=cell, seconds=cell.context * 1e-5) for cell in cells]
+
+    def recommend(num_gpus):
+        size = msgspec.structs.replace(SIZE, num_gpus=num_gpus)
+        profile = profile_sweep.make_profile(results, size, osl=100)
+        return profile_sweep.recommend(
+            profile, isl=1000, osl=100, targets=Targets(), num_workers=2, num_gpus=num_gpus
+        )
+
+    of_one, of_four = recommend(1), recommend(4)
+    assert of_four.gpus_per_worker == 4
+    assert of_four.requests_per_s == pytest.approx(of_one.requests_per_s)
+    assert of_one.tokens_per_s_per_gpu == pytest.approx(of_one.requests_per_s * 100 / 2)
+    assert of_four.tokens_per_s_per_gpu == pytest.approx(of_one.tokens_per_s_per_gpu / 4)
+
+
+def test_serve_line_gives_each_worker_its_gpus():
+    choice = profile_sweep.recommend(
+        make_profile(), isl=3000, osl=150, targets=Targets(), num_workers=2, num_gpus=4
+    )
+    settings = profiling.ProfilerConfig(backend="vllm", model="m", worker_flags="-tp 4")
+    text = profiling.describe(choice, settings, has_gpus=True)
+
+    assert "per GPU, with 4 GPUs per worker" in text
+    assert text.endswith(" --devices-per-worker 4 --worker-flags '-tp 4'\n")
+    assert "--devices-per-worker" not in profiling.describe(choice, settings, has_gpus=False)
