@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             claims.run(config.load(claims.ClaimsConfig, prog=_PROG, argv=argv))
         elif argv[:1] == ["plan"]:
             planned = config.load(plan.PlanConfig, prog=_PROG, argv=argv)
-            plots = _load_plots(planned.plots)
+            plots = _load_plots(planned.plots, "--plots")
             plan.run(planned, None if plots is None else plots.write_plan)
         elif argv[:1] == ["replay"]:
             own = (replay.ReplayConfig, router_config.RouterConfig)
@@ -66,11 +66,12 @@ def _simulate_routing(settings: routing.SimulateConfig, router: router_config.Ro
         sys.stdout.write(f"wrote {page}\n")
 
 
-def _load_plots(output: str | None) -> ModuleType | None:
-    """Import the module that draws, if there is an output: it takes half a second. Raises ConfigError."""
-    if output is None:
+def _load_plots(directory: str | None, flag: str = "--output") -> ModuleType | None:
+    """Import the module that draws, if there is a directory for it: it takes half a second. Raises ConfigError."""
+    if directory is None:
         return None
-    return distribution.load_extra("dynamo.simulate.plots", feature="--output", extra="plots")
+    screen.check_output(flag, directory, is_directory=True)
+    return distribution.load_extra("dynamo.simulate.plots", feature=flag, extra="plots")
 
 
 def _caption(settings: routing.SimulateConfig) -> str:

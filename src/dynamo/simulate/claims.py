@@ -168,6 +168,7 @@ _CLAIMS: dict[str, tuple[str, Measure]] = {
 
 def run(settings: ClaimsConfig) -> None:
     """Measure the claims and print a table for each. Raises ConfigError."""
+    screen.check_output("--output", settings.output, is_directory=False)
     unknown = [name for name in settings.claim if name not in _CLAIMS]
     if unknown:
         raise errors.ConfigError(

@@ -145,6 +145,10 @@ class PlanConfig:
 
 def run(settings: PlanConfig, write: WriteReport | None) -> None:
     """Simulate, print the table, and write figures and plots. Raises ConfigError."""
+    screen.check_output("--write-profile", settings.write_profile, is_directory=True)
+    screen.check_output("--output", settings.output, is_directory=False)
+    if not settings.policy:
+        raise errors.ConfigError(f"--policy: expected some of {', '.join(plan_policies.NAMES)}")
     times = plan_policies.read_times(settings.profile)
     if settings.write_profile is not None:
         directory = Path(settings.write_profile)

@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -86,10 +87,15 @@ def _read_azure(path: Path, limit: int | None) -> list[Request]:
                 )
                 if limit is not None and len(requests) >= limit:
                     break
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:  # TypeError: a row is too short
         raise errors.ConfigError(
             f"--trace {path}: expected a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens: {error}"
         ) from error
+    if not requests or requests[-1].at == 0:
+        raise errors.ConfigError(f"--trace {path}: expected requests at two times at least")
+    for number, (earlier, later) in enumerate(itertools.pairwise(requests), 3):
+        if earlier.at > later.at:
+            raise errors.ConfigError(f"{path}:{number}: expected times in rising order")
     return requests
 
 

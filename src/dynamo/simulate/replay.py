@@ -103,6 +103,7 @@ def run(
 ) -> None:
     """Replay, print the table, and write figures and plots. Raises ConfigError."""
     routing.check_policies(settings.policy)
+    screen.check_output("--report-json", settings.report_json, is_directory=False)
     if not settings.trace:
         raise errors.ConfigError("expected --trace FILE …, the request trace of a frontend")
     paths = [Path(name) for name in settings.trace]

@@ -102,12 +102,12 @@ class SimulateConfig:
             raise errors.ConfigError(
                 "expected --trace FILE, or --engine batch for a synthetic workload"
             )
-        if not self.policy:
-            raise errors.ConfigError("--policy: expected at least one")
 
 
 def check_policies(names: tuple[str, ...]) -> None:
-    """Raise ConfigError for an unknown policy, or one that selects no worker."""
+    """Raise ConfigError for an unknown policy, or one that selects no worker, and without any."""
+    if not names:
+        raise errors.ConfigError("--policy: expected at least one")
     unknown = [name for name in names if name not in POLICIES or name == "direct"]
     if unknown:
         choices = ", ".join(name for name in POLICIES if name != "direct")

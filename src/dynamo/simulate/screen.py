@@ -1,12 +1,14 @@
-"""The output of a simulation on a terminal: a progress bar and a table. The only module that imports rich."""
+"""The output of a simulation: a progress bar, a table, and files. The only module that imports rich."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from rich import box, console, progress, table
 
+from dynamo.base import errors
 from dynamo.simulate.routing import OnProgress
 from dynamo.simulate.simulation import PolicySummary
 
@@ -50,6 +52,18 @@ def progress_bar(policy: str, num_requests: int) -> Iterator[OnProgress]:
     with progress.Progress(console=console.Console(stderr=True), transient=True) as display:
         task = display.add_task(policy, total=num_requests)
         yield lambda num_done: display.update(task, completed=num_done)
+
+
+def check_output(flag: str, path: str | None, *, is_directory: bool) -> None:
+    """Make sure, before anything is simulated, that an output can be written. Raises ConfigError."""
+    if path is None:
+        return
+    try:
+        (Path(path) if is_directory else Path(path).parent).mkdir(parents=True, exist_ok=True)
+        if not is_directory:
+            Path(path).open("a").close()
+    except OSError as error:
+        raise errors.ConfigError(f"{flag} {path}: cannot be written: {error.strerror}") from error
 
 
 def print_summaries(summaries: Sequence[PolicySummary], caption: str) -> None:

@@ -61,6 +61,35 @@ def test_invalid_settings_print_one_sentence_and_exit_with_two(argv, complaint, 
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", "--output"],
+        ["plan", "--plots"],
+        ["plan", "--write-profile"],
+        ["replay", "--report-json"],
+        ["replay", "--output"],
+        ["routing", "--engine", "batch", "--output"],
+        ["disagg", "--output"],
+        ["tiers", "--output"],
+        ["claims", "--output"],
+    ],
+)
+def test_output_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    argv, tmp_path, capsys
+):
+    (tmp_path / "file").touch()
+
+    assert command.main([*argv, str(tmp_path / "file" / "below")]) == 2
+    assert f"{argv[-1]} {tmp_path}/file/below: cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["plan", "replay", "routing"])
+def test_no_policy_at_all_is_refused(name, capsys):
+    assert command.main([name, "--policy", "", "--trace", "/none"]) == 2
+    assert "--policy: expected" in capsys.readouterr().err
+
+
 def test_synthetic_workload_needs_no_trace(capsys):
     code = command.main(
         ["--engine", "batch", "--requests", "20", "--concurrency", "4", "--workers", "2",

@@ -113,6 +113,26 @@ def test_targets_may_have_units(capsys):
     assert "TTFT 500 ms, ITL 60 ms" in " ".join(capsys.readouterr().out.split())
 
 
+ROW = "2023-11-16 18:17:0{}.9799600,100,5\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ("", "expected requests at two times at least"),
+        (ROW.format(1) * 2, "expected requests at two times at least"),
+        (ROW.format(2) + ROW.format(1), "azure.csv:3: expected times in rising order"),
+        ("2023-11-16 18:17:01.9799600,100\n", "expected a CSV file with TIMESTAMP"),
+    ],
+)
+def test_trace_of_azure_that_cannot_be_used_is_refused(tmp_path, capsys, rows, complaint):
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+
+    assert command.main(["plan", "--trace", str(path), "--policy", "fixed"]) == 2
+    assert complaint in capsys.readouterr().err
+
+
 def test_sinusoidal_rate_swings_between_5_and_20():
     requests = plan_arrivals.sinusoidal(seed=1)
     peak = sum(30 <= r.at % 150 < 45 for r in requests) / 60
