@@ -72,6 +72,24 @@ def test_printed_curl_line_works_and_ctrl_c_leaves_nothing(deployment):
     assert not any(map(is_alive, pids))
 
 
+def test_ctrl_c_says_how_many_requests_it_waits_for(deployment):
+    flags = ("--engine", "mocker", "--worker-flags", "--speedup-ratio 1")
+    process = serve(deployment, port := ports.reserve(), *flags)
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": 500, "stream": True}
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=PATIENT_S) as answer:
+        chunks = answer.iter_lines()
+        next(chunks)
+        process.signal(signal.SIGINT)
+        eventually(
+            lambda: process.log.read_text().count("stopping; running requests: 1,") >= 2,
+            what="frontend and worker say it",
+        )
+        assert list(chunks)[-2] == "data: [DONE]"
+
+    assert process.exit_code() == 0
+
+
 def test_model_is_listed_stopped_and_its_log_shown_by_name(deployment, monkeypatch, capsys):
     monkeypatch.setenv("DYNAMO_HOME", deployment.environ["DYNAMO_HOME"])
     port = ports.reserve()

@@ -258,6 +258,7 @@ def test_service_is_ready_when_it_is_listed_and_ends_when_its_answers_have(deplo
     assert (early.status_code, early.json()["error"]["message"][:16]) == (503, "this service is ")
     assert (first, rest) == ("a: begun, ", "ended")
     assert served.exit_code() == 0
+    assert "stopping; running requests: " in served.log.read_text()
 
 
 def test_service_without_api_tells_its_health_at_the_system_port(deployment):

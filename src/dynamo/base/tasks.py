@@ -12,10 +12,14 @@ by `run_until`, even if it died before that was called: no task dies in silence.
 import asyncio
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+from dynamo.base import clock as clocks
+
 _CANCEL_AGAIN_S = 5.0  # longer than it takes to clean up
+_LOG_EVERY_S = 10.0
 
 
 class Tasks:
@@ -81,6 +85,27 @@ class Tasks:
         )
         if on_death is not None:
             on_death(error)
+
+
+async def wait_until_idle(
+    is_idle: asyncio.Event,
+    count_open: Callable[[], int],
+    *,
+    timeout_s: float,
+    clock: clocks.Clock,
+    log: logging.Logger,
+) -> bool:
+    """Wait until no request is open, and log every ten seconds how many are; return False if some outlive the time."""
+    deadline = clock.now() + timeout_s
+    while not is_idle.is_set():
+        left_s = deadline - clock.now()
+        if left_s <= 0:
+            return False
+        log.info("stopping; running requests: %d, for at most another %.0f s", count_open(), left_s)
+        with contextlib.suppress(TimeoutError):
+            async with clock.timeout(min(_LOG_EVERY_S, left_s)):
+                await is_idle.wait()
+    return True
 
 
 @contextlib.contextmanager

@@ -458,7 +458,6 @@ class Frontend:
         self._handlers.is_draining = True
         self._console.feed.end_all()
         limit_s = self._settings.http_graceful_shutdown_timeout_secs
-        _logger.info("stopping: running answers may take %g s to finish", limit_s)
         has_finished, _ = await asyncio.gather(
             self._server.drain(limit_s), self._grpc.stop(limit_s)
         )

@@ -239,12 +239,6 @@ class Host:
         if self._lora_adapters is not None:
             await self._lora_adapters.close()
         deadline = self._clock.now() + grace_s + timeout_s
-        if len(self._requests):
-            _logger.info(
-                "stopping: %d running requests may take %g s to finish",
-                len(self._requests),
-                timeout_s,
-            )
         for hook in self._hooks:
             await hook.leave()
         if not await self._runtime.drain(timeout_s, 0.0 if self._death else grace_s):

@@ -1,9 +1,11 @@
 import asyncio
 import contextlib
+import logging
 
 import pytest
 
 from dynamo.base import tasks
+from dynamo.testing.clock import VirtualClock
 
 
 async def for_ever():
@@ -154,3 +156,36 @@ async def test_cleaning_up_after_a_cancellation_is_not_cancelled_again():
     cleaning.cancel()
 
     assert await cleaning == "clean"
+
+
+async def test_wait_for_open_requests_says_every_ten_seconds_how_many_are_left(caplog):
+    caplog.set_level("INFO")
+    clock, is_idle, num_open = VirtualClock(), asyncio.Event(), 3
+    waiting = asyncio.ensure_future(
+        tasks.wait_until_idle(
+            is_idle, lambda: num_open, timeout_s=35.0, clock=clock, log=logging.getLogger("test")
+        )
+    )
+    await clock.advance(15.0)
+    num_open = 1
+    await clock.advance(10.0)
+    is_idle.set()
+
+    assert await waiting
+    assert caplog.messages == [
+        f"stopping; running requests: {num}, for at most another {left_s} s"
+        for num, left_s in ((3, 35), (3, 25), (1, 15))
+    ]
+
+
+async def test_wait_for_open_requests_ends_with_its_time():
+    clock = VirtualClock()
+    log = logging.getLogger("test")
+    waiting = asyncio.ensure_future(
+        tasks.wait_until_idle(asyncio.Event(), lambda: 1, timeout_s=12.0, clock=clock, log=log)
+    )
+    await clock.advance(11.9)
+    assert not waiting.done()
+    await clock.advance(0.1)
+
+    assert not await waiting

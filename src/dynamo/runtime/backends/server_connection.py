@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.base import clock, errors
+from dynamo.base import clock, errors, tasks
 from dynamo.observability import logs, metrics
 from dynamo.protocols import wire
 from dynamo.runtime import authentication, requests
@@ -73,12 +73,13 @@ class ServerState:
         self.is_draining = True
         for connection in list(self.connections):
             connection.say_goodbye("it is draining")
-        try:
-            async with self.settings.time.timeout(timeout_s):
-                await self._is_idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await tasks.wait_until_idle(
+            self._is_idle,
+            lambda: self._num_calls,
+            timeout_s=timeout_s,
+            clock=self.settings.time,
+            log=_log,
+        )
 
 
 class ServerCall:

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors, local_users, tasks
 from dynamo.runtime import listening
 from dynamo.runtime.http.exchange import ErrorBody, Exchange, Handler, Request
@@ -127,12 +128,13 @@ class HttpServer:
         if self._num_active == 0:
             return True
         self._idle.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await tasks.wait_until_idle(
+            self._idle,
+            lambda: self._num_active,
+            timeout_s=timeout_s,
+            clock=clocks.SystemClock(),
+            log=_logger,
+        )
 
     async def close(self) -> None:
         """Stop listening and cut all connections off. Idempotent."""
