@@ -52,6 +52,7 @@ def _simulate_routing(settings: routing.SimulateConfig, router: router_config.Ro
     settings.check()
     routing.check_policies(settings.policy)
     plots = _load_plots(settings.output)
+    screen.check_output("--report-json", settings.report_json, is_directory=False)
     trace = routing.read_workload(settings)
     summaries = []
     for policy in settings.policy:
@@ -61,6 +62,7 @@ def _simulate_routing(settings: routing.SimulateConfig, router: router_config.Ro
             )
     caption = _caption(settings)
     screen.print_summaries(summaries, caption)
+    screen.write_json(settings.report_json, [replay.summarise_policy(s) for s in summaries])
     if plots is not None and settings.output is not None:
         page = plots.write_report(summaries, caption, Path(settings.output))
         sys.stdout.write(f"wrote {page}\n")

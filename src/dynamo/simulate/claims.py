@@ -5,7 +5,6 @@ this package on simulated engines. Virtual time: a quarter of a minute for all o
 `dynamo.simulate` show the whole of each.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -182,6 +181,5 @@ def run(settings: ClaimsConfig) -> None:
         rows = [(*row[:3], words[row.holds]) for row in figures[name]]
         screen.print_table(COLUMNS, rows, caption)
         sys.stdout.flush()
-    if settings.output is not None:
-        text = json.dumps({name: [row._asdict() for row in rows] for name, rows in figures.items()})
-        Path(settings.output).write_text(text + "\n", "utf-8")
+    rows_by_name = {name: [row._asdict() for row in rows] for name, rows in figures.items()}
+    screen.write_json(settings.output, rows_by_name)

@@ -294,6 +294,9 @@ class DisaggConfig:
         help="leave out results with a longer mean time to first token, in seconds; 0: keep all",
         least=0,
     )
+    report_json: str | None = config.option(
+        None, help="file for the points of all curves and their ratios as JSON"
+    )
     output: str | None = config.option(
         None, help="directory for the plot (PNG); needs matplotlib (the extra plots)"
     )
@@ -310,7 +313,17 @@ class Case:
 
 def run(settings: DisaggConfig, write: WritePlot | None) -> None:
     """Simulate one and two nodes, print the table and write the plot, if `write` is given. Raises ConfigError."""
+    screen.check_output("--report-json", settings.report_json, is_directory=False)
     cases = [measure_case(settings, num_nodes) for num_nodes in (1, 2)]
+    figures = [
+        {
+            "num_nodes": case.num_nodes,
+            "points": {n: [p._asdict() for p in points] for n, points in case.points.items()},
+            "ratios": {n: [r._asdict() for r in ratios] for n, ratios in case.ratios.items()},
+        }
+        for case in cases
+    ]
+    screen.write_json(settings.report_json, figures)
     caption = (
         f"{settings.prompt_tokens} tokens in, {settings.output_tokens} out, 1 to {settings.concurrency} clients;"
         " gain: tokens per GPU over aggregated, at one speed for the user (tokens/s)"

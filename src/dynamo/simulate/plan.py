@@ -5,10 +5,9 @@ is scaled so that eight workers are half busy with it. `docs/planner.md` says ho
 """
 
 import functools
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -175,9 +174,7 @@ def run(settings: PlanConfig, write: WriteReport | None) -> None:
             (*row, f"{result.num_migrated}") for row, result in zip(table, results, strict=True)
         ]
     screen.print_table(columns, table, caption)
-    if settings.output is not None:
-        text = json.dumps([asdict(result) for result in results], indent=1)
-        Path(settings.output).write_text(text + "\n", "utf-8")
+    screen.write_json(settings.output, results)
     if write is not None and settings.plots is not None:
         page = write(results, screen.TableText(columns, table, caption), Path(settings.plots))
         sys.stdout.write(f"wrote {page}\n")

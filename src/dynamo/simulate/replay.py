@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-import msgspec
-
 from dynamo.base import config, errors
 from dynamo.router import config as router_config
 from dynamo.simulate import plan_policies, recorded, routing, screen, workload
@@ -140,8 +138,7 @@ def run(
         rows.append(summarise_policy(summaries[-1]))
     caption = _caption(settings, shape, trace, num_failed)
     screen.print_table(COLUMNS, [cells(row) for row in rows], caption)
-    if settings.report_json is not None:
-        Path(settings.report_json).write_text(msgspec.json.encode(rows).decode() + "\n", "utf-8")
+    screen.write_json(settings.report_json, rows)
     if write is not None and settings.output is not None:
         sys.stdout.write(f"wrote {write(summaries, caption, Path(settings.output))}\n")
 

@@ -87,6 +87,7 @@ class SimulateConfig:
         131_072, help="batch: bytes of a token in the cache, for these copies", least=1
     )
     seed: int = config.option(0, help="seed of all random draws")
+    report_json: str | None = config.option(None, help="file for the figures as JSON")
     output: str | None = config.option(
         None,
         help="directory for the plots (PNG) and report.html; needs matplotlib (the extra plots)",

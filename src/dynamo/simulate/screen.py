@@ -4,8 +4,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 from rich import box, console, progress, table
 
 from dynamo.base import errors
@@ -64,6 +65,13 @@ def check_output(flag: str, path: str | None, *, is_directory: bool) -> None:
             Path(path).open("a").close()
     except OSError as error:
         raise errors.ConfigError(f"{flag} {path}: cannot be written: {error.strerror}") from error
+
+
+def write_json(path: str | None, figures: Any) -> None:
+    """Write figures as JSON, if there is a file for them."""
+    if path is not None:
+        text = msgspec.json.format(msgspec.json.encode(figures), indent=1)
+        Path(path).write_bytes(text + b"\n")
 
 
 def print_summaries(summaries: Sequence[PolicySummary], caption: str) -> None:

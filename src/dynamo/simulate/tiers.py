@@ -17,7 +17,7 @@ from dynamo.base import config, errors
 from dynamo.engine.mock import memory
 from dynamo.protocols import blocks
 from dynamo.router import worker_load
-from dynamo.simulate import plan_worker
+from dynamo.simulate import plan_worker, screen
 from dynamo.simulate.workers import BatchWorker
 
 Rounds = Sequence[float]
@@ -43,6 +43,9 @@ class TiersConfig:
         ("5", "25", "50"), help="bandwidths of copies between the two, in GB/s"
     )
     kv_bytes_per_token: int = config.option(131_072, help="bytes of a token in the cache", least=1)
+    report_json: str | None = config.option(
+        None, help="file for the mean seconds to the first token of each round as JSON"
+    )
     output: str | None = config.option(None, help="directory for the plot, tiers.png")
 
 
@@ -106,6 +109,7 @@ def simulate(settings: TiersConfig, host_bytes_per_s: float | None) -> Rounds:
 
 def run(settings: TiersConfig, draw: DrawRounds | None) -> None:
     """Simulate all cells, and print each round with its change. Raises ConfigError."""
+    screen.check_output("--report-json", settings.report_json, is_directory=False)
     cells: dict[str, Rounds] = {"without": simulate(settings, None)}
     for text in settings.host_gb_per_s:
         try:
@@ -120,6 +124,7 @@ def run(settings: TiersConfig, draw: DrawRounds | None) -> None:
     )
     sys.stdout.write(f"{caption}\nmean seconds to first token, and the change by a host tier\n")
     sys.stdout.write("\n".join(format_rows(cells)) + "\n")
+    screen.write_json(settings.report_json, cells)
     if draw is not None and settings.output is not None:
         sys.stdout.write(f"wrote {draw(cells, caption, Path(settings.output))}\n")
 

@@ -70,7 +70,10 @@ def test_invalid_settings_print_one_sentence_and_exit_with_two(argv, complaint, 
         ["replay", "--report-json"],
         ["replay", "--output"],
         ["routing", "--engine", "batch", "--output"],
+        ["routing", "--engine", "batch", "--report-json"],
         ["disagg", "--output"],
+        ["disagg", "--report-json"],
+        ["tiers", "--report-json"],
         ["tiers", "--output"],
         ["claims", "--output"],
     ],
@@ -82,6 +85,28 @@ def test_output_that_cannot_be_written_is_refused_before_anything_is_simulated(
 
     assert command.main([*argv, str(tmp_path / "file" / "below")]) == 2
     assert f"{argv[-1]} {tmp_path}/file/below: cannot be written" in capsys.readouterr().err
+
+
+SMALL = {
+    "routing": ["--engine", "batch", "--requests", "40", "--policy", "random", "--cache-tokens", "9000"],
+    "disagg": ["--concurrency", "2"],
+    "tiers": ["--users", "2", "--rounds", "2", "--host-gb-per-s", "25"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_figures_are_written_as_json_where_no_plots_are(name, tmp_path, capsys):
+    file = tmp_path / "new" / "figures.json"
+    code = command.main([name, *SMALL[name], "--report-json", str(file)])
+    figures = json.loads(file.read_text())
+    keys = {
+        "routing": lambda: figures[0]["itl_s"]["p99"],
+        "disagg": lambda: figures[1]["points"]["conditional"][1]["per_gpu"],
+        "tiers": lambda: figures["25 GB/s"][1],
+    }
+
+    assert code == 0
+    assert keys[name]() > 0
 
 
 @pytest.mark.parametrize("name", ["plan", "replay", "routing"])
