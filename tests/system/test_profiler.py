@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 import processes
 from dynamo.planner import profile_files
@@ -62,6 +63,10 @@ def test_sweep_measures_what_an_interrupted_one_left_and_recommends(tmp_path):
     assert "3 of them measured before" in second.stderr
     assert len(file.read_bytes().splitlines()) == len(lines) + 1
     assert "dynamo serve --engine mocker" in second.stdout
+    graph = yaml.safe_load((tmp_path / "deployment.yaml").read_text())
+    workers = [s for s in graph["spec"]["services"].values() if s["componentType"] == "worker"]
+    assert sum(worker["replicas"] for worker in workers) == 3
+    assert f"kubectl apply -f {tmp_path}/deployment.yaml" in second.stderr
     assert profile_files.read_profile(tmp_path).prefill.prompt_s(64) > 0
 
 

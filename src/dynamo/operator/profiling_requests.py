@@ -7,7 +7,7 @@ changed nor made again.
 """  # decider
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -15,9 +15,8 @@ from dynamo.base import errors
 from dynamo.operator import api_types, causes, objects, pod_template
 from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.settings import OperatorConfig
+from dynamo.protocols import graph_deployment
 
-_GRAPH = "DynamoGraphDeployment"
-_FRONTEND_IMAGE = "nvidia/ai-dynamo/dynamo-frontend"
 _CONDITIONS = ("Validation", "Profiling", "SpecGenerated", "DeploymentReady")
 
 
@@ -66,15 +65,6 @@ class _Overrides(msgspec.Struct, rename="camel"):
     workers_image: str | None = None
 
 
-class ProfiledSize(msgspec.Struct, frozen=True):
-    """The last line of the profiler: how many workers of which kind."""
-
-    mode: Literal["agg", "disagg"]
-    num_prefill: int
-    num_decode: int
-    unreachable: str = ""
-
-
 def find_finished_pod(resource: Object, observed: Observed) -> str | None:
     """Return the name of the pod with a recommendation in its log that was not read yet."""
     if (resource.get("status") or {}).get("generatedDeployment"):
@@ -120,7 +110,7 @@ def decide(
         text = "the deployment stands in status.generatedDeployment; apply it"
         waiting = ("DeploymentReady", "NotApplied", text)
         return _report(resource, observed, "Ready", waiting, **status_change)
-    found = observed.find(_GRAPH, generated["metadata"]["name"])
+    found = observed.find(graph_deployment.KIND, generated["metadata"]["name"])
     if found is None and status.get("state") in ("Deploying", "Ready", "DeploymentDeleted"):
         text = f"the deployment {generated['metadata']['name']} was deleted"
         gone = ("DeploymentReady", "DeploymentDeleted", text)
@@ -133,11 +123,11 @@ def decide(
     return _report(resource, observed, "Deploying", cause, create=create, **status_change)
 
 
-def read_size(log: str) -> ProfiledSize:
+def read_size(log: str) -> graph_deployment.ProfiledSize:
     """Return the recommendation in a profiler's log. Raises ConfigError."""
     lines = [line for line in log.splitlines() if line.startswith("{")]
     try:
-        return msgspec.json.decode(lines[-1] if lines else "", type=ProfiledSize)
+        return msgspec.json.decode(lines[-1] if lines else "", type=graph_deployment.ProfiledSize)
     except msgspec.MsgspecError as error:
         raise errors.ConfigError(f"the profiler's log has no recommendation: {error}") from error
 
@@ -191,34 +181,11 @@ def _engine(spec: api_types.RequestSpec) -> str:
     return "mocker" if spec.use_mocker else spec.backend or "vllm"
 
 
-def make_deployment(resource: Object, spec: api_types.RequestSpec, size: ProfiledSize) -> Object:
+def make_deployment(
+    resource: Object, spec: api_types.RequestSpec, size: graph_deployment.ProfiledSize
+) -> Object:
     """Return the deployment of a size. Raises ConfigError."""
     overrides = _read_part(spec.deployment_overrides, _Overrides, "deploymentOverrides")
-    image = {"image": overrides.workers_image} if overrides.workers_image else {}
-
-    def make_worker(replicas: int, *flags: str) -> Object:
-        command = {
-            "command": ["python3", "-m", f"dynamo.{_engine(spec)}"],
-            "args": ["--model", spec.model, *flags],
-        }
-        worker: Object = {
-            "componentType": "worker",
-            "replicas": replicas,
-            "modelRef": {"name": spec.model},
-            "extraPodSpec": {"mainContainer": {**command, **image}},
-        }
-        return worker | ({} if spec.use_mocker else {"resources": {"limits": {"gpu": "1"}}})
-
-    frontend = {
-        "componentType": "frontend",
-        "replicas": 1,
-        "extraPodSpec": {"mainContainer": {"image": _FRONTEND_IMAGE}},
-    }
-    services: Object = {"Frontend": frontend, "Worker": make_worker(size.num_decode)}
-    if size.mode == "disagg":
-        services["Worker"]["subComponentType"] = "decode"
-        prefill = make_worker(size.num_prefill, "--is-prefill-worker")
-        services["PrefillWorker"] = {**prefill, "subComponentType": "prefill"}
     metadata = resource["metadata"]
     own: Object = {
         "name": overrides.name or metadata["name"],
@@ -227,12 +194,14 @@ def make_deployment(resource: Object, spec: api_types.RequestSpec, size: Profile
     }
     if overrides.annotations:
         own["annotations"] = overrides.annotations
-    return {
-        "apiVersion": api_types.API_VERSION,
-        "kind": _GRAPH,
-        "metadata": own,
-        "spec": {"services": services, "backendFramework": spec.backend or "vllm"},
-    }
+    worker = graph_deployment.WorkerTemplate(
+        engine=_engine(spec),
+        framework=spec.backend or "vllm",
+        model=spec.model,
+        image=overrides.workers_image,
+        has_gpus=not spec.use_mocker,
+    )
+    return graph_deployment.make_graph(own, worker, size)
 
 
 def _find_failure(job: Object | None, observed: Observed, resource: Object) -> str | None:

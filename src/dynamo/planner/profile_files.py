@@ -1,4 +1,4 @@
-"""The files of a profile, in the original's format; the only module of the planner that imports numpy.
+"""The files of a profile, in the original's format; the only module of the planner that imports numpy and yaml.
 
 A directory holds `selected_prefill_interpolation/raw_data.npz` with the arrays `prefill_isl`, `prefill_ttft` (ms) and
 `prefill_thpt_per_gpu`, and `selected_decode_interpolation/raw_data.npz` with `x_kv_usage`, `y_context_length`, `z_itl`
@@ -8,6 +8,7 @@ A directory holds `selected_prefill_interpolation/raw_data.npz` with the arrays 
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from dynamo.base import distribution, errors
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
@@ -63,6 +64,13 @@ def write_profile(profile: WorkerProfile, directory: Path) -> None:
         z_thpt_per_gpu=numpy.array([point.throughput for point in surface.points]),
         max_kv_tokens=numpy.array([surface.max_kv_tokens]),
     )
+
+
+def write_deployment(graph: Mapping[str, Any], notes: str, path: Path) -> None:
+    """Write a deployment in YAML below its notes, each line of which becomes a comment."""
+    yaml = distribution.load_extra("yaml", feature="a deployment's file", extra="planner")
+    comments = "".join(f"# {line}\n" for line in notes.splitlines())
+    path.write_text(comments + yaml.safe_dump(graph, sort_keys=False), "utf-8")
 
 
 def _read_arrays(path: Path, names: tuple[str, ...]) -> Mapping[str, list[float]]:

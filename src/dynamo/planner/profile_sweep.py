@@ -22,6 +22,7 @@ from dynamo.base import clock as clocks
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
+from dynamo.protocols import graph_deployment
 from dynamo.runtime.http import client
 
 _MOST_ANSWER = 400  # tokens that a decode cell may need
@@ -170,18 +171,13 @@ def make_profile(results: Sequence[CellResult], size: EngineSize, osl: int) -> W
     )
 
 
-class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
+class Recommendation(graph_deployment.ProfiledSize, frozen=True, kw_only=True):
     """The deployment with the most requests per second within the targets."""
 
-    mode: Literal["agg", "disagg"]
-    num_prefill: int
-    num_decode: int  # or aggregated
-    gpus_per_worker: int
     requests_per_s: float
     tokens_per_s_per_gpu: float  # of answers
     ttft_ms: float  # of one prompt on an idle worker
     itl_ms: float  # of an idle worker
-    unreachable: str = ""
 
 
 def recommend(

@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import shlex
 import signal
 import socket
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,9 +31,16 @@ from dynamo.planner import profile_files, profile_sweep, traffic_source
 from dynamo.planner.config import parse_duration_s
 from dynamo.planner.policies import Targets
 from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize, ProfileClient
+from dynamo.protocols import graph_deployment
 
 _PROG = "python -m dynamo.profiler"
 _MODEL = "profiled"
+_FRAMEWORKS = (
+    "vllm",
+    "sglang",
+    "trtllm",
+)  # of a graph; the first one's image serves our own engines, too
+_MOST_NAME = 40  # characters: names of pods are longer by those of their services
 _READY_S = 600.0
 _STOP_S = 35.0
 _SILENT_S = 60.0  # a worker that answers nothing for so long after a failure is lost
@@ -61,6 +69,11 @@ class ProfilerConfig:
         "text", help="form of the recommendation on standard output; json: one line for programs"
     )
     output: str = config.option("profiling_results", help="directory of profile, plots and results")
+    deployment: str | None = config.option(
+        None,
+        help="file of the recommendation for Kubernetes, a DynamoGraphDeployment (default: deployment.yaml in"
+        " the directory of --output)",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -280,6 +293,9 @@ class _Sweep:
         )
         text = describe(choice, settings, has_gpus=bool(machine.devices))
         (self._directory / "recommendation.txt").write_text(text, "utf-8")
+        file = Path(settings.deployment or self._directory / "deployment.yaml")
+        graph = make_deployment(choice, settings, has_gpus=bool(machine.devices))
+        profile_files.write_deployment(graph, text, file)
         if settings.report == "json":
             text = msgspec.json.encode(choice).decode() + "\n"
         sys.stdout.write(text)
@@ -291,7 +307,7 @@ class _Sweep:
                 "itl_ms": self._targets.itl_s * 1e3,
             }
             plots.draw(profile, self._directory / "profile.png", **targets_ms)
-        _say(f"wrote {self._directory}")
+        _say(f"wrote {self._directory}; on Kubernetes: kubectl apply -f {shlex.quote(str(file))}")
 
 
 def describe(
@@ -312,6 +328,23 @@ def describe(
         f" idle worker: TTFT {choice.ttft_ms:.0f} ms, ITL {choice.itl_ms:.1f} ms\n{notes}"
         f"dynamo serve{model} --engine {settings.backend} {roles}{flags}\n"
     )
+
+
+def make_deployment(
+    choice: profile_sweep.Recommendation, settings: ProfilerConfig, *, has_gpus: bool
+) -> dict[str, Any]:
+    """Return the recommendation as a DynamoGraphDeployment, named after the engine and the model."""
+    words = f"{settings.backend} {Path(settings.model or '').name}".lower()
+    name = "-".join(re.findall("[a-z0-9]+", words))[:_MOST_NAME].rstrip("-")
+    framework = settings.backend if settings.backend in _FRAMEWORKS else _FRAMEWORKS[0]
+    worker = graph_deployment.WorkerTemplate(
+        engine=settings.backend,
+        framework=framework,
+        model=settings.model,
+        flags=shlex.split(settings.worker_flags),
+        has_gpus=has_gpus and settings.backend != "mocker",
+    )
+    return graph_deployment.make_graph({"name": name}, worker, choice)
 
 
 def _say(text: str) -> None:

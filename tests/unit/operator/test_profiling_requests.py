@@ -1,9 +1,14 @@
 """What a DynamoGraphDeploymentRequest becomes: the profiler's Job, and the deployment of its recommendation."""
 
 import pytest
+import yaml
 
-from dynamo.operator import objects, profiling_requests
+from dynamo.base import errors
+from dynamo.operator import objects, profiling_requests, reviews
 from dynamo.operator.settings import OperatorConfig
+from dynamo.planner import profile_files, profile_sweep, profiling
+from dynamo.planner.policies import Targets
+from planner_cases import make_profile
 
 LOG = 'x\n{"mode":"agg","num_prefill":0,"num_decode":2}\n'
 
@@ -69,3 +74,69 @@ def test_log_is_read_until_there_is_a_deployment(generated):
 
     expected = None if generated else "p"
     assert expected == profiling_requests.find_finished_pod(request, observed)
+
+
+def recommend(tmp_path, num_workers, **options):
+    """Return the manifest that the profiler writes for a recommendation of so many workers of two GPUs."""
+    settings = profiling.ProfilerConfig(**options)
+    choice = profile_sweep.recommend(
+        make_profile(), isl=3000, osl=150, targets=Targets(), num_workers=num_workers, num_gpus=2
+    )
+    graph = profiling.make_deployment(choice, settings, has_gpus=True)
+    profile_files.write_deployment(graph, "two lines\nof notes", tmp_path / "deployment.yaml")
+    text = (tmp_path / "deployment.yaml").read_text()
+    assert text.startswith("# two lines\n# of notes\napiVersion: nvidia.com/v1alpha1\n")
+    return yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "vllm", "model": "Qwen/Qwen3-0.6B", "worker_flags": "-tp 2"},
+        {"backend": "native", "model": f"/models/{'x' * 80}"},
+        {"backend": "mocker"},
+    ],
+    ids=lambda options: options["backend"],
+)
+async def test_deployment_that_the_profiler_writes_is_valid(
+    cluster, tmp_path, num_workers, options
+):
+    written = recommend(tmp_path, num_workers, **options)
+    namespaced = {**written, "metadata": {**written["metadata"], "namespace": "default"}}
+    stored = await cluster.create(namespaced)
+    request = reviews.AdmissionRequest(uid="u", object=stored)
+    answer = reviews.answer_validation(reviews.AdmissionReview(request), OperatorConfig())
+
+    assert stored["spec"] == written["spec"]
+    assert answer["response"] == {"uid": "u", "allowed": True}
+
+
+async def test_deployment_that_is_not_valid_is_refused(cluster, tmp_path):
+    written = recommend(tmp_path, 1, backend="mocker")
+    written["spec"]["services"]["Worker"]["replicas"] = -1
+
+    with pytest.raises(errors.InvalidRequest, match="replicas"):
+        await cluster.create(
+            {**written, "metadata": {**written["metadata"], "namespace": "default"}}
+        )
+
+
+def test_worker_that_the_profiler_recommends_has_its_flags_and_gpus(tmp_path):
+    written = recommend(tmp_path, 1, backend="vllm", model="Qwen/Qwen3-0.6B", worker_flags="-tp 2")
+    worker = written["spec"]["services"]["Worker"]
+
+    assert written["metadata"]["name"] == "vllm-qwen3-0-6b"
+    assert worker["extraPodSpec"]["mainContainer"] == {
+        "command": ["python3", "-m", "dynamo.vllm"],
+        "args": ["--model", "Qwen/Qwen3-0.6B", "-tp", "2"],
+    }
+    assert worker["resources"] == {"limits": {"gpu": "2"}}
+
+
+def test_request_gives_workers_the_gpus_of_the_recommendation():
+    log = '{"mode":"disagg","num_prefill":1,"num_decode":2,"gpus_per_worker":4}\n'
+    services = decide(make_request(), log).status["generatedDeployment"]["spec"]["services"]
+
+    assert services["PrefillWorker"]["resources"] == {"limits": {"gpu": "4"}}
+    assert services["Worker"]["resources"] == {"limits": {"gpu": "4"}}
