@@ -96,8 +96,11 @@ class PlanConfig:
         help="workers that die, by second and pool, such as 120:prefill,300:decode: the busiest one, whose requests"
         " migrate",
     )
+    hanging_starts: int = config.option(
+        0, help="first so many starts of workers that never get ready", least=0
+    )
     failing_starts: int = config.option(
-        0, help="first so many starts of workers that end after --startup without serving", least=0
+        0, help="so many starts after them that end after --startup without serving", least=0
     )
     fixed_workers: int = config.option(4, help="workers of the fixed splits", least=1)
     seeds: int = config.option(5, help="seeds of sin and idle; figures are medians", least=1)
@@ -204,6 +207,7 @@ def make_scenarios(settings: PlanConfig, times: StepTimes) -> list[PlanScenario]
                 initial=observation.Replicas(0, sum(initial)) if is_aggregated else initial,
                 is_aggregated=is_aggregated,
                 deaths=deaths,
+                num_hanging_starts=settings.hanging_starts,
                 num_failing_starts=settings.failing_starts,
             )
         )
@@ -293,8 +297,9 @@ def _caption(settings: PlanConfig, scenarios: Sequence[PlanScenario]) -> str:
     requests, ttft_s, itl_s = scenarios[0].requests, scenarios[0].ttft_s, scenarios[0].itl_s
     servable = sum(request.is_servable for request in requests) / len(requests)
     injected = f", killed at {', '.join(settings.kill)}" if settings.kill else ""
-    if settings.failing_starts:
-        injected += f", the first {settings.failing_starts} starts fail"
+    for number, fate in ((settings.hanging_starts, "hang"), (settings.failing_starts, "fail")):
+        if number:
+            injected += f", first starts that {fate}: {number}"
     return (
         f"{Path(settings.trace).name}{', step' if settings.step else ''}: {len(requests):,} requests in"
         f" {requests[-1].at:,.0f} s, {servable:.1%} servable; {settings.profile}, {settings.mode},"

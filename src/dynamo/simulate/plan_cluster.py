@@ -5,7 +5,7 @@ the order of its start until it has drained. A prompt goes to the worker that wi
 prefix included; what a draining prefill worker has not begun goes to another one. Without a ready worker requests wait.
 A worker that changes its role drains first, and serves `role_change_s` seconds later; until then it counts as starting.
 A worker that dies does so at once: its requests migrate, as a frontend does it. A start that fails ends when it would
-have served.
+have served, and one that hangs is billed until it is withdrawn.
 """  # decider
 
 import bisect
@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from dynamo.planner import observation
 from dynamo.simulate.plan_worker import PlanWorker, Request, Role, StepResult, Timing
 
+_NONE = observation.Replicas(0, 0)
 _LENGTH_BUCKETS = (100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000, math.inf)
 
 
@@ -114,6 +115,7 @@ class WorkerOrder(NamedTuple):
 
     replicas: observation.Replicas
     role_changes: int = 0
+    withdrawals: observation.Replicas = _NONE  # starts to give up, the oldest, which are too slow
     reason: str = ""
 
 
@@ -129,7 +131,7 @@ class PlanEvent:
     """A failure that was injected, or a decision that changed a pool or follows a failed start."""
 
     at: float
-    kind: Literal["death", "failed start", "decision"]
+    kind: Literal["death", "failed start", "withdrawn start", "decision"]
     text: str
 
 
@@ -151,7 +153,8 @@ class PlanCluster:
         self.num_scalings = 0
         self.num_ended = 0
         self.num_migrated = 0
-        self.num_failing_starts = 0  # of those to come
+        self.num_hanging_starts = 0  # of those to come; they never get ready
+        self.num_failing_starts = 0  # after these
         self.events: list[PlanEvent] = []
         self._on_end = on_end
         self._startup_s = startup_s
@@ -169,9 +172,20 @@ class PlanCluster:
             for _ in range(number):
                 pool.add_ready(self._make(pool, ready_at=self.now))
 
-    def scale(self, target: observation.Replicas, role_changes: int = 0) -> None:
+    def scale(
+        self,
+        target: observation.Replicas,
+        role_changes: int = 0,
+        withdrawals: observation.Replicas = _NONE,
+    ) -> None:
         """Order changes of roles and starts, give up starts, and drain, until the pools have this many workers."""
         pools = (self._prefill, self._decode)
+        for pool, number in zip(pools, withdrawals, strict=True):
+            for _ in range(number):
+                member = min(pool.starting, key=lambda m: m.ordered_at)
+                pool.starting.remove(member)
+                self._give_up(member)
+                self._record("withdrawn start", f"a {pool.role} worker was not ready in time")
         self.num_scalings += sum(
             len(pool.ready) + len(pool.starting) != number
             for pool, number in zip(pools, target, strict=True)
@@ -183,8 +197,12 @@ class PlanCluster:
             num_present = len(pool.ready) + len(pool.starting)
             for _ in range(number - num_present):
                 member = self._make(pool, ready_at=self.now + self._startup_s)
-                member.is_failing = self.num_failing_starts > 0
-                self.num_failing_starts -= member.is_failing
+                if self.num_hanging_starts:
+                    self.num_hanging_starts -= 1
+                    member.ready_at = math.inf
+                elif self.num_failing_starts:
+                    self.num_failing_starts -= 1
+                    member.is_failing = True
                 pool.starting.append(member)
                 self._push(member.ready_at, member)
             for _ in range(num_present - number):
@@ -301,7 +319,7 @@ class PlanCluster:
         for request in sorted(requests, key=lambda r: r.at):
             self._send(request, self._entry)
 
-    def _record(self, kind: Literal["death", "failed start"], text: str) -> None:
+    def _record(self, kind: Literal["death", "failed start", "withdrawn start"], text: str) -> None:
         self.events.append(PlanEvent(self.now, kind, text))
 
     def _begin_role_change(self, giver: _Pool, taker: _Pool) -> None:

@@ -105,7 +105,9 @@ def make_decide(
                 decode=dataclasses.replace(observed.decode, role_change_s=None),
             )
         decision = pipeline.decide(observed)
-        return WorkerOrder(decision.replicas, decision.role_changes, decision.line)
+        return WorkerOrder(
+            decision.replicas, decision.role_changes, decision.withdrawals, decision.line
+        )
 
     return decide
 

@@ -28,7 +28,8 @@ class PlanScenario:
     initial: observation.Replicas = INITIAL
     is_aggregated: bool = False
     deaths: Sequence[WorkerDeath] = ()  # that are injected
-    num_failing_starts: int = 0  # the first that are ordered
+    num_hanging_starts: int = 0  # the first that are ordered
+    num_failing_starts: int = 0  # those after them
 
     def cluster(self) -> PlanCluster:
         """Return a cluster without workers."""
@@ -80,6 +81,7 @@ def run(
     """Simulate one policy until the last request has ended."""
     cluster = scenario.cluster()
     cluster.add_ready(scenario.initial if initial is None else initial)
+    cluster.num_hanging_starts = scenario.num_hanging_starts
     cluster.num_failing_starts = scenario.num_failing_starts
     for death in scenario.deaths:
         cluster.schedule_death(death)
@@ -97,7 +99,7 @@ def run(
             has_failed = observed.prefill.num_failed or observed.decode.num_failed
             if order.reason and (has_failed or order.replicas != observed.num_ordered):
                 cluster.events.append(PlanEvent(tick_at, "decision", order.reason))
-            cluster.scale(order.replicas, order.role_changes)
+            cluster.scale(order.replicas, order.role_changes, order.withdrawals)
         tick_at += scenario.interval_s
     cluster.now = max((r.ended_at for r in requests if r.ended_at < math.inf), default=cluster.now)
     cluster.stop()

@@ -23,13 +23,18 @@ _STYLE = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-al
 
 
 def write_report(summaries: Sequence[PolicySummary], caption: str, directory: Path) -> Path:
-    """Write ttft.png, hit_rate.png, balance.png and report.html, which contains them; return the path of the page."""
+    """Write ttft.png, hit_rate.png, balance.png and report.html, which contains them; return the path of the page.
+
+    Where answers have more than one token there is itl.png, too.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     pictures = {
         "ttft": _draw(summaries, _ttft),
         "hit_rate": _draw(summaries, _hit_rate),
         "balance": _draw(summaries, _balance),
     }
+    if all(max(summary.curves.itls, default=0.0) > 0 for summary in summaries):
+        pictures["itl"] = _draw(summaries, _itl)
     for name, png in pictures.items():
         (directory / f"{name}.png").write_bytes(png)
     page = directory / "report.html"
@@ -155,6 +160,17 @@ def _ttft(ax: axes.Axes, summaries: Sequence[PolicySummary]) -> None:
         ax.plot(ttfts, shares, label=f"{summary.policy}, mean {summary.mean_ttft:.2f} s")
     ax.set(xscale="log", xlabel="time to first token, s", ylabel="share of requests", ylim=(0, 1))
     ax.set_title("Time to first token")
+    _finish(ax)
+
+
+def _itl(ax: axes.Axes, summaries: Sequence[PolicySummary]) -> None:
+    """Draw the share of answers that had this mean time between two tokens, or a shorter one."""
+    for summary in summaries:
+        itls = [1e3 * itl for itl in summary.curves.itls]
+        shares = [(i + 1) / len(itls) for i in range(len(itls))]
+        ax.plot(itls, shares, label=f"{summary.policy}, mean {1e3 * summary.mean_itl:.1f} ms")
+    ax.set(xlabel="time between tokens, ms", ylabel="share of answers", ylim=(0, 1))
+    ax.set_title("Time between tokens")
     _finish(ax)
 
 

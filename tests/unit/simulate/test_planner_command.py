@@ -5,7 +5,7 @@ import pytest
 from dynamo.planner import profile_files
 from dynamo.planner.observation import Replicas
 from dynamo.simulate import __main__ as command
-from dynamo.simulate import plan_arrivals, plan_oracle, plan_run
+from dynamo.simulate import plan_arrivals, plan_oracle, plan_policies, plan_run
 from dynamo.simulate.plan_cluster import WorkerOrder
 from dynamo.simulate.plan_run import PlanScenario
 from dynamo.simulate.plan_worker import Request, h100_8b
@@ -66,8 +66,22 @@ def test_injected_failures_are_answered_and_written_with_the_decisions(tmp_path,
     assert (code, row["num_lost"], row["num_migrated"] > 0) == (0, 0, True)
     assert (kinds.count("death"), kinds.count("failed start")) == (2, 1)
     assert any("ended before serving (injected)" in text for text in texts)
-    assert "killed at 100:prefill, 200:decode, the first 1 starts fail" in out
+    assert "killed at 100:prefill, 200:decode, first starts that fail: 1" in out
     assert "migrated" in out
+
+
+def test_start_that_hangs_is_withdrawn_and_the_load_is_carried_by_another():
+    requests = plan_arrivals.steady(seed=1, rate=10, duration_s=600, isl=3000, osl=50)
+    scenario = PlanScenario(requests=requests, times=TIMES, startup_s=20.0, num_hanging_starts=1)
+    profile = plan_policies.sample_profile(TIMES)
+    decide = plan_policies.make_decide("predictive", scenario, profile, "constant")
+    result = plan_run.run(scenario, "predictive", decide)
+    (withdrawn,) = [event for event in result.events if event.kind == "withdrawn start"]
+    reasons = " ".join(event.text for event in result.events if event.at == withdrawn.at)
+
+    assert 60 < withdrawn.at <= 90
+    assert "prefill not ready after 60 s: withdrawn, again in 60 s" in reasons
+    assert (result.num_lost, result.samples[-1].attainment) == (0, 1.0)
 
 
 def test_profile_is_written_in_the_originals_format(tmp_path, capsys):

@@ -146,6 +146,7 @@ def test_mooncakes_traces_are_replayed_too(tmp_path, capsys):
 def test_plots_are_written(day, tmp_path, capsys):
     assert replay("--trace", day, "--policy", "random", "--output", tmp_path / "out") == 0
     assert (tmp_path / "out" / "ttft.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "itl.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plan_takes_recorded_traffic_at_its_own_times(day, capsys):
