@@ -72,18 +72,17 @@ class StepTimes:
         num_prefilling: int = 0,
     ) -> float:
         """Return the seconds of a step: those of its prompts, and of decoding by the use of the KV cache."""
-        return self.batch_step_s(
-            num_prompt_tokens=sum(end - start for start, end in prompts),
-            num_decoding=num_decoding,
-            active_share=num_active / self.num_kv_tokens,
-        )
+        decode_s = self.decode_s(min(1.0, num_active / self.num_kv_tokens)) if num_decoding else 0.0
+        if not prompts:
+            return decode_s
+        return self.prefill_s(sum(end - start for start, end in prompts)) + decode_s
 
     def batch_step_s(
         self, *, num_prompt_tokens: int, num_decoding: int, active_share: float
     ) -> float:
         """Return the same of a step that is described as the mock engine does."""
-        decode_s = self.decode_s(min(1.0, active_share)) if num_decoding else 0.0
-        return self.prefill_s(num_prompt_tokens) + decode_s if num_prompt_tokens else decode_s
+        prompts = [(0, num_prompt_tokens)] if num_prompt_tokens else []
+        return self.step_s(prompts, num_decoding, round(active_share * self.num_kv_tokens))
 
     def transfer_s(self, num_tokens: int) -> float:
         """Return the seconds in which the KV cache of so many tokens goes to another worker."""
