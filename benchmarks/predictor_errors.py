@@ -20,7 +20,7 @@ NAMES = ("constant", "moving-average", "arima", "kalman", "seasonal")
 
 def read_series(path: Path) -> list[float]:
     """Return the prompt tokens of each complete interval of a trace."""
-    requests = plan_arrivals.read_trace(path, limit=None)
+    requests = plan_arrivals.read_trace(path, limit=None).requests
     series = [0.0] * int(max(request.at for request in requests) / INTERVAL_S)
     for request in requests:
         number = int(request.at / INTERVAL_S)

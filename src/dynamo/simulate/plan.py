@@ -5,8 +5,9 @@ is scaled so that eight workers are half busy with it. `docs/planner.md` says ho
 """
 
 import functools
+import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,16 +21,17 @@ from dynamo.simulate import (
     plan_oracle,
     plan_policies,
     plan_run,
-    recorded,
     screen,
 )
 from dynamo.simulate.plan_run import PlanResult, PlanScenario
-from dynamo.simulate.plan_worker import Request, StepTimes
+from dynamo.simulate.plan_worker import StepTimes
 
 _SWEEP_STARTUPS, _SWEEP_INTERVALS = (0, 30, 60, 100, 200, 300), (1, 5, 10, 30)
+_SYNTHETIC = {"sin": plan_arrivals.sinusoidal, "idle": plan_arrivals.idle}
 WriteReport = Callable[[Sequence[PlanResult], screen.TableText, Path], Path]
 Simulate = Callable[[PlanScenario], PlanResult]
-# latency and TTFT in seconds; ratio: GPU seconds over those of the oracle; moves: changes of a pool
+# latency and TTFT in seconds; ratio: GPU seconds over those of the oracle; moves: changes of a pool; with --kill
+# another one: requests that migrated
 COLUMNS = (
     "policy", "mean s", "p90", "p99", "TTFT", "p90", "p99", "SLA", "GPU s", "ratio", "moves", "lost",
 )  # fmt: skip
@@ -151,13 +153,21 @@ def run(settings: PlanConfig, write: WriteReport | None) -> None:
     screen.check_output("--output", settings.output, is_directory=False)
     if not settings.policy:
         raise errors.ConfigError(f"--policy: expected some of {', '.join(plan_policies.NAMES)}")
-    times = plan_policies.read_times(settings.profile)
     if settings.write_profile is not None:
         directory = Path(settings.write_profile)
+        times = plan_policies.read_times(settings.profile)
         profile_files.write_profile(plan_policies.sample_profile(times), directory)
         sys.stdout.write(f"wrote {directory}\n")
         return
-    scenarios = make_scenarios(settings, times)
+    if settings.trace in _SYNTHETIC:
+        scenarios = make_scenarios(settings, plan_policies.read_times(settings.profile))
+    else:
+        trace = plan_arrivals.read_trace(
+            Path(settings.trace), model=settings.model, limit=settings.limit
+        )
+        context = statistics.fmean(r.num_prompt + r.num_output / 2 for r in trace.requests)
+        times = plan_policies.read_times(settings.profile, context)
+        scenarios = make_scenarios(settings, times, trace)
     rows = _sweep(settings) if settings.sweep else _compare(settings, scenarios)
     results: list[PlanResult] = []
     with screen.progress_bar("runs", len(rows) * len(scenarios)) as on_progress:
@@ -172,7 +182,7 @@ def run(settings: PlanConfig, write: WriteReport | None) -> None:
     columns: tuple[str, ...] = COLUMNS
     table = [cells(result, oracle) for result in results]
     if settings.kill:
-        columns = (*columns, "migrated")
+        columns = (*columns, "migr.")
         table = [
             (*row, f"{result.num_migrated}") for row, result in zip(table, results, strict=True)
         ]
@@ -183,14 +193,23 @@ def run(settings: PlanConfig, write: WriteReport | None) -> None:
         sys.stdout.write(f"wrote {page}\n")
 
 
-def make_scenarios(settings: PlanConfig, times: StepTimes) -> list[PlanScenario]:
-    """Return a scenario for each seed; a recorded trace is one. Raises ConfigError."""
+def make_scenarios(
+    settings: PlanConfig, times: StepTimes, trace: plan_arrivals.TraceRequests | None = None
+) -> list[PlanScenario]:
+    """Return a scenario for each seed of synthetic arrivals, or one for a trace. Raises ConfigError."""
     initial = settings.initial_replicas
     ttft_s, itl_s = settings.targets_s
     deaths = settings.deaths
     is_aggregated = settings.mode == "agg"
     scenarios = []
-    for requests in _arrivals(settings, times):
+    if trace is None:
+        make_arrivals = _SYNTHETIC[settings.trace]
+        arrivals = [make_arrivals(seed=seed) for seed in range(1, settings.seeds + 1)]
+    elif trace.is_own:
+        arrivals = [trace.requests]
+    else:
+        arrivals = [plan_arrivals.scale_to_load(trace.requests, times)]
+    for requests in arrivals:
         if settings.step:
             requests = plan_arrivals.add_step(requests)
         plan_arrivals.mark_servable(requests, times, ttft_s)
@@ -212,21 +231,6 @@ def make_scenarios(settings: PlanConfig, times: StepTimes) -> list[PlanScenario]
             )
         )
     return scenarios
-
-
-def _arrivals(settings: PlanConfig, times: StepTimes) -> Iterator[list[Request]]:
-    synthetic = {"sin": plan_arrivals.sinusoidal, "idle": plan_arrivals.idle}
-    if settings.trace in synthetic:
-        for seed in range(1, settings.seeds + 1):
-            yield synthetic[settings.trace](seed=seed)
-    else:
-        path = Path(settings.trace)
-        if recorded.is_recorded(path):
-            traffic = recorded.read_traffic([path], model=settings.model, limit=settings.limit)
-            yield plan_arrivals.requests_of(traffic.trace)
-        else:
-            trace = plan_arrivals.read_trace(path, limit=settings.limit)
-            yield plan_arrivals.scale_to_load(trace, times)
 
 
 def _compare(settings: PlanConfig, scenarios: Sequence[PlanScenario]) -> list[tuple[str, Simulate]]:

@@ -6,11 +6,11 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.simulate import workload
+from dynamo.simulate import recorded, workload
 from dynamo.simulate.plan_worker import Request, StepTimes
 
 NUM_TRACE_WORKERS = 8
@@ -49,16 +49,24 @@ def steady(*, seed: int, rate: float, duration_s: float, isl: int, osl: int) -> 
     return requests
 
 
-def read_trace(path: Path, *, limit: int | None) -> list[Request]:
-    """Read a trace in Mooncake's format (JSON lines) or in Azure's (CSV). Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class TraceRequests:
+    """The requests of a trace at its times; `is_own`: a frontend of ours recorded them."""
+
+    requests: list[Request]
+    is_own: bool = False
+
+
+def read_trace(path: Path, *, limit: int | None, model: str | None = None) -> TraceRequests:
+    """Read a trace in Mooncake's format (JSON lines), in Azure's (CSV), or a frontend's. Raises ConfigError."""
     if path.suffix == ".csv":
-        return _read_azure(path, limit)
-    return requests_of(workload.spread_arrivals(workload.read_trace(path, limit=limit)))
-
-
-def requests_of(trace: workload.Trace) -> list[Request]:
-    """Return the requests of a trace, at its times."""
-    return [
+        return TraceRequests(_read_azure(path, limit))
+    is_own = recorded.is_recorded(path)
+    if is_own:
+        trace = recorded.read_traffic([path], model=model, limit=limit).trace
+    else:
+        trace = workload.spread_arrivals(workload.read_trace(path, limit=limit))
+    requests = [
         Request(
             at=arrival.at,
             num_prompt=arrival.num_tokens,
@@ -68,6 +76,7 @@ def requests_of(trace: workload.Trace) -> list[Request]:
         )
         for arrival in trace.arrivals
     ]
+    return TraceRequests(requests, is_own)
 
 
 def _read_azure(path: Path, limit: int | None) -> list[Request]:

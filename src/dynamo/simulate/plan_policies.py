@@ -24,7 +24,7 @@ BUILT_IN_PROFILE = "h100-8b"
 NAMES = ("fixed", "hpa", "load", "sla", "predictive", "best-fixed", "oracle")
 _MOST_DECODE = 4  # of the fixed splits that are tried
 _LEAST_ATTAINMENT = 0.95  # with which a fixed number of workers holds the targets
-_TRACE_CONTEXT = 3075.0  # tokens of a sequence, of which a measured profile is asked
+_SIN_CONTEXT = 3075.0  # mean tokens of a sequence of the original's experiment
 _CONTEXTS = (256, 1024, 3072, 8192, 16384)
 
 
@@ -58,11 +58,14 @@ def step_times(profile: profile.WorkerProfile, *, context: float) -> StepTimes:
     )
 
 
-def read_times(profile: str) -> StepTimes:
-    """Return the step times of the built-in profile, or of a directory. Raises ConfigError."""
+def read_times(profile: str, context: float = _SIN_CONTEXT) -> StepTimes:
+    """Return the step times of the built-in profile, or of a directory for sequences of a mean length.
+
+    Raises ConfigError.
+    """
     if profile == BUILT_IN_PROFILE:
         return plan_worker.h100_8b()
-    return step_times(profile_files.read_profile(Path(profile)), context=_TRACE_CONTEXT)
+    return step_times(profile_files.read_profile(Path(profile)), context=context)
 
 
 def make_decide(

@@ -114,7 +114,8 @@ def run(
     else:
         trace = workload.read_trace(paths[0], limit=settings.limit)
     trace = recorded.scale_rate(trace, settings.speed)
-    times = plan_policies.read_times(settings.profile)
+    context = statistics.fmean(each.num_tokens + each.num_output / 2 for each in trace.arrivals)
+    times = plan_policies.read_times(settings.profile, context)
     shape = routing.SimulateConfig(
         engine="batch",
         workers=settings.workers,

@@ -67,7 +67,7 @@ def test_injected_failures_are_answered_and_written_with_the_decisions(tmp_path,
     assert (kinds.count("death"), kinds.count("failed start")) == (2, 1)
     assert any("ended before serving (injected)" in text for text in texts)
     assert "killed at 100:prefill, 200:decode, first starts that fail: 1" in out
-    assert "migrated" in out
+    assert "lost migr." in out
 
 
 def test_start_that_hangs_is_withdrawn_and_the_load_is_carried_by_another():

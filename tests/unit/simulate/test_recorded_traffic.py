@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from dynamo.planner import profile, profile_files
 from dynamo.simulate import __main__ as command
 from dynamo.simulate import recorded
 
@@ -154,6 +155,28 @@ def test_plan_takes_recorded_traffic_at_its_own_times(day, capsys):
 
     assert command.main(argv) == 0
     assert "trace.jsonl: 60 requests in 6 s" in " ".join(capsys.readouterr().out.split())
+
+
+def test_step_times_are_those_of_a_profile_at_the_length_of_the_recorded_sequences(
+    day, tmp_path, capsys
+):
+    surface = profile.DecodeSurface(
+        [
+            profile.DecodePoint(usage, context, itl_s, 100.0)
+            for usage in (0.01, 0.9)
+            for context, itl_s in ((64.0, 0.001), (3000.0, 0.1))
+        ],
+        max_kv_tokens=10_000,
+    )
+    curve = profile.PrefillCurve(isl=(64.0, 4096.0), ttft_s=(0.01, 0.2), throughput=(6400.0, 2e4))
+    profile_files.write_profile(profile.WorkerProfile(prefill=curve, decode=surface), tmp_path)
+    flags = ["--trace", str(day), "--profile", str(tmp_path), "--policy"]
+    figures, planned = tmp_path / "figures", tmp_path / "planned"
+    replay(*flags, "random", "--report-json", figures)
+    command.main(["plan", *flags, "fixed", "--fixed-workers", "2", "--output", str(planned)])
+
+    assert json.loads(figures.read_text())[1]["itl_s"]["p50"] < 0.01
+    assert json.loads(planned.read_text())[0]["mean_latency"] < 0.1
 
 
 @pytest.mark.parametrize(
