@@ -24,6 +24,7 @@ from dynamo.router import __main__ as router_main
 from dynamo.router import config as router_config
 from dynamo.router import load_metrics
 from dynamo.router import metrics as router_metrics
+from dynamo.simulate import claims, disagg, plan, replay, routing, tiers
 from dynamo.worker import engines, health, settings
 
 TARGET = Path(__file__).parent / "reference.md"
@@ -61,6 +62,15 @@ def reference() -> str:
     )
     sections += _settings("python -m dynamo.metrics", load_metrics.AggregatorConfig)
     sections += _settings("python -m dynamo.profiler", profiling.ProfilerConfig)
+    for name, *parts in (
+        ("routing", routing.SimulateConfig, router_config.RouterConfig),
+        ("replay", replay.ReplayConfig, router_config.RouterConfig),
+        ("plan", plan.PlanConfig),
+        ("disagg", disagg.DisaggConfig),
+        ("tiers", tiers.TiersConfig),
+        ("claims", claims.ClaimsConfig),
+    ):
+        sections += _settings(f"python -m dynamo.simulate {name}", *parts)
     sections += _settings("python -m dynamo.operator", operator_settings.OperatorConfig)
     for name in engines.KIND_BY_NAME:
         sections += _settings(
