@@ -33,6 +33,9 @@ class ReplayConfig:
         help="files of a frontend's request trace, or directories of them; or one file in Mooncake's format",
         takes="words",
     )
+    trace_block_size: int = config.option(
+        workload.TRACE_BLOCK_SIZE, help="tokens of a block in a trace of Mooncake's format", least=1
+    )
     model: str | None = config.option(
         None, help="model whose requests are replayed, where the trace has several"
     )
@@ -112,7 +115,9 @@ def run(
         num_failed = sum(request.error_type is not None for request in traffic.requests)
         trace = traffic.trace
     else:
-        trace = workload.read_trace(paths[0], limit=settings.limit)
+        trace = workload.read_trace(
+            paths[0], limit=settings.limit, block_size=settings.trace_block_size
+        )
     trace = recorded.scale_rate(trace, settings.speed)
     context = statistics.fmean(each.num_tokens + each.num_output / 2 for each in trace.arrivals)
     times = plan_policies.read_times(settings.profile, context)

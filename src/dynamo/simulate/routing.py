@@ -19,7 +19,14 @@ from dynamo.simulate.workers import (
     SimulatedWorker,
     StepTime,
 )
-from dynamo.simulate.workload import SharedPrefixes, Trace, Workload, read_trace, spread_arrivals
+from dynamo.simulate.workload import (
+    TRACE_BLOCK_SIZE,
+    SharedPrefixes,
+    Trace,
+    Workload,
+    read_trace,
+    spread_arrivals,
+)
 
 OnProgress = Callable[[int], None]
 POLICIES = typing.get_args(router_config.PolicyName)
@@ -37,6 +44,9 @@ class SimulateConfig:
     trace: str | None = config.option(
         None,
         help="trace file in Mooncake's format (JSON lines); without it, a synthetic workload (--prefixes)",
+    )
+    trace_block_size: int = config.option(
+        TRACE_BLOCK_SIZE, help="tokens of a block in a trace of Mooncake's format", least=1
     )
     policy: tuple[str, ...] = config.option(
         ("round-robin", "least-loaded", "consistent-hash", "dynamo", "estimated-ttft"),
@@ -119,7 +129,9 @@ def read_workload(settings: SimulateConfig) -> Trace | None:
     """Read the trace; None if the workload is synthetic. Raises ConfigError."""
     if settings.trace is None:
         return None
-    trace = read_trace(Path(settings.trace), limit=settings.limit)
+    trace = read_trace(
+        Path(settings.trace), limit=settings.limit, block_size=settings.trace_block_size
+    )
     return spread_arrivals(trace) if settings.spread else trace
 
 

@@ -77,7 +77,9 @@ class _Line(msgspec.Struct):
     hash_ids: list[int]
 
 
-def read_trace(path: Path, *, limit: int | None = None) -> Trace:
+def read_trace(
+    path: Path, *, limit: int | None = None, block_size: int = TRACE_BLOCK_SIZE
+) -> Trace:
     """Read a trace file, at most `limit` lines of it. Raises ConfigError, which names file and line."""
     arrivals: list[SimulatedRequest] = []
     try:
@@ -86,26 +88,28 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
                 if limit is not None and len(arrivals) >= limit:
                     break
                 if line.strip():
-                    arrivals.append(_read_line(line, f"{path}:{number}", arrivals))
+                    arrivals.append(_read_line(line, f"{path}:{number}", arrivals, block_size))
     except OSError as error:
         raise errors.ConfigError(f"--trace {path}: cannot be read: {error.strerror}") from error
     if len(arrivals) < 2 or arrivals[0].at == arrivals[-1].at:
         raise errors.ConfigError(f"--trace {path}: expected requests at two times at least")
-    return Trace(arrivals)
+    return Trace(arrivals, block_size)
 
 
-def _read_line(line: bytes, where: str, earlier: Sequence[SimulatedRequest]) -> SimulatedRequest:
+def _read_line(
+    line: bytes, where: str, earlier: Sequence[SimulatedRequest], block_size: int
+) -> SimulatedRequest:
     try:
         row = msgspec.json.decode(line, type=_Line)
     except msgspec.MsgspecError as error:
         raise errors.ConfigError(
             f"{where}: expected a line of a Mooncake trace: {error}"
         ) from error
-    num_blocks = -(-row.input_length // TRACE_BLOCK_SIZE)
+    num_blocks = -(-row.input_length // block_size)
     if row.input_length < 1 or len(row.hash_ids) != num_blocks:
         raise errors.ConfigError(
             f"{where}: expected {max(1, num_blocks)} hash_ids for input_length {row.input_length}"
-            f" (one for each {TRACE_BLOCK_SIZE} tokens), got {len(row.hash_ids)}"
+            f" (one for each {block_size} tokens), got {len(row.hash_ids)}"
         )
     if len(set(row.hash_ids)) < num_blocks:
         raise errors.ConfigError(

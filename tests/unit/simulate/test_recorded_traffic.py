@@ -144,6 +144,19 @@ def test_mooncakes_traces_are_replayed_too(tmp_path, capsys):
     assert "recorded" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["replay", "routing"])
+def test_trace_of_mooncakes_format_may_have_other_blocks(tmp_path, capsys, name):
+    rows = [
+        {"timestamp": 50 * i, "input_length": 130, "output_length": 2, "hash_ids": [0, 1, 9 + i]}
+        for i in range(1, 20)
+    ]
+    argv = [name, "--trace", str(write(tmp_path / "t.jsonl", rows)), "--policy", "random"]
+
+    assert command.main([*argv, "--trace-block-size", "64"]) == 0
+    assert command.main(argv) == 2
+    assert "expected 1 hash_ids for input_length 130 (one for each 512" in capsys.readouterr().err
+
+
 def test_plots_are_written(day, tmp_path, capsys):
     assert replay("--trace", day, "--policy", "random", "--output", tmp_path / "out") == 0
     assert (tmp_path / "out" / "ttft.png").read_bytes().startswith(b"\x89PNG")
