@@ -579,6 +579,32 @@ def test_pods_have_temporary_folders_and_message_queues_of_their_own(node, idle_
     assert not file.exists()
 
 
+def test_container_sees_its_own_processes_and_no_others(node, idle_pod):
+    script = "cd /proc; ls -d [0-9]*; echo; tr '\\0' ' ' < /proc/2/cmdline"
+    shown = node.kubectl("exec", idle_pod, "--", "sh", "-c", script).stdout
+    numbers, _, program = shown.partition("\n\n")
+
+    assert program.split()[0] == "sleep"
+    assert {"1", "2"} <= set(numbers.split())
+    assert str(os.getpid()) not in numbers.split()
+    assert len(numbers.split()) < 6
+
+
+def test_container_gets_the_signal_to_end_and_its_status_is_kept(node):
+    script = "trap 'exit 7' TERM; sleep infinity & wait; exit 1"
+    container = {"name": "main", "image": "python:3.11", "command": ["sh", "-c", script]}
+    spec = {"containers": [container], "restartPolicy": "Never"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ending"}, "spec": spec}
+    node.kubectl("apply", "-f", "-", stdin=json.dumps(pod))
+    node.kubectl("wait", "--for=condition=Ready", "pod/ending", kube_cluster.WAIT)
+    node.kubectl("exec", "ending", "--", "kill", "-TERM", "2")
+    path = "jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"
+    waited = node.kubectl("wait", f"--for={path}=7", "pod/ending", kube_cluster.WAIT)
+    node.kubectl("delete", "pod", "ending", "--grace-period=1")
+
+    assert waited.returncode == 0, waited.stderr
+
+
 def make_server(name):
     """Return a pod that serves a folder of its own at port 8000 of all addresses, and shows its variables there."""
     script = "echo $HOST_NAME > $FOLDER/index.html; exec python3 -m http.server 8000 --bind 0.0.0.0 --directory $0"

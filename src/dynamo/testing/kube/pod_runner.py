@@ -16,7 +16,7 @@ from typing import Any
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
 from dynamo.launch import children, guard
-from dynamo.testing.kube import metadata, pod_network, pods, probes, service_network
+from dynamo.testing.kube import container_init, metadata, pod_network, pods, probes, service_network
 
 Object = dict[str, Any]
 _logger = logging.getLogger(__name__)
@@ -244,11 +244,14 @@ class PodRunner:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(value)
 
-    def _inside(self, command: list[str]) -> list[str]:
-        """Return a command that runs in the pod's namespaces."""
+    def _inside(self, command: list[str], container: Object | None = None) -> list[str]:
+        """Return a command that runs in the pod's namespaces, and among the processes of a container if it runs."""
         if self._sandbox is None:
             return command
-        return ["nsenter", "-t", str(self._sandbox.pid), "-n", "-m", "-u", "-i", "--", *command]
+        child = self._children.get(container["name"]) if container else None
+        first = container_init.first_process(child.pid) if child else None
+        kinds = ["-n", "-m", "-u", "-i", *(["-p"] if first else [])]
+        return ["nsenter", "-t", str(first or self._sandbox.pid), *kinds, "--", *command]
 
     async def _start(self, name: str, argv: list[str], environ: dict[str, str]) -> children.Child:
         spec = children.ChildSpec(
@@ -351,7 +354,9 @@ class PodRunner:
         """Run a container until it ends; return its exit code, or None if it could not be started yet."""
         try:
             argv, environ = self._command(state.spec)
-            child = await self._start(state.spec["name"], self._inside(argv), environ)
+            child = await self._start(
+                state.spec["name"], self._inside(container_init.command(argv)), environ
+            )
         except pods.MissingReference as error:
             state.state = {
                 "waiting": {"reason": "CreateContainerConfigError", "message": str(error)}
@@ -424,7 +429,7 @@ class PodRunner:
 
     async def execute(self, container: Object, command: list[str]) -> int:
         """Run a command in a container; return its exit code."""
-        child = await self._start("exec", self._inside(command), self.environ(container))
+        child = await self._start("exec", self._inside(command, container), self.environ(container))
         return await child.wait()
 
     async def open_command(
@@ -433,7 +438,7 @@ class PodRunner:
         """Start a command in a container, with pipes for its input and output."""
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
-            *self._inside(command),
+            *self._inside(command, container),
             env=self._node.guardian.mark(self.environ(container)),
             stdin=pipe,
             stdout=pipe,
@@ -449,7 +454,7 @@ class PodRunner:
         environ = {"TERM": "xterm", **self.environ(container)}
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._inside(["setsid", "--ctty", "--wait", *command]),
+                *self._inside(["setsid", "--ctty", "--wait", *command], container),
                 env=self._node.guardian.mark(environ),
                 stdin=other_end,
                 stdout=other_end,
