@@ -1,5 +1,6 @@
 """Several processes at one port: all answer, dead ones are restarted, and what one of them knows the others find."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -37,11 +38,12 @@ def start(deployment, *flags):
 def children(frontend):
     """The ids of the processes that answer requests, without the guard of their parent."""
     text = pathlib.Path(f"/proc/{frontend.pid}/task/{frontend.pid}/children").read_text()
-    return [
-        int(word)
-        for word in text.split()
-        if "guard.py" not in pathlib.Path(f"/proc/{word}/cmdline").read_text()
-    ]
+    pids = []
+    for word in text.split():
+        with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+            if "guard.py" not in pathlib.Path(f"/proc/{word}/cmdline").read_text():
+                pids.append(int(word))
+    return pids
 
 
 def metrics(frontend):

@@ -28,9 +28,10 @@ def client(deployment, tmp_path):
         what=f"ready; see {process.log}",
     )
     assert re.search(r"engine +llamacpp", process.log.read_text()), process.log.read_text()
-    return openai.OpenAI(
+    with openai.OpenAI(
         base_url=f"http://127.0.0.1:{port}/v1", api_key="-", timeout=PATIENT_S, max_retries=0
-    )
+    ) as client:
+        yield client
 
 
 def test_gguf_file_answers_chats_by_the_template_in_it(client):

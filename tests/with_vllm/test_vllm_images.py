@@ -55,17 +55,21 @@ def picture(colour):
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
+def connect(frontend):
+    return openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="-", timeout=PATIENT_S)
+
+
 def ask(frontend, *parts):
     """Return what the model says to these pictures and words, greedily."""
-    client = openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="-", timeout=PATIENT_S)
     content = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
-    return client.chat.completions.create(
-        model="sees",
-        messages=[{"role": "user", "content": content}],
-        max_tokens=12,
-        temperature=0,
-        logprobs=True,
-    )
+    with connect(frontend) as client:
+        return client.chat.completions.create(
+            model="sees",
+            messages=[{"role": "user", "content": content}],
+            max_tokens=12,
+            temperature=0,
+            logprobs=True,
+        )
 
 
 def chances(answer):
@@ -101,15 +105,15 @@ def test_prompt_with_the_same_picture_is_cached_and_with_another_is_not(frontend
 
 
 def test_choices_of_one_request_see_the_same_picture(frontend):
-    client = openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="-", timeout=PATIENT_S)
     content = [picture("yellow"), {"type": "text", "text": "What is it?"}]
-    answer = client.chat.completions.create(
-        model="sees",
-        messages=[{"role": "user", "content": content}],
-        max_tokens=12,
-        temperature=0,
-        n=3,
-    )
+    with connect(frontend) as client:
+        answer = client.chat.completions.create(
+            model="sees",
+            messages=[{"role": "user", "content": content}],
+            max_tokens=12,
+            temperature=0,
+            n=3,
+        )
     alone = ask(frontend, picture("yellow"), "What is it?")
 
     assert {choice.message.content for choice in answer.choices} == {

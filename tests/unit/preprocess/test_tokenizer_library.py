@@ -124,7 +124,7 @@ def test_first_text_after_the_load_does_not_wait_for_a_table_of_the_vocabulary(b
     began_s = time.thread_time()
     library.encode(["cat"], add_special_tokens=False)
 
-    assert time.thread_time() - began_s < load_s / 10
+    assert time.thread_time() - began_s < load_s / 3  # with the table it is as much as the load
 
 
 def test_text_that_a_pattern_cannot_split_is_refused(byte_level_json):
