@@ -140,7 +140,7 @@ def make_service(
         scaling,
         source,
         connector,
-        service.Leadership(runtime.discovery, settings.namespace, runtime.instance_id),
+        service.Leadership(runtime.discovery, settings.namespace, runtime.instance_id, clock),
         clock,
         loads=(prefill_load, decode_load),
         wake_up=wake_up,

@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import functools
 import logging
-import time
 from collections import deque
 from pathlib import Path
 
@@ -113,11 +112,17 @@ def add_queued(load: PoolLoad, held: FrontendLoad) -> PoolLoad:
 class Leadership:
     """The election of the planner that acts: the oldest one with a living lease."""
 
-    def __init__(self, registry: discovery.Discovery, namespace: str, instance_id: int) -> None:
+    def __init__(
+        self,
+        registry: discovery.Discovery,
+        namespace: str,
+        instance_id: int,
+        clock: clocks.Clock,
+    ) -> None:
         self._registry = registry
         self.namespace = namespace
         self._prefix = f"v1/planners/{namespace}/"
-        self._key = f"{self._prefix}{time.time_ns():020d}-{instance_id:x}"
+        self._key = f"{self._prefix}{int(1e9 * clock.wall()):020d}-{instance_id:x}"
 
     async def join(self) -> None:
         """Stand for election with the time of this call as age."""

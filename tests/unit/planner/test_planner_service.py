@@ -82,7 +82,7 @@ async def parts():
             ScalingConfig(adjustment_interval=0.05, scale_down_delay=0, **settings),
             source,
             orders,
-            Leadership(registry, "n", len(made) + 1),
+            Leadership(registry, "n", len(made) + 1, clocks.SystemClock()),
             clocks.SystemClock(),
             loads=(Load(), load),
         )
