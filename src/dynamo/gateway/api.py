@@ -6,19 +6,19 @@ the original.
 
 import datetime
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.gateway import embedding_api
 from dynamo.runtime.http import exchange
 from dynamo.semantic import encoder_labels, guards, service
 from dynamo.semantic.classifiers import profile
 
 _SPECIALIZED = 0.7  # the confidence from which a specialised model is recommended
-_MOST_TEXT = 8 * 2**20  # characters
 
 
 Task = Literal["intent", "pii", "security", "all"]
@@ -41,14 +41,14 @@ class ClassifyOptions(msgspec.Struct, frozen=True, kw_only=True):
 class TextToClassify(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a classification of one text."""
 
-    text: Annotated[str, msgspec.Meta(min_length=1, max_length=_MOST_TEXT)]
+    text: embedding_api.Text
     options: ClassifyOptions = ClassifyOptions()
 
 
 class TextsToClassify(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a classification of several texts."""
 
-    texts: list[Annotated[str, msgspec.Meta(max_length=_MOST_TEXT)]]
+    texts: list[Annotated[str, msgspec.Meta(max_length=embedding_api.MOST_TEXT)]]
     task_type: Task = "intent"
     options: ClassifyOptions = ClassifyOptions()
 
@@ -62,6 +62,15 @@ class EntriesToDelete(msgspec.Struct, frozen=True, kw_only=True):
 _decode_text = msgspec.json.Decoder(TextToClassify).decode
 _decode_texts = msgspec.json.Decoder(TextsToClassify).decode
 _decode_entries = msgspec.json.Decoder(EntriesToDelete).decode
+_BODIES: dict[str, type] = {
+    **{f"/api/v1/classify/{task}": TextToClassify for task in ("intent", "pii", "security")},
+    "/api/v1/classify/combined": TextToClassify,
+    "/api/v1/classify/batch": TextsToClassify,
+    "/api/v1/embeddings": embedding_api.TextsToEmbed,
+    "/api/v1/similarity": embedding_api.TextPair,
+    "/api/v1/similarity/batch": embedding_api.TextAndCandidates,
+    "/api/v1/response-cache/invalidate": EntriesToDelete,
+}
 _NAME = "classification-api"
 Answer = Callable[[exchange.Exchange], Awaitable[Any]]
 
@@ -294,7 +303,7 @@ def _summarize(classifications: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def make_routes(routing: service.RoutingService, clock: clocks.Clock) -> exchange.HttpRouter:
     """Return the routes of the API."""
-    api = ClassificationApi(routing, clock)
+    api, embeddings = ClassificationApi(routing, clock), embedding_api.SimilarityApi(routing, clock)
     error_body = functools.partial(_error_body, clock)
 
     def post(answer: Answer) -> exchange.Handler:
@@ -312,6 +321,10 @@ def make_routes(routing: service.RoutingService, clock: clocks.Clock) -> exchang
         ("POST", "/api/v1/classify/security"): classify("security", api.classify_security),
         ("POST", "/api/v1/classify/combined"): classify("all", api.classify_combined),
         ("POST", "/api/v1/classify/batch"): post(api.answer_batch),
+        ("POST", "/api/v1/embeddings"): post(embeddings.answer_embeddings),
+        ("POST", "/api/v1/similarity"): post(embeddings.answer_similarity),
+        ("POST", "/api/v1/similarity/batch"): post(embeddings.answer_candidates),
+        ("GET", "/api/v1/embeddings/models"): _show(embeddings.describe_models),
         ("GET", "/api/v1/response-cache/stats"): _show(api.describe_cache),
         ("POST", "/api/v1/response-cache/flush"): _show(api.flush_cache),
         ("POST", "/api/v1/response-cache/invalidate"): post(api.answer_deletion),
@@ -323,7 +336,29 @@ def make_routes(routing: service.RoutingService, clock: clocks.Clock) -> exchang
     }
     index = {"service": _NAME, "endpoints": [" ".join(route) for route in routes]}
     routes["GET", "/api/v1"] = _show(lambda: index)
+    routes["GET", "/openapi.json"] = _show(lambda: _describe_api(routes))
     return exchange.HttpRouter(routes, error_body=error_body)
+
+
+def _describe_api(routes: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return the API as OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0); bodies are the types that decode them."""
+    template = "#/components/schemas/{name}"
+    types = list(dict.fromkeys(_BODIES.values()))
+    schemas, components = msgspec.json.schema_components(types, ref_template=template)
+    schema_by_type = dict(zip(types, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path in routes:
+        operation: dict[str, Any] = {"responses": {"200": {"description": "OK"}}}
+        if path in _BODIES:
+            content = {"application/json": {"schema": schema_by_type[_BODIES[path]]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths.setdefault(path, {})[method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Classification API of the semantic router", "version": "1"},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
 
 
 def _show(describe: Callable[[], Any]) -> exchange.Handler:

@@ -1,8 +1,11 @@
 """The classification API over HTTP."""
 
+import contextlib
+
 import httpx
 import pytest
 
+import embedding_server
 from dynamo.base import clock
 from dynamo.gateway import api
 from dynamo.observability import metrics
@@ -19,13 +22,19 @@ def routing(tmp_path):
     return service.RoutingService(path, metrics.Registry("llm"), clock.SystemClock())
 
 
-@pytest.fixture
-async def client(routing):
+@contextlib.asynccontextmanager
+async def running_api(routing):
     running = server.HttpServer(api.make_routes(routing, clock.SystemClock()))
     port = await running.start("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENT_S) as made:
         yield made
     await running.close()
+
+
+@pytest.fixture
+async def client(routing):
+    async with running_api(routing) as made:
+        yield made
 
 
 async def classify(client, task, **fields):
@@ -118,3 +127,84 @@ async def test_caller_deletes_its_own_cached_answer(client, routing):
 
     assert [answer["removed"] for answer in answers] == [0, 1]
     assert (await client.post(path, json={"keys": []})).status_code == 400
+
+
+@pytest.fixture
+async def embedding_client(tmp_path):
+    """A client of the API of a configuration that compares by a server's embeddings."""
+    async with embedding_server.serving(embedding_server.embeddings) as (url, _):
+        path = tmp_path / "embeddings.yaml"
+        path.write_text(embedding_server.CONFIG.format(url=url))
+        made = service.RoutingService(path, metrics.Registry("llm"), clock.SystemClock())
+        async with running_api(made) as client:
+            yield client
+
+
+async def test_embeddings_are_those_of_the_configured_model(embedding_client):
+    texts = ["engine trouble", "hello"]
+    answer = (await embedding_client.post("/api/v1/embeddings", json={"texts": texts})).json()
+    listed = (await embedding_client.get("/api/v1/embeddings/models")).json()
+
+    assert [row["text"] for row in answer["embeddings"]] == texts
+    assert answer["embeddings"][0]["embedding"] == pytest.approx([0.6, 0.8])
+    assert {row["model_used"] for row in answer["embeddings"]} == {"m"}
+    assert answer["total_count"] == listed["models"][0]["is_loaded"] + 1 == 2
+
+
+async def test_similarity_is_the_cosine(embedding_client):
+    body = {"text1": "engine trouble", "text2": "hello"}
+    answer = (await embedding_client.post("/api/v1/similarity", json=body)).json()
+
+    assert answer["similarity"] == pytest.approx(0, abs=1e-6)
+
+
+async def test_most_similar_candidates_come_first(embedding_client):
+    body = {"query": "engine trouble", "candidates": ["hello", "my car stalls"], "top_k": 1}
+    answer = (await embedding_client.post("/api/v1/similarity/batch", json=body)).json()
+
+    assert [(match["index"], match["text"]) for match in answer["matches"]] == [
+        (1, "my car stalls")
+    ]
+    assert answer["total_candidates"] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("embeddings", {"texts": ["hello"], "dimension": 768}, "dimension: expected 2"),
+        ("embeddings", {"texts": []}, "length >= 1"),
+        ("similarity", {"text1": "hello"}, "text2"),
+        ("similarity/batch", {"query": "hello", "candidates": ["hello"], "top_k": -1}, "top_k"),
+    ],
+)
+async def test_wrong_question_for_embeddings_is_refused(embedding_client, path, body, message):
+    answer = await embedding_client.post(f"/api/v1/{path}", json=body)
+
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+async def test_text_that_the_server_cannot_embed_is_unavailable(embedding_client):
+    body = {"text1": "hello", "text2": "unknown"}
+
+    assert (await embedding_client.post("/api/v1/similarity", json=body)).status_code == 503
+
+
+async def test_embeddings_need_a_model_in_the_configuration(client):
+    answer = await client.post("/api/v1/embeddings", json={"texts": ["hello"]})
+    listed = (await client.get("/api/v1/embeddings/models")).json()
+
+    assert answer.status_code == 400
+    assert "encoders.embeddings_url" in answer.json()["error"]["message"]
+    assert listed["models"] == []
+
+
+async def test_description_has_every_path_and_the_bodies(client):
+    described = (await client.get("/openapi.json")).json()
+    index = (await client.get("/api/v1")).json()["endpoints"]
+
+    for endpoint in index:
+        method, path = endpoint.split()
+        assert method.lower() in described["paths"][path]
+    body = described["paths"]["/api/v1/similarity"]["post"]["requestBody"]
+    assert "TextPair" in body["content"]["application/json"]["schema"]["$ref"]
