@@ -13,6 +13,7 @@ import msgspec
 GuardMode = Literal["enforce", "observe", "route"]
 OnError = Literal["pass", "block"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Price = Annotated[float, msgspec.Meta(ge=0)]  # of a million tokens
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -82,8 +83,8 @@ class Pricing(_Section, frozen=True, kw_only=True):
     """The price of a model's tokens."""
 
     currency: str = "USD"
-    prompt_per_1m: float = 0.0
-    completion_per_1m: float = 0.0
+    prompt_per_1m: Price = 0.0
+    completion_per_1m: Price = 0.0
 
 
 class ModelSettings(_Section, frozen=True, kw_only=True):

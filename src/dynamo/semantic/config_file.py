@@ -29,7 +29,7 @@ _NO_EFFECT: dict[type[Any], tuple[str, ...]] = {
     config.SemanticConfig: ("mom_registry", "response_api", "observability"),
     config.Category: ("model_scores",),
     config.VllmEndpoint: ("weight",),
-    config.ModelSettings: ("loras", "pricing"),
+    config.ModelSettings: ("loras",),
     config.CategoryModel: ("threshold", "use_cpu"),
     config.PiiModel: ("use_cpu",),
     config.PromptGuard: ("use_cpu",),

@@ -5,6 +5,9 @@ from dynamo.semantic import guards, router, routing_outcome
 
 _LATENCY_BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1)
 _ANSWER_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TPOT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
+_TOKEN_BOUNDS = (1, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 50_000, 100_000)
+_KINDS = {"prompt": "prompts", "completion": "answers"}
 UNKNOWN_MODEL = "unknown"
 
 
@@ -76,6 +79,28 @@ class SemanticMetrics:
         self._tokens = registry.counter(
             "model_tokens_total", "tokens of prompts and answers", ("model", "kind")
         )
+        self._tokens_by_kind = {
+            kind: registry.counter(f"model_{kind}_tokens_total", f"tokens of {what}", ("model",))
+            for kind, what in _KINDS.items()
+        }
+        self._tokens_per_request = {
+            kind: registry.histogram(
+                f"{kind}_tokens_per_request",
+                f"tokens of {what}, each",
+                ("model",),
+                buckets=_TOKEN_BOUNDS,
+            )
+            for kind, what in _KINDS.items()
+        }
+        self._tpot = registry.histogram(
+            "model_tpot_seconds",
+            "time of an answer after its first piece, by its tokens",
+            ("model",),
+            buckets=_TPOT_BOUNDS,
+        )
+        self._cost = registry.counter(
+            "model_cost_total", "price of the tokens, by model_config", ("model", "currency")
+        )
 
     def record_outcome(
         self,
@@ -117,8 +142,18 @@ class SemanticMetrics:
 
     def record_usage(self, model: str, prompt_tokens: int, completion_tokens: int) -> None:
         """Count the tokens that an answer reports."""
-        self._tokens.labels(model, "prompt").inc(prompt_tokens)
-        self._tokens.labels(model, "completion").inc(completion_tokens)
+        for kind, number in (("prompt", prompt_tokens), ("completion", completion_tokens)):
+            self._tokens.labels(model, kind).inc(number)
+            self._tokens_by_kind[kind].labels(model).inc(number)
+            self._tokens_per_request[kind].labels(model).observe(number)
+
+    def record_cost(self, model: str, cost: float, currency: str) -> None:
+        """Add what an answer cost."""
+        self._cost.labels(model, currency).inc(cost)
+
+    def record_token_time(self, model: str, seconds: float) -> None:
+        """Record the mean time of a token of an answer after its first piece."""
+        self._tpot.labels(model).observe(seconds)
 
     def record_first_piece(self, model: str, seconds: float) -> None:
         """Record the time from the routing of a request to the first piece of its answer."""

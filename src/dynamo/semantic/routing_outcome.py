@@ -84,4 +84,5 @@ class RoutedRequest:
     is_chosen: bool = False  # the router has chosen the model, so another may take its place
     tenant: str = ""  # whose request it is
     routed_at: float = 0.0  # by the monotonic clock
+    begun_at: float | None = None  # when the first piece of its answer came
     cache_key: cache.CacheKey | None = None  # under which the answer is to be stored

@@ -278,23 +278,33 @@ class RoutingService:
 
     def record_first_piece(self, outcome: routing_outcome.RoutedRequest, data: bytes) -> None:
         """Record when an answer began, and note the id of its response; `data` is its first piece."""
-        seconds = self._clock.now() - outcome.routed_at
-        self.metrics.record_first_piece(self._label_of(outcome.explanation.model), seconds)
+        outcome.begun_at = self._clock.now()
+        model = self._label_of(outcome.explanation.model)
+        self.metrics.record_first_piece(model, outcome.begun_at - outcome.routed_at)
         self.router.remember_response(outcome, data)
 
     def record_answer(self, outcome: routing_outcome.RoutedRequest, body: bytes | None) -> None:
         """Count the time and usage of a complete answer, and store it where the request's decision caches."""
-        model = self._label_of(outcome.explanation.model)
-        self.metrics.record_end(model, self._clock.now() - outcome.routed_at)
+        model, ended_at = self._label_of(outcome.explanation.model), self._clock.now()
+        self.metrics.record_end(model, ended_at - outcome.routed_at)
         if body is None:
             return
         if outcome.cache_key is not None:
             self.router.cache.store(outcome.cache_key, body)
         try:
             usage = msgspec.json.decode(body)["usage"]
-            self.metrics.record_usage(model, usage["prompt_tokens"], usage["completion_tokens"])
+            num_prompt, num_written = usage["prompt_tokens"], usage["completion_tokens"]
+            self.metrics.record_usage(model, num_prompt, num_written)
         except (msgspec.DecodeError, KeyError, TypeError, ValueError):
             _logger.debug("an answer without usage")
+            return
+        if num_written > 1 and outcome.begun_at is not None:
+            seconds = (ended_at - outcome.begun_at) / (num_written - 1)
+            self.metrics.record_token_time(model, seconds)
+        entry = self.router.settings.model_config.get(outcome.explanation.model)
+        if entry is not None and (price := entry.pricing) is not None:
+            cost = num_prompt * price.prompt_per_1m + num_written * price.completion_per_1m
+            self.metrics.record_cost(model, cost / 1e6, price.currency)
 
     def _log(self, outcome: routing_outcome.RoutedRequest, seconds: float) -> None:
         explanation = outcome.explanation

@@ -156,7 +156,8 @@ async def test_duplex_response_is_passed_on_piece_by_piece(stream):
 
 async def test_stream_is_measured_and_its_usage_counted(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(CONFIG)
+    prices = "coder: {pricing: {prompt_per_1m: 2, completion_per_1m: 6}, "
+    path.write_text(CONFIG.replace("coder: {", prices))
     registry, at = metrics.Registry("llm"), clock.VirtualClock()
     stream = processor.StreamProcessor(service.RoutingService(path, registry, at), 10_000)
     await ask(stream, chat("python"))
@@ -172,6 +173,10 @@ async def test_stream_is_measured_and_its_usage_counted(tmp_path):
     assert 'llm_model_ttft_seconds_sum{model="coder"} 2.0' in lines
     assert 'llm_model_completion_latency_seconds_count{model="coder"} 1.0' in lines
     assert 'llm_model_tokens_total{kind="completion",model="coder"} 2.0' in lines
+    assert 'llm_model_prompt_tokens_total{model="coder"} 3.0' in lines
+    assert 'llm_completion_tokens_per_request_sum{model="coder"} 2.0' in lines
+    assert 'llm_model_tpot_seconds_count{model="coder"} 1.0' in lines
+    assert 'llm_model_cost_total{currency="USD",model="coder"} 1.8' in lines
 
 
 async def test_metrics_and_log_name_what_is_only_observed_and_unread(tmp_path, caplog):

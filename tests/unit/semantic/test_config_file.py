@@ -133,7 +133,6 @@ def test_keys_without_effect_are_named():
     keys = {note.partition(":")[0] for note in parse(UNUSED).notes}
 
     assert keys == {
-        "model_config.m.pricing",
         "model_config.m.loras",
         "vllm_endpoints[0].weight",
         "semantic_cache.use_hnsw",
