@@ -5,7 +5,8 @@
   ended without serving, the pool waits, longer each time, before it tries again. What comes and goes without our order
   is said.
 - Where one pool shrinks while the other grows, workers change their role, if that is quicker than starting others; a
-  quarter of a pool at a time, because each of them leaves it before it serves the other.
+  quarter of a pool at a time, because each of them leaves it before it serves the other. A prefill worker does so at
+  once where no decode worker serves.
 - Constrain: minimum, maximum and GPU budget. A worker that drains still holds its GPUs, so a change of two pools takes
   away before it gives. A pool shrinks only to the largest number that was proposed within the stabilization window, and
   only if the workers that remain would hold the targets. For workers that another pool takes over by a change of role
@@ -140,6 +141,7 @@ class ScalingPipeline:
                 target = present
                 notes.insert(0, f"skipped, metrics are {age_s:.0f} s old: {reason}")
         target = self._constrain(observation, target, withdrawals)
+        target = self._replace_last_decode_worker(observation, target)
         target, role_changes = self._change_roles(observation, target)
         if role_changes:
             way = "prefill to decode" if role_changes > 0 else "decode to prefill"
@@ -248,6 +250,28 @@ class ScalingPipeline:
                 bounded = min(bounded, pool.num_ordered - num_withdrawn)
             numbers.append(bounded)
         return self._within_budget(Replicas(*numbers), least)
+
+    def _replace_last_decode_worker(self, observation: Observation, target: Replicas) -> Replicas:
+        """Return the target with a prefill worker that serves instead of the decode workers that have all gone.
+
+        Without one no request is answered, however many prompts are computed.
+        """
+        prefill, decode = observation.prefill, observation.decode
+        change_s, spare = decode.role_change_s, max(1, self._limits.min_workers)
+        is_scaled = self._targets.mode in ("disagg", "auto")
+        if decode.num_ready or prefill.num_ready <= spare or change_s is None or not is_scaled:
+            return target
+        starts = decode.starting_since
+        left_s = (decode.startup_s or self._limits.startup_s) - (
+            observation.at - starts[0] if starts else 0.0
+        )
+        is_changing = bool(starts) and observation.at - starts[-1] <= 2 * change_s  # perhaps
+        if change_s >= left_s or is_changing:
+            return target
+        return Replicas(
+            min(target.prefill, prefill.num_ordered - 1),
+            max(target.decode, decode.num_ordered + 1),
+        )
 
     def _change_roles(self, observation: Observation, target: Replicas) -> tuple[Replicas, int]:
         """Return how many workers change from prefill to decode, negative for the other way, and the target meanwhile.

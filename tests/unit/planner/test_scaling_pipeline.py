@@ -275,3 +275,34 @@ def test_changes_exceed_neither_their_pool_nor_the_budget(present, proposed, bud
     assert decision.replicas.prefill >= -changes
     assert decision.replicas.decode >= changes
     assert sum(decision.replicas) <= max(budget, sum(present))
+
+
+def decide_without_decode_workers(num_prefill, *, starting_since=(), mode="disagg", at=100.0):
+    decode = PoolState(starting_since=starting_since, startup_s=60.0, role_change_s=2.0)
+    pipeline = make(FixedPolicy(num_prefill, 1), mode=mode)
+    return pipeline.decide(observe(at=at, num_prefill=num_prefill, decode=decode))
+
+
+def test_prefill_worker_takes_the_place_of_the_last_decode_worker():
+    decision = decide_without_decode_workers(3)
+
+    assert (decision.role_changes, decision.replicas) == (1, Replicas(2, 1))
+
+
+def test_decode_worker_that_starts_for_long_is_not_waited_for():
+    decision = decide_without_decode_workers(3, starting_since=(90.0,))
+
+    assert (decision.role_changes, decision.replicas) == (1, Replicas(2, 2))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"num_prefill": 1},  # it would serve no longer
+        {"num_prefill": 3, "starting_since": (41.0,)},  # ready sooner than a change
+        {"num_prefill": 3, "starting_since": (41.5, 97.0)},  # perhaps one that changes
+        {"num_prefill": 3, "mode": "decode"},
+    ],
+)
+def test_prefill_worker_stays_where_it_serves_better(case):
+    assert decide_without_decode_workers(**case).role_changes == 0
