@@ -76,7 +76,10 @@ class Observed:
     def owned_by(self, owner: Object, kind: str) -> list[Object]:
         """Return the objects of a kind that this object owns or, if it is a graph, has to adopt, by name."""
         keys = self.objects if self.owned_keys is None else self.owned_keys
-        found = [self.objects[key] for key in sorted(keys) if key[0] == kind]
+        # one of them may have gone while the pods were asked
+        found = [
+            self.objects[key] for key in sorted(keys) if key[0] == kind and key in self.objects
+        ]
         graph = owner["metadata"]["name"] if owner["kind"] == "DynamoGraphDeployment" else ""
         return [
             item
@@ -128,7 +131,9 @@ def address_of(resource: Object) -> Object:
 
 def explain_scaling(existing: Object, desired: Object) -> str | None:
     """Return the message for a manager whose number of replicas an apply puts back, or None if there is none."""
-    replicas, present = desired["spec"].get("replicas"), existing["spec"].get("replicas")
+    replicas, present = (
+        (item.get("spec") or {}).get("replicas") for item in (desired, existing)
+    )  # a ConfigMap or an account has no spec
     if replicas is None or present in (None, replicas):
         return None
     for entry in existing["metadata"].get("managedFields") or ():

@@ -1,6 +1,6 @@
 """What the operator believes of an object whose end it has seen."""
 
-from dynamo.operator import object_cache
+from dynamo.operator import object_cache, objects
 
 KEY = ("DynamoComponentDeployment", "default", "g-prefill")
 
@@ -44,3 +44,24 @@ def test_only_so_many_deleted_objects_are_remembered(monkeypatch):
 
     assert cache.put(component(1, uid="u1"))
     assert not cache.put(component(2, uid="u2"))
+
+
+def test_object_that_goes_while_others_are_asked_is_passed_over():
+    owners = [{"kind": KEY[0], "name": KEY[2], "uid": "u1"}]
+    metadata = {"name": "w", "namespace": KEY[1], "uid": "u2", "resourceVersion": "2"}
+    deployment = {"kind": "Deployment", "metadata": metadata | {"ownerReferences": owners}}
+    cache = object_cache.ObjectCache()
+    cache.apply_event("ADDED", component(1))
+    cache.apply_event("ADDED", deployment)
+    observed = cache.observe(component(1), "")
+    before = observed.owned_by(component(1), "Deployment")
+    cache.apply_event("DELETED", deployment)
+
+    assert before == [deployment]
+    assert observed.owned_by(component(1), "Deployment") == []
+
+
+def test_object_without_a_spec_has_no_replicas_that_an_apply_puts_back():
+    sources = {"kind": "ConfigMap", "metadata": {"name": "sources"}, "data": {"a": "b"}}
+
+    assert objects.explain_scaling(sources, sources) is None
