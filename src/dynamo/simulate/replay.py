@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayConfig:
+class ReplayConfig(routing.BatchWorkersConfig):
     """Replay the traffic that a frontend recorded (--request-trace) over simulated workers, in virtual time."""
 
     scenario: str = config.option("replay", flag="", help="simulation to run: replay")
@@ -55,25 +55,6 @@ class ReplayConfig:
         1.0, help="how many times as fast as recorded the requests arrive", least=0.001
     )
     limit: int | None = config.option(None, help="number of requests to take", least=2)
-    max_num_seqs: int = config.option(256, help="sequences that may run at once", least=1)
-    max_num_batched_tokens: int = config.option(
-        8192, help="tokens that one step may compute", least=1
-    )
-    host_tokens: int = config.option(
-        0, help="tokens in a host tier below each worker's cache; 0: none", least=0
-    )
-    host_gb_per_s: float = config.option(
-        20.0, help="bandwidth of copies to and from the host tier in GB/s", least=0.001
-    )
-    kv_bytes_per_token: int = config.option(
-        131_072, help="bytes of a token in the cache, for these copies", least=1
-    )
-    seed: int = config.option(0, help="seed of all random draws")
-    report_json: str | None = config.option(None, help="file for the figures as JSON")
-    output: str | None = config.option(
-        None,
-        help="directory for the plots (PNG) and report.html; needs matplotlib (the extra plots)",
-    )
 
 
 @dataclass(frozen=True, slots=True)

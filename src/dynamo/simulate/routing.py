@@ -33,7 +33,32 @@ POLICIES = typing.get_args(router_config.PolicyName)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateConfig:
+class BatchWorkersConfig:
+    """The simulated workers of the batch engine, and what is written of them."""
+
+    max_num_seqs: int = config.option(256, help="sequences that may run at once", least=1)
+    max_num_batched_tokens: int = config.option(
+        8192, help="tokens that one step may compute", least=1
+    )
+    host_tokens: int = config.option(
+        0, help="tokens in a host tier below each worker's cache; 0: none", least=0
+    )
+    host_gb_per_s: float = config.option(
+        20.0, help="bandwidth of copies to and from the host tier in GB/s", least=0.001
+    )
+    kv_bytes_per_token: int = config.option(
+        131_072, help="bytes of a token in the cache, for these copies", least=1
+    )
+    seed: int = config.option(0, help="seed of all random draws")
+    report_json: str | None = config.option(None, help="file for the figures as JSON")
+    output: str | None = config.option(
+        None,
+        help="directory for the plots (PNG) and report.html; needs matplotlib (the extra plots)",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateConfig(BatchWorkersConfig):
     """Route a workload over simulated workers, in virtual time, by one policy after the other."""
 
     scenario: Literal["routing"] = config.option(
@@ -83,25 +108,6 @@ class SimulateConfig:
         16, help="synthetic workload: clients, each with one request at a time", least=1
     )
     block_size: int = config.option(16, help="synthetic workload: tokens of a KV block", least=1)
-    max_num_seqs: int = config.option(256, help="batch: sequences that may run at once", least=1)
-    max_num_batched_tokens: int = config.option(
-        8192, help="tokens that one step may compute", least=1
-    )
-    host_tokens: int = config.option(
-        0, help="batch: tokens in a host tier below each worker's cache; 0: none", least=0
-    )
-    host_gb_per_s: float = config.option(
-        20.0, help="batch: bandwidth of copies to and from the host tier in GB/s", least=0.001
-    )
-    kv_bytes_per_token: int = config.option(
-        131_072, help="batch: bytes of a token in the cache, for these copies", least=1
-    )
-    seed: int = config.option(0, help="seed of all random draws")
-    report_json: str | None = config.option(None, help="file for the figures as JSON")
-    output: str | None = config.option(
-        None,
-        help="directory for the plots (PNG) and report.html; needs matplotlib (the extra plots)",
-    )
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict one another."""
