@@ -48,18 +48,18 @@ def test_two_models_answer_one_question_side_by_side(deployment, page):
 def test_thousand_workers_are_shown_page_by_page_and_as_candidates(deployment, page):
     frontend = deployment.frontend("--router-mode", "kv")
     frontend.others = [deployment.mocker("--num-workers", "1000", "--speedup-ratio", "1000")]
-    eventually(
-        lambda: (
-            frontend.is_live() and get(frontend, "topology")["num_by_state"].get("ready") == 1000
-        ),
-        what="a thousand workers",
-        every_s=0.5,  # each look costs the frontend some milliseconds
-    )
+
+    def are_all_ready():
+        return frontend.is_live() and get(frontend, "topology")["num_by_state"].get("ready") == 1000
+
+    # each look costs the frontend some milliseconds
+    eventually(are_all_ready, what="a thousand workers", every_s=0.5)
     show(page, frontend.url, "topology")
     page.evaluate(SHIFTS)
     page.wait_for_selector("tr[data-worker]")
     # on a busy machine some of them answer late, and are shown as down until they do
     page.locator('[data-tile="Workers"]', has_text=re.compile("^1000$")).wait_for()
+    eventually(are_all_ready, what="a thousand workers", every_s=0.5)
     workers = get(frontend, "topology")
     explained = frontend.chat(max_tokens=1, nvext={"extra_fields": ["explanation"]}).json()
     decisions = explained["nvext"]["explanation"]  # one for each attempt

@@ -117,14 +117,18 @@ def test_first_text_after_the_load_does_not_wait_for_a_table_of_the_vocabulary(b
     vocabulary |= {f"number{number}": len(vocabulary) + number for number in range(100_000)}
     definition["added_tokens"] = []
     content = json.dumps(definition)
-    with futures.ThreadPoolExecutor(1) as loader:
-        began_s = time.process_time()
-        library = loader.submit(tokenizer_library.FastokensLibrary, content).result()
-        load_s = time.process_time() - began_s
-    began_s = time.thread_time()
-    library.encode(["cat"], add_special_tokens=False)
 
-    assert time.thread_time() - began_s < load_s / 3  # with the table it is as much as the load
+    def share_of_first_text():
+        with futures.ThreadPoolExecutor(1) as loader:
+            began_s = time.process_time()
+            library = loader.submit(tokenizer_library.FastokensLibrary, content).result()
+            load_s = time.process_time() - began_s
+        began_s = time.thread_time()
+        library.encode(["cat"], add_special_tokens=False)
+        return (time.thread_time() - began_s) / load_s
+
+    # other work on the machine only adds to one of them
+    assert min(share_of_first_text() for _ in range(3)) < 1 / 10
 
 
 def test_text_that_a_pattern_cannot_split_is_refused(byte_level_json):
