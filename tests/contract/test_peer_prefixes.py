@@ -81,7 +81,7 @@ class Client:
     async def wait_for_instances(self, timeout_s):
         pass
 
-    async def open(self, request, receiver, *, instance_id, timeout_s, headers):
+    async def open(self, request, receiver, *, instance_id, timeout_s, headers, gives_up_early):
         self.num_asked += 1
         if self.fault == "dead":
             raise errors.WorkerLost("connection refused")
@@ -343,7 +343,7 @@ async def ask(side, tokens, params):
 
 
 def answer_with(params):
-    async def open_stream(request, receiver, *, instance_id, timeout_s, headers):
+    async def open_stream(request, receiver, *, instance_id, timeout_s, headers, gives_up_early):
         class Stream:
             def cancel(self):
                 pass

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import re
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -571,6 +572,24 @@ async def test_streams_of_a_silent_worker_break_in_time(world):
     assert type(error) is errors.StreamBroken
     assert "silent" in str(error)
     assert loop.time() - began < 10 * QUICK.silence_s
+
+
+async def test_streams_that_give_up_early_end_before_the_limit(world):
+    """A stream beside them that does not holds them up to the limit, because the connection is one."""
+    listener = await world.network().listen(lambda: Peer(WELCOME))
+    plane, reasons = world.plane(QUICK), []
+    for others in (1, 0):
+        early = Recorder()
+        for _ in range(others):
+            await plane.open(listener.address, ECHO, None, Recorder())
+        await plane.open(listener.address, ECHO, None, early, gives_up_early=True)
+        reasons.append(str(await early.end()))
+    listener.close()
+
+    assert [float(re.search(r"for ([0-9.]+) s", reason)[1]) for reason in reasons] == [
+        QUICK.silence_s,
+        float(f"{QUICK.silence_s * 2 / 3:.2g}"),
+    ]
 
 
 async def test_silent_worker_is_borne_until_another_can_take_over(world):

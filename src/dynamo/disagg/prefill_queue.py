@@ -31,7 +31,7 @@ from dynamo.runtime import client
 # by another worker, or by the decode worker itself
 RETRIABLE = (errors.WorkerLost, errors.Unavailable, errors.EngineFailed)  # at another worker
 PROBE_S = 10.0  # the time limit of a probe
-PAUSE_S = 1.0  # between two probes
+PAUSE_S = 0.5  # between two probes
 _logger = logging.getLogger(__name__)
 SendProbe = Callable[[int, generate.Request], Coroutine[Any, Any, object]]
 
@@ -234,7 +234,12 @@ async def request_prefill(
     """Get a prompt computed by one worker; it stops if this task is cancelled. Raises what it failed with."""
     receiver = PrefillReceiver()
     stream = await workers.open(
-        request, receiver, instance_id=instance_id, timeout_s=timeout_s, headers=headers
+        request,
+        receiver,
+        instance_id=instance_id,
+        timeout_s=timeout_s,
+        headers=headers,
+        gives_up_early=True,  # the decode worker may have to compute the prompt then
     )
     try:
         return await receiver.wait()

@@ -24,7 +24,7 @@ from dynamo.runtime import authentication, discovery
 CONNECT_S = 5.0
 RETRY_S = 0.5  # short, so that a path that is back is found within two seconds
 CHECK_S = 5.0  # between two lines of the log that say how many prefill workers there are
-PUBLISH_S = 1.0  # between two publications of the workers that cannot be reached
+PUBLISH_S = 0.25  # between two publications of the workers that cannot be reached
 _logger = logging.getLogger(__name__)
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 

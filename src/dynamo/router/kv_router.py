@@ -133,6 +133,7 @@ class KvRouter:
                 timeout_s=options.timeout_s,
                 on_asked=options.on_dispatched,
                 alternatives=self._alternatives_of(options),
+                gives_up_early=self._computes_for_others,
             )
         except BaseException:
             receiver.free_request()

@@ -105,13 +105,14 @@ class EndpointClient:
         timeout_s: float | None = None,
         on_asked: Callable[[int], None] | None = None,
         alternatives: Callable[[], Collection[int]] | None = None,
+        gives_up_early: bool = False,
     ) -> requests.Stream:
         """Open a stream to `instance_id`, or to the instance that `mode` chooses (`among` these, if given).
 
         Each instance is tried at most once. `on_asked` gets the id of the one that took the request, before anything
         comes back. `alternatives` returns the instances that can take the request over: an instance that is silent is
-        given up only for one of them, or when it has left discovery; without it, always. Raises NoWorkers; and
-        WorkerLost if `instance_id` is given and cannot be reached.
+        given up only for one of them, or when it has left discovery; without it, always. `gives_up_early` is that of
+        `RequestPlane.open`. Raises NoWorkers; and WorkerLost if `instance_id` is given and cannot be reached.
         """
         lost_by_id: dict[int, errors.DynamoError] = {}
         while (chosen := self._choose(mode, instance_id, among, lost_by_id)) is not None:
@@ -129,6 +130,7 @@ class EndpointClient:
                     may_move=None
                     if alternatives is None
                     else functools.partial(self._has_alternative, chosen, alternatives),
+                    gives_up_early=gives_up_early,
                 )
             except (errors.WorkerLost, errors.NoWorkers) as error:  # NoWorkers: it changed its role
                 self.report_down(chosen)

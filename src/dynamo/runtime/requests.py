@@ -147,7 +147,7 @@ class RequestPlane(Protocol):
         """Answer streams to `endpoint` with `handler`; return the address to publish."""
         ...
 
-    async def open(
+    async def open(  # noqa: PLR0913 (the constraints of one stream, all but four with a default)
         self,
         address: str,
         endpoint: str,
@@ -158,11 +158,14 @@ class RequestPlane(Protocol):
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         may_move: Callable[[], bool] | None = None,
+        gives_up_early: bool = False,
     ) -> Stream:
         """Open a stream. Raises WorkerLost if the peer cannot be reached, within a bounded time.
 
         With `instance_id` another instance that has the address now refuses: WorkerLost.
         A peer that is silent is given up as soon as `may_move` returns True; without it, at the limit.
+        With `gives_up_early` the limit is two thirds as long, for what takes its time to be done elsewhere; it holds
+        while all streams to the peer ask for it.
         """
         ...
 

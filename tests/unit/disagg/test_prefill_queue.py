@@ -44,7 +44,7 @@ class Workers:
     def usable(self, among, tried=()):
         return [i for i in among if i not in tried]
 
-    async def open(self, body, receiver, *, instance_id, timeout_s, headers):
+    async def open(self, body, receiver, *, instance_id, timeout_s, headers, gives_up_early):
         self.asked.append((instance_id, receiver))
         self.streams.append(Stream(instance_id))
         return self.streams[-1]

@@ -34,7 +34,17 @@ class Plane:
         return False if instance_id in self.ended else None
 
     async def open(
-        self, address, endpoint, body, receiver, *, instance_id, headers, timeout_s, may_move
+        self,
+        address,
+        endpoint,
+        body,
+        receiver,
+        *,
+        instance_id,
+        headers,
+        timeout_s,
+        may_move,
+        gives_up_early,
     ):
         self.asked.append(int(address))
         self.instance_id = instance_id

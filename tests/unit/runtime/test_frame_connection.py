@@ -35,6 +35,8 @@ class Transport(asyncio.Transport):
 class Handler:
     """Records all calls."""
 
+    limit_ticks = frame_connection.TICKS
+
     def __init__(self):
         self.num_streams, self.frames, self.losses = 0, [], []
 

@@ -64,6 +64,7 @@ class ClientConnection:
         self._receivers: dict[int, requests.Receiver] = {}
         self._deadlines: dict[int, tuple[float, float]] = {}  # when to give up, and the limit in s
         self._may_move: dict[int, Callable[[], bool]] = {}
+        self._early: set[int] = set()  # streams that give up a silent peer early
         self._steps: list[wire.Step[Any]] = []  # of what is being read
         self._is_borne = False  # silent, and the only one that can answer
         self._last = 0  # number of the newest stream
@@ -81,6 +82,7 @@ class ClientConnection:
         timeout_s: float | None,
         may_move: Callable[[], bool] | None = None,
         *,
+        gives_up_early: bool = False,
         needs_proof: bool = False,
     ) -> ClientStream:
         """Open a stream, as `requests.RequestPlane.open` does.
@@ -103,6 +105,8 @@ class ClientConnection:
         self._receivers[number] = receiver
         if may_move is not None:
             self._may_move[number] = may_move
+        if gives_up_early:
+            self._early.add(number)
         if limit_s is not None:
             self._deadlines[number] = (self.frames.clock.now() + limit_s + BACKSTOP_S, limit_s)
         if needs_proof:
@@ -135,6 +139,11 @@ class ClientConnection:
     @property
     def num_streams(self) -> int:
         return len(self._receivers)
+
+    @property
+    def limit_ticks(self) -> int:
+        is_early = len(self._early) == len(self._receivers)
+        return frame_connection.EARLY_TICKS if is_early else frame_connection.TICKS
 
     def handle_connected(self) -> None:
         self.frames.reader.max_frame_bytes = self.frames.limits.max_frame_bytes
@@ -309,6 +318,7 @@ class ClientConnection:
     def _forget(self, number: int) -> requests.Receiver | None:
         self._deadlines.pop(number, None)
         self._may_move.pop(number, None)
+        self._early.discard(number)
         return self._receivers.pop(number, None)
 
     def _check_number(self, number: int) -> None:

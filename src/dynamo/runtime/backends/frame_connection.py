@@ -11,9 +11,10 @@ long packets vanish in one direction, it never arrives, though the other directi
 behind new streams, and a peer that does not answer it is as silent as one that says nothing. A slow wire is not
 silence: ticks at which the peer's host, or over NATS the peer, has taken some of what has waited for it count nothing.
 
-A server waits `CALLER_PATIENCE` times as long for its client: to give up a worker moves its streams, to give up a
-client that only stood still would end them all. An idle connection costs nothing; that it is dead is found out with the
-first stream that is opened there.
+A client gives up its peer after `TICKS`, or after `EARLY_TICKS` if all streams of the connection ask for it. A server
+waits `CALLER_PATIENCE` times as long for its client: to give up a worker moves its streams, to give up a client that
+only stood still would end them all. An idle connection costs nothing; that it is dead is found out with the first
+stream that is opened there.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from dynamo.runtime import authentication, requests
 
 _log = logging.getLogger(__name__)
 TICKS = 6  # of the timer, until a silent peer counts as broken
+EARLY_TICKS = 4  # if all streams are opened with `gives_up_early`
 CALLER_PATIENCE = 5  # times as long a server waits for a silent client
 QUIET_TICKS = 2  # until the handler is asked to send something
 CLOSE_S = 1.0  # how long the last bytes may take
@@ -70,6 +72,11 @@ class FrameHandler(Protocol):
         """The number of open streams."""
         ...
 
+    @property
+    def limit_ticks(self) -> int:
+        """The ticks of silence after which the peer counts as silent."""
+        ...
+
     def handle_connected(self) -> None:
         """Take the first call: the connection can be written to."""
         ...
@@ -102,10 +109,7 @@ class FrameHandler(Protocol):
 class FrameConnection(asyncio.Protocol):
     """A connection, from `connection_made` to the one `FrameHandler.handle_lost`."""
 
-    def __init__(
-        self, settings: ConnectionSettings, handler: FrameHandler, *, patience: int = 1
-    ) -> None:
-        """`patience`: how many times the limit of silence the peer may be silent."""
+    def __init__(self, settings: ConnectionSettings, handler: FrameHandler) -> None:
         self.limits = settings.limits
         self.clock = settings.time
         self.traffic = settings.traffic
@@ -116,7 +120,6 @@ class FrameConnection(asyncio.Protocol):
         self.was_ended_by_peer = False  # its process closed the connection, or its host did for it
         self._transport: asyncio.Transport | None = None
         self._timer: clock.Timer | None = None
-        self._patience = patience
         self._tick_due_at = 0.0
         self._silent_ticks = 0  # that came in time since the peer was heard
         self._unanswered_ticks: int | None = None  # since its last answer; None: it owes none
@@ -138,7 +141,7 @@ class FrameConnection(asyncio.Protocol):
     @property
     def is_overdue(self) -> bool:
         """Return whether the peer is silent beyond the limit."""
-        return max(self._silent_ticks, self._unanswered_ticks or 0) >= TICKS * self._patience
+        return max(self._silent_ticks, self._unanswered_ticks or 0) >= self._handler.limit_ticks
 
     def expect_answer(self) -> None:
         """Take note that the peer owes an answer from now on, if it does not already."""
@@ -267,12 +270,13 @@ class FrameConnection(asyncio.Protocol):
             self._unanswered_ticks = self._unanswered_ticks + 1 if is_counted else 0
         self._mute_ticks += 1
         if self.is_overdue:
-            limit_s = self.limits.silence_s * self._patience
-            is_heard = self._silent_ticks < TICKS * self._patience
+            limit_ticks = self._handler.limit_ticks
+            limit_s = self.limits.silence_s * limit_ticks / TICKS
+            is_heard = self._silent_ticks < limit_ticks
             self._handler.handle_silent(
-                f"did not answer for {limit_s:g} s, though it was heard: what we send may be lost"
+                f"did not answer for {limit_s:.2g} s, though it was heard: what we send may be lost"
                 if is_heard
-                else f"was silent for {limit_s:g} s"
+                else f"was silent for {limit_s:.2g} s"
             )
         if self.is_lost:
             return

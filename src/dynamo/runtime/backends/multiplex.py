@@ -113,7 +113,7 @@ class MultiplexedPlane:
             del self._state.handlers[endpoint]
             raise
 
-    async def open(
+    async def open(  # noqa: PLR0913 (as declared by `requests.RequestPlane`)
         self,
         address: str,
         endpoint: str,
@@ -124,6 +124,7 @@ class MultiplexedPlane:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         may_move: Callable[[], bool] | None = None,
+        gives_up_early: bool = False,
     ) -> requests.Stream:
         target = address, instance_id or 0
         connection = self._connections.get(target)
@@ -137,6 +138,7 @@ class MultiplexedPlane:
             headers or _NO_HEADERS,
             timeout_s,
             may_move,
+            gives_up_early=gives_up_early,
             needs_proof=died_at is not None and now() - died_at < _DEATHS_S,
         )
 

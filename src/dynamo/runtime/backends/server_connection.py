@@ -183,9 +183,7 @@ class ServerConnection:
     """The calls of one connection by stream."""
 
     def __init__(self, state: ServerState) -> None:
-        self.frames = frame_connection.FrameConnection(
-            state.settings, self, patience=frame_connection.CALLER_PATIENCE
-        )
+        self.frames = frame_connection.FrameConnection(state.settings, self)
         self._state = state
         self._peer: str | None = None  # the name in its hello
         self._hello_timer: clock.Timer | None = None
@@ -237,6 +235,10 @@ class ServerConnection:
     @property
     def num_streams(self) -> int:
         return len(self._calls)
+
+    @property
+    def limit_ticks(self) -> int:
+        return frame_connection.CALLER_PATIENCE * frame_connection.TICKS
 
     def handle_connected(self) -> None:
         self._state.connections.add(self)
