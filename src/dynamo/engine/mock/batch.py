@@ -69,7 +69,8 @@ class MockBatch:
         self._limits = limits
         self._shared = shared or sharing.SharedBlocks(memory.pool, memory.block_size)
         self._newly_leased: dict[tuple[str, int], LeasedPrompt] = {}
-        self._exports: list[api.EngineOutput] = []  # of requests for cached blocks only
+        # answers to requests for cached blocks only, and first tokens that came with their prompts
+        self._outputs: list[api.EngineOutput] = []
         self._waiting: list[MockChoice] = []
         self._prefilling: list[MockChoice] = []  # in order of admission, like all below
         self._decoding: list[MockChoice] = []
@@ -92,8 +93,13 @@ class MockBatch:
     def __len__(self) -> int:
         return len(self._open)
 
-    def submit(self, request: generate.Request) -> None:
-        """Queue a request that `engine.refusal` accepts, with an id that is not in use."""
+    def submit(
+        self, request: generate.Request, first_token: kv_transfer.FirstToken | None = None
+    ) -> None:
+        """Queue a request that `engine.refusal` accepts, with an id that is not in use.
+
+        With `first_token`, which the engine that computed the prompt has drawn, its output comes by `take_outputs`.
+        """
         leader: MockChoice | None = None
         remote = kv_transfer.remote_blocks(request.kv_transfer_params)
         choices = self._open[request.id] = []
@@ -121,14 +127,35 @@ class MockBatch:
         self._waiting += choices
         if leader is not None and leader.remote is None:
             self._memory.prepare(leader)
+        elif leader is not None and first_token is not None:
+            self._begin_with(leader, first_token)
+
+    def _begin_with(self, choice: MockChoice, token: kv_transfer.FirstToken) -> None:
+        """Give out the first token of an answer before its prompt is copied, as the native engine does."""
+        choice.num_output = 1
+        outputs, answer = choice.outputs, choice.answer
+        output = msgspec.structs.replace(
+            outputs[answer.start % len(outputs)],
+            token_ids=(token.token_id,),
+            cached_tokens=token.cached_tokens,
+        )
+        if answer.length == 1:
+            output = msgspec.structs.replace(
+                output, finish_reason=answer.finish_reason, stop_reason=answer.stop_reason
+            )
+            self._end(choice)
+        self._outputs.append(api.EngineOutput(choice.request.id, output))
 
     def abort(self, request_id: str) -> None:
         """End a request at once. An unknown id is no error."""
+        self._outputs = [output for output in self._outputs if output.request_id != request_id]
         for choice in self._open.pop(request_id, ()):
             self._withdraw(choice)
 
     def abort_choice(self, request_id: str, index: int) -> None:
         """End one choice at once. An unknown one is no error."""
+        aborted = request_id, index
+        self._outputs = [o for o in self._outputs if (o.request_id, o.output.index) != aborted]
         choices = self._open.get(request_id, [])
         for choice in [choice for choice in choices if choice.index == index]:
             self._end(choice)
@@ -153,7 +180,12 @@ class MockBatch:
                 num_imported = choice.num_computed - (choice.num_cached or 0)
                 self._count_loaded(choice, num_imported, {kv_events.PEER: num_imported})
                 self._memory.commit(choice, choice.num_computed)
-        self._prefilling.append(choice)
+        if choice.num_output and choice.num_computed == choice.num_tokens - 1:
+            self._memory.commit(choice, choice.num_computed)
+            self._decoding.append(choice)
+            self._set_next_check(choice)
+        else:
+            self._prefilling.append(choice)
 
     def end_tier_copy(self, copy: tiered_cache.TierCopy, seconds: float) -> None:
         """Record that a simulated copy between tiers has ended; the choice of a load goes on."""
@@ -183,10 +215,10 @@ class MockBatch:
             self._memory.release(choice)
         return is_open
 
-    def take_exports(self) -> list[api.EngineOutput]:
-        """Return the answers to requests for cached blocks only, since the last call."""
-        exports, self._exports = self._exports, []
-        return exports
+    def take_outputs(self) -> list[api.EngineOutput]:
+        """Return the outputs for which no step was made, since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _end_export(self, choice: MockChoice) -> None:
         """Answer a request for cached blocks only, with a lease on them if there are any."""
@@ -198,7 +230,7 @@ class MockBatch:
         )
         if leased:
             self._lease(choice, leased, is_prefix=True)
-        self._exports.append(api.EngineOutput(choice.request.id, output))
+        self._outputs.append(api.EngineOutput(choice.request.id, output))
         self._end(choice)
 
     def _count_loaded(

@@ -30,7 +30,7 @@ from dynamo.engine.mock.memory import MockChoice, MockMemory
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.mock.timing import Profile, Timing
 from dynamo.kvbm import agents, exchange, sharing, tiered_cache
-from dynamo.protocols import encoders, generate, load, model_card
+from dynamo.protocols import encoders, generate, kv_transfer, load, model_card
 from dynamo.transfer import descriptors
 from dynamo.transfer import memory as transfer_memory
 from dynamo.transfer.backends import local
@@ -89,10 +89,16 @@ class MockRank:
         self._due = 0.0  # when the last step ended
         self.copies: memory.SimulatedCopies | None = None  # set before `run`
 
-    def submit(self, request: generate.Request) -> None:
+    def submit(
+        self, request: generate.Request, first_token: kv_transfer.FirstToken | None = None
+    ) -> None:
         """Queue a request for the next step."""
-        self.batch.submit(request)
+        self.batch.submit(request, first_token)
         self._has_changed.set()
+
+    def publish_first_tokens(self, sink: api.EngineSink) -> None:
+        """Give the sink the first tokens that came with their prompts, without waiting for the step that runs."""
+        self._publish(self.batch.take_outputs(), sink)
 
     def end_import(self, import_id: int, *, is_copied: bool) -> None:
         """Let the choice of an import go on."""
@@ -118,7 +124,7 @@ class MockRank:
                 self._exchange.begin_imports(imports)
             if self.copies is not None:
                 self.copies.begin(self._has_changed.set)
-            self._publish(self.batch.take_exports(), sink)
+            self._publish(self.batch.take_outputs(), sink)
             if plan.is_empty:
                 self.publish_events(sink)
                 self._has_changed.clear()
@@ -143,7 +149,7 @@ class MockRank:
         now = self._clock.now()  # a delay of less than a step is caught up
         self._due = max(self._due, now - duration_s) + duration_s
         await self._clock.sleep(max(0.0, self._due - now))
-        self._publish([*self.batch.commit(), *self.batch.take_exports()], sink)
+        self._publish([*self.batch.commit(), *self.batch.take_outputs()], sink)
         self.publish_events(sink)
 
     def _publish(self, outputs: list[api.EngineOutput], sink: api.EngineSink) -> None:
@@ -266,13 +272,18 @@ class MockEngine(exchange.ExchangesKv):
             raise errors.Conflict(f"the engine sleeps: it misses {', '.join(sorted(self._asleep))}")
         is_id_open = any(request.id in rank.batch for rank in self._ranks)
         refusal.check(request, self._facts, vocab_size=None, is_id_open=is_id_open)
+        first_token = None
         if request.kv_transfer_params is not None:
-            self._exchange.accept_request(request)
+            first_token = self._exchange.accept_request(request)
         if request.data_parallel_rank is not None:
             rank = self._ranks[request.data_parallel_rank]
         else:
             rank = min(self._ranks, key=lambda rank: len(rank.batch))
-        rank.submit(request)
+        rank.submit(request, first_token)
+        if first_token is not None:
+            if request.id not in rank.batch:  # one token was asked for
+                self._exchange.skip_import(request.id)
+            asyncio.get_running_loop().call_soon(rank.publish_first_tokens, self._sink)
 
     def abort(self, request_id: str) -> None:
         """Abort a request: free its blocks now, or when a copy to them has ended."""
