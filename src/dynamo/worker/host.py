@@ -179,8 +179,8 @@ class Host:
         card = await self._files.share(self._make_card(facts), self._endpoint)
         await self._publisher.advertise()
         self._tasks.start(
-            "publish load",
-            self._publisher.publish_load(
+            "publish heartbeats",
+            self._publisher.publish_heartbeats(
                 self._engine.load, self._clock, self._requests, lambda: self._is_draining
             ),
         )
@@ -190,7 +190,6 @@ class Host:
             "log statistics",
             health.log_statistics(self._requests, self._engine.load, self._clock, *tiers),
         )
-        self._tasks.start("publish KV positions", self._publisher.publish_positions(self._clock))
         handlers = {
             instances.CLEAR_KV_BLOCKS: self._clear_kv_blocks,
             instances.KV_EVENTS_REPLAY: self._replay_kv_events,

@@ -61,14 +61,14 @@ class InFlight:
         self._num_renamed = 0
         self._refusal: errors.WorkerLost | None = None  # set: all new requests fail with it
         self._is_empty = asyncio.Event()
-        self._has_arrival = asyncio.Event()
+        self.has_arrival = asyncio.Event()  # whoever waits for the next request clears it
 
     def __len__(self) -> int:
         return len(self._entry_by_id)
 
     def handle(self, call: requests.Call) -> None:
         """Accept or refuse a call; the handler of the `generate` endpoint."""
-        self._has_arrival.set()
+        self.has_arrival.set()
         self._metrics.request_accepted(len(call.body))
         accepted_at = self._clock.now()
         try:
@@ -118,11 +118,6 @@ class InFlight:
         """Fail one request that the engine gave up; an unknown id is no error."""
         if request_id in self._entry_by_id:
             self._release(request_id, error).call.fail(error)
-
-    async def wait_for_next(self) -> None:
-        """Return when the next call comes."""
-        self._has_arrival.clear()
-        await self._has_arrival.wait()
 
     async def drain(self, refusal: errors.WorkerLost, timeout_s: float) -> None:
         """Refuse new requests, finish running ones, and hand over those that run after `timeout_s` seconds."""

@@ -6,10 +6,11 @@ number alone shows neither that a worker restarted nor that the last message was
 has its own *epoch*, and the next number is published every `HEARTBEAT_S` seconds.
 
 Load is published when it changes, at most every `LOAD_INTERVAL_S` and at least every `HEARTBEAT_S` seconds, so that a
-router can tell an idle worker from one that it cannot hear.
+router can tell an idle worker from one that it cannot hear. Both have one heartbeat, for which an idle process wakes up
+once: a wake-up costs more than what is done in it.
 """  # decider
 
-import contextlib
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -41,7 +42,8 @@ class OpenRequests(Protocol):
 
     def __len__(self) -> int: ...
 
-    async def wait_for_next(self) -> None: ...
+    @property
+    def has_arrival(self) -> asyncio.Event: ...
 
 
 class KvEventPublisher:
@@ -82,41 +84,40 @@ class KvEventPublisher:
         if self._is_advertised:
             self._publish_batch(dp_rank, first_event_id, step)
 
-    async def publish_positions(self, clock: clocks.Clock) -> None:
-        """Publish the next event number of each rank every HEARTBEAT_S seconds, until cancelled."""
-        while True:
-            for dp_rank, log in self._log_by_rank.items():
-                self._publish_batch(dp_rank, log.next_event_id)
-            await clock.sleep(HEARTBEAT_S)
-
-    async def publish_load(
+    async def publish_heartbeats(
         self,
         measure: Callable[[], Sequence[load.ForwardPassMetrics]],
         clock: clocks.Clock,
         requests: OpenRequests,
         is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Publish the load of each rank, as `measure` returns it, until cancelled.
+        """Publish each rank's load, as `measure` returns it, and its next event number, until cancelled.
 
         While no request is open and the load stays the same, it is measured for heartbeats and new requests only.
         """
         published: tuple[Sequence[load.ForwardPassMetrics], bool] = (), False
-        published_at = clock.now()
+        due_at = clock.now()
         while True:
+            requests.has_arrival.clear()
             current = ranks, drains = measure(), is_draining()
-            is_idle = not requests and current == published
-            if current != published or clock.now() - published_at >= HEARTBEAT_S:
+            is_idle, is_due = not requests and current == published, clock.now() >= due_at
+            if is_due:
+                due_at = clock.now() + HEARTBEAT_S
+                for dp_rank, log in self._log_by_rank.items():
+                    self._publish_batch(dp_rank, log.next_event_id)
+            if is_due or current != published:
                 for metrics in ranks:
                     event = load.LoadEvent(
                         worker_id=self._worker_id, data=metrics, is_draining=drains
                     )
                     self._plane.publish(self._load_topic, self._encode(event))
-                published, published_at = current, clock.now()
+                published = current
             if is_idle:
-                with contextlib.suppress(TimeoutError):
-                    async with clock.timeout(HEARTBEAT_S):
-                        await requests.wait_for_next()
-            await clock.sleep(0.0 if is_idle else LOAD_INTERVAL_S)
+                timer = clock.call_later(due_at - clock.now(), requests.has_arrival.set)
+                await requests.has_arrival.wait()
+                timer.cancel()
+            else:
+                await clock.sleep(LOAD_INTERVAL_S)
 
     def replay(self, request: kv_events.ReplayRequest) -> Iterator[kv_events.ReplayPart]:
         """Yield what a subscriber at `request.positions` missed, rank by rank.

@@ -64,11 +64,12 @@ def test_events_are_numbered_across_steps_without_holes(publisher, plane):
 
 async def test_next_event_number_is_published_every_second(publisher, plane):
     publisher.publish_kv_events([kv_events.Cleared()])
-    clock = virtual.VirtualClock()
-    async with tasks.Tasks() as running:
-        running.start("publish positions", publisher.publish_positions(clock))
-        await clock.advance(2.5)
-    told = [msgspec.msgpack.decode(p, type=kv_events.EventBatch) for _, p in plane.published]
+    await publish_heartbeats(publisher, lambda: [make_load()], for_s=2.5)
+    told = [
+        msgspec.msgpack.decode(payload, type=kv_events.EventBatch)
+        for topic, payload in plane.published
+        if topic.endswith("/kv_events")
+    ]
 
     assert [(batch.first_event_id, batch.events) for batch in told[1:]] == [(1, ())] * 3
 
@@ -134,31 +135,28 @@ class Requests:
 
     def __init__(self, num_open):
         self.num_open = num_open
-        self.arrival = asyncio.Event()
+        self.has_arrival = asyncio.Event()
 
     def __len__(self):
         return self.num_open
 
-    async def wait_for_next(self):
-        await self.arrival.wait()
 
-
-async def publish_load(publisher, measure, *, for_s):
+async def publish_heartbeats(publisher, measure, *, for_s):
     clock = virtual.VirtualClock()
     async with tasks.Tasks() as running:
-        running.start("publish load", publisher.publish_load(measure, clock, Requests(1)))
+        running.start("publish heartbeats", publisher.publish_heartbeats(measure, clock, Requests(1)))
         await clock.advance(for_s)
 
 
 async def test_unchanged_load_is_published_once_a_second(publisher, plane):
-    await publish_load(publisher, lambda: [make_load()], for_s=2.5)
+    await publish_heartbeats(publisher, lambda: [make_load()], for_s=2.5)
 
     assert len(plane.published) == 3  # at 0 s, and after each second
 
 
 async def test_changed_load_is_published_at_the_next_measurement(publisher, plane):
     loads = iter([make_load(n)] for n in range(10))
-    await publish_load(publisher, lambda: next(loads), for_s=0.25)
+    await publish_heartbeats(publisher, lambda: next(loads), for_s=0.25)
     told = [msgspec.msgpack.decode(p, type=load.LoadEvent) for _, p in plane.published]
 
     assert [event.data.kv_stats.kv_active_blocks for event in told] == [0, 1, 2]
@@ -274,10 +272,10 @@ async def test_load_of_an_idle_worker_is_measured_for_heartbeats_and_requests_on
         return [make_load()]
 
     async with tasks.Tasks() as running:
-        running.start("publish load", publisher.publish_load(measure, clock, requests))
+        running.start("publish heartbeats", publisher.publish_heartbeats(measure, clock, requests))
         await clock.advance(1.5)
         num_idle = len(times)
-        requests.arrival.set()
+        requests.has_arrival.set()
         requests.num_open = 1
         await clock.advance(0.05)
         num_with_request = len(times)
@@ -290,10 +288,10 @@ async def test_worker_that_begins_to_drain_says_so_at_once(publisher, plane):
     drains = iter([False, False, True, True])
     clock = virtual.VirtualClock()
     async with tasks.Tasks() as running:
-        work = publisher.publish_load(
+        work = publisher.publish_heartbeats(
             lambda: [make_load()], clock, Requests(1), lambda: next(drains)
         )
-        running.start("publish load", work)
+        running.start("publish heartbeats", work)
         await clock.advance(0.35)
     told = [msgspec.msgpack.decode(p, type=load.LoadEvent) for _, p in plane.published]
 
