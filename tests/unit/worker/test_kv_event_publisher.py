@@ -144,7 +144,9 @@ class Requests:
 async def publish_heartbeats(publisher, measure, *, for_s):
     clock = virtual.VirtualClock()
     async with tasks.Tasks() as running:
-        running.start("publish heartbeats", publisher.publish_heartbeats(measure, clock, Requests(1)))
+        running.start(
+            "publish heartbeats", publisher.publish_heartbeats(measure, clock, Requests(1))
+        )
         await clock.advance(for_s)
 
 
