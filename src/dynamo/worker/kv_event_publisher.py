@@ -10,7 +10,6 @@ router can tell an idle worker from one that it cannot hear. Both have one heart
 once: a wake-up costs more than what is done in it.
 """  # decider
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -37,13 +36,23 @@ class Topics(Protocol):
     def publish(self, topic: str, payload: bytes) -> None: ...
 
 
+class Wakeup(Protocol):
+    """The part of `asyncio.Event` that publishing needs."""
+
+    def set(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+    async def wait(self) -> object: ...
+
+
 class OpenRequests(Protocol):
     """The part of `worker.inflight.InFlight` that publishing needs."""
 
     def __len__(self) -> int: ...
 
     @property
-    def has_arrival(self) -> asyncio.Event: ...
+    def has_arrival(self) -> Wakeup: ...
 
 
 class KvEventPublisher:
