@@ -24,6 +24,8 @@ from waiting import PATIENT_S, eventually
 
 pytestmark = pytest.mark.system
 WORKER = "--tick-ms 10 --num-gpu-blocks-override 80 --block-size 64 --max-num-seqs 16"
+# the time of a step grows with the use of its cache: 14 ms for ten answers, 10 for five
+TIMED_WORKER = WORKER.replace("--tick-ms 10", "--speedup-ratio 2")
 KV_USAGE_OF_TWO = 0.3  # above which a second worker comes
 SCALING = (
     "--adjustment-interval", "0.25", "--scale-down-delay", "0.5", "--max-workers", "2",
@@ -65,8 +67,15 @@ def frontend(deployment):
     return deployment.frontend()
 
 
-def test_workers_come_and_go_under_streams_and_no_answer_is_cut(deployment, frontend):
-    planner = start_planner(deployment, frontend)
+@pytest.mark.parametrize(
+    ("worker", "flags"),
+    [(WORKER, ()), (TIMED_WORKER, ("--policy", "regression", "--itl", "11"))],
+    ids=["load", "regression"],
+)
+def test_workers_come_and_go_under_streams_and_no_answer_is_cut(
+    deployment, frontend, worker, flags
+):
+    planner = start_planner(deployment, frontend, *flags, worker=worker)
     frontend.await_models([MODEL])
     with streaming(frontend) as answers:
         eventually(

@@ -97,5 +97,6 @@ def as_aggregated(observation: Observation) -> Observation:
             num_running=sum(load.num_running for load in loads),
             num_waiting=sum(load.num_waiting for load in loads),
             waiting_tokens=sum(load.waiting_tokens for load in loads),
+            workers=tuple(worker for load in loads for worker in load.workers),
         ),
     )

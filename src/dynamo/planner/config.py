@@ -3,14 +3,14 @@
 `--config` takes the fields of its `PlannerConfig` (Dynamo 1.x) as well:
 
     enable_throughput_scaling         --policy predictive, which looks at the queue, too
-    enable_load_scaling               --policy load, if the former is false
+    enable_load_scaling               --policy regression, if the former is false
     throughput_adjustment_interval    --adjustment-interval
     load_adjustment_interval          the same, and the one that counts if both ways to scale are enabled
     advisory, no_operation            --no-operation
     no_correction                     --no-correction
     mode, ttft, itl and others        the option of that name
 
-Fields of its regression over forward passes and of its sweeps before a deployment have no counterpart.
+Fields of its sweeps before a deployment have no counterpart.
 """
 
 import math
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dynamo.base import config, errors
-from dynamo.planner import policies, predictors
+from dynamo.planner import policies, predictors, regression_policy
 from dynamo.runtime import component
 
 _LEAST_TTFT_MS, _LEAST_ITL_MS = 10.0, 1.0
@@ -54,9 +54,10 @@ class ScalingConfig:
         help="workers that are scaled: agg (all do both), disagg (both pools), auto (agg or disagg, whichever needs"
         " fewer GPUs; with --policy predictive), or one pool of a disaggregated model",
     )
-    policy: Literal["load", "predictive", "sla"] = config.option(
+    policy: Literal["load", "regression", "predictive", "sla"] = config.option(
         "load",
-        help="load: thresholds of cache usage and queue; predictive: traffic one start-up ahead, needs a profile;"
+        help="load: thresholds of cache usage and queue; regression: targets, by the times of forward passes that the"
+        " workers report; predictive: traffic one start-up ahead, needs a profile;"
         " sla: the formula of Dynamo 0.4.1, needs a profile",
     )
     isl: int = config.option(
@@ -124,6 +125,21 @@ class ScalingConfig:
     prefill_queue_scale_down_threshold: float = config.option(
         0.2, help="load: prompts waiting per worker below which a worker goes", least=0
     )
+    load_scaling_down_sensitivity: float = config.option(
+        80.0,
+        help="regression: percent of a target that the workers which remain must hold",
+        least=1,
+        most=100,
+    )
+    load_min_observations: int = config.option(
+        5, help="regression: forward passes that must have been reported before it scales", least=2
+    )
+    max_num_fpm_samples: int = config.option(
+        64, help="regression: forward passes that it keeps", least=2
+    )
+    fpm_sample_bucket_size: int = config.option(
+        16, help="regression: of these, passes of about the same number of tokens", least=1
+    )
     operation: bool = config.option(
         True, help="carry decisions out; --no-operation only logs and shows them"
     )
@@ -168,6 +184,16 @@ class ScalingConfig:
         """Return the seconds for which fewer workers, or another form, must suffice before the planner acts."""
         default_s = self.startup_time + self.adjustment_interval  # until a new worker could serve
         return default_s if self.scale_down_delay < 0 else self.scale_down_delay
+
+    @property
+    def regression(self) -> regression_policy.RegressionLimits:
+        """Return the limits of scaling by forward passes."""
+        return regression_policy.RegressionLimits(
+            max_samples=self.max_num_fpm_samples,
+            samples_of_bucket=self.fpm_sample_bucket_size,
+            least_samples=self.load_min_observations,
+            sensitivity=self.load_scaling_down_sensitivity / 100,
+        )
 
     @property
     def thresholds(self) -> policies.LoadThresholds:
@@ -234,10 +260,6 @@ class PlannerConfig(component.RuntimeConfig):
 
 _NO_OPTION = frozenset(
     (
-        "fpm_sample_bucket_size",
-        "load_min_observations",
-        "load_scaling_down_sensitivity",
-        "max_num_fpm_samples",
         "optimization_target",
         "pre_deployment_sweeping_mode",
     )
@@ -287,7 +309,7 @@ def _translate_policy(options: dict[str, Any]) -> dict[str, Any]:
         )
     if is_said:
         is_by_throughput = "enable_throughput_scaling" in enabled
-        options.setdefault("policy", "predictive" if is_by_throughput else "load")
+        options.setdefault("policy", "predictive" if is_by_throughput else "regression")
     if counted := [intervals[name] for name in enabled if name in intervals]:
         options.setdefault("adjustment_interval", counted[-1])
     return options

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from dynamo.protocols import load
+
 T = TypeVar("T")
 _PARTS_OF_BUCKET = 4
 
@@ -73,6 +75,14 @@ def spread_buckets(counts: Mapping[float, float]) -> dict[float, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedLoad:
+    """The load of one worker, or of one of its data-parallel ranks."""
+
+    waiting_tokens: int = 0  # prompt tokens that are still to be computed
+    passes: tuple[load.ForwardPass, ...] = ()  # some of the interval, the newest last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLoad:
     """The load of a pool of workers at the end of the interval."""
 
@@ -80,6 +90,7 @@ class PoolLoad:
     num_running: int = 0
     num_waiting: int = 0  # requests without their first token that no step has computed yet
     waiting_tokens: int = 0  # prompt tokens that are still to be computed
+    workers: tuple[ReportedLoad, ...] = ()  # of these; a queue before them is no part of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

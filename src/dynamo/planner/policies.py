@@ -180,7 +180,7 @@ class LoadPolicy:
             replicas = Replicas(0, present.decode + (up if up >= 0 else down))
         else:
             replicas = Replicas(present.prefill + queue_step, present.decode + usage_step)
-        if not _has_load(observation, traffic):
+        if not has_load(observation, traffic):
             replicas = Replicas(0, 0)
         return Proposal(
             replicas=in_mode(self._targets.mode, replicas, present),
@@ -189,7 +189,7 @@ class LoadPolicy:
 
     def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:
         """Return True if the KV use, spread over the workers that remain, stays below the threshold to grow."""
-        if self._is_literal or not _has_load(observation, traffic):
+        if self._is_literal or not has_load(observation, traffic):
             return True
         if not fewer.decode:
             return False
@@ -214,7 +214,8 @@ class LoadPolicy:
         return -1 if is_short and not pool.num_starting else 0
 
 
-def _has_load(observation: Observation, traffic: Traffic) -> bool:
+def has_load(observation: Observation, traffic: Traffic) -> bool:
+    """Return whether requests arrived, or are on their way."""
     loads = (observation.prefill_load, observation.decode_load)
     if traffic.num_requests > 0 or observation.num_open:
         return True

@@ -394,4 +394,8 @@ def _scale_load(load: PoolLoad, factor: float) -> PoolLoad:
         num_running=round(load.num_running * factor),
         num_waiting=round(load.num_waiting * factor),
         waiting_tokens=round(load.waiting_tokens * factor),
+        workers=tuple(
+            dataclasses.replace(each, waiting_tokens=round(each.waiting_tokens * factor))
+            for each in load.workers
+        ),
     )

@@ -28,6 +28,7 @@ from dynamo.planner.observation import Fresh, Observation, PoolLoad, Stale
 from dynamo.planner.policies import LoadPolicy, Mode, Policy, SlaPolicy, Targets
 from dynamo.planner.predictive_policy import Headroom, PredictivePolicy, RequestShape, Sizing
 from dynamo.planner.predictors import make_predictor
+from dynamo.planner.regression_policy import RegressionPolicy
 from dynamo.planner.scaling_pipeline import Decision, Limits, ScalingPipeline
 from dynamo.planner.traffic_source import (
     STALE_INTERVALS,
@@ -53,6 +54,8 @@ def make_policy(settings: ScalingConfig) -> Policy:
         )
     if settings.policy == "load":
         return LoadPolicy(targets, settings.thresholds)
+    if settings.policy == "regression":
+        return RegressionPolicy(targets, settings.regression)
     profile = profile_files.read_profile(Path(settings.profile_results_dir))
     predictor = functools.partial(
         make_predictor, settings.load_predictor, settings.load_prediction_window_size
@@ -71,7 +74,7 @@ def make_policy(settings: ScalingConfig) -> Policy:
 
 def unreachable_target(settings: ScalingConfig) -> str:
     """Return which target the profile cannot meet for the expected request, or nothing. Raises ConfigError."""
-    if settings.policy == "load":
+    if settings.policy in ("load", "regression"):
         return ""
     profile = profile_files.read_profile(Path(settings.profile_results_dir))
     shape = RequestShape(

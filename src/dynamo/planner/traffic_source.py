@@ -12,8 +12,10 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 from urllib import parse
 
@@ -25,6 +27,7 @@ from dynamo.planner.observation import (
     Fresh,
     Missing,
     PoolLoad,
+    ReportedLoad,
     Stale,
     Traffic,
     spread_buckets,
@@ -260,6 +263,7 @@ class PrometheusSource:
 
 
 _STALE_S = 20.0  # workers report every second or so
+_MOST_PASSES = 64  # of a worker, between two readings
 _decode = msgspec.msgpack.Decoder(load.LoadEvent).decode
 _logger = logging.getLogger(__name__)
 
@@ -270,16 +274,18 @@ class LoadSource:
     def __init__(self, plane: events.EventPlane, topic: str, clock: clocks.Clock) -> None:
         self._plane, self._topic, self._clock = plane, topic, clock
         self._reports: dict[tuple[int, int], tuple[float, load.ForwardPassMetrics]] = {}
+        self._passes: dict[tuple[int, int], deque[load.ForwardPass]] = {}  # since the last reading
 
     async def start(self) -> None:
         """Subscribe to the reports of present and future workers."""
         await self._plane.subscribe(self._topic, self._receive)
 
     def read(self) -> PoolLoad:
-        """Return the load of all workers that reported lately."""
+        """Return the load of all workers that reported lately, with their forward passes since the last reading."""
         now = self._clock.now()
         self._reports = {key: row for key, row in self._reports.items() if row[0] > now - _STALE_S}
-        return pool_load({key: row[1] for key, row in self._reports.items()})
+        passes, self._passes = self._passes, {}
+        return pool_load({key: row[1] for key, row in self._reports.items()}, passes)
 
     def _receive(self, batch: list[events.Event]) -> None:
         for event in batch:
@@ -289,11 +295,17 @@ class LoadSource:
                 _logger.warning("ignored the load reported by %x: %s", event.publisher, error)
                 continue
             key = (report.worker_id, report.data.worker_stats.data_parallel_rank)
+            known = self._reports[key][1].last_passes if key in self._reports else ()
+            kept = self._passes.setdefault(key, deque(maxlen=_MOST_PASSES))
+            kept.extend(each for each in report.data.last_passes if each not in known)
             self._reports[key] = (self._clock.now(), report.data)
 
 
-def pool_load(reports: Mapping[tuple[int, int], load.ForwardPassMetrics]) -> PoolLoad:
-    """Return the load of a pool: the mean of the ranks' cache usage, the sums of their requests."""
+def pool_load(
+    reports: Mapping[tuple[int, int], load.ForwardPassMetrics],
+    passes: Mapping[tuple[int, int], Iterable[load.ForwardPass]] = MappingProxyType({}),
+) -> PoolLoad:
+    """Return the load of a pool: the mean of the ranks' cache usage, the sums of their requests, and each by itself."""
     ranks = reports.values()
     num_blocks = sum(rank.kv_stats.kv_total_blocks for rank in ranks)
     num_active = sum(rank.kv_stats.kv_active_blocks for rank in ranks)
@@ -302,4 +314,11 @@ def pool_load(reports: Mapping[tuple[int, int], load.ForwardPassMetrics]) -> Poo
         num_running=sum(rank.worker_stats.request_active_slots for rank in ranks),
         num_waiting=sum(rank.worker_stats.num_requests_waiting for rank in ranks),
         waiting_tokens=sum(rank.worker_stats.active_prefill_tokens for rank in ranks),
+        workers=tuple(
+            ReportedLoad(
+                waiting_tokens=rank.worker_stats.active_prefill_tokens,
+                passes=tuple(passes.get(key, ())),
+            )
+            for key, rank in reports.items()
+        ),
     )

@@ -29,11 +29,27 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
     gpu_prefix_cache_hit_rate: float = 0.0  # cached prompt tokens / prompt tokens, since the start
 
 
-class ForwardPassMetrics(msgspec.Struct, frozen=True, kw_only=True):
+class ForwardPass(msgspec.Struct, frozen=True, kw_only=True):
+    """What one forward pass (a step) of an engine computed, and how long it took."""
+
+    num_prompt_tokens: int
+    num_kv_tokens: int  # in the KV cache, of the answers that it continued; 0: it continued none
+    wall_s: float
+
+
+def keep_latest(passes: tuple[ForwardPass, ...], latest: ForwardPass) -> tuple[ForwardPass, ...]:
+    """Return the last pass that computed prompts and the last that computed none, after the latest pass."""
+    has_prompt = latest.num_prompt_tokens > 0
+    return (*(each for each in passes if (each.num_prompt_tokens > 0) != has_prompt), latest)
+
+
+class ForwardPassMetrics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The load of one engine, or of one of its data-parallel ranks, after a step."""
 
     worker_stats: WorkerStats
     kv_stats: KvStats
+    # see `keep_latest`; empty: the engine does not tell, or has made none
+    last_passes: tuple[ForwardPass, ...] = ()
 
 
 class LoadEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -442,6 +442,12 @@ def _load(pool: _Pool) -> observation.PoolLoad:
         num_running=sum(worker.num_running for worker in workers),
         num_waiting=sum(worker.num_waiting for worker in workers) + len(pool.held),
         waiting_tokens=sum(worker.num_queued_tokens for worker in workers),
+        workers=tuple(
+            observation.ReportedLoad(
+                waiting_tokens=worker.num_queued_tokens, passes=worker.take_passes()
+            )
+            for worker in ready
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from dynamo.planner import (
     predictors,
     profile,
     profile_files,
+    regression_policy,
     scaling_pipeline,
 )
 from dynamo.simulate import plan_worker
@@ -21,7 +22,7 @@ from dynamo.simulate.plan_run import Decide, PlanScenario, run_fixed
 from dynamo.simulate.plan_worker import StepTimes
 
 BUILT_IN_PROFILE = "h100-8b"
-NAMES = ("fixed", "hpa", "load", "sla", "predictive", "best-fixed", "oracle")
+NAMES = ("fixed", "hpa", "load", "regression", "sla", "predictive", "best-fixed", "oracle")
 _MOST_DECODE = 4  # of the fixed splits that are tried
 _LEAST_ATTAINMENT = 0.95  # with which a fixed number of workers holds the targets
 _SIN_CONTEXT = 3075.0  # mean tokens of a sequence of the original's experiment
@@ -89,6 +90,9 @@ def make_decide(
             policy = policies.SlaPolicy(profile, targets, arima)
         case "load":
             policy = policies.LoadPolicy(targets, is_literal=True)
+        case "regression":
+            policy = regression_policy.RegressionPolicy(targets)
+            stabilization_s = scenario.startup_s + scenario.interval_s
         case "hpa":
             return functools.partial(_hpa, scenario.max_gpus)
         case _:

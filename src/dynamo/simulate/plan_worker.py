@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from dynamo.engine.mock import timing
+from dynamo.protocols import load
 
 Role = Literal["prefill", "decode", "agg"]
 _MOST_STEPS = 512  # computed in one go
+_MOST_PASSES = 64  # that an observation tells of
 
 
 class Timing(Protocol):
@@ -173,6 +175,7 @@ class PlanWorker:
         self._ends: list[float] = []  # of the steps that are computed in one go
         self._chunks: list[tuple[Request, int]] = []
         self._cache: OrderedDict[int, None] = OrderedDict()
+        self._passes: deque[load.ForwardPass] = deque(maxlen=_MOST_PASSES)
 
     @property
     def num_waiting(self) -> int:
@@ -309,14 +312,32 @@ class PlanWorker:
         num_decoding = len(self._decoding)
         parts = self._plan_chunks(self._times.max_num_batched_tokens - num_decoding)
         if self._chunks:
+            began_at = now
             num_prefilling = sum(request.num_prompt for request in self._prefilling)
             now += self._times.step_s(parts, num_decoding, self.num_active_tokens, num_prefilling)
+            self._note_pass(sum(end - start for start, end in parts), num_decoding, now - began_at)
             self._ends = [now]
         elif num_decoding:
             self._ends = self._decode_ends(now, num_decoding)
+            self._note_pass(0, num_decoding, self._ends[0] - now)
         else:
             self._ends = []
         self.next_time = self._ends[-1] if self._ends else math.inf
+
+    def take_passes(self) -> tuple[load.ForwardPass, ...]:
+        """Return some of the forward passes since the last call, the newest last."""
+        passes = tuple(self._passes)
+        self._passes.clear()
+        return passes
+
+    def _note_pass(self, num_prompt_tokens: int, num_decoding: int, seconds: float) -> None:
+        self._passes.append(
+            load.ForwardPass(
+                num_prompt_tokens=num_prompt_tokens,
+                num_kv_tokens=self.num_active_tokens if num_decoding else 0,
+                wall_s=seconds,
+            )
+        )
 
     def _plan_chunks(self, budget: int) -> list[tuple[int, int]]:
         """Plan the prompts of a step, and return their parts; prompts beyond the budget go on waiting."""

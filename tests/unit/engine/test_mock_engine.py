@@ -234,3 +234,17 @@ async def test_request_for_an_unknown_adapter_is_sent_to_another_worker():
         engine.submit(
             generate.Request(id="a", model="m", token_ids=blocks.pack([1]), lora_name="poet")
         )
+
+
+async def test_last_passes_of_each_rank_are_told(two_ranks):
+    engine, sink = two_ranks
+    before = engine.load()
+    submit(engine, "a", 1)
+    await sink.until_ended(1)
+    zero, one = engine.load()
+
+    assert [state.last_passes for state in (*before, zero)] == [()] * 3
+    assert [(each.num_prompt_tokens, each.num_kv_tokens) for each in one.last_passes] == [
+        (10, 0),
+        (0, 12),  # three blocks
+    ]

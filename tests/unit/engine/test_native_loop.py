@@ -34,11 +34,15 @@ class FakeRunner:
 
 class Running:
     def __init__(self):
-        self.runner, self.results = FakeRunner(), queue.SimpleQueue()
+        self.runner, self.results, self.passes = FakeRunner(), queue.SimpleQueue(), []
         paging = Paging(num_blocks=16, block_size=4, prefix_caching=True)
         limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, context_length=64)
-        self.loop = EngineLoop(Scheduler(paging, limits), self.runner, self.results.put)
+        self.loop = EngineLoop(Scheduler(paging, limits), self.runner, self.deliver)
         self.thread = threading.Thread(target=self.loop.run, name="engine")
+
+    def deliver(self, result):
+        self.passes.append(self.loop.load.last_passes[-1])
+        self.results.put(result)
 
     def submit(self, request_id, prompt=(1, 2, 3), max_tokens=2):
         conditions = generate.StopConditions(max_tokens=max_tokens)
@@ -106,3 +110,16 @@ def test_the_load_is_updated_before_delivery(running):
     running.next()
 
     assert running.loop.load.worker_stats.request_active_slots == 0
+
+
+def test_each_pass_is_told_with_what_it_computed(running):
+    running.submit("a", prompt=range(5), max_tokens=3)
+    for _ in range(3):
+        running.next()
+
+    assert [(p.num_prompt_tokens, p.num_kv_tokens) for p in running.passes] == [
+        (5, 0),
+        (0, 6),
+        (0, 7),
+    ]
+    assert all(each.wall_s > 0 for each in running.passes)

@@ -293,3 +293,28 @@ def test_an_idle_engine_reports_no_load():
 
     assert one.worker_stats.request_active_slots == one.worker_stats.num_requests_waiting == 0
     assert one.kv_stats.kv_active_blocks == 0
+
+
+def iteration(at, *, prompt=0, generated=0, first_tokens=0):
+    return SimpleNamespace(
+        iteration_timestamp=at,
+        num_prompt_tokens=prompt,
+        num_generation_tokens=generated,
+        time_to_first_tokens_iter=[0.1] * first_tokens,
+    )
+
+
+def test_pass_lasted_since_the_one_before():
+    load, passes = VllmLoad(1), []
+    for at, running, fields in (
+        (5.0, 1, {"prompt": 30, "generated": 1, "first_tokens": 1}),  # nothing ran before it
+        (5.25, 2, {"generated": 1}),
+        (5.75, 2, {"prompt": 20, "generated": 2, "first_tokens": 1}),
+        (6.0, 0, {"prompt": 65, "generated": 3, "first_tokens": 1}),  # a prompt of several passes
+    ):
+        load.record(0, stats(running=running, usage=0.25), iteration(at, **fields))
+        told = now(load)[0].last_passes
+        passes.append([(p.num_prompt_tokens, p.num_kv_tokens, p.wall_s) for p in told])
+
+    continued = (0, 320, 0.25)
+    assert passes == [[], [continued], [continued, (20, 320, 0.5)], [continued]]

@@ -8,6 +8,7 @@ from dynamo.base import config, errors
 from dynamo.planner import __main__ as command
 from dynamo.planner import service
 from dynamo.planner.config import PlannerConfig, ScalingConfig, parse_duration_s, translate
+from dynamo.planner.regression_policy import RegressionLimits
 
 ORIGINAL_FLAGS = [
     *("--namespace", "x", "--backend", "mocker", "--environment", "virtual", "--no-operation"),
@@ -109,7 +110,7 @@ def test_fields_of_the_original_are_options(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "policy", "interval_s"),
     [
-        ({"enable_throughput_scaling": False, "enable_load_scaling": True}, "load", 5),
+        ({"enable_throughput_scaling": False, "enable_load_scaling": True}, "regression", 5),
         ({"enable_load_scaling": True}, "predictive", 5),
         ({"enable_load_scaling": False}, "predictive", 180),
         ({}, "load", 180),
@@ -122,10 +123,27 @@ def test_policy_and_interval_follow_the_ways_to_scale_that_are_enabled(fields, p
     assert (scaling.policy, scaling.adjustment_interval) == (policy, interval_s)
 
 
+def test_fields_of_the_regression_are_those_of_the_original():
+    fields = {
+        "policy": "regression",
+        "max_num_fpm_samples": 32,
+        "fpm_sample_bucket_size": 8,
+        "load_min_observations": 3,
+        "load_scaling_down_sensitivity": 70,
+    }
+
+    assert load(fields).regression == RegressionLimits(
+        max_samples=32, samples_of_bucket=8, least_samples=3, sensitivity=0.7
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_num_fpm_samples": 64}, "max_num_fpm_samples has no counterpart in this planner"),
+        (
+            {"optimization_target": "throughput"},
+            "optimization_target has no counterpart in this planner",
+        ),
         ({"advisory": "yes"}, "advisory: expected true or false, got 'yes'"),
         ({"enable_throughput_scaling": False}, "to be true, got neither"),
         ({"ttfs": 3}, "--config: unknown key 'ttfs'"),

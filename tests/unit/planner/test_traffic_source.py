@@ -1,13 +1,16 @@
 import msgspec
 import pytest
 
-from dynamo.planner.observation import Fresh, Missing, Stale
+from dynamo.planner.observation import Fresh, Missing, ReportedLoad, Stale
 from dynamo.planner.traffic_source import (
     FrontendLoad,
     FrontendSource,
+    LoadSource,
     PrometheusSource,
     parse_metrics,
 )
+from dynamo.protocols import load
+from dynamo.runtime import events
 from dynamo.runtime.http import exchange, server
 from dynamo.testing import clock as virtual
 
@@ -183,3 +186,45 @@ async def test_mean_with_a_sum_that_is_no_number_is_left_out(page):
     traffic = (await source.read(10)).value
 
     assert (traffic.num_requests, traffic.isl) == (4, None)
+
+
+class Plane:
+    async def subscribe(self, topic, receive):
+        self.receive = receive
+
+
+def report(worker_id, waiting_tokens, *last_passes):
+    event = load.LoadEvent(
+        worker_id=worker_id,
+        data=load.ForwardPassMetrics(
+            worker_stats=load.WorkerStats(
+                request_active_slots=1,
+                request_total_slots=8,
+                num_requests_waiting=0,
+                active_prefill_tokens=waiting_tokens,
+            ),
+            kv_stats=load.KvStats(kv_active_blocks=1, kv_total_blocks=4),
+            last_passes=last_passes,
+        ),
+    )
+    payload = msgspec.msgpack.encode(event)
+    return events.Event(topic="kv_metrics", publisher=worker_id, number=0, payload=payload)
+
+
+async def test_forward_passes_are_those_since_the_last_reading():
+    plane = Plane()
+    source = LoadSource(plane, "kv_metrics", virtual.VirtualClock())
+    await source.start()
+    first, second = (
+        load.ForwardPass(num_prompt_tokens=n, num_kv_tokens=0, wall_s=0.1) for n in (10, 20)
+    )
+    reports = [report(1, 5, first), report(1, 7, first), report(1, 9, first, second)]
+    plane.receive([*reports, report(2, 3)])
+    read = source.read()
+    again = source.read()
+
+    assert read.workers == (
+        ReportedLoad(waiting_tokens=9, passes=(first, second)),
+        ReportedLoad(waiting_tokens=3),
+    )
+    assert [worker.passes for worker in again.workers] == [(), ()]

@@ -144,6 +144,7 @@ class RankLoad:
     num_waiting: int = 0
     num_blocks: int = 0  # that running requests hold
     hit_rate: float = 0.0  # cached prompt tokens / prompt tokens, since the start
+    last_passes: tuple[load.ForwardPass, ...] = ()  # if the library tells its times
 
     def metrics(
         self, facts: api.EngineFacts, rank: int, *, num_prefill_tokens: int, is_idle: bool
@@ -165,6 +166,7 @@ class RankLoad:
                 kv_total_blocks=facts.total_kv_blocks,
                 gpu_prefix_cache_hit_rate=self.hit_rate,
             ),
+            last_passes=self.last_passes,
         )
 
 

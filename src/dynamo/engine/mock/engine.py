@@ -18,6 +18,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from dynamo.base import clock as clocks
@@ -79,8 +80,10 @@ class MockRank:
         timing: Timing,
         clock: clocks.Clock,
         kv_exchange: exchange.KvExchange,
+        num_kv_tokens: int,
     ) -> None:
         self.number = number
+        self._num_kv_tokens = num_kv_tokens  # for which the KV cache has room
         self.batch = batch
         self._timing = timing
         self._clock = clock
@@ -88,6 +91,7 @@ class MockRank:
         self._has_changed = asyncio.Event()
         self._due = 0.0  # when the last step ended
         self.copies: memory.SimulatedCopies | None = None  # set before `run`
+        self._last_passes: tuple[load.ForwardPass, ...] = ()
 
     def submit(
         self, request: generate.Request, first_token: kv_transfer.FirstToken | None = None
@@ -95,6 +99,10 @@ class MockRank:
         """Queue a request for the next step."""
         self.batch.submit(request, first_token)
         self._has_changed.set()
+
+    def load(self) -> load.ForwardPassMetrics:
+        """Return the current load, with the last steps."""
+        return msgspec.structs.replace(self.batch.load(self.number), last_passes=self._last_passes)
 
     def publish_first_tokens(self, sink: api.EngineSink) -> None:
         """Give the sink the first tokens that came with their prompts, without waiting for the step that runs."""
@@ -149,6 +157,14 @@ class MockRank:
         now = self._clock.now()  # a delay of less than a step is caught up
         self._due = max(self._due, now - duration_s) + duration_s
         await self._clock.sleep(max(0.0, self._due - now))
+        latest = load.ForwardPass(
+            num_prompt_tokens=plan.num_prompt_tokens,
+            num_kv_tokens=round(plan.active_share * self._num_kv_tokens)
+            if plan.num_decoding
+            else 0,
+            wall_s=self._clock.now() - now,
+        )
+        self._last_passes = load.keep_latest(self._last_passes, latest)
         self._publish([*self.batch.commit(), *self.batch.take_outputs()], sink)
         self.publish_events(sink)
 
@@ -218,6 +234,7 @@ class MockEngine(exchange.ExchangesKv):
                 timing,
                 self._clock,
                 self._exchange,
+                memory.pool.num_blocks * memory.block_size,
             )
             for number, memory in enumerate(self._memories)
         ]
@@ -300,7 +317,7 @@ class MockEngine(exchange.ExchangesKv):
 
     def load(self) -> Sequence[load.ForwardPassMetrics]:
         """Return the current load of each rank."""
-        return [rank.batch.load(rank.number) for rank in self._ranks]
+        return [rank.load() for rank in self._ranks]
 
     async def clear_kv_blocks(self) -> None:
         """Drop all cached prefixes of all ranks."""

@@ -87,9 +87,10 @@ class EngineLoop:
             return False
         began_at = time.perf_counter()
         sampled = self._runner.run(chunks)
+        wall_s = time.perf_counter() - began_at
         if self._scheduler.tiers is not None:
-            num_tokens = sum(chunk.num_tokens for chunk in chunks)
-            self._scheduler.tiers.cost.record_step(num_tokens, time.perf_counter() - began_at)
+            self._scheduler.tiers.cost.record_step(sum(c.num_tokens for c in chunks), wall_s)
+        self._scheduler.record_pass(chunks, wall_s)
         result = self._scheduler.commit(chunks, sampled)
         self._forget(result.ended)
         self.load = self._scheduler.load()  # before delivery, so that a listener reads the new load

@@ -103,6 +103,7 @@ class Scheduler:
         self._num_arrived = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
+        self._last_passes: tuple[load.ForwardPass, ...] = ()
 
     @property
     def has_work(self) -> bool:
@@ -307,6 +308,17 @@ class Scheduler:
         result.block_events = self._paging.pool.take_events()
         return result
 
+    def record_pass(self, chunks: abc.Sequence[Chunk], wall_s: float) -> None:
+        """Record how long the computation of a step's chunks took, for `load`."""
+        continued = [chunk for chunk in chunks if chunk.start >= chunk.sequence.prompt_len]
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        latest = load.ForwardPass(
+            num_prompt_tokens=num_tokens - sum(chunk.num_tokens for chunk in continued),
+            num_kv_tokens=sum(chunk.start + chunk.num_tokens for chunk in continued),
+            wall_s=wall_s,
+        )
+        self._last_passes = load.keep_latest(self._last_passes, latest)
+
     def load(self) -> load.ForwardPassMetrics:
         """Return the current load. Slots are sequences: a request has one for each choice."""
         hit_rate = self._num_cached_tokens / max(1, self._num_prompt_tokens)
@@ -325,6 +337,7 @@ class Scheduler:
                 kv_total_blocks=self._paging.pool.num_blocks,
                 gpu_prefix_cache_hit_rate=hit_rate,
             ),
+            last_passes=self._last_passes,
         )
 
     def _grow(self, sequence: Sequence) -> bool:

@@ -8,7 +8,7 @@ at ours. An option that vLLM cannot honour is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -117,6 +117,46 @@ def _finish(
     return _FINISH_REASONS[completion.finish_reason], completion.stop_reason
 
 
+class _VllmPass(NamedTuple):
+    """A forward pass of a rank. It lasted since the one before, in which requests ran."""
+
+    num_prompt_tokens: int  # of the prompts that it completed
+    cache_usage: float  # while it continued answers; 0: it continued none
+    wall_s: float
+
+
+class _VllmPasses:
+    """The last pass of a rank that completed prompts, and the last that completed none."""
+
+    def __init__(self) -> None:
+        self._latest: dict[bool, _VllmPass] = {}
+        self._ended_at = 0.0  # seconds since 1970
+        self._is_busy = False  # requests run since then
+
+    def record(self, stats: Any, iteration: Any) -> None:
+        """Record a pass by vLLM's statistics."""
+        num_prompt_tokens = iteration.num_prompt_tokens
+        num_continued = iteration.num_generation_tokens - len(iteration.time_to_first_tokens_iter)
+        usage = stats.kv_cache_usage if num_continued > 0 else 0.0
+        if self._is_busy:
+            wall_s = iteration.iteration_timestamp - self._ended_at
+            self._latest[num_prompt_tokens > 0] = _VllmPass(num_prompt_tokens, usage, wall_s)
+        self._ended_at = iteration.iteration_timestamp
+        self._is_busy = stats.num_running_reqs > 0
+
+    def describe(self, facts: api.EngineFacts) -> tuple[load.ForwardPass, ...]:
+        """Return the passes as workers report them, without one that ends a prompt of several passes."""
+        return tuple(
+            load.ForwardPass(
+                num_prompt_tokens=each.num_prompt_tokens,
+                num_kv_tokens=round(each.cache_usage * facts.total_kv_blocks * facts.kv_block_size),
+                wall_s=each.wall_s,
+            )
+            for each in self._latest.values()
+            if each.num_prompt_tokens <= facts.max_num_batched_tokens
+        )
+
+
 class VllmLoad:
     """The load of all data-parallel ranks, from the statistics that vLLM reports after each step."""
 
@@ -125,10 +165,13 @@ class VllmLoad:
         self._cache_usage = [0.0] * num_ranks  # 0..1
         self._num_queries = [0] * num_ranks  # prompt tokens since the start
         self._num_hits = [0] * num_ranks
+        self._passes = [_VllmPasses() for _ in range(num_ranks)]
         self.tier_report: tier_report.TierReport | None = None  # of the rank that reported last
 
-    def record(self, rank: int, stats: Any) -> None:
-        """Record vLLM's SchedulerStats of a step of this rank."""
+    def record(self, rank: int, stats: Any, iteration: Any = None) -> None:
+        """Record vLLM's SchedulerStats, and IterationStats, of a step of this rank."""
+        if iteration is not None:
+            self._passes[rank].record(stats, iteration)
         self._cache_usage[rank] = stats.kv_cache_usage
         report = connectors.find_tier_report(stats)
         if report is not None:
@@ -146,8 +189,9 @@ class VllmLoad:
     ) -> Sequence[load.ForwardPassMetrics]:
         """Return the load of each rank as of its last step; see `translation.RankLoad.metrics`."""
         num_tokens = num_prefill_tokens // len(self._ranks)
-        for rank, usage in zip(self._ranks, self._cache_usage, strict=True):
+        for rank, usage, passes in zip(self._ranks, self._cache_usage, self._passes, strict=True):
             rank.num_blocks = round(usage * facts.total_kv_blocks)
+            rank.last_passes = passes.describe(facts)
         return [
             rank.metrics(facts, number, num_prefill_tokens=num_tokens, is_idle=is_idle)
             for number, rank in enumerate(self._ranks)

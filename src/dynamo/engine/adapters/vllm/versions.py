@@ -44,7 +44,8 @@ __all__ = [
     "tokens_input",
 ]
 _VISION = ("vision_config", "img_processor")  # in the configuration of models that see
-RecordStats = Callable[[int, Any], None]  # data-parallel rank, SchedulerStats
+# data-parallel rank, SchedulerStats, IterationStats (None if there are none)
+RecordStats = Callable[[int, Any, Any], None]
 
 
 class _VllmParser(FlexibleArgumentParser):  # type: ignore[misc]
@@ -82,7 +83,7 @@ class _StatLogger(StatLoggerBase):  # type: ignore[misc]
         engine_idx: int = 0,
     ) -> None:
         if scheduler_stats is not None:
-            self._record(self._rank, scheduler_stats)
+            self._record(self._rank, scheduler_stats, iteration_stats)
 
     def log_engine_initialized(self) -> None:
         pass
