@@ -98,7 +98,7 @@ class ScalingConfig:
         predictors.DEFAULT_WINDOW, help="intervals that the predictor looks back", least=2
     )
     correction: bool = config.option(
-        True, help="sla: correct the profile by what is measured in service"
+        True, help="predictive and sla: correct the profile by what is measured in service"
     )
     startup_time: float = config.option(
         60.0,

@@ -23,7 +23,7 @@ from dynamo.planner import policies
 from dynamo.planner.observation import Observation, PoolLoad, Replicas, Traffic
 from dynamo.planner.policies import Prediction, Proposal, Targets, in_mode
 from dynamo.planner.predictors import Predictor
-from dynamo.planner.profile import WorkerProfile
+from dynamo.planner.profile import ProfileCorrection, WorkerProfile
 
 _SMOOTHING = 0.3  # weight of the newest interval in means of lengths and rates
 _MOST_BURSTINESS = 6.0
@@ -183,8 +183,12 @@ class PredictivePolicy:
         targets: Targets,
         make_predictor: Callable[[], Predictor],
         headroom: Headroom = Headroom(),
+        *,
+        corrects: bool = True,
     ) -> None:
-        self._profile = profile
+        """With `corrects` the times of forward passes in service correct the profile."""
+        self._correction = ProfileCorrection(profile)
+        self._corrects = corrects
         self._targets = targets
         self._headroom = headroom
         self._forecast = Forecast(make_predictor())
@@ -203,8 +207,9 @@ class PredictivePolicy:
             replicas = Replicas(1, 1) if num_waiting else Replicas(0, 0)
             reason = "requests wait" if num_waiting else "no request yet"
             return Proposal(replicas=in_mode(self._targets.mode, replicas, present), reason=reason)
+        profile = self._corrected_profile(observation, shape)
         self._sizing = sizing = Sizing(
-            self._profile, self._targets, self._headroom, shape, self._forecast.burstiness
+            profile, self._targets, self._headroom, shape, self._forecast.burstiness
         )
         num_steps = max(1, math.ceil(lead_s / interval_s))
         rates = self._forecast.rates(num_steps + 1, interval_s)
@@ -236,15 +241,23 @@ class PredictivePolicy:
             replicas=in_mode(self._targets.mode, replicas, present),
             reason=(
                 f"{later_rate:.3g} requests/s of {shape.isl:.0f} new+{shape.osl:.0f} tokens predicted in"
-                f" {lead_s:.0f} s, {backlog:.0f} waiting by then"
+                f" {lead_s:.0f} s, {backlog:.0f} waiting by then{self._correction.describe()}"
             ),
             prediction=Prediction(requests_per_s=later_rate, isl=shape.isl, osl=shape.osl),
             estimate=policies.estimate(
-                self._profile, self._targets, observation, isl=shape.isl, context=shape.context
+                profile, self._targets, observation, isl=shape.isl, context=shape.context
             ),
             unreachable=sizing.unreachable,
             is_firm=self._forecast.is_periodic,
         )
+
+    def _corrected_profile(self, observation: Observation, shape: RequestShape) -> WorkerProfile:
+        if self._corrects:
+            loads = (observation.prefill_load, observation.decode_load)
+            workers = [worker for load in loads for worker in load.workers]
+            passes = [each for worker in workers for each in worker.passes]
+            self._correction.learn(passes, isl=shape.isl, context=shape.context)
+        return self._correction.profile
 
     def workers(self, requests_per_s: float) -> Replicas:
         """Return the least workers for requests as they come now at this rate."""

@@ -7,6 +7,7 @@ Throughput is in tokens per second and GPU, as in the files of the original; tim
 """  # decider
 
 import math
+import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dynamo.base import errors
+from dynamo.protocols import load
 
 _SCAN_POINTS = 100  # shares of the KV cache at which a target is looked for
+_MOST_FACTOR = 4.0  # of a correction, up and down
+_LEAST_PASSES = 3  # that say how wrong a profile is
+_LEAST_SHARE = 0.25  # of a mean prompt, in a pass that says so: what surrounds a pass is in the profile as well
+_SMOOTHING = 0.3  # weight of the newest interval
+_STEPS = 20  # by which a factor is rounded to 1 / 20
 
 
 def interpolate(points: Sequence[float], values: Sequence[float], at: float) -> float:
@@ -61,6 +68,14 @@ class PrefillCurve:
     def tokens_per_s(self, num_tokens: float) -> float:
         """Return the prompt tokens that a GPU computes in a second, for prompts of this length."""
         return interpolate(self.isl, self.throughput, num_tokens)
+
+    def scaled(self, factor: float) -> "PrefillCurve":
+        """Return the curve of a worker that takes `factor` times as long."""
+        return PrefillCurve(
+            isl=self.isl,
+            ttft_s=tuple(factor * each for each in self.ttft_s),
+            throughput=tuple(each / factor for each in self.throughput),
+        )
 
 
 class DecodePoint(NamedTuple):
@@ -120,6 +135,14 @@ class DecodeSurface:
                 break
         return DecodeRate(self.throughput(usage, context), self.itl_s(usage, context), usage)
 
+    def scaled(self, factor: float) -> "DecodeSurface":
+        """Return the surface of a worker that takes `factor` times as long."""
+        points = [
+            point._replace(itl_s=factor * point.itl_s, throughput=point.throughput / factor)
+            for point in self.points
+        ]
+        return DecodeSurface(points, max_kv_tokens=self.max_kv_tokens)
+
     def _interpolate(self, curves: list[list[float]], kv_usage: float, context: float) -> float:
         """Return a value of curves over the use of the KV cache, one for each context."""
         pairs = zip(self._usages, curves, strict=True)
@@ -133,3 +156,56 @@ class WorkerProfile:
 
     prefill: PrefillCurve
     decode: DecodeSurface
+
+
+class ProfileCorrection:
+    """The profile of a worker, corrected by the times of forward passes in service.
+
+    A pass does not wait, so its time over that of the profile says how wrong the profile is, whatever the load. A
+    factor near 1 is left out: the profile is then as exact as its measurement.
+    """
+
+    def __init__(self, measured: WorkerProfile) -> None:
+        self._measured = self.profile = measured
+        self._factors = {"prefill": 1.0, "decode": 1.0}
+
+    def learn(self, passes: Sequence[load.ForwardPass], *, isl: float, context: float) -> None:
+        """Take passes, of a time in which prompts had `isl` new tokens, and sequences `context` tokens."""
+        prefill, decode = self._measured.prefill, self._measured.decode
+        ratios = {
+            "prefill": [
+                each.wall_s / prefill.prompt_s(each.num_prompt_tokens)
+                for each in passes
+                if each.num_prompt_tokens > _LEAST_SHARE * isl and not each.num_kv_tokens
+            ],
+            "decode": [
+                each.wall_s / decode.itl_s(each.num_kv_tokens / decode.max_kv_tokens, context)
+                for each in passes
+                if each.num_kv_tokens and not each.num_prompt_tokens
+            ],
+        }
+        before = self.factors
+        for pool, values in ratios.items():
+            if len(values) >= _LEAST_PASSES:
+                seen = min(_MOST_FACTOR, max(1 / _MOST_FACTOR, statistics.median(values)))
+                self._factors[pool] += _SMOOTHING * (seen - self._factors[pool])
+        if self.factors != before:
+            factors = self.factors
+            self.profile = WorkerProfile(
+                prefill=prefill.scaled(factors[0]), decode=decode.scaled(factors[1])
+            )
+
+    def describe(self) -> str:
+        """Return the correction as the end of a sentence; empty without one."""
+        prefill, decode = self.factors
+        if (prefill, decode) == (1.0, 1.0):
+            return ""
+        return f", prompts take {prefill:.2f} and answers {decode:.2f} of the profile's times"
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Return by how much a prompt and a decode step take longer than measured, rounded."""
+        near = range(_STEPS - 1, _STEPS + 2)
+        steps = (round(factor * _STEPS) for factor in self._factors.values())
+        prefill, decode = (1.0 if each in near else each / _STEPS for each in steps)
+        return prefill, decode

@@ -65,7 +65,7 @@ def make_policy(settings: ScalingConfig) -> Policy:
     headroom = Headroom(startup_s=settings.startup_time)
 
     def make_predictive(targets: Targets) -> PredictivePolicy:
-        return PredictivePolicy(profile, targets, predictor, headroom)
+        return PredictivePolicy(profile, targets, predictor, headroom, corrects=settings.correction)
 
     if settings.mode == "auto":
         return AutoPolicy(targets, make_predictive, settle_s=settings.stabilization_s)

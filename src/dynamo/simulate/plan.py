@@ -89,6 +89,16 @@ class PlanConfig:
         least=0,
     )
     interval: float = config.option(10.0, help="seconds between two decisions", least=0.1)
+    profile_factor: float = config.option(
+        1.0,
+        help="times of the profile by which policies decide, as a multiple of the workers' own: 0.8 for a profile"
+        " that promises too much",
+        least=0.1,
+        most=10,
+    )
+    correction: bool = config.option(
+        True, help="let policy predictive correct the profile by the times of forward passes"
+    )
     max_gpu_budget: int = config.option(8, help="most GPUs; a worker has one", least=1)
     initial: str = config.option(
         "2p2d", help="workers at the begin of the run, such as 2p2d; in mode agg their sum"
@@ -228,6 +238,8 @@ def make_scenarios(
                 deaths=deaths,
                 num_hanging_starts=settings.hanging_starts,
                 num_failing_starts=settings.failing_starts,
+                profile_factor=settings.profile_factor,
+                corrects=settings.correction,
             )
         )
     return scenarios
@@ -274,7 +286,7 @@ def _fixed(replicas: observation.Replicas) -> Simulate:
 
 def _policy(name: str, predictor: str) -> Simulate:
     def simulate(scenario: PlanScenario) -> PlanResult:
-        profile = plan_policies.sample_profile(scenario.times)
+        profile = plan_policies.sample_profile(scenario.times, scenario.profile_factor)
         decide = plan_policies.make_decide(name, scenario, profile, predictor)
         return plan_run.run(scenario, name, decide)
 

@@ -29,8 +29,8 @@ _SIN_CONTEXT = 3075.0  # mean tokens of a sequence of the original's experiment
 _CONTEXTS = (256, 1024, 3072, 8192, 16384)
 
 
-def sample_profile(times: StepTimes) -> profile.WorkerProfile:
-    """Return what a profiler would measure of a worker with these step times."""
+def sample_profile(times: StepTimes, factor: float = 1.0) -> profile.WorkerProfile:
+    """Return what a profiler would measure of a worker with these step times, each time `factor` times too long."""
     isl = tuple(float(2**k) for k in range(6, 18))
     ttft_s = tuple(times.prefill_s(n) for n in isl)
     points = {}
@@ -40,14 +40,13 @@ def sample_profile(times: StepTimes) -> profile.WorkerProfile:
             usage = concurrency * context / times.num_kv_tokens
             itl_s = times.decode_s(usage)
             points[usage, context] = profile.DecodePoint(usage, context, itl_s, concurrency / itl_s)
-    return profile.WorkerProfile(
-        prefill=profile.PrefillCurve(
-            isl=isl,
-            ttft_s=ttft_s,
-            throughput=tuple(n / s for n, s in zip(isl, ttft_s, strict=True)),
-        ),
-        decode=profile.DecodeSurface(list(points.values()), max_kv_tokens=times.num_kv_tokens),
+    prefill = profile.PrefillCurve(
+        isl=isl,
+        ttft_s=ttft_s,
+        throughput=tuple(n / s for n, s in zip(isl, ttft_s, strict=True)),
     )
+    decode = profile.DecodeSurface(list(points.values()), max_kv_tokens=times.num_kv_tokens)
+    return profile.WorkerProfile(prefill=prefill.scaled(factor), decode=decode.scaled(factor))
 
 
 def step_times(profile: profile.WorkerProfile, *, context: float) -> StepTimes:
@@ -83,7 +82,9 @@ def make_decide(
     policy: policies.Policy
     match name:
         case "predictive":
-            policy = predictive_policy.PredictivePolicy(profile, targets, make_predictor)
+            policy = predictive_policy.PredictivePolicy(
+                profile, targets, make_predictor, corrects=scenario.corrects
+            )
             stabilization_s = scenario.startup_s + scenario.interval_s
         case "sla":
             arima = functools.partial(predictors.make_predictor, "arima")

@@ -19,6 +19,8 @@ class PlanScenario:
 
     requests: Sequence[Request]
     times: StepTimes
+    profile_factor: float = 1.0  # of the times of the policies' profile, over these
+    corrects: bool = True  # the policies may correct that profile
     ttft_s: float = 0.5
     itl_s: float = 0.05
     interval_s: float = 10.0

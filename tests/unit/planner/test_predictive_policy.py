@@ -6,15 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.planner import predictors
-from dynamo.planner.observation import Fresh, PoolLoad, PoolState, Traffic
+from dynamo.planner.observation import Fresh, PoolLoad, PoolState, ReportedLoad, Traffic
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Forecast, PredictivePolicy
+from dynamo.protocols.load import ForwardPass
 from planner_cases import make_profile, observe
 
 
-def make_policy(mode="disagg", **targets):
+def make_policy(mode="disagg", corrects=True, **targets):
     make = functools.partial(predictors.make_predictor, "constant")
-    return PredictivePolicy(make_profile(), Targets(mode=mode, **targets), make)
+    targets = Targets(mode=mode, **targets)
+    return PredictivePolicy(make_profile(), targets, make, corrects=corrects)
 
 
 def propose(policy, observation):
@@ -238,3 +240,17 @@ def test_prompts_of_unknown_length_count_as_those_before(isl):
     after = propose(policy, observe(30.0, traffic=Fresh(Traffic(num_requests=300, isl=isl))))
 
     assert after.replicas.prefill == before.replicas.prefill
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_prompts_that_take_longer_than_profiled_get_more_workers(corrects):
+    """The profile says 100 ms; twice as long is seen in service."""
+    slow = ForwardPass(num_prompt_tokens=1000, num_kv_tokens=0, wall_s=0.2)
+    load = PoolLoad(workers=(ReportedLoad(passes=(slow,) * 5),))
+    policy, as_profiled = make_policy(corrects=corrects, ttft_s=2.0), make_policy(ttft_s=2.0)
+    for at in range(0, 200, 10):
+        proposal = propose(policy, observe(at=at, num_requests=200, prefill_load=load))
+        expected = propose(as_profiled, observe(at=at, num_requests=200))
+
+    assert (proposal.replicas.prefill >= 1.5 * expected.replicas.prefill) == corrects
+    assert ("prompts take 2.00" in proposal.reason) == corrects

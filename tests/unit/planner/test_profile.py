@@ -4,6 +4,8 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.planner import profile, profile_files
+from dynamo.planner.profile import ProfileCorrection
+from dynamo.protocols.load import ForwardPass
 from planner_cases import make_profile
 
 
@@ -95,3 +97,67 @@ def test_decode_point_with_a_value_that_is_no_number_is_refused(position):
 def test_prompt_length_that_is_no_number_is_refused():
     with pytest.raises(errors.ConfigError, match="isl=nan"):
         profile.PrefillCurve(isl=(float("nan"),), ttft_s=(1.0,), throughput=(1.0,))
+
+
+def passes(factor, *, num_prompt_tokens=0, kv_share=0.0, number=8):
+    """Passes that take `factor` times as long as `make_profile` says."""
+    wall_s = num_prompt_tokens / 1e4 + (0.01 + 0.1 * kv_share if kv_share else 0.0)
+    num_kv_tokens = round(kv_share * 100_000)
+    one = ForwardPass(
+        num_prompt_tokens=num_prompt_tokens, num_kv_tokens=num_kv_tokens, wall_s=factor * wall_s
+    )
+    return [one] * number
+
+
+def corrected(*intervals):
+    correction = ProfileCorrection(make_profile())
+    for each in intervals:
+        correction.learn(each, isl=1000, context=1000)
+    return correction
+
+
+def test_profile_takes_the_times_of_service():
+    interval = passes(1.5, num_prompt_tokens=1000) + passes(0.8, kv_share=0.4)
+    correction = corrected(*[interval] * 20)
+
+    assert correction.factors == pytest.approx((1.5, 0.8))
+    assert correction.profile.prefill.prompt_s(1000) == pytest.approx(0.15)
+    assert correction.profile.prefill.tokens_per_s(1000) == pytest.approx(1e4 / 1.5)
+    assert correction.profile.decode.itl_s(0.4, 1000) == pytest.approx(0.8 * 0.05)
+    assert correction.profile.decode.throughput(0.4, 1000) == pytest.approx(
+        make_profile().decode.throughput(0.4, 1000) / 0.8
+    )
+    assert correction.describe() == ", prompts take 1.50 and answers 0.80 of the profile's times"
+
+
+def test_profile_that_is_right_stays_as_it_was_measured():
+    correction = corrected(*[passes(1.04, num_prompt_tokens=1000)] * 20)
+
+    assert correction.factors == (1.0, 1.0)
+    assert correction.describe() == ""
+
+
+@pytest.mark.parametrize(
+    "interval",
+    [
+        passes(3, num_prompt_tokens=1000, number=2),  # too few
+        passes(3, num_prompt_tokens=100),  # too short to say much of prompts of 1,000 tokens
+        passes(3, num_prompt_tokens=1000, kv_share=0.4),  # of both kinds
+        [],
+    ],
+)
+def test_passes_that_say_little_correct_nothing(interval):
+    assert corrected(*[interval] * 20).factors == (1.0, 1.0)
+
+
+def test_correction_is_bounded_and_follows_by_and_by():
+    absurd = passes(1e6, num_prompt_tokens=1000)
+
+    assert corrected(absurd).factors[0] == pytest.approx(1.9)
+    assert corrected(*[absurd] * 50).factors[0] == pytest.approx(4.0)
+
+
+def test_one_slow_pass_among_many_changes_nothing():
+    interval = passes(1, num_prompt_tokens=1000) + passes(50, num_prompt_tokens=1000, number=3)
+
+    assert corrected(*[interval] * 20).factors == (1.0, 1.0)
