@@ -72,7 +72,9 @@ export interface Candidate {
 }
 
 export interface Decision {
+  kind?: "model" | "prefill"; // absent: the worker
   policy: string;
+  outcome?: string;
   unit?: string;
   reason?: string;
   num_tokens?: number;

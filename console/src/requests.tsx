@@ -148,13 +148,25 @@ function Detail({ id }: { id: string }) {
       </table>
       <h2>Why this worker?</h2>
       {!row.decisions?.length && <Notice>The decision was not explained: explanations are made while a console shows live views, twenty a second at most, and for requests with the header <code>x-dynamo-explain</code>.</Notice>}
-      {row.decisions?.map((decision) => <Why decision={decision} chosen={[row.worker, row.prefill_worker]} />)}
+      {row.decisions?.map((decision) =>
+        decision.kind ? <Verdict decision={decision} /> : <Why decision={decision} chosen={[row.worker, row.prefill_worker]} />,
+      )}
     </>
   );
 }
 
 function tiers(row: RequestRow): string {
   return Object.entries(row.tier_tokens ?? {}).map(([tier, number]) => `, ${number} on ${tier}`).join("");
+}
+
+function Verdict({ decision }: { decision: Decision }) {
+  const question = decision.kind === "model" ? "Model" : "Prompt computed";
+  const outcome = { local: "by the worker that answers", remote: "by a prefill worker" }[decision.outcome ?? ""] ?? decision.outcome;
+  return (
+    <section class="why" aria-label={decision.kind === "model" ? "Decision of the semantic router" : "Decision of prefill"} data-kind={decision.kind}>
+      <p>{question}: <b>{outcome}</b>. Policy <b>{decision.policy}</b>: {decision.reason}.</p>
+    </section>
+  );
 }
 
 function Why({ decision, chosen }: { decision: Decision; chosen: (string | undefined)[] }) {

@@ -159,6 +159,33 @@ def test_topology_draws_frontends_tiers_and_transfers_and_tells_what_leaves(depl
     shown.nth(1).wait_for(state="detached")
 
 
+def test_request_shows_where_its_prompt_was_computed_and_why(deployment, page):
+    frontend = deployment.frontend("--router-mode", "kv")
+    frontend.others = [
+        deployment.mocker("--is-prefill-worker"),
+        deployment.mocker("--disaggregation-mode", "decode"),
+    ]
+    frontend.await_models([MODEL])
+    decode = frontend.others[1]
+    eventually(lambda: "by prefill workers of" in frontend.log.read_text(), what="a way")
+    eventually(lambda: " is connected" in decode.log.read_text(), what="a connection")
+    explained = {"nvext": {"extra_fields": ["explanation"]}, "max_tokens": 2}
+    assert frontend.chat(QUESTION, **explained).status_code == 200
+    request_id = get(frontend, "requests")["rows"][0]["id"]
+    decisions = get(frontend, f"requests/{request_id}")["decisions"]
+    page.goto(f"{frontend.url}/#/requests/{request_id}")
+    shown = page.locator('[data-kind="prefill"]')
+    shown.wait_for()
+
+    assert [row.get("kind", "worker") for row in decisions] == ["prefill", "worker"]
+    assert shown.inner_text() == (
+        f"Prompt computed: by the worker that answers. Policy LengthPolicy: {decisions[0]['reason']}."
+    )
+    assert page.locator("tr.chosen").count() == 1
+    if AXE is not None:
+        assert violations(page) == []
+
+
 def test_models_on_demand_are_shown_before_they_are_loaded(deployment, page, tmp_path):
     paths = [tmp_path / name for name in ("alpha", "beta")]
     for path in paths:

@@ -89,6 +89,12 @@ class PrefillPolicy(Protocol):
         """
         ...
 
+    def explain(
+        self, prompt_len: int, queue_size: int, local: EstimateLoad, remote: EstimateLoad
+    ) -> str:
+        """Return the figures of this decision in words, whichever way it goes."""
+        ...
+
 
 class LengthPolicy:
     """`--disagg-policy lengths`. The limits may change at any time."""
@@ -112,6 +118,18 @@ class LengthPolicy:
         here = local()
         is_enough = here.num_new >= here.block_size or here.num_new == prompt_len
         return is_enough and self.limits.allow_remote(here.num_new, queue_size)
+
+    def explain(
+        self, prompt_len: int, queue_size: int, local: EstimateLoad, remote: EstimateLoad
+    ) -> str:
+        """Name the new tokens and the queue beside their limits."""
+        del remote
+        limits = self.limits
+        return (
+            f"new to the answering worker: {local().num_new} of {prompt_len} tokens (remote above "
+            f"{limits.max_local_prefill_length}, if they are a block or all); waiting for a prefill worker: "
+            f"{queue_size} (remote below {limits.max_prefill_queue_size})"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +173,24 @@ class ConditionalPolicy:
             return True
         return remote().num_steps_ahead <= busy_threshold
 
+    def explain(
+        self, prompt_len: int, queue_size: int, local: EstimateLoad, remote: EstimateLoad
+    ) -> str:
+        """Name the new tokens and the load at both workers beside their thresholds."""
+        del queue_size
+        here, there = local(), remote()
+        share = "unknown" if here.share_in_use is None else f"{here.share_in_use:.0%}"
+        return (
+            f"rule {self.policy}; new to the answering worker: {here.num_new} of {prompt_len} tokens (few: below "
+            f"{self.eff_isl_threshold} and {self.eff_isl_ratio_threshold:.0%}); its blocks in use: {share} (busy: "
+            f"{_threshold(self.decode_busy_threshold)}); steps ahead at the prefill worker: "
+            f"{there.num_steps_ahead:.1f} (busy: {_threshold(self.prefill_busy_threshold)})"
+        )
+
+
+def _threshold(value: float | None) -> str:
+    return "never" if value is None else f"above {value:g}"
+
 
 class EstimatePolicy:
     """`--disagg-policy estimated`."""
@@ -169,9 +205,28 @@ class EstimatePolicy:
     ) -> bool:
         """Return whether the estimated delay is shorter remotely."""
         del prompt_len, queue_size
-        here, there = local(), remote()
+        local_s, remote_s = self._delays(local(), remote())
+        return remote_s < local_s
+
+    def explain(
+        self, prompt_len: int, queue_size: int, local: EstimateLoad, remote: EstimateLoad
+    ) -> str:
+        """Name both estimated delays."""
+        del queue_size
+        here = local()
+        local_s, remote_s = self._delays(here, remote())
+        return (
+            f"new to the answering worker: {here.num_new} of {prompt_len} tokens; requests there: "
+            f"{here.num_requests}; estimated delay of all requests: {local_s * 1e3:.1f} ms if it computes them, "
+            f"{remote_s * 1e3:.1f} ms if a prefill worker does"
+        )
+
+    def _delays(
+        self, here: routing.LoadEstimate, there: routing.LoadEstimate
+    ) -> tuple[float, float]:
+        """Return the delays of a local and of a remote prefill, in seconds."""
         pace = there.tokens_per_s
         local_s = (here.num_ahead + here.num_new * (1 + here.num_requests)) / pace
         remote_s = (there.num_ahead + there.num_new) / pace
         copy_s = here.num_new / here.copies_per_s if here.copies_per_s else 0.0
-        return remote_s + HANDOFF_S + copy_s < local_s
+        return local_s, remote_s + HANDOFF_S + copy_s

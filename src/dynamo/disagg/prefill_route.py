@@ -30,7 +30,7 @@ from dynamo.base import errors, tasks
 from dynamo.disagg import config, metrics, policy, prefill_queue
 from dynamo.observability import metrics as registries
 from dynamo.protocols import generate, kv_transfer, model_card, model_errors
-from dynamo.router import kv_router, route, route_factory
+from dynamo.router import explanation, kv_router, route, route_factory
 from dynamo.runtime import client, discovery, requests
 
 # Within this time the answering worker must have the request; the lease that it sees is shorter by as much.
@@ -125,6 +125,8 @@ class PrefillRoute:
             stream = await self._open_decode(request, params, tried[-1], receiver, remaining)
             if stream is not None:
                 return stream
+        if options.on_explained is not None:
+            self._explain(request, options, False, "no prefill worker has computed it in time")
         remaining = _shorten_timeout(options, self._clock.now() - began_at)
         return await self._decode.open_stream(_with_local_prefill(request), receiver, remaining)
 
@@ -137,19 +139,44 @@ class PrefillRoute:
         if num_requests is None:
             if self._settings.is_enforced:
                 raise errors.NoWorkers(_NO_PREFILL)
-            return False
-        is_scored = request.output_options.prompt_logprobs is not None
-        if is_scored or request.images or not self._can_import(options):
-            return False
-        queue_size = max(0, num_requests - 1)  # a prompt that is being computed does not wait
-        num_tokens = request.prompt_len
-        return self._policy.may_be_remote(num_tokens, queue_size) and self._policy.is_remote(
-            num_tokens,
-            queue_size,
-            lambda: self._decode.estimate_load(request, options),
-            lambda: prefill.estimate_load(
-                request, route.RoutingOptions(allowed_instances=candidates)
+            obstacle = "no prefill worker that the answering worker can copy from is usable"
+        elif request.output_options.prompt_logprobs is not None or request.images:
+            obstacle = (
+                "log probabilities of a prompt, and images, are computed by the answering worker"
+            )
+        elif not self._can_import(options):
+            obstacle = "no worker that may answer can copy from a prefill worker"
+        else:
+            num_waiting = max(0, num_requests - 1)  # a prompt that is being computed does not wait
+            to_prefill = route.RoutingOptions(allowed_instances=candidates)
+            facts = (
+                request.prompt_len,
+                num_waiting,
+                lambda: self._decode.estimate_load(request, options),
+                lambda: prefill.estimate_load(request, to_prefill),
+            )
+            is_remote = self._policy.may_be_remote(*facts[:2]) and self._policy.is_remote(*facts)
+            if options.on_explained is not None:
+                self._explain(request, options, is_remote, self._policy.explain(*facts))
+            return is_remote
+        if options.on_explained is not None:
+            self._explain(request, options, False, obstacle)
+        return False
+
+    def _explain(
+        self, request: generate.Request, options: route.RoutingOptions, is_remote: bool, reason: str
+    ) -> None:
+        """Tell where the prompt is computed, and why."""
+        assert options.on_explained is not None
+        options.on_explained(
+            explanation.RoutingExplanation(
+                kind="prefill",
+                policy=type(self._policy).__name__,
+                outcome="remote" if is_remote else "local",
+                reason=reason,
+                num_tokens=request.prompt_len,
             ),
+            (),
         )
 
     def _prefill_candidates(

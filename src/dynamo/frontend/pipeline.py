@@ -26,6 +26,7 @@ from dynamo.observability import logs, tracing
 from dynamo.observability import metrics as observed
 from dynamo.preprocess import inputs, preprocessor
 from dynamo.protocols import model_errors
+from dynamo.router import explanation
 from dynamo.runtime.http import exchange, json_body
 
 IGNORED_HEADER = "x-dynamo-ignored-parameters"
@@ -117,6 +118,9 @@ class GenerationApi(Generic[R, F]):
     read_texts: Callable[[bytes], bytes] | None = None
 
 
+ExplainModel = Callable[[], explanation.RoutingExplanation]
+
+
 class BodyRouter(Protocol):
     """Chooses the model of a request by what it says, changes its body, or answers it."""
 
@@ -124,13 +128,13 @@ class BodyRouter(Protocol):
         self,
         client: exchange.Exchange,
         endpoint: str,
-        ask_again: Callable[[exchange.Exchange, bytes], None],
+        ask_again: Callable[[exchange.Exchange, bytes, ExplainModel], None],
         read_texts: Callable[[bytes], bytes] | None,
-    ) -> tuple[exchange.Exchange, bytes]:
-        """Return the exchange to answer and the body to decode; a closed exchange was answered. Raises RequestError.
+    ) -> tuple[exchange.Exchange, bytes, ExplainModel]:
+        """Return the exchange to answer, the body to decode, and the explanation of the choice.
 
-        `ask_again` takes the same for another model, if the first one fails. `read_texts` returns what is read of a
-        body that has another form and is never changed.
+        A closed exchange was answered. Raises RequestError. `ask_again` takes the same for another model, if the
+        first one fails. `read_texts` returns what is read of a body that has another form and is never changed.
         """
         ...
 
@@ -170,10 +174,12 @@ class Pipeline:
         arrival = record_arrival(client, self.metrics, self.start_trace)
         if self._watch is not None:
             client = self._watch(client)
-        body = None
+        body = explain_model = None
         if self._semantic is not None:
 
-            def ask_again(client: exchange.Exchange, body: bytes) -> None:
+            def ask_again(
+                client: exchange.Exchange, body: bytes, explain_model: ExplainModel
+            ) -> None:
                 def fail(_: BaseException) -> None:  # nothing else would end the answer
                     if client.is_streaming:
                         client.end()
@@ -181,11 +187,11 @@ class Pipeline:
                         error = errors.DynamoError(dispatch.LOST_ANSWER)
                         self._refuse(api, client, arrival, error)
 
-                work = self._answer(api, client, arrival, body)
+                work = self._answer(api, client, arrival, body, explain_model)
                 self._dispatcher.background.start("ask another model", work, on_death=fail)
 
             try:
-                client, body = await self._semantic.route(
+                client, body, explain_model = await self._semantic.route(
                     client, api.endpoint, ask_again, api.read_texts
                 )
             except errors.DynamoError as error:
@@ -193,7 +199,7 @@ class Pipeline:
                 return
             if client.is_closed:  # the router has answered, or the client is gone
                 return
-        await self._answer(api, client, arrival, body)
+        await self._answer(api, client, arrival, body, explain_model)
 
     async def _answer(
         self,
@@ -201,6 +207,7 @@ class Pipeline:
         client: exchange.Exchange,
         arrival: metrics.Arrival,
         body: bytes | None,
+        explain_model: ExplainModel | None,
     ) -> None:
         """Take one request from its body, or the one in its place, to the workers."""
         try:
@@ -233,7 +240,7 @@ class Pipeline:
             if rights.uses_keys or request.cache_salt is not None:
                 salt = rights.cache_salt(client, model, request.cache_salt)
             if is_explained or self._wants_explanation():
-                meter.explanations = []
+                meter.explanations = [] if explain_model is None else [(explain_model(), ())]
             prepared = await self._prepare(
                 api, model, request, arrival, routing, salt, extra_fields
             )

@@ -4,14 +4,17 @@ It is imported only where `--semantic-router` is set, because its libraries are 
 router's own answers; an API of another shape gets its error where a guard refuses.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.frontend import pipeline
 from dynamo.frontend.admission import authentication
 from dynamo.frontend.model_registry import registry
 from dynamo.observability import metrics
+from dynamo.router import explanation
 from dynamo.runtime import component
 from dynamo.runtime.http import exchange
 from dynamo.semantic import cache, encoder_client, model_choice, routing_outcome, service
@@ -73,10 +76,12 @@ class SemanticRouting:
         self,
         client: exchange.Exchange,
         endpoint: str,
-        ask_again: Callable[[exchange.Exchange, bytes], None],
+        ask_again: Callable[[exchange.Exchange, bytes, pipeline.ExplainModel], None],
         read_texts: Callable[[bytes], bytes] | None = None,
-    ) -> tuple[exchange.Exchange, bytes]:
-        """Return the exchange to answer and the body to decode; a closed exchange was answered.
+    ) -> tuple[exchange.Exchange, bytes, pipeline.ExplainModel]:
+        """Return the exchange to answer, the body to decode, and the explanation of the choice.
+
+        A closed exchange was answered.
 
         If the chosen model fails before its first token, `ask_again` is called once with the same for the next model.
         A body of another form (KServe's tensors), of which `read_texts` returns model and prompt, is guarded and keeps
@@ -114,14 +119,16 @@ class SemanticRouting:
                 except errors.DynamoError:
                     return False
                 if second.answer is None:
-                    ask_again(RoutedExchange(client, second, self._service), second.body)
+                    routed = RoutedExchange(client, second, self._service)
+                    ask_again(routed, second.body, functools.partial(_explain, second))
                 return second.answer is None
 
             is_small = len(original) <= exchange.SMALL_BODY_BYTES
             has_next = outcome.is_chosen and is_small and read_texts is None
             next_model = ask_next if has_next else None
             routed = RoutedExchange(client, outcome, self._service, next_model)
-            return routed, outcome.body if read_texts is None else request_body
+            body = outcome.body if read_texts is None else request_body
+            return routed, body, functools.partial(_explain, outcome)
         if endpoint != _CHAT:
             guard = outcome.explanation.verdicts[-1]
             raise errors.Forbidden(
@@ -137,7 +144,7 @@ class SemanticRouting:
             content_type=answer.content_type,
             headers=(*answer.headers, *others),
         )
-        return client, outcome.body
+        return client, outcome.body, functools.partial(_explain, outcome)
 
     def _barred_models(self, client: exchange.Exchange) -> dict[str, str]:
         """Return the models that the client's key may not ask."""
@@ -149,6 +156,18 @@ class SemanticRouting:
             for name in names
             if not self._rights.may_see(client, name)
         }
+
+
+def _explain(outcome: routing_outcome.RoutedRequest) -> explanation.RoutingExplanation:
+    """Explain the choice of a model. Models that were left out are not named: not every key may know of them."""
+    found = outcome.explanation
+    policy = found.decision or "default_model"
+    reason = "; ".join(filter(None, (*found.reasons, found.conversation))) or "no decision applies"
+    if not outcome.is_chosen:
+        policy, reason = "requested model", "the request names its model"
+    return explanation.RoutingExplanation(
+        kind="model", policy=policy, outcome=found.model, reason=reason
+    )
 
 
 class RoutedExchange(exchange.WrappedExchange):

@@ -6,6 +6,7 @@ that is not shown pays nothing. The candidates with the lowest costs come first,
 """  # decider
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -27,11 +28,13 @@ class CandidateCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class RoutingExplanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The decision for one prompt at one endpoint."""
+    """One decision for one request: its model, whether a prefill worker computes a prompt, or a prompt's worker."""
 
+    kind: Literal["model", "prefill", "worker"] = "worker"
     policy: str
+    outcome: str = ""  # the model of a request, or where its prompt is computed: local or remote
     unit: str = ""  # of the costs
-    reason: str = ""  # why no costs were compared
+    reason: str = ""  # in words, where no costs were compared
     num_tokens: int = 0  # of the prompt
     num_blocks: int = 0
     num_candidates: int = 0

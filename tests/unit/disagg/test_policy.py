@@ -164,3 +164,35 @@ def test_more_local_work_never_makes_a_prompt_local(
 
 def test_estimate_excludes_no_prompt_beforehand():
     assert ESTIMATE.may_be_remote(1, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        (
+            policy.LengthPolicy(LIMITS),
+            "new to the answering worker: 1500 of 4000 tokens (remote above 1000, if they are a block or all); "
+            "waiting for a prefill worker: 1 (remote below 2)",
+        ),
+        (
+            policy.ConditionalPolicy(prefill_busy_threshold=2),
+            "rule isl_bounding; new to the answering worker: 1500 of 4000 tokens (few: below 2048 and 70%); its "
+            "blocks in use: 25% (busy: never); steps ahead at the prefill worker: 3.0 (busy: above 2)",
+        ),
+        (
+            policy.EstimatePolicy(),
+            "new to the answering worker: 1500 of 4000 tokens; requests there: 1; estimated delay of all requests: "
+            "300.0 ms if it computes them, 54.0 ms if a prefill worker does",
+        ),
+    ],
+    ids=["lengths", "conditional", "estimated"],
+)
+def test_policy_names_its_figures_beside_their_limits(chosen, text):
+    here = load(1500, num_requests=1, share_in_use=0.25)
+    there = load(500, num_steps_ahead=3.0, tokens_per_s=10_000.0)
+
+    assert chosen.explain(4000, 1, here, there) == text
+
+
+def test_unknown_share_of_blocks_is_explained():
+    assert "its blocks in use: unknown" in policy.ConditionalPolicy().explain(9, 0, NEW, CALM)

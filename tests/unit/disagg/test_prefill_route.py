@@ -156,6 +156,52 @@ async def test_prefix_cached_by_the_answering_worker_does_not_count(world):
     assert not world.prefill.asked
 
 
+@pytest.mark.parametrize(
+    ("made", "options", "outcome", "reason"),
+    [
+        (request(), {}, "remote", "new to the answering worker: 9 of 9 tokens"),
+        (request(8), {}, "local", "remote above 8"),
+        (
+            request(output_options=generate.OutputOptions(prompt_logprobs=1)),
+            {},
+            "local",
+            "log probabilities of a prompt",
+        ),
+        (request(), {"instance_id": PLAIN}, "local", "no worker that may answer can copy"),
+    ],
+    ids=["long", "short", "to be scored", "for a worker that cannot copy"],
+)
+async def test_place_of_the_prompt_is_explained(world, made, options, outcome, reason):
+    world.decode.num_new = made.prompt_len
+    decisions = []
+    await world.open(made, on_explained=lambda decision, _: decisions.append(decision), **options)
+    (decision,) = decisions
+
+    assert (decision.kind, decision.policy, decision.outcome) == (
+        "prefill",
+        "LengthPolicy",
+        outcome,
+    )
+    assert reason in decision.reason
+
+
+async def test_failed_remote_prompt_is_explained_as_local(world):
+    world.prefill.script = [errors.WorkerLost("gone"), errors.WorkerLost("gone")]
+    decisions = []
+    await world.open(on_explained=lambda decision, _: decisions.append(decision))
+
+    assert [decision.outcome for decision in decisions] == ["remote", "local"]
+
+
+async def test_missing_prefill_worker_is_explained(world):
+    world.prefill.instance_ids = frozenset()
+    world.prefill.min_active_requests = lambda allowed=None: None
+    decisions = []
+    await world.open(on_explained=lambda decision, _: decisions.append(decision))
+
+    assert "no prefill worker" in decisions[0].reason
+
+
 async def test_worker_of_no_set_role_that_can_copy_counts_as_decode_worker(world):
     data = {kv_transfer.IMPORTS_KEY: True}
     runtime = model_card.ModelRuntimeConfig(runtime_data=data)

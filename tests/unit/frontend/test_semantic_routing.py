@@ -56,6 +56,22 @@ async def test_text_without_decision_goes_to_the_default_model(routed):
     assert answer.json()["model"] == "m"
 
 
+@pytest.mark.parametrize(
+    ("text", "model", "policy", "outcome", "reason"),
+    [
+        ("some python", "auto", "code_decision", "coder", "keyword code"),
+        ("hello", "auto", "default_model", "m", "no decision applies"),
+        ("some python", "m", "requested model", "m", "the request names its model"),
+    ],
+)
+async def test_choice_of_the_model_is_explained(routed, text, model, policy, outcome, reason):
+    answer = await routed.chat(text, model=model, nvext={"extra_fields": ["explanation"]})
+    of_model, of_worker = answer.json()["nvext"]["explanation"]
+
+    assert of_model == {"kind": "model", "policy": policy, "outcome": outcome, "reason": reason}
+    assert "kind" not in of_worker
+
+
 async def test_stream_carries_the_headers(routed):
     answer = await routed.chat("some python", model="auto", stream=True)
 
