@@ -72,7 +72,7 @@ export interface Candidate {
 }
 
 export interface Decision {
-  kind?: "model" | "prefill"; // absent: the worker
+  kind?: "model" | "prefill" | "migration"; // absent: the worker
   policy: string;
   outcome?: string;
   unit?: string;

@@ -159,11 +159,21 @@ function tiers(row: RequestRow): string {
   return Object.entries(row.tier_tokens ?? {}).map(([tier, number]) => `, ${number} on ${tier}`).join("");
 }
 
+const QUESTIONS = { model: "Model", prefill: "Prompt computed", migration: "After the loss of its worker" };
+const OUTCOMES: Record<string, string> = {
+  local: "by the worker that answers",
+  remote: "by a prefill worker",
+  migrate: "another worker goes on",
+  not_allowed: "the answer ends, because migration is off",
+  exhausted: "the answer ends, because it has migrated too often",
+  too_long: "the answer ends, because it is too long to migrate",
+};
+
 function Verdict({ decision }: { decision: Decision }) {
-  const question = decision.kind === "model" ? "Model" : "Prompt computed";
-  const outcome = { local: "by the worker that answers", remote: "by a prefill worker" }[decision.outcome ?? ""] ?? decision.outcome;
+  const question = QUESTIONS[decision.kind!];
+  const outcome = decision.kind === "model" ? decision.outcome : OUTCOMES[decision.outcome ?? ""];
   return (
-    <section class="why" aria-label={decision.kind === "model" ? "Decision of the semantic router" : "Decision of prefill"} data-kind={decision.kind}>
+    <section class="why" aria-label={question} data-kind={decision.kind}>
       <p>{question}: <b>{outcome}</b>. Policy <b>{decision.policy}</b>: {decision.reason}.</p>
     </section>
   );

@@ -106,6 +106,10 @@ def test_lost_worker_is_shown_while_its_answer_goes_on(deployment, page):
 
     assert (row["state"], row["num_migrations"], row["output_tokens"]) == ("done", 1, 1000)
     assert row["worker"] != instance
+    page.locator(f'tr[data-request="{row["id"]}"] a').click()
+    loss = page.locator('[data-kind="migration"]').inner_text()
+    assert loss.startswith("After the loss of its worker: another worker goes on.")
+    assert f"instance {instance} was lost" in loss
 
 
 def test_topology_draws_frontends_tiers_and_transfers_and_tells_what_leaves(deployment, page):

@@ -159,11 +159,24 @@ class RequestDispatch:
         if retry_rules.is_suspect(original, num_deaths, has_tokens=attempt.has_begun):
             self._reply.fail(retry_rules.make_error(self._meter.arrival.reported_id, num_deaths))
             return True
+        limit = policy.limit_of(card.migration_limit)
         verdict = policy.judge(
             num_migrations=attempt.num_moves,
-            limit=policy.limit_of(card.migration_limit),
+            limit=limit,
             seq_len=original.prompt_len + max(map(blocks.count, answered.values())),
         )
+        if self._meter.explanations is not None:
+            cause = f"its worker was lost ({error.code})"
+            if attempt.instance_id is not None:
+                cause = f"instance {attempt.instance_id:x} was lost ({error.code})"
+            explained = explanation.RoutingExplanation(
+                kind="migration",
+                policy=type(policy).__name__,
+                outcome=verdict.name.lower(),
+                reason=f"{cause} after {sum(map(blocks.count, answered.values()))} tokens; "
+                f"migrations before: {attempt.num_moves} (at most {limit})",
+            )
+            self._explain(explained, ())
         if verdict is not migration.MigrationVerdict.MIGRATE:
             self._log_refusal(verdict, error)
             return False

@@ -28,11 +28,11 @@ class CandidateCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class RoutingExplanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One decision for one request: its model, whether a prefill worker computes a prompt, or a prompt's worker."""
+    """One decision for one request: its model, who computes a prompt, its worker, or what follows the worker's loss."""
 
-    kind: Literal["model", "prefill", "worker"] = "worker"
+    kind: Literal["model", "prefill", "worker", "migration"] = "worker"
     policy: str
-    outcome: str = ""  # the model of a request, or where its prompt is computed: local or remote
+    outcome: str = ""  # the model; local or remote; the verdict about a migration; none of a worker
     unit: str = ""  # of the costs
     reason: str = ""  # in words, where no costs were compared
     num_tokens: int = 0  # of the prompt

@@ -441,3 +441,16 @@ async def test_stream_ends_with_an_error_if_the_task_that_migrates_it_dies(worke
     answer = await workers.chat(stream=True)
 
     assert "an internal error lost the answer" in events(answer.text)[-1]["error"]["message"]
+
+
+async def test_migration_is_explained_between_the_choices_of_both_workers(workers):
+    fail_after(workers, 5)
+    answer = await workers.chat(max_tokens=9, nvext={"extra_fields": ["explanation"]})
+    first, moved, second = answer.json()["nvext"]["explanation"]
+
+    assert (first["policy"], second["policy"]) == ("round-robin", "round-robin")
+    assert (moved["kind"], moved["outcome"]) == ("migration", "migrate")
+    assert re.fullmatch(
+        r"instance [0-9a-f]+ was lost \(stream_broken\) after 5 tokens; migrations before: 0 \(at most 3\)",
+        moved["reason"],
+    )
