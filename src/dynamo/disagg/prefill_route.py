@@ -311,7 +311,9 @@ class PrefillRoute:
                 deaths.record(second)
                 raise
         duration_s = self._clock.now() - began_at
-        passed_on = kv_transfer.pass_on(params, duration_s + DELIVERY_S, request.prompt_len)
+        passed_on = kv_transfer.pass_on(
+            params, duration_s, request.prompt_len, delivery_s=DELIVERY_S
+        )
         if passed_on is None:
             raise errors.RemoteProtocolError("the prefill worker does not hold its blocks")
         _logger.debug("%x prefilled %s in %.1f ms", tried[-1], request.id, duration_s * 1e3)

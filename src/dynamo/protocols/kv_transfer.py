@@ -140,17 +140,20 @@ def remote_blocks(params: KvTransferParams | None) -> RemoteBlocks | None:
     return params.remote
 
 
-def pass_on(params: KvTransferParams, elapsed_s: float, prompt_len: int) -> KvTransferParams | None:
+def pass_on(
+    params: KvTransferParams, elapsed_s: float, prompt_len: int, *, delivery_s: float = 0.0
+) -> KvTransferParams | None:
     """Return the prefill engine's parameters for the engine that decodes; None if the former keeps no blocks.
 
-    `elapsed_s` is how long ago the prefill was requested: the lease is shorter by that. A copy need not take longer
-    than computing the whole prompt would at that pace.
+    `elapsed_s` is how long ago the prefill was requested: the lease is shorter by that, and by the seconds in which the
+    parameters may still be delivered. A copy need not take longer than computing the whole prompt would at that pace.
     """
     if not params.do_remote_prefill:
         return None
     if params.remote is None:
         return params
-    lease_s, first_token = params.remote.remote_hold_s - elapsed_s, params.remote.first_token
+    lease_s = params.remote.remote_hold_s - elapsed_s - delivery_s
+    first_token = params.remote.first_token
     limit_s = params.remote.copy_limit_s
     if first_token is not None and first_token.cached_tokens is not None:
         num_computed = max(1, prompt_len - first_token.cached_tokens)

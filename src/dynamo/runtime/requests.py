@@ -27,7 +27,7 @@ from dynamo.base import errors
 from dynamo.observability import metrics
 from dynamo.protocols import wire
 
-SILENCE_LIMIT_S = 2.8  # so that with the way to another instance a pause stays below 3 s
+SILENCE_LIMIT_S = 2.4  # so that with the way to another instance a pause stays below 3 s
 MAX_BUFFERED_ITEMS = 16_384
 T = TypeVar("T")
 

@@ -36,6 +36,7 @@ GREETING_LIMIT_S = 5.0
 # or a router drops long packets in silence. The sender keeps only the time limit, because the kernel takes its bytes by
 # the megabyte.
 STALL_S = 2.0
+_WAITS_OF_STALL = 8  # a wait that brings some bytes and then none does not say when these came
 _BITE_BYTES = 2 * 2**20
 _BITE_BUFFERS = 512  # the kernel takes 1,024 (IOV_MAX)
 _WAKE_BYTES = 256 * 1024  # so many have come before a receiver of more is woken
@@ -193,18 +194,20 @@ class Link:
     def _receive(
         self, buffers: list[memoryview], limit: TimeLimit | None, *, is_copy: bool = False
     ) -> None:
+        num_silent = 0
         while buffers:
-            timeout_s = _receive_timeout(limit, is_copy=is_copy)
+            timeout_s = _receive_timeout(limit, num_silent, is_copy=is_copy)
             self._set_timeout(timeout_s, socket.SO_RCVTIMEO)
             try:
                 num_received = self._sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
-                _check_stall(timeout_s, is_copy=is_copy)
+                num_silent += 1
                 continue
             except OSError as error:
                 raise lost(error) from error
             if not num_received:
                 raise errors.TransferError("the peer closed the connection")
+            num_silent = 0
             buffers = _rest(buffers, num_received)
 
     def _wake_after(self, num_bytes: int) -> None:
@@ -288,37 +291,34 @@ class TlsLink(Link):
     def _receive(
         self, buffers: list[memoryview], limit: TimeLimit | None, *, is_copy: bool = False
     ) -> None:
+        num_silent = 0
         for buffer in buffers:
             remaining = buffer
             while remaining:
-                timeout_s = _receive_timeout(limit, is_copy=is_copy)
-                self._tls.settimeout(timeout_s)
+                self._tls.settimeout(_receive_timeout(limit, num_silent, is_copy=is_copy))
                 try:
                     num_received = self._tls.recv_into(remaining)
                 except TimeoutError:
-                    _check_stall(timeout_s, is_copy=is_copy)
+                    num_silent += 1
                     continue
                 except OSError as error:
                     raise lost(error) from error
                 if not num_received:
                     raise errors.TransferError("the peer closed the connection")
+                num_silent = 0
                 remaining = remaining[num_received:]
 
     def _wake_after(self, num_bytes: int) -> None:
         """Do nothing: OpenSSL may hold some of the bytes already, so that the kernel would wait in vain."""
 
 
-def _receive_timeout(limit: TimeLimit | None, *, is_copy: bool) -> float | None:
-    """Return for how long the next call may wait; None: as long as the peer is connected."""
-    if limit is None:
-        return None
-    return min(limit.remaining_s(), STALL_S) if is_copy else limit.remaining_s()
-
-
-def _check_stall(timeout_s: float | None, *, is_copy: bool) -> None:
-    """Raise TransferError if a wait that has brought no byte was that of a copy which stalls."""
-    if is_copy and timeout_s == STALL_S:
+def _receive_timeout(limit: TimeLimit | None, num_silent: int, *, is_copy: bool) -> float | None:
+    """Return how long the next call may wait; None: for ever. Raises TransferError after too many silent waits."""
+    if limit is None or not is_copy:
+        return None if limit is None else limit.remaining_s()
+    if num_silent >= _WAITS_OF_STALL:
         raise errors.TransferError(f"no byte of the copy has come for {STALL_S:g} s")
+    return min(limit.remaining_s(), STALL_S / _WAITS_OF_STALL)
 
 
 class LinkPool:

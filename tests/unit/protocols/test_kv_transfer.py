@@ -56,6 +56,9 @@ def test_lease_is_shorter_by_the_time_since_the_prefill_was_requested():
     assert kv_transfer.pass_on(params, 2.5, 100) == kv_params.with_remote(
         params, remote_hold_s=57.5
     )
+    assert kv_transfer.pass_on(params, 2.5, 100, delivery_s=5.0) == kv_params.with_remote(
+        params, remote_hold_s=52.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,7 @@ def test_lease_is_shorter_by_the_time_since_the_prefill_was_requested():
 def test_copy_may_take_as_long_as_computing_the_prompt_would(prefill_s, num_cached, limit_s):
     first_token = kv_transfer.FirstToken(7, cached_tokens=num_cached)
     params = kv_params.at_remote(first_token=first_token)
-    passed_on = kv_transfer.pass_on(params, prefill_s, 100)
+    passed_on = kv_transfer.pass_on(params, prefill_s, 100, delivery_s=5.0)
 
     assert passed_on.remote.copy_limit_s == limit_s
 

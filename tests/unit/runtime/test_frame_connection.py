@@ -278,4 +278,4 @@ async def test_lost_request_ends_though_both_sides_speak():
         client.frames.data_received(wire.encode(wire.Step((), ())))
         await time.advance(0.2)
 
-    assert "did not answer for 2.8 s" in str(receiver.error)
+    assert f"did not answer for {requests.SILENCE_LIMIT_S} s" in str(receiver.error)

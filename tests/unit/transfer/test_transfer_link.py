@@ -4,6 +4,7 @@ import array
 import fcntl
 import itertools
 import socket
+import struct
 import termios
 import threading
 
@@ -131,3 +132,31 @@ def test_welcome_is_padded_beyond_a_packet_for_a_client_that_asks(ends, wanted, 
 
     assert links.welcome(Link(far), epoch="epoch", limit=limit) == "client"
     assert len(link.receive(messages.AgentWelcome, limit=limit, max_bytes=20_000).padding) == sent
+
+
+class Trickle:
+    """A socket that brings ten bytes within its first wait, and then none; it waits in no time."""
+
+    def __init__(self):
+        self.waited_s, self._timeout_s, self._num_left = 0.0, 0.0, 10
+
+    def setsockopt(self, level, option, value):
+        seconds, microseconds = struct.unpack("ll", value)
+        self._timeout_s = seconds + microseconds / 1e6
+
+    def recvmsg_into(self, buffers, size, flags):
+        self.waited_s += self._timeout_s  # also for a part of what was asked for
+        if not self._num_left:
+            raise BlockingIOError
+        num, self._num_left = self._num_left, 0
+        return (num,)
+
+
+def test_copy_that_stops_in_the_middle_is_given_up_after_one_limit(ends):
+    link, _ = ends
+    sock, link._sock = link._sock, Trickle()
+    with pytest.raises(errors.TransferError, match="no byte of the copy has come for 2 s"):
+        link.receive_spans(memoryview(bytearray(64)), [(0, 64)], TimeLimit(60), is_summed=False)
+    waited_s, link._sock = link._sock.waited_s, sock
+
+    assert 2.0 <= waited_s < 2.5
