@@ -1,7 +1,6 @@
 """An engine of one's own: it answers each prompt with the prompt, a token every 10 ms."""
 
 import asyncio
-import dataclasses
 import sys
 
 from dynamo.engine import api
@@ -9,15 +8,10 @@ from dynamo.protocols import blocks, generate, load
 from dynamo.worker import engines, main
 
 
-@dataclasses.dataclass(frozen=True)
-class EchoConfig:
-    """Settings of the engine, which become flags of the worker: it has none."""
-
-
 class EchoEngine:
     capabilities = api.EngineCapabilities()
 
-    def __init__(self, directory, settings):
+    def __init__(self, directory, settings, room):
         self._running = {}  # request id -> its task
 
     async def start(self, sink):
@@ -32,12 +26,12 @@ class EchoEngine:
 
     async def _answer(self, request):
         tokens = blocks.unpack(request.token_ids)
-        limit = request.stop_conditions.max_tokens or len(tokens)
-        reason = "eos" if len(tokens) <= limit else "length"
+        limit = min(len(tokens), request.stop_conditions.max_tokens or len(tokens))
+        reason = generate.FinishReason("eos" if limit == len(tokens) else "length")
         for number, token in enumerate(tokens[:limit], 1):
             await asyncio.sleep(0.01)
-            end = generate.FinishReason(reason) if number == min(limit, len(tokens)) else None
             choices = range(request.sampling_options.n)
+            end = reason if number == limit else None
             outputs = [generate.Output((token,), end, index=index) for index in choices]
             self._sink.outputs([api.EngineOutput(request.id, output) for output in outputs])
         del self._running[request.id]
@@ -64,10 +58,7 @@ class EchoEngine:
             self.abort(request_id)
 
 
-engines.KIND_BY_NAME["echo"] = engines.EngineKind(
-    settings="__main__:EchoConfig", engine="__main__:EchoEngine", embedder=None,
-    needs_weights=False, build_arguments=(),
-)  # fmt: skip
+engines.KIND_BY_NAME["echo"] = engines.EngineKind(engine="__main__:EchoEngine", needs_weights=False)
 
 if __name__ == "__main__":
     sys.exit(main.main("echo"))

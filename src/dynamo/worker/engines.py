@@ -19,13 +19,19 @@ from dynamo.transfer.backends import local
 from dynamo.worker import model_source
 
 
+@dataclass(frozen=True)
+class NoSettings:
+    """The settings of an engine without flags of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
     """Where the parts of an engine are (as `module:name`) and what it needs."""
 
-    settings: str  # a dataclass, importable without the extra
+    # a dataclass, importable without the extra
+    settings: str = "dynamo.worker.engines:NoSettings"
     engine: str  # function of the model's directory and the settings
-    embedder: str | None  # likewise; None: the engine cannot embed
+    embedder: str | None = None  # likewise; None: the engine cannot embed
     # called before the import; raises ConfigError for an unsupported version
     check: str | None = None
     several: str | None = None  # likewise; builds as many engines as the settings say
@@ -65,7 +71,6 @@ KIND_BY_NAME = {
     "vllm": EngineKind(
         settings="dynamo.engine.adapters.settings:VllmConfig",
         engine="dynamo.engine.adapters.vllm.engine:build",
-        embedder=None,
         check="dynamo.engine.adapters.settings:check_vllm",
         requires="vllm",
         extra="vllm",
@@ -87,7 +92,6 @@ KIND_BY_NAME = {
     "sglang": EngineKind(
         settings="dynamo.engine.adapters.settings:SglangConfig",
         engine="dynamo.engine.adapters.sglang:build",
-        embedder=None,
         check="dynamo.engine.adapters.settings:check_sglang",
         requires="sglang",
         build_arguments=("model_name",),
@@ -95,7 +99,6 @@ KIND_BY_NAME = {
     "trtllm": EngineKind(
         settings="dynamo.engine.adapters.settings:TrtllmConfig",
         engine="dynamo.engine.adapters.trtllm:build",
-        embedder=None,
         check="dynamo.engine.adapters.settings:check_trtllm",
         requires="tensorrt_llm",
         build_arguments=(),
@@ -103,7 +106,6 @@ KIND_BY_NAME = {
     "llamacpp": EngineKind(
         settings="dynamo.engine.adapters.settings:LlamacppConfig",
         engine="dynamo.engine.adapters.llamacpp.engine:build",
-        embedder=None,
         check="dynamo.engine.adapters.settings:check_llamacpp",
         requires="xllamacpp",
         extra="llamacpp",
