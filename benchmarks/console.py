@@ -17,7 +17,6 @@ from benchmarks import systems
 
 MODEL = Path(__file__).parents[1] / "src/dynamo/engine/native/storyteller"
 EVENTS = "/console/api/events?views=topology,requests,metrics"
-LOAD = ("--stream", "--model", "m", "--osl", "128")
 
 
 @contextlib.contextmanager
@@ -46,7 +45,7 @@ def measure(system: systems.System, arguments: argparse.Namespace) -> float:
     row = systems.generate_load(
         [
             *("--url", system.url, "--conc", str(arguments.conc), "--n", str(arguments.n)),
-            *LOAD,
+            *("--stream", "--model", "m", "--osl", str(arguments.osl)),
             *("--pids", f"fe={system.frontend_pids[0]}"),
         ],
         system.name,
@@ -59,6 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--conc", type=int, default=64)
     parser.add_argument("--n", type=int, default=512)
+    parser.add_argument("--osl", type=int, default=128)
     parser.add_argument("--before", type=Path)
     arguments = parser.parse_args()
     figures: dict[str, list[float]] = {"closed": [], "open": [], "closed again": []}

@@ -5,7 +5,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 wheel=$(realpath "$1")
-python=$2
+python=$(realpath --no-symlinks "$2") # the link itself: only it leads to its environment
 port=${PORT:-18020}
 model=deepseek-ai/DeepSeek-R1-Distill-Llama-8B
 
