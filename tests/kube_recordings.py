@@ -13,6 +13,7 @@ import yaml
 
 import ports
 from dynamo.testing.kube import cluster as clusters
+from kube_snapshots import Target, collection_path, given_revision, shown_objects, without_admitted
 from waiting import PATIENT_S
 
 RECORDINGS = pathlib.Path(__file__).parents[1].parent / "shared" / "data" / "kube"
@@ -24,13 +25,23 @@ _VOLATILE = (
     "time",
     "lastTransitionTime",
     "lastUpdateTime",
+    "lastPhaseTransitionTime",
     "continue",
     "selfLink",
+    *("clusterIP", "clusterIPs", "nodePort"),
 )
 _CONTROLLERS = (
     "kube-controller-manager"  # writes in its own time, before or after a recorded answer
 )
 _UNSEEN = "(of this cluster)"
+_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")
+_ADMINISTRATOR = {"Authorization": "Bearer replay", "User-Agent": ""}
+_RESTORED = ("name", "generateName", "namespace", "labels", "annotations", "finalizers")
+_OF_DELETION = ("foregroundDeletion", "orphan")  # finalizers that the server itself adds
+_UNREPEATABLE = (101, 304)  # streams, and answers by the ETag of a document of that server
+_DISCOVERY = r"/(version|api|apis|api/v1|apis/[^/]+|apis/[^/]+/[^/]+|openapi/.*)/?$"
+_OF_KUBELET = r"/pods/[^/]+/(log|exec|attach|portforward)\b|/services/[^/]+/proxy"
+PROXIED = ("01-kubectl", "01-kubectl-builtin", "07-clients", "08-process-kubelet")
 
 
 @contextlib.asynccontextmanager
@@ -78,11 +89,15 @@ async def any_cluster(tmp_path):
             yield running.url
 
 
+def read_lines(name):
+    return (RECORDINGS / f"{name}.jsonl").read_text().splitlines()
+
+
 def read(name):
     """Return the exchanges of a file that can be replayed: of the administrator, whole, and not streams."""
     exchanges = []
-    for line in (RECORDINGS / f"{name}.jsonl").read_text().splitlines():
-        exchange = json.loads(line)
+    for n, line in enumerate(read_lines(name)):
+        exchange = {**json.loads(line), "line": n}
         request, response = exchange.get("request"), exchange.get("response")
         if "direction" in exchange or not request or not response or not request.get("method"):
             continue
@@ -92,16 +107,40 @@ def read(name):
             for body in bodies
         ) or re.search(r"\.\.\.\(\d+ bytes\)$", str(bodies[0])):
             continue
-        is_admin = "admin" in (request.get("headers") or {}).get("Authorization", "")
+        if response["status"] in _UNREPEATABLE or re.search(_OF_KUBELET, request["path"]):
+            continue
+        if re.match(_DISCOVERY, request["path"].split("?")[0]) and name != "02-crd-versions":
+            continue
+        is_admin = (
+            name in PROXIED  # which takes the header away
+            or "admin" in (request.get("headers") or {}).get("Authorization", "")
+        )
         if is_admin and request["path"].startswith("/") and "watch" not in request["path"]:
             exchanges.append(exchange)
     return exchanges
 
 
+def _is_token_volume(item):
+    """Return whether a volume or its mount is the token of a service account, of which a process needs none."""
+    return isinstance(item, dict) and item.get("name", "").startswith("kube-api-access-")
+
+
 def normal(value, key=""):
     """Return a body without what differs between two clusters."""
     if isinstance(value, dict):
-        kept = {name: normal(child, name) for name, child in value.items()}
+        value = {
+            name: [item for item in child if not _is_token_volume(item)]
+            if name in ("volumes", "volumeMounts") and isinstance(child, list)
+            else child
+            for name, child in value.items()
+        }
+        kept = {
+            _UUID.sub(_UNSEEN, name): normal(child, name)
+            for name, child in value.items()
+            if name
+            != 'k:{"type":"PodScheduled"}'  # owned where a patch has another time than the binding
+            if child or name not in ("volumes", "volumeMounts")
+        }
         if key == "metadata":
             kept.pop("annotations", None)
             entries = kept.pop("managedFields", None) or ()
@@ -109,10 +148,15 @@ def normal(value, key=""):
             kept["managedFields"] = sorted(  # stored in the order of their times
                 others, key=lambda entry: json.dumps(entry, sort_keys=True)
             )
+        for column in kept.get("columnDefinitions") or ():
+            column.pop("description", None)  # of the documentation
         if value.get("kind") == "Deployment":
             kept.pop("status", None)
         return {
-            name: _UNSEEN if name in _VOLATILE and child else child for name, child in kept.items()
+            name: _UNSEEN
+            if name in _VOLATILE and child not in (None, "", "None", ["None"])
+            else child
+            for name, child in kept.items()
         }
     if isinstance(value, list):
         return [normal(child) for child in value]
@@ -121,9 +165,7 @@ def normal(value, key=""):
             return normal(yaml.safe_load(value))
         value = re.sub(r"^\d+[smhd](\d+[smh])?$", "(age)", value)
         value = re.sub(r"\b(gen-|g{58})[a-z0-9]{5}\b", r"\1xxxxx", value)
-        value = re.sub(
-            r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}", _UNSEEN, value
-        )
+        value = _UUID.sub(_UNSEEN, value)
         return re.sub(r"\b\d{2,}\b", "N", value) if "ersion" in value else value
     return value
 
@@ -131,8 +173,9 @@ def normal(value, key=""):
 class Replay:
     """Sends recorded requests, with the uids and revisions of this cluster in the place of the recorded ones."""
 
-    def __init__(self, http):
+    def __init__(self, http, snapshots):
         self.http = http
+        self.snapshots = snapshots  # of objects that were there before the recording began
         self.names = {}  # recorded → here, of uids and revisions
         self.namespaces = set()
 
@@ -141,7 +184,7 @@ class Replay:
         path, headers, body = request["path"], dict(request["headers"] or {}), request.get("body")
         headers["Authorization"] = "Bearer replay"
         headers.setdefault("User-Agent", "")  # the recorder sent none
-        await self.make_namespace(path, exchange)
+        await self.prepare(exchange)
         text = body if isinstance(body, str) or body is None else json.dumps(body)
         path = re.sub(
             r"(resourceVersion|continue)=([^&]+)",
@@ -162,60 +205,148 @@ class Replay:
         self.learn(exchange["response"].get("body"), content)
         return answer.status_code, content
 
-    async def make_namespace(self, path, exchange):
-        match = re.search(r"/namespaces/([^/?]+)/", path)
-        if match and match[1] not in self.namespaces and exchange["response"]["status"] != 404:
-            self.namespaces.add(match[1])
-            headers = {"Authorization": "Bearer replay", "User-Agent": ""}
-            labels = {"wh": "on"} if match[1] == "t5b" else {}
-            metadata = {"name": match[1], "labels": labels}
-            body = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
-            await self.http.post("/api/v1/namespaces", json=body, headers=headers)
-        response = exchange["response"]
-        if (
-            match
-            and exchange["request"]["method"] in ("GET", "DELETE")
-            and response["status"] == 200
-        ):
-            await self.restore(
-                path, response["body"], headers={"Authorization": "Bearer replay", "User-Agent": ""}
-            )
-
-    async def restore(self, path, body, headers):
-        """Create an object that was there before the recording began."""
-        for item in (
-            body.get("items", ())
-            if isinstance(body, dict) and body.get("kind", "").startswith("Dynamo")
-            else ()
-        ):
-            await self.restore(
-                path.split("?")[0] + "/x",
-                {**item, "kind": body["kind"].removesuffix("List")},
-                headers,
-            )
-        if (
-            not isinstance(body, dict)
-            or "uid" not in body.get("metadata", {})
-            or body["metadata"]["uid"] in self.names
-        ):
+    async def prepare(self, exchange):
+        """Create what was there before a recorded request: its namespace, its object, and what the object owns."""
+        request, response = exchange["request"], exchange["response"]
+        target = Target.parse(request["path"])
+        if target is None or response["status"] == 404:
             return
-        kept = {
-            name: body["metadata"][name]
-            for name in ("name", "labels", "annotations", "finalizers")
-            if name in body["metadata"]
-        }
-        spec = {name: value for name, value in body.items() if name not in ("metadata", "status")}
-        await self.http.post(
-            path.split("?")[0].rpartition("/")[0], json={**spec, "metadata": kept}, headers=headers
+        namespace = target.name if target.plural == "namespaces" else target.namespace
+        if namespace and namespace not in self.namespaces:
+            self.namespaces.add(namespace)
+            labels = {"wh": "on"} if namespace == "t5b" else {}
+            metadata = {"name": namespace, "labels": labels}
+            await self.create(
+                "/api/v1/namespaces",
+                {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata},
+            )
+        for snapshot in self.needed(target, exchange):
+            await self.restore(snapshot)
+            if request["method"] == "DELETE":
+                for dependent in self.snapshots.owned_by(snapshot["metadata"].get("uid")):
+                    await self.restore(dependent)
+        revision = (
+            given_revision(request["body"]) if request["method"] in ("PATCH", "PUT") else None
         )
+        if revision not in (None, *self.names) and response["status"] == 200:  # no answer shows it
+            found = await self.http.get(request["path"].split("?")[0], headers=_ADMINISTRATOR)
+            if found.is_success:
+                self.names[revision] = found.json()["metadata"]["resourceVersion"]
+
+    def needed(self, target, exchange):
+        """Return what must be there for the recorded answer."""
+        request, response = exchange["request"], exchange["response"]
+        if target.plural == "namespaces":
+            is_deletion = request["method"] == "DELETE"
+            return self.snapshots.of_namespace(target.name, exchange["line"]) if is_deletion else ()
+        if not target.name and request["method"] == "GET":
+            return (
+                self.snapshots.of_collection(target)
+                if "limit=" in request["path"]
+                else shown_objects(response["body"])
+            )
+        if not target.name and request["method"] == "DELETE":
+            return shown_objects(response["body"])
+        if not target.name or (response["status"] == 201 and not target.subresource):
+            return ()
+        snapshot = self.snapshots.find(target, exchange["line"], request)
+        if snapshot is not None and target.subresource == "binding":
+            spec = {name: value for name, value in snapshot["spec"].items() if name != "nodeName"}
+            snapshot = {**snapshot, "spec": spec, "status": None}
+        return () if snapshot is None else (snapshot,)
+
+    async def restore(self, snapshot):
+        """Create an object as a recorded answer shows it, unless there is one of this name."""
+        meta = snapshot["metadata"]
+        uid = meta.get("uid")
+        home = collection_path(snapshot)
+        if (uid and uid in self.names) or snapshot["kind"] == "Namespace":
+            return
+        found = await self.http.get(f"{home}/{meta['name']}", headers=_ADMINISTRATOR)
+        if found.status_code != 404:  # one more attempt to create it would reach webhooks
+            return
+        kept = {name: meta[name] for name in _RESTORED if name in meta}
+        kept["finalizers"] = [
+            name for name in kept.get("finalizers", ()) if name not in _OF_DELETION
+        ]
+        for owner in meta.get("ownerReferences", ()):
+            await self.restore_owner(owner, meta)
+        kept["ownerReferences"] = [
+            {**owner, "uid": self.names.get(owner["uid"], owner["uid"])}
+            for owner in meta.get("ownerReferences", ())
+        ]
+        managers = {
+            entry.get("subresource", ""): entry["manager"]
+            for entry in meta.get("managedFields", ())
+        }
+        content = {
+            name: value for name, value in snapshot.items() if name not in ("metadata", "status")
+        }
+        node = None
+        if snapshot["kind"] == "Pod" and managers:
+            content["spec"], node = without_admitted(snapshot)
+        answer = await self.create(
+            f"{home}?fieldManager={managers.get('', '')}", {**content, "metadata": kept}
+        )
+        if node:
+            binding = {
+                "kind": "Binding",
+                "metadata": {"name": meta["name"]},
+                "target": {"kind": "Node", "name": node},
+            }
+            await self.create(f"{home}/{meta['name']}/binding", {"apiVersion": "v1", **binding})
+        if answer.status_code == 201 and "status" in managers and snapshot.get("status"):
+            body = {**answer.json(), "status": snapshot["status"]}
+            path = f"{home}/{meta['name']}/status?fieldManager={managers.get('status', '')}"
+            answer = await self.http.put(path, json=body, headers=_ADMINISTRATOR)
+        if answer.is_success:
+            self.learn(snapshot, answer.json())
+
+    async def restore_owner(self, owner, dependent):
+        """Create an owner that no answer shows; a dependent without one would be deleted."""
+        if owner["uid"] in self.names:
+            return
+        meta = {"name": owner["name"], "namespace": dependent.get("namespace"), "uid": owner["uid"]}
+        snapshot = {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "metadata": meta}
+        if owner["kind"] == "Namespace":
+            found = await self.http.get(
+                f"/api/v1/namespaces/{owner['name']}", headers=_ADMINISTRATOR
+            )
+            self.learn(snapshot, found.json())
+            return
+        if owner["kind"] not in ("ReplicaSet", "Job"):
+            await self.restore({**snapshot, "spec": {}})
+            return
+        labels = {"of": owner["name"], **dependent["labels"]}
+        template = {
+            "metadata": {"labels": labels},
+            "spec": {
+                "containers": [{"name": "a", "image": "x"}],
+                "restartPolicy": "Never" if owner["kind"] == "Job" else "Always",
+            },
+        }
+        spec = {"selector": {"matchLabels": labels}, "template": template}
+        spec |= (
+            {"replicas": 0}
+            if owner["kind"] == "ReplicaSet"
+            else {"suspend": True, "manualSelector": True}
+        )
+        meta["finalizers"] = ["example.com/held"]
+        await self.restore({**snapshot, "spec": spec})
+        path = f"{collection_path(snapshot)}/{owner['name']}"  # whose controller leaves the pods alone then
+        await self.http.delete(f"{path}?propagationPolicy=Background", headers=_ADMINISTRATOR)
+
+    async def create(self, path, body):
+        return await self.http.post(path, json=body, headers=_ADMINISTRATOR)
 
     def learn(self, recorded, here):
         if not isinstance(recorded, dict) or not isinstance(here, dict):
             return
         for name in ("uid", "resourceVersion", "continue"):
-            before, after = ((body.get("metadata") or {}).get(name) for body in (recorded, here))
-            if before and after:
-                self.names.setdefault(before, after)  # a list may have the revision of an object
+            for part in ("metadata", "details"):
+                before, after = ((body.get(part) or {}).get(name) for body in (recorded, here))
+                if before and after:
+                    self.names.setdefault(before, after)  # a list may have an object's revision
         for before, after in zip(
             recorded.get("items") or (), here.get("items") or (), strict=False
         ):
@@ -231,6 +362,6 @@ async def define(http, name, exchanges):
     spec = body["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"][
         "properties"
     ]
-    if name not in ("03-extras", "05-lifecycle", "05-webhooks"):  # recorded when it was not there
+    if any('"gold"' in line for line in read_lines(name)):  # others were recorded without it
         spec["tier"] = {"type": "string", "default": "gold"}
-    await http.post(crds, json=body, headers={"Authorization": "Bearer replay"})
+    await http.post(crds, json=body, headers=_ADMINISTRATOR)

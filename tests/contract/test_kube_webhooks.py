@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 import kube_recordings
+import kube_snapshots
 from dynamo.base import tls
 from dynamo.runtime.http import server
 from kube_recordings import RECORDINGS, Replay, any_cluster, normal
@@ -177,8 +178,8 @@ class RecordedWebhook:
 class WebhookReplay(Replay):
     """Sends recorded requests that name webhooks, with the webhooks of this test in their place."""
 
-    def __init__(self, http, ports, bundles):
-        super().__init__(http)
+    def __init__(self, http, snapshots, ports, bundles):
+        super().__init__(http, snapshots)
         self.ports = ports  # recorded → here
         self.bundles = bundles
         self.base = None
@@ -296,7 +297,8 @@ async def test_webhooks_are_called_as_a_real_server_calls_them(name, webhook, tm
         httpx.AsyncClient(base_url=url, verify=False, timeout=PATIENT_S) as http,
     ):
         await kube_recordings.define(http, name, exchanges)
-        replay = WebhookReplay(http, ports, bundles)
+        snapshots = kube_snapshots.Snapshots(kube_recordings.read_lines(name))
+        replay = WebhookReplay(http, snapshots, ports, bundles)
         for exchange in exchanges:
             title = exchange["name"]
             if replay.base is not None and title in CHANGES:

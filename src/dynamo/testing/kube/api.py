@@ -28,7 +28,9 @@ STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 CONTROLLERS = "kube-controller-manager"
 CLEANUP = "customresourcecleanup.apiextensions.k8s.io"  # of the objects of a definition that goes
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _MAX_ATTEMPTS = 5
+_WITHOUT_GRACE = (("", "namespaces"), ("apiextensions.k8s.io", "customresourcedefinitions"))
 _LASTING = ("default", "kube-system", "kube-public")
 _FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
 
@@ -173,6 +175,14 @@ class Api(writes.ObjectWrites):
         self.check_namespace(resource, namespace, given_metadata)
         body = {**applied.item, "apiVersion": resource.api_version, "kind": resource.kind}
         body["metadata"] = {**body.get("metadata", {}), "managedFields": applied.entries}
+        annotations = body["metadata"].get("annotations") or {}
+        if (
+            options.manager == "kubectl"
+            and not options.subresource
+            and _LAST_APPLIED in annotations
+        ):
+            annotations = {**annotations, _LAST_APPLIED: _last_applied(config)}
+            body["metadata"]["annotations"] = annotations
         options = replace(options, is_apply=True)
         if "uid" in live["metadata"]:
             return await self.replace_stored(resource, live, body, options), False
@@ -216,7 +226,7 @@ class Api(writes.ObjectWrites):
             raise failures.not_found(resource, name)
         if pod["spec"].get("nodeName"):
             why = f'pod {name} is already assigned to node "{pod["spec"]["nodeName"]}"'
-            raise failures.conflict(resource, name, why)
+            raise failures.conflict(replace(resource, plural="pods/binding"), name, why)
         scheduled = {"type": "PodScheduled", "status": "True", "lastProbeTime": None,
                      "lastTransitionTime": metadata.timestamp()}  # fmt: skip
         status = {**pod["status"], "conditions": [scheduled]}
@@ -245,17 +255,24 @@ class Api(writes.ObjectWrites):
         meta = dict(stored["metadata"])
         finalizers = _deletion_finalizers(resource, meta, options.policy)
         grace_s = _grace(resource, stored, options)
+        is_held = bool(finalizers or (stored.get("spec") or {}).get("finalizers"))
         if options.is_dry_run:
-            return (await self.present(resource, [stored]))[0], not finalizers
-        if not finalizers and not grace_s:
+            return (await self.present(resource, [stored]))[0], not is_held
+        if not is_held and not grace_s:
             if resource.plural == "pods" and meta.get("deletionTimestamp") and options.grace_s == 0:
                 meta["deletionGracePeriodSeconds"] = 0
                 self.store.put(resource.key, {**stored, "metadata": meta})
-            return self.store.delete(resource.key, (namespace, name)), True
+            elif resource.key == ("", "pods"):
+                _mark_deleted(resource, meta, (), 0)
+            last = {**stored, "metadata": meta}
+            return self.store.delete(resource.key, (namespace, name), last), True
         if meta.get("deletionTimestamp") and grace_s >= meta.get("deletionGracePeriodSeconds", 0):
             return (await self.present(resource, [stored]))[0], False
-        _mark_deleted(meta, finalizers, grace_s)
-        item = self.store.put(resource.key, {**stored, "metadata": meta})
+        _mark_deleted(resource, meta, finalizers, grace_s)
+        item = {**stored, "metadata": meta}
+        if resource.key == ("", "namespaces"):
+            item["status"] = {**stored["status"], "phase": "Terminating"}
+        item = self.store.put(resource.key, item)
         return (await self.present(resource, [item]))[0], False
 
     async def _admit_deletion(
@@ -284,7 +301,7 @@ class Api(writes.ObjectWrites):
                 f"record ({meta['uid']}). The object might have been deleted and then "
                 "recreated"
             )
-            raise failures.conflict(resource, name, text)
+            raise failures.unmet_precondition(resource, name, text)
         version = options.resource_version
         if version and version != meta["resourceVersion"]:
             text = (
@@ -292,7 +309,7 @@ class Api(writes.ObjectWrites):
                 f"ResourceVersion in record ({meta['resourceVersion']}). The object might "
                 "have been modified"
             )
-            raise failures.conflict(resource, name, text)
+            raise failures.unmet_precondition(resource, name, text)
 
 
 def _refuse_unknown(resource: resources.ApiResource, body: Object, shown: Object) -> None:
@@ -302,6 +319,14 @@ def _refuse_unknown(resource: resources.ApiResource, body: Object, shown: Object
         text = json.dumps(json.dumps(shown, separators=(",", ":"), sort_keys=True))
         error = failures.invalid_value("patch", text, writes.describe_unknown(unknown))
         raise failures.invalid("", "", [error])
+
+
+def _last_applied(config: Object) -> str:
+    """Return what `kubectl apply` notes of a configuration; the server keeps it current for those who mix both ways."""
+    meta = dict(config["metadata"])
+    if _LAST_APPLIED in (meta.get("annotations") or {}):
+        meta["annotations"] = {k: v for k, v in meta["annotations"].items() if k != _LAST_APPLIED}
+    return json.dumps({**config, "metadata": meta}, separators=(",", ":"), sort_keys=True) + "\n"
 
 
 def _deletion_finalizers(resource: resources.ApiResource, meta: Object, policy: str) -> list[str]:
@@ -314,18 +339,18 @@ def _deletion_finalizers(resource: resources.ApiResource, meta: Object, policy: 
         finalizers.append(_FOREGROUND)
     elif policy == "Orphan" or (not policy and resource.key == ("batch", "jobs")):
         finalizers.append(_ORPHAN)
-    if resource.key == ("", "namespaces"):
-        finalizers.append("kubernetes")
     if resource.plural == "customresourcedefinitions":
         finalizers.append(CLEANUP)
     return list(dict.fromkeys(finalizers))
 
 
-def _mark_deleted(meta: Object, finalizers: Sequence[str], grace_s: int) -> None:
+def _mark_deleted(
+    resource: resources.ApiResource, meta: Object, finalizers: Sequence[str], grace_s: int
+) -> None:
     meta["deletionTimestamp"] = builtin_rules.timestamp_after(grace_s)
     if finalizers:
         meta["finalizers"] = list(finalizers)
-    if CLEANUP in finalizers:  # a definition counts no generation then, and has no time of grace
+    if resource.key in _WITHOUT_GRACE:  # these count no generation either
         return
     if "generation" in meta and "deletionGracePeriodSeconds" not in meta:
         meta["generation"] += 1

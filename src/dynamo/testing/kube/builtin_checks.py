@@ -1,5 +1,6 @@
 """The checks of built-in objects that users meet; a real API server has more."""
 
+import ipaddress
 import json
 import re
 from collections.abc import Iterator, Set
@@ -17,6 +18,11 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 _MAX_DATA_BYTES = 2**20
+_FIXED_POD = (
+    "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,"
+    "`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing tolerations),"
+    "`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously negative)"
+)
 _MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6,9}(Z|[+-]\d\d:\d\d)")
 
 
@@ -27,8 +33,8 @@ def check(
     spec = item.get("spec") or {}
     if (resource.group == "apps" and "spec" in item) or resource.plural == "jobs":
         yield from _check_workload(spec, (old or {}).get("spec"))
-    if resource.plural in ("pods",):
-        yield from _check_containers(spec, "spec")
+    if resource.plural == "pods":
+        yield from _check_pod(item, old)
     if resource.plural == "customresourcedefinitions":
         yield from rules.check_definition(item)
         yield from webhooks.check_conversion(spec)
@@ -36,12 +42,62 @@ def check(
         yield from webhooks.check_configuration(item)
     if resource.plural == "services":
         yield from _check_service(spec, (old or {}).get("spec"))
+    if resource.plural == "ingresses":
+        yield from _check_ingress(spec)
     if resource.plural in ("configmaps", "secrets"):
         yield from _check_data(item, old)
     if resource.plural == "leases":
         yield from _check_lease(spec)
     if resource.plural == "events" and resource.group in ("", "events.k8s.io"):
         yield from _check_event(item, is_new_form=bool(resource.group), is_created=old is None)
+
+
+def _check_pod(item: Object, old: Object | None) -> Iterator[failures.FieldError]:
+    spec = item.get("spec") or {}
+    yield from _check_containers(spec, "spec")
+    yield from _check_addresses(item.get("status") or {})
+    if old is not None and _fixed_part(spec) != _fixed_part(old["spec"]):
+        yield failures.forbidden_value("spec", _FIXED_POD)
+
+
+def _fixed_part(spec: Object) -> Object:
+    """Return what may not change of the spec of a pod."""
+    changeable = ("activeDeadlineSeconds", "tolerations", "terminationGracePeriodSeconds")
+    fixed = {name: value for name, value in spec.items() if name not in changeable}
+    for field in {"containers", "initContainers"} & fixed.keys():
+        fixed[field] = [
+            {name: value for name, value in container.items() if name != "image"}
+            for container in fixed[field]
+        ]
+    return fixed
+
+
+def _check_addresses(status: Object) -> Iterator[failures.FieldError]:
+    """Yield what is wrong with the addresses of a pod: one for each family, of which `podIP` is the first."""
+    addresses = [entry.get("ip", "") for entry in status.get("podIPs") or ()]
+    first = status.get("podIP")
+    if first and addresses[:1] != [first]:
+        addresses = [first]
+    for n, address in enumerate(addresses):
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            text = "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)"
+            yield failures.invalid_value(f"status.podIPs[{n}]", json.dumps(address), text)
+            return
+    families = [ipaddress.ip_address(address).version for address in addresses]
+    if len(set(families)) < len(families):
+        shown = json.dumps([{"IP": address} for address in addresses], separators=(",", ":"))
+        text = "may specify no more than one IP for each IP family"
+        yield failures.invalid_value("status.podIPs", shown, text)
+
+
+def _check_ingress(spec: Object) -> Iterator[failures.FieldError]:
+    for n, rule in enumerate(spec.get("rules") or ()):
+        for m, path in enumerate((rule.get("http") or {}).get("paths") or ()):
+            if not path.get("pathType"):
+                field = f"spec.rules[{n}].http.paths[{m}].pathType"
+                yield failures.required(field, "pathType must be specified")
 
 
 def _check_lease(spec: Object) -> Iterator[failures.FieldError]:

@@ -36,6 +36,13 @@ _TOLERATIONS = [
     {"key": f"node.kubernetes.io/{name}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
     for name in ("not-ready", "unreachable")
 ]  # fmt: skip
+_ADMITTED_POD: Object = {
+    "serviceAccountName": "default",
+    "serviceAccount": "default",
+    "priority": 0,
+    "preemptionPolicy": "PreemptLowerPriority",
+    "tolerations": _TOLERATIONS,
+}
 
 
 def timestamp_after(seconds: float) -> str:
@@ -108,17 +115,7 @@ def _fill_container(container: Object) -> None:
 def _fill_pod(item: Object, old: Object | None, objects: store.Store) -> None:
     spec = item.setdefault("spec", {})
     fill_pod_spec(spec)
-    _fill(
-        spec,
-        {
-            "serviceAccountName": "default",
-            "serviceAccount": "default",
-            "enableServiceLinks": True,
-            "priority": 0,
-            "preemptionPolicy": "PreemptLowerPriority",
-            "tolerations": _TOLERATIONS,
-        },
-    )
+    _fill(spec, {"enableServiceLinks": True})
     for container in spec.get("containers") or ():
         limits = container["resources"].get("limits") or {}
         if limits:
@@ -128,6 +125,33 @@ def _fill_pod(item: Object, old: Object | None, objects: store.Store) -> None:
             }
     if old is None:
         item["status"] = {"phase": "Pending", "qosClass": quality_of_service(spec)}
+    for condition in (item.get("status") or {}).get("conditions") or ():
+        condition.setdefault("lastProbeTime", None)
+
+
+_PROTECTED = {
+    ("", "persistentvolumeclaims"): "kubernetes.io/pvc-protection",
+    ("", "persistentvolumes"): "kubernetes.io/pv-protection",
+}
+
+
+def admit(
+    resource: resources.ApiResource, item: Object, objects: store.Store, *, is_new: bool
+) -> Object:
+    """Return an object with what the server itself adds to it, which no client owns."""
+    if is_new and resource.key in _PROTECTED:
+        meta, name = item["metadata"], _PROTECTED[resource.key]
+        finalizers = list(dict.fromkeys([*(meta.get("finalizers") or ()), name]))
+        return {**item, "metadata": {**meta, "finalizers": finalizers}}
+    if resource.key == ("", "pods"):
+        return {**item, "spec": {**_ADMITTED_POD, **item["spec"]}}
+    if resource.key == ("", "services"):
+        item = json.loads(json.dumps(item))
+        _allocate_addresses(item, objects)
+    if resource.key == ("batch", "jobs") and not item["spec"].get("manualSelector"):
+        item = json.loads(json.dumps(item))
+        _select_own_pods(item)
+    return item
 
 
 def quality_of_service(spec: Object) -> str:
@@ -174,7 +198,9 @@ def _fill_stateful_set(item: Object, old: Object | None, objects: store.Store) -
     _fill(spec, {"replicas": 1, "podManagementPolicy": "OrderedReady", "updateStrategy": strategy,
                  "revisionHistoryLimit": 10, "persistentVolumeClaimRetentionPolicy": retention})  # fmt: skip
     for claim in spec.get("volumeClaimTemplates") or ():
-        _fill(claim.setdefault("spec", {}), {"volumeMode": "Filesystem"})
+        _fill(claim, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "spec": {}})
+        _fill(claim["spec"], {"volumeMode": "Filesystem"})
+        _fill(claim, {"status": {"phase": "Pending"}})
     _fill(item, {"status": {"replicas": 0, "availableReplicas": 0}})
 
 
@@ -192,12 +218,20 @@ def _fill_job(item: Object, old: Object | None, objects: store.Store) -> None:
             "podReplacementPolicy": "TerminatingOrFailed",
         },
     )
+    _fill(item, {"status": {}})
+
+
+def _select_own_pods(item: Object) -> None:
+    spec = item["spec"]
     uid, name = item["metadata"]["uid"], item["metadata"]["name"]
     labels = {"batch.kubernetes.io/controller-uid": uid, "batch.kubernetes.io/job-name": name,
               "controller-uid": uid, "job-name": name}  # fmt: skip
     spec["template"].setdefault("metadata", {}).setdefault("labels", {}).update(labels)
     _fill(spec, {"selector": {"matchLabels": {"batch.kubernetes.io/controller-uid": uid}}})
-    _fill(item, {"status": {}})
+    _fill(item["metadata"], {"labels": spec["template"]["metadata"]["labels"]})
+
+
+_EXPOSED = ("NodePort", "LoadBalancer")
 
 
 def _fill_service(item: Object, old: Object | None, objects: store.Store) -> None:
@@ -207,13 +241,29 @@ def _fill_service(item: Object, old: Object | None, objects: store.Store) -> Non
     )
     for port in spec.get("ports") or ():
         _fill(port, {"protocol": "TCP", "targetPort": port.get("port")})
-        if spec["type"] in ("NodePort", "LoadBalancer"):
-            _fill(port, {"nodePort": _free_node_port(objects)})
+    if spec["type"] in _EXPOSED:
+        _fill(spec, {"externalTrafficPolicy": "Cluster"})
+    if spec["type"] == "LoadBalancer":
+        _fill(spec, {"allocateLoadBalancerNodePorts": True})
     _fill(item, {"status": {"loadBalancer": {}}})
+    if old is not None and spec["type"] != "ExternalName":
+        _fill(spec, {"clusterIP": old["spec"].get("clusterIP")})
+
+
+def _allocate_addresses(item: Object, objects: store.Store) -> None:
+    spec = item["spec"]
+    if spec["type"] in _EXPOSED:
+        used = {
+            port.get("nodePort")
+            for other in _services(objects)
+            for port in other.get("ports") or ()
+        }
+        for port in spec.get("ports") or ():
+            free = (n for n in range(_FIRST_NODE_PORT, _LAST_NODE_PORT + 1) if n not in used)
+            _fill(port, {"nodePort": next(free)})
+            used.add(port["nodePort"])
     if spec["type"] == "ExternalName":
         return
-    if old is not None:
-        _fill(spec, {"clusterIP": old["spec"].get("clusterIP")})
     _fill(spec, {"clusterIP": _free_cluster_ip(objects)})
     _fill(spec, {"clusterIPs": [spec["clusterIP"]]})
     _fill(spec, {"ipFamilies": ["IPv4"], "ipFamilyPolicy": "SingleStack"})
@@ -231,11 +281,6 @@ def _free_cluster_ip(objects: store.Store) -> str:
             return address
 
 
-def _free_node_port(objects: store.Store) -> int:
-    used = {port.get("nodePort") for spec in _services(objects) for port in spec.get("ports") or ()}
-    return next(port for port in range(_FIRST_NODE_PORT, _LAST_NODE_PORT + 1) if port not in used)
-
-
 def _fill_secret(item: Object, old: Object | None, objects: store.Store) -> None:
     texts = item.pop("stringData", None) or {}
     encoded = {name: base64.b64encode(text.encode()).decode() for name, text in texts.items()}
@@ -248,6 +293,8 @@ def _fill_namespace(item: Object, old: Object | None, objects: store.Store) -> N
     name = item["metadata"].get("name", "")
     item["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = name
     _fill(item, {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}})
+    if not item["spec"].get("finalizers"):
+        item["spec"].pop("finalizers", None)
 
 
 def _fill_claim(item: Object, old: Object | None, objects: store.Store) -> None:
@@ -257,9 +304,6 @@ def _fill_claim(item: Object, old: Object | None, objects: store.Store) -> None:
     requests.update({name: canonical(value) for name, value in requests.items()})
     if old is None:
         item["status"] = {"phase": "Pending"}
-        finalizers = item["metadata"].setdefault("finalizers", [])
-        if "kubernetes.io/pvc-protection" not in finalizers:
-            finalizers.append("kubernetes.io/pvc-protection")
 
 
 def _fill_definition(item: Object, old: Object | None, objects: store.Store) -> None:
@@ -283,6 +327,23 @@ def _fill_definition(item: Object, old: Object | None, objects: store.Store) -> 
             item["status"]["storedVersions"] = list(dict.fromkeys([*stored, *current]))
 
 
+def _fill_node(item: Object, old: Object | None, objects: store.Store) -> None:
+    names = ("machineID", "systemUUID", "bootID", "kernelVersion", "osImage", "operatingSystem",
+             "containerRuntimeVersion", "kubeletVersion", "kubeProxyVersion", "architecture")  # fmt: skip
+    _fill(item, {"spec": {}, "status": {}})
+    _fill(item["status"], {"daemonEndpoints": {"kubeletEndpoint": {"Port": 0}}, "nodeInfo": {}})
+    _fill(item["status"]["nodeInfo"], dict.fromkeys(names, ""))
+
+
+def _fill_volume(item: Object, old: Object | None, objects: store.Store) -> None:
+    spec = item.setdefault("spec", {})
+    _fill(spec, {"volumeMode": "Filesystem"})
+    if "hostPath" in spec:
+        _fill(spec["hostPath"], {"type": ""})
+    if old is None:
+        item["status"] = {"phase": "Pending", "lastPhaseTransitionTime": metadata.timestamp()}
+
+
 def _fill_autoscaler(item: Object, old: Object | None, objects: store.Store) -> None:
     _fill(item.setdefault("spec", {}), {"minReplicas": 1})
     _fill(item, {"status": {"desiredReplicas": 0, "currentMetrics": None}})
@@ -300,7 +361,8 @@ WEBHOOKS = ("mutatingwebhookconfigurations", "validatingwebhookconfigurations")
 _FILLERS = {
     "pods": _fill_pod, "deployments": _fill_deployment, "replicasets": _fill_replica_set,
     "statefulsets": _fill_stateful_set, "jobs": _fill_job, "services": _fill_service,
-    "secrets": _fill_secret, "namespaces": _fill_namespace, "persistentvolumeclaims": _fill_claim,
+    "secrets": _fill_secret, "namespaces": _fill_namespace, "nodes": _fill_node, "persistentvolumes": _fill_volume,
+    "persistentvolumeclaims": _fill_claim,
     "customresourcedefinitions": _fill_definition, "horizontalpodautoscalers": _fill_autoscaler,
     "ingresses": _fill_status,
     **dict.fromkeys(WEBHOOKS, _fill_webhooks),
@@ -318,10 +380,25 @@ def older_event(body: Object) -> Object:
     return {**item, "apiVersion": "v1", "kind": "Event"}
 
 
+_EMPTY_EVENT: Object = {
+    "source": {},
+    "firstTimestamp": None,
+    "lastTimestamp": None,
+    "eventTime": None,
+    "reportingComponent": "",
+    "reportingInstance": "",
+}
+
+
+def core_event(item: Object) -> Object:
+    """Return a stored event as the core API shows it, with the fields that are always there."""
+    return {**_EMPTY_EVENT, **item}
+
+
 def newer_event(item: Object) -> Object:
-    """Return a stored event as `events.k8s.io` shows it."""
+    """Return an event of the core API as `events.k8s.io` shows it, where empty names are left out."""
     names = {older: newer for newer, older in _NEWER_NAMES.items()}
-    shown = {names.get(name, name): value for name, value in item.items()}
+    shown = {names.get(name, name): value for name, value in item.items() if value != ""}
     return {**shown, "apiVersion": "events.k8s.io/v1"}
 
 

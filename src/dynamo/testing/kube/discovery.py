@@ -11,12 +11,27 @@ from typing import Any
 from dynamo.testing.kube import calls, resources
 
 Object = dict[str, Any]
-_VERBS = ["delete", "deletecollection", "get", "list", "patch", "create", "update", "watch"]
+_VERBS = [
+    "delete",
+    "deletecollection",
+    "get",
+    "list",
+    "patch",
+    "create",
+    "update",
+    "watch",
+]  # of custom resources
 _SUBRESOURCE_VERBS = ["get", "patch", "update"]
 _AGGREGATED = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 _SCALE = {"group": "autoscaling", "version": "v1", "kind": "Scale"}
-_POD_SUBRESOURCES = {"log": ["get"], "exec": ["create", "get"], "portforward": ["create", "get"],
-                     "attach": ["create", "get"], "binding": ["create"], "eviction": ["create"]}  # fmt: skip
+_POD_SUBRESOURCES = {  # with the kind of what is sent
+    "log": ("Pod", ["get"]),
+    "exec": ("PodExecOptions", ["create", "get"]),
+    "portforward": ("PodPortForwardOptions", ["create", "get"]),
+    "attach": ("PodAttachOptions", ["create", "get"]),
+    "binding": ("Binding", ["create"]),
+}
+_EVICTION = {"group": "policy", "version": "v1", "kind": "Eviction"}
 
 
 class DiscoveryDocuments:
@@ -143,15 +158,30 @@ def _subresources(resource: resources.ApiResource) -> list[tuple[str, list[str],
     if resource.scale is not None:
         findings.append(("scale", _SUBRESOURCE_VERBS, _SCALE))
     if resource.key == ("", "pods"):
-        findings += [(name, verbs, own) for name, verbs in _POD_SUBRESOURCES.items()]
+        findings += [
+            (name, verbs, {**own, "kind": kind})
+            for name, (kind, verbs) in _POD_SUBRESOURCES.items()
+        ]
+        findings.append(("eviction", ["create"], _EVICTION))
     return findings
+
+
+def _verbs(resource: resources.ApiResource) -> list[str]:
+    if resource.is_custom:
+        return _VERBS
+    is_namespaces = resource.key == ("", "namespaces")
+    return sorted(verb for verb in _VERBS if verb != "deletecollection" or not is_namespaces)
 
 
 def _resource_list(group_version: str, findings: list[resources.ApiResource]) -> Object:
     listed: list[Object] = []
     for resource in findings:
         entry: Object = {"name": resource.plural, "singularName": resource.singular}
-        entry |= {"namespaced": resource.is_namespaced, "kind": resource.kind, "verbs": _VERBS}
+        entry |= {
+            "namespaced": resource.is_namespaced,
+            "kind": resource.kind,
+            "verbs": _verbs(resource),
+        }
         if resource.short_names:
             entry["shortNames"] = list(resource.short_names)
         if resource.categories:
@@ -163,7 +193,7 @@ def _resource_list(group_version: str, findings: list[resources.ApiResource]) ->
                 "singularName": "",
                 "namespaced": resource.is_namespaced,
             }
-            if kind is _SCALE:
+            if kind in (_SCALE, _EVICTION):
                 shown |= {"group": kind["group"], "version": kind["version"]}
             listed.append({**shown, "kind": kind["kind"], "verbs": verbs})
     return {
@@ -181,15 +211,15 @@ def _aggregated(resource: resources.ApiResource) -> Object:
         "responseKind": kind,
         "scope": "Namespaced" if resource.is_namespaced else "Cluster",
         "singularResource": resource.singular,
-        "verbs": _VERBS,
+        "verbs": _verbs(resource),
     }
     if resource.short_names:
         entry["shortNames"] = list(resource.short_names)
     if resource.categories:
         entry["categories"] = list(resource.categories)
     subresources = [
-        {"subresource": name, "responseKind": kind, "verbs": verbs}
-        for name, verbs, kind in _subresources(resource)
+        {"subresource": name, "responseKind": responded, "verbs": verbs}
+        for name, verbs, responded in _subresources(resource)
     ]
     return {**entry, "subresources": subresources} if subresources else entry
 

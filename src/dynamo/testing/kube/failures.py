@@ -104,6 +104,12 @@ def conflict(resource: resources.ApiResource, name: str, why: str = _STALE) -> A
     return ApiError(409, "Conflict", message, _details(resource, name))
 
 
+def unmet_precondition(resource: resources.ApiResource, name: str, why: str) -> ApiError:
+    """Return the answer for a deletion that is meant for another version; it names the kind, not the resource."""
+    message = f'Operation cannot be fulfilled on {resource.qualified_kind} "{name}": {why}'
+    return ApiError(409, "Conflict", message, {**_details(resource, name), "kind": resource.kind})
+
+
 def is_stale(error: ApiError) -> bool:
     """Return True for the answer to a write that is based on an older version, not to one of another's field."""
     return bool(error.body.get("reason") == "Conflict" and error.body["message"].endswith(_STALE))
@@ -111,7 +117,7 @@ def is_stale(error: ApiError) -> bool:
 
 def invalid(qualified_kind: str, name: str, errors: Sequence[FieldError]) -> ApiError:
     """Return the answer for an object with mistakes in its fields; `qualified_kind` is Kind.group."""
-    texts = [f"{error.field}: {error.message}" for error in errors]
+    texts = list(dict.fromkeys(f"{error.field}: {error.message}" for error in errors))
     text = texts[0] if len(texts) == 1 else "[" + ", ".join(texts) + "]"
     kind, _, group = qualified_kind.partition(".")
     details: Object = {"name": name} if name else {}

@@ -1,5 +1,6 @@
 """Garbage collection by owner references, and the end of namespaces."""
 
+import collections
 from collections.abc import Hashable, Iterable
 from typing import Any, cast
 
@@ -144,18 +145,38 @@ class Namespaces:
             await self._fill(name)
             return None
         resource = self._api.registry.require(*_NAMESPACES)
-        if item["status"]["phase"] != "Terminating":
-            await self._api.merge(resource, item, {"status": {"phase": "Terminating"}}, "status")
         for table in self._api.store.tables():
             for child in self._api.store.list_items(table, name):
                 findings = self._api.registry.resources_of(table)
                 if findings and not child["metadata"].get("deletionTimestamp"):
                     options = api.DeleteOptions(policy="Background")
                     await self._api.delete(findings[0], name, child["metadata"]["name"], options)
-        if not any(self._api.store.list_items(table, name) for table in self._api.store.tables()):
-            remaining = [f for f in item["metadata"].get("finalizers") or () if f != "kubernetes"]
-            await self._api.merge(resource, item, {"metadata": {"finalizers": remaining}})
+        remaining = self._count_remaining(name)
+        if remaining:
+            before = item["status"].get("conditions") or ()
+            conditions = _ending_conditions(remaining, self._count_finalizers(name), before)
+            await self._api.merge(resource, item, {"status": {"conditions": conditions}}, "status")
+        else:
+            await self._api.merge(resource, item, {"spec": {"finalizers": None}}, "finalize")
         return None
+
+    def _count_remaining(self, namespace: str) -> dict[str, int]:
+        """Return how many objects of each resource a namespace still has."""
+        counts = {}
+        for table in self._api.store.tables():
+            items = self._api.store.list_items(table, namespace)
+            if items:
+                counts[f"{table[1]}.{table[0]}"] = len(items)
+        return counts
+
+    def _count_finalizers(self, namespace: str) -> dict[str, int]:
+        """Return how many objects of a namespace each finalizer holds."""
+        return collections.Counter(
+            name
+            for table in self._api.store.tables()
+            for item in self._api.store.list_items(table, namespace)
+            for name in item["metadata"].get("finalizers") or ()
+        )
 
     async def _fill(self, name: str) -> None:
         for plural, body in (
@@ -166,10 +187,47 @@ class Namespaces:
             place = (name, body["metadata"]["name"])
             if resource is not None and self._api.store.get(resource.key, place) is None:
                 try:
-                    await self._api.create(resource, name, body)
+                    options = api.WriteOptions(manager=api.CONTROLLERS)
+                    await self._api.create(resource, name, body, options)
                 except failures.ApiError as error:
                     if error.code != 409:
                         raise
+
+
+def _ending_conditions(
+    remaining: dict[str, int], finalizers: dict[str, int], before: Iterable[Object]
+) -> list[Object]:
+    """Return what the status of an ending namespace says of what it still has."""
+    contents = ", ".join(
+        f"{name} has {n} resource instances" for name, n in sorted(remaining.items())
+    )
+    holders = ", ".join(
+        f"{name} in {n} resource instances" for name, n in sorted(finalizers.items())
+    )
+    states = [
+        ("NamespaceDeletionDiscoveryFailure", False, "ResourcesDiscovered",
+         "All resources successfully discovered"),
+        ("NamespaceDeletionGroupVersionParsingFailure", False, "ParsedGroupVersions",
+         "All legacy kube types successfully parsed"),
+        ("NamespaceDeletionContentFailure", False, "ContentDeleted",
+         "All content successfully deleted, may be waiting on finalization"),
+        ("NamespaceContentRemaining", True, "SomeResourcesRemain",
+         f"Some resources are remaining: {contents}"),
+    ]  # fmt: skip
+    if finalizers:
+        text = f"Some content in the namespace has finalizers remaining: {holders}"
+        states.append(("NamespaceFinalizersRemaining", True, "SomeFinalizersRemain", text))
+    times = {(old["type"], old["status"]): old["lastTransitionTime"] for old in before}
+    return [
+        {
+            "type": kind,
+            "status": str(is_true),
+            "lastTransitionTime": times.get((kind, str(is_true)), metadata.timestamp()),
+            "reason": reason,
+            "message": message,
+        }
+        for kind, is_true, reason, message in states
+    ]
 
 
 def new_namespace(name: str) -> Object:

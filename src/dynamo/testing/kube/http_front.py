@@ -25,6 +25,7 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 MAX_BODY_BYTES = 3 * 2**20
+_POLICIES = ("Foreground", "Background", "Orphan")
 _VERSION = {
     "major": "1",
     "minor": "33",
@@ -209,7 +210,7 @@ class HttpFront:
         preconditions = body.get("preconditions") or {}
         grace = body.get("gracePeriodSeconds", call.query.number("gracePeriodSeconds"))
         options = api.DeleteOptions(
-            policy=body.get("propagationPolicy") or call.query.get("propagationPolicy"),
+            policy=_policy_of(body) or call.query.get("propagationPolicy"),
             grace_s=grace,
             uid=preconditions.get("uid") or "",
             resource_version=preconditions.get("resourceVersion") or "",
@@ -372,6 +373,22 @@ class HttpFront:
             )
             await self.api.delete(resource, call.namespace, call.name, options)
         call.respond(201, {**failures.success(), "code": 201})
+
+
+def _policy_of(body: dict[str, Any]) -> str:
+    """Return how the options of a deletion want dependents treated. Raises ApiError (422)."""
+    policy, orphans = body.get("propagationPolicy"), body.get("orphanDependents")
+    if policy is not None and orphans is not None:
+        text = "orphanDependents and deletionPropagation cannot be both set"
+        error = failures.invalid_value("propagationPolicy", json.dumps(policy), text)
+        raise failures.invalid("DeleteOptions.meta.k8s.io", "", [error])
+    if policy not in (None, *_POLICIES):
+        choices = ", ".join(json.dumps(choice) for choice in (*_POLICIES, "nil"))
+        error = failures.unsupported("propagationPolicy", json.dumps(policy), choices)
+        raise failures.invalid("DeleteOptions.meta.k8s.io", "", [error])
+    if orphans is not None:
+        return "Orphan" if orphans else "Background"
+    return policy or ""
 
 
 def _split_path(path: str) -> tuple[str, str, list[str]]:

@@ -298,8 +298,8 @@ _STRUCTURES: FieldSet = frozenset(  # that every built-in object has, so that no
     [
         ("f:metadata",), ("f:spec",), ("f:status",), _TEMPLATE, (*_TEMPLATE, "f:metadata"),
         (*_TEMPLATE, "f:spec"), (*_TEMPLATE, "f:spec", "f:containers"), ("f:spec", "f:containers"),
-        ("f:spec", "f:strategy"), ("f:spec", "f:updateStrategy"), ("f:spec", "f:names"),
-        ("f:spec", "f:scaleTargetRef"), ("f:involvedObject",), ("f:source",),
+        ("f:spec", "f:strategy"), ("f:spec", "f:updateStrategy"), ("f:spec", "f:names"), ("f:spec", "f:resources"),
+        ("f:spec", "f:scaleTargetRef"), ("f:source",),
     ]
 )  # fmt: skip
 

@@ -49,12 +49,22 @@ apiregistration.k8s.io/v1 APIService apiservices - s
 admissionregistration.k8s.io/v1 ValidatingWebhookConfiguration validatingwebhookconfigurations - g
 admissionregistration.k8s.io/v1 MutatingWebhookConfiguration mutatingwebhookconfigurations - g
 """
-_IN_ALL = frozenset(
-    (
-        *("pods", "services", "deployments", "replicasets", "statefulsets", "daemonsets"),
-        *("jobs", "cronjobs", "horizontalpodautoscalers"),
-    )
-)
+_CATEGORIES = {
+    **dict.fromkeys(
+        (
+            *("pods", "services", "deployments", "replicasets", "statefulsets", "daemonsets"),
+            *("jobs", "cronjobs", "horizontalpodautoscalers"),
+        ),
+        ("all",),
+    ),
+    **dict.fromkeys(
+        (
+            *("customresourcedefinitions", "apiservices"),
+            *("validatingwebhookconfigurations", "mutatingwebhookconfigurations"),
+        ),
+        ("api-extensions",),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +141,7 @@ def _parse_builtin(line: str) -> ApiResource:
         singular=kind.lower(),
         list_kind=f"{kind}List",
         short_names=() if short_names == "-" else tuple(short_names.split(",")),
-        categories=("all",) if plural in _IN_ALL else (),
+        categories=_CATEGORIES.get(plural, ()),
         is_namespaced="n" in flags,
         has_status="s" in flags,
         has_generation="g" in flags,

@@ -33,12 +33,15 @@ _COLUMNS = {
     "horizontalpodautoscalers": "Name Reference Targets MinPods MaxPods Replicas Age",
     "leases": "Name Holder Age",
     "endpointslices": "Name AddressType Ports Endpoints Age",
-    "events": "Last_Seen Type Reason Object Message Name",
+    "events": "Last_Seen Type Reason Object !Subobject !Source Message !First_Seen !Count !Name",
     "customresourcedefinitions": "Name Created_At",
 }
-_INTEGERS = frozenset(
-    ("Restarts", "Up-to-date", "Available", "Desired", "Current", "Data", "Secrets")
-)
+_TYPES = {
+    **dict.fromkeys(
+        ("Up-to-date", "Available", "Desired", "Current", "Data", "Secrets"), "integer"
+    ),
+    "Created_At": "date",
+}
 
 
 _AGE = ({"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},)
@@ -116,8 +119,8 @@ def columns_of(resource: resources.ApiResource) -> list[Object]:
     return [
         {
             "name": name.lstrip("!").replace("_", " "),
-            "type": "integer" if name in _INTEGERS else "string",
-            "format": "name" if name == "Name" else "",
+            "type": _TYPES.get(name, "string"),
+            "format": "name" if name.lstrip("!") == "Name" else "",
             "description": "",
             "priority": 1 if name.startswith("!") else 0,
         }
@@ -190,7 +193,7 @@ def _cell(plural: str, column: str, item: Object) -> Any:
     reader = _CELLS.get((plural, column)) or _CELLS.get(("", column))
     if isinstance(reader, str):
         value = read_json_path(item, reader)
-        return value if value is not None else 0 if column in _INTEGERS else "<none>"
+        return value if value is not None else 0 if _TYPES.get(column) == "integer" else "<none>"
     return reader(item, spec, status) if reader is not None else "<none>"
 
 
@@ -319,6 +322,19 @@ def _last_seen(item: Object, spec: Object, status: Object) -> str:
     return age(item.get("lastTimestamp") or item.get("eventTime") or created)
 
 
+def _first_seen(item: Object, spec: Object, status: Object) -> str:
+    created = item["metadata"]["creationTimestamp"]
+    return age(item.get("firstTimestamp") or item.get("eventTime") or created)
+
+
+def _source_of_event(item: Object, spec: Object, status: Object) -> str:
+    source = item.get("source") or {}
+    component, host = source.get("component"), source.get("host")
+    if not component:
+        component, host = item.get("reportingComponent", ""), item.get("reportingInstance")
+    return f"{component}, {host}" if host else component
+
+
 def _count(field: str) -> Reader:
     return lambda item, spec, status: len(item.get(field) or ())
 
@@ -367,7 +383,11 @@ _CELLS: dict[tuple[str, str], Reader | str] = {  # a path stands for the value t
     ("events", "Type"): ".type",
     ("events", "Reason"): ".reason",
     ("events", "Object"): _object_of_event,
+    ("events", "Subobject"): lambda i, spec, st: i["involvedObject"].get("fieldPath", ""),
+    ("events", "Source"): _source_of_event,
     ("events", "Message"): ".message",
+    ("events", "First_Seen"): _first_seen,
+    ("events", "Count"): lambda item, spec, status: item.get("count", 1),
     ("customresourcedefinitions", "Created_At"): ".metadata.creationTimestamp",
 }
 
