@@ -29,7 +29,7 @@ LEAST = {  # of the exchanges that are replayed
     "04-list-watch": 0.98,
     "04-list-watch-2": 0.47,
     "04-list-watch-3": 0.83,
-    "05-lifecycle": 0.91,
+    "05-lifecycle": 0.92,
     "06-controllers": 0.46,
     "07-clients": 0.68,
     "08-process-kubelet": 0.90,

@@ -361,8 +361,9 @@ class ObjectWrites:
         else:
             findings += builtin_checks.check(resource, item, old)
         if findings:
-            name = item["metadata"].get("name", "")
-            raise failures.invalid(resource.qualified_kind, name, findings)
+            is_event = resource.key == ("", "events")  # those of events.k8s.io are named without it
+            kind = resource.kind if is_event else resource.qualified_kind
+            raise failures.invalid(kind, item["metadata"].get("name", ""), findings)
         if len(json.dumps(item)) > _MAX_OBJECT_BYTES:
             raise failures.ApiError(500, "", "etcdserver: request is too large")
 
