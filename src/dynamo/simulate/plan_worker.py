@@ -221,7 +221,7 @@ class PlanWorker:
             self.num_queued_tokens += request.num_left
             self._waiting.append(request)
         if self.next_time == math.inf:
-            self._begin(now)
+            self.next_time = now  # the next step begins when all that comes at this time has come
         elif len(self._ends) > 1:
             del self._ends[bisect_left(self._ends, now) + 1 :]
             self.next_time = self._ends[-1]

@@ -68,6 +68,12 @@ def request(num_prompt=3000, num_output=3, **changes):
     return Request(at=0.0, num_prompt=num_prompt, num_output=num_output, **changes)
 
 
+def begin(worker, now=0.0):
+    """Begin the first step, with all requests that have come by now."""
+    assert worker.next_time == now
+    worker.advance(now)
+
+
 def finish(worker):
     """All that it does until it is idle: (time, done)."""
     done = []
@@ -91,9 +97,21 @@ def test_prompt_is_computed_in_chunks_and_then_decoded():
     assert one.ended_at == pytest.approx(first + decode_s(3001, 3002))
 
 
+def test_prompts_that_come_at_the_same_time_are_computed_in_one_step():
+    both, requests = worker("prefill"), [request(num_prompt=1000), request(num_prompt=500)]
+    for one in requests:
+        both.submit(one, 0.0)
+    begin(both)
+    ((now, done),) = finish(both)
+
+    assert done.prefilled == requests
+    assert now == pytest.approx(GROUP.step_s([(0, 1000), (0, 500)], 0, 0))
+
+
 def test_decode_waits_for_a_prompt_in_the_same_step():
     shared, early, late = worker(), request(num_prompt=100), request(num_prompt=2000)
     shared.submit(early, 0.0)
+    begin(shared)
     shared.submit(late, 0.0)
     times = [now for now, _ in finish(shared)]
 
@@ -106,6 +124,7 @@ def test_prefill_worker_releases_a_request_with_its_first_token():
     prefill = worker("prefill")
     one = request(num_prompt=2000)
     prefill.submit(one, 0.0)
+    begin(prefill)
     ((now, done),) = finish(prefill)
 
     assert now == pytest.approx(GROUP.step_s([(0, 2000)], 0, 0))
@@ -129,6 +148,7 @@ def test_request_without_room_waits_until_another_ends(limit):
     first, second = request(), request()
     for one in (first, second):
         full.submit(one, 0.0)
+    begin(full)
     waiting = full.num_waiting
     finish(full)
 
