@@ -115,7 +115,11 @@ class RegressionPolicy:
         present = observation.num_ordered
         is_aggregated = self._targets.mode == "agg"
         entry = observation.decode if is_aggregated else observation.prefill
-        self._learn(observation)
+        # a pass that computes a prompt and continues answers tells of both
+        workers = (*observation.prefill_load.workers, *observation.decode_load.workers)
+        passes = [each for worker in workers for each in worker.passes]
+        self._prompts.add((p.num_prompt_tokens, p.wall_s) for p in passes if p.num_prompt_tokens)
+        self._answers.add((p.num_kv_tokens, p.wall_s) for p in passes if p.num_kv_tokens)
         if not has_load(observation, traffic):
             nothing = in_mode(self._targets.mode, Replicas(0, 0), present)
             return Proposal(replicas=nothing, reason="no requests")
@@ -127,10 +131,15 @@ class RegressionPolicy:
             replicas = Replicas(0, present.decode + (up if up >= 0 else down))
         else:
             replicas = Replicas(present.prefill + prefill_step, present.decode + decode_step)
+        estimate = Estimate(
+            ttft_s=min(prompts.waits_s, default=0.0) + prompts.own_s,
+            itl_s=min(prompts.itls_s, default=0.0),
+            prompts_per_s=1 / prompts.own_s if prompts.own_s else 0.0,
+        )
         return Proposal(
             replicas=in_mode(self._targets.mode, replicas, present),
             reason=self._explain(prompts),
-            estimate=self._estimate(prompts),
+            estimate=estimate if self._prompts.is_known and self._answers.is_known else None,
             unreachable=self._unreachable(prompts),
         )
 
@@ -144,13 +153,6 @@ class RegressionPolicy:
         return self._holds_prompts(
             prompts, entry.num_ready, fewer.decode if is_aggregated else fewer.prefill
         ) and self._holds_answers(prompts.itls_s, observation.decode.num_ready, fewer.decode)
-
-    def _learn(self, observation: Observation) -> None:
-        """Take the passes of the interval; one that computes a prompt and continues answers tells of both."""
-        workers = (*observation.prefill_load.workers, *observation.decode_load.workers)
-        passes = [each for worker in workers for each in worker.passes]
-        self._prompts.add((p.num_prompt_tokens, p.wall_s) for p in passes if p.num_prompt_tokens)
-        self._answers.add((p.num_kv_tokens, p.wall_s) for p in passes if p.num_kv_tokens)
 
     def _foretell(self, observation: Observation, traffic: Traffic) -> _Foretold:
         entry_load = (
@@ -225,15 +227,6 @@ class RegressionPolicy:
         if self._answers.is_known and base_s > targets.itl_s:
             return f"a pass takes {base_s * 1e3:.0f} ms at least, the ITL target is {targets.itl_s * 1e3:g}"
         return ""
-
-    def _estimate(self, prompts: _Foretold) -> Estimate | None:
-        if not (self._prompts.is_known and self._answers.is_known):
-            return None
-        return Estimate(
-            ttft_s=min(prompts.waits_s, default=0.0) + prompts.own_s,
-            itl_s=min(prompts.itls_s, default=0.0),
-            prompts_per_s=1 / prompts.own_s if prompts.own_s else 0.0,
-        )
 
     def _explain(self, prompts: _Foretold) -> str:
         """Return what is foretold of the least loaded workers."""
