@@ -370,3 +370,32 @@ async def test_call_that_is_cancelled_at_any_moment_leaves_no_error_and_no_watch
 
     assert problems == []
     assert len(cluster.store._subscribers) == num_subscribers
+
+
+async def test_cancelled_handshake_closes_its_connection(tmp_path):
+    has_begun, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def never_welcome(reader, writer):
+        await reader.read(1)
+        has_begun.set()
+        await reader.read()
+        has_ended.set()
+        writer.close()
+
+    async with await asyncio.start_server(never_welcome, "127.0.0.1", 0) as server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        cluster = {"name": "c", "cluster": {"server": url, "insecure-skip-tls-verify": True}}
+        context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+        users = [{"name": "u", "user": {"token": "t"}}]
+        config = {"clusters": [cluster], "contexts": [context], "users": users}
+        (tmp_path / "config").write_text(json.dumps(config | {"current-context": "c"}))
+        environ = {"KUBECONFIG": str(tmp_path / "config")}
+        async with connection.KubernetesConnection.open(environ) as opened:
+            asking = asyncio.create_task(opened.check())
+            await asyncio.wait_for(has_begun.wait(), PATIENT_S)
+            gc.disable()  # it would close the connection, too
+            try:
+                asking.cancel()
+                await asyncio.wait_for(has_ended.wait(), PATIENT_S)
+            finally:
+                gc.enable()

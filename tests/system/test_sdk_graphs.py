@@ -93,7 +93,7 @@ def test_processes_of_a_graph_are_what_is_printed_and_restart(deployment, home, 
     assert ask(port, text="test,again").text.splitlines() == lines
     assert ask(port, tex="test").status_code == 400
     assert shell in printed
-    shells_own = ("PWD", "OLDPWD", "SHLVL", "_", TOKENS)
+    shells_own = ("PWD", "OLDPWD", "SHLVL", "_", "PS1", TOKENS)
     assert {k: v for k, v in process.items() if k not in shells_own} == {
         k: v for k, v in alone.items() if k not in shells_own
     }

@@ -5,11 +5,13 @@ The order is that of Kubernetes's own clients: the files that `KUBECONFIG` names
 credential programs. What it asks for and does not find is said in one sentence (ConfigError).
 """
 
+import asyncio
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import httpcore2
 import httpx2
 import msgspec
 import yaml
@@ -38,7 +40,26 @@ def open_client(environ: Mapping[str, str] | None = None) -> tuple[httpx2.AsyncC
         client = httpx2.AsyncClient(limits=_CONNECTIONS, **parameters.httpx_params(config))
     except _UNUSABLE as error:
         raise _no_cluster(error) from error
+    client._transport._pool._network_backend = _ClosingBackend()  # type: ignore[attr-defined]
     return client, config.namespace
+
+
+class _ClosingBackend(httpcore2.AnyIOBackend):
+    """Closes a connection whose TLS handshake is cancelled, which httpcore2 2.16 leaves to the garbage collector."""
+
+    async def connect_tcp(self, *args: Any, **options: Any) -> httpcore2.AsyncNetworkStream:
+        stream = await super().connect_tcp(*args, **options)
+        start_tls = stream.start_tls
+
+        async def start_tls_or_close(*args: Any, **options: Any) -> httpcore2.AsyncNetworkStream:
+            try:
+                return await start_tls(*args, **options)
+            except asyncio.CancelledError:
+                await stream.aclose()
+                raise
+
+        stream.start_tls = start_tls_or_close  # type: ignore[method-assign]
+        return stream
 
 
 def read_api_address(environ: Mapping[str, str]) -> str:
