@@ -19,7 +19,7 @@ from training.semantic import texts
 
 THRESHOLDS = (0.8, 0.9, 0.95)
 WORD_THRESHOLDS = (0.0, 0.7, 0.8, 0.9, 0.95, 1.0)
-NUM_IN_SIGHT = {"rephrasings": 100, "near_misses": 60}
+NUM_IN_SIGHT = {"rephrasings": 140, "near_misses": 90}
 _MAX_TOKENS = 4096
 Pair = tuple[str, str]
 

@@ -52,12 +52,13 @@ class AnswerRecord(msgspec.Struct, frozen=True, array_like=True):
 
 def make_origin(settings: config.SemanticConfig) -> FileOrigin:
     """Return what answers under this configuration depend on."""
-    rules = repr((question_meaning.RULE_TABLE, sorted(question_meaning.SYNONYMS.items()))).encode()
+    synonyms, capitonyms = question_meaning.SYNONYMS.items(), question_meaning.CAPITONYMS
+    rules = repr((question_meaning.RULE_TABLE, sorted(synonyms), sorted(capitonyms))).encode()
     digests = [
         hashlib.blake2b(data, digest_size=8).hexdigest()
         for data in (msgspec.json.encode(settings), rules)
     ]
-    return FileOrigin("semantic cache 1", *digests)
+    return FileOrigin("semantic cache 2", *digests)
 
 
 class CacheFile:

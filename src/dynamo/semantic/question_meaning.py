@@ -6,7 +6,12 @@ whatever X is; a word that no rule knows stays and has to be equal. Rules are ap
 case. Then both must have the same words, numbers, names, negations and operators. Only articles, forms of "to be" and
 the like may differ. The order may differ only for what a preposition or a genitive attaches ("a list in Python", "a
 Python list"), for superlatives, and where a distance or a difference is asked for: "does A imply B" is not "does B
-imply A".
+imply A". A genitive names an owner and a compound a kind: "a dog's breed" may be "the breed of a dog", no "dog breed".
+
+Capitals tell names from common words ("US" and "us", "Polish" and "polish", the language C and a speed c), so both
+questions must write a word with the same capitals. The capital that begins a sentence says nothing, except of a word
+that is known to mean something else with one; and a word that is written both ways is one of those that differ, so a
+question in careless lower case is not joined with one that writes its names as names.
 """  # decider
 
 import re
@@ -125,7 +130,7 @@ RULE_TABLE = (
 _RULES = tuple((re.compile(pattern), replacement) for pattern, replacement in RULE_TABLE)
 _GROUPS = """
 large big huge|small little|largest biggest greatest|start begin|end finish|buy purchase|fix repair|car automobile
-movie film|photo picture|child kid|doctor physician|lawyer attorney|phone telephone|tv television|bike bicycle
+movie film|photo picture|child kid|doctor physician|lawyer attorney|phone telephone|tv TV television|bike bicycle
 help assist|reduce decrease|increase raise|symptom sign|sick ill|hard difficult|easy simple|rich wealthy
 disease illness|choose select pick|need require|convert transform|merge combine|folder directory|apartment flat
 vacation holiday|smart intelligent|fast quick|shop store|trip journey|answer reply|delete remove erase|make create
@@ -136,6 +141,13 @@ SYNONYMS = {
     for group in _GROUPS.replace("\n", "|").split("|")
     for word in group.split()
 }
+
+# Capitonyms: words that mean something else with a capital, also at the beginning of a sentence.
+_CAPITONYMS = """
+Amazon Apple August Brown Bush Cancer China Excel Frank French Gap Gemini Guinea Java Jersey Job Lent Lima March Mars
+Mercury Nice Oracle Pole Polish Python Ruby Rust Scotch Shell Slack Swede Swift Target Turkey Welsh Windows Word Zoom
+"""
+CAPITONYMS = frozenset(_CAPITONYMS.split())
 
 
 def join_wordings(text: str) -> str:
@@ -148,9 +160,10 @@ def join_wordings(text: str) -> str:
     return text
 
 
-_TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)?|[^\w\s?!.,;:\"'`]|_")
+_TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:'[^\W\d_]+|(?<=s)')?|[^\w\s?!.,;:\"'`]|_")
+_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 _LETTER = re.compile(r"(?<=\S )A\b")  # of an answer or a vitamin; no article
-_ENDINGS = re.compile(r"(?<=[^\W\d_]{3})(?:'s|(?<!s)s|')$")
+_ENDINGS = re.compile(r"(?<=[^\W\d_]{3})(?:'s|(?<!s)s'?|')$")
 _WORDS_BY_USE = {
     "free": "a an the is are am be do does what which and there that have has it its my",
     "attaches": "of in on at for with between per",
@@ -159,6 +172,7 @@ _WORDS_BY_USE = {
 }
 _FREE, _ATTACHES, _DIRECTS, _ASKS = (frozenset(row.split()) for row in _WORDS_BY_USE.values())
 _LIGHT = _FREE | _ATTACHES
+_FUNCTION_WORDS = _LIGHT | _DIRECTS | _ASKS
 _IS_SYMMETRIC = frozenset({"distance", "difference"})
 
 
@@ -171,6 +185,9 @@ class QuestionMeaning:
     ]  # in their order, without those that only say what kind of question it is
     asks: frozenset[str]
     attached: frozenset[str]  # words behind a preposition or before a genitive's s
+    owners: frozenset[str]  # those of them before a genitive's s
+    capitals: frozenset[str]  # words as they are written, if with capitals that say something
+    openings: frozenset[str]  # words, in lower case, with a capital that begins a sentence
     weights: Mapping[str, float]  # of all words; those that may differ weigh little
 
     @property
@@ -181,6 +198,11 @@ class QuestionMeaning:
     def agrees_with(self, other: "QuestionMeaning") -> bool:
         """Return whether a question of the same key has the same meaning."""
         if not (self.attached <= other.attached or other.attached <= self.attached):
+            return False
+        if not (self.owners <= other.attached and other.owners <= self.attached):
+            return False
+        differing = {word.lower() for word in self.capitals ^ other.capitals}
+        if not differing <= self.openings | other.openings:
             return False
         free = self.attached | other.attached
         if not _IS_SYMMETRIC.isdisjoint(self.words):
@@ -198,7 +220,7 @@ def read_meaning(text: str) -> QuestionMeaning:
     # numbers and the letters of formulas, which keep their order; one alone is a name (a list in C)
     num_symbols = sum(t[0].isdigit() or (len(t) == 1 and t.isalpha() and t != "a") for t in tokens)
     words: list[str] = []
-    asks, attached = set(), set()
+    asks, attached, owners = set(), set(), set()
     weights: dict[str, float] = {}
     before, relation = "", ""
     for position, token in enumerate(tokens):
@@ -213,12 +235,45 @@ def read_meaning(text: str) -> QuestionMeaning:
             word = relation + stem
             words.append(word)
             is_name = not stem[0].isdigit() and (len(stem) > 1 or num_symbols < 2)
-            if is_name and (before in _ATTACHES or token.endswith("'s")):
+            is_owner = token.endswith(("'s", "s'"))
+            if is_name and (is_owner or before in _ATTACHES):
                 attached.add(word)
+                owners.update([word] if is_owner else [])
             relation = ""
         if token not in ("the", "a", "an", "my"):
             before = token
-    return QuestionMeaning(tuple(words), frozenset(asks), frozenset(attached), weights)
+    capitals, openings = _read_capitals(text.replace("’", "'"))
+    return QuestionMeaning(
+        tuple(words),
+        frozenset(asks),
+        frozenset(attached),
+        frozenset(owners),
+        frozenset(word for word in capitals if _stem(word.lower()) in weights),
+        frozenset(openings),
+        weights,
+    )
+
+
+def _read_capitals(text: str) -> tuple[set[str], set[str]]:
+    """Return the words whose capitals say something, and in lower case those that only begin a sentence."""
+    capitals, openings = set(), set()
+    end = 0
+    for match in _WORD.finditer(text):
+        gap, end = text[end : match.start()], match.end()
+        before = gap.rstrip(" \t\"'([*_-")
+        is_first = match.start() == len(gap) or "\n" in gap
+        is_first = is_first or (before != gap and before.endswith((".", "?", "!", ":")))
+        word = _ENDINGS.sub("", match[0])
+        is_title = len(word) > 1 and word[1:] == word[1:].lower()
+        if word == word.lower() or word.partition("'")[0] == "I" or word in SYNONYMS:
+            continue
+        if is_title and word.lower() in _FUNCTION_WORDS:
+            continue
+        if is_first and (is_title or word == "A") and CAPITONYMS.isdisjoint((word, match[0])):
+            openings.add(word.lower())
+        else:
+            capitals.add(word)
+    return capitals, openings
 
 
 def _stem(word: str) -> str:
