@@ -6,16 +6,17 @@ the original.
 
 import datetime
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import html
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.gateway import embedding_api
+from dynamo.gateway import administration, embedding_api
 from dynamo.runtime.http import exchange
-from dynamo.semantic import encoder_labels, guards, service
+from dynamo.semantic import config, encoder_labels, guards, service
 from dynamo.semantic.classifiers import profile
 
 _SPECIALIZED = 0.7  # the confidence from which a specialised model is recommended
@@ -70,9 +71,17 @@ _BODIES: dict[str, type] = {
     "/api/v1/similarity": embedding_api.TextPair,
     "/api/v1/similarity/batch": embedding_api.TextAndCandidates,
     "/api/v1/response-cache/invalidate": EntriesToDelete,
+    "/config/classification": config.SemanticConfig,
+    "/config/system-prompts": administration.SystemPromptChange,
 }
 _NAME = "classification-api"
-Answer = Callable[[exchange.Exchange], Awaitable[Any]]
+_STATUSES: dict[type[errors.DynamoError], int] = {
+    errors.InvalidRequest: 400,
+    errors.ConfigError: 400,
+    errors.Unauthenticated: 401,
+    errors.Forbidden: 403,
+    errors.Unavailable: 503,
+}
 
 
 class ClassificationApi:
@@ -226,21 +235,22 @@ class ClassificationApi:
             "conversations": len(self._routing.router.conversations),
         }
 
-    def flush_cache(self) -> dict[str, Any]:
+    async def flush_cache(self, _: exchange.Exchange) -> dict[str, Any]:
         """Remove all cached answers."""
         return {"removed": self._routing.router.cache.invalidate()}
 
-    def describe_config(self) -> dict[str, Any]:
-        """Return the configuration in force without its keys, its notes, and why the last file was refused."""
-        settings: dict[str, Any] = msgspec.to_builtins(self._routing.router.settings)
-        for model in settings["model_config"].values():
-            if model["access_key"]:
-                model["access_key"] = "(set)"
-        loader = self._routing.loader
+    def describe_metrics(self) -> dict[str, Any]:
+        """Return the number of rules and decisions, and what was classified since the process began."""
+        settings = self._routing.router.settings
         return {
-            "config": settings,
-            "notes": loader.router.loaded.notes,
-            "last_error": loader.last_error,
+            "decision_count": len(settings.decisions),
+            "signal_counts": {
+                "domains": len(settings.categories),
+                "keywords": len(settings.keyword_rules),
+                "embeddings": len(settings.embedding_rules),
+                "routing_models": len(settings.model_config),
+            },
+            **self._routing.metrics.describe_classifications(),
         }
 
     def describe_classifier(self) -> dict[str, Any]:
@@ -301,12 +311,19 @@ def _summarize(classifications: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def make_routes(routing: service.RoutingService, clock: clocks.Clock) -> exchange.HttpRouter:
-    """Return the routes of the API."""
+def make_routes(
+    routing: service.RoutingService,
+    clock: clocks.Clock,
+    admin_key: str | None = None,
+    *,
+    has_system_prompts: bool = False,
+) -> exchange.HttpRouter:
+    """Return the routes of the API: what only administrators may do takes `admin_key`, or requests from this host."""
     api, embeddings = ClassificationApi(routing, clock), embedding_api.SimilarityApi(routing, clock)
+    admin = administration.Administration(routing, admin_key)
     error_body = functools.partial(_error_body, clock)
 
-    def post(answer: Answer) -> exchange.Handler:
+    def post(answer: administration.Answer) -> exchange.Handler:
         return functools.partial(_respond, answer, error_body)
 
     def classify(task: Task, answer: Callable[..., Any]) -> exchange.Handler:
@@ -326,18 +343,41 @@ def make_routes(routing: service.RoutingService, clock: clocks.Clock) -> exchang
         ("POST", "/api/v1/similarity/batch"): post(embeddings.answer_candidates),
         ("GET", "/api/v1/embeddings/models"): _show(embeddings.describe_models),
         ("GET", "/api/v1/response-cache/stats"): _show(api.describe_cache),
-        ("POST", "/api/v1/response-cache/flush"): _show(api.flush_cache),
+        ("POST", "/api/v1/response-cache/flush"): post(admin.restrict(api.flush_cache)),
         ("POST", "/api/v1/response-cache/invalidate"): post(api.answer_deletion),
-        ("GET", "/config/classification"): _show(api.describe_config),
+        ("GET", "/config/classification"): _show(admin.describe_config),
+        ("PUT", "/config/classification"): post(admin.restrict(admin.answer_config_change)),
+        ("GET", "/metrics/classification"): _show(api.describe_metrics),
         ("GET", "/info/classifier"): _show(api.describe_classifier),
         ("GET", "/info/models"): _show(api.describe_models),
         ("GET", "/v1/models"): list_models,
         ("GET", "/health"): _show(lambda: {"status": "healthy", "service": _NAME}),
     }
+    if has_system_prompts:
+        path = "/config/system-prompts"
+        routes["GET", path] = _show(admin.describe_system_prompts)
+        routes["PUT", path] = post(admin.restrict(admin.answer_prompt_change))
     index = {"service": _NAME, "endpoints": [" ".join(route) for route in routes]}
     routes["GET", "/api/v1"] = _show(lambda: index)
     routes["GET", "/openapi.json"] = _show(lambda: _describe_api(routes))
+    routes["GET", "/docs"] = lambda client: client.respond(
+        200, _write_page(routes), content_type="text/html; charset=utf-8"
+    )
     return exchange.HttpRouter(routes, error_body=error_body)
+
+
+def _write_page(routes: Iterable[tuple[str, str]]) -> bytes:
+    """Return a page of the paths and the keys of their bodies, which loads nothing from elsewhere."""
+    rows = []
+    for method, path in routes:
+        fields = getattr(_BODIES.get(path), "__struct_fields__", ()) if method != "GET" else ()
+        cells = (method, path, ", ".join(fields))
+        rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+    return (
+        "<!doctype html><title>Classification API</title><h1>Classification API</h1>"
+        '<p>All of it for programs: <a href="openapi.json">openapi.json</a></p>'
+        f"<table><tr><th>Method<th>Path<th>Keys of the body<tr>{'<tr>'.join(rows)}</table>"
+    ).encode()
 
 
 def _describe_api(routes: Iterable[tuple[str, str]]) -> dict[str, Any]:
@@ -349,7 +389,7 @@ def _describe_api(routes: Iterable[tuple[str, str]]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for method, path in routes:
         operation: dict[str, Any] = {"responses": {"200": {"description": "OK"}}}
-        if path in _BODIES:
+        if path in _BODIES and method != "GET":
             content = {"application/json": {"schema": schema_by_type[_BODIES[path]]}}
             operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path, {})[method.lower()] = operation
@@ -366,15 +406,16 @@ def _show(describe: Callable[[], Any]) -> exchange.Handler:
 
 
 async def _respond(
-    answer: Answer, error_body: exchange.ErrorBody, client: exchange.Exchange
+    answer: administration.Answer, error_body: exchange.ErrorBody, client: exchange.Exchange
 ) -> None:
     """Respond with an answer, or say what is wrong with the request."""
     try:
         result = await answer(client)
-    except (msgspec.DecodeError, UnicodeDecodeError, errors.InvalidRequest) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         client.respond(400, error_body(400, str(error), client.request.path))
-    except errors.Unavailable as error:
-        client.respond(503, error_body(503, str(error), client.request.path))
+    except errors.DynamoError as error:
+        status = next((s for kind, s in _STATUSES.items() if isinstance(error, kind)), 500)
+        client.respond(status, error_body(status, str(error), client.request.path))
     else:
         client.respond(200, msgspec.json.encode(result))
 
@@ -385,6 +426,8 @@ def _error_body(clock: clocks.Clock, status: int, message: str, path: str) -> by
     moment = datetime.datetime.fromtimestamp(clock.wall(), datetime.UTC)
     codes = {
         400: "INVALID_INPUT",
+        401: "UNAUTHORIZED",
+        403: "FORBIDDEN",
         404: "NOT_FOUND",
         405: "METHOD_NOT_ALLOWED",
         503: "CLASSIFIER_UNAVAILABLE",

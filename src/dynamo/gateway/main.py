@@ -40,6 +40,15 @@ class GatewayConfig(component.RuntimeConfig):
     )
     metrics_port: int = config.option(9190, help="port of the metrics; 0: any", least=0, most=65535)
     enable_api: bool = config.option(True, help="serve the classification API")
+    enable_system_prompt_api: bool = config.option(
+        False, help="let administrators see and change system prompts over the classification API"
+    )
+    admin_key_file: str | None = config.option(
+        None,
+        env="DYN_SEMANTIC_ADMIN_KEY_FILE",
+        help="file of the key with which administrators change the configuration over the classification API and "
+        "empty the cache; without it only requests from this host may",
+    )
     secure: bool = config.option(False, help="serve gRPC with TLS")
     cert_path: str | None = config.option(
         None, help="directory of tls.crt and tls.key, for --secure"
@@ -109,7 +118,13 @@ async def _serve_routing(
     ext_proc = grpc_server.ExtProcServer(
         lambda: grpc_server.processor.StreamProcessor(routing, max_bytes), max_bytes
     )
-    classification = http.HttpServer(api.make_routes(routing, clock), limits=limits)
+    admin_key = None
+    if settings.admin_key_file is not None:
+        admin_key = api.administration.read_key(Path(settings.admin_key_file))
+    routes = api.make_routes(
+        routing, clock, admin_key, has_system_prompts=settings.enable_system_prompt_api
+    )
+    classification = http.HttpServer(routes, limits=limits)
     exposition = http.HttpServer(_metrics_routes(registry))
     running = tasks.Tasks()
     try:

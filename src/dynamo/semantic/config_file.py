@@ -4,6 +4,7 @@ What the original has and this router does not is refused by name; a key that ne
 the original passes over it. Nothing in a file can run away: its size, depth and number of values have bounds.
 """
 
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,6 +42,10 @@ _NO_EFFECT: dict[type[Any], tuple[str, ...]] = {
     config.BatchClassification: ("concurrency_threshold", "max_concurrency", "metrics"),
 }
 _MERGE = "tag:yaml.org,2002:merge"
+_UNKNOWN = ": unknown key, it has no effect"
+# What names files and secrets of this host: who may change a configuration over HTTP shall not reach them.
+_FILE_ONLY = ("encoders", "semantic_cache.directory", "tools.tools_db_path")
+HIDDEN_KEY = "(set)"  # stands for the access key of a model where a configuration is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +108,77 @@ def parse(
 
     Directories of models that are not absolute may be below `directory`.
     """
-    tree = _read_yaml(data)
+    return _decode(_read_yaml(data), categories, directory, find_hub_model)
+
+
+def parse_change(
+    data: bytes,
+    current: config.SemanticConfig,
+    categories: frozenset[str],
+    directory: Path | None = None,
+) -> LoadedConfig:
+    """Return the current configuration with a change, a JSON merge patch (RFC 7396) in the keys of v0.1.
+
+    Raises ConfigError, also for an unknown key, which a file may have.
+    """
+    if len(data) > MAX_BYTES:
+        raise errors.ConfigError(f"expected at most {MAX_BYTES} bytes, got more")
+    try:
+        change = msgspec.json.decode(data, type=dict[str, Any])
+        if "version" in change:
+            raise errors.ConfigError("version: expected none; a change has the keys of v0.1")
+        tree = _merge(msgspec.to_builtins(current), change)
+        num_values = _count_values(tree, 0)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise errors.ConfigError(f"expected an object of JSON: {error}") from error
+    if num_values > MAX_VALUES:
+        raise errors.ConfigError(f"expected at most {MAX_VALUES} values, got more")
+    loaded = _decode(tree, categories, directory, encoder_labels.find_in_hub_cache)
+    models = loaded.settings.model_config
+    for name, model in current.model_config.items():
+        if name in models and models[name].access_key == HIDDEN_KEY:
+            models[name] = msgspec.structs.replace(models[name], access_key=model.access_key)
+    _refuse_in_change(loaded, current)
+    return loaded
+
+
+def _refuse_in_change(loaded: LoadedConfig, current: config.SemanticConfig) -> None:
+    """Raise ConfigError for what a file may say and a change over HTTP may not."""
+    unknown = [note.removesuffix(_UNKNOWN) for note in loaded.notes if note.endswith(_UNKNOWN)]
+    if unknown:
+        raise errors.ConfigError(f"no such key: {', '.join(unknown)}")
+    for path in _FILE_ONLY:
+        section = operator.attrgetter(path)
+        if section(loaded.settings) != section(current):
+            raise errors.ConfigError(f"{path}: expected no change; only the file can change it")
+
+
+def _merge(value: Any, change: Any) -> Any:
+    """Return a value with a merge patch applied: objects are merged, null removes a key, all else replaces."""
+    if not isinstance(change, dict):
+        return change
+    merged = dict(value) if isinstance(value, dict) else {}
+    for key, item in change.items():
+        if item is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = _merge(merged.get(key), item)
+    return merged
+
+
+def _decode(
+    tree: dict[str, Any],
+    categories: frozenset[str],
+    directory: Path | None,
+    find_hub_model: encoder_labels.FindHubModel,
+) -> LoadedConfig:
     version = tree.get("version")
     notes: list[str] = []
     if str(version) in ("v0.3", "0.3"):
         tree, notes = config_v03.translate(tree)
     elif version is not None and str(version) not in ("v0.1", "0.1"):
         raise errors.ConfigError(f"version: expected v0.1, v0.3 or none, got {version}")
-    notes += [f"{key}: unknown key, it has no effect" for key in _unknown_keys(tree)]
+    notes += [f"{key}{_UNKNOWN}" for key in _unknown_keys(tree)]
     tree.pop("version", None)
     try:
         settings = msgspec.convert(tree, config.SemanticConfig)
@@ -265,7 +333,7 @@ def _decode_plugins(
             raise errors.ConfigError(f"{path}.configuration: {error}") from error
         info = msgspec.inspect.type_info(kind)
         unknown = _unknown_below(plugin.configuration, info, f"{path}.configuration.")
-        notes.extend(f"{key}: unknown key, it has no effect" for key in unknown)
+        notes.extend(f"{key}{_UNKNOWN}" for key in unknown)
     return plugins
 
 

@@ -1,5 +1,7 @@
 """The metrics of the semantic router, under the original's names (`llm_…`)."""
 
+from typing import Any
+
 from dynamo.observability import metrics
 from dynamo.semantic import guards, router, routing_outcome
 
@@ -139,6 +141,29 @@ class SemanticMetrics:
     def record_classification(self, classifier: str, seconds: float) -> None:
         """Record the time of one call of the classification API."""
         self._classifier_latency.labels(classifier).observe(seconds)
+
+    def describe_classifications(self) -> dict[str, Any]:
+        """Return how often each classifier was asked over HTTP and its mean time, and the requests by domain."""
+        calls: dict[str, dict[str, float]] = {}
+        for family in self._classifier_latency.collect():
+            for sample in family.samples:
+                suffix = sample.name.rpartition("_")[2]
+                calls.setdefault(sample.labels["classifier"], {})[suffix] = sample.value
+        return {
+            "classifiers": {
+                name: {
+                    "count": int(call["count"]),
+                    "mean_ms": call["sum"] / max(call["count"], 1) * 1000,
+                }
+                for name, call in calls.items()
+            },
+            "requests_by_category": {
+                sample.labels["category"]: int(sample.value)
+                for family in self._categories.collect()
+                for sample in family.samples
+                if sample.name.endswith("_total")
+            },
+        }
 
     def record_usage(self, model: str, prompt_tokens: int, completion_tokens: int) -> None:
         """Count the tokens that an answer reports."""

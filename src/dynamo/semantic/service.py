@@ -1,6 +1,6 @@
 """The routing service of a process: the router with its file, metrics and log lines.
 
-A changed file becomes a new router; a wrong one keeps the old in force.
+A changed file becomes a new router; a wrong one keeps the old in force. A change over HTTP holds until the next.
 
 Frontend, gateway and classification API share the service. A log line names model, decision and
 reasons, never the text.
@@ -46,7 +46,7 @@ class RouterLoader:
     def __init__(
         self, path: Path, clock: clocks.Clock, served: model_choice.ServedModels | None = None
     ) -> None:
-        self._path = path
+        self.path = path
         self._clock = clock
         self.on_reload: Callable[[], None] | None = None
         self.has_encoders = True  # else a file that needs their process is refused
@@ -55,6 +55,7 @@ class RouterLoader:
         loaded = self._load()
         self.router = semantic_router.SemanticRouter(loaded, self._profile, clock, served)
         self.last_error = ""  # of the last file, if it was refused
+        self.is_saved = True  # whether the file says what is in force
         self._log_notes()
 
     async def watch(self) -> None:
@@ -76,29 +77,50 @@ class RouterLoader:
             _logger.error("%s; the configuration from before stays in force", error)  # noqa: TRY400
             return False
         self.last_error = ""
+        self._put_in_force(loaded)
+        self.is_saved = True
+        _logger.info("%s: reloaded, %d decisions", self.path, len(loaded.settings.decisions))
+        return True
+
+    def read_change(self, data: bytes) -> config_file.LoadedConfig:
+        """Return the configuration in force with a change, a JSON merge patch. Raises ConfigError. For any thread."""
+        settings, categories = self.router.settings, self._profile.categories
+        return self._check(config_file.parse_change(data, settings, categories, self.path.parent))
+
+    def apply_change(self, loaded: config_file.LoadedConfig) -> None:
+        """Use a changed configuration until the file changes or the process ends; the file stays as it is."""
+        self._put_in_force(loaded)
+        self.is_saved = False
+        _logger.warning(
+            "the configuration was changed over HTTP, %d decisions; %s does not have the change",
+            len(loaded.settings.decisions),
+            self.path,
+        )
+
+    def _put_in_force(self, loaded: config_file.LoadedConfig) -> None:
         self.router.replace_config(loaded)
         self._log_notes()
         if self.on_reload is not None:
             self.on_reload()
-        _logger.info("%s: reloaded, %d decisions", self._path, len(loaded.settings.decisions))
-        return True
 
     def _load(self) -> config_file.LoadedConfig:
-        loaded = config_file.load(self._path, self._profile.categories)
+        return self._check(config_file.load(self.path, self._profile.categories))
+
+    def _check(self, loaded: config_file.LoadedConfig) -> config_file.LoadedConfig:
         if loaded.uses_process and not self.has_encoders:
             raise errors.ConfigError(
-                f"{self._path}: it names encoders, and this process was started without them: start it again"
+                f"{self.path}: it names encoders, and this process was started without them: start it again"
             )
         return loaded
 
     def _log_notes(self) -> None:
         for note in self.router.loaded.notes:
-            _logger.warning("%s: %s", self._path, note)
+            _logger.warning("%s: %s", self.path, note)
 
     def _read_stamp(self) -> tuple[int, int, int]:
         """Return what changes with the file: time, size and number; zeros if it is not there."""
         try:
-            status = self._path.stat()
+            status = self.path.stat()
         except OSError:
             return 0, 0, 0
         return status.st_mtime_ns, status.st_size, status.st_ino
