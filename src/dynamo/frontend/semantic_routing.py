@@ -17,9 +17,23 @@ from dynamo.observability import metrics
 from dynamo.router import explanation
 from dynamo.runtime import component
 from dynamo.runtime.http import exchange
-from dynamo.semantic import cache, encoder_client, model_choice, routing_outcome, service
+from dynamo.semantic import (
+    cache,
+    encoder_client,
+    model_choice,
+    rewriting,
+    routing_outcome,
+    service,
+)
 
 _CHAT = "chat_completions"
+_APIS: dict[str, rewriting.RequestApi] = {
+    _CHAT: "chat",
+    "responses": "responses",
+    "messages": "messages",
+    "ollama_chat": "ollama",
+    "ollama_generate": "ollama",
+}
 
 
 class LiveModels:
@@ -89,7 +103,7 @@ class SemanticRouting:
         Raises InvalidRequest for a body that is not JSON, Forbidden for one that a guard refuses, NoWorkers.
         """
         headers = client.request.headers
-        is_chat = endpoint == _CHAT
+        api = _APIS.get(endpoint, "other")
         tenant = service.tenant_of(headers)
         request_body = original = client.request.body
         if read_texts is not None:
@@ -98,9 +112,7 @@ class SemanticRouting:
         classifiers = await self._service.ask_encoders(original)
 
         def route(body: bytes) -> routing_outcome.RoutedRequest:
-            return self._service.route(
-                body, headers, tenant, None, classifiers, barred, is_chat=is_chat
-            )
+            return self._service.route(body, headers, tenant, None, classifiers, barred, api)
 
         if read_texts is not None:
             outcome = await exchange.decode_apart(original, route)
@@ -114,7 +126,7 @@ class SemanticRouting:
                 failed = {first.explanation.model: reason}
                 try:
                     second = self._service.route(
-                        original, headers, tenant, failed, classifiers, barred, is_chat=is_chat
+                        original, headers, tenant, failed, classifiers, barred, api
                     )
                 except errors.DynamoError:
                     return False

@@ -13,7 +13,7 @@ from dynamo.base import errors
 from dynamo.gateway import ext_proc_pb2 as messages
 from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange
-from dynamo.semantic import cache, immediate, routing_outcome, service
+from dynamo.semantic import cache, immediate, rewriting, routing_outcome, service
 
 ROUTED_PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
@@ -21,6 +21,13 @@ ROUTED_PATHS = (
 )
 _KSERVE = re.compile(r"/v2/models/.+/(?:infer|generate)(?:_stream)?")  # bodies without a model
 _CHAT = ROUTED_PATHS[0]
+_APIS: dict[str, rewriting.RequestApi] = {
+    _CHAT: "chat",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/api/chat": "ollama",
+    "/api/generate": "ollama",
+}
 _STREAMED, _FULL_DUPLEX = 1, 4
 _OVERWRITE = 2
 _PIECE_BYTES = 60_000  # of a streamed body: HTTP/2 frames have 64 KiB at most
@@ -129,15 +136,13 @@ class StreamProcessor:
     async def _route(self, body: bytes) -> immediate.ImmediateAnswer | None:
         """Route the request; return the answer that it gets at once."""
         headers = self._headers
-        is_chat = self.path == _CHAT
+        api = _APIS.get(self.path, "other")
         tenant = service.tenant_of(headers)
         try:
             classifiers = await self._routing.ask_encoders(body)
             outcome = await exchange.decode_apart(
                 body,
-                lambda data: self._routing.route(
-                    data, headers, tenant, None, classifiers, is_chat=is_chat
-                ),
+                lambda data: self._routing.route(data, headers, tenant, None, classifiers, api=api),
             )
         except errors.DynamoError as error:
             status = _STATUS_BY_ERROR.get(type(error), 503)

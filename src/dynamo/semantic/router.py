@@ -90,15 +90,14 @@ class SemanticRouter:
         failed: Mapping[str, str] | None = None,
         classifiers: guards.RequestClassifiers | None = None,
         barred: Mapping[str, str] | None = None,
-        *,
-        is_chat: bool = True,
+        api: rewriting.RequestApi = "chat",
     ) -> routing_outcome.RoutedRequest:
         """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it.
 
         `failed` are models that were asked and failed, each with its reason, and `barred` those that the caller may
         not ask; they are struck out. `classifiers` have what the encoders answered for this request (`list_inputs`);
-        by default the shipped classifiers are used. Without `is_chat` the request is one of another API, whose answers
-        are not cached and whose body has no field for the model family's reasoning.
+        by default the shipped classifiers are used. `api` is what the request asks: only answers of chat
+        completions are cached, and each has its own field for reasoning.
         """
         classifiers = classifiers or self._classifiers
         view = request_view.RequestView(body)
@@ -134,7 +133,7 @@ class SemanticRouter:
         if match is not None:
             explanation.decision = match.settings.name
             explanation.reasons, explanation.confidence = match.reasons, match.confidence
-        plugin = plugins.get("semantic-cache") if is_chat else None
+        plugin = plugins.get("semantic-cache") if api == "chat" else None
         if self._is_cached(view, headers, tenant, plugin, outcome):
             return outcome
         if not is_auto and not route_to:
@@ -143,8 +142,8 @@ class SemanticRouter:
             return outcome
         reference = self._choose(match, kept, route_to, view, explanation)
         explanation.model, outcome.is_chosen = reference.served_name, True
-        if is_chat and match is not None:
-            self._set_reasoning(outcome, view, reference)
+        if match is not None:
+            self._set_reasoning(outcome, view, reference, api)
         self._rewrite(outcome, view, match, reference, plugins)
         self.conversations.remember(present, explanation.decision, explanation.model)
         return outcome
@@ -427,16 +426,21 @@ class SemanticRouter:
         outcome: routing_outcome.RoutedRequest,
         view: request_view.RequestView,
         reference: config.ModelReference,
+        api: rewriting.RequestApi,
     ) -> None:
-        """Switch reasoning on or off in the body, in the way of the model's family."""
+        """Switch reasoning on or off in the body, in the way of the model's family, if the API has a field for it."""
         entry = self.settings.model_config.get(reference.model)
         name = (entry.reasoning_family if entry is not None else None) or ""
+        family = self.settings.reasoning_families.get(name)
+        if not rewriting.can_set_reasoning(api, view.fields, family):
+            return
         effort = None
         if reference.use_reasoning:
             outcome.explanation.reasoning = routing_outcome.ON
             effort = reference.reasoning_effort or self.settings.default_reasoning_effort
-        family = self.settings.reasoning_families.get(name)
-        outcome.body = rewriting.set_reasoning(outcome.body, view.fields, family, effort=effort)
+        outcome.body = rewriting.set_reasoning(
+            outcome.body, view.fields, family, effort=effort, api=api
+        )
 
     def _rewrite(
         self,

@@ -29,6 +29,7 @@ from dynamo.semantic import (
     metrics,
     model_choice,
     request_view,
+    rewriting,
     routing_outcome,
     served_embeddings,
 )
@@ -260,8 +261,7 @@ class RoutingService:
         failed: Mapping[str, str] | None = None,
         classifiers: guards.RequestClassifiers | None = None,
         barred: Mapping[str, str] | None = None,
-        *,
-        is_chat: bool = True,
+        api: rewriting.RequestApi = "chat",
     ) -> routing_outcome.RoutedRequest:
         """Return the outcome of a request, without models that `failed` or are `barred` to its caller.
 
@@ -271,9 +271,7 @@ class RoutingService:
         """
         start = self._clock.now()
         try:
-            outcome = self.router.route(
-                body, headers, tenant, failed, classifiers, barred, is_chat=is_chat
-            )
+            outcome = self.router.route(body, headers, tenant, failed, classifiers, barred, api)
         except errors.InvalidRequest:
             self.metrics.record_refusal("unknown", "parse_error")
             raise

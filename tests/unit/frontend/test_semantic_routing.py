@@ -1,6 +1,7 @@
 """The semantic router inside the frontend: two models, chosen by what requests say."""
 
 import asyncio
+import json
 import logging
 
 import msgspec
@@ -10,6 +11,7 @@ from frontend_rig import events, outputs
 import collector
 from dynamo.base import errors
 from dynamo.frontend import dispatch
+from dynamo.protocols import model_card
 from dynamo.semantic import service
 from semantic_configs import ATTACK, CARD
 
@@ -362,6 +364,7 @@ async def test_model_that_a_key_may_not_ask_is_struck_out(bare, tmp_path):
     assert answer.headers["x-vsr-selected-model"] == "m"
 
 
+THINKING = model_card.ModelRuntimeConfig(reasoning_parser="basic")
 REASONING = """
 default_model: m
 reasoning_families: {q: {type: chat_template_kwargs, parameter: enable_thinking}}
@@ -379,9 +382,11 @@ decisions:
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, "on"),
         ("/v1/completions", {"prompt": "hello"}, "off"),
-        ("/v1/responses", {"input": "hello"}, "off"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}, "off"),
-        ("/api/chat", {"messages": [{"role": "user", "content": "hello"}], "stream": False}, "off"),
+        ("/v1/responses", {"input": "hello"}, "on"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}, "on"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "hello"}], "stream": False}, "on"),
+        ("/api/generate", {"prompt": "hello", "stream": False}, "on"),
+        ("/api/generate", {"prompt": "hello", "stream": False, "raw": True}, "off"),
     ],
 )  # fmt: skip
 async def test_no_api_gets_a_field_of_reasoning_that_it_does_not_have(
@@ -396,3 +401,29 @@ async def test_no_api_gets_a_field_of_reasoning_that_it_does_not_have(
 
     assert answer.status_code == 200
     assert answer.headers["x-vsr-selected-reasoning"] == reasoning
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "hello"}], "stream": False}),
+        ("/api/generate", {"prompt": "hello", "stream": False}),
+    ],
+)
+@pytest.mark.parametrize(("uses", "expected"), [("true", "ON"), ("false", "OFF")])
+async def test_template_gets_the_reasoning_of_the_decision_from_each_api(
+    bare, tmp_path, path, fields, uses, expected
+):
+    template = "{{ 'ON' if enable_thinking else 'OFF' if enable_thinking is false else 'NONE' }}"
+    (bare.model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    config = tmp_path / "config.yaml"
+    config.write_text(REASONING.replace("use_reasoning: true", f"use_reasoning: {uses}"))
+    await bare.start(semantic_router=str(config))
+    worker = await bare.worker("m", runtime_config=THINKING)
+
+    answer = await bare.client.post(path, json={"model": "auto", **fields})
+
+    assert answer.headers["x-vsr-selected-reasoning"] == expected.lower()
+    assert worker.prompts == [expected]

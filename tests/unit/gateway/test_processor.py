@@ -107,6 +107,24 @@ async def test_request_that_cannot_pass_gets_its_status(stream, path, body, stat
     assert reply.immediate_response.status.code == status
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/chat/completions", "chat_template_kwargs", {"enable_thinking": True}),
+        ("/v1/responses", "reasoning", {"effort": "medium"}),
+        ("/v1/messages", "thinking", {"type": "adaptive"}),
+        ("/api/chat", "think", True),
+        ("/api/generate", "think", True),
+        ("/v1/completions", "think", None),
+    ],
+)
+async def test_reasoning_is_set_in_the_field_of_the_path(stream, path, field, value):
+    *_, reply = await ask(stream, chat(SUM), **{":path": path})
+
+    body = msgspec.json.decode(reply.request_body.response.body_mutation.body)
+    assert body.get(field) == value
+
+
 async def test_other_paths_pass_unchanged(stream):
     _, reply = await ask(stream, b"anything", **{":path": "/upload"})
 

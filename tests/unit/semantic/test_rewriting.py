@@ -30,6 +30,86 @@ def test_reasoning_is_set_in_the_way_of_the_family(family, effort, fields, expec
     assert reason(family, effort, **fields) == expected
 
 
+SWITCH = config.ReasoningFamily(type="chat_template_kwargs", parameter="enable_thinking")
+ENABLED = {"type": "enabled", "budget_tokens": 2000}
+
+
+@pytest.mark.parametrize(
+    ("api", "family", "effort", "fields", "expected"),
+    [
+        ("responses", EFFORT, "high", {}, {"reasoning": {"effort": "high"}}),
+        (
+            "responses",
+            SWITCH,
+            "high",
+            {"reasoning": {"effort": "none", "summary": "auto"}},
+            {"reasoning": {"effort": "high", "summary": "auto"}},
+        ),
+        ("responses", SWITCH, None, {"reasoning": None}, {"reasoning": {"effort": "none"}}),
+        ("responses", EFFORT, None, {}, {"reasoning": {"effort": "low"}}),
+        (
+            "responses",
+            EFFORT,
+            None,
+            {"reasoning": {"effort": "max"}},
+            {"reasoning": {"effort": "max"}},
+        ),
+        ("messages", SWITCH, "high", {}, {"thinking": {"type": "adaptive"}}),
+        ("messages", SWITCH, "high", {"thinking": ENABLED}, {"thinking": ENABLED}),
+        ("messages", SWITCH, None, {"thinking": ENABLED}, {"thinking": {"type": "disabled"}}),
+        (
+            "messages",
+            SWITCH,
+            None,
+            {"output_config": {"effort": "max", "format": {}}},
+            {"output_config": {"format": {}}, "thinking": {"type": "disabled"}},
+        ),
+        (
+            "messages",
+            EFFORT,
+            "minimal",
+            {"output_config": {"format": {}}},
+            {"output_config": {"format": {}, "effort": "low"}, "thinking": {"type": "adaptive"}},
+        ),
+        ("messages", EFFORT, None, {}, {"output_config": {"effort": "low"}}),
+        (
+            "messages",
+            EFFORT,
+            None,
+            {"output_config": {"effort": "max"}},
+            {"output_config": {"effort": "max"}},
+        ),
+        ("ollama", SWITCH, "high", {"think": False}, {"think": True}),
+        ("ollama", SWITCH, None, {"think": "max"}, {"think": False}),
+        ("ollama", EFFORT, "xhigh", {}, {"think": "max"}),
+        ("ollama", EFFORT, None, {"think": "medium"}, {"think": "medium"}),
+        ("ollama", EFFORT, None, {"think": True}, {"think": "low"}),
+        ("ollama", None, "high", {"think": True}, {"think": True}),
+    ],
+)
+def test_each_api_has_its_own_field_of_reasoning(api, family, effort, fields, expected):
+    body = msgspec.json.encode(fields)
+    changed = rewriting.set_reasoning(body, fields, family, effort=effort, api=api)
+
+    assert msgspec.json.decode(changed) == expected
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "family", "expected"),
+    [
+        ("chat", {}, KWARGS, True),
+        ("responses", {}, KWARGS, False),
+        ("responses", {}, SWITCH, True),
+        ("messages", {}, EFFORT, True),
+        ("ollama", {}, None, True),
+        ("ollama", {"raw": True}, SWITCH, False),
+        ("other", {}, None, False),
+    ],
+)
+def test_switch_that_an_api_does_not_know_is_not_set(api, fields, family, expected):
+    assert rewriting.can_set_reasoning(api, fields, family) == expected
+
+
 def prompt(body, *, is_inserted):
     view = request_view.RequestView(body)
     changed = rewriting.set_system_prompt(body, view, "New.", is_inserted=is_inserted)
