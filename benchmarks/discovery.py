@@ -1,11 +1,12 @@
 """What discovery costs, by etcd and by files: `python -m benchmarks.discovery`, with etcd installed.
 
-Rates of writing by the stubs that we use and by aetcd's client; then a real frontend beside 1,000 workers that are
+Rates of writing; then a real frontend beside 1,000 workers that are
 cloned from a real one's records: how long until it knows them all, and what it and etcd take when nothing happens.
 """
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -17,8 +18,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-import aetcd
 
 from benchmarks.systems import free_port
 from dynamo.runtime.backends import file
@@ -39,7 +38,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         etcd, address = stack.enter_context(_etcd(Path(directory)))
-        asyncio.run(_compare_puts(address))
+        asyncio.run(_puts(address))
         whereto, files = access.EtcdAccess(addresses=(address,)), Path(directory) / "kv"
 
         async def join_etcd(number: int) -> Discovery:
@@ -80,25 +79,22 @@ def _process(argv: list[str], environ: dict[str, str]) -> "Iterator[subprocess.P
         process.wait()
 
 
-async def _compare_puts(address: str) -> None:
-    host, port = address.split(":")
-    async with _connected(address) as ours, aetcd.Client(host, int(port)) as theirs:
-        await ours.grant(LEASE_ID, LEASE_S)
-        puts: dict[str, Callable[[int], Awaitable[object]]] = {
-            "stubs": lambda n: ours.put(f"bench/{n}", b"x" * 200, LEASE_ID),
-            "aetcd": lambda n: theirs.put(f"bench/{n}".encode(), b"x" * 200, LEASE_ID),
-        }
+async def _puts(address: str) -> None:
+    async with _connected(address) as etcd:
+        await etcd.grant(LEASE_ID, LEASE_S)
+        keys = (f"bench/{n}" for n in itertools.count())
         for num_at_once in (1, 32):
-            cells: dict[str, list[tuple[float, float]]] = {name: [] for name in puts}
-            for _ in range(NUM_ROUNDS):
-                for name, put in puts.items():
-                    cells[name].append(await _rate(put, num_at_once))
-            for name, cell in cells.items():
-                rates, costs = zip(*cell, strict=True)
-                print(
-                    f"{name}, {num_at_once} at once: {max(rates):,.0f} ({_median(rates):,.0f}) puts/s,"
-                    f" {min(costs):.0f} ({_median(costs):.0f}) µs of client CPU each"
+            cell = [
+                await _rate(
+                    lambda _: etcd.put(next(keys), b"x" * 200, LEASE_ID, after=0), num_at_once
                 )
+                for _ in range(NUM_ROUNDS)
+            ]
+            rates, costs = zip(*cell, strict=True)
+            print(
+                f"{num_at_once} at once: {max(rates):,.0f} ({_median(rates):,.0f}) puts/s,"
+                f" {min(costs):.0f} ({_median(costs):.0f}) µs of client CPU each"
+            )
 
 
 async def _rate(put: Callable[[int], Awaitable[object]], num_at_once: int) -> tuple[float, float]:
@@ -205,7 +201,7 @@ async def _clone(direct: connection.EtcdConnection, keys: dict[str, bytes]) -> N
         for key, value in keys.items():
             record = json.loads(value) | {"instance_id": n}
             cloned = f"{key.rpartition('/')[0]}/{n:x}"
-            await direct.put(cloned, json.dumps(record).encode(), LEASE_ID)
+            await direct.put(cloned, json.dumps(record).encode(), LEASE_ID, after=0)
 
 
 def _await(url: str, is_so: Callable[[Any], bool]) -> None:

@@ -180,13 +180,13 @@ async def test_write_that_comes_late_undoes_no_later_one(join, monkeypatch, writ
     member, lost = await join(), []
     call = connection.EtcdConnection._call
 
-    async def lose(etcd, stub, request):
+    async def lose(etcd, method, request, answer):
         if not lost and write in str(request) and etcd is member._etcd:
-            lost.append((etcd, stub, request))
+            lost.append((etcd, method, request, answer))
             if is_answer_lost:
-                await call(etcd, stub, request)
+                await call(etcd, method, request, answer)
             raise errors.Unavailable("no answer")
-        return await call(etcd, stub, request)
+        return await call(etcd, method, request, answer)
 
     await member.put("v1/key", b"first")
     monkeypatch.setattr(connection.EtcdConnection, "_call", lose)
@@ -421,6 +421,39 @@ async def test_call_on_a_channel_that_was_closed_gets_no_answer(etcd):
 
     with pytest.raises(errors.Unavailable, match="closed"):
         await etcd_connection.delete("v1/a", after=1)
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["silent", "cut"])
+async def test_call_that_gets_no_answer_cancels_nothing_but_itself(
+    etcd, proxy, monkeypatch, is_cut
+):
+    address = await proxy.start()
+    async with connection.connect(access.EtcdAccess(addresses=(address,)), address) as direct:
+        proxy.drop()
+        monkeypatch.setattr(connection, "CALL_S", PATIENT_S if is_cut else 0.2)
+        if is_cut:
+            asyncio.get_running_loop().call_later(0.05, proxy.cut)
+        with pytest.raises(errors.Unavailable, match=f"etcd at {address}: "):
+            await direct.check()
+
+    assert asyncio.current_task().cancelling() == 0
+    async with asyncio.timeout(PATIENT_S), asyncio.TaskGroup() as group:
+        group.create_task(asyncio.sleep(0))
+
+
+async def test_caller_who_is_cancelled_ends_the_call(proxy):
+    address = await proxy.start()
+    async with connection.connect(access.EtcdAccess(addresses=(address,)), address) as direct:
+        others = asyncio.all_tasks()
+        proxy.drop()
+        calling = asyncio.create_task(direct.check())
+        while len(asyncio.all_tasks() - others) < 2:
+            await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.wait((calling,))
+
+        assert calling.cancelled()
+        assert asyncio.all_tasks() == others
 
 
 async def test_certificates_authenticate_both_sides(tmp_path):

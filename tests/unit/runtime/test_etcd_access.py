@@ -1,7 +1,11 @@
 """Endpoints and credentials of etcd are read as etcd's other users write them."""
 
+import shutil
+import ssl
+
 import pytest
 
+import members
 from dynamo.base import errors
 from dynamo.runtime.backends.etcd import access
 
@@ -70,21 +74,41 @@ def test_half_of_a_pair_is_refused(variable):
         access.read(["etcd"], {variable: "x"})
 
 
-def test_certificates_are_read_from_the_configured_files(tmp_path):
-    environ = {}
-    for name in ("CA", "CLIENT_CERT", "CLIENT_KEY"):
-        (tmp_path / name).write_text(name)
-        environ[f"ETCD_AUTH_{name}"] = str(tmp_path / name)
-    whereto = access.read(["https://etcd"], environ)
+def test_authority_is_read_from_its_file_and_read_anew_for_each_connection(tmp_path):
+    ca = tmp_path / "ca.pem"
+    members.make_certificates(tmp_path)
+    shutil.copy(tmp_path / "authority.pem", ca)
+    whereto = access.read(["https://etcd"], {"ETCD_AUTH_CA": str(ca)})
+    (before,) = whereto.tls.get_ca_certs()
+    shutil.copy(tmp_path / "other.pem", ca)
+    (after,) = whereto.read_tls().get_ca_certs()
+    ca.write_text("half a file")
 
-    assert whereto.tls == access.EtcdTls(ca=b"CA", certificate=b"CLIENT_CERT", key=b"CLIENT_KEY")
-    assert "CLIENT_KEY" not in repr(whereto)
+    assert whereto.tls.verify_mode is ssl.CERT_REQUIRED
+    assert whereto.tls.check_hostname
+    assert before["serialNumber"] != after["serialNumber"]
+    assert whereto.read_tls() is whereto.tls
 
 
-def test_https_without_certificates_uses_the_system_trust_store():
-    assert access.read(["https://etcd"], {}).tls == access.EtcdTls()
+def test_https_without_certificates_trusts_what_the_system_trusts():
+    trusted = access.read(["https://etcd"], {}).tls
+    system = ssl.create_default_context()
+
+    assert trusted.verify_mode is ssl.CERT_REQUIRED
+    assert trusted.cert_store_stats() == system.cert_store_stats()
 
 
-def test_unreadable_certificate_is_refused_with_its_variable(tmp_path):
-    with pytest.raises(errors.ConfigError, match=r"ETCD_AUTH_CA=.*expected a readable PEM file"):
-        access.read(["etcd"], {"ETCD_AUTH_CA": str(tmp_path / "absent")})
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        (["ETCD_AUTH_CA"], "ETCD_AUTH_CA="),
+        (["ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"], "ETCD_AUTH_CLIENT_CERT="),
+    ],
+)
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_unreadable_certificate_is_refused_with_its_variable(tmp_path, variables, named, content):
+    path = tmp_path / "file.pem"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(errors.ConfigError, match=f"{named}.*expected a readable PEM file"):
+        access.read(["etcd"], dict.fromkeys(variables, str(path)))

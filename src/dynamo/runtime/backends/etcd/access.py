@@ -3,24 +3,16 @@
 Secrets come from the environment only, because every user of a machine can read the flags of a process.
 """
 
+import contextlib
+import ssl
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from dynamo.base import addresses, config, errors
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http", "https")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EtcdTls:
-    """TLS as PEM bytes: the authority of etcd's certificate (None: the system's), and a client certificate and key."""
-
-    ca: bytes | None = None
-    certificate: bytes | None = None
-    key: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +22,10 @@ class EtcdAccess:
     addresses: tuple[str, ...]
     username: str | None = None
     password: str | None = field(default=None, repr=False)
-    tls: EtcdTls | None = None
+    tls: ssl.SSLContext | None = None
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)  # names the files of TLS
 
-    def read_tls(self) -> EtcdTls | None:
+    def read_tls(self) -> ssl.SSLContext | None:
         """Return TLS with its files as they are now; as they were, while they cannot be read."""
         if self.tls is None:
             return None
@@ -57,7 +49,7 @@ def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> EtcdAccess:
         addresses=tuple(address for _, address in parsed),
         username=username,
         password=password,
-        tls=(tls or EtcdTls()) if True in are_tls else None,
+        tls=(tls or _trusting(None)) if True in are_tls else None,
         environ=environ,
     )
 
@@ -80,24 +72,29 @@ def _endpoint(text: str) -> tuple[str, str]:
     return url.scheme, addresses.join(addresses.plain_host(url.hostname, "ETCD_ENDPOINTS"), port)
 
 
-def _tls(environ: Mapping[str, str]) -> EtcdTls | None:
+def _tls(environ: Mapping[str, str]) -> ssl.SSLContext | None:
     certificate, key = config.read_pair(environ, "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY")
-    ca = environ.get("ETCD_AUTH_CA")
+    ca = environ.get("ETCD_AUTH_CA") or None
     if not ca and not certificate:
         return None
-    return EtcdTls(
-        ca=_content("ETCD_AUTH_CA", ca),
-        certificate=_content("ETCD_AUTH_CLIENT_CERT", certificate),
-        key=_content("ETCD_AUTH_CLIENT_KEY", key),
-    )
+    context = _trusting(ca)
+    if certificate:
+        with _reading(f"ETCD_AUTH_CLIENT_CERT={certificate}, ETCD_AUTH_CLIENT_KEY={key}"):
+            context.load_cert_chain(certificate, key)
+    return context
 
 
-def _content(variable: str, path: str | None) -> bytes | None:
-    if not path:
-        return None
+def _trusting(ca: str | None) -> ssl.SSLContext:
+    """Return a context that trusts the authorities in this file; without a file those of the system."""
+    with _reading(f"ETCD_AUTH_CA={ca}"):
+        context = ssl.create_default_context(cafile=ca)
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise errors.ConfigError(
-            f"{variable}={path}: expected a readable PEM file: {error.strerror}"
-        ) from error
+        yield
+    except OSError as error:  # ssl's errors are of this class
+        raise errors.ConfigError(f"{what}: expected a readable PEM file: {error}") from error

@@ -1,7 +1,7 @@
-"""One connection to one etcd server: the calls that discovery needs, and its errors as ours. The one user of gRPC.
+"""One connection to one etcd server: the calls that discovery needs, and its errors as ours.
 
-The messages and stubs are those that `aetcd` ships. Its client is not used: it knows one server and no TLS, and its
-watches end with its connection; per call both cost the same.
+It is gRPC by `grpclib`, on this process's event loop. gRPC's own library keeps eight threads and their timers beside
+it, which took as much of an idle worker's processor time as all the rest, and 14 MB.
 
 A call that gets no answer raises Unavailable, and the connection may be given up; one that etcd refuses (a password, a
 permission, a value that is too large) raises ConfigError. Each call has a deadline.
@@ -9,33 +9,45 @@ permission, a value that is too large) raises ConfigError. Each call has a deadl
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
-import grpc
-from aetcd import rpc
+import grpclib
+import h2.exceptions
+from google.protobuf.message import DecodeError
+from grpclib.client import Channel, StreamStreamMethod, UnaryUnaryMethod
+from grpclib.exceptions import ProtocolError, StreamTerminatedError
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 from dynamo.runtime.backends.etcd import access
+from dynamo.runtime.backends.etcd import etcd_pb2 as messages
 from dynamo.runtime.discovery import Change, Delete, Put
+
+T = TypeVar("T")
 
 CALL_S = 3.0
 PAGE_KEYS = 256  # a read fetches that many at once: a model card may have tens of kilobytes
 VALUE_LIMIT = 1 << 20  # etcd takes 1.5 MiB a request
-_MESSAGE_LIMIT = 64 << 20
 _PROBE = b"v1/"  # the prefix of all keys, and of the permissions that a careful operator gives
 _END_OF_KEYS = b"\0"  # as the end of a range, by etcd's rule
-_OPTIONS = (
-    ("grpc.max_receive_message_length", _MESSAGE_LIMIT),
-    ("grpc.use_local_subchannel_pool", 1),  # forget an old connection's failures
-    ("grpc.enable_retries", 0),  # a call for one server must not reach the next in silence
-    ("grpc.enable_http_proxy", 0),  # etcd is inside the cluster, not behind a proxy
-)
+_PACKAGE = "/etcdserverpb."
+_WATCH = _PACKAGE + "Watch/Watch"
+_KEEP_ALIVE = _PACKAGE + "Lease/LeaseKeepAlive"
+_LAST_CHANGE = 2  # a comparison's target
+_DELETION = 1  # an event's type
 _LEADER = ("hasleader", "true")  # a server that has lost its cluster ends the watches
 _REFUSALS = (
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.FAILED_PRECONDITION,
+    grpclib.Status.INVALID_ARGUMENT,
+    grpclib.Status.PERMISSION_DENIED,
+    grpclib.Status.FAILED_PRECONDITION,
+)
+_NO_ANSWER = (
+    OSError,  # TLS and the end of a deadline, too
+    StreamTerminatedError,
+    h2.exceptions.H2Error,
+    ProtocolError,  # of its peer
+    DecodeError,
+    AssertionError,  # grpclib's, for an answer that ends in its middle
 )
 _NEW_RIGHTS = "auth store is old"  # users or roles have changed: log in anew
 
@@ -47,46 +59,47 @@ class HistoryLost(Exception):
 class EtcdConnection:
     """The calls to one server. Made by `connect`."""
 
-    def __init__(self, channel: Any, address: str) -> None:
+    def __init__(self, channel: Channel, address: str) -> None:
         self.address = address
-        self._kv = rpc.KVStub(channel)
-        self._lease = rpc.LeaseStub(channel)
-        self._watch = rpc.WatchStub(channel)
-        self._auth = rpc.AuthStub(channel)
+        self._channel = channel
         self._metadata: tuple[tuple[str, str], ...] = ()
+        self._is_open = True
+
+    def close(self) -> None:
+        """Close it; calls raise Unavailable from now on."""
+        self._is_open = False
+        self._channel.close()
 
     async def log_in(self, name: str, password: str) -> None:
         """Make all further calls as this user."""
-        request = rpc.AuthenticateRequest(name=name, password=password)
-        answer = await self._call(self._auth.Authenticate, request)
+        request = messages.AuthenticateRequest(name=name, password=password)
+        answer = await self._call("Auth/Authenticate", request, messages.AuthenticateResponse)
         self._metadata = (("token", answer.token),)
 
     async def grant(self, lease_id: int, ttl_s: int) -> None:
         """Create a lease with this id."""
-        request = rpc.LeaseGrantRequest(TTL=ttl_s, ID=lease_id)
-        await self._call(self._lease.LeaseGrant, request)
+        request = messages.LeaseGrantRequest(TTL=ttl_s, ID=lease_id)
+        await self._call("Lease/LeaseGrant", request, messages.Empty)
 
     async def refresh(self, lease_id: int) -> bool:
         """Extend the lease to its whole time from now; return False if it does not exist (any more)."""
+        request = messages.LeaseKeepAliveRequest(ID=lease_id)
+        method = StreamStreamMethod(
+            self._channel, _KEEP_ALIVE, type(request), messages.LeaseKeepAliveResponse
+        )
         with self._translated():
-            stream = self._lease.LeaseKeepAlive(
-                iter([rpc.LeaseKeepAliveRequest(ID=lease_id)]),
-                timeout=CALL_S,
-                metadata=self._metadata,
-            )
-            try:
-                answer = await stream.read()
-                return answer is not grpc.aio.EOF and answer.TTL > 0
-            finally:
-                stream.cancel()
+            answers = await _in_own_task(method([request], timeout=CALL_S, metadata=self._metadata))
+        return any(answer.TTL > 0 for answer in answers)
 
     async def revoke(self, lease_id: int) -> None:
         """End the lease; its keys vanish with it."""
-        await self._call(self._lease.LeaseRevoke, rpc.LeaseRevokeRequest(ID=lease_id))
+        request = messages.LeaseRevokeRequest(ID=lease_id)
+        await self._call("Lease/LeaseRevoke", request, messages.Empty)
 
     async def check(self) -> None:
         """Check that the server knows its cluster and lets this user read."""
-        await self._call(self._kv.Range, rpc.RangeRequest(key=_PROBE, count_only=True))
+        request = messages.RangeRequest(key=_PROBE, count_only=True)
+        await self._call("KV/Range", request, messages.RangeResponse)
 
     async def put(self, key: str, value: bytes, lease_id: int, *, after: int) -> tuple[bool, int]:
         """Write a key whose last change was at revision `after`, 0 if it does not exist.
@@ -98,14 +111,14 @@ class EtcdConnection:
             raise errors.ConfigError(
                 f"{key}: expected at most {VALUE_LIMIT} bytes for etcd, got {len(value)}"
             )
-        writing = rpc.PutRequest(key=key.encode(), value=value, lease=lease_id)
-        reading = rpc.RangeRequest(key=key.encode(), keys_only=True)
-        request = rpc.TxnRequest(
+        writing = messages.PutRequest(key=key.encode(), value=value, lease=lease_id)
+        reading = messages.RangeRequest(key=key.encode(), keys_only=True)
+        request = messages.TxnRequest(
             compare=[_is_of_revision(key, after)],
-            success=[rpc.RequestOp(request_put=writing)],
-            failure=[rpc.RequestOp(request_range=reading)],
+            success=[messages.RequestOp(request_put=writing)],
+            failure=[messages.RequestOp(request_range=reading)],
         )
-        answer = await self._call(self._kv.Txn, request)
+        answer = await self._call("KV/Txn", request, messages.TxnResponse)
         if answer.succeeded:
             return True, answer.header.revision
         kvs = answer.responses[0].response_range.kvs
@@ -113,9 +126,11 @@ class EtcdConnection:
 
     async def delete(self, key: str, *, after: int) -> None:
         """Remove a key, if its last change was at this revision."""
-        removal = rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key.encode()))
-        request = rpc.TxnRequest(compare=[_is_of_revision(key, after)], success=[removal])
-        await self._call(self._kv.Txn, request)
+        removal = messages.RequestOp(
+            request_delete_range=messages.DeleteRangeRequest(key=key.encode())
+        )
+        request = messages.TxnRequest(compare=[_is_of_revision(key, after)], success=[removal])
+        await self._call("KV/Txn", request, messages.TxnResponse)
 
     async def read(self, prefix: str) -> tuple[dict[str, bytes], int]:
         """Return all keys under a prefix, and the revision of etcd at which they were so."""
@@ -123,8 +138,10 @@ class EtcdConnection:
         living: dict[str, bytes] = {}
         revision = 0
         while True:
-            request = rpc.RangeRequest(key=start, range_end=end, limit=PAGE_KEYS, revision=revision)
-            page = await self._call(self._kv.Range, request)
+            request = messages.RangeRequest(
+                key=start, range_end=end, limit=PAGE_KEYS, revision=revision
+            )
+            page = await self._call("KV/Range", request, messages.RangeResponse)
             living |= {_text(kv.key): kv.value for kv in page.kvs}
             revision = revision or page.header.revision
             if not page.more:
@@ -134,20 +151,22 @@ class EtcdConnection:
     async def watch(self, prefix: str, revision: int) -> AsyncIterator[Sequence[Change]]:
         """Iterate over the changes under a prefix from this revision on, in batches. Raises HistoryLost."""
         start, end = _range(prefix)
-        request = rpc.WatchCreateRequest(
+        request = messages.WatchCreateRequest(
             key=start, range_end=end, start_revision=revision, fragment=True
         )
+        method = StreamStreamMethod(
+            self._channel, _WATCH, messages.WatchRequest, messages.WatchResponse
+        )
         with self._translated():
-            stream = self._watch.Watch(metadata=(*self._metadata, _LEADER))
-            try:
-                await stream.write(rpc.WatchRequest(create_request=request))
-                while (answer := await stream.read()) is not grpc.aio.EOF:
+            async with method.open(metadata=(*self._metadata, _LEADER)) as stream:
+                await _in_own_task(
+                    stream.send_message(messages.WatchRequest(create_request=request))
+                )
+                while (answer := await _in_own_task(stream.recv_message())) is not None:
                     self._check_history(answer, revision)
                     if answer.events:
                         yield [_change(event) for event in answer.events]
-            finally:
-                stream.cancel()
-        raise self._unavailable("it ended the watch")
+                raise StreamTerminatedError("it ended the watch")  # and the stream says why
 
     def _check_history(self, answer: Any, revision: int) -> None:
         if answer.compact_revision:
@@ -157,29 +176,26 @@ class EtcdConnection:
         if answer.canceled:
             raise self._unavailable(answer.cancel_reason)
 
-    async def _call(self, stub: Any, request: Any) -> Any:
-        with self._translated():  # a closed channel refuses already the making of the call
-            return await stub(request, timeout=CALL_S, metadata=self._metadata)
+    async def _call(self, method: str, request: Any, answer: type[T]) -> T:
+        call = UnaryUnaryMethod(self._channel, _PACKAGE + method, type(request), answer)
+        with self._translated():
+            return await _in_own_task(call(request, timeout=CALL_S, metadata=self._metadata))
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
+        if not self._is_open:  # grpclib would connect anew
+            raise self._unavailable("the connection was closed")
         try:
             yield
-        except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
-            if error.code() in _REFUSALS and _NEW_RIGHTS not in reason:
+        except grpclib.GRPCError as error:
+            reason = f"{error.status.name}: {error.message}"
+            if error.status in _REFUSALS and _NEW_RIGHTS not in reason:
                 raise errors.ConfigError(f"etcd at {self.address} refuses: {reason}") from error
-            if error.code() is grpc.StatusCode.OUT_OF_RANGE:  # between two pages
+            if error.status is grpclib.Status.OUT_OF_RANGE:  # between two pages
                 raise HistoryLost(reason) from error
             raise self._unavailable(reason) from error
-        except grpc.aio.UsageError as error:
-            raise self._unavailable(str(error)) from error
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # by gRPC, not by this process
-            raise self._unavailable("the connection was closed") from error
+        except _NO_ANSWER as error:
+            raise self._unavailable(str(error) or repr(error)) from error
 
     def _unavailable(self, reason: str) -> errors.Unavailable:
         return errors.Unavailable(f"etcd at {self.address}: {reason}")
@@ -188,28 +204,35 @@ class EtcdConnection:
 @contextlib.asynccontextmanager
 async def connect(settings: access.EtcdAccess, address: str) -> AsyncIterator[EtcdConnection]:
     """Connect to the server at `address`; closed at the end of the context. Raises Unavailable, ConfigError."""
-    async with _channel(settings, address) as channel:
-        etcd = EtcdConnection(channel, address)
+    host, port = addresses.split(address)
+    etcd = EtcdConnection(Channel(host, port, ssl=settings.read_tls()), address)
+    try:
         if settings.username is not None and settings.password is not None:
             await etcd.log_in(settings.username, settings.password)
         await etcd.check()
         yield etcd
+    finally:
+        etcd.close()
 
 
-def _channel(settings: access.EtcdAccess, address: str) -> Any:
-    tls = settings.read_tls()
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=tls.ca, private_key=tls.key, certificate_chain=tls.certificate
-    )
-    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+async def _in_own_task(call: Coroutine[Any, Any, T]) -> T:
+    """Make a call of grpclib in a task of its own.
+
+    grpclib ends a wait by cancelling the task that waits, and does not take that back (`Task.uncancel`), which groups
+    of tasks and time limits would then take for the end of the task.
+    """
+    task = asyncio.create_task(call)
+    try:
+        await asyncio.wait((task,))
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+    return await task
 
 
 def _is_of_revision(key: str, revision: int) -> Any:
-    return rpc.Compare(
-        key=key.encode(), target=rpc.Compare.MOD, result=rpc.Compare.EQUAL, mod_revision=revision
-    )
+    return messages.Compare(key=key.encode(), target=_LAST_CHANGE, mod_revision=revision)
 
 
 def _range(prefix: str) -> tuple[bytes, bytes]:
@@ -224,4 +247,4 @@ def _text(key: bytes) -> str:
 
 def _change(event: Any) -> Change:
     key = _text(event.kv.key)
-    return Delete(key=key) if event.type == rpc.Event.DELETE else Put(key=key, value=event.kv.value)
+    return Delete(key=key) if event.type == _DELETION else Put(key=key, value=event.kv.value)
