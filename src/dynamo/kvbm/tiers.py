@@ -126,7 +126,8 @@ class Tier:
         self.num_slots = num_slots
         self.segment_blocks = segment_blocks
         self._first_slot = first_slot
-        self._foreign: dict[int, TierBlock] = {}  # by hash: blocks that other processes have stored
+        # By hash: blocks that other processes have stored, one entry for each slot.
+        self._foreign: dict[int, list[TierBlock]] = {}
         self._foreign_slots: dict[int, TierBlock] = {}
         self.num_usable = num_slots if num_usable is None else num_usable
         self.now = 0.0  # seconds of a clock that only goes forward; set by the owner
@@ -163,7 +164,7 @@ class Tier:
         for entry in self._by_inner.get(sequence_hash, ()):
             if entry.state is SlotState.READY:
                 return entry
-        return self._foreign.get(sequence_hash)
+        return next(iter(self._foreign.get(sequence_hash, ())), None)
 
     def add_slots(self, num_slots: int) -> None:
         """Let more slots be used."""
@@ -238,14 +239,10 @@ class Tier:
         """
         if dropped.state is SlotState.DROPPED:
             return
-        name = dropped.block.sequence_hash
         if dropped.is_foreign:
-            dropped.state = SlotState.DROPPED
-            if self._foreign.get(name) is dropped:
-                del self._foreign[name]
-                if self.find(name) is None:
-                    self._events.add_removed(name, self.name)
+            self._drop_foreign(dropped)
             return
+        name = dropped.block.sequence_hash
         was_ready = dropped.state is SlotState.READY
         if was_ready and not dropped.num_users:
             self._remove_idle(dropped)
@@ -265,7 +262,7 @@ class Tier:
     def apply_changes(self, changes: SharedChanges) -> None:
         """Record what other processes have changed in their slots."""
         if changes.is_cleared:
-            for entry in [*self._foreign.values(), *self._by_hash.values()]:
+            for entry in [*self._foreign_slots.values(), *self._by_hash.values()]:
                 self.drop(entry)
             self._foreign_slots.clear()
         for slot in changes.removed:
@@ -274,10 +271,9 @@ class Tier:
         for slot, block in changes.stored.items():
             entry = TierBlock((block,), slot, 0, SlotState.READY, num_users=0, is_foreign=True)
             self._foreign_slots[slot] = entry
-            if block.sequence_hash not in self._foreign:
-                if self.find(block.sequence_hash) is None:
-                    self._record_stored(block)
-                self._foreign[block.sequence_hash] = entry
+            if self.find(block.sequence_hash) is None:
+                self._record_stored(block)
+            self._foreign.setdefault(block.sequence_hash, []).append(entry)
 
     @property
     def num_foreign(self) -> int:
@@ -331,6 +327,18 @@ class Tier:
         self._by_hash[entry.block.sequence_hash] = entry
         for block in entry.segment[:-1]:
             self._by_inner.setdefault(block.sequence_hash, []).append(entry)
+
+    def _drop_foreign(self, dropped: TierBlock) -> None:
+        dropped.state = SlotState.DROPPED
+        name = dropped.block.sequence_hash
+        entries = self._foreign.get(name, [])
+        if dropped not in entries:
+            return
+        entries.remove(dropped)
+        if not entries:
+            del self._foreign[name]
+        if self.find(name) is None:
+            self._events.add_removed(name, self.name)
 
     def _record_stored(self, block: CachedBlock) -> None:
         stored = kv_events.StoredBlock(block.sequence_hash, block.local_hash)

@@ -218,3 +218,32 @@ def test_full_queue_refuses_blocks():
 
     assert not queue.add(tiers.QueuedBlock(block(-1), 0))
     assert len(queue) == tiers.MAX_QUEUED
+
+
+def test_block_that_two_others_have_is_found_until_the_last_of_them_removes_it():
+    log = pools.EventLog()
+    tier = tiers.Tier(kv_events.HOST, 2, log)
+    tier.apply_changes(tiers.SharedChanges({10: block(1), 20: block(1)}, [], is_cleared=False))
+    tier.apply_changes(tiers.SharedChanges({}, [10], is_cleared=False))
+    found, events = tier.find(1), log.take_events()
+    tier.apply_changes(tiers.SharedChanges({}, [20], is_cleared=False))
+
+    assert (found.slot, [type(each) for each in events]) == (20, [kv_events.Stored])
+    assert tier.find(1) is None
+    assert [event.block_hashes for event in log.take_events()] == [(1,)]
+
+
+def test_block_whose_bytes_are_wrong_at_one_other_is_read_from_the_next():
+    tier = make_tier()
+    tier.apply_changes(tiers.SharedChanges({10: block(1), 20: block(1)}, [], is_cleared=False))
+    tier.drop(tier.find(1))
+
+    assert (tier.find(1).slot, tier.num_foreign) == (20, 1)
+
+
+def test_clearing_forgets_the_blocks_of_all_others():
+    tier = make_tier()
+    tier.apply_changes(tiers.SharedChanges({10: block(1), 20: block(1)}, [], is_cleared=False))
+    tier.apply_changes(tiers.SharedChanges({30: block(2)}, [], is_cleared=True))
+
+    assert held(tier, 1, 2) == [2]
