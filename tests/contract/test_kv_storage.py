@@ -498,6 +498,18 @@ def test_absent_store_is_refused_at_start_and_named(monkeypatch):
 
 
 @needs_obstore
+@pytest.mark.parametrize("url", ["file:relative", "file://relative/x", "file:", "file://host/{}"])
+def test_directory_without_an_absolute_path_is_refused_before_it_is_made(
+    tmp_path, monkeypatch, url
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.ConfigError, match=r"no absolute path, as in file:///DIRECTORY"):
+        open_url(url.format(tmp_path / "x"), OURS)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_obstore
 def test_failing_store_is_an_error_of_the_system(tmp_path, monkeypatch):
     storage = open_objects(tmp_path / "cache", OURS)
     write(storage, 0, 1)

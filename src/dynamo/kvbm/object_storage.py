@@ -76,8 +76,8 @@ class ObjectStorage:
         self._directory: Path | None = None  # of the objects, if they are files
         try:
             options: dict[str, Any] = {}  # of a directory, which has no time limits
-            if url.startswith("file:"):
-                self._directory = Path(request.url2pathname(parse.urlsplit(url).path), self._prefix)
+            if (directory := _find_directory(url)) is not None:
+                self._directory = directory / self._prefix
                 self._make_directory()
             else:
                 options = {
@@ -250,6 +250,16 @@ class ObjectStorage:
             return None
         blocks = zip(chain, local_hashes, (parent, *chain[:-1]), strict=True)
         return tuple(itertools.starmap(CachedBlock, blocks))
+
+
+def _find_directory(url: str) -> Path | None:
+    """Return the directory of a URL, None for other stores. Raises ValueError for one without an absolute path."""
+    parts = parse.urlsplit(url)
+    if parts.scheme != "file":
+        return None
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise ValueError("no absolute path, as in file:///DIRECTORY")
+    return Path(request.url2pathname(parts.path))
 
 
 def _name(segment: Segment) -> str:
