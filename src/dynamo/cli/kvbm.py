@@ -48,11 +48,10 @@ def _list(file: storage.DiskFile) -> int:
 
 def _verify(file: storage.DiskFile) -> int:
     content = memoryview(mmap.mmap(-1, file.header.block_bytes))  # whole pages, for direct reads
-    damaged = [slot for slot, block in file.blocks.items() if file.read(slot, block, (content,))]
-    print(
-        f"{file.path}: {len(file.blocks) - len(damaged)} blocks are intact, {len(damaged)} are not"
-    )
-    return 1 if damaged else 0
+    num_wrong = sum(bool(file.read(slot, b, (content,))) for slot, b in file.blocks.items())
+    num_intact, num_damaged = len(file.blocks) - num_wrong, num_wrong + file.num_lost
+    print(f"{file.path}: {num_intact} blocks are intact, {num_damaged} are not")
+    return 1 if num_damaged else 0
 
 
 def _clear(file: storage.DiskFile) -> int:

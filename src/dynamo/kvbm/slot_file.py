@@ -101,6 +101,7 @@ class SlotFile:
         )
         self.generation = self._order = self._part = 0
         self.blocks: dict[int, Segment] = {}  # of our part, from an earlier run, oldest first
+        self.num_lost = 0  # blocks that were lost because the file was cut short
         self._checksums: dict[int, int] = {}  # of our part, by slot
         self._lock = threading.Lock()
         self._versions = [0] * _NUM_VERSIONS
@@ -180,8 +181,7 @@ class SlotFile:
 
     def forget(self) -> None:
         """Begin a new generation, so that no process finds a block, now or after a restart. Raises OSError."""
-        (stored,) = _NUMBER.unpack(os.pread(self._fd, _NUMBER.size, _GENERATION_AT))
-        self._begin_generation(max(stored, self.generation) + 1)
+        self._begin_generation(max(self._read_generation(), self.generation) + 1)
         os.pwrite(self._fd, _NUMBER.pack(self.generation), _GENERATION_AT)
 
     def has_other_users(self) -> bool:
@@ -253,6 +253,7 @@ class SlotFile:
         os.fchmod(self._fd, 0o600)
         stored_header = os.pread(self._fd, _HEADER_BYTES, 0).rstrip(b"\0")
         if stored_header and self._fits(stored_header):
+            self._make_whole()
             self._read_index()
         else:
             self._create()
@@ -323,12 +324,37 @@ class SlotFile:
         header = msgspec.json.encode(self.header)
         if len(header) > _HEADER_BYTES:
             raise OSError(f"the fingerprint is longer than {_HEADER_BYTES} bytes")
+        self._extend(0)
+        os.pwrite(self._fd, header.ljust(PAGE_BYTES, b"\0"), 0)
+
+    def _make_whole(self) -> None:
+        """Give a file that was cut short its size again, and forget the blocks whose bytes it has lost."""
+        size = os.fstat(self._fd).st_size
+        if size >= self._slots_at + self.num_slots * self._stride:
+            return
+        self._extend(size)
+        first = max(0, size - self._slots_at) // self._stride
+        self.generation = self._read_generation()
+        self.num_lost = sum(
+            self.read_record(slot) is not None for slot in range(first, self.num_slots)
+        )
+        if self.has_other_users():  # they alone write their records
+            self.forget()
+        else:
+            lost = bytes((self.num_slots - first) * _RECORD_BYTES)
+            os.pwrite(self._fd, lost, PAGE_BYTES + first * _RECORD_BYTES)
+        _logger.warning(
+            "%s was cut short to %d bytes: it has its size again, and %d blocks are lost",
+            self.path, size, self.num_lost,
+        )  # fmt: skip
+
+    def _extend(self, kept_bytes: int) -> None:
+        """Give the file its size; only its first bytes are kept."""
         num_bytes = self._slots_at + self.num_slots * self._stride
         self._reserve_space(num_bytes)
-        os.ftruncate(self._fd, 0)
+        os.ftruncate(self._fd, kept_bytes)
         os.ftruncate(self._fd, num_bytes)
         self._allocate(num_bytes)
-        os.pwrite(self._fd, header.ljust(PAGE_BYTES, b"\0"), 0)
 
     def _reserve_space(self, num_bytes: int) -> None:
         """Check that there is room for so many bytes. Raises ConfigError."""
@@ -338,7 +364,7 @@ class SlotFile:
 
     def _read_index(self) -> None:
         """Find the blocks of our part."""
-        (self.generation,) = _NUMBER.unpack(os.pread(self._fd, _NUMBER.size, _GENERATION_AT))
+        self.generation = self._read_generation()
         first, num_own = self.slots.first, self.slots.num
         index = os.pread(self._fd, num_own * _RECORD_BYTES, PAGE_BYTES + first * _RECORD_BYTES)
         found = [
@@ -373,6 +399,10 @@ class SlotFile:
     @property
     def _chunks_per_part(self) -> int:
         return _NUM_VERSIONS // self.header.num_parts
+
+    def _read_generation(self) -> int:
+        (generation,) = _NUMBER.unpack(os.pread(self._fd, _NUMBER.size, _GENERATION_AT))
+        return int(generation)
 
     def _begin_generation(self, generation: int) -> None:
         with self._lock:

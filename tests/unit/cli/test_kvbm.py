@@ -1,5 +1,7 @@
 """`dynamo kvbm` on the file of a disk tier."""
 
+import os
+
 import pytest
 
 from dynamo.base import errors
@@ -39,6 +41,16 @@ def test_verify_counts_damaged_blocks(directory, capsys):
 
     assert run("verify", directory) == 1
     assert "2 blocks are intact, 1 are not" in capsys.readouterr().out
+
+
+def test_verify_counts_blocks_that_a_file_cut_short_has_lost(directory, capsys):
+    path = directory / storage.FILE_NAME
+    whole = path.stat().st_size
+    os.truncate(path, whole - 2 * SIZE - 1)
+
+    assert run("verify", directory) == 1
+    assert "1 blocks are intact, 2 are not" in capsys.readouterr().out
+    assert path.stat().st_size == whole
 
 
 def test_clear_forgets_all_blocks(directory, capsys):

@@ -155,6 +155,49 @@ def test_file_of_another_size_begins_empty(directory):
     again.close()
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (2 * storage.PAGE_BYTES + 2 * SIZE + 1, [10, 20]),  # within the third block
+        (storage.PAGE_BYTES + 100, []),  # within the index
+        (storage.PAGE_BYTES - 10, []),  # within the header, after its text
+    ],
+)
+def test_file_that_was_cut_short_is_made_whole(directory, caplog, num_bytes, expected):
+    file = open_file(directory)
+    fill(file, 10, 20, 30)
+    whole = file.path.stat().st_size
+    file.close()
+    os.truncate(file.path, num_bytes)
+    again = open_file(directory)
+    names = [block.sequence_hash for (block,) in again.blocks.values()]
+    again.write(7, (CachedBlock(40, 41, None),), (content(40),), again.generation)
+
+    assert names == expected
+    assert again.path.stat().st_size == whole
+    assert is_whole(again, 7, (CachedBlock(40, 41, None),))
+    assert "was cut short" in caplog.text
+    again.close()
+
+
+def test_file_that_was_cut_short_while_another_process_shares_it_begins_empty(directory):
+    def open_part():
+        return storage.DiskFile(directory, OURS, block_bytes=SIZE, num_slots=8, num_parts=2)
+
+    first = open_part()
+    fill(first, 10)
+    os.truncate(first.path, 2 * storage.PAGE_BYTES)
+    second = open_part()
+
+    assert first.look().is_cleared
+    assert not is_whole(first, 0)
+    first.write(0, FIRST, (content(10),), first.generation)
+    assert is_whole(first, 0)
+    assert second.look().stored == {0: FIRST[0]}
+    first.close()
+    second.close()
+
+
 def test_erased_index_stays_erased_after_a_restart(directory):
     file = open_file(directory)
     fill(file, 10)
