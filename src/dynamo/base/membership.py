@@ -303,10 +303,11 @@ def _context(side: int, certificate: str, key: str, authority: str) -> ssl.SSLCo
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key, tls.NO_PASSPHRASE)
         context.load_verify_locations(authority)
     except OSError as error:  # ssl's errors are of this class
         raise errors.ConfigError(
-            f"--cluster-tls-…: expected PEM files in {certificate}, {key} and {authority}: {error}"
+            f"--cluster-tls-…: expected PEM files, a key without a passphrase, in {certificate}, {key} and "
+            f"{authority}: {error}"
         ) from error
     return context

@@ -20,6 +20,8 @@ _OPENSSL = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen
             "-subj", "/CN=dynamo", "-addext", "keyUsage=critical,digitalSignature,keyCertSign",
             "-addext", "extendedKeyUsage=serverAuth")  # fmt: skip
 
+NO_PASSPHRASE = ""  # without it OpenSSL would ask for the passphrase of an encrypted key on the terminal, and wait
+
 
 @dataclass(frozen=True, slots=True)
 class ServerCertificate:
@@ -35,7 +37,7 @@ class ServerCertificate:
             chain.write_bytes(self.certificate)
             key.write_bytes(self.key)
             try:
-                context.load_cert_chain(chain, key)
+                context.load_cert_chain(chain, key, NO_PASSPHRASE)
             except ssl.SSLError as error:
                 raise errors.ConfigError(f"the certificate cannot be used: {error}") from error
 

@@ -2,7 +2,7 @@
 
 import ssl
 
-from dynamo.base import clock, errors
+from dynamo.base import clock, errors, tls
 from dynamo.frontend import config
 from dynamo.runtime import credentials
 
@@ -37,10 +37,10 @@ class HttpCertificate:
         settings = self._settings
         certificate, key = settings.tls_cert_path or "", settings.tls_key_path or ""
         try:
-            context.load_cert_chain(certificate, key)
+            context.load_cert_chain(certificate, key, tls.NO_PASSPHRASE)
         except (OSError, ssl.SSLError) as error:
             raise errors.ConfigError(
-                "--tls-cert-path, --tls-key-path: expected a PEM certificate and its key in "
+                "--tls-cert-path, --tls-key-path: expected a PEM certificate and its key, without a passphrase, in "
                 f"{certificate} and {key}: {error}"
             ) from error
         authority = settings.tls_client_ca_cert_path

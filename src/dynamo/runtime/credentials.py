@@ -12,7 +12,7 @@ import ssl
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 
-from dynamo.base import clock, errors, membership
+from dynamo.base import clock, errors, membership, tls
 from dynamo.observability import metrics
 
 _WEEK_S = 7 * 86_400.0
@@ -56,14 +56,14 @@ class CredentialWatch:
             )
             for service, files in (client_certificates or {}).items()
         }
-        if (tls := credentials.tls) is not None:
+        if (mutual := credentials.tls) is not None:
             own = "this process's certificate for the cluster"
             self.expiries["cluster"] = CertificateExpiry(
-                own, (tls.certificate, tls.key), wall_time_s=wall_time_s
+                own, (mutual.certificate, mutual.key), wall_time_s=wall_time_s
             )
             self.expiries["cluster-authority"] = CertificateExpiry(
                 f"the authority of {own}",
-                (tls.authority, tls.certificate, tls.key),
+                (mutual.authority, mutual.certificate, mutual.key),
                 find_authority_expiry,
                 wall_time_s=wall_time_s,
             )
@@ -194,7 +194,7 @@ def _read_certificate(certificate: str, key: str) -> Mapping[str, object]:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
     )
     try:
-        shown.load_cert_chain(certificate, key)
+        shown.load_cert_chain(certificate, key, tls.NO_PASSPHRASE)
         looking.load_verify_locations(certificate)
     except OSError:  # of which ssl.SSLError is one
         return {}

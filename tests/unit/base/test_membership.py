@@ -2,13 +2,33 @@
 
 import os
 import pathlib
+import pty
 import ssl
+import subprocess
+import sys
 import tempfile
 
 import pytest
 
 import members
 from dynamo.base import config, errors, membership
+from waiting import PATIENT_S
+
+ASK = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # now OpenSSL can ask
+from dynamo.base import errors, membership
+certificate, key = sys.argv[1:]
+try:
+    membership.read(
+        membership.ClusterConfig(
+            cluster_tls_cert_path=certificate, cluster_tls_key_path=key, cluster_tls_ca_cert_path=certificate
+        ),
+        {},
+    )
+except errors.ConfigError as error:
+    print(error)
+"""
 
 TOKEN = "0123456789abcdef"
 WITH_TOKEN = membership.Credentials(token=b"x" * 16)
@@ -105,8 +125,27 @@ def test_invalid_certificate_file_is_named_in_the_error(certificates, tmp_path):
     (tmp_path / "junk.pem").write_text("junk")
     paths = members.flags(certificates) | {"cluster_tls_ca_cert_path": str(tmp_path / "junk.pem")}
 
-    with pytest.raises(errors.ConfigError, match=r"expected PEM files in .*junk\.pem"):
+    with pytest.raises(errors.ConfigError, match=r"expected PEM files, .*, in .*junk\.pem"):
         read(**paths)
+
+
+def test_passphrase_of_an_encrypted_key_is_not_asked_for_on_the_terminal(tmp_path):
+    certificate, key = tmp_path / "it.pem", tmp_path / "it.key"
+    options = ("-subj", "/CN=it", "-passout", "pass:hush", "-keyout", key, "-out", certificate)
+    command = ("openssl", "req", "-x509", *members.KEY[:-3], *options)
+    subprocess.run(command, check=True, capture_output=True)
+    ours, theirs = pty.openpty()
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK, certificate, key],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        timeout=PATIENT_S,
+    )
+    os.close(theirs)
+    os.close(ours)
+
+    assert b"a key without a passphrase" in asked.stdout
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])

@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.base import addresses, config, errors
+from dynamo.base import addresses, config, errors, tls
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http", "https")
@@ -80,7 +80,7 @@ def _tls(environ: Mapping[str, str]) -> ssl.SSLContext | None:
     context = _trusting(ca)
     if certificate:
         with _reading(f"ETCD_AUTH_CLIENT_CERT={certificate}, ETCD_AUTH_CLIENT_KEY={key}"):
-            context.load_cert_chain(certificate, key)
+            context.load_cert_chain(certificate, key, tls.NO_PASSPHRASE)
     return context
 
 

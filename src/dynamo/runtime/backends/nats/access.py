@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.base import addresses, config, errors
+from dynamo.base import addresses, config, errors, tls
 
 DEFAULT_PORT = 4222
 _SCHEMES = ("nats", "tls")
@@ -114,8 +114,8 @@ def _load(context: ssl.SSLContext, ca: str, certificate: str, key: str) -> None:
         if ca:
             context.load_verify_locations(ca)
         if certificate:
-            context.load_cert_chain(certificate, key)
+            context.load_cert_chain(certificate, key, tls.NO_PASSPHRASE)
     except OSError as error:  # ssl's errors are of this class
         raise errors.ConfigError(
-            f"NATS_TLS_*: expected readable PEM files, got {ca} {certificate}: {error}"
+            f"NATS_TLS_*: expected readable PEM files, a key without a passphrase, got {ca} {certificate}: {error}"
         ) from error
