@@ -470,8 +470,11 @@ async def test_certificates_authenticate_both_sides(tmp_path):
         await member.close()
 
         stranger = access.read([server.url], {"ETCD_AUTH_CA": environ["ETCD_AUTH_CA"]})
-        with pytest.raises(errors.ConfigError, match="no etcd within 1 s"):
-            await EtcdDiscovery.open(stranger, 2, start_timeout_s=1)
+        with pytest.raises(errors.ConfigError, match=r"no etcd within 5 s.*ETCD_AUTH_CLIENT_CERT"):
+            await EtcdDiscovery.open(stranger, 2, start_timeout_s=5)
+        plain = access.read([server.address], {})
+        with pytest.raises(errors.ConfigError, match=r"no etcd within 5 s.*may want TLS: https://"):
+            await EtcdDiscovery.open(plain, 2, start_timeout_s=5)
     finally:
         server.stop()
 

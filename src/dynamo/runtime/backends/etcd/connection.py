@@ -49,6 +49,8 @@ _NO_ANSWER = (
     DecodeError,
     AssertionError,  # grpclib's, for an answer that ends in its middle
 )
+_WITHOUT_TLS = "it may want TLS: https:// in ETCD_ENDPOINTS"
+_WITH_TLS = "it may have no TLS, or want a client certificate: ETCD_AUTH_CLIENT_CERT"
 _NEW_RIGHTS = "auth store is old"  # users or roles have changed: log in anew
 
 
@@ -205,11 +207,19 @@ class EtcdConnection:
 async def connect(settings: access.EtcdAccess, address: str) -> AsyncIterator[EtcdConnection]:
     """Connect to the server at `address`; closed at the end of the context. Raises Unavailable, ConfigError."""
     host, port = addresses.split(address)
-    etcd = EtcdConnection(Channel(host, port, ssl=settings.read_tls()), address)
+    tls = settings.read_tls()
+    etcd = EtcdConnection(Channel(host, port, ssl=tls), address)
     try:
-        if settings.username is not None and settings.password is not None:
-            await etcd.log_in(settings.username, settings.password)
-        await etcd.check()
+        try:
+            if settings.username is not None and settings.password is not None:
+                await etcd.log_in(settings.username, settings.password)
+            await etcd.check()
+        except errors.Unavailable as error:
+            if not isinstance(error.__cause__, StreamTerminatedError | ConnectionResetError):
+                raise
+            raise errors.Unavailable(
+                f"{error}; {_WITHOUT_TLS if tls is None else _WITH_TLS}"
+            ) from error
         yield etcd
     finally:
         etcd.close()
