@@ -98,7 +98,7 @@ class ObjectStorage:
 
         Raises OSError, also if all was forgotten meanwhile.
         """
-        path = f"{self._prefix}/{_name(segment)}"
+        path = self._locate(segment)
         with self._lock:
             former = self._paths.pop(slot, None)
             if former in self._paths.values():  # stored again, in another slot
@@ -129,8 +129,19 @@ class ObjectStorage:
     def slots(self) -> TierSlots:
         """All slots: each worker has a list of its own."""
         return TierSlots(
-            num=self._num_slots, segment_blocks=self._segment_blocks, stored=self._stored
+            num=self._num_slots,
+            segment_blocks=self._segment_blocks,
+            can_renumber=True,
+            stored=self._stored,
         )
+
+    def renumber(self, stored: Mapping[int, Segment]) -> None:
+        """Give other slots to the objects of an earlier run, and forget the rest, which is left to the next start.
+
+        The rest may be new objects of another worker, of which this one's other ranks have not seen their part yet.
+        """
+        with self._lock:
+            self._paths = {slot: self._locate(segment) for slot, segment in stored.items()}
 
     def look(self) -> None:
         """Find nothing: what other workers store is found at the next start."""
@@ -235,6 +246,9 @@ class ObjectStorage:
                     if path.stat().st_mtime < begun_before:
                         path.unlink()
                         path.parent.rmdir()
+
+    def _locate(self, segment: Segment) -> str:
+        return f"{self._prefix}/{_name(segment)}"
 
     def _parse(self, path: str) -> Segment | None:
         """Return the segment of an object's name; None for something else."""

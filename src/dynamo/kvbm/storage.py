@@ -46,6 +46,12 @@ class Storage(Protocol):
     def slots(self) -> TierSlots:
         """The slots that this process writes."""
 
+    def renumber(self, stored: Mapping[int, Segment]) -> None:
+        """Give other slots to what an earlier run has left, and forget the rest, before anything is read or written.
+
+        Only for storage whose `slots` can do so.
+        """
+
     def look(self) -> SharedChanges | None:
         """Return what other processes have changed since the last look; None if nothing. Raises OSError."""
 
@@ -145,6 +151,9 @@ class DiskFile(slot_file.SlotFile):
         self._move(os.preadv, slot, content)
         is_right = xxhash.xxh3_64_intdigest(content) == checksum
         return frozenset() if is_right else frozenset((0,))
+
+    def renumber(self, stored: Mapping[int, Segment]) -> None:
+        """Do nothing: a slot is a place in the file."""
 
     def purge(self) -> None:
         """Do nothing: a record of an earlier generation is not found."""

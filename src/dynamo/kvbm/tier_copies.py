@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dynamo.base import errors
@@ -21,7 +21,7 @@ from dynamo.kvbm import tier_policy
 from dynamo.kvbm.host_memory import HostMemory
 from dynamo.kvbm.storage import Storage
 from dynamo.kvbm.tiered_cache import DEVICE, HOST, TierCopy
-from dynamo.kvbm.tiers import SharedChanges
+from dynamo.kvbm.tiers import Segment, SharedChanges
 from dynamo.protocols import kv_events
 from dynamo.transfer import api
 
@@ -129,6 +129,10 @@ class TierCopies:
         except OSError as error:
             _logger.warning("blocks in the KV cache tiers were not forgotten: %s", error)
         self._start(self._purge, on_purged)
+
+    def renumber(self, stored: Mapping[int, Segment]) -> None:
+        """Give other slots to what an earlier run has left below host memory, before the first copy."""
+        self._file.renumber(stored)
 
     def look(self) -> dict[kv_events.Tier, SharedChanges]:
         """Return what other processes have changed in the tiers that they share."""

@@ -50,6 +50,7 @@ class TierSlots:
     first: int = 0
     num: int
     segment_blocks: int = 1  # of each slot
+    can_renumber: bool = False  # what is stored can be given other slots (`Storage.renumber`)
     stored: Mapping[int, Segment] = field(default_factory=dict)
 
 

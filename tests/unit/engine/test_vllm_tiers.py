@@ -71,19 +71,23 @@ class Rig:
 
     def request(self, name, num_tokens=17, **fields):
         tokens = [hash((name[0], i)) % 997 for i in range(num_tokens)]
+        return self.add_request(self.scheduler, name, tokens, BLOCK, **fields)
+
+    @staticmethod
+    def add_request(scheduler, name, tokens, block_size, **fields):
         hashes = [
-            bytes(24) + (hash(tuple(tokens[: (i + 1) * BLOCK])) & (2**64 - 1)).to_bytes(8, "big")
-            for i in range(num_tokens // BLOCK)
+            bytes(24) + (hash(tuple(tokens[:end])) & (2**64 - 1)).to_bytes(8, "big")
+            for end in range(block_size, len(tokens) + 1, block_size)
         ]
         defaults = {
             "lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None,
             "priority": 0, "kv_transfer_params": None, "sampling_params": None,
         }  # fmt: skip
         request = types.SimpleNamespace(
-            request_id=name, num_tokens=num_tokens, all_token_ids=tokens, block_hashes=hashes,
+            request_id=name, num_tokens=len(tokens), all_token_ids=tokens, block_hashes=hashes,
             **(defaults | fields),
         )  # fmt: skip
-        self.scheduler.add(request)
+        scheduler.add(request)
         return request
 
     def step(self, scheduled=(), num_tokens=0, *, hold=()):

@@ -6,7 +6,8 @@ The halves live in different processes, and vLLM carries the messages. All ranks
 own part of every block; a copy has ended when all ranks have made it.
 """  # decider
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from dynamo.kvbm import tiered_cache, tiers
 from dynamo.protocols import kv_events
@@ -27,6 +28,7 @@ class TierPlan:
         default_factory=dict
     )  # loads beside the steps; other loads end before the step
     num_tokens: int = 0  # that the step computes
+    slots: Mapping[int, tiers.Segment] | None = None  # of what all ranks have in an object store
     is_disk_cleared: bool = False  # all that the disk holds is to be forgotten first
 
 
@@ -49,10 +51,18 @@ class OpenedStorage:
 
 
 def _both(ours: tiers.TierSlots, theirs: tiers.TierSlots) -> tiers.TierSlots:
-    """Return the slots, and the blocks in them, that both ranks have."""
-    stored = {slot: b for slot, b in ours.stored.items() if theirs.stored.get(slot) == b}
-    num = min(ours.num, theirs.num)
-    return tiers.TierSlots(num=num, segment_blocks=ours.segment_blocks, stored=stored)
+    """Return the slots, and the blocks in them, that both ranks have.
+
+    A disk's blocks lie in the same slots at all ranks. Each rank numbers objects by their age, so ours are taken, and
+    `TierPlan.slots` tells all ranks.
+    """
+    segments = set(theirs.stored.values()) if ours.can_renumber else ()
+    stored = {
+        slot: segment
+        for slot, segment in ours.stored.items()
+        if (segment in segments if ours.can_renumber else theirs.stored.get(slot) == segment)
+    }
+    return replace(ours, num=min(ours.num, theirs.num), stored=stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

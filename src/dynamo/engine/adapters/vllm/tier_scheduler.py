@@ -176,6 +176,7 @@ class TierScheduler:
         self._num_copies = self._num_plans = self._num_step_tokens = 0
         self._has_new_room = self._is_disk_cleared = False
         self._is_shared = False
+        self._slots: Mapping[int, tiers.Segment] | None = None  # for the next plan
 
     # --- requests ---
 
@@ -294,10 +295,12 @@ class TierScheduler:
                 loads[number] = str(copy.waiting)
             copies.append(replace(copy, sources=(), targets=(), origins=(), waiting=number))
         is_cleared, self._is_disk_cleared = self._is_disk_cleared, False
+        slots, self._slots = self._slots, None
         return TierPlan(
             copies=tuple(copies),
             request_by_load=loads,
             num_tokens=num_tokens,
+            slots=slots,
             is_disk_cleared=is_cleared,
         )
 
@@ -358,6 +361,8 @@ class TierScheduler:
             block_size=self._block_size,
             block_bytes=opened.block_bytes,
         )
+        if self._num_ranks > 1 and opened.disk is not None and opened.disk.can_renumber:
+            self._slots = opened.disk.stored
         if self._is_disk_cleared:
             self.cache.clear()
 

@@ -108,6 +108,8 @@ class TierWorker:
     def begin_copies(self, tier_plan: TierPlan) -> None:
         """Make the loads that the step needs, and begin those of other requests."""
         copies = self._opened_copies
+        if tier_plan.slots is not None:
+            copies.renumber(tier_plan.slots)
         if tier_plan.is_disk_cleared:
             copies.forget()
         self._request_by_load.update(tier_plan.request_by_load)
