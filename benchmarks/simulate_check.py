@@ -12,8 +12,9 @@ clients reach. Prompts are sent as token ids: the simulator knows no tokenizer. 
                      `python -m dynamo.profiler` has just made of it
 
 The simulator leaves out HTTP, the frontend and the planes between the processes. What they add to a first token is the
-one number that is fitted, for each setup by a cell of two clients that is not judged. How far the two measured runs of
-a cell are apart is its repeatability.
+one number that is fitted, for each setup by a cell of open arrivals at a quarter of the load that is not judged. (With
+two clients in a closed loop chance decides whether they go on sending at the same time.) How far the two measured runs
+of a cell are apart is its repeatability.
 """
 
 import argparse
@@ -46,7 +47,7 @@ BLOCKS, BLOCK, OSL = 1536, 16, 32
 TIERED_BLOCKS, HOST_BLOCKS, HOST_GB_PER_S = 1024, 6144, 20.0
 WORDS = range(5, 4000)  # that every model has
 FULL = 64  # clients at which the rate of the open loop is taken
-FITTED = 2  # clients of the cell that is not judged
+FITTED = 0.25  # the load of the cell that is not judged
 NATIVE = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS))
 NATIVE += ("--max-num-seqs", "64", "--max-num-batched-tokens", "512")
 GOALS = (("TTFT", 0.05), ("ITL", 0.05), ("requests/s", 0.03))
@@ -258,9 +259,14 @@ def predict(setup: Setup, cell: Cell, num_requests: int) -> Figures:
     return setup.foretell(shape, make_trace(shape, cell.rate) if cell.rate else None)
 
 
+def full_rate(setup: Setup, num_requests: int) -> float:
+    """Return the requests a second that the simulation says so many clients reach."""
+    return predict(setup, Cell(name="", conc=FULL), num_requests).rate
+
+
 def fit_overhead_ms(setup: Setup, num_requests: int) -> float:
     """Return how much later a first token comes than in the simulation, where few requests wait for one another."""
-    cell = Cell(name="", conc=FITTED)
+    cell = Cell(name="", rate=FITTED * full_rate(setup, num_requests))
     return measure(setup, cell, num_requests).ttft - predict(setup, cell, num_requests).ttft
 
 
@@ -332,9 +338,9 @@ def measure_open(url: str, trace: workload.Trace) -> Figures:
 
 def make_cells(setup: Setup, args: argparse.Namespace) -> list[Cell]:
     """Return the cells of a setup."""
-    full = predict(setup, Cell(name="", conc=FULL), args.requests)
+    full = full_rate(setup, args.requests)
     cells = [Cell(name=f"{conc} clients", conc=conc) for conc in args.conc]
-    return cells + [Cell(name=f"open, {load:.0%}", rate=load * full.rate) for load in args.load]
+    return cells + [Cell(name=f"open, {load:.0%}", rate=load * full) for load in args.load]
 
 
 def compare(foretold: Figures, measured: Sequence[Figures]) -> list[tuple[float, float, float]]:

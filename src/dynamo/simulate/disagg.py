@@ -110,10 +110,10 @@ class GpuGroup:
         num_active: int,
         num_prefilling: int = 0,
     ) -> float:
-        """Return the seconds of a step; decode reads keys and values of what is no prompt in the making."""
+        """Return the seconds of a step; decode reads the keys and values of all but prompts in the making."""
         prompts_s = sum(self.prompt_s(start, end) for start, end in prompts)
         num_prompt_tokens = sum(end - start for start, end in prompts)
-        num_read = num_active - num_prefilling + num_decoding
+        num_read = num_active - num_prefilling + num_decoding if num_decoding else 0
         bandwidth = self.size * self.gpu.bytes_per_s
         decoding_s = 2 * self.model.num_parameters * num_decoding / (self.size * self.gpu.flops)
         all_reduces_s = 0.0
@@ -128,6 +128,11 @@ class GpuGroup:
             + num_read * self.model.kv_bytes / bandwidth
             + all_reduces_s
         )
+
+    def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
+        """Return the seconds of so many steps, one after the other, in which nothing but decoding happens."""
+        end = num_active + num_steps * num_decoding
+        return [self.step_s((), num_decoding, num) for num in range(num_active, end, num_decoding)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

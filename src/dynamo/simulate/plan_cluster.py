@@ -3,6 +3,8 @@
 It is what a connector of the simulated planner orders from, and what an observation measures. A worker is billed from
 the order of its start until it has drained. A prompt goes to the worker that will have computed it first, its cached
 prefix included; what a draining prefill worker has not begun goes to another one. Without a ready worker requests wait.
+A prefill worker keeps the blocks of a prompt until a decode worker has admitted it, and computes no further prompts
+while its cache is full of them. They are freed if no decode worker is ready to copy them.
 A worker that changes its role drains first, and serves `role_change_s` seconds later; until then it counts as starting.
 A worker that dies does so at once: its requests migrate, as a frontend does it. A start that fails ends when it would
 have served, and one that hangs is billed until it is withdrawn.
@@ -163,6 +165,7 @@ class PlanCluster:
         self._decode = _Pool("agg" if is_aggregated else "decode", times)
         self._entry = self._decode if is_aggregated else self._prefill
         self._order = itertools.count()
+        self._exporters: dict[Request, _Member] = {}  # of a prompt, until it is decoded
         self._due: list[tuple[float, int, _Member | Request | WorkerDeath]] = []
         self._interval = _Interval()
 
@@ -317,6 +320,7 @@ class PlanCluster:
         self.num_migrated += len(requests)
         self._record("death", f"a {pool.role} worker died, requests that migrate: {len(requests)}")
         for request in sorted(requests, key=lambda r: r.at):
+            self._release_lease(request)
             self._send(request, self._entry)
 
     def _record(self, kind: Literal["death", "failed start", "withdrawn start"], text: str) -> None:
@@ -327,8 +331,7 @@ class PlanCluster:
         self._bill(member)
         member.ordered_at, member.ready_at, member.is_changing = self.now, math.inf, True
         taker.starting.append(member)
-        if not member.worker.num_open:
-            self._end_role(member)
+        self._end_if_drained(member)
 
     def _end_role(self, member: _Member) -> None:
         """Let a worker that has drained begin in its new role."""
@@ -363,6 +366,7 @@ class PlanCluster:
 
     def _send(self, request: Request, pool: _Pool) -> None:
         if not pool.ready:
+            self._release_lease(request)
             pool.held.append(request)
             return
         member = pool.least_loaded()
@@ -372,9 +376,7 @@ class PlanCluster:
             )
         next_time = member.worker.next_time
         member.worker.submit(request, self.now)
-        pool.record_load(member)
-        if member.worker.next_time != next_time:
-            self._push(member.worker.next_time, member)
+        self._record_change(member, next_time)
 
     def _step(self, member: _Member) -> None:
         result: StepResult = member.worker.advance(self.now)
@@ -393,14 +395,38 @@ class PlanCluster:
         if member.role == "prefill":
             for request in result.prefilled:
                 if request.num_output > 1:
+                    self._exporters[request] = member
                     self._push(self.now + pool.times.transfer_s(request.num_prompt), request)
-        if member.is_changing and not member.worker.num_open:
-            self._end_role(member)
-        elif member.is_draining and not member.worker.num_open:
-            pool.draining.remove(member)
-            self._bill(member)
+        for request in result.admitted:
+            self._release_lease(request)
+        self._end_if_drained(member)
         for _ in result.ended:
             self._on_end()
+
+    def _record_change(self, member: _Member, next_time: float) -> None:
+        """Record the load of a worker after a change, and the time of its next step, which was `next_time` before."""
+        self._pool_of(member).record_load(member)
+        if member.worker.next_time != next_time:
+            self._push(member.worker.next_time, member)
+
+    def _release_lease(self, request: Request) -> None:
+        """Let the prefill worker free the blocks of a prompt, if one keeps them."""
+        member = self._exporters.pop(request, None)
+        if member is not None:
+            next_time = member.worker.next_time
+            member.worker.release_lease(request, self.now)
+            self._record_change(member, next_time)
+            self._end_if_drained(member)
+
+    def _end_if_drained(self, member: _Member) -> None:
+        """End a worker that drains, or let it begin in its new role, once nothing is left in it."""
+        if not member.worker.is_drained:
+            return
+        if member.is_changing:
+            self._end_role(member)
+        elif member.is_draining:
+            self._pool_of(member).draining.remove(member)
+            self._bill(member)
 
     def _withdraw_idlest(self, pool: _Pool) -> _Member:
         """Take the worker with the least load out of service; others get the requests that it has not begun."""
@@ -413,10 +439,8 @@ class PlanCluster:
     def _drain(self, pool: _Pool) -> None:
         member = self._withdraw_idlest(pool)
         member.is_draining = True
-        if member.worker.num_open:
-            pool.draining.append(member)
-        else:
-            self._bill(member)
+        pool.draining.append(member)
+        self._end_if_drained(member)
 
     def _bill(self, member: _Member) -> None:
         self.gpu_seconds += self.now - member.ordered_at

@@ -3,7 +3,9 @@
 The simulations of the planner and of disaggregation run it, the second with the times of a group of GPUs.
 Steps in which nothing but decoding happens are computed in one go up to the first answer that ends; a request that
 comes in between joins at the end of the step that runs then. A request is admitted when its prompt and answer have
-room, so nothing is preempted. Times are seconds, and never go back.
+room, so nothing is preempted. Requests whose prompts begin alike share blocks of the KV cache, which take room once,
+and count once among the tokens in use, on which the time of a decode step depends. The prompts of a prefill worker keep
+their room under a lease until a decode worker has admitted them. Times are seconds, and never go back.
 """  # decider
 
 import heapq
@@ -13,7 +15,7 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from dynamo.engine.mock import timing
 from dynamo.protocols import load
@@ -47,8 +49,12 @@ class Timing(Protocol):
     ) -> float:
         """Return the seconds of a step that computes these parts of prompts, from and to a token.
 
-        `num_active` tokens are in the KV cache, of which `num_prefilling` are of prompts that are not complete.
+        `num_active` tokens are in the KV cache, shared ones counted once, of which `num_prefilling` are of prompts that
+        are not complete.
         """
+
+    def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
+        """Return the seconds of so many steps, one after the other, in which nothing but decoding happens."""
 
     def transfer_s(self, num_tokens: int) -> float:
         """Return the seconds in which the KV cache of so many tokens goes to another worker."""
@@ -78,6 +84,12 @@ class StepTimes:
         if not prompts:
             return decode_s
         return self.prefill_s(sum(end - start for start, end in prompts)) + decode_s
+
+    def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
+        """Return the seconds of decode steps, which are most of what a simulation computes: few calls for each."""
+        decode_s, size = self.decode_s, self.num_kv_tokens
+        nums = range(num_active, num_active + num_steps * num_decoding, num_decoding)
+        return [decode_s(num / size if num < size else 1.0) for num in nums]
 
     def batch_step_s(
         self, *, num_prompt_tokens: int, num_decoding: int, active_share: float
@@ -150,10 +162,84 @@ class Request:
 
 @dataclass(slots=True)
 class StepResult:
-    """The requests that got their first token, and those that ended; a prefill worker hands over the first."""
+    """The requests that got their first token, and those that ended; a prefill worker hands over the first.
+
+    `admitted` are those with a computed prompt that got room: the prefill worker may release their blocks.
+    """
 
     prefilled: list[Request] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+
+
+class _Reservation(NamedTuple):
+    """The room of a request: blocks of its prompt that others may share, and tokens of its own."""
+
+    shared_names: Sequence[int]
+    block_size: int
+    num_own: int  # of its prompt
+    num_answer: int
+
+
+class ReservedTokens:
+    """The room that requests have in a worker's KV cache. Full blocks of prompts that begin alike are shared.
+
+    So it is in the mock engine: what is computed is found at once, and what is copied from a prefill worker is found in
+    the next step. Blocks that two requests copy in one step are there twice, until the second of them ends.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_free = num_tokens
+        self._reservations: dict[Request, _Reservation] = {}
+        self._num_users: dict[int, int] = {}  # of each block that is shared, or may be
+        self._newly_copied: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._reservations)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._reservations
+
+    def begin_step(self) -> None:
+        """Let the blocks be found that were copied for the step before."""
+        self._newly_copied.clear()
+
+    def reserve(self, request: Request, num_answer: int) -> int | None:
+        """Return the tokens of a prompt for which no other request has room; None if there is none for the request."""
+        names = request.names[: (request.num_prompt - 1) // request.block_size]
+        # a request that has a block has all before it
+        num_found = bisect_left(names, True, key=lambda name: name not in self._num_users)
+        if request.is_prefilled:
+            num_known = bisect_left(names, True, hi=num_found, key=self._newly_copied.__contains__)
+            if num_known < num_found:
+                num_found, names = num_known, names[:num_known]
+        num_new = request.num_prompt - num_found * request.block_size
+        if num_new + num_answer > self._num_free and self._reservations:
+            return None
+        self._num_free -= num_new + num_answer
+        self._reservations[request] = _Reservation(
+            shared_names=names,
+            block_size=request.block_size,
+            num_own=request.num_prompt - len(names) * request.block_size,
+            num_answer=num_answer,
+        )
+        for name in names:
+            self._num_users[name] = self._num_users.get(name, 0) + 1
+        if request.is_prefilled:
+            self._newly_copied.update(names[num_found:])
+        return num_new
+
+    def release(self, request: Request) -> int:
+        """Free the room of a request; return the tokens of its prompt that no other one has."""
+        reservation = self._reservations.pop(request)
+        num_freed = reservation.num_own
+        for name in reservation.shared_names:
+            self._num_users[name] -= 1
+            if not self._num_users[name]:
+                del self._num_users[name]
+                num_freed += reservation.block_size
+        self._num_free += num_freed + reservation.num_answer
+        return num_freed
 
 
 class PlanWorker:
@@ -170,7 +256,7 @@ class PlanWorker:
         self._prefilling: deque[Request] = deque()
         self._decoding: list[tuple[int, int, Request]] = []  # a heap by the step of their end
         self._order = itertools.count()
-        self._num_reserved = 0
+        self._reserved = ReservedTokens(times.num_kv_tokens)  # of running and of leased requests
         self._num_steps = 0
         self._ends: list[float] = []  # of the steps that are computed in one go
         self._chunks: list[tuple[Request, int]] = []
@@ -191,6 +277,11 @@ class PlanWorker:
     def num_open(self) -> int:
         """Return the number of requests in the worker."""
         return self.num_waiting + self.num_running
+
+    @property
+    def is_drained(self) -> bool:
+        """Return True if the worker has no request, and keeps no prompt for a decode worker."""
+        return not self.num_waiting and not self._reserved
 
     @property
     def kv_usage(self) -> float:
@@ -234,6 +325,13 @@ class PlanWorker:
         self.num_queued_tokens -= sum(request.num_left for request in withdrawn)
         return withdrawn
 
+    def release_lease(self, request: Request, now: float) -> None:
+        """Free the blocks of a prompt that a decode worker has admitted. An unknown one is no error."""
+        if request in self._reserved:
+            self.num_active_tokens -= self._reserved.release(request)
+            if self._waiting and self.next_time == math.inf:
+                self.next_time = now
+
     def die(self, now: float) -> list[Request]:
         """End without a further step, and return all requests, for other workers."""
         num_steps = self._num_steps + bisect_left(self._ends, now)
@@ -243,6 +341,7 @@ class PlanWorker:
             request.migrate(1)
         decoding = [request for _, _, request in self._decoding]
         self.next_time = math.inf
+        self._reserved = ReservedTokens(self._times.num_kv_tokens)
         return [*self._waiting, *self._computed, *self._prefilling, *decoding]
 
     def advance(self, now: float) -> StepResult:
@@ -260,7 +359,7 @@ class PlanWorker:
             if not request.num_left:
                 self._prefilling.popleft()
                 self._complete_prompt(request, now, result)
-        self._begin(now)
+        self._begin(now, result)
         return result
 
     def _complete_prompt(self, request: Request, now: float, result: StepResult) -> None:
@@ -268,9 +367,9 @@ class PlanWorker:
         request.is_prefilled = True
         result.prefilled.append(request)
         self._store(request.names, request.block_size)
-        if self.role == "prefill" or request.num_output == 1:
+        if request.num_output == 1:
             self._end(request, now, result)
-        else:
+        elif self.role != "prefill":  # which keeps the blocks until a decode worker has them
             self._decode(request)
 
     def _decode(self, request: Request) -> None:
@@ -278,12 +377,9 @@ class PlanWorker:
         heapq.heappush(self._decoding, (end, next(self._order), request))
 
     def _end(self, request: Request, now: float, result: StepResult) -> None:
-        is_prefill = self.role == "prefill"
-        self._num_reserved -= request.num_prompt if is_prefill else request.num_tokens
-        self.num_active_tokens -= request.num_prompt if is_prefill else request.num_tokens - 1
-        if not is_prefill or request.num_output == 1:
-            request.ended_at = now
-            result.ended.append(request)
+        self.num_active_tokens -= self._reserved.release(request) + request.num_output - 1
+        request.ended_at = now
+        result.ended.append(request)
 
     def _store(self, names: Sequence[int], block_size: int) -> None:
         for name in reversed(names):
@@ -297,18 +393,18 @@ class PlanWorker:
         """Return the next request after it got room; None if none waits or none fits."""
         if not queue or self.num_running >= self._times.max_num_seqs:
             return None
-        request = queue[0]
-        need = request.num_prompt if self.role == "prefill" else request.num_tokens
-        if self._num_reserved + need > self._times.num_kv_tokens and self.num_running:
+        num_answer = 0 if self.role == "prefill" else queue[0].num_output
+        num_new = self._reserved.reserve(queue[0], num_answer)
+        if num_new is None:
             return None
-        queue.popleft()
-        self._num_reserved += need
-        self.num_active_tokens += request.num_prompt
-        return request
+        self.num_active_tokens += num_new
+        return queue.popleft()
 
-    def _begin(self, now: float) -> None:
+    def _begin(self, now: float, result: StepResult) -> None:
+        self._reserved.begin_step()
         while (request := self._admit(self._computed)) is not None:
             self._decode(request)
+            result.admitted.append(request)
         num_decoding = len(self._decoding)
         parts = self._plan_chunks(self._times.max_num_batched_tokens - num_decoding)
         if self._chunks:
@@ -359,12 +455,6 @@ class PlanWorker:
         return max(0, num_tokens)
 
     def _decode_ends(self, now: float, num_decoding: int) -> list[float]:
-        num_steps = min(_MOST_STEPS, self._decoding[0][0] - self._num_steps)
-        num_active = self.num_active_tokens
-        step_s = self._times.step_s
-        ends = []
-        for _ in range(max(1, num_steps)):
-            now += step_s((), num_decoding, num_active)
-            num_active += num_decoding
-            ends.append(now)
-        return ends
+        num_steps = max(1, min(_MOST_STEPS, self._decoding[0][0] - self._num_steps))
+        steps_s = self._times.decode_steps_s(num_steps, num_decoding, self.num_active_tokens)
+        return list(itertools.accumulate(steps_s, initial=now))[1:]

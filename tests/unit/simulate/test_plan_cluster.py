@@ -102,7 +102,8 @@ def test_worker_changes_its_role_once_it_has_drained_and_is_billed_once():
     cluster.run_until(0.1)
     cluster.scale(Replicas(1, 2), 1)
     changing = cluster.observe(10)
-    drained_at = 0.302  # its two prompts, which came at once, are computed
+    # its two prompts, which came at once, are computed and copied
+    drained_at = TIMES.prefill_s(6000) + TIMES.transfer_s(3000)
     cluster.run_until(drained_at + 1.999)
     early = cluster.observe(10)
     cluster.run_until(drained_at + 2.001)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -6,7 +7,7 @@ from hypothesis import strategies as st
 
 from dynamo.engine.mock import timing
 from dynamo.router.worker_load import Capacity
-from dynamo.simulate.plan_worker import PlanWorker, Request, StepTimes, h100_8b
+from dynamo.simulate.plan_worker import PlanWorker, Request, ReservedTokens, StepTimes, h100_8b
 from dynamo.simulate.workers import BatchWorker
 from dynamo.simulate.workload import SimulatedRequest
 
@@ -104,6 +105,92 @@ def test_computed_prompt_goes_ahead_of_prompts_that_wait():
     serve(worker, [*prompts, computed])
 
     assert computed.ended_at < prompts[1].first_token_at + TIMES.decode_s(1)
+
+
+def computed(**more):
+    """Return a request whose prompt of two blocks and a token a prefill worker has computed."""
+    fields = {"num_prompt": 1025, "names": (1, 2, 3), "is_prefilled": True, "first_token_at": 0.0}
+    return request(**fields | more)
+
+
+def test_shared_blocks_are_counted_once_in_the_time_of_a_decode_step():
+    worker = PlanWorker("decode", TIMES)
+    worker.submit(computed(num_output=9), 0.0)
+    worker.advance(0.0)
+    worker.submit(computed(num_output=2), 0.001)
+    began_at = worker.next_time
+    worker.advance(began_at)
+
+    num_active = 1025 + 1 + 1  # the first prompt, a token of its answer, the second prompt's last
+    assert worker.num_active_tokens == num_active
+    step_s = TIMES.decode_s(num_active / TIMES.num_kv_tokens)
+    assert worker.next_time - began_at == pytest.approx(step_s, rel=1e-6)
+
+
+def test_blocks_that_two_requests_copy_in_one_step_are_there_twice():
+    worker = PlanWorker("decode", TIMES)
+    for _ in range(2):
+        worker.submit(computed(), 0.0)
+    worker.advance(0.0)
+    num_copied = worker.num_active_tokens
+    worker.submit(computed(), 0.001)
+    worker.advance(worker.next_time)
+
+    assert (num_copied, worker.num_active_tokens) == (2 * 1025, 2 * 1025 + 2 + 1)
+
+
+def test_prompts_of_one_step_share_the_blocks_that_it_computes():
+    worker = PlanWorker("agg", TIMES)
+    for _ in range(2):
+        worker.submit(request(num_prompt=1025, names=(1, 2, 3)), 0.0)
+    worker.advance(0.0)
+
+    assert worker.num_active_tokens == 1025 + 1
+
+
+def test_requests_that_share_blocks_run_together_where_they_would_not_fit_apart():
+    worker = PlanWorker("decode", replace(TIMES, num_kv_tokens=1200))
+    requests = [computed(at=at, num_output=9) for at in (0.0, 0.001)]
+    serve(worker, requests)
+
+    assert requests[1].ended_at == pytest.approx(requests[0].ended_at, rel=0.3)
+
+
+def test_prefill_worker_keeps_the_blocks_of_a_prompt_until_their_release():
+    worker = PlanWorker("prefill", replace(TIMES, num_kv_tokens=4000))
+    first, second = request(), request()
+    serve(worker, [first, second])
+    assert (worker.num_waiting, worker.num_active_tokens) == (1, 3000)
+
+    worker.release_lease(first, 9.0)
+    worker.release_lease(first, 9.0)
+    serve(worker, [])
+    assert second.first_token_at == pytest.approx(9.0 + TIMES.prefill_s(3000))
+    assert not worker.is_drained
+
+    worker.release_lease(second, 10.0)
+    assert worker.is_drained
+    assert worker.num_active_tokens == 0
+
+
+CHAINS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 70), st.booleans()), max_size=40)
+
+
+@given(CHAINS)
+def test_tokens_in_use_are_those_of_different_blocks_and_of_tails(rows):
+    """Blocks have 16 tokens. Prompts of the same number begin alike; `is_release` ends the oldest request."""
+    reserved, running, num_active = ReservedTokens(10**6), [], 0
+    for number, num_prompt, is_release in rows:
+        if is_release and running:
+            num_active -= reserved.release(running.pop(0))
+            continue
+        names = range(100 * number, 100 * number + -(-num_prompt // 16))
+        running.append(request(num_prompt=num_prompt, names=names, block_size=16))
+        num_active += reserved.reserve(running[-1], 7)
+
+        full = {name for r in running for name in r.names[: (r.num_prompt - 1) // 16]}
+        num_tails = sum((r.num_prompt - 1) % 16 + 1 for r in running)
+        assert num_active == 16 * len(full) + num_tails
 
 
 def test_worker_takes_about_as_long_as_the_simulated_engine():
