@@ -4,7 +4,7 @@ It is what a connector of the simulated planner orders from, and what an observa
 the order of its start until it has drained. A prompt goes to the worker that will have computed it first, its cached
 prefix included; what a draining prefill worker has not begun goes to another one. Without a ready worker requests wait.
 A prefill worker keeps the blocks of a prompt until a decode worker has admitted it, and computes no further prompts
-while its cache is full of them. They are freed if no decode worker is ready to copy them.
+while its cache is full of them. They are freed if no decode worker is ready to copy them; this lease has no time limit.
 A worker that changes its role drains first, and serves `role_change_s` seconds later; until then it counts as starting.
 A worker that dies does so at once: its requests migrate, as a frontend does it. A start that fails ends when it would
 have served, and one that hangs is billed until it is withdrawn.
