@@ -76,15 +76,19 @@ class BlockTables(abc.ABC, Generic[S]):
         """Return whether `prepare` has begun copies that are worth waiting for."""
         return self.tiers is not None and self.tiers.is_preparing(sequence)
 
-    def load(self, sequence: S, *, is_engine_busy: bool) -> bool:
-        """Begin to load blocks that an admitted sequence lacks; return whether it has to wait for them."""
+    def load(self, sequence: S, *, is_engine_busy: bool, max_new: int = 0) -> bool:
+        """Begin to load blocks that an admitted sequence lacks; return whether it has to wait for them.
+
+        The step that begins now computes at most `max_new` tokens of all sequences that are loaded before it.
+        """
         if self.tiers is None or not self._may_load(sequence):
             return False
         first, usable = sequence.num_committed, self._usable(sequence)
         block_ids = sequence.block_ids[first : len(usable)]
-        return (
-            self.tiers.load(sequence, usable[first:], block_ids, is_engine_busy=is_engine_busy) > 0
+        num_loading = self.tiers.load(
+            sequence, usable[first:], block_ids, is_engine_busy=is_engine_busy, max_new=max_new
         )
+        return num_loading > 0
 
     def admit_cached(self, sequence: S) -> bool:
         """Give a sequence the blocks of its prompt that are cached, and begin to load those that host memory has.

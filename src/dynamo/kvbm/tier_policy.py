@@ -130,6 +130,7 @@ class LoadCost:
     def __init__(self) -> None:
         self.s_per_token: float | None = None  # of prompts; None: not measured yet
         self.step_s = 0.0
+        self._least_s_per_token = 0.0
         self._bytes_per_s: dict[Path, float] = {}
 
     @property
@@ -141,8 +142,17 @@ class LoadCost:
         """Record a step of the engine."""
         self.step_s += _WEIGHT * (seconds - self.step_s)
         if num_tokens >= MIN_STEP_TOKENS:
-            mean = seconds / num_tokens if self.s_per_token is None else self.s_per_token
-            self.s_per_token = mean + _WEIGHT * (seconds / num_tokens - mean)
+            s_per_token = seconds / num_tokens
+            mean = s_per_token if self.s_per_token is None else self.s_per_token
+            self.s_per_token = mean + _WEIGHT * (s_per_token - mean)
+            self._least_s_per_token = min(s_per_token, self._least_s_per_token or s_per_token)
+
+    def least_step_s(self, num_tokens: int) -> float:
+        """Return the seconds that a step takes at least: the mean, or so many tokens at the best speed so far.
+
+        The mean speed would not do: steps of many answers, which are slow per token, count in it.
+        """
+        return max(self.step_s, num_tokens * self._least_s_per_token)
 
     def record_copy(self, path: Path, num_bytes: int, seconds: float) -> None:
         """Record a copy that ended well."""

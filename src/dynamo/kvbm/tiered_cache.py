@@ -29,7 +29,7 @@ BATCH_BLOCKS = 16  # of one copy
 MAX_OFFLOADS = 2  # copies to one tier that run at once
 EXPLORED_SHARE = 16  # turned down, one block in so many is still offloaded
 # The engine's thread makes a load itself before its step, if that takes no longer than to hand it to a thread (0.3 ms),
-# or if all such loads take a small share of the step: a load beside the step is noticed only when that ends.
+# or if all such loads take a small share of that step: a load beside it is noticed only when it ends.
 QUICK_BYTES = 2 * 2**20
 QUICK_SHARE = 1 / 32
 DEVICE, HOST, DISK, REMOTE = kv_events.TIERS
@@ -112,7 +112,7 @@ class TieredCache:
         self._reads: dict[int, TierCopy] = {}  # from disk, that run, by block
         self._late_loads: set[TierCopy] = set()  # that still run
         self._in_both: set[int] = set()  # blocks of the engine that host memory has too
-        self._num_quick_bytes = 0  # of loads before the next step
+        self._num_quick_bytes = self._num_quick_tokens = 0  # of loads before the next step
         self._explored = itertools.count(1)
         # A copy must not take much of the memory from sequences that need blocks.
         self._batch_blocks = max(1, min(BATCH_BLOCKS, pool.num_blocks // 16))
@@ -174,7 +174,7 @@ class TieredCache:
             pass
         while self._num_running[HOST, self._below] < MAX_OFFLOADS and self._begin_offload_to_disk():
             pass
-        self._num_quick_bytes = 0
+        self._num_quick_bytes = self._num_quick_tokens = 0
         copies, self.new_copies = self.new_copies, []
         return copies
 
@@ -377,9 +377,8 @@ class TieredCache:
     def stop_waiting(self, copy: TierCopy) -> None:
         """Let the sequences that wait for a late copy from disk go on without it."""
         if copy.path == (self._below, HOST):
-            self._late_loads.add(
-                copy
-            )  # though its sequence may be gone: no other may begin to wait
+            # Though its sequence may be gone: no other may begin to wait.
+            self._late_loads.add(copy)
         for preparation in self._preparations.values():
             if copy in preparation.copies:
                 self._late_loads |= preparation.copies
@@ -389,11 +388,11 @@ class TieredCache:
     def count_loadable(self, sequence_hashes: Sequence[int], *, is_engine_busy: bool) -> int:
         """Return how many leading blocks of this chain `load` would load now; changes nothing."""
         num_blocks = len(_leading(map(self.host.find, sequence_hashes)))
-        return num_blocks if self._pays(num_blocks, is_engine_busy=is_engine_busy) else 0
+        return num_blocks if self._pays(num_blocks, 0, is_engine_busy=is_engine_busy) else 0
 
-    def is_quick(self, num_blocks: int) -> bool:
-        """Return whether the engine's thread should make a load of so many blocks itself."""
-        before_step_s = QUICK_SHARE * self.cost.step_s
+    def is_quick(self, num_blocks: int, num_new: int = 0) -> bool:
+        """Return whether the engine's thread should load so many blocks before a step with `num_new` more tokens."""
+        before_step_s = QUICK_SHARE * self.cost.least_step_s(self._num_quick_tokens + num_new)
         num_left = before_step_s * self.cost.bytes_per_s((HOST, DEVICE)) - self._num_quick_bytes
         return num_blocks * self.block_bytes <= max(QUICK_BYTES, num_left)
 
@@ -404,27 +403,29 @@ class TieredCache:
         block_ids: Sequence[int],
         *,
         is_engine_busy: bool,
+        max_new: int = 0,
     ) -> int:
         """Begin to copy the leading blocks of this chain from host memory to the engine's blocks, if that pays.
 
         Return their number; `waiting` goes on when the copy has ended. If the engine is busy, a sequence misses the
-        step that begins now, unless its load is quick.
+        step that begins now, unless its load is quick; of all sequences with such loads it computes `max_new` tokens.
         """
         from_disk = self._release_preparation(waiting)
         entries = _leading(map(self.host.find, sequence_hashes))
         self.counts["host_lookups"] += len(sequence_hashes)
-        if len(entries) < len(sequence_hashes) and self.guard.record_miss(
-            sequence_hashes[len(entries)]
-        ):
+        missing = sequence_hashes[len(entries) :]
+        if missing and self.guard.record_miss(missing[0]):
             self.counts["turned_up"] += 1
         if not entries:
             return 0
-        if not self._pays(len(entries), is_engine_busy=is_engine_busy):
+        num_new = min(len(missing) * self._block_size, max(0, max_new - self._num_quick_tokens))
+        if not self._pays(len(entries), num_new, is_engine_busy=is_engine_busy):
             self.counts["not_worth_loading"] += 1
             self.cost.record_declined((HOST, DEVICE))
             return 0
-        if is_quick := self.is_quick(len(entries)):
+        if is_quick := self.is_quick(len(entries), num_new):
             self._num_quick_bytes += len(entries) * self.block_bytes
+            self._num_quick_tokens += num_new
         sources = [self.host.acquire(source) for source in entries]
         self._begin(
             (HOST, DEVICE),
@@ -466,10 +467,10 @@ class TieredCache:
         for tier in self._tiers:
             tier.clear()
 
-    def _pays(self, num_blocks: int, *, is_engine_busy: bool) -> bool:
+    def _pays(self, num_blocks: int, num_new: int, *, is_engine_busy: bool) -> bool:
         """Return whether blocks of host memory are worth loading."""
         load_s = self._load_s((HOST, DEVICE), num_blocks)
-        if is_engine_busy and not self.is_quick(num_blocks):
+        if is_engine_busy and not self.is_quick(num_blocks, num_new):
             load_s += self.cost.step_s
         return self.cost.pays(load_s, num_blocks * self._block_size)
 

@@ -42,7 +42,7 @@ def expected(model):
 class Faults:
     """Of every four copies on a path, the first fails, the second is late, and the third stalls and fails."""
 
-    def __init__(self, monkeypatch, paths):
+    def __init__(self, monkeypatch, paths, *, is_quick=False):
         self.num_loaded, self.num_faults, self.is_on = 0, Counter(), False
         numbers, never = {path: itertools.count() for path in paths}, threading.Event()
         real = tier_copies.TierCopies._copy
@@ -64,7 +64,8 @@ class Faults:
             return real(copies, job, generations)
 
         monkeypatch.setattr(tier_copies.TierCopies, "_copy", copy)
-        monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)  # the engine's own thread makes none
+        # The engine's own thread makes all loads before its steps, or none.
+        monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 2**40 if is_quick else 0)
         monkeypatch.setattr(tiered_cache, "QUICK_SHARE", 0)
         monkeypatch.setattr(tier_policy.LoadCost, "pays", lambda *_: True)  # load whatever there is
 
@@ -84,12 +85,20 @@ def preemptions(monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("pair", [(DEVICE, HOST), (HOST, DISK), (HOST, REMOTE)], ids="-".join)
+@pytest.mark.parametrize(
+    ("pair", "is_quick"),
+    [
+        pytest.param((DEVICE, HOST), False, id="device-host"),
+        pytest.param((DEVICE, HOST), True, id="device-host, loaded before steps"),
+        pytest.param((HOST, DISK), False, id="host-disk"),
+        pytest.param((HOST, REMOTE), False, id="host-remote"),
+    ],
+)
 async def test_all_is_free_and_right_though_copies_fail_stall_and_are_late(
-    model, tmp_path, monkeypatch, expected, preemptions, pair
+    model, tmp_path, monkeypatch, expected, preemptions, pair, is_quick
 ):
     paths = pair, pair[::-1]
-    faults = Faults(monkeypatch, paths)
+    faults = Faults(monkeypatch, paths, is_quick=is_quick)
     if REMOTE in pair:
         pytest.importorskip("obstore", reason="obstore is not installed")
         monkeypatch.setattr("dynamo.kvbm.object_storage.SEGMENT_TOKENS", 4 * BLOCK)

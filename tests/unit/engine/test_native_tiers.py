@@ -18,7 +18,7 @@ from devices import DEVICE
 from dynamo.engine.native import device_memory
 from dynamo.engine.native.engine import NativeEngine
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.kvbm import storage, tier_policy, tiered_cache
+from dynamo.kvbm import storage, tier_copies, tier_policy, tiered_cache
 from dynamo.observability import tracing
 from dynamo.protocols import blocks, generate, kv_events
 from dynamo.transfer import api as transfer
@@ -656,6 +656,36 @@ async def test_blocks_of_another_tenant_are_not_loaded_even_from_a_shared_tier(m
         await second.answer(prompt, salt="alice")
 
         assert second.sink.cached == {"1": 0, "2": 76}
+
+
+async def test_prompt_is_loaded_before_the_step_that_computes_its_rest(model, monkeypatch):
+    monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
+    monkeypatch.setattr(
+        tier_policy.LoadCost, "least_step_s", lambda _, num_tokens: 1e6 * num_tokens
+    )
+    threads, real = [], tier_copies.TierCopies.run
+
+    def run(copies, copy, *rest):
+        if copy.path[1] is kv_events.DEVICE:
+            threads.append(threading.current_thread().name)
+        return real(copies, copy, *rest)
+
+    monkeypatch.setattr(tier_copies.TierCopies, "run", run)
+    prompt, rest = text(1, 80), text(2, 40)
+    async with serving(model) as served:
+        expected = await served.answer(prompt + rest)
+    async with serving(model, num_gpu_blocks_override=64, **tiers(200)) as served:
+        await served.answer(prompt)
+        for seed in range(3, 6):
+            await served.settle()
+            await served.answer(text(seed, 120))
+        await served.settle()
+        decoding = asyncio.ensure_future(served.answer(text(9, 8), max_tokens=100))
+        answered = await served.answer(prompt + rest)
+        await decoding
+
+    assert threads == ["engine"]
+    assert answered == expected
 
 
 async def test_decoding_goes_on_while_a_prompt_is_loaded(model, monkeypatch):

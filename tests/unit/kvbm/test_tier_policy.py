@@ -92,6 +92,17 @@ def test_short_steps_say_nothing_of_how_fast_prompts_are_computed():
     assert cost.step_s > 0
 
 
+def test_step_takes_at_least_its_prompt_at_the_best_speed_so_far():
+    cost = tier_policy.LoadCost()
+    assert cost.least_step_s(1000) == 0
+
+    cost.record_step(200, 1.0)
+    cost.record_step(16, 0.5)  # sixteen answers, slow per token
+
+    assert cost.least_step_s(400) == pytest.approx(2.0)
+    assert cost.least_step_s(1) == cost.step_s
+
+
 def test_speed_of_copies_is_learned():
     cost = tier_policy.LoadCost()
     assumed = cost.copy_s((DISK, HOST), 10**9)

@@ -380,6 +380,32 @@ def test_loads_that_take_a_small_share_of_a_step_are_made_before_it(monkeypatch)
     assert begin(CHAINS[2])
 
 
+def test_load_is_made_before_a_step_that_computes_much_of_its_prompt(monkeypatch):
+    monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
+    rig = Rig(num_device=40, num_host=40, num_disk=0)
+    for chain in CHAINS[:4]:
+        rig.compute(chain)
+        rig.settle()
+    rig.evict_device()
+    rig.cache.cost.record_copy((HOST, DEVICE), 8 * BLOCK_BYTES, seconds=1.0)
+    rig.cache.cost.record_step(32, 1 / tiered_cache.QUICK_SHARE)
+    rig.cache.cost.step_s = (
+        0.0  # so eight blocks may be loaded before 32 tokens, those of eight others
+    )
+
+    def begin(chain, num_new, max_new):
+        blocks = rig.pool.allocate(len(chain))
+        names = [*chain, *range(1000, 1000 + num_new)]
+        options = {"is_engine_busy": True, "max_new": max_new}
+        assert rig.cache.load("sequence", names, blocks, **options) == len(chain)
+        return rig.cache.new_copies[-1].is_quick
+
+    assert begin(CHAINS[0], num_new=8, max_new=48)
+    assert not begin(CHAINS[1], num_new=7, max_new=64)
+    assert not begin(CHAINS[2], num_new=8, max_new=48)  # only 16 tokens are left of the step
+    assert begin(CHAINS[3], num_new=8, max_new=64)
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.7, 1.0])
 def test_no_more_than_the_given_share_of_blocks_is_offloaded(ratio):
     rig = Rig(num_device=32, num_host=64, num_disk=0, offload_ratio=ratio)

@@ -373,7 +373,7 @@ class Scheduler:
                 self._num_prompt_tokens += sequence.prompt_len
                 self._num_cached_tokens += sequence.num_cached
             if self._shared.begin_import(sequence) or self._paging.load(
-                sequence, is_engine_busy=bool(chunks)
+                sequence, is_engine_busy=bool(chunks), max_new=num_left
             ):
                 self._copying.add(sequence)
                 continue
