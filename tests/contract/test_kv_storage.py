@@ -321,6 +321,53 @@ def test_two_workers_share_a_prefix(tmp_path):
     assert read(first, 0, 2) == 0
 
 
+def find(storage, slot, name):
+    return storage.find_segment(slot, segment(storage, name), storage.generation)
+
+
+def test_segment_that_was_not_stored_is_not_found_by_its_name(reopen):
+    storage = reopen()
+
+    assert not find(storage, NUM_SLOTS, 1)
+    assert read(storage, NUM_SLOTS - 1, 1) == storage.slots.segment_blocks
+
+
+@needs_obstore
+def test_object_of_another_worker_is_found_by_its_name_and_never_removed(tmp_path):
+    first, second = (open_objects(tmp_path / "shared", OURS) for _ in range(2))
+    write(first, 0, 1)
+    others = open_objects(tmp_path / "shared", {**OURS, "model": "other"})
+
+    assert find(second, NUM_SLOTS, 1)
+    assert read(second, NUM_SLOTS, 1, slice(1, 3)) == 0
+    assert not find(others, NUM_SLOTS, 1)
+    for name in range(2, 3 * NUM_SLOTS):
+        write(second, name % NUM_SLOTS, name)
+    assert read(first, 0, 1) == 0
+    write(first, 0, 9)
+    assert read(second, NUM_SLOTS, 1) == 4
+
+
+@needs_obstore
+def test_object_is_not_found_by_its_name_while_all_are_removed(tmp_path, monkeypatch):
+    first, second = (open_objects(tmp_path / "shared", OURS) for _ in range(2))
+    write(first, 0, 1)
+    before = second.generation
+    second.forget()
+    meanwhile = find(second, NUM_SLOTS, 1)
+    with monkeypatch.context() as patch:
+        patch.delattr(obstore, "list")
+        with pytest.raises(AttributeError):
+            second.purge()
+    after_failure = find(second, NUM_SLOTS, 1)
+    second.purge()
+    write(first, 0, 2)
+
+    assert (meanwhile, after_failure) == (False, False)
+    assert find(second, NUM_SLOTS, 2)
+    assert not second.find_segment(NUM_SLOTS, segment(second, 2), before)
+
+
 @needs_obstore
 def test_blocks_that_two_workers_write_are_stored_once(tmp_path):
     for storage in (open_objects(tmp_path, OURS), open_objects(tmp_path, OURS)):
@@ -517,11 +564,12 @@ def test_failing_store_is_an_error_of_the_system(tmp_path, monkeypatch):
     def fail(*args, **options):
         raise obstore.exceptions.GenericError("no answer\ndump of a value")
 
-    for name in ("put", "get_range", "list"):
+    for name in ("put", "get_range", "list", "head"):
         monkeypatch.setattr(obstore, name, fail)
     for call in (
         lambda: write(storage, 1, 2),
         lambda: read(storage, 0, 1),
+        lambda: find(storage, NUM_SLOTS, 1),
         storage.purge,
     ):
         with pytest.raises(OSError, match=r"^no answer$"):
@@ -540,9 +588,12 @@ def test_store_that_stops_answering_is_an_error_within_its_time_limit(
     began_at = time.monotonic()
     with pytest.raises(OSError, match=r"."):
         read(storage, 0, 1)
+    with pytest.raises(OSError, match=r"."):
+        find(storage, NUM_SLOTS, 1)
 
     assert time.monotonic() - began_at < PATIENT_S
     s3.fault = None
+    assert find(storage, NUM_SLOTS, 1)
     assert read(storage, 0, 1) == 0  # the blocks were not lost
 
 

@@ -70,7 +70,9 @@ class BlockTables(abc.ABC, Generic[S]):
         """Begin to copy blocks of a sequence that queues from slow tiers to faster ones, if that pays."""
         if self.tiers is not None and self._may_load(sequence):
             self._hash(sequence)
-            self.tiers.prepare(sequence, self._usable(sequence))
+            num_asked = len(sequence.sequence_hashes) if self.tiers.asks_store else 0
+            chain = _blocks(sequence, range(num_asked))
+            self.tiers.prepare(sequence, self._usable(sequence), chain)
 
     def is_preparing(self, sequence: S) -> bool:
         """Return whether `prepare` has begun copies that are worth waiting for."""
@@ -162,9 +164,11 @@ class BlockTables(abc.ABC, Generic[S]):
         """Offer blocks of a sequence to the tiers below."""
         if self.tiers is None:
             return
-        hashes, local = sequence.sequence_hashes, sequence.local_hashes
-        offered = [
-            tiers.CachedBlock(hashes[i], local[i], hashes[i - 1] if i else None) for i in positions
-        ]
         priority, hint = sequence.request.priority, sequence.request.cache_hint
-        self.tiers.offer(positions.start, offered, priority, hint)
+        self.tiers.offer(positions.start, _blocks(sequence, positions), priority, hint)
+
+
+def _blocks(sequence: PagedSequence, positions: range) -> list[tiers.CachedBlock]:
+    """Return the names of full blocks of a sequence."""
+    hashes, local = sequence.sequence_hashes, sequence.local_hashes
+    return [tiers.CachedBlock(hashes[i], local[i], hashes[i - 1] if i else None) for i in positions]

@@ -7,8 +7,9 @@ tokens gives the segment, so that two store it once. The fingerprint (model, dty
 another engine are never seen. In an object each block follows its checksum, whose seed is the block's sequence hash: a
 range of blocks can be read alone, and a block in another's place is found.
 
-Workers may share a prefix: one that starts finds what others have stored by then. Each removes what it evicts; what
-another worker has removed meanwhile is not there when it is read, and is computed.
+Workers may share a prefix: one that starts finds what others have stored by then, and asks for what they store later
+(`find_segment`). Each removes what it evicts; what another worker has removed meanwhile is not there when it is read,
+and is computed.
 """
 
 import base64
@@ -71,6 +72,7 @@ class ObjectStorage:
         self._prefix = f"{xxhash.xxh3_64_hexdigest(text.encode())}/{part}".rstrip("/")
         self._lock = threading.Lock()
         self.generation = 0
+        self._is_emptied = False  # from `forget` until `purge` has ended
         self._paths: dict[int, str] = {}  # by slot
         self._stored: dict[int, Segment] = {}  # of earlier runs, by slot, oldest first
         self._directory: Path | None = None  # of the objects, if they are files
@@ -143,8 +145,23 @@ class ObjectStorage:
         with self._lock:
             self._paths = {slot: self._locate(segment) for slot, segment in stored.items()}
 
+    def find_segment(self, slot: int, segment: Segment, generation: int) -> bool:
+        """Ask the store for an object. Not while it is emptied: what is still there then was forgotten."""
+        path = self._locate(segment)
+        try:
+            obstore.head(self._store, path)
+        except FileNotFoundError:
+            return False
+        except exceptions.BaseError as error:
+            raise OSError(_describe(error)) from error
+        with self._lock:
+            if generation != self.generation or self._is_emptied:
+                return False
+            self._paths[slot] = path
+        return True
+
     def look(self) -> None:
-        """Find nothing: what other workers store is found at the next start."""
+        """Find nothing: the store is asked for what other workers have stored (`find_segment`)."""
 
     def read(
         self, slot: int, blocks: Sequence[CachedBlock], contents: Sequence[memoryview]
@@ -182,9 +199,11 @@ class ObjectStorage:
         with self._lock:
             self._paths.clear()
             self.generation += 1
+            self._is_emptied = True
 
     def purge(self) -> None:
         """Remove all forgotten blocks of this fingerprint, those of other workers too. Raises OSError."""
+        generation = self.generation
         self._remove_unfinished()
         try:
             for page in obstore.list(self._store, prefix=self._prefix):
@@ -193,6 +212,8 @@ class ObjectStorage:
                 self._remove([entry["path"] for entry in page if entry["path"] not in kept])
         except exceptions.BaseError as error:
             raise OSError(_describe(error)) from error
+        with self._lock:
+            self._is_emptied = generation != self.generation  # again, meanwhile
 
     def close(self) -> None:
         """Do nothing: there is no connection that would have to be closed."""

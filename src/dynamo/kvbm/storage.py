@@ -52,6 +52,12 @@ class Storage(Protocol):
         Only for storage whose `slots` can do so.
         """
 
+    def find_segment(self, slot: int, segment: Segment, generation: int) -> bool:
+        """Return whether another worker has stored these blocks, which are then read from this slot, not one of ours.
+
+        False if all was forgotten since that `generation`. Raises OSError.
+        """
+
     def look(self) -> SharedChanges | None:
         """Return what other processes have changed since the last look; None if nothing. Raises OSError."""
 
@@ -154,6 +160,10 @@ class DiskFile(slot_file.SlotFile):
 
     def renumber(self, stored: Mapping[int, Segment]) -> None:
         """Do nothing: a slot is a place in the file."""
+
+    def find_segment(self, slot: int, segment: Segment, generation: int) -> bool:
+        """Return False: what others have stored is in the index (`look`)."""
+        return False
 
     def purge(self) -> None:
         """Do nothing: a record of an earlier generation is not found."""

@@ -1,7 +1,8 @@
 """The copies of a tiered cache, made by threads beside the engine's: loads never queue behind offloads.
 
     to host memory        one thread for loads, one for offloads: a copy of memory
-    from and to disk      two threads each, so that the disk has more than one request at a time; four for objects
+    from and to disk      two threads each, so that the disk has more than one request at a time; four for objects, and
+                          four for questions to an object store
 
 The engine's thread begins copies and hears of their ends by `post`, which must run the given function in that thread
 between its steps. Nothing here waits for a disk: a copy that hangs holds its thread and its slots, and no request.
@@ -20,7 +21,8 @@ from dynamo.base import errors
 from dynamo.kvbm import tier_policy
 from dynamo.kvbm.host_memory import HostMemory
 from dynamo.kvbm.storage import Storage
-from dynamo.kvbm.tiered_cache import DEVICE, HOST, TierCopy
+from dynamo.kvbm.tier_jobs import TierCopy
+from dynamo.kvbm.tiered_cache import DEVICE, HOST
 from dynamo.kvbm.tiers import Segment, SharedChanges
 from dynamo.protocols import kv_events
 from dynamo.transfer import api
@@ -60,6 +62,8 @@ class TierCopies:
             self._num_threads |= dict.fromkeys(
                 ((disk.tier, HOST), (HOST, disk.tier)), disk.num_threads
             )
+            if disk.tier == kv_events.REMOTE:
+                self._num_threads[disk.tier, disk.tier] = disk.num_threads  # questions
         self._jobs: dict[
             tier_policy.Path, queue.SimpleQueue[tuple[TierCopy, Generations] | None]
         ] = {}
@@ -98,11 +102,11 @@ class TierCopies:
         """Make a copy now, and return how it ended. `generations` are those of the time when it was to begin."""
         began_at = time.monotonic()
         try:
-            failed = self._copy(copy, generations)
+            failed = (self._ask if copy.is_question else self._copy)(copy, generations)
         except (errors.TransferError, OSError, MemoryError, RuntimeError) as error:  # torch's, too
             self._log_failure(copy, error)
             return CopyOutcome(frozenset(range(len(copy.blocks))), began_at, time.monotonic())
-        if failed:
+        if failed and not copy.is_question:
             self._log_failure(copy, "blocks were gone, or their checksums wrong")
         return CopyOutcome(failed, began_at, time.monotonic())
 
@@ -196,6 +200,12 @@ class TierCopies:
             if self._is_closing.is_set():
                 return
             self._post(functools.partial(on_slots, num_slots))
+
+    def _ask(self, question: TierCopy, generations: Generations) -> frozenset[int]:
+        """Ask the store for an object; return the positions of all blocks, or none if it is there. Raises OSError."""
+        slot, blocks = question.to_slots[0], question.blocks
+        is_there = self._file.find_segment(slot, blocks, generations[1])
+        return frozenset(() if is_there else range(len(blocks)))
 
     def _copy(self, copy: TierCopy, generations: Generations) -> frozenset[int]:
         """Make a copy; return the positions of blocks that failed. Raises TransferError or OSError if all did."""

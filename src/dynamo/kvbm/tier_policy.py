@@ -6,6 +6,7 @@ measured. All are deciders: they are given measurements and counts, and read no 
 """  # decider
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from enum import StrEnum
 
 from dynamo.protocols import kv_events
@@ -26,6 +27,7 @@ _BYTES_PER_S = {
 _OPTIMISM = 1.02  # factor on a measured speed for each load that it forbids
 _OVERHEAD_S = 0.0005  # of a copy: two changes of threads
 _SHARE = 0.5  # of the time to compute that a load may take: what is above could make it later than computing
+_MIN_YES_RATE = 1 / 8  # of questions to a store, as far as it limits their time
 _MIN_WAIT_S = 0.02
 _MAX_WAIT_S = 10.0
 
@@ -37,6 +39,16 @@ class FilterKind(StrEnum):
     PASS_ALL = "pass_all"  # the same, and what it has counts as used again
     FREQUENCY = "frequency"  # only what was seen twice, with decay
     PRESENCE_LFU = "presence_lfu"  # only what was seen several times in short order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOptions:
+    """The policies of a tiered cache."""
+
+    host_filter: FilterKind = FilterKind.PRESENCE
+    disk_filter: FilterKind = FilterKind.PRESENCE
+    # Of the engine's registered blocks, at most so many are in host memory too.
+    offload_ratio: float = 1.0
 
 
 class OffloadFilter:
@@ -132,6 +144,8 @@ class LoadCost:
         self.step_s = 0.0
         self._least_s_per_token = 0.0
         self._bytes_per_s: dict[Path, float] = {}
+        self._answer_s: float | None = None  # for a question to a store
+        self._yes_rate = _MIN_YES_RATE
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -159,6 +173,27 @@ class LoadCost:
         rate = num_bytes / max(seconds, 1e-6)
         mean = self._bytes_per_s.get(path, rate)
         self._bytes_per_s[path] = mean + _WEIGHT * (rate - mean)
+
+    def record_answer(self, seconds: float, *, is_there: bool) -> None:
+        """Record an answer of a store whether it has an object, and for how long a request had to wait for it."""
+        mean = seconds if self._answer_s is None else self._answer_s
+        self._answer_s = mean + _WEIGHT * (seconds - mean)
+        self._yes_rate += _WEIGHT * (is_there - self._yes_rate)
+
+    def can_ask(self, num_tokens: int) -> bool:
+        """Return whether a question is worth its time, if so many tokens are computed after a no.
+
+        If not, the time that it is expected to take shrinks a little, so that a slow store is tried again.
+        """
+        if self._answer_s is None or self._answer_s <= self.max_ask_s(num_tokens):
+            return True
+        self._answer_s /= _OPTIMISM
+        return False
+
+    def max_ask_s(self, num_tokens: int) -> float:
+        """Return for how long a request may wait for an answer: the longer, the more of them have been yes."""
+        compute_s = 1.0 if self.s_per_token is None else num_tokens * self.s_per_token
+        return min(_SHARE * max(self._yes_rate, _MIN_YES_RATE) * compute_s, _MAX_WAIT_S)
 
     def bytes_per_s(self, path: Path) -> float:
         """Return the speed of copies between two tiers: as measured, else as measured in the other direction."""

@@ -4,7 +4,8 @@ import msgspec
 
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_policy
-from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, REMOTE, TierCopy, TieredCache
+from dynamo.kvbm.tier_jobs import TierCopy
+from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, REMOTE, TieredCache
 
 _COPY_NAMES = {
     (DEVICE, HOST): "offload_blocks_d2h",
@@ -17,7 +18,7 @@ _COPY_NAMES = {
 _COUNTS = (
     "matched_tokens", "host_lookups", "disk_lookups", "disk_hits", "failed_blocks", "late_loads", "not_worth_loading",
     "skipped_queue_full", "skipped_tier_full", "evicted", "turned_down", "turned_up", "kept_off_disk",
-    "shared_blocks",
+    "shared_blocks", "store_questions", "store_finds", "not_worth_asking",
 )  # fmt: skip
 
 
@@ -28,7 +29,7 @@ class TierUse(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     used_blocks: int
     queued_blocks: int = 0  # that wait to be copied to it
-    shared_blocks: int = 0  # that other workers of the host have stored, and this one can read
+    shared_blocks: int = 0  # that other workers have stored, and this one can read
     kept_blocks: int = 0  # with a time to live, or pinned
     refused_hints: int = 0  # blocks that got none, because half of the tier has one
 
@@ -52,7 +53,10 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierRead(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy from a tier for which a request waited. Times are those of the host's steady clock, in seconds."""
+    """A copy from a tier, or a question to a store, for which a request waited.
+
+    Times are those of the host's steady clock, in seconds.
+    """
 
     tier: str
     to: str  # the tier above, or the engine's own memory
@@ -66,6 +70,12 @@ class TierRead(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attributes(self) -> dict[str, str | int | bool]:
         """The attributes of its span in a trace."""
+        if self.tier == self.to:  # a question
+            return {
+                "tier": self.tier,
+                "asked_blocks": self.num_blocks,
+                "found": not self.num_failed and not self.is_late,
+            }
         attributes: dict[str, str | int | bool] = {
             "tier": self.tier,
             "to": self.to,

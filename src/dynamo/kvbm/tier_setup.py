@@ -16,7 +16,7 @@ from dynamo.kvbm import agents, host_memory, slot_file, tier_policy
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import storage as storages
 from dynamo.kvbm.tier_copies import TierCopies
-from dynamo.kvbm.tiered_cache import DISK, HOST, TieredCache, TierOptions
+from dynamo.kvbm.tiered_cache import DISK, HOST, TieredCache
 from dynamo.kvbm.tiers import Tier, TierSlots
 from dynamo.protocols import kv_events
 from dynamo.transfer import api, descriptors
@@ -327,7 +327,7 @@ def make_cache(
         disk_tier,
         block_size=block_size,
         block_bytes=block_bytes,
-        options=TierOptions(
+        options=tier_policy.TierOptions(
             host_filter=tier_policy.FilterKind(settings.kvbm_host_offload_filter),
             disk_filter=tier_policy.FilterKind(settings.kvbm_disk_offload_filter),
             offload_ratio=settings.kvbm_offload_ratio,

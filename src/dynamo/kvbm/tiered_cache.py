@@ -1,7 +1,7 @@
 """The tiered cache of one engine: which blocks are copied between its memory, host memory and disk, and when.
 
     a block of the engine is registered ──offer──▶ queue ──▶ copy to host ──▶ queue ──▶ copy to disk
-    a prompt arrives ──prepare──▶ copies from disk to host, while the request queues
+    a prompt arrives ──prepare──▶ copies from disk to host, while the request queues (`preparations`)
     it is admitted   ──load──▶    a copy from host to the engine's blocks, while other sequences run
 
 It decides; `tier_copies` copies. `take_copies` returns what to copy, and `end_copy` says how each copy ended: a block
@@ -16,16 +16,15 @@ A request waits for its copies at most as long as computing would make it wait t
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 
 from dynamo.kvbm import pool as pools
-from dynamo.kvbm import segments, tier_policy
+from dynamo.kvbm import segments, tier_jobs, tier_policy
+from dynamo.kvbm.preparations import Preparations, leading
+from dynamo.kvbm.tier_jobs import RunningCopies, TierCopy
 from dynamo.kvbm.tiers import CachedBlock, OffloadQueue, QueuedBlock, SharedChanges, Tier, TierBlock
 from dynamo.protocols import generate, kv_events
 
-BATCH_BLOCKS = 16  # of one copy
 MAX_OFFLOADS = 2  # copies to one tier that run at once
 EXPLORED_SHARE = 16  # turned down, one block in so many is still offloaded
 # The engine's thread makes a load itself before its step, if that takes no longer than to hand it to a thread (0.3 ms),
@@ -33,44 +32,6 @@ EXPLORED_SHARE = 16  # turned down, one block in so many is still offloaded
 QUICK_BYTES = 2 * 2**20
 QUICK_SHARE = 1 / 32
 DEVICE, HOST, DISK, REMOTE = kv_events.TIERS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TierCopy:
-    """A copy to make: each slot of `from_slots` to the one at the same position in `to_slots`."""
-
-    path: tier_policy.Path
-    blocks: tuple[CachedBlock, ...]
-    from_slots: tuple[int, ...]  # those of an object store hold several blocks
-    to_slots: tuple[int, ...]
-    num_bytes: int
-    limit_s: float | None = None  # for how long a request waits for it; None: no request does
-    sources: tuple[TierBlock, ...] = ()  # none in the engine's own memory
-    targets: tuple[TierBlock, ...] = ()
-    waiting: Hashable = None  # the sequence that waits
-    origins: tuple[kv_events.Tier, ...] = ()  # of a load: the tier in which each block was found
-    is_quick: bool = False  # a load that the engine's thread should make itself
-
-
-@dataclass(slots=True, kw_only=True)
-class _Preparation:
-    """The copies from disk to host for one sequence that queues; several may wait for the same copy."""
-
-    copies: set[TierCopy]
-    # In host memory until it is admitted.
-    kept_blocks: list[TierBlock] = field(default_factory=list)
-    # Those that host memory had before: the blocks from disk must not take their place.
-    held_blocks: list[TierBlock] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierOptions:
-    """The policies of a tiered cache."""
-
-    host_filter: tier_policy.FilterKind = tier_policy.FilterKind.PRESENCE
-    disk_filter: tier_policy.FilterKind = tier_policy.FilterKind.PRESENCE
-    # Of the engine's registered blocks, at most so many are in host memory too.
-    offload_ratio: float = 1.0
 
 
 class TieredCache:
@@ -84,10 +45,10 @@ class TieredCache:
         *,
         block_size: int,
         block_bytes: int,
-        options: TierOptions | None = None,
+        options: tier_policy.TierOptions | None = None,
     ) -> None:
         """`block_size` is in tokens, `block_bytes` the size of a block over all layers."""
-        options = options or TierOptions()
+        options = options or tier_policy.TierOptions()
         self.host, self.disk = host, disk  # the second may be an object store
         self._tiers = [tier for tier in (host, disk) if tier is not None]
         self._below = DISK if disk is None else disk.name
@@ -105,18 +66,25 @@ class TieredCache:
         self._to_disk = (
             None if disk is None else segments.SegmentQueue(host, disk, disk_filter, self.counts)
         )
-        self.new_copies: list[TierCopy] = []  # that `take_copies` will return
-        self._num_running: Counter[tier_policy.Path] = Counter()
-        self._queued_bytes: Counter[tier_policy.Path] = Counter()
-        self._preparations: dict[Hashable, _Preparation] = {}
-        self._reads: dict[int, TierCopy] = {}  # from disk, that run, by block
-        self._late_loads: set[TierCopy] = set()  # that still run
+        self._copies = RunningCopies(self.cost, block_bytes)
+        self._preparations = (
+            None
+            if disk is None
+            else Preparations(
+                pool, host, disk, self._copies, self.cost, self.counts, block_size=block_size
+            )
+        )
         self._in_both: set[int] = set()  # blocks of the engine that host memory has too
         self._num_quick_bytes = self._num_quick_tokens = 0  # of loads before the next step
         self._explored = itertools.count(1)
         # A copy must not take much of the memory from sequences that need blocks.
-        self._batch_blocks = max(1, min(BATCH_BLOCKS, pool.num_blocks // 16))
+        self._batch_blocks = max(1, min(tier_jobs.BATCH_BLOCKS, pool.num_blocks // 16))
         pool.on_evicted = host.on_dropped = self._in_both.discard
+
+    @property
+    def new_copies(self) -> list[TierCopy]:
+        """The copies that `take_copies` will return."""
+        return self._copies.new
 
     @property
     def num_queued(self) -> dict[kv_events.Tier, int]:
@@ -170,13 +138,13 @@ class TieredCache:
 
     def take_copies(self) -> list[TierCopy]:
         """Return the copies to begin now."""
-        while self._num_running[DEVICE, HOST] < MAX_OFFLOADS and self._begin_offload_to_host():
+        num_running = self._copies.num_running
+        while num_running[DEVICE, HOST] < MAX_OFFLOADS and self._begin_offload_to_host():
             pass
-        while self._num_running[HOST, self._below] < MAX_OFFLOADS and self._begin_offload_to_disk():
+        while num_running[HOST, self._below] < MAX_OFFLOADS and self._begin_offload_to_disk():
             pass
         self._num_quick_bytes = self._num_quick_tokens = 0
-        copies, self.new_copies = self.new_copies, []
-        return copies
+        return self._copies.take_new()
 
     def end_copy(
         self, copy: TierCopy, failed: frozenset[int] = frozenset(), seconds: float | None = None
@@ -185,9 +153,11 @@ class TieredCache:
 
         `seconds` is the time that it took, None if that says nothing of its speed.
         """
-        path = copy.path
-        self._num_running[path] -= 1
-        self._queued_bytes[path] -= copy.num_bytes
+        preparations, path = self._preparations, copy.path
+        if preparations is not None and copy.is_question:
+            preparations.end_question(copy, is_there=not failed, seconds=seconds)
+            return
+        self._copies.end(copy)
         num_copied = len(copy.blocks) - len(failed)
         self.num_copied[path] += num_copied
         self.counts["failed_blocks"] += len(failed)
@@ -206,13 +176,8 @@ class TieredCache:
             tier.release(source)
         for target in copy.targets:
             self._end_target(copy, target, is_failed=target.slot in failed_to)
-        if path == (self._below, HOST):
-            self._late_loads.discard(copy)
-            for preparation in self._preparations.values():
-                preparation.copies.discard(copy)
-            for block in copy.blocks:
-                if self._reads.get(block.sequence_hash) is copy:
-                    del self._reads[block.sequence_hash]
+        if preparations is not None and path == (self._below, HOST):
+            preparations.end_read(copy)
 
     def _end_target(self, copy: TierCopy, target: TierBlock, *, is_failed: bool) -> None:
         tier = self.host if copy.path[1] is HOST else self.disk
@@ -222,10 +187,8 @@ class TieredCache:
             tier.drop(target)
             tier.release(target)
             return
-        for preparation in self._preparations.values():
-            if copy in preparation.copies:
-                preparation.kept_blocks.append(target)
-                target.num_users += 1  # until the sequence is admitted
+        if self._preparations is not None:
+            self._preparations.keep(copy, target)
         is_new = tier.confirm(target) and copy.path == (DEVICE, HOST)
         if is_new and target.ends_segment and self._to_disk is not None:
             self._to_disk.offer(target)
@@ -266,128 +229,58 @@ class TieredCache:
         self.counts["evicted"] += host.num_evicted
         host.num_evicted = host.num_evicted_unread = 0
         if targets:
-            self._begin((DEVICE, HOST), targets, sources)
+            self._copies.begin((DEVICE, HOST), targets, sources)
         return bool(targets)
 
     def _begin_offload_to_disk(self) -> bool:
         if self._to_disk is None:
             return False
-        sources, targets = self._to_disk.take(BATCH_BLOCKS)
+        sources, targets = self._to_disk.take(tier_jobs.BATCH_BLOCKS)
         if targets:
             slots = [target.slot for target in targets for _ in target.segment]
-            self._begin((HOST, self._below), sources, slots, targets)
+            self._copies.begin((HOST, self._below), sources, slots, targets)
         return bool(targets)
-
-    def _begin(
-        self,
-        path: tier_policy.Path,
-        in_host: Sequence[TierBlock],
-        slots: Sequence[int],
-        others: Iterable[TierBlock] = (),
-        **fields: Any,
-    ) -> TierCopy:
-        """Begin a copy between blocks of host memory and these slots of another tier, or blocks of the engine.
-
-        `others` are what the slots hold; `fields` are further ones of the copy.
-        """
-        host_slots = [each.slot for each in in_host]
-        is_to_host = path[1] is HOST
-        copy = TierCopy(
-            path=path,
-            blocks=tuple([each.block for each in in_host]),
-            from_slots=tuple(slots if is_to_host else host_slots),
-            to_slots=tuple(host_slots if is_to_host else slots),
-            num_bytes=len(in_host) * self.block_bytes,
-            sources=tuple(others if is_to_host else in_host),
-            targets=tuple(in_host if is_to_host else others),
-            **fields,
-        )
-        self._num_running[path] += 1
-        self._queued_bytes[path] += copy.num_bytes
-        self.new_copies.append(copy)
-        return copy
 
     # --- onboard ---
 
-    def prepare(self, waiting: Hashable, sequence_hashes: Sequence[int]) -> None:
+    @property
+    def asks_store(self) -> bool:
+        """Whether `prepare` asks an object store for what other workers have stored."""
+        return self._preparations is not None and self._preparations.questions is not None
+
+    def prepare(
+        self,
+        waiting: Hashable,
+        sequence_hashes: Sequence[int],
+        chain: Sequence[CachedBlock] = (),
+        first: int = 0,
+    ) -> None:
         """Begin to copy the blocks of a prompt that only the disk has to host memory, if that pays.
 
-        `waiting` is the sequence, which may be admitted as soon as `is_preparing` is false.
+        `waiting` is the sequence, which may be admitted as soon as `is_preparing` is false. A store is asked for what
+        follows in `chain`, the prompt's blocks from its beginning, in which the first hash stands at `first`.
         """
-        disk = self.disk
-        if disk is None:
-            return
-        missing = self._missing(sequence_hashes)
-        self.counts["disk_lookups"] += len(missing)
-        found = missing[: len(_leading(disk.find(n) or self.host.find(n) for n in missing))]
-        found = found[: self.host.num_slots // 2]
-        names = [name for name in found if name not in self.host]
-        reads = {self._reads[name] for name in found if name in self._reads}
-        if not names and not reads:
-            return
-        load_s = self._load_s((self._below, HOST), len(names))
-        load_s += self._load_s((HOST, DEVICE), len(found))
-        if not self.cost.pays(load_s, len(found) * self._block_size):
-            self.counts["not_worth_loading"] += 1
-            self.cost.record_declined((self._below, HOST))
-            return
-        if self._late_loads:  # the disk hangs
-            return
-        preparation = _Preparation(copies=reads)
-        for name in sequence_hashes[: len(sequence_hashes) - len(missing) + len(found)]:
-            if (held := self.host.find(name)) is not None:
-                preparation.held_blocks.append(self.host.acquire(held, is_read=False))
-        self._preparations[waiting] = preparation
-        preparation.copies |= self._read(names, self.cost.max_wait_s(len(found) * self._block_size))
-        if not preparation.copies:
-            self._release_preparation(waiting)
-
-    def _read(self, names: Sequence[int], limit_s: float) -> set[TierCopy]:
-        """Begin to copy these blocks from disk to host memory, as far as that has room."""
-        assert self.disk is not None
-        copies: set[TierCopy] = set()
-        for batch in segments.batch_reads(self.disk, names, BATCH_BLOCKS):
-            targets = _leading(self.host.reserve((b,), e.priority, e.hint) for e, b in batch)
-            if not targets:
-                break
-            read = [source for source, _ in batch[: len(targets)]]
-            copy = self._begin(
-                (self._below, HOST),
-                targets,
-                [source.slot for source in read],
-                [self.disk.acquire(source) for source in dict.fromkeys(read)],
-                limit_s=limit_s,
-            )
-            copies.add(copy)
-            self._reads.update((block.sequence_hash, copy) for block in copy.blocks)
-            if len(targets) < len(batch):  # what follows would not be found without these
-                break
-        return copies
+        if self._preparations is not None:
+            self._preparations.begin(waiting, sequence_hashes, chain, first)
 
     def is_preparing(self, waiting: Hashable) -> bool:
-        """Return whether copies from disk run for a sequence that queues."""
-        preparation = self._preparations.get(waiting)
-        return preparation is not None and bool(preparation.copies)
+        """Return whether a sequence that queues has something to wait for."""
+        return self._preparations is not None and self._preparations.is_running(waiting)
 
     def waiting_for(self, copy: TierCopy) -> list[Hashable]:
         """Return the sequences that wait for a copy which reads from a tier."""
-        preparing = [key for key, each in self._preparations.items() if copy in each.copies]
-        return preparing if copy.waiting is None else [copy.waiting]
+        if copy.waiting is None and self._preparations is not None:
+            return self._preparations.waiting_for(copy)
+        return [] if copy.waiting is None else [copy.waiting]
 
     def stop_waiting(self, copy: TierCopy) -> None:
-        """Let the sequences that wait for a late copy from disk go on without it."""
-        if copy.path == (self._below, HOST):
-            # Though its sequence may be gone: no other may begin to wait.
-            self._late_loads.add(copy)
-        for preparation in self._preparations.values():
-            if copy in preparation.copies:
-                self._late_loads |= preparation.copies
-                preparation.copies.clear()
-                self.counts["late_loads"] += 1
+        """Let the sequences that wait for a late copy from disk, or for a late answer, go on without it."""
+        if self._preparations is not None:
+            self._preparations.stop_waiting(copy)
 
     def count_loadable(self, sequence_hashes: Sequence[int], *, is_engine_busy: bool) -> int:
         """Return how many leading blocks of this chain `load` would load now; changes nothing."""
-        num_blocks = len(_leading(map(self.host.find, sequence_hashes)))
+        num_blocks = len(leading(map(self.host.find, sequence_hashes)))
         return num_blocks if self._pays(num_blocks, 0, is_engine_busy=is_engine_busy) else 0
 
     def is_quick(self, num_blocks: int, num_new: int = 0) -> bool:
@@ -410,8 +303,8 @@ class TieredCache:
         Return their number; `waiting` goes on when the copy has ended. If the engine is busy, a sequence misses the
         step that begins now, unless its load is quick; of all sequences with such loads it computes `max_new` tokens.
         """
-        from_disk = self._release_preparation(waiting)
-        entries = _leading(map(self.host.find, sequence_hashes))
+        from_disk = [] if self._preparations is None else self._preparations.release(waiting)
+        entries = leading(map(self.host.find, sequence_hashes))
         self.counts["host_lookups"] += len(sequence_hashes)
         missing = sequence_hashes[len(entries) :]
         if missing and self.guard.record_miss(missing[0]):
@@ -427,7 +320,7 @@ class TieredCache:
             self._num_quick_bytes += len(entries) * self.block_bytes
             self._num_quick_tokens += num_new
         sources = [self.host.acquire(source) for source in entries]
-        self._begin(
+        self._copies.begin(
             (HOST, DEVICE),
             sources,
             block_ids[: len(entries)],
@@ -449,7 +342,8 @@ class TieredCache:
 
     def forget(self, waiting: Hashable) -> None:
         """Drop what was prepared for a sequence that was aborted; copies that run end by themselves."""
-        self._release_preparation(waiting)
+        if self._preparations is not None:
+            self._preparations.release(waiting)
 
     def touch(self, sequence_hashes: Sequence[int]) -> None:
         """Mark the blocks of a sequence as used now: its end first, so that it is evicted first."""
@@ -462,39 +356,14 @@ class TieredCache:
         if self._to_disk is not None:
             self._to_disk.clear()
         self._in_both.clear()
-        for waiting in list(self._preparations):
-            self._release_preparation(waiting)
+        if self._preparations is not None:
+            self._preparations.clear()
         for tier in self._tiers:
             tier.clear()
 
     def _pays(self, num_blocks: int, num_new: int, *, is_engine_busy: bool) -> bool:
         """Return whether blocks of host memory are worth loading."""
-        load_s = self._load_s((HOST, DEVICE), num_blocks)
+        load_s = self._copies.load_s((HOST, DEVICE), num_blocks)
         if is_engine_busy and not self.is_quick(num_blocks, num_new):
             load_s += self.cost.step_s
         return self.cost.pays(load_s, num_blocks * self._block_size)
-
-    def _load_s(self, path: tier_policy.Path, num_blocks: int) -> float:
-        num_bytes = self._queued_bytes[path] + num_blocks * self.block_bytes
-        return self.cost.copy_s(path, num_bytes)
-
-    def _missing(self, sequence_hashes: Sequence[int]) -> Sequence[int]:
-        """Return the hashes from the first one on that neither the engine nor host memory has."""
-        for position, sequence_hash in enumerate(sequence_hashes):
-            if sequence_hash not in self._pool and self.host.find(sequence_hash) is None:
-                return sequence_hashes[position:]
-        return ()
-
-    def _release_preparation(self, waiting: Hashable) -> list[TierBlock]:
-        """Let the blocks go that were kept for a sequence, and return those that came from below host memory."""
-        preparation = self._preparations.pop(waiting, None)
-        if preparation is None:
-            return []
-        for block in preparation.kept_blocks + preparation.held_blocks:
-            self.host.release(block)
-        return preparation.kept_blocks
-
-
-def _leading(entries: Iterable[TierBlock | None]) -> list[TierBlock]:
-    """Return the blocks before the first that was not found."""
-    return [block for block in itertools.takewhile(bool, entries) if block is not None]

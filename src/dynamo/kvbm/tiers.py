@@ -267,14 +267,23 @@ class Tier:
                 self.drop(entry)
             self._foreign_slots.clear()
         for slot in changes.removed:
-            if slot in self._foreign_slots:
-                self.drop(self._foreign_slots.pop(slot))
+            self.remove_foreign(slot)
         for slot, block in changes.stored.items():
-            entry = TierBlock((block,), slot, 0, SlotState.READY, num_users=0, is_foreign=True)
-            self._foreign_slots[slot] = entry
+            self.add_foreign(slot, (block,))
+
+    def add_foreign(self, slot: int, segment: Segment) -> None:
+        """Enter blocks that another process has stored, and that can be read from this slot."""
+        entry = TierBlock(segment, slot, 0, SlotState.READY, num_users=0, is_foreign=True)
+        self._foreign_slots[slot] = entry
+        for block in segment:
             if self.find(block.sequence_hash) is None:
                 self._record_stored(block)
             self._foreign.setdefault(block.sequence_hash, []).append(entry)
+
+    def remove_foreign(self, slot: int) -> None:
+        """Forget what another process had stored in this slot, if anything."""
+        if slot in self._foreign_slots:
+            self.drop(self._foreign_slots.pop(slot))
 
     @property
     def num_foreign(self) -> int:
@@ -331,15 +340,15 @@ class Tier:
 
     def _drop_foreign(self, dropped: TierBlock) -> None:
         dropped.state = SlotState.DROPPED
-        name = dropped.block.sequence_hash
-        entries = self._foreign.get(name, [])
-        if dropped not in entries:
-            return
-        entries.remove(dropped)
-        if not entries:
-            del self._foreign[name]
-        if self.find(name) is None:
-            self._events.add_removed(name, self.name)
+        for block in dropped.segment:
+            entries = self._foreign.get(block.sequence_hash, [])
+            if dropped not in entries:
+                continue
+            entries.remove(dropped)
+            if not entries:
+                del self._foreign[block.sequence_hash]
+            if self.find(block.sequence_hash) is None:
+                self._events.add_removed(block.sequence_hash, self.name)
 
     def _record_stored(self, block: CachedBlock) -> None:
         stored = kv_events.StoredBlock(block.sequence_hash, block.local_hash)

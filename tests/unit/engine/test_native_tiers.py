@@ -339,6 +339,37 @@ async def test_prompt_is_loaded_from_the_object_store_that_another_worker_has_fi
             assert len(other.sink.held[kv_events.REMOTE]) == 16
 
 
+async def test_prompt_is_loaded_from_the_object_store_that_another_worker_fills_meanwhile(
+    model, tmp_path, monkeypatch
+):
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(tier_policy, "_MIN_YES_RATE", 1)  # so that a busy machine answers in time
+    prompt, options = text(1, 300), {"kvbm_object_store": tmp_path.as_uri()}
+    async with (
+        serving(model, **tiers(200, **options)) as served,
+        serving(model, **tiers(200, **options)) as other,
+    ):
+        first = await served.answer(prompt)
+        await served.settle()
+        assert await other.answer(prompt) == first
+        report = await other.settle()
+
+        assert other.sink.by_tier["1"] == {"remote": 256}
+        assert report.counts["store_finds"] == 4
+        assert report.tiers[2].shared_blocks == 4 * 16
+        assert not other.sink.faults
+
+
+async def test_prompt_that_no_worker_has_stored_is_computed_after_one_question(model, tmp_path):
+    pytest.importorskip("obstore")
+    async with serving(model, **tiers(100, kvbm_object_store=tmp_path.as_uri())) as served:
+        await served.answer(text(1, 200))
+        report = await served.settle()
+
+        assert (report.counts["store_questions"], report.counts["store_finds"]) == (1, 0)
+        assert served.sink.cached["1"] == 0
+
+
 async def test_requests_to_the_object_store_move_256_tokens_each(model, tmp_path, monkeypatch):
     obstore = pytest.importorskip("obstore")
     requests = Counter()
@@ -364,6 +395,7 @@ async def test_requests_to_the_object_store_move_256_tokens_each(model, tmp_path
             await served.settle()
 
     assert served.sink.by_tier == {"1": {"remote": 768}, "2": {"remote": 768}}
+    assert requests.pop("head") <= 2  # for the first object of each prompt, in the first run
     assert requests == {"put": 6, "get_range": 6}
 
 

@@ -3,13 +3,14 @@
 import importlib.util
 import os
 import time
+import types
 
 import pytest
 import torch
 from test_vllm_tiers import Pool, Rig, name_of
 
 from dynamo.engine.adapters.vllm import tier_scheduler, tier_worker
-from dynamo.kvbm import tier_setup
+from dynamo.kvbm import tier_policy, tier_setup
 from waiting import PATIENT_S
 
 pytestmark = pytest.mark.skipif(
@@ -52,10 +53,10 @@ class Engine:
             joined = results if joined is None else joined.join(results)
         self.scheduler.record(joined)
 
-    def request(self, name, num_blocks):
+    def request(self, name, num_blocks, **fields):
         """Add a request of so many full blocks, and a token more."""
         tokens = [hash((name[0], i)) % 997 for i in range(num_blocks * BLOCK + 1)]
-        return Rig.add_request(self.scheduler, name, tokens, BLOCK)
+        return Rig.add_request(self.scheduler, name, tokens, BLOCK, **fields)
 
     def compute(self, request):
         """Fill vLLM's blocks with the prompt, and let the tiers copy them."""
@@ -159,6 +160,32 @@ def test_object_of_a_slot_that_is_written_anew_is_removed_at_every_rank(start, t
 
     assert names[0] == names[1]
     assert len(names[0]) == 8
+
+
+@pytest.mark.parametrize("num_lost", [0, 1])
+def test_object_that_another_worker_stores_meanwhile_is_found_if_all_ranks_have_it(
+    tmp_path, monkeypatch, num_lost
+):
+    monkeypatch.setattr(tier_policy, "_MIN_YES_RATE", 1)  # so that a busy machine answers in time
+    first, second = Engine(tmp_path), Engine(tmp_path)
+    for engine in (first, second):
+        engine.step()
+    first.compute(first.request("a", 4))
+    for path in objects_of(tmp_path, 1)[:num_lost]:
+        path.unlink()
+    num_loaded = second.load(second.request("a", 4))
+    for engine in (first, second):
+        engine.close()
+
+    assert num_loaded == 4 * (1 - num_lost)
+
+
+def test_blocks_of_an_adapter_are_not_asked_for(start):
+    engine = start()
+    request = engine.request("a", 4, lora_request=types.SimpleNamespace(lora_name="x"))
+
+    assert engine.scheduler.match(request, 0) == (0, False)
+    assert engine.scheduler.report().counts["store_questions"] == 0
 
 
 def test_blocks_that_were_cleared_before_the_first_step_are_not_found(start, tmp_path):

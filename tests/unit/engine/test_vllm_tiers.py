@@ -383,7 +383,7 @@ def test_clearing_before_the_tiers_are_open_drops_what_an_earlier_run_has_left()
     stored = Rig().request("a").block_hashes
     names = [name_of(block_hash) for block_hash in stored]
     blocks = {i: (tiers.CachedBlock(name, 0, None),) for i, name in enumerate(names)}
-    rig = Rig(num_disk=8, stored=blocks)
+    rig = Rig(num_disk=8, stored=blocks, kvbm_nvme_path="/x")
     rig.scheduler.clear()
     assert rig.scheduler.has_work
     assert not rig.step().is_disk_cleared  # the workers open the tiers in this step

@@ -6,7 +6,8 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.kvbm import host_memory, tier_copies
-from dynamo.kvbm.tiered_cache import DEVICE, HOST, TierCopy
+from dynamo.kvbm.tier_jobs import TierCopy
+from dynamo.kvbm.tiered_cache import DEVICE, HOST
 from dynamo.kvbm.tiers import CachedBlock
 from waiting import PATIENT_S
 

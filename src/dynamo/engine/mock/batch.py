@@ -17,7 +17,7 @@ import msgspec
 from dynamo.engine import api
 from dynamo.engine.mock.answers import EchoedPrompt, TokenCycle
 from dynamo.engine.mock.memory import MockChoice, MockMemory
-from dynamo.kvbm import sharing, tiered_cache
+from dynamo.kvbm import sharing, tier_jobs
 from dynamo.protocols import generate, kv_events, kv_transfer, load
 
 
@@ -187,7 +187,7 @@ class MockBatch:
         else:
             self._prefilling.append(choice)
 
-    def end_tier_copy(self, copy: tiered_cache.TierCopy, seconds: float) -> None:
+    def end_tier_copy(self, copy: tier_jobs.TierCopy, seconds: float) -> None:
         """Record that a simulated copy between tiers has ended; the choice of a load goes on."""
         tiers, choice = self._memory.tiers, copy.waiting
         assert tiers is not None

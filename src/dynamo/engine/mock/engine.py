@@ -30,7 +30,7 @@ from dynamo.engine.mock.batch import BatchLimits, MockBatch, StepPlan
 from dynamo.engine.mock.memory import MockChoice, MockMemory
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.mock.timing import Profile, Timing
-from dynamo.kvbm import agents, exchange, sharing, tiered_cache
+from dynamo.kvbm import agents, exchange, sharing, tier_jobs
 from dynamo.protocols import encoders, generate, kv_transfer, load, model_card
 from dynamo.transfer import descriptors
 from dynamo.transfer import memory as transfer_memory
@@ -113,7 +113,7 @@ class MockRank:
         self.batch.end_import(import_id, is_copied=is_copied)
         self._has_changed.set()
 
-    def end_tier_copy(self, copy: tiered_cache.TierCopy, seconds: float) -> None:
+    def end_tier_copy(self, copy: tier_jobs.TierCopy, seconds: float) -> None:
         """Let the choice of a load from a slower tier go on."""
         self.batch.end_tier_copy(copy, seconds)
         self._has_changed.set()

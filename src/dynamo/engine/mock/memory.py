@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from dynamo.base import clock as clocks
 from dynamo.engine.mock.answers import MockAnswer, TokenCycle
-from dynamo.kvbm import block_tables, tier_policy, tiered_cache, tiers
+from dynamo.kvbm import block_tables, tier_jobs, tier_policy, tiered_cache, tiers
 from dynamo.kvbm import pool as pools
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer
 
@@ -136,7 +136,7 @@ class SimulatedCopies:
         cache: tiered_cache.TieredCache,
         config: SimulatedTiersConfig,
         clock: clocks.Clock,
-        end_copy: Callable[[tiered_cache.TierCopy, float], None],
+        end_copy: Callable[[tier_jobs.TierCopy, float], None],
     ) -> None:
         """`end_copy` is called with each copy that ends and the seconds that it took."""
         self._cache, self._config, self._clock, self._end_copy = cache, config, clock, end_copy
@@ -159,6 +159,6 @@ class SimulatedCopies:
         """Record a step of the rank, from which the cache learns what computing takes."""
         self._cache.cost.record_step(num_tokens, seconds)
 
-    def _stop_waiting(self, copy: tiered_cache.TierCopy, on_late: Callable[[], None]) -> None:
+    def _stop_waiting(self, copy: tier_jobs.TierCopy, on_late: Callable[[], None]) -> None:
         self._cache.stop_waiting(copy)
         on_late()

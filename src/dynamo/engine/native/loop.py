@@ -18,7 +18,7 @@ from typing import Protocol
 from dynamo.base import errors
 from dynamo.engine.native.scheduler import Scheduler, StepResult
 from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
-from dynamo.kvbm import sharing, tier_copies, tier_report, tiered_cache
+from dynamo.kvbm import sharing, tier_copies, tier_jobs, tier_report
 from dynamo.observability import tracing
 from dynamo.protocols import generate, kv_events
 
@@ -157,7 +157,8 @@ class EngineLoop:
         tiers.apply_changes(copies.look())
         late = copies.take_late()
         for copy in late:
-            if self._records and copy.path[1] is kv_events.HOST:  # a load is waited for in any case
+            is_load = copy.path[1] is kv_events.DEVICE  # which is waited for in any case
+            if self._records and not is_load:
                 self._record_read(copy, tier_report.describe_late_read(copy, time.monotonic()))
             tiers.stop_waiting(copy)
         can_go_on = bool(late)
@@ -170,17 +171,19 @@ class EngineLoop:
                 copies.begin(copy)
         return can_go_on
 
-    def _end_tier_copy(self, copy: tiered_cache.TierCopy, outcome: tier_copies.CopyOutcome) -> None:
+    def _end_tier_copy(self, copy: tier_jobs.TierCopy, outcome: tier_copies.CopyOutcome) -> None:
         if self._records:
             num_failed = len(outcome.failed)
             read = tier_report.describe_read(
                 copy, outcome.began_at, outcome.ended_at, num_failed=num_failed
             )
             self._record_read(copy, read)
+        assert self._scheduler.tiers is not None
+        self._scheduler.tiers.record_time(time.monotonic())
         self._scheduler.end_tier_copy(copy, outcome.failed, outcome.seconds)
         self._deliver_exports()
 
-    def _record_read(self, copy: tiered_cache.TierCopy, read: tier_report.TierRead) -> None:
+    def _record_read(self, copy: tier_jobs.TierCopy, read: tier_report.TierRead) -> None:
         """Add a read from a tier to the stages of the requests that wait for it."""
         assert self._scheduler.tiers is not None
         for sequence in self._scheduler.tiers.waiting_for(copy):
@@ -203,6 +206,7 @@ class EngineLoop:
 
     def _submit(self, request: generate.Request, grammar: Grammar | None) -> None:
         if self._copies is not None and self._scheduler.tiers is not None:
+            self._scheduler.tiers.record_time(time.monotonic())
             self._scheduler.tiers.apply_changes(self._copies.look())
         self._scheduler.submit(request, grammar)
         self._deliver_exports()

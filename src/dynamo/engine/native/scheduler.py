@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from dynamo.base import errors
 from dynamo.engine.native.sequence import Chunk, Grammar, Paging, Sampled, Sequence
-from dynamo.kvbm import sharing, tier_report, tiered_cache
+from dynamo.kvbm import sharing, tier_jobs, tier_report, tiered_cache
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free
@@ -233,7 +233,7 @@ class Scheduler:
 
     def end_tier_copy(
         self,
-        copy: tiered_cache.TierCopy,
+        copy: tier_jobs.TierCopy,
         failed: frozenset[int] = frozenset(),
         seconds: float | None = None,
     ) -> None:

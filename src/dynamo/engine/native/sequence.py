@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dynamo.base import errors
-from dynamo.kvbm import block_tables, tiered_cache
+from dynamo.kvbm import block_tables, tier_jobs
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer
 
 
@@ -102,7 +102,7 @@ class Paging(block_tables.BlockTables[Sequence]):
     """The block tables of sequences. A prefill that has begun never waits for memory; only decoding asks for more."""
 
     def end_load(
-        self, sequence: Sequence, copy: tiered_cache.TierCopy, failed: frozenset[int]
+        self, sequence: Sequence, copy: tier_jobs.TierCopy, failed: frozenset[int]
     ) -> None:
         """Record the blocks that were loaded: those before the first that failed."""
         num_blocks = min(failed, default=len(copy.blocks))

@@ -9,7 +9,7 @@ own part of every block; a copy has ended when all ranks have made it.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from dynamo.kvbm import tiered_cache, tiers
+from dynamo.kvbm import tier_jobs, tiers
 from dynamo.protocols import kv_events
 
 # Of vLLM's extra arguments of a request:
@@ -23,7 +23,7 @@ IS_TRACED = (
 class TierPlan:
     """The copies to begin with a step. `waiting` of a copy is its number."""
 
-    copies: tuple[tiered_cache.TierCopy, ...] = ()
+    copies: tuple[tier_jobs.TierCopy, ...] = ()
     request_by_load: dict[int, str] = field(
         default_factory=dict
     )  # loads beside the steps; other loads end before the step

@@ -29,7 +29,7 @@ from dynamo.engine.adapters.vllm.tier_plan import (
     TierResults,
 )
 from dynamo.kvbm import pool as pools
-from dynamo.kvbm import tier_report, tier_setup, tiered_cache, tiers
+from dynamo.kvbm import tier_jobs, tier_report, tier_setup, tiered_cache, tiers
 from dynamo.protocols import generate, kv_events
 
 MAX_UNOPENED = 100  # steps after which nothing waits for the workers' first report
@@ -170,9 +170,9 @@ class TierScheduler:
         self._max_origins = 4 * tiers.MAX_QUEUED
         self._pool: EnginePool | None = None
         self._requests: dict[str, _Request] = {}
-        self._copies: dict[int, tiered_cache.TierCopy] = {}  # that run, by number
+        self._copies: dict[int, tier_jobs.TierCopy] = {}  # that run, by number
         self._ended: dict[int, EndedCopy] = {}  # that have ended at some ranks
-        self._late_at: dict[tiered_cache.TierCopy, float] = {}
+        self._late_at: dict[tier_jobs.TierCopy, float] = {}
         self._num_copies = self._num_plans = self._num_step_tokens = 0
         self._has_new_room = self._is_disk_cleared = False
         self._is_shared = False
@@ -213,13 +213,16 @@ class TierScheduler:
             return (None if self._num_plans < MAX_UNOPENED else 0), False
         if self._is_shared and state.added_at == self._num_plans:
             return None, False  # with the next step's results comes what others have stored
+        cache.record_time(self._now())
         names = self._name_blocks(state)
         state.first = num_computed // self._block_size
         usable = names[state.first : (request.num_tokens - 1) // self._block_size]
         request_id: str = request.request_id
         if not state.is_prepared:
             state.is_prepared = True
-            cache.prepare(request_id, usable)
+            is_asked = cache.asks_store and request.lora_request is None
+            chain = self._list_blocks(names, range(len(names))) if is_asked else ()
+            cache.prepare(request_id, usable, chain, state.first)
         self._stop_late()
         if cache.is_preparing(request_id):
             return None, False
@@ -289,7 +292,7 @@ class TierScheduler:
         for copy in cache.take_copies():
             number, self._num_copies = self._num_copies, self._num_copies + 1
             self._copies[number] = copy
-            if copy.path[1] is kv_events.HOST and copy.limit_s is not None:
+            if copy.path[1] is not kv_events.DEVICE and copy.limit_s is not None:
                 self._late_at[copy] = self._now() + copy.limit_s
             if copy.path[1] is kv_events.DEVICE and not copy.is_quick:
                 loads[number] = str(copy.waiting)
@@ -311,6 +314,7 @@ class TierScheduler:
         cache = self.cache
         if cache is None:
             return
+        cache.record_time(self._now())
         cache.apply_changes(results.changes)
         cache.host.add_slots(results.num_usable - cache.host.num_usable)
         if results.step_s is not None:
@@ -367,7 +371,7 @@ class TierScheduler:
             self.cache.clear()
 
     def _end(
-        self, cache: tiered_cache.TieredCache, copy: tiered_cache.TierCopy, ended: EndedCopy
+        self, cache: tiered_cache.TieredCache, copy: tier_jobs.TierCopy, ended: EndedCopy
     ) -> None:
         self._late_at.pop(copy, None)
         read = tier_report.describe_read(
@@ -395,7 +399,7 @@ class TierScheduler:
     def _record_read(
         self,
         cache: tiered_cache.TieredCache,
-        copy: tiered_cache.TierCopy,
+        copy: tier_jobs.TierCopy,
         read: tier_report.TierRead,
     ) -> None:
         """Note a read from a tier for the traced requests that wait for it."""
@@ -412,11 +416,13 @@ class TierScheduler:
         """Offer the full blocks of a request that were not offered yet."""
         names = self._name_blocks(state)
         first, end = state.num_offered, min(num_full, len(names))
-        offered = [
-            tiers.CachedBlock(names[i], 0, names[i - 1] if i else None) for i in range(first, end)
-        ]
+        offered = self._list_blocks(names, range(first, end))
         cache.offer(first, offered, -state.request.priority, state.hint)  # vLLM: the lower first
         state.num_offered = max(first, end)
+
+    @staticmethod
+    def _list_blocks(names: Sequence[int], positions: range) -> list[tiers.CachedBlock]:
+        return [tiers.CachedBlock(names[i], 0, names[i - 1] if i else None) for i in positions]
 
     def _name_blocks(self, state: _Request) -> list[int]:
         """Return the names of the full blocks of a request, the new ones included, and remember their origins."""

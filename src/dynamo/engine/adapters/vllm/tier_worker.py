@@ -16,7 +16,7 @@ import torch
 
 from dynamo.base import errors
 from dynamo.engine.adapters.vllm.tier_plan import EndedCopy, OpenedStorage, TierPlan, TierResults
-from dynamo.kvbm import host_memory, tier_copies, tier_setup, tiered_cache
+from dynamo.kvbm import host_memory, tier_copies, tier_jobs, tier_setup
 from dynamo.protocols import kv_events
 from dynamo.transfer import api
 
@@ -163,7 +163,7 @@ class TierWorker:
         assert self._copies is not None, "vLLM registers its cache before the first step"
         return self._copies
 
-    def _end(self, copy: tiered_cache.TierCopy, outcome: tier_copies.CopyOutcome) -> None:
+    def _end(self, copy: tier_jobs.TierCopy, outcome: tier_copies.CopyOutcome) -> None:
         assert isinstance(copy.waiting, int)
         self._ended[copy.waiting] = EndedCopy(
             failed=outcome.failed,
