@@ -1,7 +1,7 @@
 """Our connector for vLLM with faults, for tests: vLLM's processes import it, and look for files in a directory.
 
-`fail` in DYN_TEST_TIER_FAULTS makes every load fail, `slow` makes it take a second. Loads of more than four blocks run
-beside vLLM's steps, and smaller ones before them, so that a small model does both.
+`fail` in DYN_TEST_TIER_FAULTS makes every load fail, `slow` makes it take a second, `full` makes every offload fail.
+Loads of more than four blocks run beside vLLM's steps, and smaller ones before them, so that a small model does both.
 """
 
 import os
@@ -26,6 +26,8 @@ class FaultyMemory(tier_worker.LayerMemory):
             time.sleep(SLOW_S)
         if operation is api.TransferOperation.READ and (directory / "fail").exists():
             super().move(operation, device_blocks[:1], host_slots[:1], limit)
+            raise errors.TransferError("the test wants it")
+        if operation is api.TransferOperation.WRITE and (directory / "full").exists():
             raise errors.TransferError("the test wants it")
         super().move(operation, device_blocks, host_slots, limit)
 

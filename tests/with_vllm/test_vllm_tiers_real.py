@@ -201,6 +201,36 @@ async def test_preempted_requests_answer_as_if_each_were_alone(worker):
     await worker.engine.clear_kv_blocks()  # raises if blocks are held for longer
 
 
+@pytest.mark.parametrize("fault", ["fail", "slow", "full"])
+async def test_faulty_copies_under_32_requests_change_no_answer_and_hold_no_block(
+    worker, directory, fault
+):
+    """Some requests are preempted, and every fifth is aborted."""
+    prompts = {f"{fault} {i}": prompt(700 + i % 8, 160) for i in range(32)}
+    alone = [
+        await worker.answer(f"{name} alone", prompts[name], max_tokens=60)
+        for name in list(prompts)[:8]
+    ]
+    before = num_preemptions()
+    (directory / fault).touch()
+    try:
+        for name, tokens in prompts.items():
+            worker.submit(name, tokens, max_tokens=60)
+        await worker.sink.until_ended(f"{fault} 0")
+        aborted = [f"{fault} {i}" for i in range(9, 32, 5)]
+        for name in aborted:
+            worker.engine.abort(name)
+        for i, name in enumerate(prompts):
+            if name not in aborted:
+                await worker.sink.until_ended(name)
+                assert worker.sink.tokens(name) == alone[i % 8]
+    finally:
+        (directory / fault).unlink()
+
+    assert num_preemptions() > before
+    await worker.engine.clear_kv_blocks()  # raises if blocks are held for longer
+
+
 async def test_engine_loads_what_another_one_of_the_host_has_computed(worker, make_engine):
     first = await worker.answer("s1", prompt(95, 300), max_tokens=12)
     sink = Sink()
