@@ -48,7 +48,7 @@ class TrialLimits(NamedTuple):
 
     cpu_s: int
     memory: int  # bytes that it may add
-    wall_s: int  # on a machine so busy that the processor time takes as long as that
+    wall_s: int  # far longer than the processor time takes on a busy machine, so that this bound is named
 
     def explain(self, ended_by: int) -> str:
         """Return which limit the signal stands for that ended a trial."""

@@ -12,6 +12,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.engine import trials
+from dynamo.engine.adapters.vllm import grammars
 from dynamo.engine.native import grammar_compiler, grammar_trials
 from dynamo.engine.native.grammar_compiler import GrammarCompiler
 from dynamo.protocols import generate
@@ -178,6 +179,14 @@ async def test_unreadable_tokenizer_fails_the_request(tmp_path):
 
 def test_model_without_a_tokenizer_has_no_grammars(tmp_path):
     assert not GrammarCompiler(tmp_path / "none", VOCAB).is_possible
+
+
+@pytest.mark.parametrize("limits", [grammar_trials.LIMITS, grammars.LIMITS], ids=["native", "vllm"])
+def test_endless_grammar_is_refused_by_its_processor_time_on_a_busy_machine_too(limits):
+    """A client that is told to try later would send it again and again."""
+    num_processes_a_core = 50
+
+    assert limits.wall_s > num_processes_a_core * limits.cpu_s
 
 
 def test_trial_that_got_no_processor_is_no_fault_of_the_request():

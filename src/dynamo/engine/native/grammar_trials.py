@@ -10,7 +10,7 @@ from dynamo.engine.native import guided_decoding
 LIMITS = trials.TrialLimits(
     cpu_s=2,  # an ordinary grammar takes a thousandth of it
     memory=2**29,
-    wall_s=60,
+    wall_s=300,
 )
 
 

@@ -19,7 +19,7 @@ from dynamo.protocols import generate
 LIMITS = trials.TrialLimits(
     cpu_s=10,  # of large vocabularies: vLLM's XGrammar looks at each token in each state
     memory=2**30,
-    wall_s=120,
+    wall_s=600,
 )
 MAX_CHECK_S = 1.0  # of the event loop, for which all streams of the worker wait
 MAX_CACHED = 256
