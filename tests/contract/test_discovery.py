@@ -20,17 +20,17 @@ from tcp_proxy import TcpProxy
 from waiting import PATIENT_S
 
 MORTAL = """
-import pathlib, sys, time
+import pathlib, signal, sys
 from dynamo.runtime.backends import lease_directory
 directory = lease_directory.LeaseDirectory(pathlib.Path(sys.argv[1]), "dead")
 directory.acquire()
 for key in sys.argv[2:]:
     directory.write(key, b"{}")
 print("ready", flush=True)
-time.sleep(60)
+signal.pause()
 """
 
-ETCD_TTL_S = 2  # the least that etcd grants
+ETCD_TTL_S = 2  # the least that etcd grants, for members that are to die or be lost
 MORTAL_IN_ETCD = """
 import asyncio, sys
 from dynamo.runtime.backends.etcd import access
@@ -41,7 +41,7 @@ async def main():
     for key in sys.argv[4:]:
         await mortal.put(key, b"{}")
     print("ready", flush=True)
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 asyncio.run(main())
 """
 
@@ -119,16 +119,16 @@ class EtcdHost:
         self._members = []
         self._processes = []
 
-    async def join(self, address=None, **options):
+    async def join(self, address=None, lease_ttl_s=etcd_discovery.LEASE_TTL_S, **options):
         whereto = access.EtcdAccess(addresses=(address or self._server.address,))
-        options["lease_ttl_s"] = ETCD_TTL_S
+        options["lease_ttl_s"] = lease_ttl_s
         member = await EtcdDiscovery.open(whereto, next(self._ids), **options)
         self._members.append(member)
         return member
 
     async def join_to_be_lost(self):
         """A member, and how to cut it off, so that its lease ends."""
-        return await self.join(await self._proxy.start()), self._proxy.drop
+        return await self.join(await self._proxy.start(), ETCD_TTL_S), self._proxy.drop
 
     async def start_mortal(self, *keys):
         argv = [MORTAL_IN_ETCD, self._server.address, str(next(self._ids)), str(ETCD_TTL_S), *keys]
@@ -144,8 +144,6 @@ class EtcdHost:
 
 class KubernetesHost:
     """The same, with the objects of a cluster; the mortal's container ends, and its pod is no longer ready."""
-
-    dead_within_s = 5
 
     def __init__(self, request):
         self._pods = PlayedPods()

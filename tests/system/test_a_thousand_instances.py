@@ -8,6 +8,7 @@ from deployment import MODEL, rss_bytes
 
 from dynamo.runtime.backends.etcd import access, discovery
 from etcd_server import EtcdServer
+from waiting import PATIENT_S
 
 pytestmark = pytest.mark.system
 NUM_INSTANCES = 1000
@@ -37,7 +38,8 @@ async def clone_the_worker(etcd, number):
     return registry
 
 
-async def test_frontend_knows_a_thousand_instances_in_bounded_memory(deployment, etcd):
+async def test_frontend_knows_a_thousand_instances_in_bounded_memory(deployment, etcd, monkeypatch):
+    monkeypatch.setattr(discovery, "PUT_TIMEOUT_S", PATIENT_S)  # of 999 puts the last waits for all
     deployment.environ |= {"DYN_DISCOVERY_BACKEND": "etcd", "ETCD_ENDPOINTS": etcd.url}
     frontend = deployment.frontend("--router-mode", "kv")
     deployment.mocker()
