@@ -11,7 +11,7 @@ import signal
 
 import httpx
 from console_browser import AXE, NEEDS_BROWSER, QUESTION, SHIFTS, ask, get, show, violations
-from deployment import MODEL, newly_asked
+from deployment import MODEL
 
 import ports
 from dynamo.engine import native
@@ -77,27 +77,27 @@ def test_second_question_is_cached_and_the_console_says_why(deployment, page):
 
 def test_lost_worker_is_shown_while_its_answer_goes_on(deployment, page):
     frontend = deployment.frontend("--router-mode", "kv")
-    workers = [deployment.mocker() for _ in range(2)]
-    frontend.others = list(workers)
+    doomed = deployment.mocker("--tick-ms", "300")  # its answer lasts until the page has shown it
+    frontend.others = [doomed]
     frontend.await_models([MODEL])
     show(page, frontend.url, "topology")
-    page.wait_for_selector('tr[data-state="ready"] >> nth=1')
-    rows = httpx.get(f"{frontend.url}/console/api/topology", timeout=PATIENT_S).json()["workers"]
-    assert {one.get_attribute("data-worker") for one in page.locator("tr[data-worker]").all()} == {
-        one["instance"] for one in rows
-    }
-    with (
-        newly_asked(workers) as asked,
-        frontend.stream("Tell me a story", max_tokens=1000) as lines,
-    ):
+    page.wait_for_selector('tr[data-state="ready"]')
+    with frontend.stream("Tell me a story", max_tokens=1000) as lines:
         next(lines)
+        frontend.others.append(deployment.mocker("--speedup-ratio", "1000"))
+        page.wait_for_selector('tr[data-state="ready"] >> nth=1')
+        rows = get(frontend, "topology")["workers"]
+        shown = page.locator("tr[data-worker]").all()
+        assert {one.get_attribute("data-worker") for one in shown} == {
+            one["instance"] for one in rows
+        }
         # the worker with the request: it alone has something in flight
         busy = page.locator("tr[data-worker]").filter(
             has=page.locator("td:nth-child(5)", has_text="1")
         )
         busy.first.wait_for()
         instance = busy.first.get_attribute("data-worker")
-        asked().kill()
+        doomed.kill()
         page.wait_for_selector(f'tr[data-worker="{instance}"]:not([data-state="ready"])')
         assert list(lines)[-1] == "[DONE]"
     show(page, frontend.url, "requests")
@@ -115,7 +115,8 @@ def test_lost_worker_is_shown_while_its_answer_goes_on(deployment, page):
 def test_topology_draws_frontends_tiers_and_transfers_and_tells_what_leaves(deployment, page):
     frontend, other = (deployment.frontend("--router-mode", "kv") for _ in range(2))
     prefill = deployment.mocker("--is-prefill-worker", "--kvbm-host-blocks", "64")
-    decode = deployment.mocker("--disaggregation-mode", "decode")
+    patient = ("--tick-ms", "100", "--graceful-shutdown-timeout", "600")
+    decode = deployment.mocker("--disaggregation-mode", "decode", *patient)
     frontend.others = [other, prefill, decode]
     frontend.await_models([MODEL])
     eventually(lambda: "by prefill workers of" in frontend.log.read_text(), what="a way")
@@ -150,7 +151,11 @@ def test_topology_draws_frontends_tiers_and_transfers_and_tells_what_leaves(depl
     assert "device" in computing["tiers"]
     httpx.post(f"{prefill.url}/engine/sleep", timeout=PATIENT_S)
     row_of(computing["instance"]).get_by_text("asleep", exact=True).wait_for()
-    with frontend.stream("Tell me a story", max_tokens=400) as lines:
+    with (
+        frontend.stream("Tell me a story", max_tokens=1900, ignore_eos=True) as lasting,
+        frontend.stream("Tell me another", max_tokens=40) as lines,
+    ):
+        next(lasting)
         next(lines)
         decode.signal(signal.SIGTERM)
         row_of(transfer["decode"]).get_by_text("draining", exact=True).wait_for()
@@ -282,7 +287,7 @@ def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
     planner = deployment.run(
         "dynamo.planner", "--environment", "local", "--backend", "mocker", "--model-name", MODEL,
         "--frontend-url", frontend.url, "--planner-port", "0", "--adjustment-interval", "0.5",
-        "--max-workers", "4", "--worker-flags", "--num-gpu-blocks-override 40 --block-size 64 --tick-ms 20",
+        "--max-workers", "4", "--worker-flags", "--num-gpu-blocks-override 40 --block-size 64 --tick-ms 100",
         "--startup-time", "20",
     )  # fmt: skip
     frontend.others = [planner]

@@ -14,12 +14,12 @@ def test_operator_reads_the_state_and_commands_a_worker(deployment, tmp_path):
     frontend.others = [one, other]
     frontend.await_models([MODEL])
     operator, worker = client.Client(frontend.url), client.WorkerClient(one.url)
-    eventually(lambda: len(list(operator.list_workers())) == 2, what="two workers")
+    states = lambda: [row.state for row in operator.list_workers(MODEL)]  # noqa: E731
+    eventually(lambda: states() == ["ready", "ready"], what="two workers")
     assert frontend.chat(max_tokens=2).status_code == 200
 
     assert operator.is_healthy()
     assert [model.id for model in operator.list_models()] == [MODEL]
-    assert {row.state for row in operator.list_workers(MODEL)} == {"ready"}
     assert list(operator.list_workers("another")) == []
     (row,) = operator.list_usage(model=MODEL)
     assert (row.num_requests, row.output_tokens) == (1, 2)

@@ -10,14 +10,13 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
 import httpx
 import pytest
 import yaml
-from deployment import MODEL, Process
+from deployment import MODEL, Process, newly_asked
 from split import Split
 
 import members
@@ -114,9 +113,12 @@ def use_and_break(frontend, prefill, mockers):
     frontend.chat("too long", max_tokens=10**6)
     with frontend.stream(max_tokens=400) as lines:
         next(lines)  # and the client goes away
-    with frontend.stream(model=SIMULATED, max_tokens=200, ignore_eos=True) as lines:
+    with (
+        newly_asked(mockers) as asked,
+        frontend.stream(model=SIMULATED, max_tokens=200, ignore_eos=True) as lines,
+    ):
         next(lines)
-        next(one for one in mockers if one.metric("inflight_requests") > 0).signal(signal.SIGKILL)
+        asked().kill()
         moved = list(lines)
     with frontend.stream(model=SIMULATED, max_tokens=200, ignore_eos=True) as lines:
         next(lines)
@@ -145,7 +147,7 @@ def test_every_expression_has_data(deployment, tmp_path):
     split = Split(deployment, frontend=frontend)
     decode = split.decode(*tiers, "--kvbm-nvme-path", str(tmp_path / "cache"))
     prefill = split.prefill()
-    mockers = [deployment.mocker("--model-name", SIMULATED, "--tick-ms", "20") for _ in range(2)]
+    mockers = [deployment.mocker("--model-name", SIMULATED, "--tick-ms", "50") for _ in range(2)]
     profile_files.write_profile(make_steady_profile(), tmp_path / "profile")
     planner_port, operator_port = ports.reserve(), ports.reserve()
     deployment.run(

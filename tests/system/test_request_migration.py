@@ -87,7 +87,7 @@ def test_stopped_worker_is_abandoned_and_harmless_when_it_wakes(deployment):
 
 
 def test_stopped_only_worker_is_waited_for(deployment):
-    frontend, (worker,) = start(deployment, 1)
+    frontend, (worker,) = start(deployment, 1, flags=("--tick-ms", "20"))
     fields = asked(max_tokens=400)
     with frontend.stream(QUESTION, **fields) as lines:
         undisturbed = text_of(lines)
@@ -106,13 +106,12 @@ def test_stopped_only_worker_is_waited_for(deployment):
 
 
 def test_answer_unfinished_after_the_grace_period_migrates(deployment):
-    frontend, workers = start(deployment, 2, flags=(*PACED, "--graceful-shutdown-timeout", "0.2"))
-    with (
-        newly_asked(workers) as holder,
-        frontend.stream(QUESTION, **asked(max_tokens=300)) as lines,
-    ):
-        begun = [next(lines) for _ in range(20)]
-        leaving = holder()
+    slow = ("--tick-ms", "300", "--graceful-shutdown-timeout", "0.2")
+    frontend, (leaving,) = start(deployment, 1, flags=slow)
+    with frontend.stream(QUESTION, **asked(max_tokens=300)) as lines:
+        begun = [next(lines) for _ in range(3)]
+        frontend.others.append(deployment.mocker("--speedup-ratio", "1000"))
+        await_workers(frontend, 2)
         leaving.signal(signal.SIGTERM)
         _, usage = text_of([*begun, *lines])
 

@@ -149,6 +149,7 @@ def test_printed_line_starts_one_more_worker_of_a_service(deployment, home):
 
 
 def test_planner_of_a_graph_starts_its_workers(deployment, home, tmp_path):
+    deployment.environ["DYN_WORKER_WAIT_SECS"] = str(PATIENT_S)
     port = ports.reserve()
     config = tmp_path / "planner.yaml"
     config.write_text(
