@@ -74,5 +74,5 @@ class NatsServer:
 
 async def connect(url: str, name: str = "test") -> connection.NatsConnection:
     return await connection.NatsConnection.open(
-        access.read((url,), {}), name=name, start_timeout_s=5
+        access.read((url,), {}), name=name, start_timeout_s=PATIENT_S
     )

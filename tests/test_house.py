@@ -135,8 +135,10 @@ def impatient_bound(call: ast.Call) -> ast.expr | None:
     if is_request and "timeout" not in bounds and None not in bounds:
         return call
     found = [bounds[word] for word in ("timeout", "within_s") if word in bounds]
-    if name == "asyncio.timeout" and call.args:
-        found.append(call.args[0])
+    if name.endswith((".kubectl", "requests.call")) and "timeout_s" in bounds:
+        found.append(bounds["timeout_s"])
+    if name == "asyncio.timeout" or name.endswith(".wait_for_instances"):
+        found += call.args[:1]
     if name == "asyncio.wait_for" and len(call.args) == 2:
         found.append(call.args[1])
     return next(

@@ -15,6 +15,7 @@ from dynamo.engine.native import engine as engines
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.transfer.backends import local
+from waiting import PATIENT_S
 
 LENGTHS = [
     1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 128, 200, 257, 300, 400, 511, 512, 513,
@@ -135,7 +136,7 @@ async def test_split_prefill_gives_the_same_answers(model, expected, way, knowin
     backends = () if way == "local" else (way,)
     opened = {"is_open": True, "backends": backends, "room": room}
     async with started(model, **opened) as prefill, started(model, **opened) as decode:
-        await decode.engine.connect_peer(prefill.engine.transfer_metadata, deadline_s=5)
+        await decode.engine.connect_peer(prefill.engine.transfer_metadata, deadline_s=PATIENT_S)
         sides = {"prefill": prefill, "decode": decode}
         await asyncio.gather(*(sides[name].know(prompts) for name in knowing))
 

@@ -268,7 +268,7 @@ async def test_noise_on_the_topic_is_ignored(worker, router):
 async def test_malformed_replay_request_is_refused(worker, join):
     runtime = await join()
     client = runtime.client(instances.EndpointName("n", "backend", instances.KV_EVENTS_REPLAY))
-    await client.wait_for_instances(5)
+    await client.wait_for_instances(PATIENT_S)
 
     with pytest.raises(errors.RemoteProtocolError, match="a replay"):
         await client.call("noise", reply_type=kv_events.ReplayPart)

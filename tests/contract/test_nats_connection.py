@@ -19,7 +19,7 @@ from waiting import PATIENT_S, until
 SEED = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
 
 
-async def join(url, environ=None, start_timeout_s=5):
+async def join(url, environ=None, start_timeout_s=PATIENT_S):
     whereto = access.read((url,), environ or {})
     return await connection.NatsConnection.open(whereto, name="t", start_timeout_s=start_timeout_s)
 
@@ -172,7 +172,7 @@ async def test_workers_of_one_process_have_separate_subjects(nats_server):
                 name.path,
                 None,
                 reply_type=int,
-                timeout_s=5,
+                timeout_s=PATIENT_S,
             )
 
     assert replies == {0: 0, 1: 1}

@@ -20,7 +20,9 @@ from waiting import PATIENT_S, until
 ECHO, TOPIC = "a/b/echo", "a/b/events"
 IDS = itertools.count(1)
 QUICK = frame_connection.ConnectionLimits(silence_s=0.6, connect_s=3.0)
-UNHURRIED = frame_connection.ConnectionLimits(silence_s=60.0)  # so it is not silence that tells
+UNHURRIED = frame_connection.ConnectionLimits(
+    silence_s=PATIENT_S
+)  # so it is not silence that tells
 
 
 class Receiver:
@@ -214,7 +216,7 @@ async def test_a_server_that_dismisses_us_is_joined_again(tmp_path):
     config.write_text("max_payload: 100000")
     server = servers.NatsServer(tmp_path / "nats", "-c", str(config))
     server.start()
-    async with asking(server) as (asker, address, calls, receiver, to_nats):
+    async with asking(server, UNHURRIED) as (asker, address, calls, receiver, to_nats):
         config.write_text("max_payload: 1000")
         server.reload()
         async with asyncio.timeout(PATIENT_S):
@@ -229,7 +231,7 @@ async def test_a_server_that_dismisses_us_is_joined_again(tmp_path):
 
 
 async def test_a_lost_message_breaks_the_link_by_name(server, monkeypatch):
-    async with asking(server) as (asker, address, calls, receiver, _):
+    async with asking(server, UNHURRIED) as (asker, address, calls, receiver, _):
         split = planes.EnvelopeWriter.split
         monkeypatch.setattr(planes.EnvelopeWriter, "split", lambda *a: list(split(*a))[1:])
         calls[0].send(generate.Output((1,)))
@@ -302,7 +304,9 @@ async def test_long_request_over_a_slow_wire_is_not_taken_for_silence(server):
     try:
         async with joined(behind_it) as (worker, _), joined(server) as (asker, _):
             address = await worker.serve(ECHO, lambda call: call.reply(len(call.body)))
-            length = await requests.call(asker, address, ECHO, body, reply_type=int, timeout_s=60)
+            length = await requests.call(
+                asker, address, ECHO, body, reply_type=int, timeout_s=PATIENT_S
+            )
     finally:
         await proxy.close()
 

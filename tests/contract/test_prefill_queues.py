@@ -22,7 +22,7 @@ from waiting import PATIENT_S, until
 PREFILL = instances.EndpointName("d", "prefill", "generate")
 LEASES = "d/backend/prefill_claims"
 NAMES = itertools.count()
-BOUNDS = services.WorkQueueBounds(acknowledge_s=0.5)
+BOUNDS = services.WorkQueueBounds(acknowledge_s=2.0)
 
 
 def request(i=0):

@@ -113,7 +113,9 @@ class Side:
 async def pair(*, is_open=True, prefill=None, **settings):
     left = await Side.start(**(settings | (prefill or {})))
     right = await Side.start(is_open=is_open, **settings)
-    right.source = await right.engine.connect_peer(left.engine.transfer_metadata, deadline_s=5)
+    right.source = await right.engine.connect_peer(
+        left.engine.transfer_metadata, deadline_s=PATIENT_S
+    )
     try:
         yield left, right
     finally:

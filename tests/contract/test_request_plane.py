@@ -561,17 +561,16 @@ async def test_closing_caller_cancels_its_calls(held):
     assert type(await receiver.end()) is errors.StreamBroken
 
 
-async def test_streams_of_a_silent_worker_break_in_time(world):
+async def test_streams_of_a_silent_worker_break(world):
+    """In time, by a clock that no other process delays: `tests/unit/runtime/test_frame_connection.py`."""
     listener = await world.network().listen(lambda: Peer(WELCOME))
-    receiver, loop = Recorder(), asyncio.get_running_loop()
+    receiver = Recorder()
     await world.plane(QUICK).open(listener.address, ECHO, None, receiver)
-    began = loop.time()
     error = await receiver.end()
     listener.close()
 
     assert type(error) is errors.StreamBroken
-    assert "silent" in str(error)
-    assert loop.time() - began < 10 * QUICK.silence_s
+    assert f"silent for {QUICK.silence_s} s" in str(error)
 
 
 async def test_streams_that_give_up_early_end_before_the_limit(world):
@@ -658,18 +657,19 @@ async def test_silent_caller_is_noticed(world):
 
 
 async def test_heartbeats_keep_quiet_and_one_way_streams_alive(world):
+    limits = HEARD if world.kind == "nats" else QUICK  # the server of NATS is another process
     holder, receivers = Holder(), [Recorder(), Recorder()]
-    address = await world.plane(QUICK).serve(ECHO, holder)
-    plane, loop = world.plane(QUICK), asyncio.get_running_loop()
+    address = await world.plane(limits).serve(ECHO, holder)
+    plane, loop = world.plane(limits), asyncio.get_running_loop()
     await plane.open(address, ECHO, None, receivers[0])
     await holder.call()
     quiet = asyncio.Event()
-    loop.call_later(2 * QUICK.silence_s, quiet.set)
+    loop.call_later(2 * limits.silence_s, quiet.set)
     await quiet.wait()  # nothing is said for two limits of silence
-    ends_at = loop.time() + 2 * QUICK.silence_s
+    ends_at = loop.time() + 2 * limits.silence_s
     while loop.time() < ends_at:  # now only the worker speaks
         holder.calls[0].send(output(1))
-        await asyncio.sleep(QUICK.silence_s / 10)
+        await asyncio.sleep(limits.silence_s / 10)
     holder.calls[0].finish()
 
     assert await receivers[0].end() is None
@@ -861,7 +861,7 @@ async def test_one_process_serves_several_endpoints_at_one_address(world):
     first = await server.serve("a/b/one", lambda call: call.reply(1))
     second = await server.serve("a/b/two", lambda call: call.reply(2))
     replies = [
-        await requests.call(plane, first, f"a/b/{name}", None, reply_type=int, timeout_s=5)
+        await requests.call(plane, first, f"a/b/{name}", None, reply_type=int, timeout_s=PATIENT_S)
         for name in ("one", "two")
     ]
 
@@ -884,18 +884,18 @@ async def test_call_raises_the_error_of_the_endpoint(world):
 
     plane, address = world.plane(), await world.plane().serve(ECHO, handler)
 
-    async def error_of(value):
+    async def error_of(value, timeout_s=PATIENT_S):
         with pytest.raises(errors.DynamoError) as info:
-            await requests.call(plane, address, ECHO, value, reply_type=int, timeout_s=0.02)
+            await requests.call(plane, address, ECHO, value, reply_type=int, timeout_s=timeout_s)
         return info.type
 
     assert await error_of("fail") is model_errors.ModelNotFound
     assert await error_of("nothing") is errors.RemoteProtocolError
     assert await error_of("output") is errors.RemoteProtocolError
     assert await error_of("text") is errors.RemoteProtocolError
-    assert await error_of("silence") is errors.DeadlineExceeded
+    assert await error_of("silence", timeout_s=0.02) is errors.DeadlineExceeded
     assert (
-        await requests.call(plane, address, ECHO, "text", reply_type=str, timeout_s=5)
+        await requests.call(plane, address, ECHO, "text", reply_type=str, timeout_s=PATIENT_S)
     ) == "text"
 
 

@@ -59,7 +59,7 @@ async def serve_beside_a_stranger(network, make_plane, data):
     server, plane, stranger = make_plane(network), make_plane(network), Stranger(data)
     address = await server.serve(ECHO, echo)
     await network.connect(address, lambda: stranger)
-    reply = await requests.call(plane, address, ECHO, "well?", reply_type=str, timeout_s=5)
+    reply = await requests.call(plane, address, ECHO, "well?", reply_type=str, timeout_s=PATIENT_S)
     stranger.transport.abort()
     await plane.close()
     await server.close()
@@ -189,7 +189,7 @@ async def serve_beside_the_unproven(credentials, data):
     address = await server.serve(ECHO, remembering(bodies))
     answer, reply = await asyncio.gather(
         knock(address, data),
-        requests.call(plane, address, ECHO, "well?", reply_type=str, timeout_s=5),
+        requests.call(plane, address, ECHO, "well?", reply_type=str, timeout_s=PATIENT_S),
     )
     await plane.close()
     await server.close()
@@ -245,7 +245,7 @@ async def test_pending_connections_are_bounded_without_a_token():
     strangers = [asyncio.create_task(knock(address, b"\0", is_patient=True)) for _ in range(100)]
     await until(lambda: sum(stranger.done() for stranger in strangers) >= 92)
     plane = tcp.TcpRequestPlane(item_type=generate.Output)
-    reply = await requests.call(plane, address, ECHO, 1, reply_type=int, timeout_s=20)
+    reply = await requests.call(plane, address, ECHO, 1, reply_type=int, timeout_s=PATIENT_S)
     for closed in (plane, server):
         await closed.close()
     await asyncio.gather(*strangers)

@@ -85,7 +85,7 @@ async def test_long_request_over_a_slow_link_is_not_taken_for_silence():
         host.set_wire(bytes_per_s=BYTES_PER_S)
         body = b"x" * REQUEST_BYTES
         length = await requests.call(
-            client, address, "a/b/length", body, reply_type=int, timeout_s=60, instance_id=7
+            client, address, "a/b/length", body, reply_type=int, timeout_s=PATIENT_S, instance_id=7
         )
         await client.close()
         await server.close()

@@ -277,7 +277,7 @@ def test_kubectl_apply_of_two_managers_conflicts(cluster):
 def test_a_namespace_goes_with_its_content(cluster):
     cluster.kubectl("create", "namespace", "short")
     cluster.kubectl("create", "configmap", "-n", "short", "data", "--from-literal=a=b")
-    cluster.kubectl("delete", "namespace", "short", timeout_s=90)
+    cluster.kubectl("delete", "namespace", "short")
 
     assert "not found" in cluster.kubectl("get", "namespace", "short").stderr
     assert cluster.kubectl("get", "configmaps", "-n", "short", "-o", "name").stdout == ""
@@ -544,10 +544,10 @@ def test_autoscaler_keeps_to_its_limits_without_any_metric_and_shows_what_is_the
     manifest = re.sub(r"command: .*", "command: [sleep, infinity]", manifest)
     node.kubectl("apply", "-f", "-", stdin=manifest)
     shown = "--for=jsonpath={.status.currentReplicas}"
-    grown = node.kubectl("wait", f"{shown}=2", "hpa/still", "--timeout=60s")
+    grown = node.kubectl("wait", f"{shown}=2", "hpa/still", kube_cluster.WAIT)
     node.kubectl("annotate", "hpa/still", "changed=once")  # a user's write removes unknown fields
     node.kubectl("scale", "deployment/still", "--replicas=3")
-    followed = node.kubectl("wait", f"{shown}=3", "hpa/still", "--timeout=60s")
+    followed = node.kubectl("wait", f"{shown}=3", "hpa/still", kube_cluster.WAIT)
     events = node.kubectl("get", "events", "--field-selector", "reason=SuccessfulRescale").stdout
     node.kubectl("delete", "hpa/still", "deployment/still")
 
@@ -564,7 +564,7 @@ def test_pods_have_temporary_folders_and_message_queues_of_their_own(node, idle_
     spec = {"containers": [container], "terminationGracePeriodSeconds": 1}
     other = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "other"}, "spec": spec}
     node.kubectl("apply", "-f", "-", stdin=json.dumps(other))
-    node.kubectl("wait", "--for=condition=Ready", "pod/other", "--timeout=60s")
+    node.kubectl("wait", "--for=condition=Ready", "pod/other", kube_cluster.WAIT)
     script = f"echo $0 > {file}; cat {file} {tmp_path}/given; readlink /proc/self/ns/ipc"
     shown = [
         node.kubectl("exec", pod, "--", "sh", "-c", script, pod).stdout.splitlines()
@@ -638,7 +638,7 @@ def test_pods_without_namespaces_listen_at_one_port_and_have_their_own_volumes(
         cluster.kubectl(
             "apply", "-f", "-", stdin=f"{make_server('one')}\n---\n{make_server('two')}"
         )
-        ready = cluster.kubectl("wait", "--for=condition=Ready", "pod", "--all", "--timeout=60s")
+        ready = cluster.kubectl("wait", "--for=condition=Ready", "pod", "--all", kube_cluster.WAIT)
         answers = []
         for name in ("one", "two"):
             with cluster.port_forward(f"pod/{name}", 8000) as url:

@@ -275,7 +275,7 @@ def test_upgrade_and_rollback_restart_only_what_changed_and_uninstall_leaves_not
     )
     remaining = run(cluster, "get", kinds, "-n", NAMESPACE, "-o", "name").split()
     cluster_wide = run(cluster, "get", "clusterroles,clusterrolebindings", "-o", "name").split()
-    run(cluster, "delete", "namespace", NAMESPACE, timeout_s=110)
+    run(cluster, "delete", "namespace", NAMESPACE)
 
     for before, after in ((first, upgraded), (upgraded, rolled_back)):
         kept = {name for name, uid in before.items() if after.get(name) == uid}

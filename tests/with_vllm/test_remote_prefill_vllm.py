@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 import kv_params
+from waiting import PATIENT_S
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
     pytest.skip("vllm and nixl are not installed here: make test-vllm", allow_module_level=True)
@@ -137,7 +138,9 @@ async def test_an_imported_prompt_gives_the_same_answer(prefill, decode):
     prompt = a_prompt(1)
     expected = await decode.tokens(prompt)
     await decode.engine.clear_kv_blocks()
-    engine_id = await decode.engine.connect_peer(prefill.engine.transfer_metadata, deadline_s=5)
+    engine_id = await decode.engine.connect_peer(
+        prefill.engine.transfer_metadata, deadline_s=PATIENT_S
+    )
 
     params = await prefill.prefill(prompt)
     answered = await decode.answer(prompt, params=params)

@@ -15,6 +15,7 @@ import kube_cluster
 import vllm_engine
 import vllm_models
 from kube_articles import ask, run
+from waiting import PATIENT_S
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -45,8 +46,10 @@ def test_manifest_of_the_article_answers_through_port_forward(cluster, name, wor
     environ = {**vllm_engine.ENVIRONMENT, "DYN_LOG": "debug"}
     text = kube_articles.manifest(name, workers=workers, environ=environ)
     run(cluster, "apply", "-f", "-", stdin=text)
+    start_s = 5 * PATIENT_S
     ready = cluster.kubectl(
-        "wait", "--for=condition=Ready", f"dgd/{name}", "--timeout=1500s", timeout_s=1600
+        *("wait", "--for=condition=Ready", f"dgd/{name}", f"--timeout={start_s:g}s"),
+        timeout_s=start_s + PATIENT_S,
     )
     assert ready.returncode == 0, (
         run(cluster, "get", "dgd,pods"),

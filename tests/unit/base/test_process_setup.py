@@ -22,7 +22,7 @@ async def main():
     print("ready", flush=True)
     await stop.wait()
     print("stopping", flush=True)
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 asyncio.run(main())
 """

@@ -112,7 +112,7 @@ async def test_unreachable_queue_has_no_size_until_it_is_back(world, caplog):
 
 async def test_push_that_hangs_fails_soon(world):
     world.work.is_stuck = True
-    pushing = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
+    pushing = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=PATIENT_S))
     await world.clock.advance(shared_queue.PUSH_S)
     with pytest.raises(errors.Unavailable, match="within 1 s"):
         await pushing
@@ -127,7 +127,7 @@ async def test_full_queue_raises_overloaded(world):
 
 
 async def test_waiting_prompt_fails_when_the_last_worker_is_gone(world):
-    asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
+    asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=PATIENT_S))
     async with asyncio.timeout(PATIENT_S):
         while not world.work.pushed:
             await asyncio.sleep(0)
@@ -145,7 +145,7 @@ async def test_prompt_fails_when_all_remaining_workers_have_failed(world, monkey
 
     monkeypatch.setattr(shared_queue.prefill_queue, "request_prefill", fail)
     world.client.ids.append(2)
-    asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
+    asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=PATIENT_S))
     async with asyncio.timeout(PATIENT_S):
         while not world.work.pushed:
             await asyncio.sleep(0)
@@ -156,7 +156,7 @@ async def test_prompt_fails_when_all_remaining_workers_have_failed(world, monkey
         job.endpoint,
         shared_queue.LeaseRequest(number=job.number, instance_id=1, num_deliveries=1),
         reply_type=bool,
-        timeout_s=20,
+        timeout_s=PATIENT_S,
     )
     world.client.ids.remove(2)
     world.client.changed()
@@ -170,7 +170,12 @@ async def test_malformed_lease_request_is_refused(world):
     address = await world.runtime.requests.serve("x", lambda call: None)
     with pytest.raises(errors.RemoteProtocolError, match="expected a lease request"):
         await requests.call(
-            world.runtime.requests, address, "leases", {"number": 1}, reply_type=bool, timeout_s=20
+            world.runtime.requests,
+            address,
+            "leases",
+            {"number": 1},
+            reply_type=bool,
+            timeout_s=PATIENT_S,
         )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from dynamo.base import clock as clocks
 from dynamo.launch import children, guard, supervisor
+from waiting import PATIENT_S
 
 FOREVER = "import signal; signal.pause()"
 
@@ -74,7 +75,7 @@ async def test_waiting_ends_when_the_probe_succeeds(started):
     async def probe():
         return answers.pop()
 
-    assert await owner.wait_until(probe, timeout_s=5)
+    assert await owner.wait_until(probe, timeout_s=PATIENT_S)
     assert not answers
 
 
@@ -86,7 +87,7 @@ async def test_waiting_ends_with_the_death_of_a_child(started):
         return False
 
     with pytest.raises(children.ChildDied):
-        await owner.wait_until(never, timeout_s=20)
+        await owner.wait_until(never, timeout_s=PATIENT_S)
 
 
 async def test_waiting_ends_after_its_limit(started):

@@ -13,7 +13,7 @@ from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.http import client
 from dynamo.testing import clock as virtual
 from operator_cluster import make_graph, worker
-from waiting import until
+from waiting import PATIENT_S, until
 
 API = "nvidia.com/v1alpha1"
 LEASE = ("coordination.k8s.io/v1", "Lease")
@@ -151,7 +151,7 @@ async def test_operator_whose_lease_was_taken_serves_on_and_leads_again(server, 
 
     async def read(port, path):
         return await client.request(
-            "GET", f"http://127.0.0.1:{port}{path}", b"", timeout_s=5.0, max_bytes=1 << 20
+            "GET", f"http://127.0.0.1:{port}{path}", b"", timeout_s=PATIENT_S, max_bytes=1 << 20
         )
 
     addresses = {
@@ -232,7 +232,7 @@ async def test_operator_is_ready_when_its_webhooks_have_a_certificate(server):
     url = f"http://127.0.0.1:{port}/readyz"
 
     async def status():
-        return (await client.request("GET", url, b"", timeout_s=5.0, max_bytes=1000))[0]
+        return (await client.request("GET", url, b"", timeout_s=PATIENT_S, max_bytes=1000))[0]
 
     answer, is_away = server.handle_async_request, True
 

@@ -15,7 +15,7 @@ from dynamo.protocols import instances
 from dynamo.runtime.backends import memory
 from waiting import until
 
-SLEEP = "import time; time.sleep(600)"
+SLEEP = "import signal; signal.pause()"
 PAGE = """# HELP dynamo_frontend_inflight_requests Requests
 dynamo_frontend_inflight_requests{{endpoint="chat",model="m0"}} {running}
 dynamo_frontend_requests_waiting_for_worker{{model="m0"}} {m0}

@@ -12,6 +12,7 @@ from dynamo.observability import metrics
 from dynamo.protocols import generate, instances
 from dynamo.router import config, route_factory, service
 from dynamo.runtime import requests
+from waiting import PATIENT_S
 
 
 class Served(World):
@@ -36,11 +37,11 @@ class Served(World):
 
     async def ask(self, endpoint, value, reply_type=dict):
         client = self.asker.client(instances.EndpointName("dynamo", "router", endpoint))
-        await client.wait_for_instances(5)
+        await client.wait_for_instances(PATIENT_S)
         (found,) = client.instances.values()
         return await requests.call(
             self.asker.requests, found.transport["memory"], found.name.path, value,
-            reply_type=reply_type, timeout_s=5,
+            reply_type=reply_type, timeout_s=PATIENT_S,
         )  # fmt: skip
 
     def best(self, tokens, **fields):
@@ -78,7 +79,7 @@ async def test_counted_best_worker_request_is_load_until_free(served):
 
 async def test_generate_forwards_request_and_response(served):
     client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
-    await client.wait_for_instances(5)
+    await client.wait_for_instances(PATIENT_S)
     receiver = Receiver()
     await client.open(request(*range(100)), receiver)
     await served.until(lambda: served.num_calls == 1)
@@ -94,7 +95,7 @@ async def test_generate_forwards_request_and_response(served):
 
 async def test_cancelled_call_frees_the_worker(served):
     client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
-    await client.wait_for_instances(5)
+    await client.wait_for_instances(PATIENT_S)
     stream = await client.open(request(*range(100)), Receiver())
     await served.until(lambda: served.num_calls == 1)
 
@@ -115,7 +116,7 @@ async def test_prompt_of_an_adapter_goes_to_a_worker_with_it(served):
     served.service._update_card(poet.id, told)
     named = [await served.best(range(100), lora_name="poet") for _ in range(2)]
     client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
-    await client.wait_for_instances(5)
+    await client.wait_for_instances(PATIENT_S)
     for turn in range(2):
         await client.open(
             request(*range(turn * 1000, turn * 1000 + 9), lora_name="poet"), Receiver()

@@ -14,6 +14,7 @@ from dynamo.protocols import generate, instances
 from dynamo.runtime import client
 from dynamo.runtime.backends import memory
 from dynamo.testing import clock
+from waiting import PATIENT_S
 
 NAME = instances.EndpointName("dynamo", "backend", "generate")
 
@@ -252,7 +253,7 @@ async def test_malformed_instance_record_is_ignored_and_logged(world, caplog):
 
 
 async def test_wait_for_instances_returns_when_an_instance_registers(world):
-    waiting = asyncio.ensure_future(world.client.wait_for_instances(10))
+    waiting = asyncio.ensure_future(world.client.wait_for_instances(PATIENT_S))
     await world.settle()
     was_done = waiting.done()
     await world.put(10)
@@ -264,8 +265,8 @@ async def test_wait_for_instances_returns_when_an_instance_registers(world):
 async def test_wait_for_instances_gives_up_in_time(world):
     await world.put(10)
     await world.delete(10)
-    waiting = asyncio.create_task(world.client.wait_for_instances(10))
-    await world.clock.advance(10)
+    waiting = asyncio.create_task(world.client.wait_for_instances(PATIENT_S))
+    await world.clock.advance(PATIENT_S)
     with pytest.raises(errors.NoWorkers):
         await waiting
 

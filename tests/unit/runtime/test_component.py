@@ -10,6 +10,7 @@ from dynamo.base import config, errors
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
 from dynamo.runtime.component import DistributedRuntime, MemoryCluster, RuntimeConfig
+from waiting import PATIENT_S
 
 NAME = instances.EndpointName("dynamo", "backend", "generate")
 OTHER = instances.EndpointName("dynamo", "backend", "other")
@@ -53,7 +54,7 @@ async def test_registered_instance_answers_another_runtime(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD.record_for)
     client, receiver = frontend.client(NAME), Receiver()
-    await client.wait_for_instances(5)
+    await client.wait_for_instances(PATIENT_S)
     await client.open("hello", receiver)
 
     assert await receiver.over is None
@@ -138,11 +139,11 @@ async def test_draining_instance_deregisters_before_it_waits(pair):
     calls = []
     await worker.register(NAME, calls.append, CARD.record_for)
     client, receiver = frontend.client(NAME), Receiver()
-    await client.wait_for_instances(5)
+    await client.wait_for_instances(PATIENT_S)
     await client.open(None, receiver)
     while not calls:
         await asyncio.sleep(0)
-    draining = asyncio.ensure_future(worker.drain(5))
+    draining = asyncio.ensure_future(worker.drain(PATIENT_S))
     while client.instances:
         await asyncio.sleep(0)
     with pytest.raises(errors.NoWorkers):
@@ -156,7 +157,7 @@ async def test_draining_instance_deregisters_before_it_waits(pair):
 async def test_draining_instance_accepts_requests_during_its_grace_period(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD.record_for)
-    draining = asyncio.ensure_future(worker.drain(5, grace_s=60))
+    draining = asyncio.ensure_future(worker.drain(PATIENT_S, grace_s=60))
     while await frontend.discovery.get_prefix("v1/"):
         await asyncio.sleep(0)
     receiver = Receiver()
@@ -187,7 +188,7 @@ async def test_default_backends_are_file_discovery_and_tcp(tmp_path):
     ):
         instance = await worker.register(NAME, echo)
         client, receiver = frontend.client(NAME), Receiver()
-        await client.wait_for_instances(10)
+        await client.wait_for_instances(PATIENT_S)
         await client.open("hello", receiver)
         await receiver.over
 
@@ -239,7 +240,7 @@ async def test_sibling_runtime_registers_a_separate_instance(pair):
     sibling = worker.sibling()
     both = [await one.register(NAME, echo) for one in (worker, sibling)]
     client = frontend.client(NAME)
-    await client.wait_for_instances(5)
+    await client.wait_for_instances(PATIENT_S)
     receivers = [Receiver(), Receiver()]
     for instance, receiver in zip(both, receivers, strict=True):
         await client.open("hello", receiver, instance_id=instance.instance_id)

@@ -426,7 +426,7 @@ async def test_drain_waits_for_running_responses():
     async with serving(kept.append) as running, connected(running) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
         await until(lambda: kept)
-        draining = asyncio.ensure_future(running.drain(5))
+        draining = asyncio.ensure_future(running.drain(PATIENT_S))
         await asyncio.sleep(0)
         was_done = draining.done()
         kept[0].respond(200, b"done")
@@ -448,12 +448,12 @@ async def test_drain_returns_false_at_its_time_limit():
 
 async def test_drain_of_an_idle_server_succeeds():
     async with serving(hello) as running:
-        assert await running.drain(5)
+        assert await running.drain(PATIENT_S)
 
 
 async def test_connection_closes_after_its_response_during_a_drain():
     async with serving(hello) as running:
-        await running.drain(5)
+        await running.drain(PATIENT_S)
         text = await talk(running, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
 
     assert b"connection: close" in text

@@ -5,6 +5,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.protocols import generate
 from dynamo.runtime import component, services
+from waiting import PATIENT_S
 
 BOUNDS = services.WorkQueueBounds()
 NOWHERE = component.RuntimeConfig(
@@ -19,10 +20,10 @@ async def test_runtimes_of_a_cluster_share_queues_and_the_object_store():
         await component.DistributedRuntime.in_memory(cluster, item_type=generate.Output) as two,
     ):
         await (await one.services.work_queue("q", BOUNDS)).push(b"x")
-        item = await (await two.services.work_queue("q", BOUNDS)).pull(5)
+        item = await (await two.services.work_queue("q", BOUNDS)).pull(PATIENT_S)
         other = await (await two.services.work_queue("other", BOUNDS)).pull(0)
         url = await one.services.object_store().put("k", b"y")
-        body = await two.services.object_store().get(url, timeout_s=5)
+        body = await two.services.object_store().get(url, timeout_s=PATIENT_S)
 
     assert (item.body, other, body) == (b"x", None, b"y")
 

@@ -11,6 +11,7 @@ from dynamo.protocols import blocks, generate, instances, model_card
 from dynamo.runtime import component
 from dynamo.testing.clock import VirtualClock
 from dynamo.worker import host
+from waiting import PATIENT_S
 
 ENDPOINT = instances.EndpointName("dynamo", "backend", "generate")
 NUM_TOKENS = 600
@@ -66,7 +67,7 @@ async def client(clock):
     await worker.start()
     caller = await component.DistributedRuntime.in_memory(cluster, item_type=generate.Output)
     client = caller.client(ENDPOINT)
-    await client.wait_for_instances(1.0)
+    await client.wait_for_instances(PATIENT_S)
     yield client
     await worker.stop(0.1)
     await caller.close()

@@ -9,6 +9,7 @@ from dynamo.base import errors
 from dynamo.transfer import agent, descriptors
 from dynamo.transfer.backends import local, shm, tcp
 from transfer_peer import LAYOUT
+from waiting import PATIENT_S
 
 
 def region(memory, layout=LAYOUT):
@@ -60,10 +61,10 @@ async def test_agent_that_takes_no_notifications_says_so():
     deaf.register(region(deaf.allocate(LAYOUT.num_bytes)))
     await deaf.start()
     worker = await transfer_peer.Worker("decode-0", tcp.TcpBackend(), seed=1).start()
-    peer = await worker.agent.connect(deaf.export_metadata(), deadline_s=10)
+    peer = await worker.agent.connect(deaf.export_metadata(), deadline_s=PATIENT_S)
 
     with pytest.raises(errors.TransferError, match="prefill-0 takes no notifications"):
-        await worker.agent.notify(peer, b"hello", deadline_s=10)
+        await worker.agent.notify(peer, b"hello", deadline_s=PATIENT_S)
     await worker.close()
     await deaf.close()
 
@@ -82,9 +83,9 @@ def test_agent_whose_loop_is_over_says_so():
     async def tell():
         worker = transfer_peer.Worker("decode-0", local.LocalBackend(room), seed=1)
         await worker.start()
-        peer = await worker.agent.connect(gone.metadata, deadline_s=10)
+        peer = await worker.agent.connect(gone.metadata, deadline_s=PATIENT_S)
         try:
-            await worker.agent.notify(peer, b"hello", deadline_s=10)
+            await worker.agent.notify(peer, b"hello", deadline_s=PATIENT_S)
         finally:
             await worker.close()
 
@@ -98,7 +99,7 @@ async def test_peer_that_handles_no_notification_in_time_is_an_error():
     busy = transfer_peer.Worker("prefill-0", local.LocalBackend(room), seed=1)
     loop = asyncio.new_event_loop()
     await asyncio.to_thread(loop.run_until_complete, busy.start())  # and turns no more
-    peer = await worker.agent.connect(busy.metadata, deadline_s=10)
+    peer = await worker.agent.connect(busy.metadata, deadline_s=PATIENT_S)
 
     with pytest.raises(errors.TransferError, match="prefill-0 is too busy to listen"):
         await worker.agent.notify(peer, b"hello", deadline_s=0.05)

@@ -19,7 +19,7 @@ def threads():
 
 
 async def test_result_comes_out(threads):
-    job = ThreadJob(threads, lambda limit: 7, deadline_s=10)
+    job = ThreadJob(threads, lambda limit: 7, deadline_s=PATIENT_S)
 
     assert await job.outcome == 7
     assert not job.is_running
@@ -30,7 +30,7 @@ async def test_error_comes_out(threads):
         raise errors.TransferError("the peer is gone")
 
     with pytest.raises(errors.TransferError, match="the peer is gone"):
-        await ThreadJob(threads, fail, deadline_s=10).outcome
+        await ThreadJob(threads, fail, deadline_s=PATIENT_S).outcome
 
 
 async def test_stop_waits_until_the_thread_has_ended(threads):
@@ -44,8 +44,8 @@ async def test_stop_waits_until_the_thread_has_ended(threads):
         left.append(True)
         limit.remaining_s()
 
-    job = ThreadJob(threads, work, deadline_s=10)
-    await asyncio.to_thread(begun.wait, 10)
+    job = ThreadJob(threads, work, deadline_s=PATIENT_S)
+    await asyncio.to_thread(begun.wait, PATIENT_S)
 
     await job.stop()
 
@@ -56,7 +56,10 @@ async def test_stop_waits_until_the_thread_has_ended(threads):
 async def test_result_that_comes_as_its_caller_is_cancelled_is_discarded(threads):
     discarded, may_end = [], threading.Event()
     job = ThreadJob(
-        threads, lambda limit: may_end.wait(PATIENT_S), deadline_s=10, discard=discarded.append
+        threads,
+        lambda limit: may_end.wait(PATIENT_S),
+        deadline_s=PATIENT_S,
+        discard=discarded.append,
     )
     caller = asyncio.create_task(job.result())
     job.outcome.add_done_callback(lambda _: caller.cancel())  # before the caller hears of it
@@ -71,7 +74,7 @@ async def test_result_that_comes_as_its_caller_is_cancelled_is_discarded(threads
 
 async def test_deadline_holds_while_waiting_for_a_thread(threads):
     release = threading.Event()
-    first = ThreadJob(threads, lambda limit: release.wait(PATIENT_S), deadline_s=10)
+    first = ThreadJob(threads, lambda limit: release.wait(PATIENT_S), deadline_s=PATIENT_S)
 
     with pytest.raises(errors.TransferError, match="other jobs were ahead of it"):
         await ThreadJob(threads, lambda limit: None, deadline_s=0.05).outcome
@@ -88,8 +91,8 @@ async def test_result_of_a_stopped_job_is_discarded(threads):
         release.wait(PATIENT_S)
         return "a route"
 
-    job = ThreadJob(threads, work, deadline_s=10, discard=discarded.append)
-    await asyncio.to_thread(begun.wait, 10)
+    job = ThreadJob(threads, work, deadline_s=PATIENT_S, discard=discarded.append)
+    await asyncio.to_thread(begun.wait, PATIENT_S)
     job.outcome.cancel()
     await asyncio.sleep(0)  # its callbacks
     release.set()

@@ -223,7 +223,7 @@ async def world(tmp_path):
 
 async def ask(asker, *texts):
     client = asker.client(ENDPOINT)
-    await client.wait_for_instances(1)
+    await client.wait_for_instances(PATIENT_S)
     (worker,) = client.instances.values()
     request = encoders.EmbeddingRequest(id="r", model="e", inputs=tuple(map(blocks.pack, texts)))
     return await requests.call(
@@ -232,7 +232,7 @@ async def ask(asker, *texts):
         ENDPOINT.path,
         request,
         reply_type=encoders.Vectors,
-        timeout_s=5,
+        timeout_s=PATIENT_S,
     )
 
 

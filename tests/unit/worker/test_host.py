@@ -73,7 +73,7 @@ class World:
     async def ask(self, request=None):
         receiver = Receiver()
         client = self.asker.client(ENDPOINT)
-        await client.wait_for_instances(1)
+        await client.wait_for_instances(PATIENT_S)
         stream = await client.open(request or make_request(), receiver)
         await until(lambda: self.engine.submitted)
         return receiver, stream
@@ -163,7 +163,7 @@ async def test_blocks_are_cleared_on_demand(world):
         CLEAR.path,
         {},
         reply_type=dict,
-        timeout_s=1,
+        timeout_s=PATIENT_S,
     )
 
     assert reply["status"] == "success"
@@ -172,7 +172,7 @@ async def test_blocks_are_cleared_on_demand(world):
 
 async def address(world):
     client = world.asker.client(CLEAR)
-    await client.wait_for_instances(1)
+    await client.wait_for_instances(PATIENT_S)
     return next(iter(client.instances.values())).transport["memory"]
 
 
@@ -468,7 +468,7 @@ class FleetWorld:
 
     async def ask(self, instance_id):
         client = self.asker.client(ENDPOINT)
-        await client.wait_for_instances(1)
+        await client.wait_for_instances(PATIENT_S)
         await client.open(make_request(), SilentReceiver(), instance_id=instance_id)
 
     async def known(self):
