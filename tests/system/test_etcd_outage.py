@@ -78,7 +78,7 @@ def test_all_requests_are_served_during_and_after_an_outage_of_etcd(etcd, deploy
         time.sleep(0.2)
 
     assert frontend.models() == [MODEL]
-    assert num_workers(etcd) == 1
+    eventually(lambda: num_workers(etcd) == 1, what="the worker in etcd again")
     deployment.mocker(*FAST)
     eventually(lambda: num_workers(etcd) == 2, what="a worker that came later")
     assert statuses(frontend, 4) == {200}

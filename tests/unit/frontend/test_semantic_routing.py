@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import shutil
 
 import msgspec
 import pytest
@@ -417,6 +418,7 @@ async def test_template_gets_the_reasoning_of_the_decision_from_each_api(
     bare, tmp_path, path, fields, uses, expected
 ):
     template = "{{ 'ON' if enable_thinking else 'OFF' if enable_thinking is false else 'NONE' }}"
+    bare.model_dir = shutil.copytree(bare.model_dir, tmp_path / "model")  # others have the former
     (bare.model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     config = tmp_path / "config.yaml"
     config.write_text(REASONING.replace("use_reasoning: true", f"use_reasoning: {uses}"))
