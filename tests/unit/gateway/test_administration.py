@@ -1,20 +1,17 @@
 """What administrators see and change over the classification API."""
 
-import contextlib
 import json
 from unittest import mock
 
-import httpx
 import msgspec
 import pytest
+from test_classification_api import running_api
 
 from dynamo.base import clock, errors
-from dynamo.gateway import administration, api
+from dynamo.gateway import administration
 from dynamo.observability import metrics
-from dynamo.runtime.http import server
 from dynamo.semantic import config_file, service
 from semantic_configs import COMPLETION, CONFIG, SUM, chat
-from waiting import PATIENT_S
 
 CONFIG_PATH, PROMPTS_PATH = "/config/classification", "/config/system-prompts"
 FLUSH_PATH = "/api/v1/response-cache/flush"
@@ -28,21 +25,9 @@ def routing(tmp_path):
     return service.RoutingService(path, metrics.Registry("llm"), clock.SystemClock())
 
 
-@contextlib.asynccontextmanager
-async def running_api(routing, key=None, *, has_system_prompts=True):
-    routes = api.make_routes(
-        routing, clock.SystemClock(), key, has_system_prompts=has_system_prompts
-    )
-    running = server.HttpServer(routes)
-    port = await running.start("127.0.0.1", 0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENT_S) as made:
-        yield made
-    await running.close()
-
-
 @pytest.fixture
 async def client(routing):
-    async with running_api(routing) as made:
+    async with running_api(routing, has_system_prompts=True) as made:
         yield made
 
 
@@ -178,7 +163,7 @@ async def test_with_a_key_only_its_owner_changes_anything(routing):
     )
     right = ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY})
     change = {"enabled": False}
-    async with running_api(routing, KEY) as client:
+    async with running_api(routing, KEY, has_system_prompts=True) as client:
         for headers in wrong:
             answers = [
                 await client.put(CONFIG_PATH, json={}, headers=headers),

@@ -23,8 +23,8 @@ def routing(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def running_api(routing):
-    running = server.HttpServer(api.make_routes(routing, clock.SystemClock()))
+async def running_api(routing, key=None, **options):
+    running = server.HttpServer(api.make_routes(routing, clock.SystemClock(), key, **options))
     port = await running.start("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENT_S) as made:
         yield made
