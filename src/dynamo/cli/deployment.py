@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import re
-import shlex
 import tarfile
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -217,8 +216,8 @@ def _service(
             "mainContainer": {
                 "image": image,
                 "workingDir": command.directory,
-                "command": ["/bin/sh", "-c"],
-                "args": [shlex.join(("python3", *command.argv[1:]))],
+                "command": ["python3", *command.argv[1:3]],
+                "args": list(command.argv[3:]),
             }
         },
     }

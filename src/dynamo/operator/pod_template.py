@@ -175,6 +175,7 @@ def make_main_container(component: ServiceComponent) -> Object:
     container = objects.merge(defaults, overrides)
     container["image"] = component.settings.substitute_image(image)
     container["env"] = objects.merge_lists(env, (), "name")
+    container |= replace_shell(container)
     return {key: value for key, value in container.items() if value not in ([], {}, None)}
 
 
@@ -418,6 +419,10 @@ def grace_period_s(main: Mapping[str, Any]) -> int:
 
 _MODULE = re.compile(r"python[0-9.]*\s(?:.*\s)?-m\s+dynamo\.(vllm|sglang|trtllm)\b", re.DOTALL)
 _SHELL = ("/bin/sh", "-c")
+# After commands joined by `&&`: one of Python, up to the end, with no `;`, `&`, `|` or line end outside of a `\\`.
+_LAST_COMMAND = re.compile(
+    r"((?:[^;|&\n]*&&)*\s*)(python[0-9.]*\s(?:[^;&|\n\\]|\\.|>&)*\s*)", re.DOTALL
+)
 _RAY_PORT, _DIST_PORT = 6379, 29500
 
 
@@ -443,15 +448,35 @@ def detect_framework(container: dict[str, Any]) -> str | None:
 
 def join_command(container: dict[str, Any]) -> str:
     """Return command and arguments of a container as one line of a shell."""
-    words = [*container.get("command", ()), *container.get("args", ())]
-    if len(words) > 2 and words[0].endswith("sh") and words[1] == "-c":
-        return str(words[2])
-    return shlex.join(words)
+    words = _words(container)
+    return words[2] if _is_shell(words) else shlex.join(words)
+
+
+def replace_shell(container: dict[str, Any]) -> dict[str, Sequence[str]]:
+    """Return the arguments, if a shell only waits for the command of Python that it runs: that one takes its place.
+
+    A shell in the first process of a container passes no SIGTERM on, so that what the pod answers would be cut off.
+    """
+    words = _words(container)
+    if not _is_shell(words) or not (match := _LAST_COMMAND.fullmatch(words[2])):
+        return {}
+    in_command = len(container.get("command", ()))
+    words[2] = f"{match[1]}exec {match[2]}"
+    return {"command": words[:in_command], "args": words[in_command:]}
+
+
+def _words(container: dict[str, Any]) -> list[str]:
+    return [str(word) for key in ("command", "args") for word in container.get(key) or ()]
+
+
+def _is_shell(words: Sequence[str]) -> bool:
+    return len(words) > 2 and words[0].endswith("sh") and words[1] == "-c"
 
 
 def as_shell(line: str) -> dict[str, Sequence[str]]:
-    """Return command and arguments that run a line in a shell."""
-    return {"command": list(_SHELL), "args": [line]}
+    """Return command and arguments that run a line in a shell, which the last of its commands replaces."""
+    container = {"command": list(_SHELL), "args": [line]}
+    return {**container, **replace_shell(container)}
 
 
 def spread_over_nodes(
@@ -461,7 +486,7 @@ def spread_over_nodes(
     line, framework = join_command(container), component.framework
     without_probes = {key: value for key, value in container.items() if not key.endswith("Probe")}
     if framework == "vllm":
-        follow = f"ray start --address={join.leader}:{_RAY_PORT} --block"
+        follow = f"exec ray start --address={join.leader}:{_RAY_PORT} --block"
         lead = f"ray start --head --port={_RAY_PORT} && {line}"
         return {**container, **as_shell(lead)}, {**without_probes, **as_shell(follow)}
     if framework == "sglang":

@@ -131,9 +131,9 @@ def test_deployment_of_a_tag_is_written_with_its_services(home, capsys):
     assert {"name": "DYN_SYSTEM_HOST", "value": "0.0.0.0"} in services["Backend"]["envs"]
     assert "readinessProbe" not in services["Frontend"]  # the operator has it
     assert container["image"] == tag
-    assert container["args"] == [
-        "python3 -m dynamo.sdk hello_world:Frontend --service-name Backend"
-    ]
+    # no shell, which would keep SIGTERM from it
+    assert container["command"] == ["python3", "-m", "dynamo.sdk"]
+    assert container["args"] == ["hello_world:Frontend", "--service-name", "Backend"]
 
 
 def test_deployment_of_a_language_model_asks_for_gpus(home, capsys, monkeypatch):

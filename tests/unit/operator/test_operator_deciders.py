@@ -66,10 +66,36 @@ def test_every_manifest_becomes_ready(manifest):
     for service, given in services.items():
         container = main_of(cluster, f"{graph_name}-{service.lower()}")
         own = given["extraPodSpec"]["mainContainer"]
+        own |= pod_template.replace_shell(own)
         assert container["image"].startswith("dynamo-serving/")
         assert {key: container[key] for key in own if key not in ("image", "env")} == {
             key: value for key, value in own.items() if key not in ("image", "env")
         }
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("python3 -m dynamo.frontend --http-port 8000", "exec python3 -m dynamo.frontend --http-port 8000"),
+        ("\n python3 -m dynamo.vllm \\\n --model m\n", "\n exec python3 -m dynamo.vllm \\\n --model m\n"),
+        ("cd /w && python3 -m m >>log 2>&1", "cd /w && exec python3 -m m >>log 2>&1"),
+        ("exec python3 -m m", None),
+        ("python3 -m a; echo done", None),
+        ("python3 -m a &\npython3 -m b", None),
+        ("python3 -m a | tee log", None),
+        ("python3 -m a && python3 -m b", "python3 -m a && exec python3 -m b"),
+        ("A=1 python3 -m a", None),
+        ("trap 'rm -r /w' EXIT; python3 -m a", None),
+        ("./start.sh", None),
+    ],
+)  # fmt: skip
+def test_command_of_python_takes_the_place_of_its_shell(line, expected):
+    """Debian's shell waits for its command, and as the first process of a container it ignores SIGTERM."""
+    together = pod_template.replace_shell({"command": ["/bin/sh", "-c", line]})
+    apart = pod_template.replace_shell({"command": ["bash", "-c"], "args": [line, "name"]})
+
+    assert together == ({"command": ["/bin/sh", "-c", expected], "args": []} if expected else {})
+    assert apart == ({"command": ["bash", "-c"], "args": [expected, "name"]} if expected else {})
 
 
 def test_multinode_becomes_groups_where_their_controller_is():
@@ -82,7 +108,9 @@ def test_multinode_becomes_groups_where_their_controller_is():
     )
 
     assert template["size"] == 2
-    assert leader["args"][0].startswith("ray start --head --port=6379 && python3 -m dynamo.vllm")
+    assert leader["args"][0].startswith(
+        "ray start --head --port=6379 && exec python3 -m dynamo.vllm"
+    )
     assert "ray start --address=$(LWS_LEADER_ADDRESS):6379 --block" in follower["args"][0]
     assert "livenessProbe" in leader
     assert not [key for key in follower if key.endswith("Probe")]
@@ -114,9 +142,9 @@ def test_multinode_becomes_gangs_where_grove_is():
     ]
     assert sizes == [("ldr", 1, 1), ("wkr", 3, 3)]
     assert leader["labels"][objects.SELECTOR_LABEL] == "g-decode"
-    assert leader_main["args"][0].startswith("ray start --head --port=6379 && python3 -m")
+    assert leader_main["args"][0].startswith("ray start --head --port=6379 && exec python3 -m")
     address = "$(GROVE_PCS_NAME)-$(GROVE_PCS_INDEX)-ldr-0.$(GROVE_HEADLESS_SERVICE)"
-    assert follower_main["args"] == [f"ray start --address={address}:6379 --block"]
+    assert follower_main["args"] == [f"exec ray start --address={address}:6379 --block"]
     assert not [key for key in follower_main if key.endswith("Probe")]
     assert not cluster.of_kind("LeaderWorkerSet")
 
@@ -477,7 +505,7 @@ def test_nodes_of_sglang_join_by_address_and_rank():
     ]
 
     flags = "--dist-init-addr $(LWS_LEADER_ADDRESS):29500 --nnodes 2 --node-rank"
-    assert lines[0] == f"python3 -m dynamo.sglang --model m {flags} 0"
+    assert lines[0] == f"exec python3 -m dynamo.sglang --model m {flags} 0"
     assert lines[1].endswith(f"{flags} $(LWS_WORKER_INDEX)")
 
 
