@@ -22,6 +22,7 @@ class PagedSequence(Hashable, Protocol):
     block_ids: list[int]
     num_computed: int  # tokens
     num_committed: int  # full blocks that were committed to the pool
+    num_clears: int  # of the cache, before it was admitted
     local_hashes: list[int]  # of its full blocks
     sequence_hashes: list[int]
 
@@ -42,6 +43,7 @@ class BlockTables(abc.ABC, Generic[S]):
         self.prefix_caching = prefix_caching
         self.pool = pools.BlockPool(num_blocks)
         self.tiers: tiered_cache.TieredCache | None = None  # set before the first sequence
+        self._num_clears = 0
 
     def admit(self, sequence: S, *, keep_free: int, max_new: int | None = None) -> bool:
         """Allocate blocks for all tokens of a sequence, those of known prefixes first.
@@ -123,9 +125,11 @@ class BlockTables(abc.ABC, Generic[S]):
             return range(0)
         self._hash(sequence)
         new = range(sequence.num_committed, num_full)
-        self.pool.commit_chain(
-            sequence.block_ids, sequence.sequence_hashes, sequence.local_hashes, new
-        )
+        # What was loaded, imported or computed before the cache was cleared must not be found.
+        if sequence.num_clears == self._num_clears:
+            self.pool.commit_chain(
+                sequence.block_ids, sequence.sequence_hashes, sequence.local_hashes, new
+            )
         sequence.num_committed = num_full
         self._offer(sequence, new)
         return new
@@ -140,6 +144,7 @@ class BlockTables(abc.ABC, Generic[S]):
 
     def clear(self) -> None:
         """Clear the prefix cache in every tier."""
+        self._num_clears += 1
         self.pool.clear()
         if self.tiers is not None:
             self.tiers.clear()
@@ -153,7 +158,7 @@ class BlockTables(abc.ABC, Generic[S]):
 
     def _begin(self, sequence: S, cached: list[int]) -> None:
         sequence.block_ids = list(cached)
-        sequence.num_committed = len(cached)
+        sequence.num_committed, sequence.num_clears = len(cached), self._num_clears
         sequence.num_computed = len(cached) * self.block_size
 
     def _usable(self, sequence: S) -> list[int]:

@@ -14,10 +14,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dynamo.base import errors
 from dynamo.kvbm import tier_policy
 from dynamo.kvbm.host_memory import HostMemory
 from dynamo.kvbm.storage import Storage
@@ -103,8 +102,8 @@ class TierCopies:
         began_at = time.monotonic()
         try:
             failed = (self._ask if copy.is_question else self._copy)(copy, generations)
-        except (errors.TransferError, OSError, MemoryError, RuntimeError) as error:  # torch's, too
-            self._log_failure(copy, error)
+        except Exception as error:  # noqa: BLE001 - supervises its thread, without which requests would wait for ever
+            self._log_failure(copy, repr(error))
             return CopyOutcome(frozenset(range(len(copy.blocks))), began_at, time.monotonic())
         if failed and not copy.is_question:
             self._log_failure(copy, "blocks were gone, or their checksums wrong")
@@ -151,7 +150,9 @@ class TierCopies:
         return changes
 
     def close(self) -> None:
-        """End the threads; one that hangs is left behind. Idempotent."""
+        """End the threads, then close what they use: later, beside the caller, if one of them hangs. Idempotent."""
+        if self._is_closing.is_set():
+            return
         self._is_closing.set()
         for path, jobs in self._jobs.items():
             for _ in range(self._num_threads[path]):
@@ -160,11 +161,18 @@ class TierCopies:
         until = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        if not any(thread.is_alive() for thread in self._threads):
-            self._host.close()
-            if self._disk is not None:
-                self._disk.close()
-        self._threads.clear()
+        if any(thread.is_alive() for thread in self._threads):
+            self._start(self._close_storage, self._threads)
+        else:
+            self._close_storage(())
+
+    def _close_storage(self, threads: Iterable[threading.Thread]) -> None:
+        """Close the memory and the storage below it after the last copy, so that the next engine may open them."""
+        for thread in threads:
+            thread.join()
+        self._host.close()
+        if self._disk is not None:
+            self._disk.close()
 
     @staticmethod
     def _start(target: Callable[..., None], argument: object) -> threading.Thread:
@@ -188,7 +196,7 @@ class TierCopies:
         try:
             if self._disk is not None:
                 self._disk.purge()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - supervises its thread, for whose end the caller waits
             _logger.warning(
                 "blocks were not removed from %s: %s", self._disk and self._disk.name, error
             )

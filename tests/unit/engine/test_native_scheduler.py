@@ -305,6 +305,18 @@ def test_clear_drops_prefixes_and_running_requests_go_on():
     assert engine.outputs["a", 0] == answer(range(10), 9)
 
 
+def test_prompt_that_was_begun_before_a_clear_is_not_found_after_it():
+    engine = Engine(budget=2)
+    engine.submit("a", range(10), max_tokens=1)
+    engine.step()  # half of a block
+    engine.scheduler.clear()
+    engine.run()
+    engine.submit("b", range(10), max_tokens=1)
+    engine.run()
+
+    assert engine.cached["b"] == 0
+
+
 requests = st.fixed_dictionaries(
     {
         "prompt": st.lists(st.integers(0, 1), min_size=1, max_size=18),

@@ -15,6 +15,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from devices import DEVICE
+from dynamo.base import errors
 from dynamo.engine.native import device_memory
 from dynamo.engine.native.engine import NativeEngine
 from dynamo.engine.native.settings import NativeConfig
@@ -22,7 +23,7 @@ from dynamo.kvbm import storage, tier_copies, tier_policy, tiered_cache
 from dynamo.observability import tracing
 from dynamo.protocols import blocks, generate, kv_events
 from dynamo.transfer import api as transfer
-from waiting import PATIENT_S
+from waiting import PATIENT_S, eventually, until
 
 BLOCK = 4  # tokens
 VOCABULARY = 100
@@ -103,23 +104,29 @@ class Served:
 
     async def settle(self):
         """Return the report when no copy runs or waits, and the load says so too."""
-        event_loop, is_settled = asyncio.get_running_loop(), False
+        is_settled = False
         async with asyncio.timeout(PATIENT_S):
             while not is_settled:
                 await asyncio.sleep(0.005)
-                looked = event_loop.create_future()
-                self.engine._started.loop._commands.put(functools.partial(self._look, looked))
-                is_settled = await looked
+                is_settled = await self.look(self._is_settled)
         return self.engine.report_tiers()
 
-    def _look(self, looked):
-        """Look between two steps, in the engine's thread."""
+    async def look(self, see):
+        """Return what `see` returns in the engine's thread, between two steps."""
+        seen = asyncio.get_running_loop().create_future()
+
+        def command():
+            seen.get_loop().call_soon_threadsafe(seen.set_result, see())
+
+        self.engine._started.loop._commands.put(command)
+        return await seen
+
+    def _is_settled(self):
         loop = self.engine._started.loop
         tiers = loop._scheduler.tiers
         questions = tiers.asks_store and tiers._preparations.questions._running
         runs = any(tiers._copies.num_running.values()) or any(tiers.num_queued.values())
-        is_settled = not (runs or questions) and loop.load == loop._scheduler.load()
-        looked.get_loop().call_soon_threadsafe(looked.set_result, is_settled)
+        return not (runs or questions) and loop.load == loop._scheduler.load()
 
 
 @contextlib.asynccontextmanager
@@ -654,6 +661,35 @@ async def test_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing(
         assert await served.answer(prompt)
 
 
+async def test_engine_stops_while_copies_hang_and_the_next_one_uses_its_disk(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tier_copies, "_CLOSE_S", 0.01)
+    prompt = text(1, 80)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        first = await served.answer(prompt)
+        await served.settle()
+    reads, writes = StuckFile(monkeypatch), StuckFile(monkeypatch, "write")
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        served.submit(prompt)
+        await served.answer(text(2, 80))
+        await until(lambda: reads.num_calls and writes.num_calls)
+    for stuck in (reads, writes):
+        stuck.may_go_on.set()
+    await until(lambda: is_closed(tmp_path))
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        assert await served.answer(prompt) == first
+        assert served.sink.by_tier["1"] == {"disk": 76}
+
+
+def is_closed(directory):
+    try:
+        storage.open_stored(directory).close()
+    except errors.ConfigError:
+        return False
+    return True
+
+
 async def test_full_disk_leaves_answers_as_they_are(model, tmp_path, monkeypatch, caplog):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no space left")
@@ -736,29 +772,99 @@ async def test_prompt_is_loaded_before_the_step_that_computes_its_rest(model, mo
     assert answered == expected
 
 
-async def test_decoding_goes_on_while_a_prompt_is_loaded(model, monkeypatch):
-    monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
-    monkeypatch.setattr(tiered_cache, "QUICK_SHARE", 0)
-    prompt = text(1, 80)
+class StuckLoads:
+    """Hold all loads from host memory, which the engine's own thread never makes, until `may_go_on` is set."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
+        monkeypatch.setattr(tiered_cache, "QUICK_SHARE", 0)
+        self.may_go_on, self.has_begun = threading.Event(), threading.Event()
+        real = device_memory.RegionCopies.move
+
+        def wait_and_move(copies, operation, *rest):
+            if operation is transfer.TransferOperation.READ:
+                self.has_begun.set()
+                assert self.may_go_on.wait(PATIENT_S)
+            real(copies, operation, *rest)
+
+        monkeypatch.setattr(device_memory.RegionCopies, "move", wait_and_move)
+
+
+PROMPT, OTHER = text(1, 80), text(11, 80)
+
+
+@contextlib.asynccontextmanager
+async def serving_from_host_memory(model):
+    """Serve two prompts that only host memory has. Yield what was answered to them, too."""
     async with serving(model, num_gpu_blocks_override=64, **tiers(200)) as served:
-        first = await served.answer(prompt)
+        first = [await served.answer(prompt) for prompt in (PROMPT, OTHER)]
         for seed in range(2, 5):
             await served.settle()
             await served.answer(text(seed, 120))
         await served.settle()
-        may_copy, real = threading.Event(), device_memory.RegionCopies.move
+        yield served, first
 
-        def slow_move(copies, operation, *rest):
-            if operation is transfer.TransferOperation.READ:
-                assert may_copy.wait(PATIENT_S)
-            real(copies, operation, *rest)
 
-        monkeypatch.setattr(device_memory.RegionCopies, "move", slow_move)
-        loading = asyncio.ensure_future(served.answer(prompt))
+async def test_decoding_goes_on_while_a_prompt_is_loaded(model, monkeypatch):
+    async with serving_from_host_memory(model) as (served, first):
+        stuck = StuckLoads(monkeypatch)
+        loading = asyncio.ensure_future(served.answer(PROMPT))
         answered = await served.answer(text(9, 8), max_tokens=20)
         is_loading = not loading.done()
-        may_copy.set()
+        stuck.may_go_on.set()
 
         assert len(answered) == 20
         assert is_loading
-        assert await loading == first
+        assert await loading == first[0]
+
+
+async def test_loads_of_aborted_requests_free_their_blocks_whether_begun_or_queued(
+    model, monkeypatch
+):
+    async with serving_from_host_memory(model) as (served, first):
+        stuck = StuckLoads(monkeypatch)
+        ids = [served.submit(PROMPT), served.submit(OTHER)]
+        await asyncio.to_thread(stuck.has_begun.wait, PATIENT_S)
+        await until(lambda: served.engine.load()[0].worker_stats.num_requests_waiting == 2)
+        for request_id in ids * 2:
+            served.engine.abort(request_id)
+        held = await served.look(served.engine._started.loop._scheduler.load)
+        stuck.may_go_on.set()
+        await served.settle()
+        free = served.engine.load()[0]
+
+        assert held.kv_stats.kv_active_blocks == 2 * 20  # loads write to them
+        assert free.kv_stats.kv_active_blocks == free.worker_stats.num_requests_waiting == 0
+        assert [await served.answer(prompt) for prompt in (PROMPT, OTHER)] == first
+
+
+async def test_load_ends_and_its_prompt_is_computed_while_the_event_loop_stands_still(
+    model, monkeypatch
+):
+    async with serving_from_host_memory(model) as (served, first):
+        stuck = StuckLoads(monkeypatch)
+        answering = asyncio.ensure_future(served.answer(PROMPT))
+        await asyncio.to_thread(stuck.has_begun.wait, PATIENT_S)
+        stuck.may_go_on.set()
+        eventually(  # which stops the event loop
+            lambda: served.engine.report_tiers().counts["matched_tokens"] == 76, what="it is loaded"
+        )
+        eventually(
+            lambda: not served.engine.load()[0].kv_stats.kv_active_blocks, what="it is answered"
+        )
+
+        assert await answering == first[0]
+
+
+async def test_blocks_that_are_loaded_while_all_is_cleared_are_not_found_again(model, monkeypatch):
+    async with serving_from_host_memory(model) as (served, first):
+        stuck = StuckLoads(monkeypatch)
+        answering = asyncio.ensure_future(served.answer(PROMPT))
+        await asyncio.to_thread(stuck.has_begun.wait, PATIENT_S)
+        await served.engine.clear_kv_blocks()
+        stuck.may_go_on.set()
+        await answering
+        await served.settle()
+
+        assert await served.answer(PROMPT) == first[0]
+        assert served.sink.cached[str(served.num_requests)] == 0

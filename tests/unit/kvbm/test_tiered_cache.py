@@ -287,6 +287,32 @@ def test_two_prompts_stop_waiting_for_the_same_late_read():
     assert rig.cache.counts["late_loads"] == 2
 
 
+@pytest.mark.parametrize(("failed", "num_left"), [({0, 1, 2, 3}, 0), ({2}, 2)])
+def test_two_prompts_that_wait_for_a_read_which_fails_go_on_with_what_it_has_brought(
+    failed, num_left
+):
+    rig, chain = rig_with_disk_blocks(), CHAINS[0][:4]
+    for waiting in ("first", "second"):
+        rig.cache.prepare(waiting, chain)
+    rig.begin()
+    (copy,) = rig.running
+    rig.end(copy, frozenset(failed))
+    are_waiting = [rig.cache.is_preparing(waiting) for waiting in ("first", "second")]
+    blocks = [rig.pool.allocate(4) for _ in range(2)]
+    num_loaded = [
+        rig.cache.load(waiting, chain, ids, is_engine_busy=False)
+        for waiting, ids in zip(("first", "second"), blocks, strict=True)
+    ]
+    rig.settle()
+
+    assert are_waiting == [False, False]
+    assert num_loaded == [num_left, num_left]
+    assert rig.cache.counts["failed_blocks"] == len(failed)
+    assert [rig.disk.find(name) is None for name in chain] == [i in failed for i in range(4)]
+    assert rig.host.num_used == 4 - len(failed)
+    assert not any(block.num_users for name in chain if (block := rig.host.find(name)))
+
+
 def test_late_read_of_an_aborted_prompt_is_not_waited_for_by_another():
     rig = rig_with_disk_blocks()
     rig.cache.prepare("first", CHAINS[0])

@@ -36,6 +36,7 @@ class MockChoice:
     next_check: int = 0  # the number of output tokens at which the batch has to look at it
     block_ids: list[int] = field(default_factory=list)
     num_committed: int = 0
+    num_clears: int = 0
     # its prompt at another engine, until the import begins
     remote: kv_transfer.RemoteBlocks | None = None
     num_loaded: dict[kv_events.Tier, int] = field(default_factory=dict)  # tokens from slower tiers

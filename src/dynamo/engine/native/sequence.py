@@ -63,6 +63,7 @@ class Sequence:
     local_hashes: list[int] = field(default_factory=list)  # of its full blocks (protocols.blocks)
     sequence_hashes: list[int] = field(default_factory=list)
     num_committed: int = 0  # full blocks that were committed to the pool
+    num_clears: int = 0  # of the cache, before it was admitted
     # its prompt at another engine, until the import begins
     remote: kv_transfer.RemoteBlocks | None = None
     # of `num_cached`, tokens from tiers below the engine's memory
