@@ -87,7 +87,7 @@ class Client:
             raise errors.WorkerLost("connection refused")
         if self.fault == "wrong program":
             raise ZeroDivisionError
-        side, request_id = self.holder, request.id
+        side, request_id, fault = self.holder, request.id, self.fault
 
         class Stream:
             def cancel(self):
@@ -95,6 +95,8 @@ class Client:
 
         async def answer():
             await side.sink.ends[request_id].wait()
+            if fault == "late":
+                await side.inner.wait_until_released()  # the lease has ended
             for output in side.sink.outputs_of[request_id]:
                 receiver.receive(output)
             receiver.ended(side.sink.errors.get(request_id))
@@ -280,6 +282,18 @@ async def test_blocks_of_another_lease_change_no_answer(kind):
         client.open = answer_with(
             kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
         )
+        said, first = await right.answer(prompt(1), left.source())
+
+        assert said == expected
+        assert not first.tier_tokens
+        assert right.count("failed") == 1
+
+
+@pytest.mark.usefixtures("no_hurry")
+async def test_prefix_whose_lease_has_ended_before_its_answer_came_is_computed(kind):
+    async with two_workers(kind, holder={"kv_hold_s": 1.0}) as (left, right, client):
+        expected, _ = await left.answer(prompt(1))
+        client.fault = "late"
         said, first = await right.answer(prompt(1), left.source())
 
         assert said == expected

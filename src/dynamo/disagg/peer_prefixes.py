@@ -156,8 +156,12 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
         try:
             async with self._clock.timeout(limit_s):
                 remote = await self._lease(request, source, limit_s)
-            left_s = max(_MIN_COPY_S, limit_s - (self._clock.now() - began_at))
-            remote = msgspec.structs.replace(remote, copy_limit_s=left_s)
+            elapsed_s = self._clock.now() - began_at
+            remote = msgspec.structs.replace(
+                remote,
+                copy_limit_s=max(_MIN_COPY_S, limit_s - elapsed_s),
+                remote_hold_s=remote.remote_hold_s - elapsed_s,  # it may have begun long ago
+            )
             params = msgspec.structs.replace(
                 params or kv_transfer.KvTransferParams(), do_remote_prefill=True, remote=remote
             )
