@@ -109,6 +109,8 @@ class SemanticRouting:
         if read_texts is not None:
             original = await exchange.decode_apart(request_body, read_texts)
         barred = self._barred_models(client)
+        if api == "chat":
+            await self._service.recall(original, headers, tenant)
         classifiers = await self._service.ask_encoders(original)
 
         def route(body: bytes) -> routing_outcome.RoutedRequest:

@@ -84,6 +84,9 @@ class Administration:
         for model in settings["model_config"].values():
             if model["access_key"]:
                 model["access_key"] = config_file.HIDDEN_KEY
+        if milvus := settings["semantic_cache"]["milvus"]:
+            auth = milvus["connection"]["auth"]
+            auth["password"] = auth["password"] and config_file.HIDDEN_KEY
         return {
             "config": settings,
             "notes": self._routing.router.loaded.notes,

@@ -55,9 +55,10 @@ class TextsToClassify(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EntriesToDelete(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a deletion of cached answers."""
+    """The body of a deletion of cached answers: of some, or of all that were given with the caller's API key."""
 
-    keys: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1000)]
+    keys: Annotated[list[str], msgspec.Meta(max_length=1000)] = []
+    all: bool = False
 
 
 _decode_text = msgspec.json.Decoder(TextToClassify).decode
@@ -221,15 +222,23 @@ class ClassificationApi:
 
     async def answer_deletion(self, client: exchange.Exchange) -> dict[str, Any]:
         """Remove the answers of names that a caller was given."""
-        names, cache = _decode_entries(client.request.body).keys, self._routing.router.cache
+        entries = _decode_entries(client.request.body)
         tenant = service.tenant_of(client.request.headers)
-        return {"removed": sum(cache.delete(name, tenant) for name in names)}
+        if entries.keys:
+            return {"removed": await self._routing.delete_answers(entries.keys, tenant)}
+        if not (entries.all and tenant):
+            raise errors.InvalidRequest(
+                "expected keys, or all and an API key, by which answers are told apart",
+                param="keys",
+            )
+        return {"removed": await self._routing.invalidate_answers(tenant)}
 
     def describe_cache(self) -> dict[str, Any]:
         """Return the size of the semantic cache."""
         cache = self._routing.router.cache
         return {
             "enabled": cache.settings.enabled,
+            "backend": cache.settings.backend_type,
             "entries": len(cache),
             "bytes": cache.num_bytes,
             "conversations": len(self._routing.router.conversations),
@@ -237,7 +246,7 @@ class ClassificationApi:
 
     async def flush_cache(self, _: exchange.Exchange) -> dict[str, Any]:
         """Remove all cached answers."""
-        return {"removed": self._routing.router.cache.invalidate()}
+        return {"removed": await self._routing.invalidate_answers()}
 
     def describe_metrics(self) -> dict[str, Any]:
         """Return the number of rules and decisions, and what was classified since the process began."""

@@ -139,6 +139,8 @@ class StreamProcessor:
         api = _APIS.get(self.path, "other")
         tenant = service.tenant_of(headers)
         try:
+            if api == "chat":
+                await self._routing.recall(body, headers, tenant)
             classifiers = await self._routing.ask_encoders(body)
             outcome = await exchange.decode_apart(
                 body,

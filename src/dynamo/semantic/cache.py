@@ -20,7 +20,10 @@ from dynamo.base import clock as clocks
 from dynamo.semantic import config, question_meaning, request_view
 
 MAX_TEXT = 20_000  # characters of a question that is cached
+DELETE_HEADER = "x-vsr-cache-delete"  # names of entries to delete before the request is answered
 MAX_BODY = 2**20  # bytes of an answer that is cached
+_MOST_DELETED = 100
+_DIGEST_BYTES = 16
 _FREE_FIELDS = frozenset({"stream", "stream_options", "user", "metadata", "store"})
 _SIDE_EFFECTS = ("tools", "functions", "seed", "previous_response_id", "logprobs", "nvext")
 
@@ -76,8 +79,25 @@ def make_key(
     last = {k: v for k, v in view.messages[-1].items() if k != "content"}
     meaning = question_meaning.read_meaning(text)
     exact = [tenant, fields, view.messages[:-1], last, *meaning.key]
-    digest = hashlib.blake2b(msgspec.json.encode(exact, order="deterministic"), digest_size=16)
+    digest = hashlib.blake2b(
+        msgspec.json.encode(exact, order="deterministic"), digest_size=_DIGEST_BYTES
+    )
     return CacheKey(digest.digest(), tenant, meaning)
+
+
+def names_to_delete(headers: Mapping[str, str]) -> list[str]:
+    """Return the names of the cached answers that a request asks to delete."""
+    names = headers.get(DELETE_HEADER, "").split(",")[:_MOST_DELETED]
+    return [name.strip() for name in names if name.strip()]
+
+
+def read_name(name: str) -> bytes | None:
+    """Return the digest of an entry that callers know by this name; None for a name of none."""
+    try:
+        digest = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return digest if len(digest) == _DIGEST_BYTES else None
 
 
 def similarity(a: Mapping[str, float], b: Mapping[str, float]) -> float:
@@ -128,13 +148,18 @@ class SemanticCache:
         """Return the stored answers by their digests, in the order in which they would be given up."""
         return iter(self._entries.items())
 
-    def store(self, key: CacheKey, body: bytes, ttl_s: float | None = None) -> None:
-        """Store a complete answer; one that is cut off, refused or too large is not kept."""
+    def has(self, key: CacheKey) -> bool:
+        """Return whether an answer is stored under the key, whatever its question says."""
+        entry = self._entries.get(key.digest)
+        return entry is not None and self._clock.now() < entry.expires_at
+
+    def store(self, key: CacheKey, body: bytes, ttl_s: float | None = None) -> bool:
+        """Store a complete answer and return True; one that is cut off, refused or too large is not kept."""
         ttl_s = (
             self.settings.ttl_seconds if ttl_s is None else min(ttl_s, self.settings.ttl_seconds)
         )
         if len(body) > MAX_BODY or ttl_s <= 0 or not _is_complete(body):
-            return
+            return False
         self.remove(key.digest)
         entry = StoredAnswer(key, body, self._clock.now() + ttl_s)
         self._entries[key.digest] = entry
@@ -144,6 +169,7 @@ class SemanticCache:
         most_bytes = self.settings.max_megabytes * 2**20
         while len(self._entries) > self.settings.max_entries or self._num_bytes > most_bytes:
             self.remove(self._victim(key.digest))
+        return True
 
     def invalidate(self, tenant: str | None = None) -> int:
         """Remove the answers of a tenant, or all; return their number."""
@@ -154,14 +180,11 @@ class SemanticCache:
 
     def delete(self, name: str, tenant: str) -> bool:
         """Remove the answer of a name that its tenant was given, and return whether there was one."""
-        try:
-            digest = bytes.fromhex(name)
-        except ValueError:
-            return False
-        entry = self._entries.get(digest)
+        digest = read_name(name)
+        entry = None if digest is None else self._entries.get(digest)
         if entry is None or entry.key.tenant != tenant:
             return False
-        self.remove(digest)
+        self.remove(entry.key.digest)
         return True
 
     def _victim(self, newest: bytes) -> bytes:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dynamo.semantic import milvus_config
+
 GuardMode = Literal["enforce", "observe", "route"]
 OnError = Literal["pass", "block"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -275,11 +277,15 @@ class EncoderSettings(_Section, frozen=True, kw_only=True):
 
 
 class CacheSettings(_Section, frozen=True, kw_only=True):
-    """The semantic cache; its answers outlive a restart in `directory`, a key of our own."""
+    """The semantic cache; its answers outlive a restart in `directory`, a key of our own, or in Milvus.
+
+    `milvus` may instead be in a file of its own, `backend_config_path`.
+    """
 
     enabled: bool = False
     directory: str = ""
     backend_type: str = "memory"
+    milvus: milvus_config.MilvusSettings | None = None
     similarity_threshold: Share | None = None
     max_entries: Count = 1000
     ttl_seconds: Count = 3600

@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from dynamo.base import errors
-from dynamo.semantic import config, config_v03, encoder_labels, tool_database
+from dynamo.semantic import config, config_v03, encoder_labels, milvus_config, tool_database
 
 MAX_BYTES = 2**20
 MAX_VALUES = 50_000  # aliases count as often as they are used
@@ -36,16 +36,22 @@ _NO_EFFECT: dict[type[Any], tuple[str, ...]] = {
     config.PromptGuard: ("use_cpu",),
     config.BertModel: ("use_cpu",),
     config.EmbeddingModels: ("use_cpu",),
-    config.CacheSettings: (
-        *("use_hnsw", "hnsw_m", "hnsw_ef_construction", "embedding_model", "backend_config_path"),
-    ),
+    config.CacheSettings: ("use_hnsw", "hnsw_m", "hnsw_ef_construction", "embedding_model"),
+    milvus_config.MilvusSettings: ("performance", "data_management", "logging"),
+    milvus_config.MilvusCollection: ("vector_field", "index"),
+    milvus_config.MilvusSearch: ("params", "topk"),
+    milvus_config.MilvusDevelopment: ("verbose_errors",),
     config.BatchClassification: ("concurrency_threshold", "max_concurrency", "metrics"),
 }
 _MERGE = "tag:yaml.org,2002:merge"
 _UNKNOWN = ": unknown key, it has no effect"
 # What names files and secrets of this host: who may change a configuration over HTTP shall not reach them.
-_FILE_ONLY = ("encoders", "semantic_cache.directory", "tools.tools_db_path")
-HIDDEN_KEY = "(set)"  # stands for the access key of a model where a configuration is shown
+_CACHE_FILE_ONLY = ("directory", "backend_type", "milvus", "backend_config_path")
+_FILE_ONLY = (
+    *("encoders", "tools.tools_db_path"),
+    *(f"semantic_cache.{key}" for key in _CACHE_FILE_ONLY),
+)
+HIDDEN_KEY = "(set)"  # stands for a key or password where a configuration is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +134,13 @@ def parse_change(
         if "version" in change:
             raise errors.ConfigError("version: expected none; a change has the keys of v0.1")
         tree = _merge(msgspec.to_builtins(current), change)
+        _refuse_other_backend(tree, current.semantic_cache)
         num_values = _count_values(tree, 0)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise errors.ConfigError(f"expected an object of JSON: {error}") from error
     if num_values > MAX_VALUES:
         raise errors.ConfigError(f"expected at most {MAX_VALUES} values, got more")
     loaded = _decode(tree, categories, directory, encoder_labels.find_in_hub_cache)
-    models = loaded.settings.model_config
-    for name, model in current.model_config.items():
-        if name in models and models[name].access_key == HIDDEN_KEY:
-            models[name] = msgspec.structs.replace(models[name], access_key=model.access_key)
     _refuse_in_change(loaded, current)
     return loaded
 
@@ -153,15 +156,28 @@ def _refuse_in_change(loaded: LoadedConfig, current: config.SemanticConfig) -> N
             raise errors.ConfigError(f"{path}: expected no change; only the file can change it")
 
 
+def _refuse_other_backend(tree: dict[str, Any], current: config.CacheSettings) -> None:
+    """Raise ConfigError before a file is read that a change over HTTP names."""
+    section = tree.get("semantic_cache")
+    path = section.get("backend_config_path", "") if isinstance(section, dict) else ""
+    if path != current.backend_config_path:
+        raise errors.ConfigError(
+            "semantic_cache.backend_config_path: expected no change; only the file can change it"
+        )
+
+
 def _merge(value: Any, change: Any) -> Any:
-    """Return a value with a merge patch applied: objects are merged, null removes a key, all else replaces."""
+    """Return a value with a merge patch applied: objects are merged, null removes a key, all else replaces.
+
+    A key or password that is hidden stays as it is.
+    """
     if not isinstance(change, dict):
         return change
     merged = dict(value) if isinstance(value, dict) else {}
     for key, item in change.items():
         if item is None:
             merged.pop(key, None)
-        else:
+        elif item != HIDDEN_KEY:
             merged[key] = _merge(merged.get(key), item)
     return merged
 
@@ -178,6 +194,7 @@ def _decode(
         tree, notes = config_v03.translate(tree)
     elif version is not None and str(version) not in ("v0.1", "0.1"):
         raise errors.ConfigError(f"version: expected v0.1, v0.3 or none, got {version}")
+    notes += _read_backend_file(tree, directory)
     notes += [f"{key}{_UNKNOWN}" for key in _unknown_keys(tree)]
     tree.pop("version", None)
     try:
@@ -205,6 +222,33 @@ def _decode(
     notes += [f"{key}: accepted, it has no effect here" for key in _keys_without_effect(settings)]
     notes += _missing_models(settings)
     return LoadedConfig(settings, plugins, tuple(notes), encoders, embedder, tools)
+
+
+def _read_backend_file(tree: dict[str, Any], directory: Path | None) -> list[str]:
+    """Put the file of `backend_config_path` in its place, and return notes. Raises ConfigError.
+
+    As with the original, a section `milvus` in the configuration itself goes before the file.
+    """
+    section = tree.get("semantic_cache")
+    if not isinstance(section, dict) or not section.get("backend_config_path"):
+        return []
+    if section.get("backend_type") != "milvus":
+        return ["semantic_cache.backend_config_path: accepted, it has no effect here"]
+    if section.get("milvus"):
+        return []
+    path = Path(str(section["backend_config_path"])).expanduser()
+    if directory is not None and not path.is_file():
+        path = directory / path
+    try:
+        with path.open("rb") as file:
+            section["milvus"] = _read_yaml(file.read(MAX_BYTES + 1))
+    except OSError as error:
+        raise errors.ConfigError(
+            f"semantic_cache.backend_config_path: {path}: expected a readable file: {error.strerror}"
+        ) from error
+    except errors.ConfigError as error:
+        raise errors.ConfigError(f"semantic_cache.backend_config_path: {path}: {error}") from error
+    return []
 
 
 class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
@@ -365,11 +409,13 @@ def _refuse_unsupported(settings: config.SemanticConfig) -> None:
         "feedback_detector": bool(settings.feedback_detector.get("enabled")),
         "hallucination_mitigation": bool(settings.hallucination_mitigation.get("enabled")),
         f"semantic_cache.backend_type: {cache.backend_type}": cache.enabled
-        and cache.backend_type != "memory",
+        and cache.backend_type not in ("memory", "milvus"),
     }
     for key, is_refused in refusals.items():
         if is_refused:
             raise errors.ConfigError(f"{key}: not supported here; leave it out or disable it")
+    if cache.enabled and cache.backend_type == "milvus":
+        milvus_config.check(cache.milvus, cache.max_entries, cache.directory)
 
 
 def _check_references(

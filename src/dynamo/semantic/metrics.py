@@ -55,6 +55,11 @@ class SemanticMetrics:
         self._hits = registry.counter("cache_hits_total", "answers from the semantic cache")
         self._misses = registry.counter("cache_misses_total", "questions that it did not know")
         self._entries = registry.gauge("cache_entries_total", "answers that it holds")
+        self._operations = registry.counter(
+            "cache_operations_total",
+            "lookups, writes and deletions in Milvus by what became of them",
+            ("backend", "operation", "status"),
+        )
         self._verdicts = registry.counter(
             "guard_verdicts_total",
             "requests that a guard stopped, sent to its model or observed",
@@ -141,6 +146,10 @@ class SemanticMetrics:
     def record_classification(self, classifier: str, seconds: float) -> None:
         """Record the time of one call of the classification API."""
         self._classifier_latency.labels(classifier).observe(seconds)
+
+    def record_milvus(self, operation: str, status: str) -> None:
+        """Count an operation of the cache in Milvus. For any thread."""
+        self._operations.labels("milvus", operation, status).inc()
 
     def describe_classifications(self) -> dict[str, Any]:
         """Return how often each classifier was asked over HTTP and its mean time, and the requests by domain."""

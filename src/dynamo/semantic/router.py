@@ -30,8 +30,6 @@ from dynamo.semantic import (
 from dynamo.semantic.classifiers import profile
 
 FALLBACK = "default_model"
-DELETE_HEADER = "x-vsr-cache-delete"  # names of entries to delete before the request is answered
-_MOST_DELETED = 100
 _RESPONSE_ID = re.compile(rb'"id" ?: ?"(resp_[A-Za-z0-9_-]{1,100})"')
 _ID_WITHIN = 4096  # bytes of an answer; an id stands before what the model said
 
@@ -207,6 +205,12 @@ class SemanticRouter:
         )
 
     @property
+    def caches_answers(self) -> bool:
+        """Return whether some decision answers from the cache."""
+        plugins = (plugins.get("semantic-cache") for plugins in self.loaded.plugins.values())
+        return any(plugin is not None and plugin.enabled for plugin in plugins)
+
+    @property
     def _reads_attacks(self) -> bool:
         return self.settings.prompt_guard.enabled or self._has_guard("jailbreak")
 
@@ -361,8 +365,8 @@ class SemanticRouter:
         """Answer from the cache and return True, or note the key under which the answer is to be stored."""
         if not self.settings.semantic_cache.enabled or plugin is None or not plugin.enabled:
             return False
-        for name in headers.get(DELETE_HEADER, "").split(",")[:_MOST_DELETED]:
-            self.cache.delete(name.strip(), tenant)
+        for name in cache.names_to_delete(headers):
+            self.cache.delete(name, tenant)
         key = cache.make_key(view, headers, tenant)
         if key is None or view.has_tools:
             return False

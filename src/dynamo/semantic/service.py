@@ -11,16 +11,19 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors
+from dynamo.base import distribution, errors
 from dynamo.observability import metrics as observed
 from dynamo.protocols import encoders
 from dynamo.runtime.http import exchange
 from dynamo.semantic import (
+    cache,
     cache_file,
+    config,
     config_file,
     encoder_client,
     encoder_labels,
@@ -35,6 +38,9 @@ from dynamo.semantic import (
 )
 from dynamo.semantic import router as semantic_router
 from dynamo.semantic.classifiers import profile
+
+if TYPE_CHECKING:
+    from dynamo.semantic import milvus_answers
 
 _PART = 64  # texts that are embedded by one call, for a configuration
 RELOAD_INTERVAL_S = 2.0  # between looks at the file
@@ -137,7 +143,8 @@ def load_config(
 class RoutingService:
     """Routes requests and records what became of them.
 
-    Raises ConfigError for a wrong file, or for a directory of cached answers that it cannot have.
+    Raises ConfigError for a wrong file, for a directory of cached answers that it cannot have, or for Milvus without
+    its client.
     """
 
     def __init__(
@@ -154,29 +161,51 @@ class RoutingService:
         self.metrics = metrics.SemanticMetrics(registry)
         self._clock = clock
         self._cache_file: cache_file.CacheFile | None = None
-        self._open_cache_file()
-        self.loader.on_reload = self._reopen_cache_file
+        self._milvus: milvus_answers.MilvusAnswers | None = None
+        self._local_s: float | None = None  # that answers stay here, if others may delete them
+        self._open_storage()
+        self.loader.on_reload = self._reopen_storage
 
     def close(self) -> None:
-        """Close the file of the cached answers; another process may use its directory."""
+        """Close the file of the cached answers, so that another process may use its directory, or leave Milvus."""
         if self._cache_file is not None:
             self._cache_file.close()
             self._cache_file = None
+        if self._milvus is not None:
+            self._milvus.close()
+            self._milvus = self._local_s = None
 
-    def _open_cache_file(self) -> None:
-        """Read the cached answers from their directory, if the configuration names one. Raises ConfigError."""
+    def _open_storage(self) -> None:
+        """Read the cached answers from their directory, or connect to Milvus, if one is named. Raises ConfigError."""
         settings = self.router.settings
-        if not (settings.semantic_cache.enabled and settings.semantic_cache.directory):
+        if not settings.semantic_cache.enabled:
+            return
+        if settings.semantic_cache.backend_type == "milvus":
+            backend = distribution.load_extra(
+                "dynamo.semantic.milvus_answers",
+                feature="semantic_cache.backend_type: milvus",
+                extra="milvus",
+            )
+            # routers of other addresses or bounds share the answers all the same
+            shared = msgspec.structs.replace(settings, semantic_cache=config.CacheSettings())
+            self._local_s = backend.LOCAL_S
+            self._milvus = backend.MilvusAnswers(
+                settings.semantic_cache,
+                cache_file.make_origin(shared),
+                self._clock,
+                self.metrics.record_milvus,
+            )
+        if not settings.semantic_cache.directory:
             return
         directory = Path(settings.semantic_cache.directory).expanduser()
         self._cache_file = cache_file.CacheFile(directory, self._clock)
         self._cache_file.follow(self.router.cache, cache_file.make_origin(settings))
 
-    def _reopen_cache_file(self) -> None:
-        """Write the answers of a reloaded configuration, in its own directory."""
+    def _reopen_storage(self) -> None:
+        """Write the answers of a reloaded configuration where it says."""
         self.close()
         try:
-            self._open_cache_file()
+            self._open_storage()
         except errors.ConfigError as error:
             _logger.error("%s; answers are cached in memory only", error)  # noqa: TRY400
 
@@ -189,6 +218,50 @@ class RoutingService:
         """Ask this process for what the configuration's encoders say, from now on."""
         self._encoders = encoders
         self.loader.has_encoders = True
+
+    async def recall(self, body: bytes, headers: Mapping[str, str], tenant: str) -> None:
+        """Fetch what Milvus has for a chat completion, before it is routed, if this process has no answer itself.
+
+        What the request asks to delete is deleted first.
+        """
+        milvus = self._milvus
+        if milvus is None or not self.router.caches_answers:
+            return
+        names = cache.names_to_delete(headers)
+        try:
+            if names:
+                await self.delete_answers(names, tenant)
+            view = await exchange.decode_apart(body, request_view.RequestView)
+        except errors.InvalidRequest:
+            return  # `route` refuses the request
+        except errors.Unavailable as error:
+            _logger.warning("%s: %s", cache.DELETE_HEADER, error)
+            return
+        answers, key = self.router.cache, cache.make_key(view, headers, tenant)
+        if key is None or view.has_tools or answers.has(key):
+            return
+        found = await milvus.find(key)
+        if found is not None:
+            left_s = found.expires_at - self._clock.now()
+            answers.store(found.key, found.body, min(left_s, self._local_s or left_s))
+
+    async def delete_answers(self, names: Sequence[str], tenant: str) -> int:
+        """Delete the cached answers of names that a tenant was given, and return how many there were.
+
+        Raises Unavailable if Milvus has not confirmed it.
+        """
+        digests = {digest for name in names if (digest := cache.read_name(name)) is not None}
+        deleted = {digest for digest in digests if self.router.cache.delete(digest.hex(), tenant)}
+        if self._milvus is not None:
+            deleted |= await self._milvus.delete(digests, tenant)
+        return len(deleted)
+
+    async def invalidate_answers(self, tenant: str | None = None) -> int:
+        """Delete all cached answers of a tenant, or of all, and return their number. Raises Unavailable."""
+        number = self.router.cache.invalidate(tenant)
+        if self._milvus is not None:
+            number = max(number, await self._milvus.invalidate(tenant))
+        return number
 
     async def ask_encoders(self, body: bytes) -> guards.RequestClassifiers | None:
         """Return the classifiers for a request, once the encoders have read its texts; None: the shipped ones."""
@@ -310,7 +383,9 @@ class RoutingService:
         if body is None:
             return
         if outcome.cache_key is not None:
-            self.router.cache.store(outcome.cache_key, body)
+            is_stored = self.router.cache.store(outcome.cache_key, body, self._local_s)
+            if is_stored and self._milvus is not None:
+                self._milvus.put(outcome.cache_key, body)
         try:
             usage = msgspec.json.decode(body)["usage"]
             num_prompt, num_written = usage["prompt_tokens"], usage["completion_tokens"]

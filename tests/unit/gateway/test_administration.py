@@ -69,6 +69,22 @@ async def test_shown_configuration_is_taken_again_with_its_hidden_keys(client, r
     assert routing.router.settings == before
 
 
+async def test_password_of_milvus_is_hidden_and_kept(client, routing):
+    auth = "{enabled: true, username: router, password: secret}"
+    section = f", milvus: {{connection: {{auth: {auth}}}}}}}"
+    routing.loader.path.write_text(CONFIG.rstrip().removesuffix("}") + section)
+    assert routing.loader.reload_if_changed()
+
+    shown = (await client.get(CONFIG_PATH)).json()["config"]
+    answer = await client.put(CONFIG_PATH, json={**shown, "default_model": "coder"})
+
+    connection = shown["semantic_cache"]["milvus"]["connection"]
+    assert connection["auth"]["password"] == config_file.HIDDEN_KEY
+    assert answer.status_code == 200
+    kept = routing.router.settings.semantic_cache.milvus.connection.auth
+    assert kept.password == "secret"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -80,6 +96,8 @@ async def test_shown_configuration_is_taken_again_with_its_hidden_keys(client, r
         ({"version": "v0.3"}, "version"),
         ({"encoders": {"embeddings_key_variable": "HOME"}}, "encoders"),
         ({"semantic_cache": {"directory": "/tmp"}}, "semantic_cache.directory"),
+        ({"semantic_cache": {"backend_config_path": "/etc/passwd"}}, "backend_config_path"),
+        ({"semantic_cache": {"milvus": {}}}, "semantic_cache.milvus"),
         ([], "object"),
         ({"model_config": {"mathy": {"reasoning_family": "none"}}}, "reasoning_family"),
         ({"mom_registry": {str(n): "x" for n in range(50_001)}}, "values"),

@@ -129,6 +129,20 @@ async def test_caller_deletes_its_own_cached_answer(client, routing):
     assert (await client.post(path, json={"keys": []})).status_code == 400
 
 
+async def test_caller_deletes_all_answers_of_its_key(client, routing):
+    ann, bob = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+    for key in (ann, bob):
+        outcome = routing.route(chat(SUM), key, service.tenant_of(key))
+        routing.record_answer(outcome, COMPLETION)
+    path = "/api/v1/response-cache/invalidate"
+
+    answer = await client.post(path, json={"all": True}, headers=ann)
+
+    assert answer.json()["removed"] == 1
+    assert len(routing.router.cache) == 1
+    assert (await client.post(path, json={"all": True})).status_code == 400
+
+
 @pytest.fixture
 async def embedding_client(tmp_path):
     """A client of the API of a configuration that compares by a server's embeddings."""

@@ -69,6 +69,19 @@ async def test_buffered_body_is_changed_with_its_length(stream):
     assert pairs["x-selected-model"] == "coder"
 
 
+async def test_answer_of_another_process_is_asked_for_before_the_request_is_routed(
+    stream, routing, monkeypatch
+):
+    async def recall(body, headers, tenant):
+        outcome = routing.route(body, headers, tenant)
+        routing.router.cache.store(outcome.cache_key, COMPLETION)
+
+    monkeypatch.setattr(routing, "recall", recall)
+    *_, reply = await ask(stream, chat(SUM))
+
+    assert b"It is four." in reply.immediate_response.body
+
+
 async def test_duplex_answers_come_together_after_the_body(stream):
     first, *pieces = await ask(stream, chat("python"), DUPLEX)
 

@@ -32,8 +32,8 @@ def test_unknown_keys_are_named_with_their_path():
     ("text", "name"),
     [
         (
-            "semantic_cache: {enabled: true, backend_type: milvus}",
-            "semantic_cache.backend_type: milvus",
+            "semantic_cache: {enabled: true, backend_type: redis}",
+            "semantic_cache.backend_type: redis",
         ),
         ("config_source: kubernetes", "config_source"),
         ("decisions: [{name: d, plugins: [{type: rag}]}]", "rag"),
@@ -46,6 +46,92 @@ def test_unknown_keys_are_named_with_their_path():
 def test_unsupported_part_is_refused_by_name(text, name):
     assert name in refusal_of(text)
     assert "not supported" in refusal_of(text)
+
+
+MILVUS = "semantic_cache: {enabled: true, backend_type: milvus, milvus: {%s}}"
+
+
+def test_original_form_of_milvus_is_read_and_the_rest_is_noted():
+    text = """
+    connection:
+      host: milvus.example
+      port: 443
+      database: cache
+      timeout: 30
+      auth: {enabled: true, username: router, password: secret}
+      tls: {enabled: true, cert_file: "", key_file: "", ca_file: ""}
+    collection:
+      name: answers
+      description: Answers
+      vector_field: {name: embedding, dimension: 384, metric_type: IP}
+      index: {type: HNSW, params: {M: 16, efConstruction: 64}}
+    search: {params: {ef: 64}, topk: 20, consistency_level: Bounded}
+    performance: {batch: {timeout: 30}}
+    data_management: {ttl: {enabled: true}}
+    logging: {level: info}
+    development: {drop_collection_on_startup: false, auto_create_collection: false, verbose_errors: true}
+    typo: 1
+    """
+    loaded = parse(f"semantic_cache:\n  enabled: true\n  backend_type: milvus\n  milvus:{text}")
+    milvus = loaded.settings.semantic_cache.milvus
+    without = ["vector_field", "index"]
+
+    assert (milvus.connection.host, milvus.connection.timeout) == ("milvus.example", 30)
+    assert milvus.collection.name == "answers"
+    assert milvus.search.consistency_level == "Bounded"
+    assert loaded.notes[0].startswith("semantic_cache.milvus.typo: unknown key")
+    assert [
+        note.removesuffix(": accepted, it has no effect here") for note in loaded.notes[1:]
+    ] == [
+        *(f"semantic_cache.milvus.collection.{key}" for key in without),
+        *("semantic_cache.milvus.search.params", "semantic_cache.milvus.search.topk"),
+        *("semantic_cache.milvus.performance", "semantic_cache.milvus.data_management"),
+        "semantic_cache.milvus.logging",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("semantic_cache: {enabled: true, backend_type: milvus}", "needs the section"),
+        (MILVUS % "connection: {port: 0}", "port"),
+        (MILVUS % "connection: {host: 'a b'}", "host"),
+        (MILVUS % "connection: {auth: {enabled: true}}", "username and password"),
+        (
+            MILVUS % "connection: {tls: {enabled: true, ca_file: /nowhere}}",
+            "no such file: /nowhere",
+        ),
+        (MILVUS % "connection: {tls: {cert_file: a}}", "ca_file beside cert_file"),
+        (MILVUS % "collection: {name: 'a-b'}", "name"),
+        (MILVUS % "development: {drop_collection_on_startup: true}", "drop_collection_on_startup"),
+        (MILVUS.replace("enabled", "directory: /d, enabled") % "", "directory: expected none"),
+        (MILVUS.replace("enabled", "max_entries: 20000, enabled") % "", "at most 16384"),
+    ],
+)
+def test_wrong_settings_of_milvus_are_refused_by_name(text, message):
+    assert "semantic_cache" in refusal_of(text)
+    assert message in refusal_of(text)
+
+
+def test_file_of_milvus_may_be_beside_the_configuration(tmp_path):
+    (tmp_path / "milvus.yaml").write_text("connection: {host: there}")
+    text = "semantic_cache: {enabled: true, backend_type: milvus, backend_config_path: %s}"
+
+    loaded = config_file.parse((text % "milvus.yaml").encode(), CATEGORIES, tmp_path)
+    assert loaded.settings.semantic_cache.milvus.connection.host == "there"
+    for name, content in (("absent.yaml", None), ("wrong.yaml", "[")):
+        if content:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(errors.ConfigError, match=f"backend_config_path: .*{name}"):
+            config_file.parse((text % name).encode(), CATEGORIES, tmp_path)
+
+
+def test_section_of_milvus_goes_before_its_file():
+    text = MILVUS.replace("enabled", "backend_config_path: absent.yaml, enabled")
+
+    assert parse(text % "connection: {host: there}").settings.semantic_cache.milvus is not None
+    notes = parse("semantic_cache: {enabled: true, backend_config_path: absent.yaml}").notes
+    assert notes == ("semantic_cache.backend_config_path: accepted, it has no effect here",)
 
 
 def test_disabled_unsupported_parts_are_accepted():

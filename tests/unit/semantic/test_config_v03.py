@@ -41,7 +41,7 @@ routing:
       plugins: [{type: response_cache, configuration: {similarity_threshold: 0.9}}]
 global:
   router: {auto_model_name: any}
-  stores: {response_cache: {enabled: true, max_entries: 7}, memory: {enabled: false}}
+  stores: {response_cache: {enabled: true, max_entries: 7, milvus: {connection: {port: 1}}}, memory: {enabled: false}}
 """
 OLD = """
 default_model: small
@@ -57,7 +57,7 @@ model_config:
 keyword_rules: [{name: code, operator: OR, keywords: [python]}]
 categories: [{name: sums, mmlu_categories: [math]}]
 prompt_guard: {enabled: true, threshold: 0.8}
-semantic_cache: {enabled: true, max_entries: 7}
+semantic_cache: {enabled: true, max_entries: 7, milvus: {connection: {port: 1}}}
 decisions:
   - name: code
     priority: 10

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from dynamo.semantic import cache, config, question_meaning, request_view, router
+from dynamo.semantic import cache, config, question_meaning, request_view
 from dynamo.testing import clock
 from semantic_configs import COMPLETION, CONFIG, SUM, chat, make_router
 
@@ -245,7 +245,7 @@ def test_caller_deletes_the_entry_that_it_was_given_and_no_other_caller_does():
 
     assert not made.cache.delete(name, "bob")
     assert not made.cache.delete("no name", "ann")
-    deleting = made.route(chat(SUM), {router.DELETE_HEADER: f"{'0' * 32}, {name}"}, "ann")
+    deleting = made.route(chat(SUM), {cache.DELETE_HEADER: f"{'0' * 32}, {name}"}, "ann")
 
     assert deleting.answer is None
     assert dict(deleting.explanation.headers())["x-vsr-cache-key"] == name
