@@ -8,7 +8,8 @@ import pytest
 from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.sequence import Paging, Sampled
-from dynamo.protocols import blocks, generate
+from dynamo.kvbm import tier_policy, tiered_cache, tiers
+from dynamo.protocols import blocks, generate, kv_events
 from waiting import PATIENT_S
 
 
@@ -33,11 +34,12 @@ class FakeRunner:
 
 
 class Running:
-    def __init__(self):
-        self.runner, self.results, self.passes = FakeRunner(), queue.SimpleQueue(), []
-        paging = Paging(num_blocks=16, block_size=4, prefix_caching=True)
+    def __init__(self, runner=None, paging=None, copies=None):
+        self.runner, self.results, self.passes = runner or FakeRunner(), queue.SimpleQueue(), []
+        paging = paging or Paging(num_blocks=16, block_size=4, prefix_caching=True)
         limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, context_length=64)
-        self.loop = EngineLoop(Scheduler(paging, limits), self.runner, self.deliver)
+        scheduler = Scheduler(paging, limits)
+        self.loop = EngineLoop(scheduler, self.runner, self.deliver, copies=copies)
         self.thread = threading.Thread(target=self.loop.run, name="engine")
 
     def deliver(self, result):
@@ -50,6 +52,11 @@ class Running:
         self.loop.submit(
             generate.Request(id=request_id, model="m", token_ids=packed, stop_conditions=conditions)
         )
+
+    def run_commands(self):
+        """Run the commands so far without the thread."""
+        while not self.loop._commands.empty():
+            self.loop._commands.get()()
 
     def next(self):
         return self.results.get(timeout=PATIENT_S)
@@ -123,3 +130,66 @@ def test_each_pass_is_told_with_what_it_computed(running):
         (0, 7),
     ]
     assert all(each.wall_s > 0 for each in running.passes)
+
+
+class SlowCopies:
+    """The part of `tier_copies.TierCopies` that a step uses: no copy ends, and those in `late` have become late."""
+
+    def __init__(self, log):
+        self.log, self.begun, self.late = log, [], []
+
+    def begin(self, copy):
+        self.log.append(copy.path)
+        self.begun.append(copy)
+
+    def look(self):
+        return {}
+
+    def take_late(self):
+        late, self.late = self.late, []
+        return late
+
+
+class LoggingRunner(FakeRunner):
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def run(self, chunks):
+        self.log.append("step")
+        return super().run(chunks)
+
+
+def make_paging(prompt, in_host, on_disk):
+    """Return block tables whose tiers have these blocks of a prompt, by position."""
+    paging = Paging(num_blocks=16, block_size=4, prefix_caching=True)
+    local = blocks.local_hashes(blocks.pack(prompt), 4)
+    names = blocks.sequence_hashes(local)
+    chain = [
+        tiers.CachedBlock(*fields) for fields in zip(names, local, (None, *names[:-1]), strict=True)
+    ]
+    host, disk = (
+        tiers.Tier(tier, 8, paging.pool.events) for tier in (kv_events.HOST, kv_events.DISK)
+    )
+    host.restore({i: (chain[i],) for i in in_host})
+    disk.restore({i: (chain[i],) for i in on_disk})
+    paging.tiers = tiered_cache.TieredCache(paging.pool, host, disk, block_size=4, block_bytes=1)
+    return paging
+
+
+def test_load_from_host_memory_begins_before_the_step_in_which_the_disk_is_found_late(monkeypatch):
+    monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
+    monkeypatch.setattr(tiered_cache, "QUICK_SHARE", 0)
+    monkeypatch.setattr(tier_policy.LoadCost, "pays", lambda *_: True)
+    log = []
+    copies = SlowCopies(log)
+    running = Running(LoggingRunner(log), make_paging(range(13), [0], [1, 2]), copies)
+    running.submit("decoding", max_tokens=9)
+    running.submit("waiting", prompt=range(13))
+    running.run_commands()
+    running.loop.step()
+    copies.late = list(copies.begun)
+    running.loop.step()
+
+    read, load = (kv_events.DISK, kv_events.HOST), (kv_events.HOST, kv_events.DEVICE)
+    assert log == [read, "step", load, "step"]

@@ -79,7 +79,7 @@ class EngineLoop:
     def step(self) -> bool:
         """Schedule, run, commit. Returns False if nothing can be computed before a command comes."""
         chunks = self._scheduler.schedule()
-        if self._copies is not None and self._begin_copies(self._copies):
+        while self._copies is not None and self._begin_copies(self._copies):
             chunks = self._scheduler.schedule()  # once more: nothing was computed since
         if imports := self._scheduler.take_imports():
             self._begin_imports(imports)  # before the step, so that they run at the same time
