@@ -272,6 +272,27 @@ def test_disk_is_read_while_the_request_waits_but_not_for_too_long():
     assert rig.scheduler.match(rig.request("a2"), 0) == (16, False)  # it came after all
 
 
+def test_request_that_is_aborted_while_the_disk_is_read_keeps_nothing():
+    request = Rig().request("a")
+    stored = {
+        slot: (tiers.CachedBlock(name_of(h), 0, None),)
+        for slot, h in enumerate(request.block_hashes)
+    }
+    rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
+    rig.step()
+    assert rig.scheduler.match(rig.request("a"), 0) == (None, False)
+    rig.step(hold=[(DISK, HOST)])
+    rig.scheduler.finish("a")
+    while rig.scheduler.has_work:
+        rig.step()
+    host = rig.scheduler.cache.host
+    blocks = [host.find(name_of(h)) for h in request.block_hashes]
+
+    assert [block.num_users for block in blocks] == [0] * 4
+    assert rig.pool.get_num_free_blocks() == 16
+    assert rig.scheduler.report().counts["matched_tokens"] == 0
+
+
 def test_segments_are_written_and_read_after_what_vllm_has_itself():
     rig = Rig(num_host=16, num_disk=4, segment_blocks=2, kvbm_object_store="file:///x")
     rig.step()
