@@ -59,8 +59,10 @@ def join_and_answer(deployment, rotation, *flags):
     newcomer = deployment.mocker(*flags)
     rotation.frontend.others.append(newcomer)
 
-    def is_asked():
-        rotation.frontend.chat("Tell me a story", max_tokens=2)
+    def is_asked():  # the second of two requests goes to the worker that does not answer the first
+        with rotation.frontend.stream(max_tokens=100, ignore_eos=True) as stream:
+            next(stream)
+            rotation.frontend.chat("Tell me a story", max_tokens=2)
         return newcomer.num_requests()
 
     # not so often that the questions take the processor from the worker that starts

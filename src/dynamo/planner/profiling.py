@@ -15,7 +15,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from dynamo.planner.config import parse_duration_s
 from dynamo.planner.policies import Targets
 from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize, ProfileClient
 from dynamo.protocols import graph_deployment
+from dynamo.runtime import listening
 
 _PROG = "python -m dynamo.profiler"
 _MODEL = "profiled"
@@ -108,8 +108,7 @@ class _Sweep:
         self._clock = clocks.SystemClock()
         self._interruption: signal.Signals | None = None
         self._num_restarts = 0
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._port = listener.getsockname()[1]
+        self._port = listening.find_free_ports(1)
 
     async def run(self) -> int:
         """Start the processes, measure, and report; return the exit status. Raises ChildDied or DynamoError."""

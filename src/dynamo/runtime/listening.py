@@ -4,13 +4,19 @@ The two addresses are the same, but behind a NAT or in a container with ports th
 has its own settings, named alike: HOST and PORT for listening, ADVERTISE for what is published in discovery.
 """
 
+import contextlib
 import errno
+import random
 import socket
 from dataclasses import dataclass
 
 from dynamo.base import addresses, errors, membership
 
 _WILDCARDS = ("", "*", "0.0.0.0", "::")
+# A process binds its port some time after it was found free. So it is chosen at random, for processes that start
+# together, and not from the range of which the system gives ports to any process (usually 32768 and above).
+PORT_RANGE = range(20_000, 30_000)
+_PORT_TRIES = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,3 +135,19 @@ def describe_failure(error: OSError, host: str, port: int, port_flag: str) -> st
     if isinstance(error, socket.gaierror):
         return f"{host!r} is no address of this machine: {error.strerror}"
     return f"cannot listen on {addresses.join(host, port)}: {error.strerror or error}"
+
+
+def find_free_ports(num_ports: int) -> int:
+    """Return the first of `num_ports` consecutive loopback ports that are free now, for a process that starts later.
+
+    Raises ConfigError.
+    """
+    for _ in range(_PORT_TRIES):
+        first = random.randrange(PORT_RANGE.start, PORT_RANGE.stop - num_ports)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
+            for port in range(first, first + num_ports):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise errors.ConfigError(
+        f"found no {num_ports} consecutive free ports from {PORT_RANGE.start} to {PORT_RANGE.stop}"
+    )

@@ -7,8 +7,9 @@ import pytest
 import zmq
 
 from dynamo.base import errors
-from dynamo.engine.adapters import kv_subscriber, settings
+from dynamo.engine.adapters import kv_subscriber
 from dynamo.protocols import kv_events
+from dynamo.runtime import listening
 from waiting import PATIENT_S
 
 BLOCK = 2
@@ -127,7 +128,7 @@ async def test_missed_batches_are_replayed(start):
 
 
 async def test_the_subscriber_connects_to_a_users_endpoint(start, caplog):
-    port = settings.find_free_ports(1)
+    port = listening.find_free_ports(1)
     endpoints = kv_subscriber.PublisherEndpoints(endpoint=f"tcp://*:{port}", topic="kv-events")
     subscriber, (publisher,), listener = await start(endpoints)
 

@@ -1,12 +1,10 @@
 """From `--connector` to vLLM's configuration."""
 
-import socket
 import types
 
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters import settings
 from dynamo.engine.adapters.vllm import connectors
 
 
@@ -134,25 +132,6 @@ def test_the_default_side_channel_is_on_loopback():
         "UCX_RCACHE_MAX_UNRELEASED": "1024",
     }
     assert "UCX_NET_DEVICES" not in chosen
-
-
-def test_found_ports_are_free_and_outside_the_systems_range():
-    first = settings.find_free_ports(3)
-
-    assert first in settings.PORT_RANGE
-    for port in range(first, first + 3):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-
-
-def test_ports_in_use_are_not_free(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(settings, "PORT_RANGE", range(port, port + 2))
-
-        with pytest.raises(errors.ConfigError, match="no 1 consecutive free ports"):
-            settings.find_free_ports(1)
 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

@@ -63,3 +63,22 @@ def test_address_by_which_nobody_could_reach_the_listener_is_refused(host, ports
     )
     with pytest.raises(errors.ConfigError, match=r"DYN_TCP_RPC_(HOST|ADVERTISE)"):
         at.checked()
+
+
+def test_found_ports_are_free_and_outside_the_systems_range():
+    first = listening.find_free_ports(3)
+
+    assert first in listening.PORT_RANGE
+    for port in range(first, first + 3):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def test_ports_in_use_are_not_free(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(listening, "PORT_RANGE", range(port, port + 2))
+
+        with pytest.raises(errors.ConfigError, match="no 1 consecutive free ports"):
+            listening.find_free_ports(1)

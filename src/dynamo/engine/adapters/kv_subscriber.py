@@ -21,8 +21,8 @@ import zmq
 
 from dynamo.base import errors
 from dynamo.engine.adapters import kv_events as engine_events
-from dynamo.engine.adapters import settings
 from dynamo.protocols import kv_events
+from dynamo.runtime import listening
 
 HIGH_WATER = 10_000  # batches that ZeroMQ queues for us
 MESSAGE_LIMIT = 64 << 20  # bytes
@@ -48,7 +48,7 @@ class PublisherEndpoints:
     @classmethod
     def on_free_ports(cls, num_ranks: int) -> "PublisherEndpoints":
         """Return endpoints on free loopback ports. Raises ConfigError."""
-        first, first_replay = (settings.find_free_ports(num_ranks) for _ in range(2))
+        first, first_replay = (listening.find_free_ports(num_ranks) for _ in range(2))
         return cls(
             endpoint=f"tcp://127.0.0.1:{first}", replay_endpoint=f"tcp://127.0.0.1:{first_replay}"
         )

@@ -6,14 +6,11 @@ adapter supports would fail somewhere within and is refused; a newer one may wor
 vLLM run on the oldest and the newest supported release.
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
-import random
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +19,6 @@ from typing import Literal
 from dynamo.base import config, distribution, errors
 from dynamo.kvbm import tier_setup
 
-# A library binds its ports some time after they were found free. So they are chosen at random, for workers that start
-# together, and not from the range of which the system gives ports to any process (usually 32768 and above).
-PORT_RANGE = range(20_000, 30_000)
-_PORT_TRIES = 50
 RESERVED_FLAGS = {
     flag: f"{flag} is set by this worker for the engine: write it once, with dashes"
     for flag in ("--model", "--model-path", "--served-model-name", "--config")
@@ -97,22 +90,6 @@ def refuse_flags(flags: Sequence[str], messages: Mapping[str, str]) -> None:
 def has_flag(flags: Sequence[str], name: str) -> bool:
     """Return whether the flag `name` is among the words of a command line."""
     return name in {_flag_name(word) for word in flags if word.startswith("-")}
-
-
-def find_free_ports(num_ports: int) -> int:
-    """Return the first of `num_ports` consecutive loopback ports that are free now. Raises ConfigError.
-
-    Libraries add the data-parallel rank to the first port.
-    """
-    for _ in range(_PORT_TRIES):
-        first = random.randrange(PORT_RANGE.start, PORT_RANGE.stop - num_ports)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
-            for port in range(first, first + num_ports):
-                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-    raise errors.ConfigError(
-        f"found no {num_ports} consecutive free ports from {PORT_RANGE.start} to {PORT_RANGE.stop}"
-    )
 
 
 def _flag_name(word: str) -> str:

@@ -28,6 +28,7 @@ from dynamo.engine.adapters.vllm import (
 from dynamo.kvbm import tier_report, tier_setup
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate, load
+from dynamo.runtime import listening
 
 HELD_S = 35.0  # longer than vLLM keeps blocks for another engine
 FIRST_RETRY_S, RETRY_S = 0.1, 5.0  # a copy to another tier takes less than that
@@ -54,7 +55,7 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
         raise errors.ConfigError(
             "--enable-sleep-mode: expected --connector none: NIXL would read memory that was released"
         )
-    port = adapter_settings.find_free_ports(args.data_parallel_size)
+    port = listening.find_free_ports(args.data_parallel_size)
     return kv_transfer_engine.KvTransferEngine(
         engine,
         clocks.SystemClock(),
