@@ -85,7 +85,7 @@ class OffloadFilter:
 
 
 class ChurnGuard:
-    """Turns offloading down while a tier's blocks are evicted unread, and up again when that would have been wrong.
+    """Turns offloading down while blocks leave the tiers unread, and up again when that would have been wrong.
 
     Turned down, a tier keeps what it has, and the hashes of blocks that were not offloaded are remembered; a prompt
     that would have found them counts against being turned down.
@@ -99,7 +99,7 @@ class ChurnGuard:
         self._num_missed = 0
 
     def record_evictions(self, num_evicted: int, num_unread: int) -> bool:
-        """Count evictions of the tier and how many of them were never read. Return whether this turned it down."""
+        """Count evictions of host memory, and blocks that left the tiers unread. Return whether this turned it down."""
         self._num_evicted += num_evicted
         self._num_unread += num_unread
         if self._num_evicted < self._window:
@@ -131,7 +131,7 @@ def describe(guard: ChurnGuard) -> str:
     if not guard.is_down:
         return "on"
     return (
-        "turned down: host memory gave up nearly all of its blocks before a prompt needed them;"
+        "turned down: the tiers gave up nearly all of their blocks before a prompt needed them;"
         " one new block in 16 is copied until prompts miss the others"
     )
 

@@ -80,6 +80,8 @@ class TieredCache:
         # A copy must not take much of the memory from sequences that need blocks.
         self._batch_blocks = max(1, min(tier_jobs.BATCH_BLOCKS, pool.num_blocks // 16))
         pool.on_evicted = host.on_dropped = self._in_both.discard
+        if disk is not None:
+            host.is_below = lambda name: disk.find(name) is not None
 
     @property
     def new_copies(self) -> list[TierCopy]:
@@ -221,16 +223,25 @@ class TieredCache:
             self._in_both.add(block.sequence_hash)
             sources += source
             targets.append(target)
-        host = self.host
-        if host.num_evicted and self.guard.record_evictions(
-            host.num_evicted, host.num_evicted_unread
-        ):
-            self.counts["turned_down"] += 1
-        self.counts["evicted"] += host.num_evicted
-        host.num_evicted = host.num_evicted_unread = 0
+        self._record_evictions()
         if targets:
             self._copies.begin((DEVICE, HOST), targets, sources)
         return bool(targets)
+
+    def _record_evictions(self) -> None:
+        """Count what host memory gave up since the last time, and what was in vain: no request will find it.
+
+        A block that the disk has is given up in vain only when the disk gives it up, too.
+        """
+        host = self.host
+        if not host.num_evicted:
+            return
+        num_unread = sum(tier.num_evicted_unread for tier in self._tiers)
+        if self.guard.record_evictions(host.num_evicted, num_unread):
+            self.counts["turned_down"] += 1
+        self.counts["evicted"] += host.num_evicted
+        for tier in self._tiers:
+            tier.num_evicted = tier.num_evicted_unread = 0
 
     def _begin_offload_to_disk(self) -> bool:
         if self._to_disk is None:

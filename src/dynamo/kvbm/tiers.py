@@ -134,8 +134,11 @@ class Tier:
         self.now = 0.0  # seconds of a clock that only goes forward; set by the owner
         self.num_kept = 0  # blocks with a time to live, also if it has ended
         self.num_hints_refused = 0
-        self.num_evicted = 0
-        self.num_evicted_unread = 0
+        self.num_evicted = 0  # blocks
+        self.num_evicted_unread = (
+            0  # of these: that no request has read, and the tier below has not
+        )
+        self.is_below: Callable[[int], bool] = lambda _: False  # set by the owner of both tiers
         self.on_dropped: Callable[[int], None] = (
             _ignore  # called with the hash of each block that leaves
         )
@@ -365,8 +368,9 @@ class Tier:
         if not evictable:
             return False
         oldest = min(evictable, key=lambda e: (self._is_kept(e), e.priority, e.used_at))
-        self.num_evicted += 1
-        self.num_evicted_unread += not oldest.was_read
+        self.num_evicted += len(oldest.segment)
+        if not oldest.was_read and not self.is_below(oldest.block.sequence_hash):
+            self.num_evicted_unread += len(oldest.segment)
         self.drop(oldest)
         return True
 

@@ -481,6 +481,30 @@ def test_churn_turns_offloading_down_and_says_so():
     assert report.copied["offload_blocks_d2h"] < 59 * 8 / 2
 
 
+@pytest.mark.parametrize("segment_blocks", [1, 3])
+def test_host_memory_that_passes_its_blocks_on_to_a_disk_is_not_turned_down(segment_blocks):
+    """In segments of three blocks the last two of a chain are not stored."""
+    rig = Rig(num_device=24, num_host=16, num_disk=480, segment_blocks=segment_blocks)
+    chains = [[10_000 * number + i for i in range(8)] for number in range(1, 60)]
+    for chain in chains:
+        rig.compute(chain)
+        rig.settle()
+    num_whole = 8 - 8 % segment_blocks
+
+    assert rig.cache.counts["turned_down"] == 0
+    assert all(rig.disk.find(name) for chain in chains for name in chain[:num_whole])
+
+
+def test_disk_that_gives_up_its_blocks_unread_turns_offloading_down():
+    rig = Rig(num_device=24, num_host=16, num_disk=32)
+    for number in range(1, 60):
+        rig.compute([10_000 * number + i for i in range(8)])
+        rig.settle()
+
+    assert rig.cache.guard.is_down
+    assert rig.cache.num_copied[DEVICE, HOST] < 59 * 8 / 2
+
+
 def test_full_tier_is_skipped_and_counted():
     rig = Rig(num_host=1, num_disk=0)
     rig.compute(CHAINS[0][:1], priority=5)

@@ -72,5 +72,5 @@ def test_log_says_that_copying_turned_itself_down_and_up_again(reporter, caplog)
         monitor.update()
     down, up = (record.getMessage() for record in caplog.records)
 
-    assert "to host memory: turned down: host memory gave up nearly all" in down
+    assert "to host memory: turned down: the tiers gave up nearly all" in down
     assert up == "copies of KV blocks to host memory: on"
