@@ -25,7 +25,8 @@ from dynamo.kvbm.tier_jobs import RunningCopies, TierCopy
 from dynamo.kvbm.tiers import CachedBlock, OffloadQueue, QueuedBlock, SharedChanges, Tier, TierBlock
 from dynamo.protocols import generate, kv_events
 
-MAX_OFFLOADS = 2  # copies to one tier that run at once
+MIN_OFFLOADS = 2  # copies to one tier that may run at once, however small the tier above it
+COPIED_SHARE = 8  # of that tier, at most one block in so many is being copied
 EXPLORED_SHARE = 16  # turned down, one block in so many is still offloaded
 # The engine's thread makes a load itself before its step, if that takes no longer than to hand it to a thread (0.3 ms),
 # or if all such loads take a small share of that step: a load beside it is noticed only when it ends.
@@ -79,6 +80,9 @@ class TieredCache:
         self._explored = itertools.count(1)
         # A copy must not take much of the memory from sequences that need blocks.
         self._batch_blocks = max(1, min(tier_jobs.BATCH_BLOCKS, pool.num_blocks // 16))
+        # Copies begin before a step, and a long one computes more blocks than a few copies have.
+        self._max_to_host = _max_offloads(pool.num_blocks, self._batch_blocks)
+        self._max_to_disk = _max_offloads(host.num_slots, tier_jobs.BATCH_BLOCKS)
         pool.on_evicted = host.on_dropped = self._in_both.discard
         if disk is not None:
             host.is_below = lambda name: disk.find(name) is not None
@@ -141,9 +145,9 @@ class TieredCache:
     def take_copies(self) -> list[TierCopy]:
         """Return the copies to begin now."""
         num_running = self._copies.num_running
-        while num_running[DEVICE, HOST] < MAX_OFFLOADS and self._begin_offload_to_host():
+        while num_running[DEVICE, HOST] < self._max_to_host and self._begin_offload_to_host():
             pass
-        while num_running[HOST, self._below] < MAX_OFFLOADS and self._begin_offload_to_disk():
+        while num_running[HOST, self._below] < self._max_to_disk and self._begin_offload_to_disk():
             pass
         self._num_quick_bytes = self._num_quick_tokens = 0
         return self._copies.take_new()
@@ -378,3 +382,8 @@ class TieredCache:
         if is_engine_busy and not self.is_quick(num_blocks, num_new):
             load_s += self.cost.step_s
         return self.cost.pays(load_s, num_blocks * self._block_size)
+
+
+def _max_offloads(num_blocks: int, num_copied: int) -> int:
+    """Return how many copies of `num_copied` blocks each may run at once from a tier of `num_blocks`."""
+    return max(MIN_OFFLOADS, num_blocks // COPIED_SHARE // num_copied)
