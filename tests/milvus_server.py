@@ -18,7 +18,7 @@ class MilvusServer:
     def __init__(self, directory: pathlib.Path) -> None:
         for name in ("milvus_lite", "pymilvus"):
             if importlib.util.find_spec(name) is None:
-                pytest.skip(f"{name} is not installed: pip install pymilvus milvus-lite")
+                pytest.skip(f"{name} is not installed: make .venv/.dev")
         self._directory = directory
         self._process: subprocess.Popen | None = None
         self.port = ports.reserve()

@@ -248,13 +248,17 @@ def test_copy_has_ended_when_all_ranks_have_made_it():
     assert rig.pool.get_num_free_blocks() == 16
 
 
-def test_disk_is_read_while_the_request_waits_but_not_for_too_long():
-    request = Rig().request("a")
+def rig_with_stored_prompt():
+    """Return a rig whose disk has the blocks of the requests' prompt from an earlier run."""
     stored = {
-        slot: (tiers.CachedBlock(name_of(h), 0, None),)
-        for slot, h in enumerate(request.block_hashes)
+        slot: (tiers.CachedBlock(name_of(block_hash), 0, None),)
+        for slot, block_hash in enumerate(Rig().request("a").block_hashes)
     }
-    rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
+    return Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
+
+
+def test_disk_is_read_while_the_request_waits_but_not_for_too_long():
+    rig = rig_with_stored_prompt()
     rig.step(num_tokens=100)  # 1 ms a token
     params = types.SimpleNamespace(extra_args={tier_plan.IS_TRACED: True})
     request = rig.request("a", sampling_params=params)
@@ -273,12 +277,7 @@ def test_disk_is_read_while_the_request_waits_but_not_for_too_long():
 
 
 def test_request_that_is_aborted_while_the_disk_is_read_keeps_nothing():
-    request = Rig().request("a")
-    stored = {
-        slot: (tiers.CachedBlock(name_of(h), 0, None),)
-        for slot, h in enumerate(request.block_hashes)
-    }
-    rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
+    rig = rig_with_stored_prompt()
     rig.step()
     assert rig.scheduler.match(rig.request("a"), 0) == (None, False)
     rig.step(hold=[(DISK, HOST)])
@@ -286,7 +285,7 @@ def test_request_that_is_aborted_while_the_disk_is_read_keeps_nothing():
     while rig.scheduler.has_work:
         rig.step()
     host = rig.scheduler.cache.host
-    blocks = [host.find(name_of(h)) for h in request.block_hashes]
+    blocks = [host.find(name_of(h)) for h in rig.request("a").block_hashes]
 
     assert [block.num_users for block in blocks] == [0] * 4
     assert rig.pool.get_num_free_blocks() == 16
@@ -312,12 +311,7 @@ def test_segments_are_written_and_read_after_what_vllm_has_itself():
 
 
 def test_tokens_are_counted_for_the_tier_in_which_they_were_found():
-    request = Rig().request("a")
-    stored = {
-        slot: (tiers.CachedBlock(name_of(h), 0, None),)
-        for slot, h in enumerate(request.block_hashes)
-    }
-    rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
+    rig = rig_with_stored_prompt()
     rig.step()
     request = rig.request("a")
     rig.scheduler.match(request, 0)
@@ -331,12 +325,7 @@ def test_tokens_are_counted_for_the_tier_in_which_they_were_found():
 
 
 def test_reads_for_a_traced_request_are_reported_with_their_times():
-    request = Rig().request("a")
-    stored = {
-        slot: (tiers.CachedBlock(name_of(h), 0, None),)
-        for slot, h in enumerate(request.block_hashes)
-    }
-    rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
+    rig = rig_with_stored_prompt()
     rig.step()
     params = types.SimpleNamespace(extra_args={tier_plan.IS_TRACED: True})
     request = rig.request("a", sampling_params=params)

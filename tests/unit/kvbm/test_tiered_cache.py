@@ -505,26 +505,20 @@ def test_disk_that_gives_up_its_blocks_unread_turns_offloading_down():
     assert rig.cache.num_copied[DEVICE, HOST] < 59 * 8 / 2
 
 
-def test_blocks_of_a_long_step_are_copied_before_the_next_one():
-    rig = Rig(num_device=4096, num_host=4096, num_disk=4096)
-    assert rig.compute(range(1, 401))
-    to_host = rig.cache.take_copies()
-    for copy in to_host:
-        rig.cache.end_copy(copy)
-    to_disk = rig.cache.take_copies()
-
-    assert [sum(len(copy.blocks) for copy in begun) for begun in (to_host, to_disk)] == [400, 400]
-
-
-def test_at_most_an_eighth_of_a_tier_is_being_copied():
-    rig = Rig(num_device=512, num_host=256, num_disk=512)
+@pytest.mark.parametrize(
+    ("num_device", "num_host", "num_copied"),
+    [(4096, 4096, [400, 400]), (512, 256, [64, 32])],
+    ids=["all of a long step", "at most an eighth of a tier"],
+)
+def test_blocks_of_a_step_are_copied_before_the_next_one(num_device, num_host, num_copied):
+    rig = Rig(num_device=num_device, num_host=num_host, num_disk=4096)
     assert rig.compute(range(1, 401))
     to_host = rig.cache.take_copies()
     for copy in to_host:
         rig.cache.end_copy(copy)
     to_disk = [copy for copy in rig.cache.take_copies() if copy.path == (HOST, DISK)]
 
-    assert [sum(len(copy.blocks) for copy in begun) for begun in (to_host, to_disk)] == [64, 32]
+    assert [sum(len(copy.blocks) for copy in begun) for begun in (to_host, to_disk)] == num_copied
 
 
 def test_full_tier_is_skipped_and_counted():

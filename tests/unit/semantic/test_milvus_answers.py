@@ -6,8 +6,10 @@ from dynamo.semantic import cache_file, config, milvus_config, question_meaning
 from dynamo.testing import clock
 from waiting import eventually
 
-pymilvus = pytest.importorskip("pymilvus", reason="pymilvus is not installed")
-milvus_answers = pytest.importorskip("dynamo.semantic.milvus_answers")
+pymilvus = pytest.importorskip("pymilvus", reason="pymilvus is not installed: make .venv/.dev")
+
+from dynamo.semantic import milvus_answers  # noqa: E402 - it imports pymilvus
+
 REAL = pymilvus.MilvusClient
 ORIGIN = cache_file.FileOrigin("format", "configuration", "wordings")
 COLUMNS = ("id", "tenant", "meaning", "body", "expires_at", "num_bytes", "embedding")
