@@ -290,6 +290,18 @@ async def test_prompt_fails_after_its_time_limit(rig):
     await until(lambda: worker.cancelled == 1)
 
 
+async def test_prompt_that_no_worker_takes_fails_after_its_time_limit(shared):
+    await shared.open(num_workers=1)
+    asking = [shared.ask(i) for i in range(shared_queue.NUM_JOBS)]
+    (worker,) = await shared.busy(shared_queue.NUM_JOBS)
+    with pytest.raises(errors.DeadlineExceeded, match=r"0\.5 s"):
+        await shared.ask(9, timeout_s=0.5)
+
+    for i in range(shared_queue.NUM_JOBS):
+        worker.answer(i)
+    await asyncio.gather(*asking)
+
+
 async def test_size_grows_with_waiting_prompts_and_shrinks_when_they_are_done(rig):
     await rig.open(num_workers=1)
     await until(lambda: rig.queue.size == 0)

@@ -222,7 +222,8 @@ class SharedQueue:
         """Send the prompt to each worker that gets a lease, until one succeeds or there is no other."""
         deaths = prefill_queue.PrefillDeaths(request)
         while True:
-            lease = await prompt.lease
+            # shielded: the end of the time, or of the caller, would cancel the future, which then has no result
+            lease = await asyncio.shield(prompt.lease)
             if isinstance(lease, str):
                 raise errors.NoWorkers(lease)
             prompt.tried.append(lease.instance_id)
