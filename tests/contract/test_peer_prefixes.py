@@ -6,6 +6,7 @@ Native and simulated engines, each behind `PeerPrefixEngine`; the lease is asked
 import asyncio
 import contextlib
 import itertools
+import pathlib
 import random
 
 import pytest
@@ -19,7 +20,7 @@ from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.transfer import agent
 from dynamo.worker import engines, model_source
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 HOLD_S = 10 * PATIENT_S  # so a lease that ends within the patience of a test was released
 OF_KIND = {
@@ -77,6 +78,16 @@ class Client:
 
     def __init__(self, holder):
         self.holder, self.fault, self.num_asked = holder, None, 0
+        self.instances, self.listeners = {7: None}, []
+
+    def on_change(self, listener):
+        self.listeners.append(listener)
+
+    def leave(self, instance_id):
+        """Let an instance vanish from discovery."""
+        del self.instances[instance_id]
+        for listener in self.listeners:
+            listener()
 
     async def wait_for_instances(self, timeout_s):
         pass
@@ -207,6 +218,26 @@ async def test_prefix_is_copied_and_the_answer_is_that_of_one_engine(kind):
         again, first = await right.answer(prompt(2), left.source())
         assert first.tier_tokens is None  # its prefix is here already
         assert (await left.answer(prompt(2)))[0] == again
+
+
+def num_mapped_pools():
+    return pathlib.Path("/proc/self/maps").read_text().count("memfd:dynamo-kv")
+
+
+@pytest.mark.usefixtures("no_hurry")
+async def test_memory_of_a_peer_that_has_left_is_unmapped():
+    async with two_workers("mocker") as (left, right, client):
+        num_before = num_mapped_pools()
+        await left.answer(prompt(0))
+        await right.answer(prompt(1), left.source())
+        assert num_mapped_pools() == num_before + 1
+        client.instances[8] = None
+        client.leave(8)
+        await right.until_idle()
+        assert num_mapped_pools() == num_before + 1
+        client.leave(7)
+
+        await until(lambda: num_mapped_pools() == num_before)
 
 
 @pytest.mark.usefixtures("no_hurry")

@@ -11,6 +11,7 @@ together may take at most half of the time of computing. Whatever fails or is la
 that worker is not asked again for `REST_S`.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -85,7 +86,7 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
         self._cost = tier_policy.LoadCost()
         self._facts: api.EngineFacts | None = None
         self._token_bytes = 1.0
-        self._instance_by_engine: dict[str, int] = {}
+        self._sources: dict[str, kv_transfer.PrefixSource] = {}  # by id of a connected engine
         self._resting: dict[int, float] = {}  # instance id → until when it is not asked
         self._sink: PeerPrefixSink | None = None
 
@@ -189,9 +190,10 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
         workers = self._clients.get(source.endpoint)
         if workers is None:
             workers = self._clients[source.endpoint] = self._open_client(source.endpoint)
-        engine_id = await self._transfer.connect_peer(source.metadata, deadline_s=limit_s)
-        self._instance_by_engine[engine_id] = source.instance_id
+            workers.on_change(functools.partial(self._disconnect_departed, workers))
         await workers.wait_for_instances(limit_s)
+        engine_id = await self._transfer.connect_peer(source.metadata, deadline_s=limit_s)
+        self._sources[engine_id] = source
         question = generate.Request(
             id=f"{request.id}-prefix",
             model=request.model,
@@ -213,13 +215,23 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
             raise errors.TransferError("its engine is not the one that was named")
         return params.remote
 
+    def _disconnect_departed(self, workers: client.EndpointClient) -> None:
+        """Disconnect from the workers that have left: their memory on this host would stay mapped."""
+        for engine_id, source in list(self._sources.items()):
+            is_theirs = self._clients[source.endpoint] is workers
+            if is_theirs and source.instance_id not in workers.instances:
+                del self._sources[engine_id]
+                self._resting.pop(source.instance_id, None)
+                disconnecting = self._transfer.disconnect_peer(engine_id)
+                self._tasks.start("disconnect from a peer", disconnecting)
+
     def _handle_import(self, report: sharing.ImportReport) -> None:
         assert self._facts is not None
         if not report.is_prefix:
             return
         if report.error is not None:
-            instance_id = self._instance_by_engine.get(report.engine_id, 0)
-            self._rest(instance_id, report.error)
+            source = self._sources.get(report.engine_id)
+            self._rest(0 if source is None else source.instance_id, report.error)
             return
         num_tokens = report.num_blocks * self._facts.kv_block_size
         self._counters.imported.inc()
