@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dynamo.base import errors, tasks
+from dynamo.observability import logs
 from dynamo.protocols import instances, wire
 from dynamo.protocols import load as load_events
 from dynamo.router.api import Decision, Prompt
@@ -67,6 +68,7 @@ class ReplicaSync:
         self._client: client.EndpointClient | None = None
         self._subscription: events.Subscription | None = None
         self._tasks = tasks.Tasks()
+        self._log = logs.PeerLog(_logger, runtime.clock.now)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(list[Event]).decode
 
@@ -127,10 +129,24 @@ class ReplicaSync:
         self._unsent.append(event)
 
     def _flush(self) -> None:
-        if self._unsent:
-            self._runtime.events.publish(self._topic, self._encode(self._unsent))
-            self._unsent = []
+        unsent, self._unsent = self._unsent, []
+        if unsent:
+            self._send(unsent)
+
+    def _send(self, changes: list[Event]) -> None:
+        """Send changes as one message; in halves if it would be too long for the event plane."""
+        try:
+            self._runtime.events.publish(self._topic, self._encode(changes))
             self._next_number += 1
+        except errors.LocalProtocolError as error:
+            if len(changes) == 1:
+                self._log.warning(
+                    "", "other routers learn of a request by snapshots only: %s", error
+                )
+                return
+            middle = len(changes) // 2
+            self._send(changes[:middle])
+            self._send(changes[middle:])
 
     def _serve_snapshot(self, call: requests.Call) -> None:
         self._flush()

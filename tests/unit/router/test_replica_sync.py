@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from dynamo.base import errors
 from dynamo.protocols import generate
 from dynamo.protocols import load as load_events
 from dynamo.router import api, replica_sync
@@ -147,3 +148,23 @@ async def test_snapshot_omits_ended_requests(join):
     here.send("a")
 
     await there.until(a=False)
+
+
+async def test_changes_that_are_too_long_for_one_message_are_several(join):
+    here, there = await join(), await join()
+    await meet(here, there)
+    publish = here.runtime.events.publish
+
+    def publish_short(topic, payload):
+        if len(payload) > 300:
+            raise errors.LocalProtocolError("too long")
+        publish(topic, payload)
+
+    here.runtime.events.publish = publish_short
+    for number in range(5):
+        here.send(str(number))
+    here.send("x" * 300)
+    await there.until(**{str(number): False for number in range(5)})
+    here.sync.publish_free("0")
+
+    await there.until(**{str(number): False for number in range(1, 5)})
