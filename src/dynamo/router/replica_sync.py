@@ -184,6 +184,8 @@ class ReplicaSync:
         except errors.DynamoError as error:
             _logger.warning("no active sequences from router %x: %s", instance_id, error)
             snapshot = SequenceSnapshot(peer.pending[0].number if peer.pending else 0, [])
+        if self._peers.get(instance_id) is not peer:
+            return  # it has left, and nothing would free its requests
         self._free(peer.keys - {event.request_id for event in snapshot.requests})
         for event in snapshot.requests:
             self._apply_event(peer, event)

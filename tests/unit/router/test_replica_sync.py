@@ -168,3 +168,27 @@ async def test_changes_that_are_too_long_for_one_message_are_several(join):
     here.sync.publish_free("0")
 
     await there.until(**{str(number): False for number in range(1, 5)})
+
+
+async def test_snapshot_of_a_router_that_has_left_meanwhile_counts_no_requests(join):
+    here, there = await join(), await join()
+    await meet(here, there)
+    here.send("a")
+    await there.until(a=False)
+    client, answer = there.sync._client, asyncio.Event()
+    call = client.call
+
+    async def call_late(*arguments, **options):
+        snapshot = await call(*arguments, **options)
+        await answer.wait()
+        return snapshot
+
+    client.call = call_late
+    there.sync.request_snapshots()
+    await asyncio.sleep(0)
+    await here.runtime.deregister()  # as it does while it finishes its requests
+    await there.until()
+    answer.set()
+    await asyncio.gather(*there.sync._tasks._running)
+
+    assert there.others == {}
