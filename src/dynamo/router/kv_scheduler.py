@@ -6,7 +6,6 @@ a listener what changes. `kv_router` sends the requests; a caller of the standal
 
 import asyncio
 import dataclasses
-import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Container, Mapping, Sequence
 
@@ -91,7 +90,6 @@ class KvScheduler:
         self._sessions = sessions
         self._listener = listener or SequenceListener()
         self._waiting: dict[str, asyncio.Future[Decision]] = {}
-        self._numbers = itertools.count()
 
     def set_workers(self, workers: Mapping[api.Worker, Capacity]) -> None:
         """Replace the set of workers, and admit queued requests that now have room."""
@@ -105,8 +103,8 @@ class KvScheduler:
 
     def start_request(self, prompt_len: int) -> str:
         """Count a new request; return the key that it has here: callers choose `request.id`, and may use one twice."""
-        self._counts.count_start(prompt_len)
-        return f"{self._counts.router_id}-{next(self._numbers)}"
+        number = self._counts.count_start(prompt_len)
+        return f"{self._counts.router_id}-{number}"
 
     def make_prompt(
         self, request: generate.Request, instance_id: int | None, usable: Sequence[int]

@@ -5,6 +5,7 @@ the worker then found.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dynamo.observability import metrics
@@ -28,6 +29,7 @@ class RouterMetrics:
         router = registry.with_prefix("dynamo_router")
         component = registry.with_prefix("dynamo_component_router")
         self.router_id = router_id
+        self.request_numbers = itertools.count()  # by which other routers know the requests
         self.hashing_ms = self._overhead(router, "block_hashing", _MS_FINE)
         self.sequence_hashing_ms = self._overhead(router, "seq_hashing", _MS_FINE)
         self.finding_ms = self._overhead(router, "indexer_find_matches", _MS_COARSE)
@@ -142,10 +144,11 @@ class RouteMetrics:
         self._num_predicted = 0.0
         self._hashing_s = self._finding_s = 0.0
 
-    def count_start(self, num_tokens: int) -> None:
-        """Count a request with a prompt of `num_tokens` that the router got."""
+    def count_start(self, num_tokens: int) -> int:
+        """Count a request with a prompt of `num_tokens` that the router got; return its number among all models."""
         self._families.started.inc()
         self._input_len.observe(num_tokens)
+        return next(self._families.request_numbers)
 
     def observe_first_output(self, duration_s: float) -> None:
         """Observe how long after it was sent a request had its first output, in seconds."""

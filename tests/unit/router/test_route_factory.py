@@ -4,12 +4,14 @@ import contextlib
 
 import msgspec
 import pytest
+import routing_rig
 
 from dynamo.base import clock
 from dynamo.observability import metrics
 from dynamo.protocols import generate, instances, model_card
 from dynamo.router import config, kv_router, route, route_factory
 from dynamo.runtime import component
+from waiting import until
 
 NAME = instances.EndpointName("dynamo", "backend", "embed")
 VECTORS = model_card.EmbeddingFacts(dimensions=4)
@@ -66,3 +68,45 @@ async def test_block_size_is_that_of_the_workers(workers_size, option, expected,
         assert ("--kv-cache-block-size 64: the workers of 'm'" in caplog.text) is (
             option == 64 and workers_size == 4
         )
+
+
+async def test_end_of_a_request_leaves_those_of_another_model_counted_at_the_other_routers():
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = component.MemoryCluster()
+
+        async def join():
+            runtime = component.DistributedRuntime.in_memory(cluster, item_type=generate.Output)
+            return await stack.enter_async_context(await runtime)
+
+        workers = [routing_rig.Worker(await join(), {}) for _ in range(2)]
+        cards = [routing_rig.card(), msgspec.structs.replace(routing_rig.card(), display_name="n")]
+        for worker in workers:
+            await worker.join()
+
+        async def open_routes():
+            runtime = await join()
+            made = route_factory.RouteFactory(
+                config.RoutingConfig(router_mode="kv", router_replica_sync=True),
+                runtime,
+                clock.SystemClock(),
+                metrics.Registry("dynamo_frontend"),
+            )
+            stack.push_async_callback(made.close)
+            client = runtime.client(routing_rig.NAME)
+            await until(lambda: len(client.instances) == len(workers))
+            routes = [made.make_route(client, card) for card in cards]
+            for route_, worker, card in zip(routes, workers, cards, strict=True):
+                route_.set_model_cards({worker.id: card})
+            return routes
+
+        here, there = await open_routes(), await open_routes()
+        receivers = [routing_rig.Receiver() for _ in here]
+        for route_, receiver in zip(here, receivers, strict=True):
+            await route_.open_stream(routing_rig.request(), receiver)
+        await until(lambda: [route_.min_active_requests() for route_ in there] == [1, 1])
+        await until(lambda: all(worker.calls for worker in workers))
+        workers[0].finish()
+        await receivers[0].over
+        await until(lambda: there[0].min_active_requests() == 0)
+
+        assert there[1].min_active_requests() == 1
