@@ -376,6 +376,22 @@ async def test_too_large_value_is_refused_alone(etcd, join):
     assert etcd.held().keys() == {"v1/a", "v1/b"}
 
 
+async def test_refused_value_leaves_the_key_to_its_owner(etcd, join):
+    member, other = await join(), await join()
+    await member.put("v1/a", b"1")
+    await member.put("v1/b", b"1")
+    for key in ("v1/a", "v1/b"):
+        with pytest.raises(errors.ConfigError):
+            await member.put(key, bytes(connection.VALUE_LIMIT + 1))
+    await member.delete("v1/b")
+    etcd.stop()
+    await until(lambda: member._etcd is None)
+    etcd.start()
+    await member.put("v1/c", b"1")  # when all that it has is written again
+
+    assert await other.get_prefix("v1/") == {"v1/a": b"1", "v1/c": b"1"}
+
+
 async def test_wrong_password_is_refused_at_once(etcd):
     enable_users(etcd)
     for known in ({"username": "root", "password": "wrong"}, {}):

@@ -108,11 +108,14 @@ class EtcdDiscovery:
     async def put(self, key: str, value: bytes) -> None:
         if not self._is_open:
             raise errors.LocalProtocolError(f"put {key!r}: this discovery is closed")
-        self._lease.set_key(key, value)
+        former = self._lease.set_key(key, value)
         try:
             await self._call(lambda etcd: self._lease.write(etcd, key), PUT_TIMEOUT_S)
-        except errors.ConfigError:
-            self._lease.remove_key(key)
+        except errors.ConfigError:  # etcd has the former value still
+            if former is None:
+                self._lease.remove_key(key)
+            else:
+                self._lease.set_key(key, former)
             raise
 
     async def delete(self, key: str) -> None:
@@ -273,9 +276,10 @@ class EtcdLease:
         self._was_held = False
         self._is_over = False
 
-    def set_key(self, key: str, value: bytes) -> None:
-        """Make this key and value part of the desired state."""
-        self._desired[key] = value
+    def set_key(self, key: str, value: bytes) -> bytes | None:
+        """Make this key and value part of the desired state; return the value that it had there, None if none."""
+        former, self._desired[key] = self._desired.get(key), value
+        return former
 
     def remove_key(self, key: str) -> bool:
         """Remove a key from the desired state; return False if it is not a key of this lease."""
