@@ -392,6 +392,27 @@ async def test_refused_value_leaves_the_key_to_its_owner(etcd, join):
     assert await other.get_prefix("v1/") == {"v1/a": b"1", "v1/c": b"1"}
 
 
+async def test_prefix_is_read_anew_if_it_is_compacted_between_two_pages(etcd, join, monkeypatch):
+    monkeypatch.setattr(connection, "PAGE_KEYS", 2)
+    member = await join()
+    for i in range(5):
+        await member.put(f"v1/{i}", b"1")
+    read, num_reads = connection.EtcdConnection._call, 0
+
+    async def compact_once(self, method, request, answer):
+        nonlocal num_reads
+        if method == "KV/Range" and request.limit:
+            num_reads += 1
+            if num_reads == 2:
+                await member.put("v1/5", b"1")
+                etcd.compact()
+        return await read(self, method, request, answer)
+
+    monkeypatch.setattr(connection.EtcdConnection, "_call", compact_once)
+
+    assert len(await member.get_prefix("v1/")) == 6
+
+
 async def test_wrong_password_is_refused_at_once(etcd):
     enable_users(etcd)
     for known in ({"username": "root", "password": "wrong"}, {}):

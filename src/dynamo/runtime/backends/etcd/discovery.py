@@ -223,7 +223,7 @@ class EtcdDiscovery:
         self, act: Callable[[connection.EtcdConnection], Awaitable[T]], within_s: float
     ) -> T:
         """Make a call on the first connection that answers. Raises Unavailable if none does within `within_s`."""
-        cause = self._outage
+        cause: Exception | None = self._outage
         try:
             async with self._clock.timeout(within_s):
                 while True:
@@ -231,6 +231,8 @@ class EtcdDiscovery:
                     try:
                         if self._etcd is not None:
                             return await act(self._etcd)
+                    except connection.HistoryLost as error:  # between two pages: read anew
+                        cause = error
                     except errors.Unavailable as error:
                         cause = error
                         self._lease.check_now()
