@@ -5,13 +5,14 @@ import contextlib
 import itertools
 
 import pytest
+from nats.js import JetStreamContext
 
 import nats_server as servers
 from dynamo.base import errors
 from dynamo.runtime import services
 from dynamo.runtime.backends import memory
 from dynamo.runtime.backends.nats import jetstream
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 NAMES = itertools.count()
 NOTHING_S = 0.05  # for what should not come
@@ -75,10 +76,12 @@ async def test_waiting_pull_gets_the_next_item(factory):
     assert (await pulling).body == b"late"
 
 
-async def test_cancelled_push_ends_even_if_its_acknowledgement_comes_at_that_moment(nats_server):
+async def test_cancelled_push_ends_even_if_its_acknowledgement_comes_at_that_moment(
+    nats_server, monkeypatch
+):
     nats = await servers.connect(nats_server.url)
     queue = await jetstream.NatsWorkQueue.open(nats, f"cancelled {next(NAMES)}")
-    publish = queue._jetstream.publish
+    publish = JetStreamContext.publish
 
     async def publish_then_cancel(*args):
         pushing.cancel()  # as `asyncio.wait_for` of Python 3.11 does: its answer is there, so it returns that
@@ -86,7 +89,7 @@ async def test_cancelled_push_ends_even_if_its_acknowledgement_comes_at_that_mom
             await asyncio.sleep(0)
         return await publish(*args)
 
-    queue._jetstream.publish = publish_then_cancel
+    monkeypatch.setattr(JetStreamContext, "publish", publish_then_cancel)
     pushing = asyncio.ensure_future(queue.push(b"one"))
     await asyncio.wait((pushing,))
 
@@ -280,6 +283,23 @@ async def test_queue_lost_by_its_server_is_unavailable_until_reopened(tmp_path):
     assert (await again.pull(PATIENT_S)).body == b"x"
     await nats.close()
     server.stop()
+
+
+async def test_queue_is_used_on_after_the_server_has_dismissed_us(nats_server):
+    nats = await servers.connect(nats_server.url)
+    name = f"dismissed {next(NAMES)}"
+    queue = await jetstream.NatsWorkQueue.open(nats, name)
+    former = nats._client
+    await former.close()  # as nats-py does after some errors of the server
+    await until(lambda: nats._client is not former and nats.is_connected)
+    await queue.push(b"x")
+
+    assert await queue.depth() == await queue.num_waiting() == 1
+    with pytest.raises(errors.Unavailable):
+        await queue.pull(PATIENT_S)
+    again = await jetstream.NatsWorkQueue.open(nats, name)
+    assert (await again.pull(PATIENT_S)).body == b"x"
+    await nats.close()
 
 
 async def test_server_without_jetstream_is_named(tmp_path):

@@ -30,7 +30,7 @@ from nats.js import JetStreamContext, api
 from nats.js import errors as js_errors
 from nats.js.object_store import ObjectStore
 
-from dynamo.base import clock, errors, tasks
+from dynamo.base import errors, tasks
 from dynamo.runtime import services
 from dynamo.runtime.backends.nats import connection
 
@@ -74,17 +74,16 @@ class NatsWorkQueue:
         self,
         stream: str,
         bounds: services.WorkQueueBounds,
-        addresses: str,
-        jetstream: JetStreamContext,
+        to_nats: connection.NatsConnection,
         subscription: JetStreamContext.PullSubscription,
-        time: clock.Clock,
     ) -> None:
+        """A server that dismisses this process ends `subscription`; then `pull` raises Unavailable until `open`."""
         self._stream = stream
         self._bounds = bounds
-        self._addresses = addresses
-        self._jetstream = jetstream
+        self._nats = to_nats
+        self._addresses = to_nats.addresses
         self._subscription = subscription
-        self._clock = time
+        self._clock = to_nats.clock
         self._pull_lock = asyncio.Lock()
 
     @classmethod
@@ -113,13 +112,13 @@ class NatsWorkQueue:
             raise errors.ConfigError(
                 f"NATS at {to_nats.addresses} has no JetStream, which work queues need: start nats-server with -js"
             ) from error
-        return cls(stream, bounds, to_nats.addresses, jetstream, subscription, to_nats.clock)
+        return cls(stream, bounds, to_nats, subscription)
 
     async def push(self, body: bytes) -> None:
         services.check_item_length(body, self._bounds)
         try:
             async with _translate_silence(self._addresses):
-                await self._jetstream.publish(f"{self._stream}.items", body)
+                await self._nats.jetstream.publish(f"{self._stream}.items", body)
         except js_errors.APIError as error:
             raise errors.Overloaded(
                 f"the work queue {self._stream} is full; try later: {error}"
@@ -140,11 +139,13 @@ class NatsWorkQueue:
 
     async def depth(self) -> int:
         async with _translate_missing_stream(self._stream), _translate_silence(self._addresses):
-            return (await self._jetstream.stream_info(self._stream)).state.messages
+            return (await self._nats.jetstream.stream_info(self._stream)).state.messages
 
     async def num_waiting(self) -> int:
         async with _translate_missing_stream(self._stream), _translate_silence(self._addresses):
-            return (await self._jetstream.consumer_info(self._stream, CONSUMER)).num_pending or 0
+            return (
+                await self._nats.jetstream.consumer_info(self._stream, CONSUMER)
+            ).num_pending or 0
 
     async def close(self) -> None:
         with contextlib.suppress(nats.errors.Error):  # the connection is closed already
