@@ -195,3 +195,16 @@ async def test_records_larger_than_an_object_are_refused(pods):
 
     with pytest.raises(errors.ConfigError, match="expected at most 1048576 bytes"):
         await worker.put("large", b"0")
+
+
+async def test_value_that_the_cluster_refuses_leaves_the_former_one(pods):
+    reader, worker = await pods.start("reader"), await pods.start("worker")
+    await worker.put(KEY, b"former")
+    for key in (KEY, "v1/new"):
+        pods.cluster.failures += [httpx2.Response(422, json={"message": "no"}) for _ in range(9)]
+        with pytest.raises(errors.ConfigError, match="no"):
+            await worker.put(key, b"refused")
+        pods.cluster.failures.clear()
+    await worker.put("v1/other", b"")
+
+    assert await reader.get_prefix("") == {KEY: b"former", "v1/other": b""}

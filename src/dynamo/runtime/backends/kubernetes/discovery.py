@@ -103,8 +103,15 @@ class KubernetesDiscovery:
             raise errors.ConfigError(
                 f"{key}: expected at most {DATA_LIMIT} bytes in all records of a pod, got {size}"
             )
-        self._desired[key] = value
-        await self._write(_PUT_TIMEOUT_S)
+        former, self._desired[key] = self._desired.get(key), value
+        try:
+            await self._write(_PUT_TIMEOUT_S)
+        except errors.ConfigError:  # else no other record would be taken any more
+            if former is None:
+                self._desired.pop(key, None)
+            else:
+                self._desired[key] = former
+            raise
 
     async def delete(self, key: str) -> None:
         if not self._is_open or self._desired.pop(key, None) is None:
