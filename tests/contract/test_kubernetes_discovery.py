@@ -208,3 +208,18 @@ async def test_value_that_the_cluster_refuses_leaves_the_former_one(pods):
     await worker.put("v1/other", b"")
 
     assert await reader.get_prefix("") == {KEY: b"former", "v1/other": b""}
+
+
+async def test_value_that_is_no_base64_is_left_out(pods):
+    reader, worker = await pods.start("reader"), await pods.start("worker")
+    watch = reader.watch("v1/x/")
+    await worker.put("v1/x/1", b"")
+    before = await take(watch, 1)
+    metadata = worker._metadata()
+    metadata["spec"]["data"]["records"] |= {"v1/x/2": "base64:x", "v1/x/4": "base64:ä"}
+    await worker._tasks.close()  # which would write it again
+    await pods.cluster.connect(NAMESPACE).apply(metadata, discovery.FIELD_MANAGER, force=True)
+    other = await pods.start("other")
+    await other.put("v1/x/3", b"")
+
+    assert [*before, *await take(watch, 1)] == [Put(key=f"v1/x/{i}", value=b"") for i in (1, 3)]

@@ -11,6 +11,7 @@ vanishes from all of them without being told unready is taken to be there for a 
 """  # decider
 
 import base64
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -95,12 +96,12 @@ def read_keys(metadata: Object) -> PodKeys:
     """Return the keys of a DynamoWorkerMetadata; what others wrote there and is no key is left out."""
     owners = metadata["metadata"].get("ownerReferences", ())
     sections = (metadata.get("spec") or {}).get("data") or {}
-    value_by_key = {
-        key: _to_bytes(text)
-        for section in (*_SECTIONS.values(), _OTHERS)
-        for key, text in (sections.get(section) or {}).items()
-        if isinstance(text, str)
-    }
+    value_by_key: dict[str, bytes] = {}
+    for section in (*_SECTIONS.values(), _OTHERS):
+        for key, text in (sections.get(section) or {}).items():
+            if isinstance(text, str):
+                with contextlib.suppress(ValueError):
+                    value_by_key[key] = _to_bytes(text)
     uid = next((owner["uid"] for owner in owners if owner["kind"] == "Pod"), None)
     return PodKeys(uid, value_by_key)
 
