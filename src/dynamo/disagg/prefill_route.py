@@ -379,7 +379,7 @@ class PrefillRouteFactory:
         self._clock = clock
         self._following: dict[str, asyncio.Task[None]] = {}  # by model
         self._lengths: dict[str, policy.LengthPolicy] = {}  # by model
-        self._made: list[PrefillRoute] = []
+        self._made: dict[kv_router.KvRouter, PrefillRoute] = {}  # by the route that it is before
         self._tasks = tasks.Tasks()
 
     def make(self, endpoint: client.EndpointClient, card: model_card.ModelCard) -> route.Route:
@@ -387,6 +387,8 @@ class PrefillRouteFactory:
         plain = self._routes.make_route(endpoint, card)
         if not isinstance(plain, kv_router.KvRouter):
             return plain
+        if (former := self._made.get(plain)) is not None:  # the model has come back
+            return former
         prefill_route = PrefillRoute(
             plain,
             self._policy_of(card),
@@ -394,7 +396,7 @@ class PrefillRouteFactory:
             metrics.ModelPrefillRouteMetrics(self._metrics, card.display_name),
             self._clock,
         )
-        self._made.append(prefill_route)
+        self._made[plain] = prefill_route
         return prefill_route
 
     def make_prefill_router(
@@ -410,7 +412,7 @@ class PrefillRouteFactory:
 
     async def close(self) -> None:
         """Stop following the limits in discovery, and probing."""
-        for prefill_route in self._made:
+        for prefill_route in self._made.values():
             await prefill_route.close()
         await self._tasks.close()
 

@@ -48,6 +48,8 @@ class RouteFactory:
         self._metrics: metrics.RouterMetrics | None = None  # made with the first KV router
         self._counts: dict[str, metrics.RouteMetrics] = {}  # by model
         self._components: dict[tuple[str, str], _ComponentState] = {}
+        # a model that comes back, as after a restart of its only worker, has the router that it had
+        self._routers: dict[tuple[object, ...], kv_router.KvRouter] = {}
         self._tasks = tasks.Tasks()
         config.make_policy(settings.policy_config, random.random)  # a wrong one is refused now
         for note in settings.policy_config.find_notes():
@@ -73,7 +75,7 @@ class RouteFactory:
     def make_kv_router(
         self, endpoint_client: client.EndpointClient, card: model_card.ModelCard
     ) -> kv_router.KvRouter:
-        """Make the route of the modes that know load; also for prefill workers, in any mode."""
+        """Make the route of the modes that know load, once; also for prefill workers, in any mode."""
         settings, name = self._settings, endpoint_client.name
         if self._metrics is None:
             router_id = f"{self._runtime.instance_id:x}"
@@ -93,6 +95,10 @@ class RouteFactory:
                 model,
                 block_size,
             )
+        files = tuple(sorted(card.checksums.items()))
+        key = endpoint_client, model, block_size, is_prefill, files, card.weights
+        if (former := self._routers.get(key)) is not None:
+            return former
         selector = config.make_selector(
             settings.policy_config,
             _TimedIndex(state.index, self._clock, counts.observe_index_lookup),
@@ -115,7 +121,9 @@ class RouteFactory:
         copies = prefix_copies.PrefixCopies(
             endpoint_client, selector, counts, self._clock, self._tasks.start
         )
-        return kv_router.KvRouter(endpoint_client, scheduler, copies, self._clock)
+        router = kv_router.KvRouter(endpoint_client, scheduler, copies, self._clock)
+        self._routers[key] = router
+        return router
 
     def cached_runs(
         self, name: instances.EndpointName

@@ -7,6 +7,8 @@ import pytest
 import routing_rig
 
 from dynamo.base import clock
+from dynamo.disagg import config as prefill_config
+from dynamo.disagg import prefill_route
 from dynamo.observability import metrics
 from dynamo.protocols import generate, instances, model_card
 from dynamo.router import config, kv_router, route, route_factory
@@ -110,3 +112,27 @@ async def test_end_of_a_request_leaves_those_of_another_model_counted_at_the_oth
         await until(lambda: there[0].min_active_requests() == 0)
 
         assert there[1].min_active_requests() == 1
+
+
+async def test_model_that_comes_back_has_the_route_that_it_had():
+    async with contextlib.AsyncExitStack() as stack:
+        runtime = await stack.enter_async_context(
+            await component.DistributedRuntime.in_memory(
+                component.MemoryCluster(), item_type=generate.Output
+            )
+        )
+        settings = prefill_config.PrefillRoutingConfig()
+        registry, time = metrics.Registry("dynamo_frontend"), clock.SystemClock()
+        kv = config.RoutingConfig(router_mode="kv")
+        plain = route_factory.RouteFactory(kv, runtime, time, registry)
+        stack.push_async_callback(plain.close)
+        made = prefill_route.PrefillRouteFactory(plain, settings, runtime.discovery, registry, time)
+        stack.push_async_callback(made.close)
+        client = runtime.client(NAME)
+        others = {"weights": "w"}, {"kv_cache_block_size": 8}, {"display_name": "n"}
+        cards = [card(), *(msgspec.structs.replace(card(), **fields) for fields in others)]
+
+        for make in (made.make, made.make_prefill_router):
+            routes = [make(client, each) for each in cards]
+            assert len(set(routes)) == len(routes)
+            assert [make(client, each) for each in cards] == routes
