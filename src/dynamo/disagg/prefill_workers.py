@@ -58,6 +58,7 @@ class PrefillWorkers:
         self._lora_names: dict[int, tuple[str, ...]] = {}
         self._connecting: dict[int, asyncio.Task[None]] = {}
         self._engine_ids: dict[int, str] = {}  # of connected workers
+        self._known_engine_ids: dict[int, str] = {}  # and of those that are connected to anew
         self._log = authentication.RefusalLog(_logger, clock.now)
         self._tasks = tasks.Tasks()
 
@@ -91,7 +92,7 @@ class PrefillWorkers:
     async def close(self) -> None:
         """Stop following discovery, and disconnect from all workers."""
         await self._tasks.close()
-        for instance_id in list(self._engine_ids):
+        for instance_id in list(self._known_engine_ids):
             await self._forget_worker(instance_id)
 
     async def _log_number(self) -> None:
@@ -155,7 +156,7 @@ class PrefillWorkers:
                 self._set_unreachable(self._unreachable | {instance_id})
                 await self._clock.sleep(RETRY_S)
             else:
-                self._engine_ids[instance_id] = engine_id
+                self._engine_ids[instance_id] = self._known_engine_ids[instance_id] = engine_id
                 self._set_unreachable(self._unreachable - {instance_id})
                 _logger.info("prefill worker %x is connected", instance_id)
                 return
@@ -167,7 +168,8 @@ class PrefillWorkers:
         if connecting is not None:
             connecting.cancel()
         self._set_unreachable(self._unreachable - {instance_id})
-        engine_id = self._engine_ids.pop(instance_id, None)
+        self._engine_ids.pop(instance_id, None)
+        engine_id = self._known_engine_ids.pop(instance_id, None)
         if engine_id is not None:
             await self._engine.disconnect_peer(engine_id)
             _logger.info("prefill worker %x is gone", instance_id)

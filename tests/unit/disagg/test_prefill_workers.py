@@ -170,6 +170,16 @@ async def test_worker_with_a_failed_copy_is_used_again_after_a_new_connection(wo
     assert world.engine.connected == ["e1", "e1"]
 
 
+async def test_worker_that_leaves_while_it_is_connected_to_anew_is_disconnected(world):
+    await world.join(1)
+    await until(lambda: world.workers.connected)
+    world.engine.unreachable.add(b"e1")
+    world.workers.reconnect("e1")
+    await world.registry.delete(world.key(1))
+
+    await until(lambda: world.engine.gone == ["e1"])
+
+
 async def test_workers_of_other_models_and_broken_cards_are_ignored(world, caplog):
     await world.join(1, name="other")
     await world.join(2, data={kv_transfer.METADATA_KEY: "?"})
