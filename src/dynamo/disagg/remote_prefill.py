@@ -273,6 +273,13 @@ class RemotePrefillEngine(FrontEngine):
             self._sink.forget_request(request_id)
         super().abort(request_id)
 
+    def abort_choice(self, request_id: str, index: int) -> None:
+        if (
+            self._sink is not None
+        ):  # there may be no last output, and those before have had the report
+            self._sink.forget_request(request_id)
+        super().abort_choice(request_id, index)
+
     async def stop(self) -> None:
         """Stop all remote prefills, then the engine. Idempotent."""
         self._held.clear()

@@ -443,6 +443,15 @@ async def test_no_report_comes_unrequested_or_after_the_end(world, annotations):
     assert world.sink.heard == [batch]
 
 
+async def test_no_report_is_kept_of_a_request_whose_choices_were_all_aborted(world):
+    annotations = (kv_transfer.REPORT_ANNOTATION,)
+    world.remote.submit(request(n=2, kv_transfer_params=REMOTE, annotations=annotations))
+    for index in range(2):
+        world.remote.abort_choice("r", index)
+
+    assert world.engine.sink.outputs == world.sink.outputs  # as for requests without a report
+
+
 async def test_estimate_makes_a_prompt_remote_that_would_delay_answers():
     world = World()
     await world.start(policy.EstimatePolicy())
