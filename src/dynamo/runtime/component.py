@@ -271,10 +271,13 @@ class DistributedRuntime:
                 await self.discovery.delete(key)
 
     async def restore(self) -> None:
-        """Publish the withdrawn records again."""
+        """Publish the withdrawn records again; those that discovery cannot take now are published when it is back."""
         async with self._publishing:
             for key, value in self._records.items():
-                await self.discovery.put(key, value)
+                try:
+                    await self.discovery.put(key, value)
+                except errors.Unavailable as error:
+                    _logger.warning("%s is published when discovery is back: %s", key, error)
             self._is_withdrawn = False
 
     def client(self, name: instances.EndpointName) -> client.EndpointClient:

@@ -112,6 +112,23 @@ async def test_registered_model_card_can_be_replaced_unless_withdrawn(pair):
     assert await found() == [poetic]
 
 
+async def test_instance_is_restored_while_discovery_is_away(pair, monkeypatch, caplog):
+    worker, _ = pair
+    await worker.register(NAME, lambda call: None, CARD.record_for)
+    await worker.withdraw()
+    put = worker.discovery.put
+
+    async def put_while_away(key, value):
+        await put(key, value)  # when it is back
+        raise errors.Unavailable("etcd is away")
+
+    monkeypatch.setattr(worker.discovery, "put", put_while_away)
+    await worker.restore()
+
+    assert len(await worker.discovery.get_prefix("v1/")) == 2
+    assert caplog.text.count("is published when discovery is back: etcd is away") == 2
+
+
 async def test_replaced_card_does_not_register_a_deregistered_instance(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD.record_for)
