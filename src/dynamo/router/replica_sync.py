@@ -10,6 +10,7 @@ When a peer vanishes from discovery, its requests are freed.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -74,9 +75,11 @@ class ReplicaSync:
 
     async def start(self) -> None:
         """Publish to the other routers, subscribe to them, and serve snapshots."""
-        await self._runtime.events.advertise(self._topic)
+        with contextlib.suppress(errors.Unavailable):  # published when discovery is back
+            await self._runtime.events.advertise(self._topic)
         self._subscription = await self._runtime.events.subscribe(self._topic, self._on_messages)
-        await self._runtime.register(self._name, self._serve_snapshot)
+        with contextlib.suppress(errors.Unavailable):
+            await self._runtime.register(self._name, self._serve_snapshot)
         self._client = self._runtime.client(self._name)
         self._client.on_change(self._update_peers)
         self._update_peers()

@@ -10,6 +10,7 @@ from dynamo.protocols import load as load_events
 from dynamo.router import api, replica_sync
 from dynamo.router.api import Decision, Prompt
 from dynamo.runtime import component
+from dynamo.runtime.backends import memory
 from waiting import PATIENT_S
 
 PROMPT = Prompt(num_tokens=8, block_size=4, sequence_hashes=[1, 2])
@@ -192,3 +193,16 @@ async def test_snapshot_of_a_router_that_has_left_meanwhile_counts_no_requests(j
     await asyncio.gather(*there.sync._tasks._running)
 
     assert there.others == {}
+
+
+async def test_router_that_starts_while_discovery_is_away_is_met_when_it_is_back(join, monkeypatch):
+    put = memory.MemoryDiscovery.put
+
+    async def put_while_away(registry, key, value):
+        await put(registry, key, value)  # when it is back
+        raise errors.Unavailable("etcd is away")
+
+    monkeypatch.setattr(memory.MemoryDiscovery, "put", put_while_away)
+    here, there = await join(), await join()
+
+    await meet(here, there)
