@@ -310,3 +310,15 @@ async def test_server_without_jetstream_is_named(tmp_path):
         await jetstream.NatsWorkQueue.open(nats, "q")
     await nats.close()
     server.stop()
+
+
+async def test_queue_that_jetstream_refuses_is_named(tmp_path):
+    config = tmp_path / "config"
+    config.write_text("jetstream { max_file_store: 1MB }")
+    server = servers.NatsServer(tmp_path / "nats", "-c", str(config))
+    server.start()
+    nats = await servers.connect(server.url)
+    with pytest.raises(errors.ConfigError, match=r"work queue q: .*insufficient storage"):
+        await jetstream.NatsWorkQueue.open(nats, "q")
+    await nats.close()
+    server.stop()

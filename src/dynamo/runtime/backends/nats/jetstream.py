@@ -112,6 +112,10 @@ class NatsWorkQueue:
             raise errors.ConfigError(
                 f"NATS at {to_nats.addresses} has no JetStream, which work queues need: start nats-server with -js"
             ) from error
+        except js_errors.APIError as error:
+            raise errors.ConfigError(
+                f"NATS at {to_nats.addresses} refuses the work queue {name}: {error.description}"
+            ) from error
         return cls(stream, bounds, to_nats, subscription)
 
     async def push(self, body: bytes) -> None:
