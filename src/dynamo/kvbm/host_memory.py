@@ -131,9 +131,9 @@ class HostMemory:
     def publish(self, slot: int, block: CachedBlock, generation: int) -> None:
         """Let other processes find a block; see `storage.Storage.write` for the generation."""
 
-    def is_current(self, slot: int, block: CachedBlock) -> bool:
-        """Return whether a slot that was read has not changed meanwhile."""
-        return True
+    def version(self, slot: int, block: CachedBlock) -> int | None:
+        """Return a number that another process changes with the slot; None if it holds another block."""
+        return 0
 
     def look(self) -> SharedChanges | None:
         """Return what other processes have changed; None if nothing."""
@@ -269,20 +269,21 @@ class SharedHostMemory(HostMemory):
     def publish(self, slot: int, block: CachedBlock, generation: int) -> None:
         self._file.write_record(slot, block, 0, generation)
 
-    def is_current(self, slot: int, block: CachedBlock) -> bool:
+    def version(self, slot: int, block: CachedBlock) -> int | None:
         own = self.slots
         if own.first <= slot < own.first + own.num:
-            return True
+            return 0
         record = self._file.read_record(slot)
-        return record is not None and record.block == block
+        return record.order if record is not None and record.block == block else None
 
     def get(self, slot: int, block: CachedBlock) -> memoryview:
         """Return the content of a block: a copy if another process may write to the slot. Raises OSError if it has."""
         own = self.slots
         if own.first <= slot < own.first + own.num:
             return self.block(slot)
+        version = self.version(slot, block)
         content = memoryview(bytes(self.block(slot)))
-        if not self.is_current(slot, block):
+        if version is None or self.version(slot, block) != version:
             raise OSError("another worker has removed a block from shared host memory")
         return content
 

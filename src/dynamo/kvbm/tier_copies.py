@@ -225,12 +225,12 @@ class TierCopies:
             case (kv_events.DEVICE, kv_events.HOST):
                 self._move(api.TransferOperation.WRITE, copy.from_slots, copy.to_slots, None)
             case (kv_events.HOST, kv_events.DEVICE):
+                # The same block may have left and come back meanwhile, with another one between.
+                before = list(map(self._host.version, copy.from_slots, copy.blocks))
                 self._move(api.TransferOperation.READ, copy.to_slots, copy.from_slots, copy.limit_s)
-                return frozenset(
-                    position
-                    for position, block in enumerate(copy.blocks)
-                    if not self._host.is_current(copy.from_slots[position], block)
-                )
+                after = map(self._host.version, copy.from_slots, copy.blocks)
+                versions = enumerate(zip(before, after, strict=True))
+                return frozenset(i for i, (old, new) in versions if old is None or old != new)
             case (kv_events.HOST, _):
                 for slot, positions in _positions_by_slot(copy.to_slots):
                     segment = tuple([copy.blocks[i] for i in positions])

@@ -9,7 +9,9 @@ import time
 import pytest
 
 from dynamo.base import errors
-from dynamo.kvbm import host_memory, slot_file, storage
+from dynamo.kvbm import host_memory, slot_file, storage, tier_copies
+from dynamo.kvbm.tier_jobs import TierCopy
+from dynamo.kvbm.tiered_cache import DEVICE, HOST
 from dynamo.kvbm.tiers import CachedBlock
 from waiting import PATIENT_S
 
@@ -67,7 +69,7 @@ def test_parts_of_two_workers_differ_and_both_see_every_byte(workers):
     assert second.look().stored == {0: block(7)}
     assert second.look() is None
     assert bytes(second.block(0)) == bytes(first.block(0))
-    assert second.is_current(0, block(7))
+    assert second.version(0, block(7)) is not None
 
 
 def test_block_that_is_replaced_while_it_is_read_is_not_current(workers):
@@ -75,13 +77,43 @@ def test_block_that_is_replaced_while_it_is_read_is_not_current(workers):
     store(first, 0, 7)
     second.look()
     first.retract((0,))
-    half_written = second.is_current(0, block(7))
+    half_written = second.version(0, block(7))
     store(first, 0, 8)
     changes = second.look()
 
-    assert not half_written
-    assert not second.is_current(0, block(7))
+    assert half_written is None
+    assert second.version(0, block(7)) is None
     assert (changes.removed, changes.stored) == ([0], {0: block(8)})
+
+
+class BusyDevice:
+    """An `api.BlockCopier` that copies blocks out of host memory, and makes time pass before and after that."""
+
+    def __init__(self, memory, before, after):
+        self.memory, self.before, self.after = memory, before, after
+        self.copied = []
+
+    def move(self, operation, device_blocks, host_slots, limit):
+        self.before()
+        self.copied += [bytes(self.memory.block(slot)) for slot in host_slots]
+        self.after()
+
+
+def test_block_that_left_and_came_back_while_its_slot_was_read_is_not_loaded(workers):
+    first, second = workers
+    store(first, 0, 7)
+    second.look()
+    device = BusyDevice(second, lambda: store(first, 0, 8), lambda: store(first, 0, 7))
+    copies = tier_copies.TierCopies(device, second, None)
+    load = TierCopy(
+        path=(HOST, DEVICE), blocks=(block(7),), from_slots=(0,), to_slots=(3,), num_bytes=SIZE
+    )
+    outcome = copies.run(load)
+
+    assert device.copied == [(8).to_bytes(8, "little") * (SIZE // 8)]
+    assert outcome.failed == {0}
+    device.before = device.after = int  # do nothing
+    assert not copies.run(load).failed
 
 
 def test_clearing_reaches_every_worker_and_what_was_on_its_way(workers):
@@ -98,7 +130,7 @@ def test_clearing_reaches_every_worker_and_what_was_on_its_way(workers):
     changes = second.look()
     assert changes.is_cleared
     assert not changes.stored
-    assert not second.is_current(0, block(7))
+    assert second.version(0, block(7)) is None
 
 
 def test_one_worker_too_many_is_refused(workers, directory):
@@ -198,7 +230,7 @@ def test_killed_writer_leaves_whole_blocks_to_readers_and_to_its_successor(direc
             changes = reader.look()
             for slot, stored in changes.stored.items() if changes else ():
                 content = bytes(reader.block(slot))
-                if reader.is_current(slot, stored):
+                if reader.version(slot, stored) is not None:
                     assert content == stored.sequence_hash.to_bytes(8, "little") * (SIZE // 8)
                     num_whole += 1
         os.kill(writer.pid, signal.SIGKILL)
