@@ -72,11 +72,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.ended_by in (signal.SIGALRM, signal.SIGKILL, signal.SIGTERM)
 
     def check(self, guided: generate.GuidedDecoding, limits: TrialLimits) -> None:
-        """Raise InvalidRequest if the grammar cannot be compiled, Overloaded if there was not enough time to see."""
+        """Raise InvalidRequest if the grammar cannot be compiled, Overloaded if another trial may show that it can."""
         if self.refusal is not None:
             raise errors.InvalidRequest(self.refusal, param=guided.param)
         if self.ended_by == signal.SIGALRM:
             raise errors.Overloaded(f"no grammar was compiled within {limits.wall_s} s; try later")
+        if self.is_by_chance:  # as when the machine has no memory left
+            raise errors.Overloaded(f"the signal {self.ended_by} ended a compilation; try later")
         if self.ended_by is not None:
             raise refuse(guided, limits.explain(self.ended_by))
 

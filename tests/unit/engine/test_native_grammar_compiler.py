@@ -149,6 +149,19 @@ async def test_killed_process_is_started_again(compiler):
     await compiler.compile(regex("b"), EOS)
 
 
+async def test_trial_that_was_killed_is_no_fault_of_the_grammar(compiler, monkeypatch):
+    verdicts = [trials.Verdict(ended_by=signal.SIGKILL), trials.Verdict()]
+
+    async def attempt(process, guided):
+        return verdicts.pop(0)
+
+    monkeypatch.setattr(trials.TrialProcess, "attempt", attempt)
+    with pytest.raises(errors.Overloaded, match=r"signal 9 .* try later"):
+        await compiler.compile(regex("a"), EOS)
+
+    await compiler.compile(regex("a"), EOS)
+
+
 async def test_too_many_compilations_are_refused(compiler, monkeypatch):
     monkeypatch.setattr(grammar_compiler, "MAX_WAITING", 1)
     waiting = asyncio.create_task(compiler.compile(regex("a"), EOS))
