@@ -41,6 +41,7 @@ _COSTLY = "large numbers in multipleOf, patterns in allOf and long repetitions a
 _MAX_REASON_CHARS = 300  # of an error of a library
 Build = Callable[[generate.GuidedDecoding], object]  # compile; raises InvalidRequest
 T = TypeVar("T")
+_stack_size_lock = threading.Lock()  # a process has one size, for all threads that it starts
 
 
 class TrialLimits(NamedTuple):
@@ -287,9 +288,10 @@ def run_deep(function: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
             result.set_exception(error)
 
-    former_size = threading.stack_size(STACK_BYTES)  # memory is taken only as far as it is used
-    try:
-        threading.Thread(target=run, daemon=True).start()
-    finally:
-        threading.stack_size(former_size)
+    with _stack_size_lock:
+        former_size = threading.stack_size(STACK_BYTES)  # memory is taken only as far as it is used
+        try:
+            threading.Thread(target=run, daemon=True).start()
+        finally:
+            threading.stack_size(former_size)
     return result.result()

@@ -7,6 +7,8 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -207,3 +209,30 @@ def test_trial_that_got_no_processor_is_no_fault_of_the_request():
 
     with pytest.raises(errors.Overloaded, match="try later"):
         verdict.check(regex("a"), grammar_trials.LIMITS)
+
+
+def test_compilations_that_begin_together_both_get_the_large_stack(monkeypatch):
+    sizes, first_starts, second_comes = [], threading.Event(), threading.Event()
+
+    class SlowThread(threading.Thread):
+        def start(self):
+            if not first_starts.is_set():
+                first_starts.set()
+                second_comes.wait(PATIENT_S)
+            time.sleep(0.1)  # in which the other one may change the size
+            sizes.append(threading.stack_size())
+            super().start()
+
+    def compile_second():
+        first_starts.wait(PATIENT_S)
+        second_comes.set()
+        trials.run_deep(int)
+
+    former_size, second = threading.stack_size(), threading.Thread(target=compile_second)
+    second.start()
+    monkeypatch.setattr(trials.threading, "Thread", SlowThread)
+    trials.run_deep(int)
+    second.join()
+
+    assert sizes == [trials.STACK_BYTES] * 2
+    assert threading.stack_size() == former_size
