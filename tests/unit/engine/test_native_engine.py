@@ -3,8 +3,10 @@
 import asyncio
 import threading
 
+import msgspec
 import pytest
 
+import kv_params
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.native import engine as engines
@@ -217,6 +219,18 @@ async def test_a_failed_compilation_fails_its_request(engine, runner):
 
     assert await engine.sink.next() == ("guided", "no such pattern")
     engine.submit(make_request("guided", 5, guided=GUIDED))  # its id is free again
+
+
+async def test_failed_compilation_releases_the_blocks_that_another_engine_keeps(engine, runner):
+    expected = engine._exchange._importer._expected
+    request = make_request("guided", 5, guided=GUIDED)
+    engine.submit(msgspec.structs.replace(request, kv_transfer_params=kv_params.at_remote()))
+    before = list(expected)
+    await end_compilation(runner, errors.InvalidRequest("no such pattern"))
+    await engine.sink.next()
+
+    assert before == ["guided"]
+    assert not expected
 
 
 async def test_fault_of_the_program_fails_the_request_that_waits_for_its_grammar(engine, runner):

@@ -179,6 +179,7 @@ class LoadedEngine:
         if self._find_open(opened.request) is not None:
             opened.compilation = None  # which ends with this
             self._close(opened)
+            self._exchange.abort_import(opened.request.id)
             self._sink.failed(opened.request.id, error)
 
     def _post_result(self, result: scheduler.StepResult) -> None:
