@@ -352,6 +352,7 @@ class Tier:
                 del self._foreign[block.sequence_hash]
             if self.find(block.sequence_hash) is None:
                 self._events.add_removed(block.sequence_hash, self.name)
+                self.on_dropped(block.sequence_hash)
 
     def _record_stored(self, block: CachedBlock) -> None:
         stored = kv_events.StoredBlock(block.sequence_hash, block.local_hash)

@@ -460,6 +460,20 @@ def test_frequency_filter_copies_what_a_second_prompt_has():
     assert (once, rig.host.num_used) == (0, 3)
 
 
+def test_blocks_that_other_workers_have_given_up_do_not_count_as_offloaded():
+    rig = Rig(num_device=4, num_host=8, num_disk=0, offload_ratio=0.5)
+    chain = CHAINS[0][:4]
+    theirs = dict(enumerate(rig.blocks(chain)[:2], 10))
+    rig.host.apply_changes(tiers.SharedChanges(theirs, [], is_cleared=False))
+    rig.compute(chain)
+    rig.settle()
+    num_before = rig.host.num_used
+    rig.host.apply_changes(tiers.SharedChanges({}, list(theirs), is_cleared=False))
+    rig.settle()
+
+    assert (num_before, rig.host.num_used) == (0, 2)
+
+
 def test_blocks_of_high_priority_are_copied_first():
     rig = Rig(num_disk=0)
     rig.compute(CHAINS[0], priority=0)
