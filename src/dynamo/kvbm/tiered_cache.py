@@ -27,6 +27,8 @@ from dynamo.protocols import generate, kv_events
 
 MIN_OFFLOADS = 2  # copies to one tier that may run at once, however small the tier above it
 COPIED_SHARE = 8  # of that tier, at most one block in so many is being copied
+# Beyond it in either direction all count alike: a client may give each request one of its own, such as its deadline.
+MAX_PRIORITY = 8
 EXPLORED_SHARE = 16  # turned down, one block in so many is still offloaded
 # The engine's thread makes a load itself before its step, if that takes no longer than to hand it to a thread (0.3 ms),
 # or if all such loads take a small share of that step: a load beside it is noticed only when it ends.
@@ -121,6 +123,7 @@ class TieredCache:
 
         `first` is the position of the first one in its chain.
         """
+        priority = max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))
         for position, block in enumerate(blocks, first):
             name = block.sequence_hash
             ends_segment = self.disk is not None and not (position + 1) % self.disk.segment_blocks

@@ -483,6 +483,16 @@ def test_blocks_of_high_priority_are_copied_first():
     assert {block.sequence_hash for block in first.blocks} <= set(CHAINS[1])
 
 
+def test_full_tier_takes_new_blocks_though_priorities_follow_the_clock():
+    rig = Rig(num_host=8, num_disk=0)
+    now = 1_795_000_000  # a deadline as priority, as some clients of vLLM have it
+    for number, chain in enumerate(CHAINS[:2]):
+        rig.compute(chain, priority=-now - number)
+        rig.settle()
+
+    assert all(map(rig.host.find, CHAINS[1]))
+
+
 def test_churn_turns_offloading_down_and_says_so():
     rig = Rig(num_device=24, num_host=16, num_disk=0)
     for number in range(1, 60):
