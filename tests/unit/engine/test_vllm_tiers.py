@@ -175,6 +175,18 @@ def test_blocks_are_offloaded_after_their_step_and_loaded_when_vllm_has_evicted_
     assert rig.scheduler.report().counts["matched_tokens"] == 16
 
 
+def test_blocks_that_follow_those_of_a_load_are_counted_as_missing(rig):
+    rig.compute(rig.request("a"))
+    rig.evict()
+    longer = rig.request("a2", num_tokens=33)
+    assert rig.scheduler.match(longer, 0) == (16, False)
+    rig.scheduler.allocate("a2", range(9), 16)
+    rig.step([("a2", 33)], 17)
+
+    assert rig.scheduler.report().counts["host_lookups"] == 8
+    assert rig.scheduler.report().host_hit_rate == 0.5
+
+
 def test_large_load_runs_beside_the_steps(rig, monkeypatch):
     monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
     monkeypatch.setattr(tiered_cache, "QUICK_SHARE", 0)

@@ -241,7 +241,8 @@ class TierScheduler:
         first, end = state.first, state.first + num_tokens // self._block_size
         num_loading = self.cache.load(
             request_id,
-            state.names[first:end],
+            # What follows is counted as missing.
+            state.names[first : (state.request.num_tokens - 1) // self._block_size],
             block_ids[first:end],
             is_engine_busy=self._num_step_tokens > 0,
         )
