@@ -49,6 +49,7 @@ class CopyOutcome(NamedTuple):
 
 
 OnEnd = Callable[[TierCopy, CopyOutcome], None]
+OnPurged = Callable[[str | None], None]  # with what has failed, for people
 
 
 class TierCopies:
@@ -123,15 +124,16 @@ class TierCopies:
             return None
         return max(0.0, min(self._deadlines.values()) - time.monotonic())
 
-    def forget(self, on_purged: Callable[[], None] = lambda: None) -> None:
+    def forget(self, on_purged: OnPurged = lambda _: None) -> None:
         """Find no block in the tiers any more; a thread then removes them, and calls `on_purged`."""
+        faults: list[str] = []
         try:
             self._host.forget()
             if self._disk is not None:
                 self._disk.forget()
         except OSError as error:
-            _logger.warning("blocks in the KV cache tiers were not forgotten: %s", error)
-        self._start(self._purge, on_purged)
+            faults.append(f"blocks in the KV cache tiers were not forgotten: {error}")
+        self._start(functools.partial(self._purge, on_purged), faults)
 
     def renumber(self, stored: Mapping[int, Segment]) -> None:
         """Give other slots to what an earlier run has left below host memory, before the first copy."""
@@ -192,15 +194,15 @@ class TierCopies:
         assert self._on_end is not None
         self._on_end(copy, outcome)
 
-    def _purge(self, on_purged: Callable[[], None]) -> None:
+    def _purge(self, on_purged: OnPurged, faults: list[str]) -> None:
         try:
             if self._disk is not None:
                 self._disk.purge()
         except Exception as error:  # noqa: BLE001 - supervises its thread, for whose end the caller waits
-            _logger.warning(
-                "blocks were not removed from %s: %s", self._disk and self._disk.name, error
-            )
-        on_purged()
+            faults.append(f"blocks were not removed from {self._disk and self._disk.name}: {error}")
+        for fault in faults:
+            _logger.warning("%s", fault)
+        on_purged("; ".join(faults) or None)
 
     def _provide(self, pieces: Iterator[int], on_slots: Callable[[int], None]) -> None:
         assert self._post is not None

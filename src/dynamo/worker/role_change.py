@@ -172,7 +172,10 @@ class RoleHost:
             self._interruption.clear()
             began_at = self._clock.now()
             await self._host.stop(*self._drain_s)
-            await self._engine.clear_kv_blocks()
+            try:
+                await self._engine.clear_kv_blocks()
+            except errors.EngineFailed as error:  # blocks that are left in a tier are right, too
+                _logger.warning("while the role changes: %s", error)
             await self._sibling.close()
             if stop.is_set():
                 return

@@ -101,7 +101,7 @@ def test_an_abort_frees_its_blocks_before_the_next_step(running):
     assert running.runner.is_held.wait(PATIENT_S)
     running.loop.abort("a")
     cleared = threading.Event()
-    running.loop.clear(cleared.set)
+    running.loop.clear(lambda fault: cleared.set())
     running.runner.may_run.set()
     assert cleared.wait(PATIENT_S)
     running.submit("b", max_tokens=1)

@@ -478,6 +478,17 @@ async def test_answers_go_on_while_the_storage_below_is_being_emptied(model, tmp
     assert is_clearing
 
 
+async def test_clearing_fails_if_blocks_are_left_in_the_storage_below(model, tmp_path, monkeypatch):
+    def refuse(_):
+        raise OSError("AccessDenied")
+
+    monkeypatch.setattr(storage.DiskFile, "purge", refuse)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        with pytest.raises(errors.EngineFailed, match=r"not removed from .*: AccessDenied"):
+            await served.engine.clear_kv_blocks()
+        assert await served.answer(text(1, 20))
+
+
 def shared(directory, num_host=200, num_disk=None, **options):
     """Options for two engines that share their tiers."""
     path = directory / "disk" if num_disk else None

@@ -318,14 +318,18 @@ class NativeEngine(exchanges.ExchangesKv):
         return (self._started.loop.load,)
 
     async def clear_kv_blocks(self) -> None:
-        """Clear all reusable prefixes; returns when the thread has done so or has ended."""
-        is_cleared = asyncio.Event()
-        loaded = self._started
-        loaded.loop.clear(functools.partial(loaded.post, is_cleared.set))
-        waits = [asyncio.ensure_future(event.wait()) for event in (is_cleared, self._has_ended)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        """Clear all reusable prefixes; returns when the thread has done so or has ended.
+
+        Raises EngineFailed if some are left in a cache tier, where the next start finds them.
+        """
+        loaded, event_loop = self._started, asyncio.get_running_loop()
+        fault: asyncio.Future[str | None] = event_loop.create_future()
+        loaded.loop.clear(functools.partial(loaded.post, fault.set_result))
+        ended = asyncio.ensure_future(self._has_ended.wait())
+        await asyncio.wait((fault, ended), return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if fault.done() and (reason := fault.result()) is not None:
+            raise errors.EngineFailed(reason)
 
     async def stop(self) -> None:
         """Drop all requests; returns when the thread has left its loop."""

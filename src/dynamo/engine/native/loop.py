@@ -120,7 +120,7 @@ class EngineLoop:
         """Free blocks that were leased to another engine."""
         self._commands.put(functools.partial(self._scheduler.release_lease, lease_id))
 
-    def clear(self, on_cleared: abc.Callable[[], None]) -> None:
+    def clear(self, on_cleared: tier_copies.OnPurged) -> None:
         """Clear the prefix cache, then call `on_cleared` in this or another thread."""
         self._commands.put(functools.partial(self._clear, on_cleared))
 
@@ -217,10 +217,10 @@ class EngineLoop:
     def _abort_choice(self, request_id: str, index: int) -> None:
         self._forget(self._scheduler.abort_choice(request_id, index))
 
-    def _clear(self, on_cleared: abc.Callable[[], None]) -> None:
+    def _clear(self, on_cleared: tier_copies.OnPurged) -> None:
         self._deliver(self._scheduler.clear())
         if self._copies is None:
-            on_cleared()
+            on_cleared(None)
         else:
             self._copies.forget(on_cleared)
 
