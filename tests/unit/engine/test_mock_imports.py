@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 import kv_params
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.batch import BatchLimits, MockBatch
@@ -123,6 +125,20 @@ def test_aborted_import_frees_its_blocks_when_the_copy_ends():
     assert during == 6
     assert here.memory.pool.num_active == 0
     assert here.run() == []
+
+
+@pytest.mark.parametrize("abort", ["abort", "abort_choice"])
+def test_blocks_are_free_when_a_request_for_them_is_aborted_before_its_answer_is_sent(abort):
+    engine = Engine()
+    engine.submit("first", prompt(22))
+    engine.run()
+    engine.submit("x", prompt(22), kv_transfer.EXPORT_CACHED, max_tokens=1)
+    num_leased = engine.memory.pool.num_active
+    getattr(engine.batch, abort)("x", *([0] if abort == "abort_choice" else []))
+
+    assert num_leased == 5
+    assert (engine.batch.take_outputs(), engine.batch.take_newly_leased()) == ([], {})
+    assert engine.memory.pool.num_active == 0
 
 
 def test_leased_blocks_are_free_after_release():

@@ -148,20 +148,29 @@ class MockBatch:
 
     def abort(self, request_id: str) -> None:
         """End a request at once. An unknown id is no error."""
-        self._outputs = [output for output in self._outputs if output.request_id != request_id]
+        self._drop_outputs(request_id)
         for choice in self._open.pop(request_id, ()):
             self._withdraw(choice)
 
     def abort_choice(self, request_id: str, index: int) -> None:
         """End one choice at once. An unknown one is no error."""
-        aborted = request_id, index
-        self._outputs = [o for o in self._outputs if (o.request_id, o.output.index) != aborted]
+        self._drop_outputs(request_id, index)
         choices = self._open.get(request_id, [])
         for choice in [choice for choice in choices if choice.index == index]:
             self._end(choice)
             if not choice.num_output:  # the next choice reports the cached tokens
                 for follower in choices:
                     follower.leader = choices[0] if follower is not choices[0] else None
+
+    def _drop_outputs(self, request_id: str, index: int | None = None) -> None:
+        """Drop the outputs of one choice or of all that were not taken yet, with the leases that they bring."""
+
+        def is_kept(name: str, number: int) -> bool:
+            return name != request_id or index not in (None, number)
+
+        self._outputs = [o for o in self._outputs if is_kept(o.request_id, o.output.index)]
+        for key in [key for key in self._newly_leased if not is_kept(*key)]:
+            self.release_lease(self._newly_leased.pop(key).lease.lease_id)
 
     def take_imports(self) -> list[sharing.KvImport]:
         """Return the imports that began since the last call."""
