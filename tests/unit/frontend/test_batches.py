@@ -372,6 +372,19 @@ async def test_only_one_of_two_frontends_asks_the_lines(start, bare):
     assert len(rig.one.requests) == 20
 
 
+async def test_batches_wait_while_their_folder_cannot_be_used(start, caplog):
+    rig = await start()
+    lock = rig.frontend._batches.journal.folder / "lock"
+    lock.mkdir(parents=True)
+    batch = await begin(rig, [chat_line(1)])
+    serving = rig.start_task(rig.frontend.run(asyncio.Event()))
+    await rig.until(lambda: "batches wait: [Errno 21]" in caplog.text or serving.done())
+    assert not serving.done()
+    lock.rmdir()
+
+    assert (await ended(rig, batch))["request_counts"]["completed"] == 1
+
+
 def _is_free(batch_runner):
     with batch_runner._hold_lock() as is_held:
         return is_held

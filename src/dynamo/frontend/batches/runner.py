@@ -95,7 +95,7 @@ class BatchRunner:
                     if is_held:
                         with self.journal.in_use():
                             await self._run_batches(handler, authorize)
-            except errors.Unavailable as error:
+            except (errors.Unavailable, OSError) as error:
                 _logger.warning("batches wait: %s", error)
             await self._pause()
 
