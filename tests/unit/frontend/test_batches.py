@@ -372,6 +372,24 @@ async def test_only_one_of_two_frontends_asks_the_lines(start, bare):
     assert len(rig.one.requests) == 20
 
 
+async def test_batch_with_a_line_above_a_lowered_limit_fails(start, tmp_path):
+    rig = await start()
+    files = journal.BatchJournal(tmp_path / "kept", rig.frontend._clock, max_bytes=10**9)
+    files.prepare()
+    partial = files.new_partial()
+    partial.write_bytes(as_jsonl([chat_line(1)]))
+    file = files.add_file(partial, tenant="acme", filename="a.jsonl")
+    asked = batch_lines.BatchRequest(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    batch = files.add_batch(asked, "acme", None)
+    assert files.check_input(batch.id, 2**20).status == "in_progress"
+    later = runner.BatchRunner(files, rig.frontend._clock, concurrency=1, max_body_bytes=50)
+    rig.start_task(later.run(rig.frontend._app.routes, lambda name: {}))
+    await rig.until(lambda: files.find_batch(batch.id, "acme").status in batch_lines.ENDED)
+
+    failed = files.find_batch(batch.id, "acme")
+    assert (failed.status, failed.errors.data[0].code) == ("failed", "line_too_large")
+
+
 async def test_batches_wait_while_their_folder_cannot_be_used(start, caplog):
     rig = await start()
     lock = rig.frontend._batches.journal.folder / "lock"

@@ -327,8 +327,13 @@ class BatchJournal:
                 [(batch_id, one.number, one.is_error, one.row) for one in answers],
             )
 
-    def finish(self, batch_id: str, status: lines.Status) -> lines.Batch:
-        """End a batch: write its answers into an output file and an error file, in the order of their lines."""
+    def finish(
+        self, batch_id: str, status: lines.Status, wrong: Sequence[lines.LineError] = ()
+    ) -> lines.Batch:
+        """End a batch: write its answers into an output file and an error file, in the order of their lines.
+
+        `wrong` are the lines for which it failed.
+        """
         if (
             status == "completed"
         ):  # what is cancelled or expired keeps its reason, if this process dies here
@@ -350,7 +355,11 @@ class BatchJournal:
                         database, partial, tenant, filename, "batch_output", kept_s
                     ).id
             batch = batch.with_status(
-                status, self._clock.wall(), output_file_id=ids[0], error_file_id=ids[1]
+                status,
+                self._clock.wall(),
+                output_file_id=ids[0],
+                error_file_id=ids[1],
+                errors=lines.LineErrors(data=[*wrong]) if wrong else None,
             )
             self._update(database, batch)
             database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))

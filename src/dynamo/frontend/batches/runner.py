@@ -147,12 +147,16 @@ class BatchRunner:
                     self.journal.check_input, batch.id, self._max_body_bytes
                 )
             status: lines.Status = "completed"
+            wrong: list[lines.LineError] = []
             if batch.status == "cancelling":
                 status = "cancelled"
             elif batch.status == "in_progress":
-                status = await self._answer_in_time(batch, asker)
+                try:
+                    status = await self._answer_in_time(batch, asker)
+                except lines.InvalidLine as error:  # when it was checked, the limit was higher
+                    status, wrong = "failed", [error.reason]
             if batch.status not in lines.ENDED:
-                batch = await asyncio.to_thread(self.journal.finish, batch.id, status)
+                batch = await asyncio.to_thread(self.journal.finish, batch.id, status, wrong)
             counts = batch.request_counts
             _logger.info(
                 "%s is %s: %d lines, %d answered, %d failed",
