@@ -256,6 +256,11 @@ class Pipeline:
             meter.record_failure(error)
             delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
             return
+        except (
+            BaseException
+        ):  # a fault of ours: the server answers, and the request is no longer open
+            meter.record_failure(errors.DynamoError(dispatch.LOST_ANSWER))
+            raise
         deliver = api.stream if request.stream else delivery.WholeDelivery
         reply = deliver(client, prepared, meter)
         await self._dispatcher.dispatch_request(model, reply, meter, instance_id)

@@ -439,7 +439,8 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         if choice == "none":
             return []
         if isinstance(choice, ChosenTools) and choice.allowed_tools is not None:
-            names = {conversation.name_of(tool) for tool in choice.allowed_tools.tools}
+            # a list, because a client may give a name that is no text
+            names = [conversation.name_of(tool) for tool in choice.allowed_tools.tools]
             tools = [tool for tool in tools if conversation.name_of(tool) in names]
         return [conversation.to_function(tool) for tool in tools]
 

@@ -6,6 +6,7 @@ from frontend_rig import outputs
 from dynamo.base import errors
 from dynamo.frontend import metrics
 from dynamo.observability import metrics as observed
+from dynamo.preprocess import images
 from dynamo.protocols import generate, model_errors
 
 P = "dynamo_frontend_"
@@ -104,6 +105,19 @@ async def test_gauges_return_to_zero(rig, gauge):
     counted = await rig.metrics()
 
     assert counted[P + gauge + '{model="m"}'] == 0
+
+
+async def test_request_that_dies_by_a_fault_is_not_open_any_more(rig, monkeypatch):
+    def fail(self, messages):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(images.ImageInput, "read", fail)
+    answer = await rig.chat()
+    counted = await rig.metrics()
+
+    assert answer.status_code == 500
+    assert counted[P + 'inflight_requests{model="m"}'] == 0
+    assert not rig.frontend._metrics.open_requests
 
 
 async def test_unknown_model_name_makes_no_label(rig):

@@ -181,6 +181,16 @@ FIELDS = ["model", "messages", "prompt", "n", "stop", "stream", "logprobs", "top
           "max_tokens", "seed", "logit_bias", "nvext", "stream_options", "tools", "echo"]  # fmt: skip
 
 
+@pytest.mark.parametrize("reference", [{"type": []}, {"function": {"name": ["look"]}}, {}])
+async def test_allowed_tool_of_no_name_allows_none(rig, reference):
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [reference]}}
+    answer = await rig.chat(
+        tools=[{"type": "function", "function": {"name": "look"}}], tool_choice=choice
+    )
+
+    assert answer.status_code == 200
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     path=st.sampled_from([CHAT, COMPLETIONS]),
