@@ -314,13 +314,12 @@ class TaggedCallReader:
     ) -> None:
         self.end = end
         self.head = re.compile(head)
-        self.opening = re.compile(opening)
+        self.opening = re.compile(opening, re.DOTALL)
         self.closing = closing
         self.following = following
         self.trims = trims
-        value = r"\n?(?P<value>.*?)\n?" if trims else "(?P<value>.*?)"
-        last = rf"(?:{closing}|(?={following})|\Z)" if following else closing
-        self._argument = re.compile(opening + value + last, re.DOTALL)
+        self._next = re.compile(r"\s*" + opening, re.DOTALL)
+        self._value_end = re.compile(rf"{closing}|(?={following})|\Z" if following else closing)
 
     def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
         body = text.removesuffix(self.end).strip()
@@ -331,14 +330,31 @@ class TaggedCallReader:
         name = head["name"].strip()
         if arguments.startswith("{"):
             return _all_or_none([parse_call(name, arguments)])
-        if self._argument.sub("", arguments).strip():
+        split = self._split(arguments)
+        if split is None:
             return None
         types = self.types_of(name, tools)
         members = [
-            f"{dump(match['key'].strip())}: {dump(self._value_of(match, types))}"
-            for match in self._argument.finditer(arguments)
+            f"{dump(opening['key'].strip())}: {dump(self._value_of(opening, value, types))}"
+            for opening, value in split
         ]
         return [parser.ToolCall(name, "{" + ", ".join(members) + "}")]
+
+    def _split(self, arguments: str) -> list[tuple[re.Match[str], str]] | None:
+        """Return the opening and the text of each argument; None if anything else stands there.
+
+        One by one, because a model may repeat an opening thousands of times, and a pattern for all would try them all.
+        """
+        split, at = [], 0
+        while opening := self._next.match(arguments, at):
+            end = self._value_end.search(arguments, opening.end())
+            if end is None:
+                return None
+            value, at = arguments[opening.end() : end.start()], end.end()
+            split.append(
+                (opening, value.removeprefix("\n").removesuffix("\n") if self.trims else value)
+            )
+        return None if arguments[at:].strip() else split
 
     def types_of(self, name: str, tools: parser.ToolSchemas) -> Mapping[str, Any]:
         """Return the schemas of the arguments of this tool."""
@@ -352,8 +368,7 @@ class TaggedCallReader:
             return {"type": "string" if is_text == "true" else "any"}
         return types.get(argument["key"].strip())
 
-    def _value_of(self, argument: re.Match[str], types: Mapping[str, Any]) -> Any:
-        value = argument["value"]
+    def _value_of(self, argument: re.Match[str], value: str, types: Mapping[str, Any]) -> Any:
         if value.startswith(UNPARSED_TEXT):
             return value.removeprefix(UNPARSED_TEXT).removesuffix("]]>")
         return convert_text(value, self.schema_of(argument, types))

@@ -1,6 +1,7 @@
 """Tool calls in each format, as models write them, and text that only resembles one."""
 
 import itertools
+import time
 
 import pytest
 from hypothesis import given
@@ -306,6 +307,22 @@ def test_too_long_call_is_content(monkeypatch):
         assert "".join(event.text for event in told) == ONE_CALL[name]
         ended = ONE_CALL[name] + "<|call|>"
         assert read(make_parser(name), ended) == read(make_parser(name), *ended)
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "argument", "end"),
+    [
+        ("glm45", "<tool_call>f", "<arg_key>a</arg_key><arg_value>", "</tool_call>"),
+        ("minicpm5", '<function name="f">', '<param name="a">', "</function>"),
+    ],
+)
+def test_argument_that_begins_again_and_again_takes_no_time(name, begin, argument, end):
+    """All of a frontend's streams wait meanwhile."""
+    text, began_s = begin + argument * 4000 + end, time.process_time()
+    events = read(make_parser(name), text)
+
+    assert events == [content(text)]
+    assert time.process_time() - began_s < 1.0
 
 
 def test_too_deeply_nested_brackets_are_content():
