@@ -452,6 +452,11 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     @property
+    def whole_tools(self) -> frozenset[str] | None:
+        """The names of the tools whose calls come in one piece; None: all."""
+        return self.custom_tools if self.stream else None
+
+    @property
     def allows_calls(self) -> bool:
         """True if the answer may call tools."""
         return bool(self.tools) and bool(self.allowed_tools)

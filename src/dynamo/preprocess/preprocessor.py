@@ -273,7 +273,7 @@ class Preprocessor:
             prompt,
             schemas,
             is_forced=request.must_call,
-            whole_tools=request.custom_tools if request.stream else None,
+            whole_tools=request.whole_tools,
         )
 
     async def _render(self, request: inputs.Conversation) -> str:

@@ -127,6 +127,15 @@ async def test_thoughts_and_calls_are_fields_of_the_message(rig, stream):
     ]
 
 
+async def test_call_that_breaks_off_is_text_in_a_stream_too(rig):
+    worker = await rig.worker("p", runtime_config=PARSED)
+    worker.script = outputs(CALL[:-20], "length")
+    found = lines(await ask(rig, "/api/chat", CHAT, model="p", tools=TOOLS))
+
+    assert "".join(line["message"]["content"] for line in found) == CALL[:-20]
+    assert not any("tool_calls" in line["message"] for line in found)
+
+
 async def test_thoughts_are_left_out_where_they_are_switched_off(rig):
     two = await rig.worker("p", runtime_config=PARSED)
     two.script = outputs("<think>hm</think>yes", "eos")

@@ -4,7 +4,7 @@ A worker has its model loaded before it is served, so `/api/ps` lists the same m
 pulled, copied or deleted here.
 
 An answer is one object, or a line of JSON (NDJSON) for each part, of which the last tells the counts. Tool calls come
-complete, as Ollama sends them: their pieces are collected until another kind of piece follows.
+complete, as Ollama sends them, and are collected until another kind of piece follows.
 """
 
 import functools
@@ -88,7 +88,7 @@ class OllamaFormatter:
         self._began_at = self._clock.now()
         self._first_at = self._began_at  # of the first token, where it is known
         self._head = make_head(answer_identity.model, answer_identity.created)
-        self._calls: dict[int, choices.Call] = {}
+        self._calls: list[choices.Call] = []
 
     def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
         """Return the complete answer."""
@@ -109,11 +109,7 @@ class OllamaFormatter:
     def piece(self, piece: choices.Piece) -> bytes:
         """Return the line of a piece, after the calls that came before it."""
         if isinstance(piece, choices.Call):
-            earlier = self._calls.get(piece.number)
-            text = earlier.arguments if earlier is not None else ""
-            self._calls[piece.number] = choices.Call(
-                piece.number, piece.id, piece.name, text + piece.arguments
-            )
+            self._calls.append(piece)
             return b""
         if isinstance(piece, str):
             return self._take_calls() + self._line(self._object(piece))
@@ -131,7 +127,7 @@ class OllamaFormatter:
 
     def _take_calls(self) -> bytes:
         """Return the line of the calls that were collected, if there are any."""
-        calls, self._calls = list(self._calls.values()), {}
+        calls, self._calls = self._calls, []
         return self._line(self._object(calls=calls)) if calls else b""
 
     def _object(

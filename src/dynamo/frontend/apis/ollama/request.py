@@ -169,6 +169,11 @@ class OllamaConversation(inputs.Conversation, frozen=True, kw_only=True):
     def format_param(self) -> str:
         return "format"
 
+    @property
+    def whole_tools(self) -> None:
+        """All calls come in one piece: an answer has their arguments as objects, which a part of one is not."""
+        return None
+
 
 _decode_chat = json_body.RequestDecoder(OllamaChatRequest).decode
 _decode_generate = json_body.RequestDecoder(OllamaGenerateRequest).decode
