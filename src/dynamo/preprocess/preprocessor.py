@@ -99,8 +99,8 @@ class Preprocessor:
         """
         files = self._images.read(request.messages)
         token_ids, prompt = await self.tokenize_conversation(request, param=param)
-        token_ids = self._truncate(request, token_ids)
         requested = request.max_completion_tokens or request.max_tokens
+        token_ids = self._truncate(request, token_ids, requested)
         max_tokens = options.limit_answer_len(
             requested=None if request.fits_context else requested,
             default=requested if request.fits_context else self._defaults.max_new_tokens,
@@ -186,7 +186,7 @@ class Preprocessor:
         packed = await self._tokenize_all(
             joined, param, add_special_tokens=request.add_special_tokens is not False
         )
-        packed = [self._truncate(request, token_ids) for token_ids in packed]
+        packed = [self._truncate(request, token_ids, request.max_tokens) for token_ids in packed]
         guided = guiding.from_fields(request)
         return [
             self._prepare_prompt(
@@ -224,11 +224,16 @@ class Preprocessor:
             keeps_stop=shown is not None and bool(shown.include_stop_str_in_output),
         )
 
-    def _truncate(self, request: inputs.GenerationInput, token_ids: bytes) -> bytes:
-        """Return the last tokens of a prompt: as many as `truncate_prompt_tokens` says; -1: as many as fit."""
+    def _truncate(
+        self, request: inputs.GenerationInput, token_ids: bytes, max_tokens: int | None
+    ) -> bytes:
+        """Return the last tokens of a prompt: as many as `truncate_prompt_tokens` says.
+
+        With -1 as many as fit beside an answer of `max_tokens`.
+        """
         most = request.truncate_prompt_tokens
         if most == -1:
-            most = max(self.context_length - (request.max_tokens or 1), 1)
+            most = max(self.context_length - (max_tokens or 1), 1)
         return (
             token_ids
             if most is None

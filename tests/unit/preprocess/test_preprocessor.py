@@ -87,6 +87,16 @@ async def test_max_completion_tokens_counts_more_than_its_old_name(byte_level_mo
     assert request.stop_conditions.max_tokens == 3
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_chat_is_cut_so_that_its_answer_fits(byte_level_model, name):
+    said = [{"role": "user", "content": "x " * CONTEXT}]
+    request = chat(messages=said, truncate_prompt_tokens=-1, **{name: 100})
+    prepared = await byte_level_model.prepare_conversation(request, "r1")
+
+    assert prepared.request.prompt_len == CONTEXT - 100
+    assert prepared.request.stop_conditions.max_tokens == 100
+
+
 async def test_a_chat_that_is_too_long_names_limit_and_length(byte_level_model):
     messages = [{"role": "user", "content": "cat " * CONTEXT}]
 
