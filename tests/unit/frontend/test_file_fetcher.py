@@ -169,6 +169,13 @@ async def test_cache_is_bounded(rig, monkeypatch):
     assert len(os.listdir(rig.directory)) == 3
 
 
+async def test_file_that_another_process_renames_meanwhile_stops_no_fetch(rig):
+    rig.directory.mkdir(parents=True, exist_ok=True)
+    (rig.directory / "coming-another").symlink_to("renamed")  # listed, and not there any more
+
+    assert await rig.content(card_of(body=b"new"), await rig.giver(b"new")) == b"new"
+
+
 def test_cache_directory_is_the_configured_one_or_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 

@@ -204,6 +204,13 @@ def _write_to_cache(path: Path, content: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix="coming-", delete=False) as partial:
         partial.write(content)
     Path(partial.name).replace(path)
-    oldest_first = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)
-    for old in oldest_first[:-MAX_CACHED_FILES]:
+    for old in sorted(path.parent.iterdir(), key=_modified_at)[:-MAX_CACHED_FILES]:
         old.unlink(missing_ok=True)
+
+
+def _modified_at(path: Path) -> float:
+    """Return when a file was last changed; 0 if another process has just renamed or removed it."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
