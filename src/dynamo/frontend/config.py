@@ -285,10 +285,16 @@ class FrontendConfig(AdmissionConfig):
 
     @property
     def files_folder(self) -> Path:
-        """Return the folder of files and batches."""
+        """Return the folder of files and batches.
+
+        A user without a home, as a container may have, has it among the temporary files.
+        """
         if self.files_dir:
             return Path(self.files_dir).expanduser()
-        state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        try:
+            state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        except RuntimeError:
+            state = Path(tempfile.gettempdir()) / f"state-{os.getuid()}"
         return state / "dynamo" / "files" / (self.namespace or "all")
 
     def check(self) -> None:

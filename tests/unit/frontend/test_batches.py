@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
 
 import openai
 import pytest
 from frontend_rig import outputs
 
+from dynamo.frontend import config
 from dynamo.frontend.batches import journal, runner
 from dynamo.frontend.batches import lines as batch_lines
 from dynamo.protocols import model_errors
@@ -433,3 +435,12 @@ async def test_official_client_runs_a_batch(start):
         with pytest.raises(openai.ConflictError, match="nothing to cancel"):
             await client.batches.cancel(batch.id)
         assert (await client.files.delete(file.id)).deleted
+
+
+def test_user_without_a_home_has_batches_among_temporary_files(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for an unknown user id
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = config.FrontendConfig().files_folder
+
+    assert folder == tmp_path / f"state-{os.getuid()}" / "dynamo" / "files" / "all"
