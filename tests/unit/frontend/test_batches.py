@@ -282,7 +282,14 @@ async def test_files_are_listed_page_by_page(start):
     assert not older["has_more"]
     assert [file["id"] for file in oldest["data"]] == [ids[0]]
     assert (await rig.client.get("/v1/files?purpose=batch_output")).json()["data"] == []
-    for query in ("limit=0", "limit=x", "limit=99999", "order=up", "after=file-unknown"):
+    for query in (
+        "limit=0",
+        "limit=x",
+        "limit=99999",
+        "limit=00000000199999",
+        "order=up",
+        "after=file-unknown",
+    ):
         assert (await rig.client.get(f"/v1/files?{query}")).status_code in (400, 404), query
 
 

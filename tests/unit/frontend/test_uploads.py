@@ -83,6 +83,10 @@ def test_no_form_breaks_the_upload(tmp_path_factory, form):
         (PURPOSE + END, "expected a part `file`"),
         (PURPOSE + FILE % b"x", "expected a complete form"),
         (PURPOSE + PART % (b"expires_after[seconds]", b"5") + FILE % b"x" + END, "from 3600 to"),
+        (
+            PURPOSE + PART % (b"expires_after[seconds]", b"000000003600000") + FILE % b"x" + END,
+            "from 3600 to",
+        ),
         (PURPOSE + PURPOSE + FILE % b"x" + END, "one field purpose, got two"),
         (FILE % b"x" + FILE % b"y" + END, "expected one file"),
         (PART % (b"purpose", b"x" * 2000) + END, "at most 1024 bytes"),

@@ -53,7 +53,7 @@ def page_options(
     """Return what page the query asks for, and of what purpose. Raises InvalidRequest."""
     query = dict(parse_qsl(client.request.query))
     limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= max_limit:
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= max_limit:
         raise errors.InvalidRequest(
             f"limit: expected a number from 1 to {max_limit}, got {limit[:20]!r}", param="limit"
         )

@@ -85,7 +85,11 @@ class FileUpload:
                 param="purpose",
             )
         seconds = self._fields.get(_EXPIRY, b"%d" % lines.KEPT_S)
-        if not seconds.isdigit() or not lines.MIN_KEPT_S <= int(seconds[:12]) <= lines.KEPT_S:
+        if (
+            not seconds.isdigit()
+            or len(seconds) > 12
+            or not lines.MIN_KEPT_S <= int(seconds) <= lines.KEPT_S
+        ):
             raise errors.InvalidRequest(
                 f"expected seconds from {lines.MIN_KEPT_S} to {lines.KEPT_S}", param=_EXPIRY
             )
