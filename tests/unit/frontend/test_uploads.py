@@ -131,6 +131,14 @@ def test_body_that_is_no_form_is_refused_before_it_comes(files):
         open_upload(files, **{"content-encoding": "gzip"})
 
 
+def test_boundary_that_is_too_long_is_refused_and_leaves_nothing(files):
+    with pytest.raises(parser.RequestRefused, match="expected a form") as refused:
+        open_upload(files, f"multipart/form-data; boundary={'x' * 300}")
+
+    assert refused.value.refusal.status == 400
+    assert not files.folder.exists()
+
+
 def test_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "files").write_text("a file stands in the way")
     with pytest.raises(parser.RequestRefused, match="choose another --files-dir") as refused:

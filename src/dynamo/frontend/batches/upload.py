@@ -34,25 +34,28 @@ class FileUpload:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise parser.RequestRefused(415, "expected a form without Content-Encoding")
         try:
+            self._parser = multipart.MultipartParser(
+                options[b"boundary"],
+                {
+                    "on_part_begin": self._begin_part,
+                    "on_part_data": self._add_data,
+                    "on_header_begin": self._begin_header,
+                    "on_header_field": self._add_header_name,
+                    "on_header_value": self._add_header_value,
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._end_headers,
+                    "on_end": self._end,
+                },
+                max_size=self.max_bytes,
+            )
+        except exceptions.FormParserError as error:
+            raise parser.RequestRefused(400, f"expected a form ({_FORM}): {error}") from error
+        try:
             files.prepare()
             self.partial = files.new_partial()
             self._file: BinaryIO = journal.open_private(self.partial)
         except (OSError, errors.Unavailable) as error:
             raise parser.RequestRefused(503, str(error)) from error
-        self._parser = multipart.MultipartParser(
-            options[b"boundary"],
-            {
-                "on_part_begin": self._begin_part,
-                "on_part_data": self._add_data,
-                "on_header_begin": self._begin_header,
-                "on_header_field": self._add_header_name,
-                "on_header_value": self._add_header_value,
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._end_headers,
-                "on_end": self._end,
-            },
-            max_size=self.max_bytes,
-        )
         self.filename: str | None = None
         self._fields: dict[str, bytes] = {}
         self.ignored_fields: list[str] = []
