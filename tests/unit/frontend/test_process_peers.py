@@ -170,7 +170,8 @@ async def test_response_to_continue_from_is_fetched_before_the_handler_runs(stor
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"\xff", b"[]", b"{}", b'{"previous_response_id": 3}', b'{"previous_response_id": "../x?y z"}']
+    "body", [b"", b"\xff", b"[]", b"{}", b'{"previous_response_id": 3}', b'{"previous_response_id": "../x?y z"}',
+             pytest.param(b'{"input": ' + b"[" * 9999 + b"]" * 9999 + b"}", id="nested too deeply")]
 )  # fmt: skip
 async def test_any_other_body_reaches_its_handler(stores, body):
     seen = []

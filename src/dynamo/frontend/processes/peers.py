@@ -156,7 +156,7 @@ class SharedResponses:
                     client.request.body, _decode_continuation
                 )
                 response_id = continuation.previous_response_id
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 response_id = None  # the error is reported where the whole request is decoded
             if response_id is not None:
                 await self._fetch(response_id)
