@@ -246,6 +246,14 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     ebnf: None = None
     lora_path: None = None
 
+    def check(self) -> None:
+        """Raise InvalidRequest for what the types allow and no API does."""
+        if self.use_beam_search:
+            raise errors.InvalidRequest(
+                "use_beam_search: not supported; expected false or nothing, got true",
+                param="use_beam_search",
+            )
+
 
 class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that every request for generated text has."""
@@ -351,14 +359,10 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
 
     def check(self) -> None:
         """Raise InvalidRequest for a combination of fields that the types allow and the API does not."""
+        super().check()
         if self.stop is not None and not all(self.stop_strings or ("-",)):
             raise errors.InvalidRequest(
                 "stop: expected strings of at least one character, got an empty one", param="stop"
-            )
-        if self.use_beam_search:
-            raise errors.InvalidRequest(
-                "use_beam_search: not supported; expected false or nothing, got true",
-                param="use_beam_search",
             )
         if self.prompt_logprobs is not None and self.stream:
             raise errors.InvalidRequest(

@@ -135,6 +135,7 @@ class ResponseCountRequest(
 
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and the API does not."""
+        super().check()
         if self.input == []:
             raise errors.InvalidRequest(
                 "input: expected a string or at least one item, got an empty list", param="input"
