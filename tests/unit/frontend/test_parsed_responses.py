@@ -119,15 +119,19 @@ async def test_parallel_tool_calls_false_limits_a_response_to_one_call(client):
     assert response.parallel_tool_calls is False
 
 
+PATCH = {"type": "custom", "name": "patch", "format": {"type": "text"}}
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_call_of_a_custom_tool_has_its_input_as_text(rig, client, stream):
+@pytest.mark.parametrize("tool", [PATCH, {"type": "namespace", "name": "eyes", "tools": [PATCH]}])
+async def test_call_of_a_custom_tool_has_its_input_as_text(rig, client, tool, stream):
     called = {"name": "patch", "arguments": {"input": "*** Begin Patch"}}
     call = f"<tool_call>\n{json.dumps(called)}\n</tool_call>"
     rig.two.script = outputs(call, "eos")
     body = {
         "model": "p",
         "input": "hi",
-        "tools": [{"type": "custom", "name": "patch", "format": {"type": "text"}}],
+        "tools": [tool],
         "stream": stream,
     }
     answer = await rig.client.post("/v1/responses", json=body)
@@ -142,6 +146,7 @@ async def test_call_of_a_custom_tool_has_its_input_as_text(rig, client, stream):
     again = await rig.client.post("/v1/responses", json=body)
 
     assert (item["type"], item["input"]) == ("custom_tool_call", "*** Begin Patch")
+    assert item.get("namespace") == ("eyes" if tool is not PATCH else None)
     assert again.status_code == 200
 
 

@@ -123,9 +123,7 @@ class ResponseFormatter:
         self._digits = answer_identity.request_id.replace("-", "")
         self._clock = answer_identity.clock
         self._store = store
-        self._custom_tools = frozenset(
-            tool["name"] for tool in request.tools or () if tool["type"] == "custom"
-        )
+        self._custom_tools = responses_request.list_custom_tools(request.tools or [])
         self._namespaces = responses_request.map_namespaces(request.tools or [])
         self._fixed = _fixed_fields(request, answer_identity)
         self._items: list[dict[str, Any]] = []
@@ -214,23 +212,16 @@ class ResponseFormatter:
 
     def _new_item(self, piece: choices.Piece, number: int) -> dict[str, Any]:
         """Return the item that a piece of this kind begins, before it has any text."""
-        is_in_namespace = isinstance(piece, choices.Call) and piece.name in self._namespaces
-        if isinstance(piece, choices.Call) and piece.name in self._custom_tools:
-            return {
-                "type": "custom_tool_call",
-                "id": f"ctc_{self._digits}{number:02x}",
-                "call_id": piece.id,
-                "name": piece.name,
-                "input": "",
-                "status": "in_progress",
-            }
         if isinstance(piece, choices.Call):
+            is_custom = piece.name in self._custom_tools
+            kind, prefix = ("custom_tool_call", "ctc") if is_custom else ("function_call", "fc")
+            is_in_namespace = piece.name in self._namespaces
             return {
-                "type": "function_call",
-                "id": f"fc_{self._digits}{number:02x}",
+                "type": kind,
+                "id": f"{prefix}_{self._digits}{number:02x}",
                 "call_id": piece.id,
                 "name": piece.name,
-                "arguments": "",
+                _TEXT_EVENTS[kind][1]: "",
                 "status": "in_progress",
                 **({"namespace": self._namespaces[piece.name]} if is_in_namespace else {}),
             }

@@ -227,6 +227,7 @@ class CustomCallItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True
     call_id: str
     name: str
     input: str
+    namespace: inputs.Hint = None
 
 
 class FunctionOutputItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -341,6 +342,12 @@ def convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             converted.append(_convert_tool(tool, place))
     return converted
+
+
+def list_custom_tools(tools: list[dict[str, Any]]) -> frozenset[str]:
+    """Return the names of the custom tools, those in namespaces too."""
+    inner = [one for tool in tools if tool["type"] == "namespace" for one in tool["tools"]]
+    return frozenset(tool["name"] for tool in (*tools, *inner) if tool["type"] == "custom")
 
 
 def map_namespaces(tools: list[dict[str, Any]]) -> dict[str, str]:
