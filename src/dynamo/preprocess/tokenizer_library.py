@@ -129,7 +129,13 @@ class HuggingFaceLibrary:
         self._tokenizer.no_padding()
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        """Raises InvalidRequest for half a surrogate pair, which the template of a request may write."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(
+                texts, add_special_tokens=add_special_tokens
+            )
+        except TypeError as error:
+            raise errors.InvalidRequest("expected a text of whole characters") from error
         return [blocks.pack(encoding.ids) for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -131,6 +131,14 @@ def test_first_text_after_the_load_does_not_wait_for_a_table_of_the_vocabulary(b
     assert min(share_of_first_text() for _ in range(3)) < 1 / 10
 
 
+@pytest.mark.parametrize("kind", ["HuggingFaceLibrary", "FastokensLibrary"])
+def test_half_a_surrogate_pair_is_refused(byte_level_json, kind):
+    library = getattr(tokenizer_library, kind)(byte_level_json)
+
+    with pytest.raises(errors.InvalidRequest, match="expected a text"):
+        library.encode(["\ud83d"], add_special_tokens=False)
+
+
 def test_text_that_a_pattern_cannot_split_is_refused(byte_level_json):
     fast = tokenizer_library.FastokensLibrary(split_by("(?:a+)+b|\\S+|\\s+", byte_level_json))
 
