@@ -97,7 +97,7 @@ class Guard:
     def _send(self, command: str) -> None:
         # the guard was killed: the kernel's part remains
         with contextlib.suppress(BrokenPipeError):
-            os.write(self.lifeline, f"{command}\n".encode())
+            os.write(self.lifeline, os.fsencode(f"{command}\n"))
 
 
 def live_processes(groups: Iterable[int], token: str | None = None) -> set[int]:
@@ -223,8 +223,13 @@ def _read(pid: str, file: str) -> bytes:
 
 
 def _list_shared_memory() -> set[str]:
+    """Return the names of the files in /dev/shm, where every user may make some.
+
+    One with a line break is left out: what follows the break would be a command. The kernel writes it in another form
+    where it says which files a process maps, so it is never taken for ours.
+    """
     try:
-        return set(os.listdir(_SHARED_MEMORY))
+        return {name for name in os.listdir(_SHARED_MEMORY) if "\n" not in name}
     except OSError:
         return set()
 

@@ -106,3 +106,24 @@ def test_guard_within_a_guard_marks_children_for_both(monkeypatch):
             tokens = inner.mark({"A": "b"})[guard.TOKEN_VARIABLE]
 
     assert len(tokens.split(",")) == 2
+
+
+def test_name_of_another_user_s_file_is_no_command(monkeypatch, tmp_path):
+    bystander = [sys.executable, "-S", "-c", "input()"]
+    monkeypatch.setattr(guard, "_SHARED_MEMORY", tmp_path)
+    with subprocess.Popen(bystander, stdin=subprocess.PIPE, process_group=0) as process:
+        (tmp_path / f"x\ngroup {process.pid}").touch()
+        with guard.Guard():
+            pass
+        process.communicate(b"\n")
+
+    assert process.returncode == 0
+
+
+def test_name_that_is_no_text_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / os.fsdecode(b"\xff")).touch()
+    monkeypatch.setattr(guard, "_SHARED_MEMORY", tmp_path)
+    with guard.Guard() as guardian:
+        folder = guardian.make_folder("dynamo-test-")
+
+    assert not folder.exists()
