@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from dynamo.base import clock as clocks
+from dynamo.base import errors
 from dynamo.launch import allocation, children, guard
 from dynamo.planner import connectors
 from dynamo.planner.connectors import (
@@ -223,4 +224,37 @@ async def test_completing_the_order_of_an_earlier_planner_does_not_complete_ours
 
     assert following.num_decode_workers == 2
     assert (await later.observe())[1].num_starting == 2
+    await registry.close()
+
+
+async def test_order_that_could_not_be_written_is_written_at_the_next_decision(
+    tmp_path, monkeypatch
+):
+    registry = await file.FileDiscovery.open(tmp_path, 1)
+    registered = tuple(RegisteredWorkers(registry, name) for name in endpoints(NAMESPACE))
+    connector = connectors.VirtualConnector(registry, NAMESPACE, clocks.SystemClock(), registered)
+    with monkeypatch.context() as patch:
+
+        async def refuse(key, value):
+            raise errors.ConfigError("no space left on the device")
+
+        patch.setattr(registry, "put", refuse)
+        with pytest.raises(errors.ConfigError):
+            await order(connector, 0, 1)
+    await order(connector, 0, 1)
+    async with asyncio.timeout(PATIENT_S):
+        target = await connectors.VirtualOrchestrator(registry, NAMESPACE).wait()
+
+    assert target.num_decode_workers == 1
+    await registry.close()
+
+
+async def test_what_is_no_answer_of_an_orchestrator_costs_a_decision_and_is_named(tmp_path):
+    registry = await file.FileDiscovery.open(tmp_path, 1)
+    registered = tuple(RegisteredWorkers(registry, name) for name in endpoints(NAMESPACE))
+    connector = connectors.VirtualConnector(registry, NAMESPACE, clocks.SystemClock(), registered)
+    await order(connector, 0, 1)
+    await registry.put(connectors.done_key(NAMESPACE), b'{"decision_id": "7"}')
+    with pytest.raises(errors.RemoteProtocolError, match=r"v1/planner/plan/scaled: expected"):
+        await connector.observe()
     await registry.close()

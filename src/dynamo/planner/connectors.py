@@ -377,24 +377,29 @@ class VirtualConnector:
         if self._decision_id == 0:
             of_earlier_planners = int(1000 * self._clock.wall())
             self._decision_id = max(of_earlier_planners, await self._last_completed_id())
-        self._target = decision.replicas
         self._decision_id += 1
-        self._ordered_at = self._clock.now()
         target = ScalingTarget(
             num_prefill_workers=decision.replicas.prefill,
             num_decode_workers=decision.replicas.decode,
             decision_id=self._decision_id,
         )
         await self._registry.put(target_key(self._namespace), msgspec.json.encode(target))
+        self._target, self._ordered_at = decision.replicas, self._clock.now()
 
     async def close(self) -> None:
         """Leave the workers as they are."""
 
     async def _last_completed_id(self) -> int:
-        """Return the id of the last decision that the orchestrator has carried out."""
+        """Return the id of the last decision that the orchestrator has carried out. Raises RemoteProtocolError."""
         key = done_key(self._namespace)
         content = (await self._registry.get_prefix(key)).get(key)
-        return 0 if content is None else msgspec.json.decode(content, type=ScalingDone).decision_id
+        try:
+            done = msgspec.json.decode(content or b'{"decision_id":0}', type=ScalingDone)
+        except msgspec.DecodeError as error:
+            raise errors.RemoteProtocolError(
+                f"{key}: expected the last decision that an orchestrator carried out: {error}"
+            ) from error
+        return done.decision_id
 
 
 class VirtualOrchestrator:
