@@ -84,7 +84,10 @@ class GraphOperator:
                     await self._set_pods(kubernetes, service, spec["replicas"])
 
     async def _set_pods(self, kubernetes, service, replicas):
-        labels = {"nvidia.com/dynamo-component": service, "nvidia.com/dynamo-namespace": NAMESPACE}
+        labels = {
+            "nvidia.com/dynamo-component": service,
+            "nvidia.com/dynamo-graph-deployment-name": "graph",
+        }
         pods = await kubernetes.list("v1", "Pod", labels=f"nvidia.com/dynamo-component={service}")
         for pod in pods[replicas:]:
             await kubernetes.delete("v1", "Pod", pod["metadata"]["name"])
@@ -122,7 +125,6 @@ async def connector(request, tmp_path):
             made = KubernetesConnector(
                 operator.cluster.connect("k8s"),
                 {"DYN_PARENT_DGD_K8S_NAME": "graph"},
-                dynamo_namespace=NAMESPACE,
                 clock=clocks.SystemClock(),
             )
             async with asyncio.timeout(PATIENT_S):

@@ -79,7 +79,7 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
                 feature="--environment kubernetes",
                 extra="kubernetes",
             )
-            connector = module.open_connector(settings.namespace, clock)
+            connector = module.open_connector(clock)
         else:
             connector = LocalConnector(
                 WorkerCommand(settings, scaling.mode == "agg"),

@@ -23,7 +23,7 @@ API_VERSION = "nvidia.com/v1alpha1"
 GRAPH = "DynamoGraphDeployment"
 ADAPTER = "DynamoGraphDeploymentScalingAdapter"
 _COMPONENT = "nvidia.com/dynamo-component"
-_NAMESPACE = "nvidia.com/dynamo-namespace"
+_OF_GRAPH = "nvidia.com/dynamo-graph-deployment-name"
 _HARMLESS = ("ContainerCreating", "PodInitializing")  # reasons for which a container waits
 
 
@@ -35,7 +35,6 @@ class KubernetesConnector:
         kubernetes: connection.KubernetesConnection,
         environ: Mapping[str, str],
         *,
-        dynamo_namespace: str,
         clock: clocks.Clock,
     ) -> None:
         """Raises ConfigError if the environment does not name the deployment."""
@@ -47,7 +46,6 @@ class KubernetesConnector:
                 " DynamoGraphDeployment; elsewhere use --environment local or virtual"
             )
         self._namespace = environ.get("DYN_PARENT_DGD_K8S_NAMESPACE") or kubernetes.namespace
-        self._dynamo_namespace = dynamo_namespace
         self._clock = clock
         self._ordered_at: dict[str, float] = {}  # by service: the last order
 
@@ -92,29 +90,22 @@ class KubernetesConnector:
         if service is None:
             return PoolState()
         name, spec = service
-        pods = await self._kubernetes.list(
-            "v1", "Pod", self._namespace, labels=f"{_COMPONENT}={name}"
-        )
+        labels = f"{_OF_GRAPH}={self._graph_name},{_COMPONENT}={name}"
+        pods = await self._kubernetes.list("v1", "Pod", self._namespace, labels=labels)
         now = self._clock.now()
         return pool_state(
-            [pod for pod in pods if self._is_ours(pod)],
+            pods,
             num_ordered=spec.get("replicas", 1),
             ordered_at=self._ordered_at.setdefault(name, now),
             started_at=now - self._clock.wall(),
         )
 
-    def _is_ours(self, pod: Object) -> bool:
-        """Decide by the dynamo namespace, to which a rolling update adds the name of a generation."""
-        label = pod["metadata"].get("labels", {}).get(_NAMESPACE, self._dynamo_namespace)
-        return f"{label}-".startswith(f"{self._dynamo_namespace}-")
 
-
-def open_connector(dynamo_namespace: str, clock: clocks.Clock) -> KubernetesConnector:
+def open_connector(clock: clocks.Clock) -> KubernetesConnector:
     """Open the connector of the deployment that this pod belongs to. Raises ConfigError."""
     return KubernetesConnector(
         connection.KubernetesConnection.open(),
         os.environ,
-        dynamo_namespace=dynamo_namespace,
         clock=clock,
     )
 

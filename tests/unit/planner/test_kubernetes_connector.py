@@ -102,9 +102,7 @@ async def test_scaling_adapter_is_scaled_in_place_of_the_service():
     target = {"name": "g", "serviceName": "Decode"}
     await kubernetes.create(adapter | {"spec": {"replicas": 1, "dgdRef": target}})
     environ = {"DYN_PARENT_DGD_K8S_NAME": "g"}
-    connector = connectors.KubernetesConnector(
-        kubernetes, environ, dynamo_namespace="dynamo-g", clock=clocks.SystemClock()
-    )
+    connector = connectors.KubernetesConnector(kubernetes, environ, clock=clocks.SystemClock())
     await connector.scale(
         Decision(at=0, present=Replicas(0, 1), replicas=Replicas(0, 3), outcome="", reason="")
     )
@@ -115,14 +113,36 @@ async def test_scaling_adapter_is_scaled_in_place_of_the_service():
     assert untouched["spec"]["services"]["Decode"]["replicas"] == 1
 
 
+async def test_pods_of_a_deployment_with_a_longer_name_are_not_counted():
+    """Both have a service of this name, and the dynamo namespace of `g` is the beginning of the other's."""
+    kubernetes = MemoryCluster().connect("k8s")
+    head = {"apiVersion": connectors.API_VERSION, "kind": connectors.GRAPH}
+    await kubernetes.create(graph({"Decode": WORKER | {"replicas": 2}}) | head)
+    for name, number in (("g", 1), ("g-70b", 2)):
+        labels = {
+            "nvidia.com/dynamo-component": "Decode",
+            "nvidia.com/dynamo-graph-deployment-name": name,
+            "nvidia.com/dynamo-namespace": f"dynamo-{name}",
+        }
+        spec = {"containers": [{"name": "main", "image": "none.invalid/none"}]}
+        for each in range(number):
+            metadata = {"name": f"{name}-{each}", "labels": labels}
+            await kubernetes.create(
+                {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+            )
+    environ = {"DYN_PARENT_DGD_K8S_NAME": "g"}
+    connector = connectors.KubernetesConnector(kubernetes, environ, clock=clocks.SystemClock())
+    _, decode = await connector.observe()
+
+    assert (decode.num_starting, decode.num_draining) == (2, 0)
+
+
 async def test_missing_deployment_and_missing_variable_are_named():
     kubernetes = MemoryCluster().connect("k8s")
     clock = clocks.SystemClock()
     with pytest.raises(errors.ConfigError, match="needs DYN_PARENT_DGD_K8S_NAME"):
-        connectors.KubernetesConnector(kubernetes, {}, dynamo_namespace="d", clock=clock)
+        connectors.KubernetesConnector(kubernetes, {}, clock=clock)
     environ = {"DYN_PARENT_DGD_K8S_NAME": "gone"}
-    connector = connectors.KubernetesConnector(
-        kubernetes, environ, dynamo_namespace="d", clock=clock
-    )
+    connector = connectors.KubernetesConnector(kubernetes, environ, clock=clock)
     with pytest.raises(errors.Unavailable, match="no DynamoGraphDeployment gone in namespace k8s"):
         await connector.observe()
