@@ -64,7 +64,7 @@ class KubernetesConnector:
             name, spec = service
             self._ordered_at[name] = self._clock.now()
             if has_scaling_adapter(spec):
-                adapter = f"{self._graph_name}-{name.lower()}"
+                adapter = self._adapter_name(name)
                 await self._kubernetes.scale(
                     API_VERSION, ADAPTER, adapter, replicas, self._namespace
                 )
@@ -84,7 +84,23 @@ class KubernetesConnector:
             raise errors.Unavailable(
                 f"there is no {GRAPH} {self._graph_name} in namespace {self._namespace}"
             )
-        return worker_services(graph)
+        prefill, decode = [await self._with_adapted(each) for each in worker_services(graph)]
+        return prefill, decode
+
+    async def _with_adapted(self, service: "Service | None") -> "Service | None":
+        """Return a service with the replicas of its scaling adapter, where it has one; the graph keeps its own."""
+        if service is None or not has_scaling_adapter(service[1]):
+            return service
+        name, spec = service
+        adapter = await self._kubernetes.get(
+            API_VERSION, ADAPTER, self._adapter_name(name), self._namespace
+        )
+        if adapter is None:  # the operator is about to make it
+            return service
+        return name, {**spec, "replicas": adapter["spec"]["replicas"]}
+
+    def _adapter_name(self, service: str) -> str:
+        return f"{self._graph_name}-{service.lower()}"
 
     async def _observe_service(self, service: "Service | None") -> PoolState:
         if service is None:
@@ -134,7 +150,7 @@ def worker_services(graph: Object) -> tuple[Service | None, Service | None]:
 def has_scaling_adapter(spec: Object) -> bool:
     """Return True if the replicas of a service belong to its scaling adapter."""
     adapter = spec.get("scalingAdapter")
-    return isinstance(adapter, dict) and bool(adapter.get("enabled", True))
+    return isinstance(adapter, dict) and bool(adapter.get("enabled"))
 
 
 def pool_state(

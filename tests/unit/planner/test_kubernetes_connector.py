@@ -95,7 +95,7 @@ async def test_scaling_adapter_is_scaled_in_place_of_the_service():
     cluster = MemoryCluster()
     kubernetes = cluster.connect("k8s")
     head = {"apiVersion": connectors.API_VERSION}
-    decode = WORKER | {"replicas": 1, "scalingAdapter": {}}
+    decode = WORKER | {"replicas": 1, "scalingAdapter": {"enabled": True}}
     deployment = graph({"Decode": decode}) | head | {"kind": connectors.GRAPH}
     adapter = head | {"kind": connectors.ADAPTER, "metadata": {"name": "g-decode"}}
     await kubernetes.create(deployment)
@@ -111,6 +111,21 @@ async def test_scaling_adapter_is_scaled_in_place_of_the_service():
 
     assert scaled["spec"]["replicas"] == 3
     assert untouched["spec"]["services"]["Decode"]["replicas"] == 1
+    assert (await connector.observe())[1].num_starting == 3
+
+    await connector.scale(
+        Decision(at=0, present=Replicas(0, 3), replicas=Replicas(0, 1), outcome="", reason="")
+    )
+    scaled = await kubernetes.get(connectors.API_VERSION, connectors.ADAPTER, "g-decode")
+
+    assert scaled["spec"]["replicas"] == 1
+
+
+@pytest.mark.parametrize(
+    ("adapter", "is_used"), [({"enabled": True}, True), ({"enabled": False}, False), ({}, False)]
+)
+def test_scaling_adapter_is_used_where_the_operator_makes_one(adapter, is_used):
+    assert connectors.has_scaling_adapter(WORKER | {"scalingAdapter": adapter}) == is_used
 
 
 async def test_pods_of_a_deployment_with_a_longer_name_are_not_counted():
