@@ -8,6 +8,7 @@ still as well. A failure of a source or of the connector costs one decision, and
 """
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import logging
@@ -157,6 +158,8 @@ class PlannerService:
     ) -> None:
         self._settings = settings
         self._pipeline = make_pipeline(settings)
+        # copied for each simulation: the files of the profile may have changed, or gone, since
+        self._first_pipeline = make_pipeline(dataclasses.replace(settings, operation=True))
         self._source, self._connector, self._leadership = source, connector, leadership
         self._clock = clock
         self._loads = loads
@@ -310,14 +313,14 @@ class PlannerService:
 
     def _simulate(self, last: Observation, factor: float) -> list[planner_report.PlannerDecision]:
         """Return what the policy would do under `factor` times the last load, if the planner might act."""
-        settings = dataclasses.replace(self._settings, operation=True)
+        settings = self._settings
         assert isinstance(last.traffic, Fresh)
         interval_s = settings.adjustment_interval
         startup_s = last.decode.startup_s or settings.startup_time
         traffic = last.traffic.value
         per_interval = traffic.num_requests * interval_s / last.interval_s
         steps = scaling_pipeline.simulate(
-            make_pipeline(settings),
+            copy.deepcopy(self._first_pipeline),
             last,
             dataclasses.replace(traffic, num_requests=per_interval),
             factor=factor,

@@ -1,12 +1,15 @@
+import asyncio
 import json
 import pathlib
 import types
 
 import httpx
+import msgspec
 import pytest
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.planner import profile_files
 from dynamo.planner.config import ScalingConfig
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.observation import (
@@ -22,7 +25,9 @@ from dynamo.planner.policies import Estimate, Proposal, Targets
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.planner.service import Leadership, PlannerService
 from dynamo.planner.traffic_source import FrontendLoad
+from dynamo.protocols import planner_report
 from dynamo.runtime.backends import memory
+from planner_cases import make_profile
 from waiting import PATIENT_S, until
 
 
@@ -185,6 +190,40 @@ async def test_missing_traffic_holds_the_workers(parts):
 
     await until(has_decided_again)
     assert orders.num_ready == number
+
+
+class Question:
+    """A call of a console that asks what twice the load would bring."""
+
+    body = msgspec.msgpack.encode(planner_report.PlannerQuery(factor=2.0))
+
+    def __init__(self):
+        self.answer = asyncio.get_running_loop().create_future()
+
+    def reply(self, value):
+        self.answer.set_result(value)
+
+    def finish(self):
+        """Nothing follows."""
+
+
+async def test_future_is_simulated_though_the_files_of_the_profile_are_gone(parts, tmp_path):
+    profile_files.write_profile(make_profile(), tmp_path)
+    _, load, _, url = await parts(policy="predictive", profile_results_dir=str(tmp_path))
+
+    async def has_decided():
+        return len(await decisions_of(url)) >= 1
+
+    await until(has_decided)
+    (tmp_path / profile_files.DECODE_FILE).unlink()
+    question, stop = Question(), asyncio.Event()
+    load.service.answer_report(question)
+    async with asyncio.timeout(PATIENT_S):
+        report = await question.answer
+    stop.set()
+    await load.service.run(stop)  # which raises the error of a task that died
+
+    assert report.what_if
 
 
 async def test_younger_planner_stands_by(parts):
