@@ -173,7 +173,7 @@ class _Run:
                 self._registration.update(url=options.url)
                 print(self._banner(budget_gb), flush=True)
                 owner.watch(serve.FRONTEND)
-                loading = asyncio.create_task(loader.run())
+                loading = owner.run_beside("load models", loader.run())
                 try:
                     await owner.run()
                 finally:

@@ -13,7 +13,8 @@ often. The first signal stops all children in order, a second one kills them.
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
@@ -113,6 +114,10 @@ class Supervisor:
     def watch(self, name: str, *, fatal_codes: frozenset[int] = frozenset()) -> None:
         """Watch a child from now on: restart it when it dies; an exit code in `fatal_codes` stops all."""
         self._running.start(f"watch {name}", self._watch(name, fatal_codes))
+
+    def run_beside(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do this work as well, until it ends or is cancelled; `run` raises its error."""
+        return self._running.start(name, work)
 
     async def run(self) -> None:
         """Wait until a signal comes. Raises ChildDied if a child died that cannot be restarted."""

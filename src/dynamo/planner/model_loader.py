@@ -128,7 +128,7 @@ class ModelLoader:
                 page = await traffic_source.get(url)
                 await self._decide(parse_demand(page.decode("utf-8", "replace")))
                 await self.announce()
-            except errors.Unavailable as error:
+            except errors.DynamoError as error:
                 _logger.warning("nothing is decided about models: %s", error)
             await self._clock.sleep(POLL_S)
 
@@ -177,14 +177,17 @@ class ModelLoader:
                 if phase == "unloading":
                     self._turns.record_phase(name, "unloaded", now)
                 else:
-                    self._failures[name] = str(death)
-                    self._turns.record_failure(name, now)
+                    self._note_failure(name, str(death), now)
             elif phase == "loading":
                 workers = RegisteredWorkers(self._registry, self._models[name].endpoint)
                 if await workers.read_ids():
                     self._turns.record_phase(name, "loaded", now)
         for name in [name for name in self._failures if not self._turns.has_failed(name, now)]:
             del self._failures[name]
+
+    def _note_failure(self, name: str, reason: str, now: float) -> None:
+        self._failures[name] = reason
+        self._turns.record_failure(name, now)
 
     async def _decide(self, demand_by_label: Mapping[str, model_turns.Demand]) -> None:
         now = self._clock.now()
@@ -198,7 +201,11 @@ class ModelLoader:
         for name in decision.loads:
             self._turns.record_phase(name, "loading", now)
             spec = self._models[name].spec
-            child = await children.start(spec, self._guard, self._running, self._clock)
+            try:
+                child = await children.start(spec, self._guard, self._running, self._clock)
+            except OSError as error:
+                self._note_failure(name, f"{spec.name} cannot be started: {error}", now)
+                continue
             self._children[name] = child
             self._on_start(child)
         self._report(now)

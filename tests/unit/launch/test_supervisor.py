@@ -53,6 +53,18 @@ async def test_death_with_a_fatal_exit_code_stops_all(started):
     assert not reports
 
 
+async def test_error_of_the_work_beside_the_children_ends_the_command(started):
+    owner, start, _ = started
+    await start("frontend")
+
+    async def fail():
+        raise ZeroDivisionError
+
+    owner.run_beside("load models", fail())
+    with pytest.raises(ZeroDivisionError):
+        await owner.run()
+
+
 async def test_second_signal_kills_the_children(started):
     owner, start, _ = started
     await start("worker", "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import sys
 
 import msgspec
@@ -153,6 +154,34 @@ async def test_loader_goes_on_after_a_frontend_that_did_not_answer(make, monkeyp
     await rig.until(lambda: rig.started == ["m0"])
 
     assert set(tries) == {"http://frontend/metrics"}
+
+
+async def test_loader_goes_on_after_a_discovery_that_refused_a_record(make, monkeypatch):
+    """Discovery in a directory on a full disk raises ConfigError."""
+    rig = await make(SLEEP, SLEEP)
+    refused = []
+
+    async def refuse(key, value):
+        refused.append(key)
+        raise errors.ConfigError("no space left on the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.registry, "put", refuse)
+        rig.counts["m0"] = 1
+        await rig.until(lambda: refused)
+    await rig.register(0)
+    await rig.until(lambda: rig.states.get("m0", "").startswith("loaded"))
+
+
+async def test_process_that_cannot_be_started_is_a_failure_of_its_model(make, monkeypatch):
+    rig = await make(SLEEP, SLEEP)
+
+    async def start(*_):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(children, "start", start)
+    rig.counts["m0"] = 1
+    await rig.until(lambda: "Resource temporarily unavailable" in rig.states.get("m0", ""))
 
 
 class Change:
