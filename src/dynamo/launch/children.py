@@ -96,7 +96,7 @@ class Child:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait until it has ended, its group is empty and its output is relayed; return the exit code."""
+        """Wait until it has ended, its group is empty and the output of both is relayed; return the exit code."""
         await asyncio.wait((self._end,))  # a caller that is cancelled does not cancel the task
         assert self.exit_code is not None
         return self.exit_code
@@ -131,7 +131,8 @@ class Child:
             await asyncio.wait((exited,), timeout=_EXIT_POLL_S)
         await self._end_group()
         self._guard.remove_group(self.pid)
-        await asyncio.wait((relay, exited))
+        # both wait for the end of the output, which a process in another session may keep open
+        await asyncio.wait((relay, exited), timeout=_GROUP_S)
 
     async def _end_group(self) -> None:
         """Wait until the rest of the group has ended, and kill it after a while."""

@@ -11,6 +11,7 @@ import pytest
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
 from dynamo.launch import allocation, children, guard
+from waiting import PATIENT_S
 
 
 @pytest.fixture
@@ -75,6 +76,24 @@ async def test_rest_of_a_dead_child_s_group_is_killed_before_its_end_is_known(st
     await child.wait()
 
     assert not guard.live_processes((child.pid,))
+
+
+async def test_end_is_known_though_a_process_in_another_session_keeps_the_output(
+    start, monkeypatch
+):
+    """It is none of the group, and may run on; the guard ends it with all others."""
+    monkeypatch.setattr(children, "_GROUP_S", 0.05)
+    child = await start(
+        "import os, signal\n"
+        "if os.fork() == 0: os.setsid(); print('ready', flush=True); signal.pause()\n"
+        "signal.pause()"
+    )
+    await until_said(child, "ready")
+    child.signal(9)
+    async with asyncio.timeout(PATIENT_S):
+        await child.wait()
+
+    assert child.exit_code == -9
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
