@@ -9,11 +9,12 @@ brought no byte for HF_HUB_DOWNLOAD_TIMEOUT (10 s), and goes on where it was.
 import concurrent.futures
 import fcntl
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -58,8 +59,11 @@ def _fetch(name: str, commit: str, path: str, blobs: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
             if blob.exists():  # another process had it
                 break
-            if file.tell() > size:
-                file.truncate(0)
+            if not _is_at(part, file):  # another process removed it, because it was damaged
+                continue
+            if file.seek(0, os.SEEK_END) > size:  # the end may have moved since it was opened
+                file.seek(0)
+                file.truncate()
             file_download.http_get(
                 facts.location,
                 file,
@@ -77,6 +81,14 @@ def _fetch(name: str, commit: str, path: str, blobs: Path) -> None:
                 raise OSError(f"{path}: expected the SHA-256 {etag}, got {digest}; fetch it again")
             part.rename(blob)
     part.unlink(missing_ok=True)
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Return whether an open file is the one at this path."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 class DownloadBar(tqdm):  # the hub's own, which can be switched off

@@ -1,10 +1,14 @@
 """Downloads of large files: they go on where they were cut off, and are what the hub has."""
 
+import fcntl
 import hashlib
 import os
+import pathlib
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,3 +92,59 @@ def test_part_of_a_model_can_be_removed(puller, monkeypatch, capsys):
 
     assert removal.returncode == 0, removal.stderr
     assert not puller.part.exists()
+
+
+@pytest.fixture
+def fetch(tmp_path, monkeypatch):
+    """Fetch a file of ten bytes into `tmp_path`; return where the hub was asked to begin."""
+    content = b"0123456789"
+    etag = hashlib.sha256(content).hexdigest()
+    starts = []
+
+    def send(url, file, *, resume_size, **_):
+        starts.append(resume_size)
+        file.write(content[resume_size:])
+
+    facts = SimpleNamespace(size=len(content), etag=etag, location="https://hub/large")
+    monkeypatch.setattr(hub_download.huggingface_hub, "get_hf_file_metadata", lambda url: facts)
+    monkeypatch.setattr(hub_download.file_download, "http_get", send)
+
+    def fetch_file():
+        hub_download._fetch("org/model", "main", "large", tmp_path)
+        return starts
+
+    fetch_file.part = tmp_path / f"{etag}{hub_download.PART}"
+    fetch_file.blob = tmp_path / etag
+    fetch_file.content = content
+    return fetch_file
+
+
+def test_part_that_is_longer_than_the_file_is_dropped(fetch):
+    fetch.part.write_bytes(bytes(11))
+
+    assert fetch() == [0]
+    assert fetch.blob.read_bytes() == fetch.content
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("ends", [True, False], ids=["killed", "damaged"])
+def test_process_that_waited_for_another_one_goes_on_where_that_ended(fetch, ends):
+    """The other one is killed when it has five bytes, or finds them damaged and removes its part."""
+    with fetch.part.open("ab", buffering=0) as other, ThreadPoolExecutor() as pool:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = pool.submit(fetch)
+        eventually(
+            lambda: f":{os.fstat(other.fileno()).st_ino} " in _waiting_locks(), what="it waits"
+        )
+        other.write(fetch.content[:5])
+        if not ends:
+            fetch.part.unlink()
+        fcntl.flock(other, fcntl.LOCK_UN)
+
+        assert waiting.result() == [5 if ends else 0]
+    assert fetch.blob.read_bytes() == fetch.content
+
+
+def _waiting_locks():
+    lines = pathlib.Path("/proc/locks").read_text().splitlines()
+    return "\n".join(line for line in lines if "->" in line)
