@@ -74,6 +74,8 @@ class KeptEngine:
             self._sink = _PresentSink(sink)
             self._facts = await self._engine.start(self._sink)
             return self._facts
+        if self._sink.death is not None:  # no host heard of it
+            raise self._sink.death
         self._sink.present = sink
         store = self.capabilities.lora_adapters
         names = self._facts.lora_names if store is None else store.lora_names
@@ -96,6 +98,7 @@ class _PresentSink:
 
     def __init__(self, present: api.EngineSink) -> None:
         self.present = present
+        self.death: errors.EngineFailed | None = None
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
         self.present.outputs(batch)
@@ -107,6 +110,7 @@ class _PresentSink:
         self.present.kv_events(events, dp_rank)
 
     def died(self, error: errors.EngineFailed) -> None:
+        self.death = error
         self.present.died(error)
 
 

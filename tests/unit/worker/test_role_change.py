@@ -120,6 +120,24 @@ async def test_worker_that_is_stopped_while_it_changes_ends(world):
     assert await world.instances(PREFILL) == await world.instances(DECODE) == {}
 
 
+async def test_worker_with_an_engine_that_dies_while_it_changes_ends(world, monkeypatch):
+    async def die():
+        world.engine._sink.died(errors.EngineFailed("out of memory"))
+
+    monkeypatch.setattr(world.host._engine, "clear_kv_blocks", die)
+    changing = asyncio.create_task(world.host.change("prefill"))
+    async with asyncio.timeout(PATIENT_S):
+        await asyncio.wait([world.running, changing], return_when=asyncio.FIRST_COMPLETED)
+    served = await world.instances(PREFILL)
+    await world.host.stop(1)
+
+    with pytest.raises(errors.Conflict, match="the worker stops"):
+        await changing
+    with pytest.raises(errors.EngineFailed, match="out of memory"):
+        await world.running
+    assert served == {}
+
+
 @pytest.mark.parametrize(
     ("fields", "engine_can", "can"),
     [
