@@ -340,9 +340,9 @@ class Canary:
             async with self._clock.timeout(self._check.answer_s):
                 await probe.is_answered.wait()
         except TimeoutError:
-            probe.cancel()
             return self._measure() != load_before
-        probe.cancel()
+        finally:  # after the load was measured, of which the probe is a part
+            probe.cancel()
         return True
 
 

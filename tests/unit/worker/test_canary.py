@@ -78,6 +78,19 @@ async def test_engine_with_progress_during_the_probe_is_alive(asked):
     assert not asked.verdict.done()
 
 
+async def test_abort_of_the_probe_is_no_progress(asked):
+    """Engines count the prompt of a request that has not begun, and of vLLM no more once it is aborted."""
+
+    def count(call):
+        asked.load = make_load(2)
+        call.on_cancel(lambda: setattr(asked, "load", make_load(1)))
+
+    asked.answer = count
+    await asked.clock.advance(13.1)
+
+    assert isinstance(asked.verdict.result(), errors.EngineFailed)
+
+
 async def test_probe_asks_for_one_token(asked):
     await asked.clock.advance(11)
     (question,) = asked.calls
