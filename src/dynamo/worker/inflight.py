@@ -66,13 +66,13 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._entry_by_id)
 
-    def handle(self, call: requests.Call) -> None:
-        """Accept or refuse a call; the handler of the `generate` endpoint."""
+    def handle(self, call: requests.Call, *, is_limited: bool = True) -> None:
+        """Accept or refuse a call; the handler of the `generate` endpoint. A probe of the engine is not limited."""
         self.has_arrival.set()
         self._metrics.request_accepted(len(call.body))
         accepted_at = self._clock.now()
         try:
-            request = self._admit(call)
+            request = self._admit(call, is_limited=is_limited)
             self._entry_by_id[request.id] = _Entry(
                 call, set(range(request.sampling_options.n)), accepted_at, request.prompt_len
             )
@@ -142,10 +142,10 @@ class InFlight:
             self.failed(request_id, refusal)
             self._engine.abort(request_id)
 
-    def _admit(self, call: requests.Call) -> generate.Request:
+    def _admit(self, call: requests.Call, *, is_limited: bool) -> generate.Request:
         if self._refusal is not None:
             raise errors.WorkerLost(str(self._refusal))
-        if len(self._entry_by_id) >= self._limit:
+        if is_limited and len(self._entry_by_id) >= self._limit:
             raise errors.Overloaded("Server overloaded: worker at capacity")
         request = decode(call.body)
         if request.id in self._entry_by_id:  # a caller may choose ids; the engine needs them unique

@@ -263,6 +263,20 @@ async def test_hanging_engine_ends_the_worker(worlds, monkeypatch):
     assert isinstance(await receiver.end, errors.WorkerLost)
 
 
+async def test_probe_is_no_request_too_many(worlds, monkeypatch):
+    """An engine that hangs keeps all its requests, so a refused probe would say nothing of it."""
+    monkeypatch.setattr(host, "ENGINE_STOP_S", 0)
+    check = health.HealthCheck(wait_s=0.1, answer_s=0)
+    world = await worlds(host.HostOptions(request_limit=1, health_check=check))
+    await world.host.start()
+    receiver, _ = await world.ask()
+    async with asyncio.timeout(5.0):
+        with pytest.raises(errors.EngineFailed, match="hangs"):
+            await world.host.run_until(asyncio.Event())
+
+    assert isinstance(await receiver.end, errors.WorkerLost)
+
+
 class Sleeper:
     """The engine's memory, and whether its worker is found while it is given back."""
 
