@@ -5,7 +5,8 @@ GET /health     200 once the worker serves; 503 before, while it drains, while i
 GET /metrics    the metrics, in Prometheus's format
 POST /engine/drain   end the process as SIGTERM does: it leaves discovery and finishes its requests
 
-Commands bring their own routes (`sleep`, `lora_adapters`) and answer through `respond`. Metrics have the names that
+Commands bring their own routes (`sleep`, `lora_adapters`) and answer through `respond`; no page in a browser, which may
+send a POST to any port of its user's host, can give one. Metrics have the names that
 NVIDIA Dynamo's dashboards use (`dynamo_component_*`).
 
 An engine that hangs looks like an idle one, so an engine with a load that has not changed for a while is probed with a
@@ -36,6 +37,7 @@ from dynamo.worker import startup
 
 STATISTICS_S = 5.0
 _logger = logging.getLogger(__name__)
+_BROWSER_HEADERS = frozenset(("origin", "sec-fetch-site"))
 _STATUS_BY_ERROR: tuple[tuple[type[errors.DynamoError], int], ...] = (
     (model_errors.ModelNotFound, 404),  # before RequestError, of which it is one
     (errors.Conflict, 409),
@@ -67,8 +69,13 @@ class SystemPort:
             ("POST", "/engine/drain"): self._drain,
             **command_routes,
         }
+        routes = {
+            route: handler if route[0] == "GET" else refuse_pages(handler)
+            for route, handler in table.items()
+        }
         self._server = server.HttpServer(
-            exchange.HttpRouter(table, error_body=server.plain_error), error_body=server.plain_error
+            exchange.HttpRouter(routes, error_body=server.plain_error),
+            error_body=server.plain_error,
         )
 
     async def start(self, host: str, port: int) -> int:
@@ -100,6 +107,19 @@ class SystemPort:
         status = "ready" if self._is_ready() else "notready"
         endpoints = dict.fromkeys(self._endpoints, status)
         return startup.render_status(status, self._uptime_s(), endpoints=endpoints)
+
+
+def refuse_pages(handler: exchange.Handler) -> exchange.Handler:
+    """Wrap the handler of a command so that no page in a browser gives it; such requests have headers of their own."""
+
+    def handle(request: exchange.Exchange) -> Awaitable[None] | None:
+        if _BROWSER_HEADERS.isdisjoint(request.request.headers):
+            return handler(request)
+        message = "a page in a browser may not command a worker"
+        request.respond(403, server.plain_error(403, message, request.request.path))
+        return None
+
+    return handle
 
 
 async def respond(request: exchange.Exchange, command: Awaitable[Mapping[str, object]]) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from worker_fakes import client_of
 
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_report, tiered_cache, tiers
@@ -68,6 +69,27 @@ async def test_worker_that_is_not_ready_is_live_but_unhealthy(port, worker):
 
 async def test_metrics_are_served(port):
     assert await get(port, "/metrics") == (200, b"# metrics\n")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "http://evil.example:9090", "Host": "evil.example:9090"},  # DNS rebinding
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+)
+async def test_page_in_a_browser_commands_no_worker(headers):
+    done = []
+    routes = {("POST", "/engine/sleep"): lambda request: done.append(request)}
+    async with client_of(routes) as client:
+        drain = await client.post("/engine/drain", headers=headers)
+        sleep = await client.post("/engine/sleep", headers=headers)
+        metrics = await client.get("/metrics", headers=headers)
+
+    assert [drain.status_code, sleep.status_code, metrics.status_code] == [403, 403, 200]
+    assert "a page in a browser" in drain.text
+    assert not done
 
 
 @pytest.mark.parametrize(
