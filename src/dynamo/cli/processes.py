@@ -7,6 +7,8 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
 
 from dynamo.base import config, errors
 from dynamo.cli import waiting
@@ -87,19 +89,38 @@ def stop(options: StopConfig) -> int:
 def show_logs(options: LogsConfig) -> int:
     """Print the log, and with --follow what comes until it ends or Ctrl-C. Raises ConfigError."""
     name = options.name if options.name is not None else state.find(None).name
+    path = state.log_path(name)
     try:
-        file = state.log_path(name).open(encoding="utf-8", errors="replace")
+        file = _open_log(path)
     except FileNotFoundError:
         raise errors.ConfigError(
             f"no log of {name}: expected a name that `dynamo ps` shows"
         ) from None
-    with file:
+    try:
         sys.stdout.writelines(deque(file, options.tail or None))
         while options.follow and any(served.name == name for served in state.running()):
             sys.stdout.flush()
             time.sleep(_POLL_S)
+            file = _follow_log(file, path)
             sys.stdout.writelines(file)
+    finally:
+        file.close()
     return 0
+
+
+def _open_log(path: Path) -> TextIO:
+    return path.open(encoding="utf-8", errors="replace")
+
+
+def _follow_log(file: TextIO, path: Path) -> TextIO:
+    """Return the log at this path: another file than the present one, whose rest is printed, if it has begun anew."""
+    with contextlib.suppress(FileNotFoundError):  # it is just being made
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            following = _open_log(path)
+            sys.stdout.writelines(file)
+            file.close()
+            return following
+    return file
 
 
 def _age(seconds: float) -> str:

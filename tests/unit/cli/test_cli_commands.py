@@ -5,6 +5,7 @@ import json
 import pathlib
 import socket
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from dynamo.base import distribution, errors
 from dynamo.cli import bench, deployment, main, models, package, processes, top, waiting
 from dynamo.launch import state
 from dynamo.worker import model_source
+from waiting import eventually
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
 HELLO = {"target": "hello_world:Frontend", "working_dir": str(EXAMPLES / "hello_world")}
@@ -360,6 +362,26 @@ def test_log_is_bounded(home, monkeypatch, capsys):
 
     assert sum(len(path.read_text()) for path in (home / "state").iterdir()) < 40
     assert "line 4" in capsys.readouterr().err
+
+
+def test_log_is_followed_where_it_begins_anew(home, monkeypatch, capsys):
+    monkeypatch.setattr(state, "LOG_BYTES", 20)
+    monkeypatch.setattr(processes, "_POLL_S", 0.01)
+    shown = []
+
+    def is_shown(line):
+        shown.append(capsys.readouterr().out)
+        return line in "".join(shown)
+
+    with ThreadPoolExecutor() as pool, state.registered("x", "m"), state.logged("x"):
+        options = processes.LogsConfig(name="x", follow=True)
+        following = pool.submit(processes.show_logs, options)
+        for line in ("begins\n", "fills the first part\n", "fills the second part\n"):
+            main.sys.stderr.write(line)
+            eventually(lambda line=line: is_shown(line), what=line)
+        state._path("x").unlink()
+
+        assert following.result() == 0
 
 
 def test_models_of_the_cache_are_listed(monkeypatch, capsys):
