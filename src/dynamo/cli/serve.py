@@ -32,7 +32,7 @@ from dynamo.base import clock as clocks
 from dynamo.cli import waiting
 from dynamo.cli import workers as cli_workers
 from dynamo.launch import allocation, children, guard, state, supervisor
-from dynamo.runtime import component
+from dynamo.runtime import component, listening
 from dynamo.runtime.http import client
 from dynamo.worker import engines, model_source
 
@@ -317,8 +317,7 @@ class _Serving:
 
     def _planner_spec(self) -> children.ChildSpec:
         options = self._options
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._planner_port = listener.getsockname()[1]
+        self._planner_port = listening.find_free_ports(1)
         values = {
             "--backend": options.engine,
             "--model": self._directory,

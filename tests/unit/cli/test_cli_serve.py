@@ -11,6 +11,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.cli import serve, waiting
 from dynamo.launch import children
+from dynamo.runtime import listening
 from waiting import PATIENT_S
 
 
@@ -64,6 +65,16 @@ async def test_address_without_a_server_lists_no_model(unused_tcp_port):
 def test_options_of_several_models_are_refused_with_one():
     with pytest.raises(errors.ConfigError, match="--pin and --memory-budget-gb: expected several"):
         serve.serve(serve.ServeConfig(pin=("storyteller",)))
+
+
+def test_port_of_the_planner_is_none_that_connections_take(monkeypatch, tmp_path, capsys):
+    """The planner listens there seconds later, and again after a restart."""
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    serve.serve(serve.ServeConfig(engine="mocker", planner=True, dry_run=True))
+    words = shlex.split(capsys.readouterr().out, comments=True)
+    port = int(words[words.index("--planner-port") + 1])
+
+    assert port in listening.PORT_RANGE
 
 
 def test_progress_shows_the_seconds_waited_and_the_limit(capsys):
