@@ -203,8 +203,8 @@ class StartPort:
         return self._server.socket
 
 
-class _StartServer(http.server.HTTPServer):
-    """The server of the early port: a client that goes away is no news."""
+class _StartServer(http.server.ThreadingHTTPServer):
+    """The server of the early port: a client that goes away is no news, and a slow one keeps no other waiting."""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log nothing."""
@@ -214,7 +214,18 @@ class _StartHandler(http.server.BaseHTTPRequestHandler):
     """One request of the early port."""
 
     progress: StartProgress
-    timeout = _CLIENT_S
+
+    def handle(self) -> None:
+        """Answer the request if it comes in time; whoever sends it piece by piece has no more."""
+        cut_off = threading.Timer(_CLIENT_S, self._cut_off)
+        cut_off.daemon = True
+        cut_off.start()
+        super().handle()
+        cut_off.cancel()
+
+    def _cut_off(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed already
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         """Answer for a worker that does not serve yet."""

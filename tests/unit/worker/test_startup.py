@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -171,6 +172,37 @@ async def test_early_port_hands_its_socket_over_without_refusing_a_connection(cl
     assert [status for status, _ in answers] == [200, 503, 503, 200, 503]
     assert answers[1][1]["startup"]["stage"] == "load"
     assert answers[3][1]["endpoints"] == {"generate": "notready"}
+
+
+def test_slow_client_of_the_early_port_keeps_no_probe_and_no_worker_waiting(progress, monkeypatch):
+    """It sends a byte of its request now and then, longer than a client has in all."""
+    monkeypatch.setattr(startup, "_CLIENT_S", 0.5)
+    listener = startup.open_listener("127.0.0.1", addresses.PortRange(0, 0))
+    port = listener.getsockname()[1]
+    early = startup.StartPort(listener, progress)
+    is_cut_off, is_over = threading.Event(), threading.Event()
+
+    def send_slowly():
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            for _ in range(50):
+                try:
+                    client.sendall(b"G")
+                except OSError:
+                    is_cut_off.set()
+                time.sleep(0.1)
+        is_over.set()
+
+    sending = threading.Thread(target=send_slowly)
+    sending.start()
+    time.sleep(0.1)
+    status, _ = get(port, "/live")
+    early.release()
+    has_waited = is_over.is_set()
+    sending.join()
+    listener.close()
+
+    assert (status, has_waited) == (200, False)
+    assert is_cut_off.is_set()
 
 
 class BlockingHost:
