@@ -93,6 +93,14 @@ def test_requests_with_one_prefix_go_to_one_pod_and_others_where_less_runs(deplo
         )
     streamed = pool.chat("a stream", stream=True)
     models = httpx.get(f"{pool.url}/v1/models", timeout=PATIENT_S)
+    others = [
+        httpx.post(
+            f"{pool.url}/v1/responses", json={"model": MODEL, "input": "hello"}, timeout=PATIENT_S
+        ),
+        httpx.post(
+            f"{pool.url}/tokenize", json={"model": MODEL, "prompt": "hello"}, timeout=PATIENT_S
+        ),
+    ]
     broken = httpx.post(f"{pool.url}/v1/chat/completions", content=b"{", timeout=PATIENT_S)
     unknown = pool.chat("hello", model="unknown")
 
@@ -100,6 +108,7 @@ def test_requests_with_one_prefix_go_to_one_pod_and_others_where_less_runs(deplo
     assert sorted(of_prefix) == [0, 4]
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert models.json()["data"][0]["id"] == MODEL
+    assert [answer.status_code for answer in others] == [200, 200]
     assert (broken.status_code, unknown.status_code) == (400, 404)
 
 

@@ -3,7 +3,7 @@
 A gateway sends each request here (external processing) and then to the pod that a header names. The choice is that of
 a frontend with a KV router, which is asked for the worker that it would take (`query_instance_id`). The pod has a
 frontend of its own in direct mode, which finds the worker's id in a second header. Requests without a prompt, and
-those in APIs that cannot ask for a worker, go to any pod.
+those in APIs that cannot ask for a worker, go to each pod in turn.
 """
 
 import asyncio
@@ -72,14 +72,14 @@ class FrontendQuestions:
 
     async def choose_worker(self, path: str, body: bytes) -> int | immediate.ImmediateAnswer | None:
         """Return the worker for a request, None if any will do, or the frontend's refusal. Raises NoWorkers."""
+        if path not in _ASKED_PATHS:
+            return None
         try:
             request: dict[str, Any] = json.loads(body)
             extensions = dict(request.get("nvext") or {})
-        except (ValueError, TypeError, AttributeError):
+            annotations = [*(extensions.get("annotations") or ()), "query_instance_id"]
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return None  # the frontend that gets the request says what is wrong with it
-        if path not in _ASKED_PATHS:
-            return None
-        annotations = [*(extensions.get("annotations") or ()), "query_instance_id"]
         request |= {"stream": True, "nvext": {**extensions, "annotations": annotations}}
         status, answer = await self._ask("POST", path, json.dumps(request).encode())
         if status != 200:
@@ -124,6 +124,9 @@ class PickingProcessor(processor.StreamProcessor):
         head = messages.HeadersResponse(response=changed[0])
         return [messages.ProcessingResponse(request_headers=head)]
 
+    def _answer_head(self) -> None:
+        """Return no answer: the frontend in the pod lists the models."""
+
     async def _change_request(self, body: bytes) -> tuple[Any, bytes] | immediate.ImmediateAnswer:
         try:
             chosen = await self._questions.choose_worker(self.path, body)
@@ -138,7 +141,7 @@ class PickingProcessor(processor.StreamProcessor):
             _logger.info("no endpoint for a request: %s", error)
             return immediate.refuse(503, str(error), "service_unavailable")
         target = f"{hosts[number]}:{self._questions.settings.target_port}"
-        headers = [(DESTINATION, target), *([(WORKER, str(number))] if chosen == number else [])]
+        headers = [(DESTINATION, target), (WORKER, str(number))]
         changes = messages.CommonResponse(
             header_mutation=processor.make_mutation(headers), clear_route_cache=True
         )

@@ -75,12 +75,18 @@ class StreamProcessor:
 
     def _take_request_headers(self, headers: Any) -> list[Any]:
         self._headers = _read_headers(headers.headers)
-        path = self.path
-        if self._headers.get(":method") == "GET" and path == "/v1/models":
-            return [respond_at_once(self._routing.router.list_models())]
+        answer = self._answer_head()
+        if answer is not None:
+            return [respond_at_once(answer)]
         if self._is_duplex_request and not headers.end_of_stream:
             return []  # answered with the body
         return [messages.ProcessingResponse(request_headers=messages.HeadersResponse())]
+
+    def _answer_head(self) -> immediate.ImmediateAnswer | None:
+        """Return the answer that a request gets at once for its headers alone."""
+        if self._headers.get(":method") == "GET" and self.path == "/v1/models":
+            return self._routing.router.list_models()
+        return None
 
     async def _take_request_body(self, body: Any) -> list[Any]:
         self._body += body.body
@@ -101,16 +107,10 @@ class StreamProcessor:
 
     async def _finish_request(self, *, ends_stream: bool = True) -> list[Any]:
         """Route the whole request, and return the answers that change it or end it."""
-        body = bytes(self._body)
-        common = messages.CommonResponse()
-        if _KSERVE.fullmatch(self.path) and self._routing.router.has_guards:
-            text = "the router cannot read requests of KServe, and its guards read every request"
-            return [respond_at_once(immediate.refuse(403, text, "permission_error"))]
-        if self.path in ROUTED_PATHS and self._headers.get(":method") == "POST":
-            changed = await self._change_request(body)
-            if isinstance(changed, immediate.ImmediateAnswer):
-                return [respond_at_once(changed)]
-            common, body = changed
+        changed = await self._change_request(bytes(self._body))
+        if isinstance(changed, immediate.ImmediateAnswer):
+            return [respond_at_once(changed)]
+        common, body = changed
         self._body.clear()
         if not self._is_duplex_request:
             if len(common.header_mutation.set_headers):
@@ -127,6 +127,11 @@ class StreamProcessor:
 
     async def _change_request(self, body: bytes) -> "tuple[Any, bytes] | immediate.ImmediateAnswer":
         """Return the changes of the request's head and its new body, or the answer that it gets at once."""
+        if _KSERVE.fullmatch(self.path) and self._routing.router.has_guards:
+            text = "the router cannot read requests of KServe, and its guards read every request"
+            return immediate.refuse(403, text, "permission_error")
+        if self.path not in ROUTED_PATHS or self._headers.get(":method") != "POST":
+            return messages.CommonResponse(), body
         answer = await self._route(body)
         if answer is not None:
             return answer

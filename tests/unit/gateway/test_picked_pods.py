@@ -1,0 +1,110 @@
+"""The endpoint picker before a frontend that is not there: what it asks, and the pod that a request gets."""
+
+import json
+
+import pytest
+
+from dynamo.gateway import endpoint_picker
+from dynamo.gateway import ext_proc_pb2 as messages
+
+DUPLEX = messages.ProtocolConfiguration(request_body_mode=4)
+WORKERS = {7: "10.0.0.7", 8: "10.0.0.8"}
+
+
+class Frontend:
+    """Answers the questions of the picker, and keeps them."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def request(self, method, url, content=b"", *, timeout_s):
+        self.asked.append(method)
+        if method == "GET":
+            instances = [
+                {
+                    "instance_id": number,
+                    "endpoint": "generate",
+                    "transport": {"tcp": f"tcp://{host}:1234"},
+                }
+                for number, host in WORKERS.items()
+            ]
+            return 200, json.dumps({"instances": instances}).encode()
+        return 200, b'event: worker_instance_id\n: "8"\n\n'
+
+
+@pytest.fixture
+def frontend(monkeypatch):
+    made = Frontend()
+    monkeypatch.setattr(endpoint_picker.client, "request", made.request)
+    return made
+
+
+@pytest.fixture
+def picker(frontend):
+    questions = endpoint_picker.FrontendQuestions(endpoint_picker.EndpointPickerConfig())
+    return lambda: endpoint_picker.PickingProcessor(questions, 10_000)
+
+
+async def pick(stream, path, body=None, **headers):
+    """The headers that a request gets, or the status of its answer."""
+    values = {":method": "POST", ":path": path, **headers}
+    head = messages.HttpHeaders(
+        headers=messages.HeaderMap(
+            headers=[
+                messages.HeaderValue(key=name, raw_value=value.encode())
+                for name, value in values.items()
+            ]
+        ),
+        end_of_stream=body is None,
+    )
+    first = messages.ProcessingRequest(request_headers=head, protocol_config=DUPLEX)
+    answers = await stream.process(first)
+    if body is not None:
+        whole = messages.HttpBody(body=body, end_of_stream=True)
+        answers += await stream.process(messages.ProcessingRequest(request_body=whole))
+    if answers[0].HasField("immediate_response"):
+        return answers[0].immediate_response.status.code
+    mutation = answers[0].request_headers.response.header_mutation
+    return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
+
+
+async def test_worker_that_the_frontend_chooses_gets_the_request(picker):
+    headers = await pick(picker(), "/v1/completions", b'{"model": "a", "prompt": "b"}')
+
+    assert headers == {
+        endpoint_picker.DESTINATION: "10.0.0.8:8000",
+        endpoint_picker.WORKER: "8",
+    }
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/responses", "/v1/embeddings", "/v1/rerank", "/v2/models/a/infer", "/tokenize"]
+)
+async def test_request_in_an_api_that_cannot_ask_for_a_worker_goes_to_each_pod_in_turn(
+    picker, path
+):
+    found = [await pick(picker(), path, b'{"model": "a"}') for _ in range(2)]
+
+    assert [headers[endpoint_picker.DESTINATION] for headers in found] == [
+        "10.0.0.7:8000",
+        "10.0.0.8:8000",
+    ]
+    # a frontend in direct mode refuses a prompt that names no worker
+    assert [headers[endpoint_picker.WORKER] for headers in found] == ["7", "8"]
+
+
+@pytest.mark.parametrize("body", [None, b"{}"])
+async def test_list_of_models_is_asked_of_a_pod(picker, body):
+    headers = await pick(picker(), "/v1/models", body, **{":method": "GET"})
+
+    assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b'{"nvext": 1}', b'{"nvext": {"annotations": 1}}', b"[" * 5000]
+)
+async def test_pod_says_what_is_wrong_with_a_request(picker, frontend, body):
+    headers = await pick(picker(), "/v1/chat/completions", body)
+
+    assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
+    assert frontend.asked == ["GET"]
