@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ from dynamo.semantic import immediate, service
 DESTINATION = "x-gateway-destination-endpoint"  # the name that the extension's protocol gives it
 WORKER = "x-dynamo-worker-instance-id"
 _ASKED_PATHS = ("/v1/chat/completions", "/v1/completions")
+# The key decides what the client may ask, and the session which worker it gets.
+_FORWARDED_HEADERS = ("authorization", "x-api-key", "x-dynamo-session-id")
 _PROG = "python -m dynamo.gateway.endpoint_picker"
 _logger = logging.getLogger(__name__)
 
@@ -53,9 +56,9 @@ class FrontendQuestions:
         self.settings = settings
         self._turns = itertools.count()
 
-    async def find_hosts(self) -> dict[int, str]:
-        """Return the hosts of all workers by instance id. Raises NoWorkers."""
-        status, answer = await self._ask("GET", "/health", b"")
+    async def find_hosts(self, headers: Mapping[str, str]) -> dict[int, str]:
+        """Return the hosts of all workers by instance id, which the client's key may see. Raises NoWorkers."""
+        status, answer = await self._ask("GET", "/health", b"", headers)
         try:
             found = json.loads(answer)["instances"]
             addresses_by_id = {
@@ -64,13 +67,17 @@ class FrontendQuestions:
                 if entry["endpoint"] == "generate"
             }
         except (ValueError, LookupError, TypeError, StopIteration) as error:
-            raise errors.NoWorkers(f"the frontend lists no workers (HTTP {status})") from error
+            raise errors.NoWorkers(
+                f"the frontend lists no workers (HTTP {status}), or only to clients with an API key"
+            ) from error
         return {
             number: address.rpartition("//")[2].rpartition(":")[0]
             for number, address in addresses_by_id.items()
         }
 
-    async def choose_worker(self, path: str, body: bytes) -> int | immediate.ImmediateAnswer | None:
+    async def choose_worker(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> int | immediate.ImmediateAnswer | None:
         """Return the worker for a request, None if any will do, or the frontend's refusal. Raises NoWorkers."""
         if path not in _ASKED_PATHS:
             return None
@@ -81,7 +88,7 @@ class FrontendQuestions:
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None  # the frontend that gets the request says what is wrong with it
         request |= {"stream": True, "nvext": {**extensions, "annotations": annotations}}
-        status, answer = await self._ask("POST", path, json.dumps(request).encode())
+        status, answer = await self._ask("POST", path, json.dumps(request).encode(), headers)
         if status != 200:
             return immediate.ImmediateAnswer(
                 status=status, content_type="application/json", body=answer
@@ -96,11 +103,19 @@ class FrontendQuestions:
         """Return the next number below `size`, in turn."""
         return next(self._turns) % size
 
-    async def _ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """Send a request, and return status and body. Raises NoWorkers if the frontend does not answer."""
+    async def _ask(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        """Send a request in the client's name, and return status and body.
+
+        Raises NoWorkers if the frontend does not answer.
+        """
         url = f"http://{self.settings.frontend}{path}"
+        forwarded = {name: headers[name] for name in _FORWARDED_HEADERS if name in headers}
         try:
-            return await client.request(method, url, body, timeout_s=self.settings.timeout_s)
+            return await client.request(
+                method, url, body, headers=forwarded, timeout_s=self.settings.timeout_s
+            )
         except errors.Unavailable as error:
             raise errors.NoWorkers(f"the frontend did not answer: {error}") from error
 
@@ -116,8 +131,9 @@ class PickingProcessor(processor.StreamProcessor):
 
     async def process(self, message: Any) -> list[Any]:
         """Return the answers to a message of Envoy, in order."""
+        answers = await super().process(message)
         if not message.request_headers.end_of_stream:
-            return await super().process(message)
+            return answers
         changed = await self._change_request(b"")
         if isinstance(changed, immediate.ImmediateAnswer):
             return [processor.respond_at_once(changed)]
@@ -129,10 +145,10 @@ class PickingProcessor(processor.StreamProcessor):
 
     async def _change_request(self, body: bytes) -> tuple[Any, bytes] | immediate.ImmediateAnswer:
         try:
-            chosen = await self._questions.choose_worker(self.path, body)
+            chosen = await self._questions.choose_worker(self.path, body, self.headers)
             if isinstance(chosen, immediate.ImmediateAnswer):
                 return chosen
-            hosts = await self._questions.find_hosts()
+            hosts = await self._questions.find_hosts(self.headers)
             if not hosts:
                 raise errors.NoWorkers("there is no worker: start one")  # noqa: TRY301 - answered below
             numbers = sorted(hosts)

@@ -43,7 +43,7 @@ class StreamProcessor:
     def __init__(self, routing: service.RoutingService, max_body_bytes: int) -> None:
         self._routing = routing
         self._max_body_bytes = max_body_bytes
-        self._headers: dict[str, str] = {}
+        self.headers: dict[str, str] = {}  # of the request, by names in lower case
         self._body = bytearray()
         self._is_duplex_request = self._is_duplex_response = False
         self._outcome: routing_outcome.RoutedRequest | None = None
@@ -74,7 +74,7 @@ class StreamProcessor:
                 return [messages.ProcessingResponse(response_trailers=messages.TrailersResponse())]
 
     def _take_request_headers(self, headers: Any) -> list[Any]:
-        self._headers = _read_headers(headers.headers)
+        self.headers = _read_headers(headers.headers)
         answer = self._answer_head()
         if answer is not None:
             return [respond_at_once(answer)]
@@ -84,7 +84,7 @@ class StreamProcessor:
 
     def _answer_head(self) -> immediate.ImmediateAnswer | None:
         """Return the answer that a request gets at once for its headers alone."""
-        if self._headers.get(":method") == "GET" and self.path == "/v1/models":
+        if self.headers.get(":method") == "GET" and self.path == "/v1/models":
             return self._routing.router.list_models()
         return None
 
@@ -130,7 +130,7 @@ class StreamProcessor:
         if _KSERVE.fullmatch(self.path) and self._routing.router.has_guards:
             text = "the router cannot read requests of KServe, and its guards read every request"
             return immediate.refuse(403, text, "permission_error")
-        if self.path not in ROUTED_PATHS or self._headers.get(":method") != "POST":
+        if self.path not in ROUTED_PATHS or self.headers.get(":method") != "POST":
             return messages.CommonResponse(), body
         answer = await self._route(body)
         if answer is not None:
@@ -140,7 +140,7 @@ class StreamProcessor:
 
     async def _route(self, body: bytes) -> immediate.ImmediateAnswer | None:
         """Route the request; return the answer that it gets at once."""
-        headers = self._headers
+        headers = self.headers
         api = _APIS.get(self.path, "other")
         tenant = service.tenant_of(headers)
         try:
@@ -217,7 +217,7 @@ class StreamProcessor:
     @property
     def path(self) -> str:
         """The path of the request, without its query, as the frontend behind Envoy decodes it."""
-        return parse.unquote(self._headers.get(":path", "").partition("?")[0])
+        return parse.unquote(self.headers.get(":path", "").partition("?")[0])
 
 
 def _read_headers(headers: Any) -> dict[str, str]:

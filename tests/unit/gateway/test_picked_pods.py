@@ -12,13 +12,15 @@ WORKERS = {7: "10.0.0.7", 8: "10.0.0.8"}
 
 
 class Frontend:
-    """Answers the questions of the picker, and keeps them."""
+    """Answers the questions of the picker, and keeps them; it has a key if `key` is set."""
 
     def __init__(self):
         self.asked = []
+        self.key = None
 
-    async def request(self, method, url, content=b"", *, timeout_s):
-        self.asked.append(method)
+    async def request(self, method, url, content=b"", *, timeout_s, headers):
+        self.asked.append((method, url.removeprefix("http://127.0.0.1:8000"), content, headers))
+        is_known = self.key is None or headers.get("authorization") == f"Bearer {self.key}"
         if method == "GET":
             instances = [
                 {
@@ -28,7 +30,9 @@ class Frontend:
                 }
                 for number, host in WORKERS.items()
             ]
-            return 200, json.dumps({"instances": instances}).encode()
+            return 200, json.dumps({"instances": instances} if is_known else {}).encode()
+        if not is_known:
+            return 401, b'{"error": {}}'
         return 200, b'event: worker_instance_id\n: "8"\n\n'
 
 
@@ -107,4 +111,16 @@ async def test_pod_says_what_is_wrong_with_a_request(picker, frontend, body):
     headers = await pick(picker(), "/v1/chat/completions", body)
 
     assert headers[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
-    assert frontend.asked == ["GET"]
+    assert [method for method, *_ in frontend.asked] == ["GET"]
+
+
+async def test_frontend_is_asked_with_the_key_of_the_client(picker, frontend):
+    frontend.key = "secret"
+    body = b'{"model": "a", "prompt": "b"}'
+    allowed = await pick(picker(), "/v1/completions", body, authorization="Bearer secret")
+    listed = await pick(picker(), "/v1/models", authorization="Bearer secret")
+    refused = await pick(picker(), "/v1/completions", body, authorization="Bearer wrong")
+
+    assert allowed[endpoint_picker.WORKER] == "8"
+    assert listed[endpoint_picker.DESTINATION] == "10.0.0.7:8000"
+    assert refused == 401
