@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -25,6 +26,11 @@ MAX_BODY = 2**20  # bytes of an answer that is cached
 _MOST_DELETED = 100
 _DIGEST_BYTES = 16
 _FREE_FIELDS = frozenset({"stream", "stream_options", "user", "metadata", "store"})
+# What decoding raises for an answer that is no completion.
+_UNREADABLE = (
+    *(msgspec.DecodeError, UnicodeDecodeError, RecursionError),
+    *(KeyError, TypeError, AttributeError),
+)
 _SIDE_EFFECTS = ("tools", "functions", "seed", "previous_response_id", "logprobs", "nvext")
 
 
@@ -209,11 +215,18 @@ def _is_complete(body: bytes) -> bool:
         completion = msgspec.json.decode(body)
         choices = completion["choices"]
         return bool(choices) and all(
-            choice["finish_reason"] == "stop" and not choice["message"].get("tool_calls")
+            choice["finish_reason"] == "stop" and _is_plain(choice, choice["message"])
             for choice in choices
         )
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+    except _UNREADABLE:
         return False
+
+
+def _is_plain(choice: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """Return whether a choice is a text and no more; some servers send a list of parts, and models call tools."""
+    texts = (message.get("content") or "", message.get("reasoning_content") or "")
+    is_text = all(isinstance(text, str) for text in texts)
+    return is_text and isinstance(choice["index"], int) and not message.get("tool_calls")
 
 
 class StreamRecorder:
@@ -270,7 +283,7 @@ class StreamRecorder:
                     self._usage = chunk["usage"]
                 for choice in chunk["choices"]:
                     delta, index = choice["delta"], choice["index"]
-                    self._is_plain = self._is_plain and not delta.get("tool_calls")
+                    self._is_plain = self._is_plain and _is_plain(choice, delta)
                     self._texts.setdefault((index, "content"), []).append(
                         delta.get("content") or ""
                     )
@@ -279,5 +292,5 @@ class StreamRecorder:
                         texts.append(delta["reasoning_content"])
                     if choice.get("finish_reason"):
                         self._finish[index] = choice["finish_reason"]
-            except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+            except _UNREADABLE:
                 self._is_plain = False

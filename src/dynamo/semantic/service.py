@@ -390,7 +390,7 @@ class RoutingService:
             usage = msgspec.json.decode(body)["usage"]
             num_prompt, num_written = usage["prompt_tokens"], usage["completion_tokens"]
             self.metrics.record_usage(model, num_prompt, num_written)
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, RecursionError):
             _logger.debug("an answer without usage")
             return
         if num_written > 1 and outcome.begun_at is not None:

@@ -237,6 +237,42 @@ def test_stream_of_another_shape_has_no_body(event):
     assert recorder.body() is None
 
 
+PARTS = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "4"}]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"index": 0, "delta": {"content": PARTS}},
+        {"index": 0, "delta": {"reasoning_content": PARTS}},
+        {"index": "0", "delta": {"content": "4"}},
+    ],
+)
+def test_stream_of_parts_has_no_body(choice):
+    recorder = cache.StreamRecorder()
+    recorder.feed(event(choices=[{"index": 0, "delta": {"content": ""}}]))
+    recorder.feed(event(choices=[{**choice, "finish_reason": "stop"}]) + b"data: [DONE]\n\n")
+
+    assert recorder.body() is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        msgspec.json.encode(
+            {"choices": [{"index": 0, "finish_reason": "stop", "message": {"content": PARTS}}]}
+        ),
+        b'{"choices": [{"finish_reason": "stop", "message": {"content": "4"}}]}',
+        COMPLETION.replace(b"It is", b"It \xff"),
+        b"[" * 100_000,
+    ],
+)
+def test_answer_that_cannot_be_given_again_is_not_kept(body):
+    store = make_cache()
+
+    assert not store.store(key_of(chat(SUM)), body)
+
+
 def test_caller_deletes_the_entry_that_it_was_given_and_no_other_caller_does():
     made = make_router()
     first = made.route(chat(SUM), {}, "ann")
