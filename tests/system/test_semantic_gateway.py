@@ -139,7 +139,8 @@ def test_chain_routes_guards_caches_and_streams(deployment, tmp_path, mode):
 
 def test_router_api_and_metrics_answer_beside_envoy(deployment, tmp_path):
     chain = Chain(deployment, tmp_path)
-    chain.chat("python")
+    # so long that a frontend compresses it for a client that allows it, as this one does
+    written = chain.chat("python", max_tokens=1000, ignore_eos=True)
 
     answer = httpx.post(
         f"http://127.0.0.1:{chain.ports[3]}/api/v1/classify/pii",
@@ -150,6 +151,8 @@ def test_router_api_and_metrics_answer_beside_envoy(deployment, tmp_path):
 
     assert answer.json()["entities"][0]["type"] == "CREDIT_CARD"
     assert 'llm_model_requests_total{model="coder"} 1.0' in metrics
+    assert len(written.content) > 1024
+    assert 'llm_model_tokens_total{kind="completion",model="coder"} 1000.0' in metrics
 
 
 @pytest.mark.parametrize("fails_open", [False, True])

@@ -168,6 +168,8 @@ class StreamProcessor:
             headers.append(("content-length", str(len(outcome.body))))
         mutation = make_mutation(headers)
         mutation.remove_headers.extend(outcome.removed_headers)
+        # a compressed answer could be neither counted nor cached
+        mutation.remove_headers.append("accept-encoding")
         if self._is_duplex_request:  # a streamed body has no length that is known before
             mutation.remove_headers.append("content-length")
         return messages.CommonResponse(

@@ -82,6 +82,14 @@ async def test_answer_of_another_process_is_asked_for_before_the_request_is_rout
     assert b"It is four." in reply.immediate_response.body
 
 
+@pytest.mark.parametrize("protocol", [None, DUPLEX])
+async def test_answer_is_asked_for_uncompressed_because_it_is_read(stream, protocol):
+    answers = await ask(stream, chat("python"), protocol)
+
+    head = answers[0].request_headers if protocol else answers[-1].request_body
+    assert "accept-encoding" in head.response.header_mutation.remove_headers
+
+
 async def test_duplex_answers_come_together_after_the_body(stream):
     first, *pieces = await ask(stream, chat("python"), DUPLEX)
 
