@@ -161,7 +161,7 @@ class MilvusAnswers:
         self._ends_at = self._clock.now() + _GRACE_S
         self._writer.submit(self._close_client)
         self._writer.shutdown(wait=False)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False)  # a cancelled lookup would cancel its request
 
     def _submit(
         self, operation: str, write: Callable[[pymilvus.MilvusClient], T]

@@ -1,8 +1,11 @@
 """How the semantic cache connects to Milvus; what it keeps there is in `tests/contract/test_semantic_caches.py`."""
 
+import asyncio
+import threading
+
 import pytest
 
-from dynamo.semantic import cache_file, config, milvus_config, question_meaning
+from dynamo.semantic import cache, cache_file, config, milvus_config, question_meaning
 from dynamo.testing import clock
 from waiting import eventually
 
@@ -97,6 +100,35 @@ def test_absent_collection_is_not_made_where_it_is_not_to_be(connect):
     client, ended = connect(development=development)
     assert ended == ("connect", "error")
     assert not client.has_it
+
+
+async def test_lookup_that_waits_while_the_configuration_changes_is_a_miss(monkeypatch):
+    made, ended, may_answer = [], [], threading.Event()
+
+    class SlowClient(FakeClient):
+        def query(self, *_, **__):
+            may_answer.wait()
+            return []
+
+    monkeypatch.setattr(
+        milvus_answers.pymilvus,
+        "MilvusClient",
+        lambda uri, **arguments: SlowClient(made, uri, **arguments),
+    )
+    answers = milvus_answers.MilvusAnswers(
+        config.CacheSettings(milvus=milvus_config.MilvusSettings()),
+        ORIGIN,
+        clock.VirtualClock(),
+        lambda *end: ended.append(end),
+    )
+    eventually(lambda: ended, what="it is connected")
+    key = cache.CacheKey(bytes(16), "", question_meaning.read_meaning("What is life?"))
+    lookups = [asyncio.create_task(answers.find(key)) for _ in range(8)]
+    await asyncio.sleep(0)
+    answers.close()
+    may_answer.set()
+
+    assert await asyncio.gather(*lookups) == [None] * 8
 
 
 def test_vector_has_the_weights_of_the_words():
