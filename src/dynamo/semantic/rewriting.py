@@ -108,13 +108,26 @@ def set_tools(body: bytes, definitions: Sequence[bytes]) -> bytes:
 
 
 def set_system_prompt(
-    body: bytes, view: request_view.RequestView, prompt: str, *, is_inserted: bool
+    body: bytes,
+    view: request_view.RequestView,
+    prompt: str,
+    *,
+    is_inserted: bool,
+    api: RequestApi = "chat",
 ) -> bytes:
-    """Return the body with the system prompt replaced, or put before what the client's says."""
-    if view.messages_field == "prompt":
+    """Return the body with the system prompt replaced, or put before what the client's says.
+
+    It is the very object that came if the request has no place for one.
+    """
+    is_generation = view.messages_field == "prompt"
+    if is_generation and (api != "ollama" or view.fields.get("raw") is True):
         return body  # a plain completion has no system prompt
-    for name in ("instructions", "system"):  # of responses, and of Anthropic's messages
-        if name in view.fields or (name == "instructions" and view.messages_field == "input"):
+    usual = {
+        "instructions": view.messages_field == "input",
+        "system": is_generation or api == "messages",  # whose messages have no such role
+    }
+    for name, is_usual in usual.items():
+        if name in view.fields or is_usual:
             raw = _member(body, name) or b'""'
             changed = _content(raw, prompt, is_inserted=is_inserted)
             return json_splice.change_object(body, {name: changed})

@@ -142,7 +142,7 @@ class SemanticRouter:
         explanation.model, outcome.is_chosen = reference.served_name, True
         if match is not None:
             self._set_reasoning(outcome, view, reference, api)
-        self._rewrite(outcome, view, match, reference, plugins)
+        self._rewrite(outcome, view, match, reference, plugins, api)
         self.conversations.remember(present, explanation.decision, explanation.model)
         return outcome
 
@@ -453,6 +453,7 @@ class SemanticRouter:
         match: decisions.MatchedDecision | None,
         reference: config.ModelReference,
         plugins: Mapping[str, object],
+        api: rewriting.RequestApi,
     ) -> None:
         """Change the body for the model that was chosen."""
         explanation = outcome.explanation
@@ -465,10 +466,10 @@ class SemanticRouter:
                 and prompt.enabled
                 and prompt.system_prompt
             ):
-                body = rewriting.set_system_prompt(
-                    body, view, prompt.system_prompt, is_inserted=prompt.mode == "insert"
+                changed = rewriting.set_system_prompt(
+                    body, view, prompt.system_prompt, is_inserted=prompt.mode == "insert", api=api
                 )
-                explanation.has_system_prompt = True
+                explanation.has_system_prompt, body = changed is not body, changed
         if explanation.tools is not None and not explanation.tools.keeps:
             body = rewriting.set_tools(body, [tool.definition for tool in explanation.tools.tools])
         outcome.body = body

@@ -110,9 +110,9 @@ def test_switch_that_an_api_does_not_know_is_not_set(api, fields, family, expect
     assert rewriting.can_set_reasoning(api, fields, family) == expected
 
 
-def prompt(body, *, is_inserted):
+def prompt(body, *, is_inserted, api="chat"):
     view = request_view.RequestView(body)
-    changed = rewriting.set_system_prompt(body, view, "New.", is_inserted=is_inserted)
+    changed = rewriting.set_system_prompt(body, view, "New.", is_inserted=is_inserted, api=api)
     return msgspec.json.decode(changed)
 
 
@@ -143,6 +143,28 @@ def test_other_apis_have_their_own_field():
 
     assert prompt(answers, is_inserted=True)["instructions"] == "New."
     assert prompt(messages, is_inserted=True)["system"] == "New.\n\nOld."
+
+
+@pytest.mark.parametrize(
+    ("api", "fields"),
+    [
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "hi"}]},
+        ),  # it knows no role `system`
+        ("ollama", {"prompt": "hi"}),
+    ],
+)
+def test_api_gets_the_field_that_a_request_does_not_have(api, fields):
+    changed = prompt(msgspec.json.encode(fields), is_inserted=False, api=api)
+
+    assert changed == {**fields, "system": "New."}
+
+
+def test_raw_prompt_of_ollama_stays():
+    fields = {"prompt": "hi", "raw": True}
+
+    assert prompt(msgspec.json.encode(fields), is_inserted=False, api="ollama") == fields
 
 
 @pytest.mark.parametrize("fields", [{"prompt": "x"}, {"messages": 3}, {}])

@@ -46,6 +46,16 @@ def test_decision_sets_system_prompt_reasoning_endpoint_and_key():
     assert outcome.removed_headers == ["x-old"]
 
 
+def test_header_says_whether_a_request_had_a_place_for_the_system_prompt():
+    prompt = msgspec.json.encode({"model": "MoM", "prompt": SUM})
+    plain = make_router().route(prompt, {}, api="other")
+    messages = make_router().route(chat(SUM), {}, api="messages")
+
+    assert headers_of(plain)["x-vsr-injected-system-prompt"] == "false"
+    assert headers_of(messages)["x-vsr-injected-system-prompt"] == "true"
+    assert fields_of(messages)["system"] == "You calculate."
+
+
 def test_text_without_decision_goes_to_the_default_model_unchanged():
     outcome = make_router().route(chat("hello", top_k=1.50), {})
 
