@@ -118,6 +118,7 @@ def test_chain_routes_guards_caches_and_streams(deployment, tmp_path, mode):
     attack = chain.chat(ATTACK, stream=True)
     card = chain.chat(f"python {CARD}")
     broken = httpx.post(f"{chain.url}/v1/chat/completions", content=b"{", timeout=PATIENT_S)
+    unknown = [chain.chat("hello", model=name).status_code for name in ("a\nb", "a" * 100_000)]
     models = httpx.get(f"{chain.url}/v1/models", timeout=PATIENT_S)
     health = httpx.get(f"{chain.url}/health", timeout=PATIENT_S)
     streamed = chain.chat("python as a stream", stream=True)
@@ -131,6 +132,7 @@ def test_chain_routes_guards_caches_and_streams(deployment, tmp_path, mode):
     assert attack.text.endswith("data: [DONE]\n\n")
     assert card.headers["x-vsr-pii-types"] == "B-CREDIT_CARD"
     assert broken.status_code == 400
+    assert unknown == [404, 404]
     assert models.json()["data"][0]["id"] == "MoM"
     assert health.status_code == 200
     assert streamed.headers["x-vsr-selected-model"] == "coder"

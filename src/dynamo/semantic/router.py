@@ -31,6 +31,7 @@ from dynamo.semantic.classifiers import profile
 
 FALLBACK = "default_model"
 _RESPONSE_ID = re.compile(rb'"id" ?: ?"(resp_[A-Za-z0-9_-]{1,100})"')
+_MOST_NAME = 1000  # characters of a model's name in a header
 _ID_WITHIN = 4096  # bytes of an answer; an id stands before what the model said
 
 
@@ -486,7 +487,9 @@ class SemanticRouter:
         for name in entry.preferred_endpoints[:1] if entry is not None else ():
             outcome.explanation.endpoint = addresses[name]
             outcome.upstream_headers.append(("x-vsr-destination-endpoint", addresses[name]))
-        outcome.upstream_headers.append(("x-selected-model", outcome.explanation.model))
+        model = outcome.explanation.model
+        if model.isprintable() and len(model) <= _MOST_NAME:  # it may be a client's invention
+            outcome.upstream_headers.append(("x-selected-model", model))
         mutation = plugins.get("header_mutation")
         if isinstance(mutation, config.HeaderMutationPlugin):
             pairs = (*mutation.add, *mutation.update)

@@ -46,6 +46,13 @@ def test_decision_sets_system_prompt_reasoning_endpoint_and_key():
     assert outcome.removed_headers == ["x-old"]
 
 
+@pytest.mark.parametrize("name", ["a\r\nx-admin: 1", "a" * 2000])
+def test_name_that_is_no_header_is_not_made_one(name):
+    outcome = make_router().route(chat("hello", name), {})
+
+    assert outcome.upstream_headers == []
+
+
 def test_header_says_whether_a_request_had_a_place_for_the_system_prompt():
     prompt = msgspec.json.encode({"model": "MoM", "prompt": SUM})
     plain = make_router().route(prompt, {}, api="other")
