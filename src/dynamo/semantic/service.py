@@ -435,6 +435,10 @@ class RoutingService:
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:
-    """Return what tells callers apart in cache and conversations: a hash of their key, or nothing."""
-    key = headers.get("authorization") or headers.get("x-api-key") or ""
+    """Return what tells callers apart in cache and conversations: a hash of their key, or nothing.
+
+    Both headers count: a proxy's `authorization` is the same for all callers, whose keys are in the other.
+    """
+    keys = (headers.get("authorization"), headers.get("x-api-key"))
+    key = "\n".join(filter(None, keys))
     return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""

@@ -72,3 +72,11 @@ def test_notes_on_a_changed_file_are_logged(path, caplog):
     loader.reload_if_changed()
 
     assert "default_modle: unknown key" in caplog.text
+
+
+def test_callers_behind_a_proxy_with_credentials_are_told_apart_by_their_keys():
+    proxy = {"authorization": "Basic cHJveHk6"}
+    tenants = [service.tenant_of({**proxy, "x-api-key": key}) for key in ("ann", "bob")]
+
+    assert tenants[0] != tenants[1]
+    assert service.tenant_of({}) == ""
