@@ -9,9 +9,10 @@ Embeddings are not used: two questions that differ in a number or a negation are
 """  # decider
 
 import collections
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,13 +114,22 @@ def similarity(a: Mapping[str, float], b: Mapping[str, float]) -> float:
     return min(1.0, product / math.sqrt(norms)) if norms else 0.0
 
 
+Mutex = contextlib.AbstractContextManager[object]
+UNSHARED: Mutex = contextlib.nullcontext()  # for a cache of one thread
 OnChange = Callable[[bytes, StoredAnswer | None], None]
 
 
 class SemanticCache:
     """Answers by question, bounded in entries, bytes and time."""
 
-    def __init__(self, settings: config.CacheSettings, clock: clocks.Clock) -> None:
+    def __init__(
+        self,
+        settings: config.CacheSettings,
+        clock: clocks.Clock,
+        mutex: Mutex = UNSHARED,
+    ) -> None:
+        """`mutex` is held while the entries change: large bodies are routed in a thread. It must be reentrant."""
+        self._mutex = mutex
         self.settings = settings
         self._clock = clock
         self._entries: collections.OrderedDict[bytes, StoredAnswer] = collections.OrderedDict()
@@ -136,23 +146,25 @@ class SemanticCache:
 
     def find(self, key: CacheKey, threshold: float) -> CacheHit | None:
         """Return the answer to a question of the same meaning whose words are as similar as the threshold asks."""
-        entry = self._entries.get(key.digest)
-        if entry is None:
-            return None
-        if self._clock.now() >= entry.expires_at:
-            self.remove(key.digest)
-            return None
-        score = similarity(key.meaning.weights, entry.key.meaning.weights)
-        if score < threshold or not key.meaning.agrees_with(entry.key.meaning):
-            return None
-        entry.num_hits += 1
-        if self.settings.eviction_policy == "lru":
-            self._entries.move_to_end(key.digest)
-        return CacheHit(entry.body, score)
+        with self._mutex:
+            entry = self._entries.get(key.digest)
+            if entry is None:
+                return None
+            if self._clock.now() >= entry.expires_at:
+                self.remove(key.digest)
+                return None
+            score = similarity(key.meaning.weights, entry.key.meaning.weights)
+            if score < threshold or not key.meaning.agrees_with(entry.key.meaning):
+                return None
+            entry.num_hits += 1
+            if self.settings.eviction_policy == "lru":
+                self._entries.move_to_end(key.digest)
+            return CacheHit(entry.body, score)
 
-    def answers(self) -> Iterator[tuple[bytes, StoredAnswer]]:
+    def answers(self) -> Iterable[tuple[bytes, StoredAnswer]]:
         """Return the stored answers by their digests, in the order in which they would be given up."""
-        return iter(self._entries.items())
+        with self._mutex:
+            return list(self._entries.items())
 
     def has(self, key: CacheKey) -> bool:
         """Return whether an answer is stored under the key, whatever its question says."""
@@ -166,20 +178,21 @@ class SemanticCache:
         )
         if len(body) > MAX_BODY or ttl_s <= 0 or not _is_complete(body):
             return False
-        self.remove(key.digest)
         entry = StoredAnswer(key, body, self._clock.now() + ttl_s)
-        self._entries[key.digest] = entry
-        if self.on_change is not None:
-            self.on_change(key.digest, entry)
-        self._num_bytes += len(body)
         most_bytes = self.settings.max_megabytes * 2**20
-        while len(self._entries) > self.settings.max_entries or self._num_bytes > most_bytes:
-            self.remove(self._victim(key.digest))
+        with self._mutex:
+            self.remove(key.digest)
+            self._entries[key.digest] = entry
+            if self.on_change is not None:
+                self.on_change(key.digest, entry)
+            self._num_bytes += len(body)
+            while len(self._entries) > self.settings.max_entries or self._num_bytes > most_bytes:
+                self.remove(self._victim(key.digest))
         return True
 
     def invalidate(self, tenant: str | None = None) -> int:
         """Remove the answers of a tenant, or all; return their number."""
-        digests = [d for d, e in self._entries.items() if tenant is None or e.key.tenant == tenant]
+        digests = [d for d, e in self.answers() if tenant is None or e.key.tenant == tenant]
         for digest in digests:
             self.remove(digest)
         return len(digests)
@@ -202,11 +215,12 @@ class SemanticCache:
 
     def remove(self, digest: bytes) -> None:
         """Remove the answer of a digest, if there is one."""
-        entry = self._entries.pop(digest, None)
-        if entry is not None:
-            self._num_bytes -= len(entry.body)
-            if self.on_change is not None:
-                self.on_change(digest, None)
+        with self._mutex:
+            entry = self._entries.pop(digest, None)
+            if entry is not None:
+                self._num_bytes -= len(entry.body)
+                if self.on_change is not None:
+                    self.on_change(digest, None)
 
 
 def _is_complete(body: bytes) -> bool:

@@ -44,19 +44,23 @@ class SemanticRouter:
         classifiers: profile.FastProfile,
         clock: clocks.Clock,
         served: model_choice.ServedModels | None = None,
+        mutex: cache.Mutex = cache.UNSHARED,
     ) -> None:
+        """`mutex` is for the cache of a router that routes in several threads."""
+        self._mutex = mutex
         self._classifiers = classifiers
         self._clock = clock
         self._chosen_models = served
         self.settings = loaded.settings
         self.conversations = model_choice.ConversationMemory(loaded.settings.conversations, clock)
-        self.cache = cache.SemanticCache(loaded.settings.semantic_cache, clock)
+        self.cache = cache.SemanticCache(loaded.settings.semantic_cache, clock, mutex)
         self.replace_config(loaded)
 
     def replace_config(self, loaded: config_file.LoadedConfig) -> None:
         """Use another configuration from now on. Conversations stay; the cache of a changed one starts empty."""
         if self.settings != loaded.settings:
-            self.cache = cache.SemanticCache(loaded.settings.semantic_cache, self._clock)
+            settings = loaded.settings.semantic_cache
+            self.cache = cache.SemanticCache(settings, self._clock, self._mutex)
         self.loaded = loaded
         self.settings = loaded.settings
         self.conversations.settings = loaded.settings.conversations

@@ -9,6 +9,7 @@ reasons, never the text.
 import asyncio
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,9 @@ class RouterLoader:
         self._profile = profile.load_profile()
         self._stamp = self._read_stamp()
         loaded = self._load()
-        self.router = semantic_router.SemanticRouter(loaded, self._profile, clock, served)
+        self.router = semantic_router.SemanticRouter(
+            loaded, self._profile, clock, served, threading.RLock()
+        )
         self.last_error = ""  # of the last file, if it was refused
         self.is_saved = True  # whether the file says what is in force
         self._log_notes()

@@ -1,5 +1,8 @@
 """Reloading the configuration of the semantic router."""
 
+import sys
+import threading
+
 import pytest
 
 import semantic_configs
@@ -72,6 +75,38 @@ def test_notes_on_a_changed_file_are_logged(path, caplog):
     loader.reload_if_changed()
 
     assert "default_modle: unknown key" in caplog.text
+
+
+def test_answers_are_stored_while_a_thread_routes_a_large_body(path):
+    path.write_text(
+        semantic_configs.CONFIG.replace("max_entries: 3", "max_entries: 300, eviction_policy: lfu")
+    )
+    loader = service.RouterLoader(path, clock.VirtualClock())
+    names = [f"Please solve this equation for me: {n} x = 11" for n in range(600)]
+    keys = [loader.router.route(semantic_configs.chat(name), {}).cache_key for name in names]
+    stored = loader.router.cache
+    for key in keys[:300]:
+        stored.store(key, semantic_configs.COMPLETION)
+    is_over = threading.Event()
+
+    def remove():  # as a header of a request asks
+        while not is_over.is_set():
+            for key in keys:
+                stored.delete(key.name, "")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    other = threading.Thread(target=remove)
+    other.start()
+    try:
+        for key in keys * 3:
+            stored.store(key, semantic_configs.COMPLETION)
+    finally:
+        is_over.set()
+        other.join()
+        sys.setswitchinterval(interval)
+
+    assert stored.num_bytes == sum(len(answer.body) for _, answer in stored.answers())
 
 
 def test_callers_behind_a_proxy_with_credentials_are_told_apart_by_their_keys():
