@@ -20,6 +20,7 @@ from dynamo.runtime.http import exchange
 from dynamo.semantic import (
     cache,
     encoder_client,
+    immediate,
     model_choice,
     rewriting,
     routing_outcome,
@@ -224,8 +225,8 @@ class RoutedExchange(exchange.WrappedExchange):
     def start_stream(
         self, status: int, *, content_type: str, headers: exchange.Headers = ()
     ) -> None:
-        if status == 200 and self._outcome.cache_key is not None:
-            self._recorder = cache.StreamRecorder()
+        if status == 200 and content_type.startswith(immediate.EVENT_STREAM):
+            self._recorder = cache.StreamRecorder(keeps_text=self._outcome.cache_key is not None)
         all_headers = (*headers, *self._outcome.explanation.headers())
         self._inner.start_stream(status, content_type=content_type, headers=all_headers)
 
@@ -238,9 +239,7 @@ class RoutedExchange(exchange.WrappedExchange):
         self._inner.write(chunk)
 
     def end(self, chunk: bytes = b"") -> None:
-        body = None
         if self._recorder is not None:
             self._recorder.feed(chunk)
-            body = self._recorder.body()
-        self._service.record_answer(self._outcome, body)
+        self._service.record_stream(self._outcome, self._recorder)
         self._inner.end(chunk)

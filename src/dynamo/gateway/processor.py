@@ -190,7 +190,8 @@ class StreamProcessor:
             common.header_mutation.CopyFrom(make_mutation(self._outcome.explanation.headers()))
             response.response_headers.response.CopyFrom(common)
         if received.get("content-type", "").startswith(immediate.EVENT_STREAM):
-            self._recorder = cache.StreamRecorder()
+            keeps_text = self._outcome.cache_key is not None
+            self._recorder = cache.StreamRecorder(keeps_text=keeps_text)
             if not self._is_duplex_response:
                 response.mode_override.response_body_mode = _STREAMED
         return response
@@ -212,9 +213,10 @@ class StreamProcessor:
             self._recorder.feed(body.body)
         elif len(self._answer_body) <= cache.MAX_BODY:
             self._answer_body += body.body
-        if body.end_of_stream:
-            streamed = None if self._recorder is None else self._recorder.body()
-            self._routing.record_answer(outcome, streamed or bytes(self._answer_body) or None)
+        if body.end_of_stream and self._recorder is not None:
+            self._routing.record_stream(outcome, self._recorder)
+        elif body.end_of_stream:
+            self._routing.record_answer(outcome, bytes(self._answer_body) or None)
 
     @property
     def path(self) -> str:

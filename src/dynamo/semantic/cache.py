@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.semantic import config, question_meaning, request_view
+from dynamo.semantic import config, immediate, question_meaning, request_view
 
 MAX_TEXT = 20_000  # characters of a question that is cached
 DELETE_HEADER = "x-vsr-cache-delete"  # names of entries to delete before the request is answered
@@ -246,24 +246,25 @@ def _is_plain(choice: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
 class StreamRecorder:
     """Joins the events of a streamed answer into the body that the whole answer would have had."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_text: bool = True) -> None:
+        """Without `keeps_text` only the usage is read."""
         self._buffer = b""
         self._num_bytes = 0
         self._head: dict[str, object] = {}
         self._texts: dict[tuple[int, str], list[str]] = {}  # by choice and field
-        self._usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
+        self.usage: dict[str, Any] | None = None  # if the answer reports it
         self._finish: dict[int, str] = {}
         self._is_done = False
-        self._is_plain = True
+        self._is_plain = keeps_text
 
     def feed(self, data: bytes) -> None:
         """Take a piece of the stream, cut anywhere."""
         self._num_bytes += len(data)
         if self._num_bytes > MAX_BODY * 8:
             self._is_plain = False
-        if not self._is_plain:
             return
-        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        # a server may end its lines in either way
+        *events, self._buffer = (self._buffer + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
             self._take(event.strip())
 
@@ -279,32 +280,38 @@ class StreamRecorder:
             }
             for index in sorted({index for index, _ in self._texts})
         ]
+        usage = self.usage or immediate.NO_USAGE
         return msgspec.json.encode(
-            {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage}
+            {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
         )
 
     def _message(self, index: int) -> dict[str, str]:
         return {name: "".join(texts) for (n, name), texts in self._texts.items() if n == index}
 
     def _take(self, event: bytes) -> None:
-        if event == b"data: [DONE]":
+        name, _, value = event.partition(b":")
+        if name != b"data" or not (self._is_plain or b'"usage"' in value):
+            return
+        if value.strip() == b"[DONE]":
             self._is_done = True
-        elif event.startswith(b"data: "):
-            try:
-                chunk = msgspec.json.decode(event[6:])
-                self._head = self._head or {k: chunk[k] for k in ("id", "created", "model")}
-                if isinstance(chunk.get("usage"), dict):
-                    self._usage = chunk["usage"]
-                for choice in chunk["choices"]:
-                    delta, index = choice["delta"], choice["index"]
-                    self._is_plain = self._is_plain and _is_plain(choice, delta)
-                    self._texts.setdefault((index, "content"), []).append(
-                        delta.get("content") or ""
-                    )
-                    if delta.get("reasoning_content"):
-                        texts = self._texts.setdefault((index, "reasoning_content"), [])
-                        texts.append(delta["reasoning_content"])
-                    if choice.get("finish_reason"):
-                        self._finish[index] = choice["finish_reason"]
-            except _UNREADABLE:
-                self._is_plain = False
+            return
+        try:
+            chunk = msgspec.json.decode(value)
+            if isinstance(chunk.get("usage"), dict):
+                self.usage = chunk["usage"]
+            if self._is_plain:
+                self._take_texts(chunk)
+        except _UNREADABLE:
+            self._is_plain = False
+
+    def _take_texts(self, chunk: Mapping[str, Any]) -> None:
+        self._head = self._head or {k: chunk[k] for k in ("id", "created", "model")}
+        for choice in chunk["choices"]:
+            delta, index = choice["delta"], choice["index"]
+            self._is_plain = self._is_plain and _is_plain(choice, delta)
+            self._texts.setdefault((index, "content"), []).append(delta.get("content") or "")
+            if delta.get("reasoning_content"):
+                texts = self._texts.setdefault((index, "reasoning_content"), [])
+                texts.append(delta["reasoning_content"])
+            if choice.get("finish_reason"):
+                self._finish[index] = choice["finish_reason"]

@@ -10,7 +10,7 @@ Headers = Sequence[tuple[str, str]]
 EVENT_STREAM = "text/event-stream"
 _JSON = "application/json"
 _DONE = b"data: [DONE]\n\n"
-_NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 _encode = msgspec.json.encode
 
 
@@ -82,7 +82,7 @@ def replay(
         for delta, finish in _deltas(choice)
     )
     if wants_usage:
-        last = {**head, "choices": [], "usage": completion.get("usage") or _NO_USAGE}
+        last = {**head, "choices": [], "usage": completion.get("usage") or NO_USAGE}
         data += b"data: " + _encode(last) + b"\n\n"
     return ImmediateAnswer(
         status=200, content_type=EVENT_STREAM, body=data + _DONE, headers=headers
@@ -130,7 +130,7 @@ def _answer(
         kind = EVENT_STREAM
     else:
         choice = {"index": 0, "message": message, "finish_reason": "content_filter"}
-        head |= {"object": "chat.completion", "choices": [choice], "usage": _NO_USAGE}
+        head |= {"object": "chat.completion", "choices": [choice], "usage": NO_USAGE}
         data, kind = _encode(head), _JSON
     return ImmediateAnswer(status=200, content_type=kind, body=data, headers=headers)
 

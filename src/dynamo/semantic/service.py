@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -381,19 +381,34 @@ class RoutingService:
 
     def record_answer(self, outcome: routing_outcome.RoutedRequest, body: bytes | None) -> None:
         """Count the time and usage of a complete answer, and store it where the request's decision caches."""
+        try:
+            usage = None if body is None else msgspec.json.decode(body)["usage"]
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, RecursionError):
+            usage = None
+        self._record_end(outcome, body, usage)
+
+    def record_stream(
+        self, outcome: routing_outcome.RoutedRequest, recorder: cache.StreamRecorder | None
+    ) -> None:
+        """Do the same for a stream that has ended; None if nothing of it was read."""
+        if recorder is None:
+            self._record_end(outcome, None, None)
+        else:
+            self._record_end(outcome, recorder.body(), recorder.usage)
+
+    def _record_end(
+        self, outcome: routing_outcome.RoutedRequest, body: bytes | None, usage: Any
+    ) -> None:
         model, ended_at = self._label_of(outcome.explanation.model), self._clock.now()
         self.metrics.record_end(model, ended_at - outcome.routed_at)
-        if body is None:
-            return
-        if outcome.cache_key is not None:
+        if body is not None and outcome.cache_key is not None:
             is_stored = self.router.cache.store(outcome.cache_key, body, self._local_s)
             if is_stored and self._milvus is not None:
                 self._milvus.put(outcome.cache_key, body)
         try:
-            usage = msgspec.json.decode(body)["usage"]
             num_prompt, num_written = usage["prompt_tokens"], usage["completion_tokens"]
             self.metrics.record_usage(model, num_prompt, num_written)
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError, RecursionError):
+        except (KeyError, TypeError, ValueError):
             _logger.debug("an answer without usage")
             return
         if num_written > 1 and outcome.begun_at is not None:

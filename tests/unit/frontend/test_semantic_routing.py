@@ -231,6 +231,17 @@ async def test_metrics_have_the_original_names(routed):
     )
 
 
+async def test_usage_of_a_stream_is_counted_if_it_is_reported(routed):
+    options = {"include_usage": True}
+    await routed.chat("hello", model="auto", stream=True, stream_options=options)
+    await routed.chat("hello", model="auto", stream=True)
+
+    metrics = await routed.metrics()
+
+    assert metrics['llm_completion_tokens_per_request_count{model="m"}'] == 1
+    assert metrics['llm_model_tokens_total{kind="completion",model="m"}'] > 0
+
+
 async def test_broken_body_is_refused_as_ever(routed):
     answer = await routed.client.post("/v1/chat/completions", content=b"{")
 

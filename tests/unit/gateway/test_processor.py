@@ -218,6 +218,50 @@ async def test_stream_is_measured_and_its_usage_counted(tmp_path):
     assert 'llm_model_cost_total{currency="USD",model="coder"} 1.8' in lines
 
 
+CALL = {"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"name": "f"}}]}}
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "end"),
+    [
+        (SUM, CALL, b"\n\n"),  # an answer that is not cached
+        ("python", {"index": 0, "text": "x"}, b"\n\n"),  # of a decision without cache
+        (SUM, {"index": 0, "delta": {"content": "4"}}, b"\r\n\r\n"),
+    ],
+)
+async def test_usage_of_every_stream_that_reports_it_is_counted(tmp_path, text, choice, end):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    registry = metrics.Registry("llm")
+    made = service.RoutingService(tmp_path / "config.yaml", registry, clock.VirtualClock())
+    stream = processor.StreamProcessor(made, 10_000)
+    await ask(stream, chat(text))
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    chunks = [{"choices": [choice]}, {"choices": [], "usage": usage}]
+    head = {"id": "a", "created": 1, "model": "m", "usage": None}
+    events = [b"data: " + msgspec.json.encode(head | chunk) + end for chunk in chunks]
+    await answer(stream, *events, b"data: [DONE]" + end, content_type="text/event-stream")
+
+    lines = registry.render().decode()
+
+    model = "coder" if text == "python" else "mathy"
+    assert f'llm_model_tokens_total{{kind="completion",model="{model}"}} 2.0' in lines
+
+
+async def test_stream_that_reports_no_usage_is_no_answer_of_no_tokens(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    registry = metrics.Registry("llm")
+    made = service.RoutingService(tmp_path / "config.yaml", registry, clock.VirtualClock())
+    stream = processor.StreamProcessor(made, 10_000)
+    await ask(stream, chat(SUM))
+    chunk = {"id": "a", "created": 1, "model": "m", "choices": []}
+    chunk["choices"] = [{"index": 0, "delta": {"content": "4"}, "finish_reason": "stop"}]
+    body = b"data: " + msgspec.json.encode(chunk) + b"\n\ndata: [DONE]\n\n"
+    await answer(stream, body, content_type="text/event-stream")
+
+    assert "llm_completion_tokens_per_request_count" not in registry.render().decode()
+    assert len(made.router.cache) == 1
+
+
 async def test_metrics_and_log_name_what_is_only_observed_and_unread(tmp_path, caplog):
     caplog.set_level("INFO")
     path = tmp_path / "config.yaml"
