@@ -1,3 +1,8 @@
+import random
+import string
+import sys
+import threading
+
 import pytest
 
 from dynamo.semantic.classifiers import entities, profile
@@ -62,6 +67,33 @@ def test_memory_of_known_tokens_is_bounded():
     list(TAGGER.find(unknown))
 
     assert [span.type for span in TAGGER.find("Please ask Jennifer Okonkwo")] == ["PERSON"]
+
+
+def test_texts_are_tagged_alike_while_a_thread_reads_a_large_one():
+    draw = random.Random(1)
+
+    def word():
+        return "".join(draw.choices(string.ascii_lowercase, k=7)).capitalize()
+
+    texts = [
+        f"Please send it to Anita {word()}, who lives at {number} {word()} Street in {word()}."
+        for number in range(300)
+    ]
+    large = " ".join(word() for _ in range(20_000))
+    alone, shared = (entities.EntityTagger(profile.WEIGHTS / "entities.npz") for _ in range(2))
+    expected = [list(alone.find(text)) for text in texts]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    reader = threading.Thread(target=lambda: list(shared.find(large)))
+    reader.start()
+    try:
+        found = [list(shared.find(text)) for text in texts]
+    finally:
+        reader.join()
+        sys.setswitchinterval(interval)
+
+    assert found == expected
+    assert [list(shared.find(text)) for text in texts] == expected
 
 
 def test_products_are_too_small_for_threads():

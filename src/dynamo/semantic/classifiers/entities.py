@@ -6,6 +6,7 @@ it could belong to a name or an address: it has a capital, a digit, or is a list
 networks ("members") are averaged: one may by chance be worse. Runs of one label are a span, with their mean confidence.
 """  # decider
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ _SIGNS = ".,:;'\"-/@#()!?&|"
 _CHUNK = 8192  # tokens that are tagged at a time
 _BLOCK = 64  # candidates of one product: a larger one starts threads, which cost more than it does
 _MAX_KNOWN_TOKENS = 30_000  # with their features
+_SPARE_TOKENS = (
+    2 * _CHUNK
+)  # for chunks of several threads that begin when there is just room for one
 _ARTICLES = ("the", "a", "an")
 _MOST_GAP = 40  # characters between two tokens of one span
 _GAPS = {  # what may stand between two tokens of one span
@@ -84,8 +88,20 @@ def _shape_of(token: str) -> str:
     return "upper" if token.isupper() else "title" if token[1:].islower() else "mixed"
 
 
+class KnownTokens:
+    """The tokens of earlier texts by number, with their vectors. It only grows, so that threads may share it."""
+
+    def __init__(self, num_members: int, width: int) -> None:
+        self.number_of_token: dict[str, int] = {}
+        self.numbers = itertools.count()  # a number is given once, whichever thread asks
+        num_rows = _MAX_KNOWN_TOKENS + _SPARE_TOKENS
+        self.num_rows_left = _MAX_KNOWN_TOKENS
+        self.embedded: Any = np.zeros((num_members, num_rows, width), np.float32)
+        self.is_candidate = bytearray(num_rows)
+
+
 class EntityTagger:
-    """Finds the names and addresses of a text."""
+    """Finds the names and addresses of a text. For any thread."""
 
     def __init__(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as stored:
@@ -99,11 +115,7 @@ class EntityTagger:
             self._hidden, self._bias = stored["hidden"].astype(np.float32), stored["hidden_bias"]
             self._output, self._output_bias = stored["output"], stored["output_bias"]
         self._features = TokenFeatures(lists, vocabulary)
-        self._number_of_token: dict[str, int] = {"": 0}  # 0: before and behind the text
-        shape = (len(self._hidden), _MAX_KNOWN_TOKENS, self._hidden.shape[2])
-        self._embedded: Any = np.zeros(shape, np.float32)
-        self._embed(0, 0, 0, 0, 0)
-        self._is_candidate = bytearray(_MAX_KNOWN_TOKENS)
+        self._known = self._make_known()
 
     def find(self, text: str) -> Iterator[pii.PiiSpan]:
         """Yield the names and addresses in a text, in order."""
@@ -136,24 +148,25 @@ class EntityTagger:
 
     def _label(self, tokens: Sequence[str]) -> Iterator[tuple[int, str, float]]:
         """Yield the tokens that have a label, with its probability."""
-        known = self._number_of_token
-        if len(known) + len(tokens) > _MAX_KNOWN_TOKENS:
-            known.clear()
-            known[""] = 0
-        numbers = [known[token] if token in known else self._register(token) for token in tokens]
-        candidates = [n for n, number in enumerate(numbers) if self._is_candidate[number]]
+        known = self._known
+        if known.num_rows_left < len(tokens):
+            known = self._known = self._make_known()
+        seen = known.number_of_token
+        numbers = [seen[t] if t in seen else self._register(t, known) for t in tokens]
+        candidates = [n for n, number in enumerate(numbers) if known.is_candidate[number]]
         if not candidates:
             return
         padded = np.array([0] * REACH + numbers + [0] * REACH)
         for start in range(0, len(candidates), _BLOCK):
-            yield from self._label_candidates(candidates[start : start + _BLOCK], padded)
+            part = candidates[start : start + _BLOCK]
+            yield from self._label_candidates(part, padded, known.embedded)
 
     def _label_candidates(
-        self, candidates: Sequence[int], padded: Any
+        self, candidates: Sequence[int], padded: Any, embedded: Any
     ) -> Iterator[tuple[int, str, float]]:
         """Yield the candidates that have a label; `padded` are the numbers of all tokens, with a margin."""
         places = np.arange(2 * REACH + 1)[:, None]
-        rows = np.take(self._embedded, padded[np.array(candidates) + places], axis=1)  # by member
+        rows = np.take(embedded, padded[np.array(candidates) + places], axis=1)  # by member
         hidden = np.maximum(np.matmul(rows, self._hidden).sum(axis=1) + self._bias, 0)
         scores = np.matmul(hidden, self._output) + self._output_bias
         probabilities = words.softmax(scores.mean(axis=0))
@@ -163,18 +176,27 @@ class EntityTagger:
             if confidence >= LEAST_CONFIDENCE:
                 yield candidates[row], LABELS[best[row]], confidence
 
-    def _register(self, token: str) -> int:
-        """Return a new number for an unknown token."""
-        number = len(self._number_of_token)
-        *ids, self._is_candidate[number] = self._features.of(token)
-        self._embed(number, *ids)
-        self._number_of_token[token] = number
+    def _make_known(self) -> KnownTokens:
+        """Return a table that knows nothing but number 0, which is before and behind the text."""
+        known = KnownTokens(len(self._hidden), self._hidden.shape[2])
+        self._embed(known, next(known.numbers), 0, 0, 0, 0)
+        return known
+
+    def _register(self, token: str, known: KnownTokens) -> int:
+        """Return a new number for an unknown token, which other threads see when its vectors are there."""
+        number = next(known.numbers)
+        known.num_rows_left = _MAX_KNOWN_TOKENS - number - 1
+        *ids, known.is_candidate[number] = self._features.of(token)
+        self._embed(known, number, *ids)
+        known.number_of_token[token] = number
         return number
 
-    def _embed(self, number: int, word: int, ending: int, beginning: int, group: int) -> None:
+    def _embed(
+        self, known: KnownTokens, number: int, word: int, ending: int, beginning: int, group: int
+    ) -> None:
         """Write the vectors of a token, one for each member."""
         of_word = self._words[word] + self._words[ending] + self._words[beginning]
-        self._embedded[:, number] = np.concatenate((of_word, self._groups[group]), axis=1)
+        known.embedded[:, number] = np.concatenate((of_word, self._groups[group]), axis=1)
 
 
 def _find_starts(text: str, tokens: Sequence[str]) -> list[int]:
