@@ -4,6 +4,7 @@ Signals, decision, guards, cache, model, changes of the body. The outcome is a v
 forward, or an answer to give at once. Processes around it (frontend, gateway, command line) act on it.
 """  # decider
 
+import copy
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -54,10 +55,18 @@ class SemanticRouter:
         self.settings = loaded.settings
         self.conversations = model_choice.ConversationMemory(loaded.settings.conversations, clock)
         self.cache = cache.SemanticCache(loaded.settings.semantic_cache, clock, mutex)
-        self.replace_config(loaded)
+        self._use_config(loaded)
 
-    def replace_config(self, loaded: config_file.LoadedConfig) -> None:
-        """Use another configuration from now on. Conversations stay; the cache of a changed one starts empty."""
+    def with_config(self, loaded: config_file.LoadedConfig) -> "SemanticRouter":
+        """Return a router of another configuration. Conversations stay; the cache of a changed one starts empty.
+
+        This one stays as it is: a thread may be routing a large body by it.
+        """
+        other = copy.copy(self)
+        other._use_config(loaded)
+        return other
+
+    def _use_config(self, loaded: config_file.LoadedConfig) -> None:
         if self.settings != loaded.settings:
             settings = loaded.settings.semantic_cache
             self.cache = cache.SemanticCache(settings, self._clock, self._mutex)

@@ -108,7 +108,7 @@ class RouterLoader:
         )
 
     def _put_in_force(self, loaded: config_file.LoadedConfig) -> None:
-        self.router.replace_config(loaded)
+        self.router = self.router.with_config(loaded)
         self._log_notes()
         if self.on_reload is not None:
             self.on_reload()

@@ -9,6 +9,7 @@ import semantic_configs
 from dynamo.base import errors
 from dynamo.observability import metrics
 from dynamo.semantic import service
+from dynamo.semantic.classifiers import profile
 from dynamo.testing import clock
 
 
@@ -75,6 +76,23 @@ def test_notes_on_a_changed_file_are_logged(path, caplog):
     loader.reload_if_changed()
 
     assert "default_modle: unknown key" in caplog.text
+
+
+def test_request_is_routed_by_one_configuration_though_the_file_changes_meanwhile(path):
+    loader = service.RouterLoader(path, clock.VirtualClock())
+
+    class ReloadingClassifiers(profile.FastProfile):
+        def classify_attack(self, text):
+            """Be the event loop, while a thread routes."""
+            path.write_text("default_model: other-model\n")
+            loader.reload_if_changed()
+            return super().classify_attack(text)
+
+    body = semantic_configs.chat("some python")
+    outcome = loader.router.route(body, {}, classifiers=ReloadingClassifiers())
+
+    assert outcome.explanation.model == "coder"
+    assert loader.router.settings.default_model == "other-model"
 
 
 def test_answers_are_stored_while_a_thread_routes_a_large_body(path):

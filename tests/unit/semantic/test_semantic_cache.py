@@ -292,9 +292,9 @@ def test_changed_configuration_gives_no_answers_of_the_former():
     made = make_router()
     made.cache.store(made.route(chat(SUM), {}).cache_key, COMPLETION)
 
-    made.replace_config(made.loaded)
+    made = made.with_config(made.loaded)
     num_kept = len(made.cache)
-    made.replace_config(make_router(CONFIG.replace("default_model: general", "")).loaded)
+    made = made.with_config(make_router(CONFIG.replace("default_model: general", "")).loaded)
 
     assert num_kept == 1
     assert len(made.cache) == 0
