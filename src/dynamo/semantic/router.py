@@ -122,7 +122,9 @@ class SemanticRouter:
             requested_model=view.model, failed=", ".join(failed or ())
         )
         explanation.struck_out.update({**(barred or {}), **(failed or {})})
-        outcome = routing_outcome.RoutedRequest(explanation=explanation, body=body, tenant=tenant)
+        outcome = routing_outcome.RoutedRequest(
+            explanation=explanation, body=body, tenant=tenant, settings=self.settings
+        )
         signals = explanation.signals = self.find_signals(view.user_text, classifiers)
         matches = list(self._table.matches(signals))
         if matches and matches[0].settings.mode == "observe":

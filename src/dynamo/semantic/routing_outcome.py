@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dynamo.semantic import cache, decisions, guards, immediate, tool_database
+from dynamo.semantic import cache, config, decisions, guards, immediate, tool_database
 
 ON, OFF = "on", "off"
 
@@ -86,3 +86,4 @@ class RoutedRequest:
     routed_at: float = 0.0  # by the monotonic clock
     begun_at: float | None = None  # when the first piece of its answer came
     cache_key: cache.CacheKey | None = None  # under which the answer is to be stored
+    settings: config.SemanticConfig | None = None  # by which it was routed

@@ -401,7 +401,9 @@ class RoutingService:
     ) -> None:
         model, ended_at = self._label_of(outcome.explanation.model), self._clock.now()
         self.metrics.record_end(model, ended_at - outcome.routed_at)
-        if body is not None and outcome.cache_key is not None:
+        # the cache of a changed configuration has no answers by the former one
+        is_current = outcome.settings == self.router.settings
+        if body is not None and outcome.cache_key is not None and is_current:
             is_stored = self.router.cache.store(outcome.cache_key, body, self._local_s)
             if is_stored and self._milvus is not None:
                 self._milvus.put(outcome.cache_key, body)

@@ -95,6 +95,17 @@ def test_request_is_routed_by_one_configuration_though_the_file_changes_meanwhil
     assert loader.router.settings.default_model == "other-model"
 
 
+@pytest.mark.parametrize(("changed", "is_kept"), [("You guess.", False), ("You calculate.", True)])
+def test_answer_by_a_former_configuration_is_not_cached_for_the_next(path, changed, is_kept):
+    made = service.RoutingService(path, metrics.Registry("llm"), clock.VirtualClock())
+    outcome = made.route(semantic_configs.chat(semantic_configs.SUM), {})
+    path.write_text(semantic_configs.CONFIG.replace("You calculate.", changed) + "\n")
+    assert made.loader.reload_if_changed()
+    made.record_answer(outcome, semantic_configs.COMPLETION)
+
+    assert len(made.router.cache) == is_kept
+
+
 def test_answers_are_stored_while_a_thread_routes_a_large_body(path):
     path.write_text(
         semantic_configs.CONFIG.replace("max_entries: 3", "max_entries: 300, eviction_policy: lfu")
