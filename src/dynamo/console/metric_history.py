@@ -21,6 +21,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """The counters of one model, or of all, at one time."""
 
     at: float  # seconds since 1970
+    read_at: float  # seconds on a steady clock, by which rates are computed: the other one may jump
     num_ended: float
     num_failed: float
     input_tokens: float
@@ -51,7 +52,7 @@ class MetricPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_point(earlier: Sample, later: Sample) -> MetricPoint:
     """Return the point between two samples of the same counters."""
-    elapsed_s = max(later.at - earlier.at, 1e-3)
+    elapsed_s = max(later.read_at - earlier.read_at, 1e-3)
     input_tokens = later.input_tokens - earlier.input_tokens
     ttft, itl = subtract(later.ttft, earlier.ttft), subtract(later.itl, earlier.itl)
     return MetricPoint(
@@ -103,10 +104,11 @@ def quantile(buckets: Buckets, share: float) -> float | None:
     return lower
 
 
-def add_samples(samples: Sequence[Sample], at: float) -> Sample:
+def add_samples(samples: Sequence[Sample], at: float, read_at: float) -> Sample:
     """Return the sum of the samples of several models."""
     return Sample(
         at=at,
+        read_at=read_at,
         num_ended=sum(sample.num_ended for sample in samples),
         num_failed=sum(sample.num_failed for sample in samples),
         input_tokens=sum(sample.input_tokens for sample in samples),
@@ -138,9 +140,9 @@ class MetricHistory:
         """Return the models that have points."""
         return sorted(self._points.keys() - {ALL_MODELS})
 
-    def add(self, samples: Mapping[str, Sample], at: float) -> None:
+    def add(self, samples: Mapping[str, Sample], at: float, read_at: float) -> None:
         """Add one sample of each model. Models beyond the first `MAX_MODELS` count in the sums alone."""
-        total = {ALL_MODELS: add_samples(list(samples.values()), at)}
+        total = {ALL_MODELS: add_samples(list(samples.values()), at, read_at)}
         for model, sample in (total | dict(samples)).items():
             earlier = self._last.get(model)
             if earlier is None and len(self._last) > MAX_MODELS:

@@ -8,10 +8,12 @@ from dynamo.console.metric_history import ALL_MODELS, MAX_MODELS, MAX_POINTS, Me
 INF = float("inf")
 
 
-def sample(at=0.0, *, ttft=(), itl=(), **counters):
+def sample(at=0.0, *, read_at=None, ttft=(), itl=(), **counters):
     names = ("num_ended", "num_failed", "input_tokens", "cached_tokens", "output_tokens",
              "num_inflight", "num_queued")  # fmt: skip
-    return Sample(at=at, ttft=ttft, itl=itl, **dict.fromkeys(names, 0.0) | counters)
+    read_at = at if read_at is None else read_at
+    values = dict.fromkeys(names, 0.0) | counters
+    return Sample(at=at, read_at=read_at, ttft=ttft, itl=itl, **values)
 
 
 def test_point_has_the_rates_between_two_samples():
@@ -26,6 +28,14 @@ def test_point_has_the_rates_between_two_samples():
     assert (point.input_tokens_per_s, point.output_tokens_per_s) == (200.0, 100.0)
     assert (point.cached_share, point.num_inflight, point.num_queued) == (0.5, 3, 1)
     assert (point.ttft_p50, point.itl_p95) == (None, None)
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_rates_stay_when_the_wall_clock_jumps(jump_s):
+    first = sample(10_000.0, read_at=100.0, num_ended=10)
+    second = sample(10_005.0 + jump_s, read_at=105.0, num_ended=20)
+
+    assert metric_history.make_point(first, second).requests_per_s == 2.0
 
 
 def test_point_without_prompts_has_no_cached_share():
@@ -57,13 +67,14 @@ def test_quantiles_count_only_what_came_between_the_samples():
 
 def test_history_has_each_model_and_the_sum():
     history = MetricHistory()
-    history.add({"a": sample(0.0), "b": sample(0.0)}, 0.0)
+    history.add({"a": sample(0.0), "b": sample(0.0)}, 0.0, 0.0)
     buckets = [(1.0, 2.0), (INF, 2.0)]
     history.add(
         {
             "a": sample(5.0, output_tokens=5, itl=buckets),
             "b": sample(5.0, output_tokens=10, itl=buckets),
         },
+        5.0,
         5.0,
     )
 
@@ -79,7 +90,7 @@ def test_history_is_bounded_in_time_and_in_models():
     history = MetricHistory()
     for number in range(MAX_POINTS + 10):
         models = {f"m{i:02}": sample(5.0 * number, num_ended=number) for i in range(MAX_MODELS + 3)}
-        history.add(models, 5.0 * number)
+        history.add(models, 5.0 * number, 5.0 * number)
 
     assert len(history.points()) == MAX_POINTS
     assert len(history.models) == MAX_MODELS

@@ -115,7 +115,7 @@ class ConsoleRecorder:
 
     def sample(self, frontend_metrics: metrics.FrontendMetrics) -> None:
         """Add a point to the history of each model."""
-        wall = self.clock.wall()
+        wall, now = self.clock.wall(), self.clock.now()
         failed: dict[str, float] = {}
         for family in frontend_metrics.requests.collect():
             for row in family.samples:
@@ -125,6 +125,7 @@ class ConsoleRecorder:
         samples = {
             label: metric_history.Sample(
                 at=wall,
+                read_at=now,
                 num_ended=model.duration.count,
                 num_failed=failed.get(label, 0.0),
                 input_tokens=model.input_len.sum,
@@ -137,7 +138,7 @@ class ConsoleRecorder:
             )
             for label, model in frontend_metrics.by_model.items()
         }
-        self.history.add(samples, wall)
+        self.history.add(samples, wall, now)
 
     def write_usage(self) -> None:
         """Write the usage to its file, if it has changed. Blocks."""
