@@ -35,12 +35,16 @@ class LogRing(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the line of a record, and drop the oldest."""
         context = logs.log_context.get()
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError, LookupError):  # the other handlers report it
+            message = str(record.msg)
         line = LogLine(
             number=next(self._numbers),
             at=record.created,
             level=record.levelname,
             target=record.name,
-            message=record.getMessage()[:_MAX_CHARS],
+            message=message[:_MAX_CHARS],
             request_id=(context.request_id or "") if context is not None else "",
         )
         self._lines.append(line)

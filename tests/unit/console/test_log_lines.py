@@ -32,3 +32,10 @@ def test_ring_and_its_lines_are_bounded():
 
     assert len(ring.after(limit=10**6)) == MAX_LINES
     assert len(ring.after()[0].message) == 2000
+
+
+def test_line_with_wrong_arguments_is_kept_and_harms_nobody():
+    ring = LogRing()
+    ring.handle(logging.LogRecord("library", logging.INFO, "f", 1, "deprecated", (Warning,), None))
+
+    assert [line.message for line in ring.after()] == ["deprecated"]
