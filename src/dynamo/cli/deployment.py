@@ -102,7 +102,7 @@ class DeploymentConfig(DeployConfig):
 class CloudConfig:
     """Say what replaced the Dynamo Cloud of 0.3."""
 
-    words: tuple[str, ...] = config.rest(help="Whatever 0.3 took.")
+    words: tuple[str, ...] = config.rest(help="Arguments of the command of 0.3 are accepted.")
 
 
 def deploy(options: DeployConfig) -> int:
