@@ -17,6 +17,8 @@ MODULE = re.compile(rf"`(?:python -m )?(?:dynamo\.)?((?:{PACKAGES})(?:\.\w+)+)")
 FILE = re.compile(r"(?<![\w./-])((?:src|tests|benchmarks|training|deploy|\.ci)/[\w./*-]*\w)")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
+SECTION_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.M)
 NOT_MODULES = {"backend.generate", "frontend.env"}  # an endpoint, and a file of settings
 
 
@@ -50,6 +52,27 @@ def test_document_names_modules_and_files_that_exist(document):
     assert not {name for name in files if not list(ROOT.glob(name))}
     assert not absent_tests
     assert not {link for link in LINK.findall(text) if not (document.parent / link).exists()}
+
+
+def anchors_of(document):
+    """Return the names by which links reach the sections of a document, as GitHub makes them of headings."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.S)
+    titles = [re.sub(r"[^\w\- ]", "", title.lower()) for title in HEADING.findall(text)]
+    return {title.replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_to_sections_name_a_heading(document):
+    links = SECTION_LINK.findall(document.read_text())
+
+    absent = [
+        f"{path}#{anchor}"
+        for path, anchor in links
+        if (target := document.parent / path if path else document).suffix == ".md"
+        and anchor not in anchors_of(target)
+    ]
+
+    assert not absent
 
 
 def test_each_decision_has_a_number_of_its_own():
