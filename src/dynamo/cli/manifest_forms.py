@@ -124,6 +124,9 @@ def _add_tiers(service: Document, kvbm: Mapping[str, Any], backend: str, notes: 
     """Give the workers that compute prompts the tiers of `kvbm.storage_tiers`; hbm is the engine's own."""
     if not kvbm.get("enabled"):
         return
+    if backend == "trtllm":
+        notes.append("spec.kvbm: TensorRT-LLM has no cache tiers here; left out")
+        return
     tiers = kvbm.get("storage_tiers", ["hbm", "host_dram"])
     main = service["extraPodSpec"]["mainContainer"]
     envs: list[Document] = []
@@ -146,10 +149,9 @@ def _add_tiers(service: Document, kvbm: Mapping[str, Any], backend: str, notes: 
     )
     if unknown := [str(tier) for tier in tiers if tier not in ("hbm", "host_dram", "nvme_ssd")]:
         notes.append(f"spec.kvbm.storage_tiers: {', '.join(unknown)} is no tier here; left out")
-    if backend != "sglang":
+    if backend == "vllm":
         notes.append(
-            "spec.kvbm: tiers of the block manager work with the native engine and SGLang; with vLLM use"
-            " --connector lmcache in the arguments instead"
+            "spec.kvbm: vLLM on a GPU refuses --connector kvbm; use --connector lmcache in the arguments there"
         )
 
 

@@ -96,6 +96,13 @@ def test_tiers_of_vllm_are_named_as_missing():
     assert any("--connector lmcache" in note for note in converted.notes)
 
 
+def test_workers_of_an_engine_without_tiers_get_no_flag_that_they_refuse():
+    converted = manifest_forms.convert(short(backend="trtllm", kvbm={"enabled": True}))
+
+    assert "--connector" not in main_of(converted, "TrtllmDecodeWorker")["args"]
+    assert any("TensorRT-LLM has no cache tiers" in note for note in converted.notes)
+
+
 def test_later_form_keeps_containers_and_says_what_is_left_out():
     main = {"name": "main", "image": "i", "command": ["python3"], "args": ["-m", "dynamo.vllm"]}
     secret = {"envFrom": [{"secretRef": {"name": "hf-token-secret"}}]}
