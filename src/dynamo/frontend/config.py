@@ -192,7 +192,7 @@ class FrontendConfig(AdmissionConfig):
     )
     http_body_limit_mb: int = config.setting(
         8,
-        help="largest request body, in MiB, four times as much for embeddings; raise it for larger batches",
+        help="largest request body, in MiB, four times as much for embeddings, scores, rankings; raise it for images",
         least=1,
     )
     http_body_memory_mb: int = config.setting(
