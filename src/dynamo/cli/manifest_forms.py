@@ -141,7 +141,8 @@ def _add_tiers(service: Document, kvbm: Mapping[str, Any], backend: str, notes: 
             {"name": "kv-cache", "emptyDir": {"sizeLimit": f"{_DISK_GB}Gi"}}
         ]
         main["volumeMounts"] = [{"name": "kv-cache", "mountPath": _DISK_PATH}]
-    main["args"] += ["--connector", "kvbm"]
+    is_sender = backend == "vllm" and "--is-prefill-worker" in main["args"]
+    main["args"] += ["--connector", "kvbm", *(["nixl"] if is_sender else [])]
     service["envs"] = envs
     notes.append(
         f"spec.kvbm: sizes are not in the short form: {_HOST_GB} GB of host memory and {_DISK_GB} GB of disk stand for"
@@ -150,9 +151,7 @@ def _add_tiers(service: Document, kvbm: Mapping[str, Any], backend: str, notes: 
     if unknown := [str(tier) for tier in tiers if tier not in ("hbm", "host_dram", "nvme_ssd")]:
         notes.append(f"spec.kvbm.storage_tiers: {', '.join(unknown)} is no tier here; left out")
     if backend == "vllm":
-        notes.append(
-            "spec.kvbm: vLLM on a GPU refuses --connector kvbm; use --connector lmcache in the arguments there"
-        )
+        notes.append("spec.kvbm: vLLM on a GPU needs --connector lmcache, with nixl for prefill")
 
 
 def _make_planner(

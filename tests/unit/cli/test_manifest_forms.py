@@ -96,6 +96,15 @@ def test_tiers_of_vllm_are_named_as_missing():
     assert any("--connector lmcache" in note for note in converted.notes)
 
 
+def test_prefill_workers_of_vllm_keep_the_connector_that_passes_on_blocks():
+    converted = manifest_forms.convert(
+        short(deployment_mode="disaggregated", kvbm={"enabled": True})
+    )
+
+    args = main_of(converted, "VllmPrefillWorker")["args"]
+    assert args[args.index("--connector") :] == ["--connector", "kvbm", "nixl"]
+
+
 def test_workers_of_an_engine_without_tiers_get_no_flag_that_they_refuse():
     converted = manifest_forms.convert(short(backend="trtllm", kvbm={"enabled": True}))
 
