@@ -58,7 +58,8 @@ def prepare_role(
     if transfer is None:
         if is_split:
             raise errors.ConfigError(
-                "this engine moves no KV blocks between workers: start it without --disaggregation-mode"
+                "this engine moves no KV blocks between workers: start it without --disaggregation-mode and"
+                " --is-prefill-worker, or, with vLLM, with nixl among the names of --connector"
             )
         if worker.kv_peer_prefixes:
             raise errors.ConfigError(
