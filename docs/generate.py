@@ -85,7 +85,7 @@ def reference() -> str:
         ),
     ]
     sections += _settings(
-        "python -m dynamo.router", router_main.RouterServiceConfig, router_config.RoutingConfig
+        "python -m dynamo.router", router_main.RouterServiceConfig, router_main.ServiceRoutingConfig
     )
     sections += _settings(
         "python -m dynamo.planner", planner_config.PlannerConfig, planner_config.ScalingConfig

@@ -27,6 +27,15 @@ class RouterServiceConfig(component.RuntimeConfig):
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceRoutingConfig(router_config.RoutingConfig):
+    """How the router selects workers: by their caches and load, unless another mode is given."""
+
+    router_mode: router_config.RouterMode = config.setting(  # noqa: RUF009 (a declaration)
+        "kv", help=router_config.MODE_HELP
+    )
+
+
 def main() -> int:
     """Run the service; return the exit status of the process."""
     return process_setup.run_command(_PROG, _run)
@@ -34,7 +43,7 @@ def main() -> int:
 
 def _run() -> None:
     logs.configure()
-    parts = (RouterServiceConfig, router_config.RoutingConfig)
+    parts = (RouterServiceConfig, ServiceRoutingConfig)
     settings, routing = config.load_parts(parts, prog=_PROG)
     target = settings.endpoint or f"dyn://{settings.namespace}.backend.generate"
     asyncio.run(serve(settings, routing, instances.EndpointName.parse(target)))

@@ -27,6 +27,18 @@ PolicyName = Literal[
     "consistent-hash",
     "direct",
 ]
+RouterMode = Literal[
+    "round-robin",
+    "random",
+    "kv",
+    "least-loaded",
+    "power-of-two",
+    "consistent-hash",
+    "direct",
+]
+MODE_HELP = (
+    "how a worker is selected; kv: by its cached prefixes and its load (see --router-policy)"
+)
 _TEMPERED = ("dynamo", "lmetric")  # the policies that use --router-temperature
 
 
@@ -207,18 +219,7 @@ def make_selector(
 class RoutingConfig(RouterConfig):
     """How the router of a process selects workers."""
 
-    router_mode: Literal[
-        "round-robin",
-        "random",
-        "kv",
-        "least-loaded",
-        "power-of-two",
-        "consistent-hash",
-        "direct",
-    ] = config.setting(
-        "round-robin",
-        help="how a worker is selected; kv: by its cached prefixes and its load (see --router-policy)",
-    )
+    router_mode: RouterMode = config.setting("round-robin", help=MODE_HELP)  # noqa: RUF009 (a declaration)
     kv_events: bool = config.option(
         True,
         env="DYN_ROUTER_USE_KV_EVENTS",

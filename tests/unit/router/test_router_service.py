@@ -7,9 +7,11 @@ import pytest
 from routing_rig import NAME, Receiver, Worker, World, card, request
 
 from dynamo.base import clock as clocks
+from dynamo.base import config as options
 from dynamo.base import errors
 from dynamo.observability import metrics
 from dynamo.protocols import generate, instances
+from dynamo.router import __main__ as router_main
 from dynamo.router import config, route_factory, service
 from dynamo.runtime import requests
 from waiting import PATIENT_S
@@ -127,3 +129,20 @@ async def test_prompt_of_an_adapter_goes_to_a_worker_with_it(served):
     assert len(poet.calls) == 2
     with pytest.raises(errors.NoWorkers):
         await served.best(range(100), lora_name="clerk")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "expected"),
+    [
+        ((), {}, "kv"),
+        (("--router-mode", "least-loaded"), {}, "least-loaded"),
+        ((), {"DYN_ROUTER_MODE": "round-robin"}, "round-robin"),
+    ],
+)
+def test_router_of_its_own_knows_caches_unless_it_is_told_otherwise(flags, environ, expected):
+    routing = options.load(
+        router_main.ServiceRoutingConfig, prog="router", argv=flags, environ=environ
+    )
+
+    assert routing.router_mode == expected
+    assert routing.uses_kv_events == (expected == "kv")
