@@ -71,6 +71,8 @@ def _convert_short(document: Document) -> ConvertedManifest:
     roles = {"Decode": ""}
     if mode == "disaggregated":
         roles["Prefill"] = "prefill"
+        if backend != "vllm":
+            notes.append(f"spec.deployment_mode: prefill workers of {backend} do not start here")
     for role, disaggregation in roles.items():
         service = _short_service("worker", spec.get("workers"), image, notes)
         service.setdefault("resources", {}).setdefault("limits", {}).setdefault("gpu", "1")

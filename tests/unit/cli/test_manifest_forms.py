@@ -73,7 +73,13 @@ def test_short_disaggregated_form_with_tiers_and_planner():
     ]
     assert "--ttft=500" in main_of(converted, "Planner")["args"]
     notes = " ".join(converted.notes)
-    for words in ("spec.colour", "spec.frontend.image", "tape is no tier", "dynamo-pvc"):
+    for words in (
+        "spec.colour",
+        "spec.frontend.image",
+        "tape is no tier",
+        "dynamo-pvc",
+        "prefill workers of sglang do not start",
+    ):
         assert words in notes
 
 
