@@ -68,11 +68,9 @@ def _convert_short(document: Document) -> ConvertedManifest:
     tag = str(spec.get("version", "")).removeprefix("v")
     image = _IMAGE.format(_IMAGE_NAMES[backend]) + (f":{tag}" if tag else "")
     services = {"Frontend": _short_service("frontend", spec.get("frontend"), image, notes)}
-    roles = {"Decode": ""}
-    if mode == "disaggregated":
-        roles["Prefill"] = "prefill"
-        if backend != "vllm":
-            notes.append(f"spec.deployment_mode: prefill workers of {backend} do not start here")
+    roles = {"Decode": ""} | ({"Prefill": "prefill"} if mode == "disaggregated" else {})
+    if mode == "disaggregated" and backend != "vllm":
+        notes.append(f"spec.deployment_mode: prefill workers of {backend} do not start here")
     for role, disaggregation in roles.items():
         service = _short_service("worker", spec.get("workers"), image, notes)
         service.setdefault("resources", {}).setdefault("limits", {}).setdefault("gpu", "1")

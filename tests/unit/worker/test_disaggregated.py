@@ -180,7 +180,7 @@ async def test_engine_without_kv_transfer_serves_aggregated(tmp_path):
     engine = FakeEngine()
 
     assert await prepare(engine, tmp_path) is engine
-    with pytest.raises(errors.ConfigError, match="moves no KV blocks.* with nixl among"):
+    with pytest.raises(errors.ConfigError, match=r"moves no KV blocks.* with nixl among"):
         await prepare(engine, tmp_path, is_prefill_worker=True)
 
 
