@@ -124,12 +124,19 @@ class DirectQueue:
         endpoint: client.EndpointClient,
         clock: clocks.Clock,
         on_retry: Callable[[], None] = lambda: None,
+        *,
+        own_id: int = 0,
     ) -> None:
-        """`workers` returns the ids of connected prefill workers; `on_retry` is called for each retry."""
+        """`workers` returns the ids of connected prefill workers; `on_retry` is called for each retry.
+
+        Of workers with equally few prompts it chooses the one with the id that follows `own_id`: the queues of several
+        processes, which see none of each other's prompts, would else all choose the first of them.
+        """
         self._workers = workers
         self._client = endpoint
         self._clock = clock
         self._on_retry = on_retry
+        self._own_id = own_id
         self._hung = probed_workers(endpoint, clock)
         self._num_sent: collections.Counter[int] = collections.Counter()  # and not ended, by worker
 
@@ -152,7 +159,7 @@ class DirectQueue:
                     ids = self._usable(tried)
                     if not ids:
                         raise errors.NoWorkers("there is no prefill worker to ask")
-                    worker_id = min(ids, key=self._num_sent.__getitem__)
+                    worker_id = self._choose(ids)
                     try:
                         return await self._send(worker_id, request, timeout_s)
                     except RETRIABLE as error:
@@ -169,6 +176,11 @@ class DirectQueue:
 
     async def close(self) -> None:
         await self._hung.close()
+
+    def _choose(self, ids: Sequence[int]) -> int:
+        fewest = min(self._num_sent[i] for i in ids)
+        least_loaded = sorted(i for i in ids if self._num_sent[i] == fewest)
+        return client.round_robin(least_loaded, self._own_id)
 
     def _usable(self, tried: Sequence[int]) -> Sequence[int]:
         return self._client.usable(self._hung.without(self._workers()), tried)

@@ -207,7 +207,11 @@ def _decode_role(
         hooks = (queue,)
     else:
         queue = prefill_queue.DirectQueue(
-            lambda: workers.connected, prefill_client, clock, counters.retries.inc
+            lambda: workers.connected,
+            prefill_client,
+            clock,
+            counters.retries.inc,
+            own_id=runtime.instance_id,
         )
     remote = remote_prefill.RemotePrefillEngine(
         engine,

@@ -28,10 +28,10 @@ class Stream:
 class Workers:
     """An endpoint client whose workers answer when the test says so."""
 
-    def __init__(self, *ids, clock=None):
+    def __init__(self, *ids, clock=None, own_id=0):
         self.ids, self.asked, self.streams, self.num_retried = list(ids), [], [], 0
         self.queue = prefill_queue.DirectQueue(
-            lambda: self.ids, self, clock or clocks.SystemClock(), self.retried
+            lambda: self.ids, self, clock or clocks.SystemClock(), self.retried, own_id=own_id
         )
 
     @property
@@ -73,6 +73,17 @@ async def test_prompt_goes_to_the_worker_with_the_fewest():
     assert await asyncio.gather(*asking) == [PARAMS] * 4
     assert [worker for worker, _ in workers.asked] == [1, 2, 1, 2]
     assert all(stream.is_cancelled for stream in workers.streams)
+
+
+@pytest.mark.parametrize(("own_id", "expected"), [(0, 10), (10, 20), (15, 20), (25, 30), (35, 10)])
+async def test_decode_workers_prefer_different_workers_of_those_that_idle(own_id, expected):
+    workers = Workers(10, 20, 30, own_id=own_id)
+    for i in range(2):
+        asking = await workers.begin()
+        workers.answer(i)
+        await asking
+
+    assert [worker for worker, _ in workers.asked] == [expected, expected]
 
 
 async def test_size_counts_the_waiting_prompts_of_the_least_loaded_worker():
