@@ -202,3 +202,19 @@ async def test_client_that_disconnects_while_admitted_holds_its_permit_until_its
 
     assert before == ["", "both"]
     assert rig.entered == ["", "both", "successor"]
+
+
+async def test_permit_released_as_a_waiting_client_leaves_goes_to_the_next():
+    rig, caller = Rig(limit=1, queue=2), Caller()
+    await rig.enter("first")
+    leaving = asyncio.ensure_future(rig.enter("leaving", caller=caller))
+    await turns()
+    waiting = asyncio.ensure_future(rig.enter("waiting"))
+    await turns()
+    caller.leave()
+    rig.permits.release_permit()  # in the same turn of the event loop
+    with pytest.raises(errors.Cancelled):
+        await leaving
+    await waiting
+
+    assert rig.entered == ["first", "waiting"]

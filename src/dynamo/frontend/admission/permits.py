@@ -83,11 +83,15 @@ class ModelPermits:
     def admit_waiting(self) -> None:
         """Give permits to as many waiting requests as there is room for now."""
         room = self._num_admissible() if self._queue else 0
-        num_admitted = len(self._queue) if room is None else min(room, len(self._queue))
-        for _ in range(num_admitted):
-            self._queue.pop_first().waiter.set_result(None)
+        num_before = len(self._queue)
+        while self._queue and (room is None or room > 0):
+            waiter = self._queue.pop_first().waiter
+            if waiter.done():  # its client left, or its time ended, in this turn of the event loop
+                continue
+            waiter.set_result(None)
             self._num_permits += 1
-        if num_admitted:
+            room = None if room is None else room - 1
+        if len(self._queue) < num_before:
             self._show_queue()
 
     async def _wait(self, client: exchange.Exchange, priority: int, num_tokens: int) -> None:
