@@ -225,6 +225,8 @@ class RouteMetrics:
         for worker in removed:
             families.active_blocks.remove(*_labels(worker), worker_type)
             families.prefill_tokens.remove(*_labels(worker), worker_type)
+            with contextlib.suppress(KeyError):  # no request was sent to it
+                families.requests.remove(families.router_id, *_labels(worker))
 
 
 def _read_field(load: worker_load.WorkerLoad, name: str) -> Callable[[], float]:

@@ -326,6 +326,24 @@ async def test_queue_timeout_is_refused_as_overload(world):
     assert world.metric("dynamo_frontend_router_queue_backpressure_total") == 1
 
 
+async def test_count_of_requests_of_a_lost_worker_is_shown_no_more(world):
+    await world.route(num_workers=2)
+    for worker in world.workers:
+        await world.open(instance_id=worker.id)
+    rows = [f'worker_id="{worker.id:x}"' for worker in world.workers]
+
+    def shown():
+        text = world.registry.render().decode()
+        counts = [row for row in text.splitlines() if "component_router_requests_total{" in row]
+        return [row for row in rows if any(row in count for count in counts)]
+
+    before = shown()
+    await world.workers[0].runtime.close()
+    await world.until(lambda: len(world.client.instances) == 1)
+
+    assert (before, shown()) == (rows, rows[1:])
+
+
 async def test_lost_worker_releases_its_requests(world):
     await world.route(2)
     await world.open(*LONG)
