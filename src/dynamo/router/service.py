@@ -183,6 +183,10 @@ class RouterService:
         except wire.DECODE_ERRORS as error:
             call.fail(errors.RemoteProtocolError(f"expected a request to generate: {error}"))
             return
+        if not request.token_ids or len(request.token_ids) % blocks.TOKEN_BYTES:
+            limit = f"expected token ids of {blocks.TOKEN_BYTES} bytes each, at least one"
+            call.fail(errors.InvalidRequest(limit, param="token_ids"))
+            return
         task = self._tasks.start(f"route {request.id}", self._forward(call, request))
         call.on_cancel(lambda: _cancel(task))
 

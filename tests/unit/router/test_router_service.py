@@ -1,5 +1,6 @@
 """The standalone router, asked over the request plane."""
 
+import asyncio
 import contextlib
 
 import msgspec
@@ -110,6 +111,21 @@ async def test_cancelled_call_frees_the_worker(served):
 async def test_malformed_request_is_refused(served):
     with pytest.raises(errors.InvalidRequest, match="expected a BestWorkerRequest"):
         await served.ask("best_worker_id", {"tokens": 3}, msgspec.Raw)
+
+
+@pytest.mark.parametrize("token_ids", [b"", b"12345"])
+async def test_prompt_of_no_whole_tokens_is_refused_and_the_router_goes_on(served, token_ids):
+    client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
+    await client.wait_for_instances(PATIENT_S)
+    receiver = Receiver()
+    malformed = msgspec.structs.replace(request(), token_ids=token_ids)
+    await client.open(malformed, receiver)
+
+    with pytest.raises(errors.InvalidRequest, match="token ids of 4 bytes each"):
+        raise await receiver.over
+    stop = asyncio.Event()
+    stop.set()
+    await served.service.run(stop)  # raises the error of a task that died
 
 
 async def test_prompt_of_an_adapter_goes_to_a_worker_with_it(served):
