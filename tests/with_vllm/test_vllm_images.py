@@ -4,6 +4,7 @@ import base64
 import concurrent.futures
 import importlib.util
 import io
+import warnings
 
 import httpx
 import pytest
@@ -15,8 +16,13 @@ import openai
 from deployment import Deployment
 from PIL import Image
 
-import vllm_models
+from dynamo.base import errors
 from waiting import PATIENT_S, eventually
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import vllm_models
+    from dynamo.engine.adapters.vllm import versions
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 START_S = 600.0  # on a busy machine; usually half a minute
@@ -47,11 +53,15 @@ def frontend(tmp_path_factory):
         deployment.end()
 
 
-def picture(colour):
-    """Return the part of a message that holds a picture of one colour."""
+def picture_file(colour):
     file = io.BytesIO()
     Image.new("RGB", (40, 30), colour).save(file, "PNG")
-    encoded = base64.b64encode(file.getvalue()).decode()
+    return file.getvalue()
+
+
+def picture(colour):
+    """Return the part of a message that holds a picture of one colour."""
+    encoded = base64.b64encode(picture_file(colour)).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
@@ -159,6 +169,28 @@ def test_file_that_is_no_picture_is_refused(frontend):
         ask(frontend, {"type": "image_url", "image_url": {"url": url}})
 
     assert ask(frontend, "Hello").usage.completion_tokens > 0
+
+
+def cut_png():
+    """Return a picture of which the data's chunk says that it is shorter."""
+    file = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(file, "PNG")
+    content = bytearray(file.getvalue())
+    content[content.index(b"IDAT") - 1] -= 5
+    return bytes(content)
+
+
+def huge_bmp():
+    """Return a small file of a picture that says to be 60,000 pixels wide and as high."""
+    file = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(file, "BMP")
+    return file.getvalue()[:18] + 2 * (60_000).to_bytes(4, "little") + file.getvalue()[26:]
+
+
+@pytest.mark.parametrize("make_file", [cut_png, huge_bmp])
+def test_damaged_file_is_no_fault_of_the_engine(make_file):
+    with pytest.raises(errors.InvalidRequest, match="image 1 of the messages"):
+        versions._image_prompt([1, 2], [picture_file("red"), make_file()], None)
 
 
 def test_model_says_that_it_takes_images(frontend):

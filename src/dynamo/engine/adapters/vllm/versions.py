@@ -119,7 +119,7 @@ def _image_prompt(
     for number, file in enumerate(files):
         try:
             images.append(media.load_bytes(file))
-        except ValueError as error:
+        except Exception as error:  # of many kinds, by what is wrong with a file
             raise errors.InvalidRequest(f"image {number} of the messages: {error}") from error
     salt = {"cache_salt": cache_salt} if cache_salt else {}
     return {"prompt_token_ids": list(token_ids), "multi_modal_data": {"image": images}, **salt}
