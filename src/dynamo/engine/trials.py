@@ -196,6 +196,9 @@ class TrialServer:
                 os.kill(child.pid, signal.SIGKILL)
                 os.waitpid(child.pid, 0)
             return False
+        if os.waitpid(self._spare.pid, os.WNOHANG)[0]:  # killed, as without memory
+            self._spare.connection.close()
+            self._spare = self._fork()
         pid, handoff = self._spare
         with handoff, contextlib.suppress(OSError):  # if it was killed: `_reap` follows
             socket.send_fds(handoff, [data], descriptors)

@@ -151,6 +151,17 @@ async def test_killed_process_is_started_again(compiler):
     await compiler.compile(regex("b"), EOS)
 
 
+async def test_child_that_was_killed_while_it_waited_is_replaced(compiler):
+    await compiler.compile(regex("a"), EOS)
+    server = compiler._trials._process.pid
+    await until(lambda: len(children_of(server)) == 1)
+    (child,) = children_of(server)
+    os.kill(int(child), signal.SIGKILL)
+    await until(lambda: ") Z " in pathlib.Path(f"/proc/{child}/stat").read_text())
+
+    await compiler.compile(regex("b"), EOS)
+
+
 async def test_trial_that_was_killed_is_no_fault_of_the_grammar(compiler, monkeypatch):
     verdicts = [trials.Verdict(ended_by=signal.SIGKILL), trials.Verdict()]
 
