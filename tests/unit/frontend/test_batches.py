@@ -133,10 +133,30 @@ async def test_line_waits_for_a_model_that_has_lost_its_workers(start):
     await rig.one.runtime.close()
     await rig.until(lambda: not rig.instances)
     batch = await begin(rig, [chat_line(1)])
-    await rig.until(lambda: rig.frontend._batches._slots.locked())
+    await rig.until(lambda: _is_refused(rig))
     await rig.worker()
 
     assert (await ended(rig, batch))["request_counts"]["completed"] == 1
+
+
+async def _is_refused(rig):
+    return any("model_rejection_total" in name for name in await rig.metrics())
+
+
+async def test_lines_that_wait_for_a_model_do_not_hold_up_other_batches(start):
+    rig = await start(worker_wait_secs=0, batch_concurrency=1)
+    other = await rig.worker("n")
+    await ended(rig, await begin(rig, [chat_line(0)]))
+    await rig.one.runtime.close()
+    await rig.until(lambda: len(rig.instances) == 1)
+    waiting = await begin(rig, [chat_line(number) for number in range(3)])
+    await rig.until(lambda: _is_refused(rig))
+    lines = [chat_line(number, model="n") for number in range(3)]
+
+    assert (await ended(rig, await begin(rig, lines)))["request_counts"]["completed"] == 3
+    assert len(other.requests) == 3
+    await rig.worker()
+    assert (await ended(rig, waiting))["request_counts"]["completed"] == 3
 
 
 async def test_line_waits_for_a_model_that_has_answered_before(start, monkeypatch):

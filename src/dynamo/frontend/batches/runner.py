@@ -5,6 +5,10 @@ frees when the process ends, however it ends. The others look every `POLL_S` sec
 
 A line is answered by the same handler as a client's request, behind the check of API keys, so nothing differs but its
 priority. A line without an answer in the journal is asked again by the next runner.
+
+Lines are bounded twice. Those that are asked hold slots of all batches. One that waits to be asked again, perhaps for
+hours until its model is back, holds none, so that other batches go on; but it is begun, as which it holds slots of its
+own batch, so that no batch is read much further than it is answered.
 """
 
 import asyncio
@@ -62,6 +66,33 @@ class LineExchange(exchange.Exchange):
             self.response.set_result(LineResponse(status, body))
 
 
+class LineSlots:
+    """Slots for lines, of which a long one takes several."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._free = asyncio.Semaphore(num_slots)
+        self._taking = asyncio.Lock()
+
+    async def take(self, num_bytes: int) -> int:
+        """Wait for the slots of a line of this length, and return how many they are."""
+        num_slots, num_taken = min(self._num_slots, 1 + num_bytes // _SLOT_BYTES), 0
+        try:
+            async with self._taking:  # of two long lines one goes first
+                while num_taken < num_slots:
+                    await self._free.acquire()
+                    num_taken += 1
+        except asyncio.CancelledError:
+            self.release(num_taken)
+            raise
+        return num_slots
+
+    def release(self, num_slots: int, _task: object = None) -> None:
+        """Give so many slots back."""
+        for _ in range(num_slots):
+            self._free.release()
+
+
 class BatchRunner:
     """Runs the batches of one journal."""
 
@@ -76,9 +107,8 @@ class BatchRunner:
         """Ask `concurrency` lines of all batches at once."""
         self.journal = batch_journal
         self._clock = clock
-        self._num_slots = concurrency
-        self._slots = asyncio.Semaphore(concurrency)
-        self._taking_slots = asyncio.Lock()
+        self._concurrency = concurrency
+        self._slots = LineSlots(concurrency)
         self._max_body_bytes = max_body_bytes
         self._changed = asyncio.Event()
         self._stops: dict[str, asyncio.Event] = {}  # by batch: it is to be cancelled
@@ -129,7 +159,9 @@ class BatchRunner:
                     batch_id = entry.batch.id
                     if batch_id not in running:
                         self._stops[batch_id] = asyncio.Event()
-                        asker = LineAsker(handler, authorize(entry.key_name), self._clock)
+                        asker = LineAsker(
+                            handler, authorize(entry.key_name), self._clock, self._slots
+                        )
                         running[batch_id] = asyncio.create_task(self._run_batch(entry.batch, asker))
                     if entry.batch.status == "cancelling":
                         self._stops[batch_id].set()
@@ -208,6 +240,7 @@ class BatchRunner:
     async def _answer_lines(self, batch: lines.Batch, asker: "LineAsker") -> None:
         remaining = self._requests(batch)
         writer = AnswerWriter(self.journal, batch.id)
+        begun = LineSlots(self._concurrency)
 
         async def answer(line: lines.LineRequest) -> None:
             line_id = _line_id(batch, line.number)
@@ -219,39 +252,28 @@ class BatchRunner:
             async with asyncio.TaskGroup() as group:
                 while chunk := await asyncio.to_thread(_read_chunk, remaining):
                     for line in chunk:
-                        num_slots = await self._take_slots(len(line.body))
+                        num_slots = await begun.take(len(line.body))
                         task = group.create_task(answer(line))
-                        task.add_done_callback(functools.partial(self._release_slots, num_slots))
+                        task.add_done_callback(functools.partial(begun.release, num_slots))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         finally:
             remaining.close()
-
-    async def _take_slots(self, num_bytes: int) -> int:
-        """Wait for the slots of a line of this length, and return how many they are."""
-        num_slots, num_taken = min(self._num_slots, 1 + num_bytes // _SLOT_BYTES), 0
-        try:
-            async with self._taking_slots:  # of two long lines one goes first
-                while num_taken < num_slots:
-                    await self._slots.acquire()
-                    num_taken += 1
-        except asyncio.CancelledError:
-            self._release_slots(num_taken)
-            raise
-        return num_slots
-
-    def _release_slots(self, num_slots: int, _task: object = None) -> None:
-        for _ in range(num_slots):
-            self._slots.release()
 
 
 class LineAsker:
     """Asks the requests of one batch's lines, again where their answers do not stand."""
 
     def __init__(
-        self, handler: exchange.Handler, headers: Mapping[str, str], clock: clocks.Clock
+        self,
+        handler: exchange.Handler,
+        headers: Mapping[str, str],
+        clock: clocks.Clock,
+        slots: LineSlots,
     ) -> None:
+        """`slots` are those of all batches."""
         self._handler = handler
+        self._slots = slots
         self._headers = {"content-type": "application/json", **headers}
         self._clock = clock
         self._waits_until = clock.now() + MODEL_WAIT_S
@@ -271,7 +293,11 @@ class LineAsker:
             peer="batch",
         )
         for num_attempts in itertools.count(1):
-            response = await self._ask_once(request)
+            num_slots = await self._slots.take(len(line.body))
+            try:
+                response = await self._ask_once(request)
+            finally:
+                self._slots.release(num_slots)
             status = response.status
             if lines.lacks_model(status, response.body):
                 is_expected = line.model in self._served_models
