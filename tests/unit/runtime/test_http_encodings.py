@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import time
 
 import pytest
 from backports import zstd
@@ -62,6 +63,16 @@ async def test_members_after_another_are_one_body(encoding):
     _, bodies = await ask(COMPRESS[encoding](b"a") + COMPRESS[encoding](b"b"), encoding)
 
     assert bodies == [b"ab"]
+
+
+@pytest.mark.parametrize("encoding", COMPRESS)
+async def test_body_of_a_hundred_thousand_members_is_refused_at_once(encoding):
+    before = time.process_time()
+    wire, bodies = await ask(COMPRESS[encoding](b"") * 100_000, encoding)
+
+    assert bodies == []
+    assert b"expected at most 100 members" in wire.text
+    assert time.process_time() - before < 0.5
 
 
 @pytest.mark.parametrize("encoding", [None, "identity"])

@@ -20,6 +20,7 @@ else:
     from backports import zstd
 
 _ENCODINGS = ("gzip", "zstd")
+_MAX_MEMBERS = 100  # of one body: behind each, all that follows is copied
 _GZIP_WBITS = 31  # of zlib: gzip's head and checksum
 _MAX_WINDOW_LOG = 23  # 8 MiB, as RFC 9659 has it for the web
 _inflating = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inflate")
@@ -28,11 +29,15 @@ _inflating = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inflate")
 def inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """Return the body that was compressed by this encoding, a member after another.
 
-    Raises RequestRefused for more than `max_bytes`, and for what the encoding has not made.
+    Raises RequestRefused for more than `max_bytes` or `_MAX_MEMBERS`, and for what the encoding has not made.
     """
-    inflated, remaining = bytearray(), body
+    inflated, remaining, num_members = bytearray(), body, 0
     try:
         while remaining:
+            num_members += 1
+            if num_members > _MAX_MEMBERS:
+                message = f"expected at most {_MAX_MEMBERS} members of {encoding} in one body"
+                raise RequestRefused(400, message)
             member = _decompressor(encoding)
             inflated += member.decompress(remaining, max_bytes + 1 - len(inflated))
             if len(inflated) > max_bytes:
