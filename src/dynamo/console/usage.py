@@ -63,11 +63,11 @@ class UsageTable:
         return counts
 
     def rows(self, matches: Callable[[UsageRow], bool] = lambda row: True) -> Sequence[UsageRow]:
-        """Return the matching rows, the latest day first."""
-        names = {day: day_name(day) for day in self._num_rows_by_day}
+        """Return the matching rows, the latest day first. May be called in a thread while requests are counted."""
+        name = functools.cache(day_name)
         rows = (
             UsageRow(
-                day=names[day], key=key, tenant=tenant, model=model, api=api,
+                day=name(day), key=key, tenant=tenant, model=model, api=api,
                 num_requests=counts.num_requests, num_errors=counts.num_errors,
                 prompt_tokens=counts.prompt_tokens, cached_tokens=counts.cached_tokens,
                 output_tokens=counts.output_tokens, duration_s=counts.duration_s,

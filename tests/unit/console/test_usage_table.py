@@ -31,6 +31,19 @@ def test_requests_are_summed_by_day_key_model_and_api():
     assert [row.day for row in table.rows(lambda row: row.key == "k")] == ["2024-10-05"]
 
 
+def test_rows_are_made_in_a_thread_while_a_new_day_begins(monkeypatch):
+    table, name_day = UsageTable(), usage.day_name
+    record(table)
+
+    def name_and_count(day):
+        record(table, (day + 1) * DAY_S)
+        return name_day(day)
+
+    monkeypatch.setattr(usage, "day_name", name_and_count)
+
+    assert [row.day for row in table.rows()] == ["2024-10-04"]
+
+
 def test_rows_that_were_written_go_on_after_a_restart():
     table, later = UsageTable(), UsageTable()
     record(table)
