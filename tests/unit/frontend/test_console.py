@@ -30,6 +30,10 @@ models = ["m"]
 name = "bob"
 key = "sk-bob-12"
 models = ["other"]
+[[keys]]
+name = "carol"
+key = "sk-carol-1"
+models = ["Big"]
 """
 API = "/console/api"
 
@@ -451,6 +455,18 @@ async def test_key_sees_its_models_only(keyed):
     assert (await get(keyed, f"{API}/models", "sk-bob-12"))["models"] == []
     assert (await get(keyed, f"{API}/topology", "sk-bob-12"))["workers"] == []
     await get(keyed, f"{API}/metrics?model=m", "sk-bob-12", status=403)
+
+
+async def test_key_sees_the_metrics_of_a_model_with_capital_letters(keyed):
+    await keyed.worker("Big")
+    await keyed.client.post(
+        "/v1/completions", json={"model": "Big", "prompt": "hi"}, headers=bearer("sk-carol-1")
+    )
+    keyed.frontend._recorder.sample(keyed.frontend._metrics)
+    keyed.frontend._recorder.sample(keyed.frontend._metrics)
+
+    assert (await get(keyed, f"{API}/metrics", "sk-carol-1"))["models"] == ["big"]
+    assert (await get(keyed, f"{API}/metrics?model=big", "sk-carol-1"))["points"]
 
 
 async def test_log_and_cache_are_for_administrators(keyed):

@@ -37,9 +37,9 @@ class Viewer(msgspec.Struct, frozen=True, kw_only=True):
         return self.entry is None or self.entry.admin or self.entry.name == name
 
     def sees_model(self, name: str) -> bool:
-        """Return whether the viewer's key allows this model."""
+        """Return whether the viewer's key allows this model, or one with this label of metrics, in lower case."""
         models = None if self.entry is None else self.entry.models
-        return models is None or name in models
+        return models is None or name in models or name in map(str.lower, models)
 
 
 class ConsoleSession(msgspec.Struct, frozen=True, kw_only=True):
