@@ -168,6 +168,7 @@ class PlannerService:
         self._log_file = log_file
         self._is_log_written, self._has_warned_of_mode = True, False
         self._is_leader: bool | None = None  # at the last decision
+        self._read_at = 0.0  # when the traffic was last read
         self._decisions: deque[planner_report.PlannerDecision] = deque(maxlen=_NUM_DECISIONS)
         self._last: Observation | None = None  # with fresh traffic
         self._running = tasks.Tasks()
@@ -201,25 +202,24 @@ class PlannerService:
         await self._server.close()
 
     async def _decide_for_ever(self) -> None:
-        last_at = self._clock.now() - self._settings.adjustment_interval
+        self._read_at = self._clock.now() - self._settings.adjustment_interval
         while True:
             try:
-                now = self._clock.now()
-                elapsed_s, last_at = now - last_at, now
-                await self._decide_once(elapsed_s)
+                await self._decide_once()
             except errors.DynamoError as error:
                 _logger.warning("no decision: %s", error)
             await self._clock.sleep(self._settings.adjustment_interval)
 
-    async def _decide_once(self, elapsed_s: float) -> None:
+    async def _decide_once(self) -> None:
         is_leader = await self._leadership.is_leader()
         takes_over = is_leader and self._is_leader is False
         self._is_leader = is_leader
-        interval_s = self._settings.adjustment_interval
-        traffic = await self._source.read(interval_s)
+        interval_s, now = self._settings.adjustment_interval, self._clock.now()
+        elapsed_s, self._read_at = now - self._read_at, now  # discovery may have been away before
         stood_still = not 0 < elapsed_s < max(_STOOD_STILL_S, STALE_INTERVALS * interval_s)
+        traffic = await self._source.read(interval_s if stood_still else elapsed_s)
         if stood_still:
-            traffic = Stale(elapsed_s, "the planner stood still, or its clock jumped")
+            traffic = Stale(elapsed_s, "the planner stood still or failed, or its clock jumped")
         if takes_over or stood_still:
             self._pipeline.forget()
         prefill, decode = await self._connector.observe()

@@ -27,6 +27,7 @@ from dynamo.planner.service import Leadership, PlannerService
 from dynamo.planner.traffic_source import FrontendLoad
 from dynamo.protocols import planner_report
 from dynamo.runtime.backends import memory
+from dynamo.testing import clock as virtual
 from planner_cases import make_profile
 from waiting import PATIENT_S, until
 
@@ -280,6 +281,55 @@ async def test_jump_of_the_clock_changes_nothing_and_is_said(parts, jump_s):
     (row,) = await has_said()
     assert (row["outcome"], row["replicas"]) == ("skipped", row["present"])
     assert row["time"] == 86_400.0  # of the clock that the service has
+
+
+class SteadySource:
+    """Five requests a second since the last reading, as the frontends' counters tell them."""
+
+    frontend_load = FrontendLoad(num_open=1)
+
+    def __init__(self, clock):
+        self.clock, self.read_at, self.intervals = clock, clock.now(), []
+
+    async def read(self, interval_s):
+        self.intervals.append(interval_s)
+        elapsed_s, self.read_at = self.clock.now() - self.read_at, self.clock.now()
+        return Fresh(Traffic(num_requests=5.0 * elapsed_s))
+
+
+@pytest.mark.parametrize(("num_failures", "rates"), [(1, [5.0, 5.0]), (30, [None, 5.0])])
+async def test_traffic_while_discovery_was_away_is_not_that_of_one_interval(
+    monkeypatch, num_failures, rates
+):
+    clock = virtual.VirtualClock()
+    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
+    leadership = Leadership(registry, "n", 1, clock)
+    source = SteadySource(clock)
+    service = PlannerService(
+        ScalingConfig(adjustment_interval=10.0),
+        source,
+        Orders(),
+        leadership,
+        clock,
+        loads=(Load(), Load()),
+    )
+    await leadership.join()
+    deciding = asyncio.ensure_future(service._decide_for_ever())
+    await clock.advance(21)
+    with monkeypatch.context() as patch:
+
+        async def refuse(prefix):
+            raise errors.Unavailable("etcd is away")
+
+        patch.setattr(registry, "get_prefix", refuse)
+        await clock.advance(10 * num_failures)
+    num_before = len(service._decisions)
+    await clock.advance(20)
+    deciding.cancel()
+
+    assert [row.requests_per_s for row in service._decisions][num_before:] == rates
+    if num_failures == 1:
+        assert source.intervals[num_before:] == [20.0, 10.0]  # of which Prometheus is asked
 
 
 async def test_decisions_are_json_for_people(parts):
