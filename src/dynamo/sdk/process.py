@@ -1,10 +1,11 @@
 """The process of one service: it makes the object, gives it its clients, and serves its endpoints and HTTP paths."""
 
 import asyncio
+import contextlib
 import inspect
 import os
 import typing
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ _STATUSES: tuple[tuple[type[errors.DynamoError], int], ...] = (
     (errors.Unavailable, 503),
     (errors.WorkerLost, 503),
 )
-ApiMethod = Callable[..., AsyncIterator[Any]]
+_EXPECTED = "expected a JSON object with the method's arguments"
+ApiMethod = Callable[..., AsyncGenerator[Any, None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,14 +206,19 @@ def _handler(
 
 
 def _api(method: Callable[..., Any]) -> ApiMethod:
-    def ask(**fields: Any) -> AsyncIterator[Any]:
-        inspect.signature(method).bind(**fields)
+    signature = inspect.signature(method)
+
+    def ask(**fields: Any) -> AsyncGenerator[Any, None]:
+        try:
+            signature.bind(**fields)
+        except TypeError as error:
+            raise errors.InvalidRequest(f"{_EXPECTED}: {error}") from error
         return _items(method(**fields))
 
     return ask
 
 
-async def _items(result: Any) -> AsyncIterator[Any]:
+async def _items(result: Any) -> AsyncGenerator[Any, None]:
     """Yield what an async generator yields, or the one value of a coroutine."""
     if inspect.isasyncgen(result):
         async for item in result:
@@ -252,10 +259,15 @@ def _http_handler(method: ApiMethod, health: Health) -> exchange.Handler:
         if not health.has_started:
             _refuse(client, 503, "this service is starting; try again soon")
             return
+        answering = asyncio.current_task()
+        assert answering is not None
+
+        def cancel() -> None:
+            answering.cancel()
+
+        client.on_disconnect(cancel)
         try:
             await _stream(client, method)
-        except (msgspec.DecodeError, TypeError) as error:
-            _refuse(client, 400, f"expected a JSON object with the method's arguments: {error}")
         except errors.DynamoError as error:
             status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 500)
             _refuse(client, status, str(error))
@@ -264,12 +276,16 @@ def _http_handler(method: ApiMethod, health: Health) -> exchange.Handler:
 
 
 async def _stream(client: exchange.Exchange, method: ApiMethod) -> None:
-    """Stream what the method yields for the body."""
-    fields = msgspec.json.decode(client.request.body or b"{}", type=dict[str, Any])
-    async for item in method(**fields):
-        if not client.is_streaming:
-            client.start_stream(200, content_type=_TEXT)
-        client.write(item.encode() if isinstance(item, str) else msgspec.json.encode(item))
+    """Stream what the method yields for the body, as long as the client is there."""
+    try:
+        fields = msgspec.json.decode(client.request.body or b"{}", type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise errors.InvalidRequest(f"{_EXPECTED}: {error}") from error
+    async with contextlib.aclosing(method(**fields)) as items:
+        async for item in items:
+            if not client.is_streaming:
+                client.start_stream(200, content_type=_TEXT)
+            client.write(item.encode() if isinstance(item, str) else msgspec.json.encode(item))
     if not client.is_streaming:
         client.start_stream(200, content_type=_TEXT)
     client.end()

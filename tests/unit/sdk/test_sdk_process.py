@@ -1,9 +1,14 @@
 """How services ask each other."""
 
+import asyncio
+import contextlib
+
+import httpx
 import pytest
 
 from dynamo.base import errors
 from dynamo.sdk import endpoint, process, service
+from waiting import PATIENT_S
 
 
 @service(dynamo={"namespace": "demo"})
@@ -69,3 +74,54 @@ async def test_worker_that_cannot_be_replaced_fails_the_request(workers, instanc
         await ask(workers, instance_id)
 
     assert workers.num_asked == num_asked
+
+
+@contextlib.asynccontextmanager
+async def serving(method):
+    """The address of a service's HTTP API with this method, which is `POST /tell`."""
+    health = process.Health(0)
+    health.has_started = True
+    server = process._make_server({"tell": process._api(method)}, health)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{port}/tell"
+    finally:
+        await server.close()
+
+
+async def test_answer_ends_when_its_client_has_gone():
+    has_ended = asyncio.Event()
+
+    async def tell():
+        try:
+            while True:
+                yield "and on "
+                await asyncio.sleep(0.01)
+        finally:
+            has_ended.set()
+
+    async with serving(tell) as url, httpx.AsyncClient(timeout=PATIENT_S) as client:
+        async with client.stream("POST", url) as answer:
+            async for _ in answer.aiter_raw():
+                break
+        async with asyncio.timeout(PATIENT_S):
+            await has_ended.wait()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"prompt": "hi"}, 500, "internal error"),
+        ({"question": "hi"}, 400, "the method's arguments: missing a required argument: 'prompt'"),
+        ([], 400, "the method's arguments: Expected `object`, got `array`"),
+    ],
+)
+async def test_mistake_of_a_method_is_not_that_of_its_client(body, status, said):
+    async def tell(prompt):
+        yield prompt + 1
+
+    async with serving(tell) as url, httpx.AsyncClient(timeout=PATIENT_S) as client:
+        answer = await client.post(url, json=body)
+
+    assert answer.status_code == status
+    assert said in answer.text
