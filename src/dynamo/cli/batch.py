@@ -46,7 +46,7 @@ class Summary(msgspec.Struct, kw_only=True):
 def read(path: Path) -> list[Line]:
     """Read the lines of a file. Raises ConfigError that names the line."""
     try:
-        rows = path.read_text("utf-8").splitlines()
+        rows = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise errors.ConfigError(f"in=batch:{path}: cannot be read: {error}") from error
     return [parse(row, f"{path}:{n}") for n, row in enumerate(rows, 1) if row.strip()]

@@ -34,6 +34,15 @@ def test_invalid_line_is_named(row):
         parse(row)
 
 
+def test_line_ends_where_json_says(tmp_path):
+    """These characters may stand in a text as they are, and end a line for `str.splitlines` alone."""
+    text = "one\u2028two\u0085three"
+    (tmp_path / "batch").write_text(f'{{"text": "{text}"}}\r\n{{"text": "b"}}\n', newline="")
+    lines = batch.read(tmp_path / "batch")
+
+    assert [line.messages[0]["content"] for line in lines] == [text, "b"]
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"in=batch:.*none.jsonl"):
         batch.read(tmp_path / "none.jsonl")
