@@ -127,11 +127,17 @@ class _LocalPool:
     workers: list[_LocalWorker] = field(default_factory=list)
     startup_s: float | None = None
     role_change_s: float | None = None
-    # of workers that are not, or no longer, ours
-    foreign_keys: set[str] = field(default_factory=set)
+    foreign_keys: set[str] = field(default_factory=set)  # of workers that are not ours
+    # of workers that go; which of two keys was whose is only known when one of them has gone
+    leaving_keys: set[str] = field(default_factory=set)
     failure: str = ""
     num_started: int = 0
     num_failed: int = 0  # starts that ended without serving, since the last observation
+
+    def note_leaving(self, worker: _LocalWorker) -> None:
+        """Expect that a worker, which may have served, is registered no longer."""
+        if worker.instance is not None:
+            self.leaving_keys.add(worker.instance)
 
     def note_failure(self, reason: str) -> None:
         """Count a start that ended without serving."""
@@ -210,12 +216,18 @@ class LocalConnector:
         keys = await pool.registered.read_ids()
         now = self._clock.now()
         pool.foreign_keys &= keys
+        pool.leaving_keys &= keys
         for worker in pool.workers:
             has_left = worker.instance is not None and worker.instance not in keys
-            if has_left and not worker.is_draining:
+            if not has_left or worker.is_draining:
+                continue
+            if pool.leaving_keys:  # this was the key of the one that goes
+                worker.instance = pool.leaving_keys.pop()
+            else:
                 pool.failure = f"{worker.child.spec.name} left discovery, but runs"
                 worker.instance, worker.expected, worker.ordered_at = None, "return", now
-        new_keys = keys - {worker.instance for worker in pool.workers} - pool.foreign_keys
+        known_keys = {worker.instance for worker in pool.workers}
+        new_keys = keys - known_keys - pool.foreign_keys - pool.leaving_keys
         starting = [w for w in pool.workers if w.instance is None and not w.is_draining]
         if not starting:
             pool.foreign_keys |= new_keys
@@ -248,7 +260,7 @@ class LocalConnector:
         serving = [worker for worker in giver.workers if worker.instance and not worker.is_draining]
         for worker in sorted(serving, key=lambda w: w.ordered_at)[-number:]:
             giver.workers.remove(worker)
-            giver.foreign_keys.add(worker.instance or "")
+            giver.note_leaving(worker)
             worker.pool, worker.instance, worker.expected = taker, None, "role change"
             worker.ordered_at = self._clock.now()
             taker.workers.append(worker)
@@ -281,6 +293,7 @@ class LocalConnector:
 
     def _drain(self, pool: _LocalPool, worker: _LocalWorker) -> None:
         worker.is_draining = True
+        pool.note_leaving(worker)
         if worker.instance is None and worker.child.last_line:
             pool.failure = f"last words: {worker.child.last_line}"
         stop = worker.child.stop(self._options.stop_timeout_s)
@@ -292,6 +305,7 @@ class LocalConnector:
         self._allocator.release(worker.resources)
         if worker.is_draining:
             return
+        worker.pool.note_leaving(worker)
         if worker.instance is None:
             worker.pool.note_failure(str(death))
         else:

@@ -250,3 +250,50 @@ async def test_worker_that_has_left_discovery_does_not_count_as_ready_until_it_i
     assert (served.num_ready, gone.num_ready, gone.num_starting, back.num_ready) == (1, 0, 1, 1)
     assert gone.failure == "decode 1 left discovery, but runs"
     assert back.startup_s == served.startup_s
+
+
+PATIENT = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+while True: signal.pause()
+"""
+
+
+async def leave_by_drain(connector):
+    await connector.scale(decide(0, 1))
+
+
+async def leave_by_change(connector):
+    await connector.scale(decide(1, 1, role_changes=-1))
+
+
+async def leave_by_death(connector):
+    leaving = connector._pools["decode"].workers[-1]
+    leaving.child.signal(signal.SIGKILL)
+
+    async def is_gone():
+        return leaving not in connector._pools["decode"].workers
+
+    await until(is_gone)
+    await connector.observe()  # its key is still there, until its lease ends
+
+
+@pytest.mark.parametrize("leave", [leave_by_drain, leave_by_change, leave_by_death])
+@pytest.mark.parametrize("left_key", ["a", "b"])
+async def test_worker_that_stays_is_ready_whichever_key_goes(make, leave, left_key):
+    """Discovery does not say which of two workers that started together has which key."""
+    code = OBEDIENT if leave is leave_by_change else PATIENT
+    connector, decode = make(code, can_change_roles=True)
+    await connector.scale(decide(0, 2))
+    decode.ids = frozenset({"a", "b"})
+    await connector.observe()
+    await are_ready(connector)
+    await leave(connector)
+    decode.ids -= {left_key}
+    state = await decode_state(connector)
+    for worker in all_workers(connector):
+        worker.child.signal(signal.SIGKILL)
+
+    assert (state.num_ready, state.num_starting) == (1, 0)
+    assert "left discovery" not in state.failure
