@@ -10,7 +10,8 @@ send a POST to any port of its user's host, can give one. Metrics have the names
 NVIDIA Dynamo's dashboards use (`dynamo_component_*`).
 
 An engine that hangs looks like an idle one, so an engine with a load that has not changed for a while is probed with a
-request. One that computes a long prompt is not quiet: its load shows how much of the prompt is left. So the worker
+request. One that computes a long prompt is not quiet: its load shows how much of the prompt is left; new requests that
+come to a hung one only add to that. So the worker
 gives up only an engine that neither answers the probe nor makes any progress.
 """
 
@@ -347,7 +348,7 @@ class Canary:
         while True:
             load_before = self._measure()
             await self._clock.sleep(self._check.wait_s)
-            if self._measure() == load_before and not await self._is_alive():
+            if not has_progressed(load_before, self._measure()) and not await self._is_alive():
                 return errors.EngineFailed(
                     f"the engine hangs: it did not answer a token within {self._check.answer_s:g} s"
                 )
@@ -360,10 +361,24 @@ class Canary:
             async with self._clock.timeout(self._check.answer_s):
                 await probe.is_answered.wait()
         except TimeoutError:
-            return self._measure() != load_before
+            return has_progressed(load_before, self._measure())
         finally:  # after the load was measured, of which the probe is a part
             probe.cancel()
         return True
+
+
+def has_progressed(
+    before: Sequence[load.ForwardPassMetrics], after: Sequence[load.ForwardPassMetrics]
+) -> bool:
+    """Return whether the ranks of an engine did anything; that there are more prompts to compute is no sign of it."""
+
+    def bound(earlier: load.ForwardPassMetrics, later: load.ForwardPassMetrics) -> object:
+        most = earlier.worker_stats.active_prefill_tokens
+        num_tokens = min(most, later.worker_stats.active_prefill_tokens)
+        stats = msgspec.structs.replace(later.worker_stats, active_prefill_tokens=num_tokens)
+        return msgspec.structs.replace(later, worker_stats=stats)
+
+    return list(map(bound, before, after)) != list(before)
 
 
 class Probe:

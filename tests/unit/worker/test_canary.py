@@ -1,5 +1,6 @@
 import asyncio
 
+import msgspec
 import pytest
 from worker_fakes import make_load
 
@@ -75,6 +76,28 @@ async def test_engine_with_progress_during_the_probe_is_alive(asked):
     await asked.clock.advance(5)
 
     assert len(asked.calls) == 1
+    assert not asked.verdict.done()
+
+
+def with_prompts(metrics, num_tokens):
+    stats = msgspec.structs.replace(metrics.worker_stats, active_prefill_tokens=num_tokens)
+    return msgspec.structs.replace(metrics, worker_stats=stats)
+
+
+async def test_prompts_that_arrive_are_no_progress(asked):
+    """A worker without another beside it gets requests though its engine hangs."""
+    for number in range(14):
+        asked.load = with_prompts(make_load(1), 100 * number)
+        await asked.clock.advance(1)
+
+    assert isinstance(asked.verdict.result(), errors.EngineFailed)
+
+
+async def test_prompt_of_which_less_is_left_is_progress(asked):
+    for number in range(40):
+        asked.load = with_prompts(make_load(1), 10_000 - number)
+        await asked.clock.advance(1)
+
     assert not asked.verdict.done()
 
 
