@@ -177,9 +177,14 @@ class RoleHost:
             began_at = self._clock.now()
             await self._host.stop(*self._drain_s)
             try:
-                await self._engine.clear_kv_blocks()
+                async with self._clock.timeout(host.ENGINE_STOP_S):
+                    await self._engine.clear_kv_blocks()
             except errors.EngineFailed as error:  # blocks that are left in a tier are right, too
                 _logger.warning("while the role changes: %s", error)
+            except TimeoutError as error:
+                raise errors.EngineFailed(
+                    f"the engine hangs: it did not clear its cache within {host.ENGINE_STOP_S:g} s"
+                ) from error
             await self._sibling.close()
             if stop.is_set():
                 return

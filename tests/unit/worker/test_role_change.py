@@ -14,7 +14,7 @@ from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.protocols import generate, instances
 from dynamo.runtime import component
-from dynamo.worker import main, model_source, role_change, settings
+from dynamo.worker import host, main, model_source, role_change, settings
 from waiting import PATIENT_S, until
 
 PREFILL, DECODE = (
@@ -136,6 +136,19 @@ async def test_worker_with_an_engine_that_dies_while_it_changes_ends(world, monk
     with pytest.raises(errors.EngineFailed, match="out of memory"):
         await world.running
     assert served == {}
+
+
+async def test_worker_with_an_engine_that_hangs_while_it_changes_ends(world, monkeypatch):
+    monkeypatch.setattr(host, "ENGINE_STOP_S", 0.05)
+    monkeypatch.setattr(world.host._engine, "clear_kv_blocks", asyncio.Event().wait)
+    changing = asyncio.create_task(world.host.change("prefill"))
+    async with asyncio.timeout(10.0):
+        with pytest.raises(errors.EngineFailed, match="the engine hangs: it did not clear"):
+            await asyncio.shield(world.running)
+    await world.host.stop(1)
+
+    with pytest.raises(errors.Conflict, match="the worker stops"):
+        await changing
 
 
 @pytest.mark.parametrize(
