@@ -90,7 +90,7 @@ def decide(
         return _report(resource, observed, "Failed", ("Validation", "InvalidSpec", str(error)))
     generated = status.get("generatedDeployment")
     try:
-        if generated is None and log:
+        if generated is None and (log or find_finished_pod(resource, observed)):
             generated = make_deployment(resource, spec, read_size(log))
     except errors.ConfigError as error:
         return _report(resource, observed, "Failed", ("SpecGenerated", "Unreadable", str(error)))
@@ -206,15 +206,19 @@ def make_deployment(
 
 def _find_failure(job: Object | None, observed: Observed, resource: Object) -> str | None:
     """Return why profiling has failed, or None if it has not."""
+    name = resource["metadata"]["name"]
+    pods = [
+        pod for pod in observed.pods if objects.labels_of(pod).get(objects.REQUEST_LABEL) == name
+    ]
+    if job and not pods and objects.find_condition(job, "Complete").get("status") == "True":
+        job_name = job["metadata"]["name"]
+        return (
+            "the pod of the profiler has gone, and its recommendation with it;"
+            f" after kubectl delete job {job_name} it measures again"
+        )
     if objects.find_condition(job, "Failed").get("status") != "True":
         return None
-    name = resource["metadata"]["name"]
-    found = [
-        cause
-        for pod in observed.pods
-        if objects.labels_of(pod).get(objects.REQUEST_LABEL) == name
-        and (cause := causes.pod_cause(pod)) is not None
-    ]
+    found = [cause for pod in pods if (cause := causes.pod_cause(pod)) is not None]
     return causes.select_first(found, causes.Cause("Failed", "the profiler has failed")).message
 
 

@@ -65,6 +65,27 @@ def test_recommendation_that_is_not_applied_stands_in_the_status_alone():
     assert worker["resources"] == {"limits": {"gpu": "1"}}
 
 
+def test_recommendation_that_went_with_its_pod_is_said():
+    """Pods go with their node, or are collected, while no operator runs."""
+    complete = {"conditions": [{"type": "Complete", "status": "True"}]}
+    job = {"kind": "Job", "metadata": {"name": "r-profile"}, "status": complete}
+    observed = objects.Observed(now="", objects={("Job", "r-profile"): job})
+    decision = profiling_requests.decide(make_request(), observed, OperatorConfig(), "")
+
+    assert decision.status["state"] == "Failed"
+    assert last_condition(decision)["reason"] == "ProfilingFailed"
+    assert "kubectl delete job r-profile" in last_condition(decision)["message"]
+
+
+def test_empty_log_of_a_finished_profiler_fails():
+    labels = {objects.REQUEST_LABEL: "r"}
+    pod = {"metadata": {"name": "p", "labels": labels}, "status": {"phase": "Succeeded"}}
+    observed = objects.Observed(now="", pods=[pod])
+    decision = profiling_requests.decide(make_request(), observed, OperatorConfig(), "")
+
+    assert last_condition(decision)["reason"] == "Unreadable"
+
+
 @pytest.mark.parametrize("generated", [None, {"kind": "DynamoGraphDeployment"}])
 def test_log_is_read_until_there_is_a_deployment(generated):
     labels = {objects.REQUEST_LABEL: "r"}
