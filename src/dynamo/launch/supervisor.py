@@ -127,12 +127,13 @@ class Supervisor:
 
     async def _watch(self, name: str, fatal_codes: frozenset[int]) -> None:
         policy = RestartPolicy()
+        refusal: children.ChildDied | None = None  # of the last start
         while True:
             child = self._child_by_name[name]
-            death = await child.death()
+            death = refusal or await child.death()
             if self._stop.is_set():
                 return
-            pause_s = policy.pause_s(self._clock.now() - child.started_at)
+            pause_s = policy.pause_s(0.0 if refusal else self._clock.now() - child.started_at)
             if death.exit_code in fatal_codes or pause_s is None:
                 self._death = death
                 self._stop.set()
@@ -141,7 +142,12 @@ class Supervisor:
             await self._clock.sleep(pause_s)
             if self._stop.is_set():
                 return
-            await self.start(child.spec)
+            try:
+                await self.start(child.spec)
+            except OSError as error:  # such as too many processes
+                refusal = children.ChildDied(f"{name} cannot be started: {error}")
+            else:
+                refusal = None
 
 
 FIRST_PAUSE_S = 0.5  # doubled each time

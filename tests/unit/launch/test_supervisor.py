@@ -1,5 +1,7 @@
 """What a supervisor does when its children are ready, die, or are told to stop. These start small processes."""
 
+import asyncio
+import errno
 import signal
 import sys
 
@@ -39,6 +41,31 @@ async def test_child_that_dies_is_restarted_until_the_policy_gives_up(started):
 
     assert len(reports) == supervisor.MAX_RESTARTS
     assert reports[1] == "worker exited with 3; starting it again in 0.02 s"
+
+
+async def test_child_that_cannot_be_started_again_is_tried_later(started, monkeypatch):
+    """Such as after a child that took all memory, or all processes that a container may have."""
+    owner, start, reports = started
+    await start("worker")
+    first, start_child = owner.child_by_name["worker"], children.start
+
+    async def refuse(*_):
+        monkeypatch.setattr(children, "start", start_child)
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(children, "start", refuse)
+    owner.watch("worker")
+    serving = asyncio.ensure_future(owner.run())
+    first.signal(signal.SIGKILL)
+    while not serving.done() and owner.child_by_name["worker"] is first:
+        await asyncio.sleep(0.01)
+
+    assert not serving.done()
+    assert [text.partition(";")[0] for text in reports] == [
+        "worker was killed by SIGKILL",
+        f"worker cannot be started: [Errno {errno.EAGAIN}] Resource temporarily unavailable",
+    ]
+    serving.cancel()
 
 
 async def test_death_with_a_fatal_exit_code_stops_all(started):
