@@ -10,8 +10,10 @@ export function Logs(_: ViewProps) {
   const [level, setLevel] = useState("INFO");
   const [text, setText] = useState("");
   const live = useLive<{ lines: LogLine[] }>(["log"], { lines: [] }, (old, _name, lines: LogLine[]) => {
-    const last = old.lines[old.lines.length - 1]?.number ?? 0;
-    return { lines: [...old.lines, ...lines.filter((line) => line.number > last)].slice(-MAX_SHOWN) };
+    const last = old.lines[old.lines.length - 1];
+    // after a broken connection lines come again; those of a process that was started meanwhile are numbered from 1
+    const isNew = (line: LogLine) => !last || line.number > last.number || line.at > last.at;
+    return { lines: [...old.lines, ...lines.filter(isNew)].slice(-MAX_SHOWN) };
   });
   const shown = live.value.lines.filter(
     (line) => LEVELS.indexOf(line.level) >= LEVELS.indexOf(level) && `${line.target} ${line.message} ${line.request_id ?? ""}`.includes(text),
@@ -29,7 +31,7 @@ export function Logs(_: ViewProps) {
       {!shown.length && <Notice>No line matches.</Notice>}
       <ol class="log" tabIndex={0} aria-label="Lines of the log">
         {[...shown].reverse().map((line) => (
-          <li key={line.number} class={line.level.toLowerCase()}>
+          <li key={`${line.at} ${line.number}`} class={line.level.toLowerCase()}>
             <span class="muted">{clock(line.at)}</span> <b>{line.level}</b> <span class="muted">{line.target}</span> {line.message}
             {line.request_id && <> <a href={`#/requests/${encodeURIComponent(line.request_id)}`} title={line.request_id}>request</a></>}
           </li>

@@ -11,6 +11,7 @@ import pytest
 from console_browser import NEEDS_BROWSER, QUESTION, SHIFTS, ask, get, show
 from deployment import MODEL
 
+import ports
 from dynamo.engine import native
 from waiting import PATIENT_S, eventually
 
@@ -110,6 +111,27 @@ def test_kv_map_metrics_usage_and_logs_show_what_their_api_says(served, page):
     page.get_by_label("Contains").fill("no such line")
     page.get_by_text("No line matches.").wait_for()
     assert page.evaluate("window.shift") < 0.1
+
+
+def test_lines_of_a_restarted_frontend_are_shown(deployment, page):
+    port = ports.reserve()
+    first = deployment.frontend(port=port)
+    eventually(first.is_live, what="a frontend")
+    show(page, first.url, "logs")
+    page.locator(".log li").first.wait_for()
+    num_lines = get(first, "log")["lines"][-1]["number"]
+    first.kill()
+    second = deployment.frontend(port=port)
+    eventually(second.is_live, what="the next frontend")
+    lines = get(second, "log")["lines"]
+    assert lines[-1]["number"] <= num_lines  # it logs no more than the first one
+
+    eventually(
+        lambda: page.locator(".log li").count() == num_lines + len(lines),
+        what="the lines of both",
+        every_s=0.5,
+    )
+    page.problems.clear()  # the browser reports the broken stream, and that nobody answered
 
 
 def test_answer_is_stopped_and_copied_as_commands_that_run(served, page):
