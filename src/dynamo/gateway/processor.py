@@ -19,7 +19,8 @@ ROUTED_PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
     *("/api/chat", "/api/generate", "/invocations"),  # Ollama's and SageMaker's
 )
-_KSERVE = re.compile(r"/v2/models/.+/(?:infer|generate)(?:_stream)?")  # bodies without a model
+# What a model is to answer here stands in tensors (KServe), or in a file that was uploaded before (batches).
+_UNREADABLE = re.compile(r"/v2/models/.+/(?:infer|generate)(?:_stream)?|/v1/batches")
 _CHAT = ROUTED_PATHS[0]
 _APIS: dict[str, rewriting.RequestApi] = {
     _CHAT: "chat",
@@ -127,8 +128,10 @@ class StreamProcessor:
 
     async def _change_request(self, body: bytes) -> "tuple[Any, bytes] | immediate.ImmediateAnswer":
         """Return the changes of the request's head and its new body, or the answer that it gets at once."""
-        if _KSERVE.fullmatch(self.path) and self._routing.router.has_guards:
-            text = "the router cannot read requests of KServe, and its guards read every request"
+        if _UNREADABLE.fullmatch(self.path) and self._routing.router.has_guards:
+            text = (
+                f"the router cannot read what {self.path} asks, and its guards read every request"
+            )
             return immediate.refuse(403, text, "permission_error")
         if self.path not in ROUTED_PATHS or self.headers.get(":method") != "POST":
             return messages.CommonResponse(), body

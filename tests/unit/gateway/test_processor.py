@@ -119,6 +119,7 @@ async def test_attack_is_answered_at_once(stream, protocol):
         ("/api/generate", chat(ATTACK), 403),
         ("/invocations", chat(ATTACK), 403),
         ("/v2/models/m/infer", b'{"inputs": []}', 403),
+        ("/v1/batches", b'{"input_file_id": "file-1"}', 403),
         ("/v2/models/m/versions/1/generate_stream", b'{"text_input": "hello"}', 403),
     ],
 )
