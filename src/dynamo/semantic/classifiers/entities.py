@@ -115,7 +115,7 @@ class EntityTagger:
             self._hidden, self._bias = stored["hidden"].astype(np.float32), stored["hidden_bias"]
             self._output, self._output_bias = stored["output"], stored["output_bias"]
         self._features = TokenFeatures(lists, vocabulary)
-        self._known = self._make_known()
+        self._table = self._make_table()
 
     def find(self, text: str) -> Iterator[pii.PiiSpan]:
         """Yield the names and addresses in a text, in order."""
@@ -148,18 +148,18 @@ class EntityTagger:
 
     def _label(self, tokens: Sequence[str]) -> Iterator[tuple[int, str, float]]:
         """Yield the tokens that have a label, with its probability."""
-        known = self._known
-        if known.num_rows_left < len(tokens):
-            known = self._known = self._make_known()
-        seen = known.number_of_token
-        numbers = [seen[t] if t in seen else self._register(t, known) for t in tokens]
-        candidates = [n for n, number in enumerate(numbers) if known.is_candidate[number]]
+        table = self._table
+        if table.num_rows_left < len(tokens):
+            table = self._table = self._make_table()
+        number_of = table.number_of_token
+        numbers = [number_of[t] if t in number_of else self._register(t, table) for t in tokens]
+        candidates = [n for n, number in enumerate(numbers) if table.is_candidate[number]]
         if not candidates:
             return
         padded = np.array([0] * REACH + numbers + [0] * REACH)
         for start in range(0, len(candidates), _BLOCK):
             part = candidates[start : start + _BLOCK]
-            yield from self._label_candidates(part, padded, known.embedded)
+            yield from self._label_candidates(part, padded, table.embedded)
 
     def _label_candidates(
         self, candidates: Sequence[int], padded: Any, embedded: Any
@@ -176,27 +176,27 @@ class EntityTagger:
             if confidence >= LEAST_CONFIDENCE:
                 yield candidates[row], LABELS[best[row]], confidence
 
-    def _make_known(self) -> KnownTokens:
+    def _make_table(self) -> KnownTokens:
         """Return a table that knows nothing but number 0, which is before and behind the text."""
-        known = KnownTokens(len(self._hidden), self._hidden.shape[2])
-        self._embed(known, next(known.numbers), 0, 0, 0, 0)
-        return known
+        table = KnownTokens(len(self._hidden), self._hidden.shape[2])
+        self._embed(table, next(table.numbers), 0, 0, 0, 0)
+        return table
 
-    def _register(self, token: str, known: KnownTokens) -> int:
+    def _register(self, token: str, table: KnownTokens) -> int:
         """Return a new number for an unknown token, which other threads see when its vectors are there."""
-        number = next(known.numbers)
-        known.num_rows_left = _MAX_KNOWN_TOKENS - number - 1
-        *ids, known.is_candidate[number] = self._features.of(token)
-        self._embed(known, number, *ids)
-        known.number_of_token[token] = number
+        number = next(table.numbers)
+        table.num_rows_left = _MAX_KNOWN_TOKENS - number - 1
+        *ids, table.is_candidate[number] = self._features.of(token)
+        self._embed(table, number, *ids)
+        table.number_of_token[token] = number
         return number
 
     def _embed(
-        self, known: KnownTokens, number: int, word: int, ending: int, beginning: int, group: int
+        self, table: KnownTokens, number: int, word: int, ending: int, beginning: int, group: int
     ) -> None:
         """Write the vectors of a token, one for each member."""
         of_word = self._words[word] + self._words[ending] + self._words[beginning]
-        known.embedded[:, number] = np.concatenate((of_word, self._groups[group]), axis=1)
+        table.embedded[:, number] = np.concatenate((of_word, self._groups[group]), axis=1)
 
 
 def _find_starts(text: str, tokens: Sequence[str]) -> list[int]:
