@@ -124,7 +124,7 @@ def set_system_prompt(
         return body  # a plain completion has no system prompt
     usual = {
         "instructions": view.messages_field == "input",
-        "system": is_generation or api == "messages",  # whose messages have no such role
+        "system": is_generation or api == "messages",  # it knows no role of that name
     }
     for name, is_usual in usual.items():
         if name in view.fields or is_usual:
