@@ -457,7 +457,7 @@ class RoutingService:
 def tenant_of(headers: Mapping[str, str]) -> str:
     """Return what tells callers apart in cache and conversations: a hash of their key, or nothing.
 
-    Both headers count: a proxy's `authorization` is the same for all callers, whose keys are in the other.
+    Both headers count: the `authorization` of a proxy is the same for all callers, and their keys are in the other.
     """
     keys = (headers.get("authorization"), headers.get("x-api-key"))
     key = "\n".join(filter(None, keys))
