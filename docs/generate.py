@@ -15,6 +15,7 @@ from dynamo.disagg import config as disagg_config
 from dynamo.disagg import metrics as disagg_metrics
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
+from dynamo.frontend import pipeline
 from dynamo.frontend import request_records as records
 from dynamo.frontend.admission import metrics as admission_metrics
 from dynamo.gateway import endpoint_picker
@@ -157,6 +158,7 @@ def _frontend_registry() -> prometheus_client.CollectorRegistry:
     metrics.LoopDelay(registry, clock.SystemClock())
     records.RequestRecords(frontend_config.FrontendConfig(), registry, clock.SystemClock())
     admission_metrics.AdmissionMetrics(registry)
+    pipeline.UnknownParameters(registry, refuses=False)
     router_metrics.RouterMetrics(registry, "")
     disagg_metrics.PrefillRouteMetrics(registry)
     return registry.collectors

@@ -29,6 +29,7 @@ def test_families_of_each_process_stand_in_the_reference():
 
     for family in (
         "dynamo_frontend_requests_total",
+        "dynamo_frontend_ignored_parameters_total",
         "dynamo_component_kv_peer_tokens_total",
         "dynamo_kvbm_memory_utilization_percent",
         "dynamo_planner_desired_replicas",
