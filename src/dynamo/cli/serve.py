@@ -160,9 +160,10 @@ def serve(options: ServeConfig) -> int:
     """Serve until a signal comes, and return the exit code. Raises ConfigError."""
     if options.pin or options.memory_budget_gb:
         raise errors.ConfigError("--pin and --memory-budget-gb: expected several models, got one")
+    engine = options.engine or engines.default_for(options.model)
     if not options.dry_run:
         check_port(options.http_host, options.http_port)
-    engine = options.engine or engines.default_for(options.model)
+        engines.check_installed(engine)
     options = dataclasses.replace(options, engine=engine)
     directory = engines.find_model(engine, options.model)
     if engines.kind_of(engine).reads_gguf and options.model:

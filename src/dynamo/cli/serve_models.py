@@ -76,6 +76,8 @@ class _Model:
 def _resolve(options: ServeConfig, typed: str) -> _Model:
     """Find a model. Raises ConfigError."""
     engine = options.engine or engines.default_for(typed)
+    if not options.dry_run:
+        engines.check_installed(engine)
     path = directory = engines.find_model(engine, typed)
     if engines.kind_of(engine).reads_gguf:
         path = Path(typed).expanduser().resolve()

@@ -157,6 +157,7 @@ async def join(
         contextlib.AsyncExitStack() as stack,
     ):
         engine_settings = _engine_settings(target, context_length)
+        engines.check_installed(engine_of(target))
         directory = engines.find_model(engine_of(target), worker.model)
         if target == ECHO_FULL:
             directory = stack.enter_context(_with_template(directory, _LAST_MESSAGE))

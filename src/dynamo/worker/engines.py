@@ -202,8 +202,14 @@ def build_embedder(name: str, directory: Path, settings: Any) -> api.Embedder:
 
 def is_installed(name: str) -> bool:
     """Return whether the package that the engine needs is installed."""
-    requires = KIND_BY_NAME[name].requires
+    requires = kind_of(name).requires
     return requires is None or importlib.util.find_spec(requires) is not None
+
+
+def check_installed(name: str) -> None:
+    """Raise ConfigError if the package that the engine needs is not installed, before its model is downloaded."""
+    if not is_installed(name):
+        _load_part(name, KIND_BY_NAME[name].engine)
 
 
 def _load_part(name: str, target: str) -> Any:

@@ -59,6 +59,7 @@ def main(engine_name: str) -> int:
         logs.configure()
         worker, engine_settings = _with_reachable_hosts(worker, engine_settings)
         kind = engines.kind_of(engine_name)
+        engines.check_installed(engine_name)
         if worker.max_local_prefill_length is None:
             length = kind.max_local_prefill_length
             worker = dataclasses.replace(worker, max_local_prefill_length=length)

@@ -8,6 +8,7 @@ from dynamo.base import config, errors
 from dynamo.cli import serve_models
 from dynamo.cli.serve import ServeConfig
 from dynamo.engine import native
+from dynamo.worker import engines, model_source
 
 
 @pytest.fixture
@@ -61,3 +62,19 @@ def test_weights_count_as_gigabytes_of_their_files(tmp_path):
 
     assert serve_models.weights_gb(tmp_path) == pytest.approx(0.004)
     assert serve_models.weights_gb(tmp_path / "model.gguf") == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("typed", [["org/a"], ["org/a", "org/b"]])
+def test_missing_engine_is_named_before_a_model_is_downloaded(typed, monkeypatch, unused_tcp_port):
+    monkeypatch.setattr(engines, "is_installed", lambda _: False)
+    monkeypatch.setattr(engines, "_load_part", lambda *_: fail("which is not installed"))
+    monkeypatch.setattr(model_source, "resolve", lambda *_, **__: pytest.fail("a download"))
+    argv = [*typed, "--engine", "vllm", "--http-port", str(unused_tcp_port)]
+
+    with pytest.raises(errors.ConfigError, match="which is not installed"):
+        serve_models.serve_any(config.load(ServeConfig, prog="dynamo serve", argv=argv))
+
+
+def fail(message):
+    """Refuse as a package that is missing is refused."""
+    raise errors.ConfigError(message)

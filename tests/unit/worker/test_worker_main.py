@@ -1,6 +1,7 @@
 """A worker process, by its exit code."""
 
 import dataclasses
+import importlib.util
 import shutil
 import sys
 
@@ -55,6 +56,28 @@ def test_flag_of_another_process_ends_a_vllm_worker_before_a_model_is_looked_for
     assert main.main("vllm") == 2
     assert "unrecognized argument: --router-mode" in capsys.readouterr().err
     assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["native", "vllm", "sglang", "trtllm", "llamacpp"])
+def test_missing_package_is_named_before_a_model_is_downloaded(monkeypatch, capsys, name):
+    package = engines.KIND_BY_NAME[name].requires
+    find_spec, import_module = importlib.util.find_spec, importlib.import_module
+
+    def fail(module):
+        if module.startswith(("dynamo.engine.native.engine", package)):
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        return import_module(module)
+
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda module: None if module == package else find_spec(module)
+    )
+    monkeypatch.setattr(importlib, "import_module", fail)
+    monkeypatch.setattr(model_source, "resolve", lambda *_, **__: pytest.fail("a download"))
+    monkeypatch.setattr(sys, "argv", [name, "--model", "org/large"])
+
+    assert main.main(name) == 2
+    error = capsys.readouterr().err
+    assert f"needs {package}, which is not installed: make setup EXTRAS={name}" in error
 
 
 @pytest.mark.parametrize("name", engines.KIND_BY_NAME)
