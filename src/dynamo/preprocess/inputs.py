@@ -345,10 +345,8 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
         """The session that the request belongs to, if it names one."""
         if self.nvext is None:
             return None
-        control, context = self.nvext.session_control, self.nvext.agent_context
-        if control is not None:
-            return control.session_id
-        return context.session_id if context is not None else None
+        source = self.nvext.session_control or self.nvext.agent_context
+        return source.session_id if source is not None else None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -443,7 +441,6 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         if choice == "none":
             return []
         if isinstance(choice, ChosenTools) and choice.allowed_tools is not None:
-            # a list, because a client may give a name that is no text
             names = [conversation.name_of(tool) for tool in choice.allowed_tools.tools]
             tools = [tool for tool in tools if conversation.name_of(tool) in names]
         return [conversation.to_function(tool) for tool in tools]
@@ -451,13 +448,12 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def custom_tools(self) -> frozenset[str]:
         """The names of the tools that take a text as their input."""
-        return frozenset(
-            conversation.name_of(tool) for tool in self.tools or () if tool["type"] == "custom"
-        )
+        custom = [tool for tool in self.tools or () if tool["type"] == "custom"]
+        return frozenset(map(conversation.name_of, custom))
 
     @property
     def whole_tools(self) -> frozenset[str] | None:
-        """The names of the tools whose calls come in one piece; None: all."""
+        """The names of the tools that are called in one piece; None: all."""
         return self.custom_tools if self.stream else None
 
     @property

@@ -32,7 +32,6 @@ from dynamo.semantic.classifiers import profile
 
 FALLBACK = "default_model"
 _RESPONSE_ID = re.compile(rb'"id" ?: ?"(resp_[A-Za-z0-9_-]{1,100})"')
-_MOST_NAME = 1000  # characters of a model's name in a header
 _ID_WITHIN = 4096  # bytes of an answer; an id stands before what the model said
 
 
@@ -62,9 +61,9 @@ class SemanticRouter:
 
         This one stays as it is: a thread may be routing a large body by it.
         """
-        other = copy.copy(self)
-        other._use_config(loaded)
-        return other
+        successor = copy.copy(self)
+        successor._use_config(loaded)
+        return successor
 
     def _use_config(self, loaded: config_file.LoadedConfig) -> None:
         if self.settings != loaded.settings:
@@ -152,7 +151,7 @@ class SemanticRouter:
             return outcome
         if not is_auto and not route_to:
             explanation.model = view.model
-            self._add_headers(outcome, plugins)
+            outcome.add_headers(plugins)
             return outcome
         reference = self._choose(match, kept, route_to, view, explanation)
         explanation.model, outcome.is_chosen = reference.served_name, True
@@ -491,22 +490,4 @@ class SemanticRouter:
         outcome.body = body
         if entry is not None and entry.access_key:
             outcome.upstream_headers.append(("authorization", f"Bearer {entry.access_key}"))
-        self._add_headers(outcome, plugins)
-
-    def _add_headers(
-        self, outcome: routing_outcome.RoutedRequest, plugins: Mapping[str, object]
-    ) -> None:
-        """Add the headers for the model's server: its address, its name, and what the decision sets."""
-        entry = self.settings.model_config.get(outcome.explanation.model)
-        addresses = {e.name: f"{e.address}:{e.port}" for e in self.settings.vllm_endpoints}
-        for name in entry.preferred_endpoints[:1] if entry is not None else ():
-            outcome.explanation.endpoint = addresses[name]
-            outcome.upstream_headers.append(("x-vsr-destination-endpoint", addresses[name]))
-        model = outcome.explanation.model
-        if model.isprintable() and len(model) <= _MOST_NAME:  # it may be a client's invention
-            outcome.upstream_headers.append(("x-selected-model", model))
-        mutation = plugins.get("header_mutation")
-        if isinstance(mutation, config.HeaderMutationPlugin):
-            pairs = (*mutation.add, *mutation.update)
-            outcome.upstream_headers += [(pair.name.lower(), pair.value) for pair in pairs]
-            outcome.removed_headers += [name.lower() for name in mutation.delete]
+        outcome.add_headers(plugins)

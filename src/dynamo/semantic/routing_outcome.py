@@ -1,10 +1,12 @@
 """The outcome of a routed request: a request to forward or an answer to give at once, and why."""  # decider
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dynamo.semantic import cache, config, decisions, guards, immediate, tool_database
 
 ON, OFF = "on", "off"
+_MOST_NAME = 1000  # characters of a model's name in a header
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class RoutedRequest:
     """What is to be done with a request."""
 
     explanation: Explanation
+    settings: config.SemanticConfig  # by which it is routed
     body: bytes  # as it goes on; the very object that came if nothing changes
     answer: immediate.ImmediateAnswer | None = None  # to give at once
     upstream_headers: list[tuple[str, str]] = field(default_factory=list)
@@ -86,4 +89,19 @@ class RoutedRequest:
     routed_at: float = 0.0  # by the monotonic clock
     begun_at: float | None = None  # when the first piece of its answer came
     cache_key: cache.CacheKey | None = None  # under which the answer is to be stored
-    settings: config.SemanticConfig | None = None  # by which it was routed
+
+    def add_headers(self, plugins: Mapping[str, object]) -> None:
+        """Add the headers for the model's server: its address, its name, and what the decision sets by `plugins`."""
+        model = self.explanation.model
+        entry = self.settings.model_config.get(model)
+        addresses = {e.name: f"{e.address}:{e.port}" for e in self.settings.vllm_endpoints}
+        for name in entry.preferred_endpoints[:1] if entry is not None else ():
+            self.explanation.endpoint = addresses[name]
+            self.upstream_headers.append(("x-vsr-destination-endpoint", addresses[name]))
+        if model.isprintable() and len(model) <= _MOST_NAME:  # it may be a client's invention
+            self.upstream_headers.append(("x-selected-model", model))
+        mutation = plugins.get("header_mutation")
+        if isinstance(mutation, config.HeaderMutationPlugin):
+            pairs = (*mutation.add, *mutation.update)
+            self.upstream_headers += [(pair.name.lower(), pair.value) for pair in pairs]
+            self.removed_headers += [name.lower() for name in mutation.delete]

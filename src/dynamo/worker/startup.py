@@ -216,7 +216,7 @@ class _StartHandler(http.server.BaseHTTPRequestHandler):
     progress: StartProgress
 
     def handle(self) -> None:
-        """Answer the request if it comes in time; whoever sends it piece by piece has no more."""
+        """Answer the request if it comes in time; a client that sends it piece by piece has no more."""
         cut_off = threading.Timer(_CLIENT_S, self._cut_off)
         cut_off.daemon = True
         cut_off.start()

@@ -270,7 +270,7 @@ async def test_probe_is_no_request_too_many(worlds, monkeypatch):
     world = await worlds(host.HostOptions(request_limit=1, health_check=check))
     await world.host.start()
     receiver, _ = await world.ask()
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENT_S):
         with pytest.raises(errors.EngineFailed, match="hangs"):
             await world.host.run_until(asyncio.Event())
 

@@ -142,7 +142,7 @@ async def test_worker_with_an_engine_that_hangs_while_it_changes_ends(world, mon
     monkeypatch.setattr(host, "ENGINE_STOP_S", 0.05)
     monkeypatch.setattr(world.host._engine, "clear_kv_blocks", asyncio.Event().wait)
     changing = asyncio.create_task(world.host.change("prefill"))
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENT_S):
         with pytest.raises(errors.EngineFailed, match="the engine hangs: it did not clear"):
             await asyncio.shield(world.running)
     await world.host.stop(1)

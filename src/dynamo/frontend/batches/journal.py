@@ -334,9 +334,7 @@ class BatchJournal:
 
         `wrong` are the lines for which it failed.
         """
-        if (
-            status == "completed"
-        ):  # what is cancelled or expired keeps its reason, if this process dies here
+        if status == "completed":  # any other keeps its reason, if this process dies here
             self._change(
                 batch_id, lambda batch: batch.with_status("finalizing", self._clock.wall())
             )

@@ -123,8 +123,8 @@ class ResponseFormatter:
         self._digits = answer_identity.request_id.replace("-", "")
         self._clock = answer_identity.clock
         self._store = store
-        self._custom_tools = responses_request.list_custom_tools(request.tools or [])
-        self._namespaces = responses_request.map_namespaces(request.tools or [])
+        self._custom_tools = _list_custom_tools(request.tools or [])
+        self._namespaces = _map_namespaces(request.tools or [])
         self._fixed = _fixed_fields(request, answer_identity)
         self._items: list[dict[str, Any]] = []
         self._open: _OpenItem | None = None
@@ -357,4 +357,20 @@ def _fixed_fields(
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "user": request.user,
+    }
+
+
+def _list_custom_tools(tools: list[dict[str, Any]]) -> frozenset[str]:
+    """Return the names of the custom tools, those in namespaces too."""
+    spaces = [tools, *(tool["tools"] for tool in tools if tool["type"] == "namespace")]
+    return frozenset(tool["name"] for space in spaces for tool in space if tool["type"] == "custom")
+
+
+def _map_namespaces(tools: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the namespace of each tool that is in one, by the name of the tool."""
+    return {
+        tool["name"]: namespace["name"]
+        for namespace in tools
+        if namespace["type"] == "namespace" and isinstance(namespace.get("name"), str)
+        for tool in namespace["tools"]
     }
