@@ -366,8 +366,9 @@ class Pipeline:
             instance_id=instance_id,
             avoid=self.admission.busy_workers.of_model(model),
         )
-        headers = (("cache-control", "no-cache"), *prepared.headers)
-        client.start_stream(200, content_type=sse.CONTENT_TYPE, headers=headers)
+        if not client.is_streaming:  # it is if the client was told that it waits
+            headers = (("cache-control", "no-cache"), *prepared.headers)
+            client.start_stream(200, content_type=sse.CONTENT_TYPE, headers=headers)
         events = sse.annotation("worker_instance_id", str(chosen_id))
         events += sse.annotation("token_data", prepared.annotation_value("token_ids"))
         client.end(events + sse.DONE)

@@ -276,6 +276,20 @@ async def test_waiting_stream_says_how_long_it_takes(rig, monkeypatch):
     assert all(text.endswith("data: [DONE]\n\n") for text in texts)
 
 
+async def test_query_for_the_worker_is_answered_after_its_model_was_waited_for(rig, monkeypatch):
+    monkeypatch.setattr(waiting, "NOTICE_S", 0.0)
+    await announce(rig, ON_DEMAND)
+    query = {"annotations": ["query_instance_id"]}
+    asked = rig.start_task(rig.complete(model="q", stream=True, nvext=query))
+    await rig.until(lambda: rig.frontend._dispatcher.worker_wait._waiting)
+    await asyncio.sleep(2 * waiting.PAUSE_S)
+    worker = await rig.register(Worker, "q", rig.one.name)
+    text = (await asked).text
+
+    assert text.startswith(': "q" is being loaded: about 12 s, number 1 in the queue\n\n')
+    assert f'event: worker_instance_id\n: "{worker.instance.instance_id}"\n\n' in text
+
+
 async def test_model_on_demand_is_listed_before_it_is_loaded(rig):
     await announce(rig, ON_DEMAND)
     listed = (await rig.client.get("/v1/models")).json()["data"]
