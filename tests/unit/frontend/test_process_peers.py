@@ -107,6 +107,16 @@ async def test_endless_response_of_a_peer_is_given_up(three, tmp_path, monkeypat
         assert await three["1"].ask_all("POST", "/x") == {"2": b"POST "}
 
 
+async def test_peer_that_ends_within_its_response_is_left_out(three, tmp_path):
+    async def talk(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\nContent-Length: 10\r\n\r\nhalf")
+        writer.close()
+
+    async with await asyncio.start_unix_server(talk, str(tmp_path / "0.sock")):
+        assert await three["1"].ask_all("POST", "/x") == {"2": b"POST "}
+
+
 async def test_restarted_process_takes_the_socket_of_the_dead_one(three, tmp_path):
     await three["2"].close()
     reborn = peers.Peers(str(tmp_path / "2.sock"))

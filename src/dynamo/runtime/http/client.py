@@ -6,6 +6,7 @@ are JSON. Time is that of the operating system, as everywhere between sockets.
 
 import asyncio
 import contextlib
+import re
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -16,14 +17,16 @@ from dynamo.base import errors, local_users
 _LIMIT_BYTES = 1 << 24  # of a line, and of a body that is read whole
 _PORTS = {"http": 80, "https": 443}
 _NO_HEADERS: Mapping[str, str] = {}
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r\n", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The status of a response, and the stream of its body."""
+    """The status of a response, the stream of its body, and how long that is, if the head says it."""
 
     status: int
     body: asyncio.StreamReader
+    length: int | None
 
 
 @contextlib.asynccontextmanager
@@ -60,17 +63,19 @@ async def open_response(
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         head = f"{method} {target} HTTP/1.0\r\n{lines}content-length: {len(content)}\r\n\r\n"
         writer.write(head.encode() + content)
-        yield Response(await _read_status(reader), reader)
+        status, length = await _read_head(reader)
+        yield Response(status, reader, length)
     finally:
         writer.close()
 
 
-async def _read_status(reader: asyncio.StreamReader) -> int:
-    """Read the head of a response and return its status. Raises RemoteProtocolError."""
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, int | None]:
+    """Read the head of a response; return its status, and the length of the body. Raises RemoteProtocolError."""
     head = b""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
-        return int(head.split(None, 2)[1])
+        length = _LENGTH.search(head)
+        return int(head.split(None, 2)[1]), None if length is None else int(length[1])
     except asyncio.IncompleteReadError as error:
         head = error.partial
     except (asyncio.LimitOverrunError, ValueError, IndexError):
@@ -97,7 +102,9 @@ async def request(
         async with asyncio.timeout(timeout_s), exchange as response:
             await response.body.readexactly(max_bytes + 1)
     except asyncio.IncompleteReadError as whole:
-        return response.status, whole.partial
+        if response.length in (None, len(whole.partial)):
+            return response.status, whole.partial
+        raise errors.Unavailable(f"{url} ended before its answer did") from whole
     except TimeoutError as error:
         raise errors.Unavailable(
             f"{url} does not answer: no answer within {timeout_s:g} s"
