@@ -4,7 +4,6 @@ Signals, decision, guards, cache, model, changes of the body. The outcome is a v
 forward, or an answer to give at once. Processes around it (frontend, gateway, command line) act on it.
 """  # decider
 
-import copy
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -44,31 +43,19 @@ class SemanticRouter:
         classifiers: profile.FastProfile,
         clock: clocks.Clock,
         served: model_choice.ServedModels | None = None,
-        mutex: cache.Mutex = cache.UNSHARED,
     ) -> None:
-        """`mutex` is for the cache of a router that routes in several threads."""
-        self._mutex = mutex
         self._classifiers = classifiers
         self._clock = clock
         self._chosen_models = served
         self.settings = loaded.settings
         self.conversations = model_choice.ConversationMemory(loaded.settings.conversations, clock)
-        self.cache = cache.SemanticCache(loaded.settings.semantic_cache, clock, mutex)
-        self._use_config(loaded)
+        self.cache = cache.SemanticCache(loaded.settings.semantic_cache, clock)
+        self.replace_config(loaded)
 
-    def with_config(self, loaded: config_file.LoadedConfig) -> "SemanticRouter":
-        """Return a router of another configuration. Conversations stay; the cache of a changed one starts empty.
-
-        This one stays as it is: a thread may be routing a large body by it.
-        """
-        successor = copy.copy(self)
-        successor._use_config(loaded)
-        return successor
-
-    def _use_config(self, loaded: config_file.LoadedConfig) -> None:
+    def replace_config(self, loaded: config_file.LoadedConfig) -> None:
+        """Use another configuration from now on. Conversations stay; the cache of a changed one starts empty."""
         if self.settings != loaded.settings:
-            settings = loaded.settings.semantic_cache
-            self.cache = cache.SemanticCache(settings, self._clock, self._mutex)
+            self.cache = cache.SemanticCache(loaded.settings.semantic_cache, self._clock)
         self.loaded = loaded
         self.settings = loaded.settings
         self.conversations.settings = loaded.settings.conversations
@@ -121,9 +108,7 @@ class SemanticRouter:
             requested_model=view.model, failed=", ".join(failed or ())
         )
         explanation.struck_out.update({**(barred or {}), **(failed or {})})
-        outcome = routing_outcome.RoutedRequest(
-            explanation=explanation, body=body, tenant=tenant, settings=self.settings
-        )
+        outcome = routing_outcome.RoutedRequest(explanation=explanation, body=body, tenant=tenant)
         signals = explanation.signals = self.find_signals(view.user_text, classifiers)
         matches = list(self._table.matches(signals))
         if matches and matches[0].settings.mode == "observe":
@@ -151,7 +136,7 @@ class SemanticRouter:
             return outcome
         if not is_auto and not route_to:
             explanation.model = view.model
-            outcome.add_headers(plugins)
+            outcome.add_upstream_headers(self.settings, plugins)
             return outcome
         reference = self._choose(match, kept, route_to, view, explanation)
         explanation.model, outcome.is_chosen = reference.served_name, True
@@ -490,4 +475,4 @@ class SemanticRouter:
         outcome.body = body
         if entry is not None and entry.access_key:
             outcome.upstream_headers.append(("authorization", f"Bearer {entry.access_key}"))
-        outcome.add_headers(plugins)
+        outcome.add_upstream_headers(self.settings, plugins)

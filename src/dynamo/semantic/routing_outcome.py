@@ -79,7 +79,6 @@ class RoutedRequest:
     """What is to be done with a request."""
 
     explanation: Explanation
-    settings: config.SemanticConfig  # by which it is routed
     body: bytes  # as it goes on; the very object that came if nothing changes
     answer: immediate.ImmediateAnswer | None = None  # to give at once
     upstream_headers: list[tuple[str, str]] = field(default_factory=list)
@@ -90,11 +89,13 @@ class RoutedRequest:
     begun_at: float | None = None  # when the first piece of its answer came
     cache_key: cache.CacheKey | None = None  # under which the answer is to be stored
 
-    def add_headers(self, plugins: Mapping[str, object]) -> None:
-        """Add the headers for the model's server: its address, its name, and what the decision sets by `plugins`."""
+    def add_upstream_headers(
+        self, settings: config.SemanticConfig, plugins: Mapping[str, object]
+    ) -> None:
+        """Add the headers for the model's server: its address, its name, and what the decision sets."""
         model = self.explanation.model
-        entry = self.settings.model_config.get(model)
-        addresses = {e.name: f"{e.address}:{e.port}" for e in self.settings.vllm_endpoints}
+        entry = settings.model_config.get(model)
+        addresses = {e.name: f"{e.address}:{e.port}" for e in settings.vllm_endpoints}
         for name in entry.preferred_endpoints[:1] if entry is not None else ():
             self.explanation.endpoint = addresses[name]
             self.upstream_headers.append(("x-vsr-destination-endpoint", addresses[name]))
