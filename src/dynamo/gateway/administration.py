@@ -18,6 +18,7 @@ from dynamo.semantic import config, config_file, service
 
 Answer = Callable[[exchange.Exchange], Awaitable[Any]]
 _LEAST_KEY = 8  # characters
+_KEY_HEADERS = ("authorization", "proxy-authorization", "x-api-key", "api-key", "cookie")
 
 
 class SystemPromptChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +88,11 @@ class Administration:
         if milvus := settings["semantic_cache"]["milvus"]:
             auth = milvus["connection"]["auth"]
             auth["password"] = auth["password"] and config_file.HIDDEN_KEY
+        for decision in settings["decisions"]:
+            for plugin in decision["plugins"]:
+                for pair in _list_headers(plugin["type"], plugin["configuration"]):
+                    if pair["name"].lower() in _KEY_HEADERS:
+                        pair["value"] = config_file.HIDDEN_KEY
         return {
             "config": settings,
             "notes": self._routing.router.loaded.notes,
@@ -156,5 +162,37 @@ class Administration:
         return self.describe_system_prompts()
 
     async def _apply(self, client: exchange.Exchange, patch: bytes) -> None:
-        loader = self._routing.loader
-        loader.apply_change(await client.decode_body(lambda _: loader.read_change(patch)))
+        loader, current = self._routing.loader, self._routing.router.settings
+        loaded = await client.decode_body(lambda _: loader.read_change(patch))
+        _restore_headers(loaded, current)
+        loader.apply_change(loaded)
+
+
+def _list_headers(plugin_type: str, configuration: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the headers that a plugin sets, each an object with its name and value."""
+    if plugin_type != "header_mutation":
+        return []
+    return [*configuration.get("add", ()), *configuration.get("update", ())]
+
+
+def _restore_headers(loaded: config_file.LoadedConfig, current: config.SemanticConfig) -> None:
+    """Let headers whose values are hidden keep those that their decisions set now. Raises ConfigError."""
+    value_by_name = {
+        (decision.name, pair["name"].lower()): pair["value"]
+        for decision in current.decisions
+        for plugin in decision.plugins
+        for pair in _list_headers(plugin.type, plugin.configuration)
+    }
+    for decision in loaded.settings.decisions:
+        for plugin in decision.plugins:
+            for pair in _list_headers(plugin.type, plugin.configuration):
+                name = (decision.name, pair["name"].lower())
+                if pair["value"] == config_file.HIDDEN_KEY and name not in value_by_name:
+                    raise errors.ConfigError(
+                        f"decisions.{decision.name}: header_mutation: expected the value of {pair['name']}, "
+                        f"got {config_file.HIDDEN_KEY!r}, which stands for one that is hidden"
+                    )
+                if pair["value"] == config_file.HIDDEN_KEY:
+                    pair["value"] = value_by_name[name]
+                    mutation = msgspec.convert(plugin.configuration, config.HeaderMutationPlugin)
+                    loaded.plugins[decision.name][plugin.type] = mutation

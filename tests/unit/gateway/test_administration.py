@@ -69,6 +69,26 @@ async def test_shown_configuration_is_taken_again_with_its_hidden_keys(client, r
     assert routing.router.settings == before
 
 
+async def test_keys_in_headers_are_hidden_and_kept(client, routing):
+    headers = "add: [{name: X-Api-Key, value: a secret}, {name: X-Team, value: sums}]"
+    routing.loader.path.write_text(CONFIG.replace("add: [{name: X-Team, value: sums}]", headers))
+    assert routing.loader.reload_if_changed()
+    before = routing.router.settings
+    answer = await client.get(CONFIG_PATH)
+    config = answer.json()["config"]
+    again = await client.put(CONFIG_PATH, json={"decisions": config["decisions"]})
+    config["decisions"][1]["name"] = "another"
+    unknown = await client.put(CONFIG_PATH, json={"decisions": config["decisions"]})
+
+    assert "a secret" not in answer.text + again.text
+    assert '"sums"' in answer.text
+    assert again.status_code == 200
+    assert routing.router.settings == before
+    assert ("x-api-key", "a secret") in routing.route(chat(SUM), {}).upstream_headers
+    assert unknown.status_code == 400
+    assert "expected the value of X-Api-Key" in unknown.text
+
+
 async def test_password_of_milvus_is_hidden_and_kept(client, routing):
     auth = "{enabled: true, username: router, password: secret}"
     section = f", milvus: {{connection: {{auth: {auth}}}}}}}"
