@@ -113,7 +113,7 @@ def _open_log(path: Path) -> TextIO:
 
 
 def _follow_log(file: TextIO, path: Path) -> TextIO:
-    """Return the log at this path: another one, after the rest of the present one is printed, if it has begun anew."""
+    """Return the log at this path; if that is another file by now, print the rest of the present one first."""
     with contextlib.suppress(FileNotFoundError):  # it is just being made
         if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             following = _open_log(path)

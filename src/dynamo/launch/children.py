@@ -26,6 +26,7 @@ from dynamo.launch import allocation, guard, prepare_child
 _LINE_BYTES = 2**20
 _EXIT_POLL_S = 0.5  # asyncio may report an exit only when all have closed the output
 _GROUP_S = 2.0  # for the rest of a group to end by itself
+_OUTPUT_S = 10.0  # for the output to end, which a process in another session may keep open
 _SCAN_S = 0.02
 
 
@@ -131,8 +132,7 @@ class Child:
             await asyncio.wait((exited,), timeout=_EXIT_POLL_S)
         await self._end_group()
         self._guard.remove_group(self.pid)
-        # both wait for the end of the output, which a process in another session may keep open
-        await asyncio.wait((relay, exited), timeout=_GROUP_S)
+        await asyncio.wait((relay, exited), timeout=_OUTPUT_S)
 
     async def _end_group(self) -> None:
         """Wait until the rest of the group has ended, and kill it after a while."""

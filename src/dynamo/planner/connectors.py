@@ -128,7 +128,7 @@ class _LocalPool:
     startup_s: float | None = None
     role_change_s: float | None = None
     foreign_keys: set[str] = field(default_factory=set)  # of workers that are not ours
-    # of workers that go; to which worker a key belongs is only known when one of them has gone
+    # of workers that go; which worker had which of two keys is only known when one of the keys has gone
     leaving_keys: set[str] = field(default_factory=set)
     failure: str = ""
     num_started: int = 0
@@ -408,12 +408,12 @@ class VirtualConnector:
         key = done_key(self._namespace)
         content = (await self._registry.get_prefix(key)).get(key)
         try:
-            completed = msgspec.json.decode(content or b'{"decision_id":0}', type=ScalingDone)
+            answer = msgspec.json.decode(content or b'{"decision_id":0}', type=ScalingDone)
         except msgspec.DecodeError as error:
             raise errors.RemoteProtocolError(
                 f"{key}: expected the last decision that an orchestrator carried out: {error}"
             ) from error
-        return completed.decision_id
+        return answer.decision_id
 
 
 class VirtualOrchestrator:

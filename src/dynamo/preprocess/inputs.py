@@ -345,15 +345,16 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
         """The session that the request belongs to, if it names one."""
         if self.nvext is None:
             return None
-        source = self.nvext.session_control or self.nvext.agent_context
-        return source.session_id if source is not None else None
+        control, context = self.nvext.session_control, self.nvext.agent_context
+        if control is not None:
+            return control.session_id
+        return context.session_id if context is not None else None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The strings that end an answer."""
-        if not self.stop:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = self.stop or ()
+        return (stop,) if isinstance(stop, str) else tuple(stop)
 
     def check(self) -> None:
         """Raise InvalidRequest for a combination of fields that the types allow and the API does not."""
@@ -441,19 +442,19 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         if choice == "none":
             return []
         if isinstance(choice, ChosenTools) and choice.allowed_tools is not None:
-            names = [conversation.name_of(tool) for tool in choice.allowed_tools.tools]
+            names = [conversation.name_of(tool) for tool in choice.allowed_tools.tools]  # any type
             tools = [tool for tool in tools if conversation.name_of(tool) in names]
         return [conversation.to_function(tool) for tool in tools]
 
     @property
     def custom_tools(self) -> frozenset[str]:
         """The names of the tools that take a text as their input."""
-        custom = [tool for tool in self.tools or () if tool["type"] == "custom"]
-        return frozenset(map(conversation.name_of, custom))
+        tools = self.tools or ()
+        return frozenset(conversation.name_of(tool) for tool in tools if tool["type"] == "custom")
 
     @property
     def whole_tools(self) -> frozenset[str] | None:
-        """The names of the tools that are called in one piece; None: all."""
+        """The names of the tools with calls that come in one piece; None: all."""
         return self.custom_tools if self.stream else None
 
     @property

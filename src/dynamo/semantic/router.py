@@ -4,6 +4,7 @@ Signals, decision, guards, cache, model, changes of the body. The outcome is a v
 forward, or an answer to give at once. Processes around it (frontend, gateway, command line) act on it.
 """  # decider
 
+import copy
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -43,19 +44,31 @@ class SemanticRouter:
         classifiers: profile.FastProfile,
         clock: clocks.Clock,
         served: model_choice.ServedModels | None = None,
+        mutex: cache.Mutex = cache.UNSHARED,
     ) -> None:
+        """`mutex` is for the cache of a router that routes in several threads."""
+        self._mutex = mutex
         self._classifiers = classifiers
         self._clock = clock
         self._chosen_models = served
         self.settings = loaded.settings
         self.conversations = model_choice.ConversationMemory(loaded.settings.conversations, clock)
-        self.cache = cache.SemanticCache(loaded.settings.semantic_cache, clock)
-        self.replace_config(loaded)
+        self.cache = cache.SemanticCache(loaded.settings.semantic_cache, clock, mutex)
+        self._use_config(loaded)
 
-    def replace_config(self, loaded: config_file.LoadedConfig) -> None:
-        """Use another configuration from now on. Conversations stay; the cache of a changed one starts empty."""
+    def with_config(self, loaded: config_file.LoadedConfig) -> "SemanticRouter":
+        """Return a router of another configuration. Conversations stay; the cache of a changed one starts empty.
+
+        This one stays as it is: a thread may be routing a large body by it.
+        """
+        other = copy.copy(self)
+        other._use_config(loaded)
+        return other
+
+    def _use_config(self, loaded: config_file.LoadedConfig) -> None:
         if self.settings != loaded.settings:
-            self.cache = cache.SemanticCache(loaded.settings.semantic_cache, self._clock)
+            settings = loaded.settings.semantic_cache
+            self.cache = cache.SemanticCache(settings, self._clock, self._mutex)
         self.loaded = loaded
         self.settings = loaded.settings
         self.conversations.settings = loaded.settings.conversations
@@ -108,7 +121,9 @@ class SemanticRouter:
             requested_model=view.model, failed=", ".join(failed or ())
         )
         explanation.struck_out.update({**(barred or {}), **(failed or {})})
-        outcome = routing_outcome.RoutedRequest(explanation=explanation, body=body, tenant=tenant)
+        outcome = routing_outcome.RoutedRequest(
+            explanation=explanation, body=body, tenant=tenant, settings=self.settings
+        )
         signals = explanation.signals = self.find_signals(view.user_text, classifiers)
         matches = list(self._table.matches(signals))
         if matches and matches[0].settings.mode == "observe":

@@ -88,6 +88,7 @@ class RoutedRequest:
     routed_at: float = 0.0  # by the monotonic clock
     begun_at: float | None = None  # when the first piece of its answer came
     cache_key: cache.CacheKey | None = None  # under which the answer is to be stored
+    settings: config.SemanticConfig | None = None  # by which it was routed
 
     def add_upstream_headers(
         self, settings: config.SemanticConfig, plugins: Mapping[str, object]

@@ -82,7 +82,7 @@ async def test_end_is_known_though_a_process_in_another_session_keeps_the_output
     start, monkeypatch
 ):
     """It is none of the group, and may run on; the guard ends it with all others."""
-    monkeypatch.setattr(children, "_GROUP_S", 0.05)
+    monkeypatch.setattr(children, "_OUTPUT_S", 0.05)
     child = await start(
         "import os, signal\n"
         "if os.fork() == 0: os.setsid(); print('ready', flush=True); signal.pause()\n"

@@ -330,11 +330,10 @@ class BatchJournal:
     def finish(
         self, batch_id: str, status: lines.Status, wrong: Sequence[lines.LineError] = ()
     ) -> lines.Batch:
-        """End a batch: write its answers into an output file and an error file, in the order of their lines.
-
-        `wrong` are the lines for which it failed.
-        """
-        if status == "completed":  # any other keeps its reason, if this process dies here
+        """End a batch, or fail it for `wrong`: write its answers into an output and an error file, in their order."""
+        if (
+            status == "completed"
+        ):  # what is cancelled or expired keeps its reason, if this process dies here
             self._change(
                 batch_id, lambda batch: batch.with_status("finalizing", self._clock.wall())
             )

@@ -123,8 +123,12 @@ class ResponseFormatter:
         self._digits = answer_identity.request_id.replace("-", "")
         self._clock = answer_identity.clock
         self._store = store
-        self._custom_tools = _list_custom_tools(request.tools or [])
-        self._namespaces = _map_namespaces(request.tools or [])
+        tools = request.tools or []
+        inner = [tool for outer in tools if outer["type"] == "namespace" for tool in outer["tools"]]
+        self._custom_tools = frozenset(
+            tool["name"] for tool in (*tools, *inner) if tool["type"] == "custom"
+        )
+        self._namespaces = responses_request.map_namespaces(tools)
         self._fixed = _fixed_fields(request, answer_identity)
         self._items: list[dict[str, Any]] = []
         self._open: _OpenItem | None = None
@@ -357,20 +361,4 @@ def _fixed_fields(
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "user": request.user,
-    }
-
-
-def _list_custom_tools(tools: list[dict[str, Any]]) -> frozenset[str]:
-    """Return the names of the custom tools, those in namespaces too."""
-    spaces = [tools, *(tool["tools"] for tool in tools if tool["type"] == "namespace")]
-    return frozenset(tool["name"] for space in spaces for tool in space if tool["type"] == "custom")
-
-
-def _map_namespaces(tools: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the namespace of each tool that is in one, by the name of the tool."""
-    return {
-        tool["name"]: namespace["name"]
-        for namespace in tools
-        if namespace["type"] == "namespace" and isinstance(namespace.get("name"), str)
-        for tool in namespace["tools"]
     }

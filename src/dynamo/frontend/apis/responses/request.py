@@ -334,13 +334,24 @@ def convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         place, kind = f"tools[{number}]", tool.get("type")
         ignored = json_body.ignored_names.get()
         if kind == "namespace" and isinstance(inner := tool.get("tools"), list):
-            for index, tool_in_it in enumerate(inner):
-                converted.append(_convert_tool(tool_in_it, f"{place}.tools[{index}]"))
+            converted += [
+                _convert_tool(one, f"{place}.tools[{index}]") for index, one in enumerate(inner)
+            ]
         elif kind in DISPENSABLE_TOOLS and ignored is not None:
             ignored.append(f"{place}.{kind}")
         else:
             converted.append(_convert_tool(tool, place))
     return converted
+
+
+def map_namespaces(tools: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the namespace of each tool that is in one, by the name of the tool."""
+    return {
+        tool["name"]: namespace["name"]
+        for namespace in tools
+        if namespace["type"] == "namespace" and isinstance(namespace.get("name"), str)
+        for tool in namespace["tools"]
+    }
 
 
 def convert_items(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
