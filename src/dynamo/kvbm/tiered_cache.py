@@ -145,6 +145,10 @@ class TieredCache:
             if is_worth and not self._to_host.add(queued):
                 self.counts["skipped_queue_full"] += 1
 
+    def forget_offers(self) -> None:
+        """Forget the engine's blocks that wait to be copied; those that it has computed well may be offered again."""
+        self._to_host.clear()
+
     def take_copies(self) -> list[TierCopy]:
         """Return the copies to begin now."""
         num_running = self._copies.num_running
@@ -370,7 +374,7 @@ class TieredCache:
 
     def clear(self) -> None:
         """Drop the blocks of all tiers. The pool records the event."""
-        self._to_host.clear()
+        self.forget_offers()
         if self._to_disk is not None:
             self._to_disk.clear()
         self._in_both.clear()

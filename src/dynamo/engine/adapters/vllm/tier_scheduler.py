@@ -173,6 +173,7 @@ class TierScheduler:
         self._copies: dict[int, tier_jobs.TierCopy] = {}  # that run, by number
         self._ended: dict[int, EndedCopy] = {}  # that have ended at some ranks
         self._late_at: dict[tier_jobs.TierCopy, float] = {}
+        self._doubtful: set[int] = set()  # copies of what a step computed over a failed load
         self._num_copies = self._num_plans = self._num_step_tokens = 0
         self._has_new_room = self._is_disk_cleared = False
         self._is_shared = False
@@ -325,8 +326,12 @@ class TierScheduler:
             joined = ended if before is None else before.join(ended)
             if joined.num_ranks < self._num_ranks:
                 self._ended[number] = joined
-            else:
-                self._end(cache, self._copies.pop(number), joined)
+                continue
+            copy = self._copies.pop(number)
+            if number in self._doubtful:
+                self._doubtful.discard(number)
+                joined = replace(joined, failed=frozenset(range(len(copy.blocks))))
+            self._end(cache, copy, joined)
 
     @property
     def has_work(self) -> bool:
@@ -388,6 +393,17 @@ class TierScheduler:
             if state is not None:
                 state.has_failed = bool(ended.failed)
                 state.tokens_by_tier.update(loaded)
+            if copy.is_quick and ended.failed:
+                self._distrust_step(cache)
+
+    def _distrust_step(self, cache: tiered_cache.TieredCache) -> None:
+        """Keep nothing of a step that began though a load before it failed: vLLM computes its blocks again."""
+        self._doubtful |= {
+            number for number, copy in self._copies.items() if copy.path[0] is kv_events.DEVICE
+        }
+        cache.forget_offers()
+        for state in self._requests.values():
+            state.num_offered = 0
 
     def _stop_late(self) -> None:
         assert self.cache is not None
