@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from dynamo.base import errors
+from dynamo.base import errors, tasks
 from dynamo.engine import trials
 from dynamo.engine.adapters import translation
 from dynamo.protocols import generate
@@ -23,7 +23,7 @@ LIMITS = trials.TrialLimits(
 )
 MAX_CHECK_S = 1.0  # of the event loop, for which all streams of the worker wait
 MAX_CACHED = 256
-MAX_WAITING = 64
+MAX_WAITING = 64  # grammars, whichever number of requests has each
 MAX_AT_ONCE = 4
 _ENVIRONMENT = {  # threads do not survive a fork, and each would reserve memory of its own
     "OMP_NUM_THREADS": "1",
@@ -32,6 +32,7 @@ _ENVIRONMENT = {  # threads do not survive a fork, and each would reserve memory
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CONFIGURE_LOGGING": "0",
 }
+_Result = trials.Verdict | errors.DynamoError
 
 
 class GrammarTrials:
@@ -42,38 +43,58 @@ class GrammarTrials:
         self._arguments = [str(model), *flags]
         self._process: trials.TrialProcess | None = None
         self._verdicts: OrderedDict[generate.GuidedDecoding, trials.Verdict] = OrderedDict()
+        self._running: dict[generate.GuidedDecoding, asyncio.Task[_Result]] = {}
+        self._tasks = tasks.Tasks()
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
-        self._num_waiting = 0
 
     async def check(self, guided: generate.GuidedDecoding) -> None:
-        """Return when vLLM can be given this grammar. Raises InvalidRequest, Overloaded, or EngineFailed."""
-        if guided not in self._verdicts:
-            if self._num_waiting >= MAX_WAITING:
-                raise errors.Overloaded(f"{MAX_WAITING} grammars wait for compilation; try later")
-            self._num_waiting += 1
-            try:
-                async with self._slots:
-                    verdict = self._verdicts.get(guided) or await self._attempt(guided)
-            finally:
-                self._num_waiting -= 1
-            if not verdict.is_by_chance:
-                self._verdicts[guided] = verdict
+        """Return when vLLM can be given this grammar. Raises InvalidRequest, Overloaded, or EngineFailed.
+
+        All choices and requests with the same grammar share one trial.
+        """
+        result: _Result | None = self._verdicts.get(guided)
+        if result is None:
+            result = await asyncio.shield(self._running.get(guided) or self._start(guided))
+        else:
+            self._verdicts.move_to_end(guided)
+        if isinstance(result, errors.DynamoError):
+            raise result
+        result.check(guided, LIMITS)
+
+    def _start(self, guided: generate.GuidedDecoding) -> "asyncio.Task[_Result]":
+        if len(self._running) >= MAX_WAITING:
+            raise errors.Overloaded(f"{MAX_WAITING} grammars wait for compilation; try later")
+        task = self._running[guided] = self._tasks.start("try a grammar", self._run(guided))
+        return task
+
+    async def _run(self, guided: generate.GuidedDecoding) -> "_Result":
+        """Return the verdict, or why there is none; keep it if another trial would end in the same way."""
+        try:
+            async with self._slots:
+                verdict = await self._attempt(guided)
+        except errors.DynamoError as error:
+            return error
+        finally:
+            del self._running[guided]
+        if not verdict.is_by_chance:
+            self._verdicts[guided] = verdict
             if len(self._verdicts) > MAX_CACHED:
                 self._verdicts.popitem(last=False)
-        else:
-            verdict = self._verdicts[guided]
-            self._verdicts.move_to_end(guided)
-        verdict.check(guided, LIMITS)
+        return verdict
 
     async def _attempt(self, guided: generate.GuidedDecoding) -> trials.Verdict:
         if self._process is not None and self._process.has_ended:
-            await self.close()
+            await self._end_process()
         if self._process is None:
             self._process = trials.TrialProcess(__name__, self._arguments, environment=_ENVIRONMENT)
         return await self._process.attempt(guided)
 
     async def close(self) -> None:
         """End all trials and their process."""
+        await self._tasks.close()
+        await self._end_process()
+
+    async def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(process.close)
