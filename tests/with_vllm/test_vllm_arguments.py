@@ -129,11 +129,48 @@ class HoldingEngine:
             raise RuntimeError("Failed to reset KV cache")
         return False
 
+    async def pause_generation(self, *, mode, clear_cache):
+        assert (mode, clear_cache) == ("keep", False)
 
-def clear(num_refusals, time):
+    async def resume_generation(self):
+        pass
+
+
+class BusyEngine(HoldingEngine):
+    """An engine that schedules ahead: a step is always under way, and holds its blocks, unless it is paused."""
+
+    def __init__(self, time, step_s=0.02):
+        super().__init__(0)
+        self.is_paused, self._time, self._step_s = False, time, step_s
+
+    async def pause_generation(self, *, mode, clear_cache):
+        self.is_paused = True
+        await self._time.sleep(self._step_s)
+
+    async def resume_generation(self):
+        self.is_paused = False
+
+    async def reset_prefix_cache(self, **options):
+        self.options.append(options)
+        if "reset_running_requests" not in options:
+            return False
+        if not self.is_paused:
+            raise RuntimeError("Failed to reset KV cache")
+        return True
+
+
+class RankedEngine(HoldingEngine):
+    """An engine of several ranks, of which another than the first has running requests."""
+
+    async def reset_prefix_cache(self, **options):
+        self.options.append(options)
+        return True
+
+
+def clear(num_refusals, time, engine=None, flags=()):
     grammar_trials = adapter.grammars.GrammarTrials(pathlib.Path("m"), ())
-    library = adapter.VllmLibrary(made(), {}, grammar_trials, time)
-    library._llm = HoldingEngine(num_refusals)
+    library = adapter.VllmLibrary(made(*flags), {}, grammar_trials, time)
+    library._llm = engine or HoldingEngine(num_refusals)
     return library._llm, asyncio.create_task(library.clear())
 
 
@@ -161,3 +198,33 @@ async def test_cache_that_cannot_be_cleared_is_an_error():
 
     with pytest.raises(errors.EngineFailed, match="in use for 35 s"):
         await clearing
+
+
+@pytest.mark.parametrize("step_s", [0.02, 1e9], ids=["soon", "while blocks are held"])
+async def test_cache_of_an_engine_that_schedules_ahead_is_cleared_in_a_pause(step_s):
+    time = clock.VirtualClock()
+    engine, clearing = clear(0, time, BusyEngine(time, step_s))
+    await time.advance(adapter.PAUSE_S)
+    await clearing
+
+    assert not engine.is_paused
+
+
+async def test_engine_goes_on_when_its_clearing_is_given_up():
+    time = clock.VirtualClock()
+    engine, clearing = clear(0, time, BusyEngine(time))
+    await time.advance(0.01)
+    was_paused = engine.is_paused
+    clearing.cancel()
+    await asyncio.wait([clearing])
+
+    assert was_paused
+    assert not engine.is_paused
+
+
+async def test_every_rank_is_made_to_clear_its_cache():
+    time = clock.VirtualClock()
+    engine, clearing = clear(0, time, RankedEngine(0), ("--data-parallel-size", "2"))
+    await clearing
+
+    assert [options.get("reset_running_requests") for options in engine.options] == [True]

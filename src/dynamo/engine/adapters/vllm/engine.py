@@ -7,7 +7,7 @@ import importlib.util
 import itertools
 import os
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from dynamo.runtime import listening
 
 HELD_S = 35.0  # longer than vLLM keeps blocks for another engine
 FIRST_RETRY_S, RETRY_S = 0.1, 5.0  # a copy to another tier takes less than that
+PAUSE_S = 0.5  # longer than a step takes on a GPU
 _TRANSFER = "--kv-transfer-config"
 _END_S = 15.0  # until vLLM kills its engine process; its own 5 s are short on a busy machine
 
@@ -205,18 +206,44 @@ class VllmLibrary:
 
         Blocks that another engine has not fetched yet cannot be cleared; vLLM frees them after half a minute.
         """
-        if await self._reset():
+        # Of several ranks some releases of vLLM tell only what the first one returns, but all raise what one raises.
+        if not self._has_ranks and await self._reset():
             return
         until, delay = self._clock.now() + HELD_S, FIRST_RETRY_S
         while self._clock.now() < until:  # requests are running, or blocks are held
             with contextlib.suppress(Exception):  # a RuntimeError of another process
-                if await self._reset(reset_running_requests=True):
+                if await self._reset_running():
                     return
             if self.death() is not None:
                 break
             await self._clock.sleep(min(delay, until - self._clock.now()))
             delay = min(2 * delay, RETRY_S)
         raise errors.EngineFailed(f"its blocks were in use for {HELD_S:g} s")
+
+    async def _reset_running(self) -> bool:
+        """Clear while vLLM begins no step, or while it does if it has ranks, of which none may pause alone.
+
+        With a connector vLLM keeps the blocks of a preempted request until the step under way has ended, and where it
+        schedules ahead of its GPU one always is.
+        """
+        if self._has_ranks:
+            return await self._reset(reset_running_requests=True)
+        try:
+            await self._briefly(self._started.pause_generation(mode="keep", clear_cache=False))
+            return await self._reset(reset_running_requests=True)
+        finally:
+            await self._briefly(self._started.resume_generation())
+
+    async def _briefly(self, call: Awaitable[None]) -> None:
+        """Await a call of vLLM's engine process, which has it anyway: a pause has no end while blocks are held."""
+        with contextlib.suppress(TimeoutError):
+            async with self._clock.timeout(PAUSE_S):
+                await call
+
+    @property
+    def _has_ranks(self) -> bool:
+        num_ranks: int = self._args.data_parallel_size
+        return num_ranks > 1
 
     async def _reset(self, **options: bool) -> bool:
         has_store = self._args.kv_transfer_config is not None
