@@ -162,3 +162,32 @@ def test_context_is_what_the_memory_for_kv_holds():
     assert engine.choose_context_length(config, LlamacppConfig(max_model_len=512)) == 512
     with pytest.raises(errors.ConfigError, match=r"at most 40960"):
         engine.choose_context_length(config, LlamacppConfig(max_model_len=50_000))
+
+
+class RefusingServer:
+    """llama.cpp's server, which answers with an error."""
+
+    def __init__(self, code):
+        self._error = {"error": {"code": code, "message": "no"}}
+
+    def handle_completions(self, options, on_result):
+        assert on_result(self._error)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (400, errors.InvalidRequest),
+        (500, errors.EngineFailed),
+        (501, errors.InvalidRequest),
+        (503, errors.Overloaded),
+    ],
+)
+def test_error_of_llama_cpp_blames_who_is_at_fault(code, kind):
+    table, claimed = slots.SlotTable(1, 2), claim(1, 2)
+    table.enqueue(claimed, 0)
+    table.grant()
+    request = generate.Request(id="a", model="m", token_ids=claimed.prompt)
+    completion = engine.Completion(request, {"n_predict": 5}, claimed, print)
+    with pytest.raises(kind, match=r"llama\.cpp: no"):
+        completion.run(RefusingServer(code), 2, list)

@@ -33,7 +33,7 @@ from dynamo.engine.adapters.llamacpp import slots, translation
 from dynamo.engine.adapters.settings import LlamacppConfig
 from dynamo.protocols import blocks, generate, kv_events, load
 
-_UNAVAILABLE = 503
+_ERROR_BY_CODE = {500: errors.EngineFailed, 503: errors.Overloaded}  # others: the request's fault
 Put = Callable[[translation.CompletionPart | Exception | None], object]
 OnResult = Callable[[Mapping[str, Any]], bool]  # returns whether to cancel the rest
 
@@ -105,7 +105,7 @@ class Completion:
         """Take one result of llama.cpp; return whether to cancel the rest."""
         if "error" in result:
             error = result["error"]
-            kind = errors.Overloaded if error.get("code") == _UNAVAILABLE else errors.InvalidRequest
+            kind = _ERROR_BY_CODE.get(error.get("code"), errors.InvalidRequest)
             self._failure = kind(f"llama.cpp: {error.get('message')}")
             return True
         if (progress := result.get("prompt_progress")) is not None:
