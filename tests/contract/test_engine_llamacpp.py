@@ -1,5 +1,7 @@
 """What every engine promises its host, by the llama.cpp adapter over a small random GGUF model."""
 
+import asyncio
+import json
 import re
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 pytest.importorskip("xllamacpp", reason="needs xllamacpp and gguf (the extra llamacpp)")
 
 import gguf_models
+from dynamo.base import errors
 from dynamo.engine.adapters.llamacpp import engine
 from dynamo.engine.adapters.settings import LlamacppConfig
 from dynamo.protocols import blocks, generate
@@ -83,22 +86,62 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-async def test_guided_answer_has_its_form(host, form):
-    fields, pattern = FORMS[form]
+def guided_request(**fields):
     sampling = generate.SamplingOptions(
         temperature=0.0, guided_decoding=generate.GuidedDecoding(**fields)
     )
-    request = generate.Request(
+    return generate.Request(
         id="a",
         model="m",
         token_ids=blocks.pack(PROMPT),
         sampling_options=sampling,
         eos_token_ids=(254,),
     )
-    host.engine.submit(request)
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_guided_answer_has_its_form(host, form):
+    fields, pattern = FORMS[form]
+    host.engine.submit(guided_request(**fields))
     await host.sink.until(lambda: host.sink.has_ended("a") or host.sink.errors)
     text = "".join([*TOKENS, "", ""][token] for token in host.sink.tokens("a"))
 
     assert not host.sink.errors
     assert re.fullmatch(pattern, text)
+
+
+PATTERNS = [{"pattern": f".*a.{{{i}}}b.*"} for i in range(16)]
+ENDLESS = {"type": "string", "allOf": [{"allOf": PATTERNS[:8]}, {"allOf": PATTERNS[8:]}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"json": '{"type": "object", "not": {"type": "string"}}'}, "Unimplemented keys"),
+        ({"regex": "(ab"}, "unclosed group"),
+        ({"grammar": "start: ((("}, "Expected token"),
+        ({"grammar": "root ::= ((("}, "failed to parse grammar"),
+        ({"json": json.dumps(ENDLESS)}, "2 s of processor time"),
+    ],
+    ids=["schema", "regex", "lark", "gbnf", "without end"],
+)
+async def test_grammar_that_cannot_be_followed_is_refused(host, fields, reason):
+    host.engine.submit(guided_request(**fields))
+    await host.sink.until(lambda: host.sink.has_ended("a") or host.sink.errors)
+
+    assert isinstance(host.sink.errors["a"], errors.InvalidRequest)
+    assert reason in str(host.sink.errors["a"])
+
+
+async def test_request_that_is_aborted_while_its_grammar_is_tried_never_begins(host, monkeypatch):
+    library, is_tried = host.engine._library, asyncio.Event()
+    monkeypatch.setattr(library._grammars, "check", lambda _: is_tried.wait())
+    host.engine.submit(guided_request(regex="ab"))
+    await asyncio.sleep(0)
+    host.engine.abort("a")
+    await asyncio.sleep(0.01)
+    is_tried.set()
+    await asyncio.sleep(0.01)
+
+    assert (library._completions, library._names) == ({}, {})
+    assert not host.sink.of("a")

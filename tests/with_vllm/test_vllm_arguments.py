@@ -168,7 +168,7 @@ class RankedEngine(HoldingEngine):
 
 
 def clear(num_refusals, time, engine=None, flags=()):
-    grammar_trials = adapter.grammars.GrammarTrials(pathlib.Path("m"), ())
+    grammar_trials = adapter.grammars.make_trials(pathlib.Path("m"), ())
     library = adapter.VllmLibrary(made(*flags), {}, grammar_trials, time)
     library._llm = engine or HoldingEngine(num_refusals)
     return library._llm, asyncio.create_task(library.clear())

@@ -35,7 +35,7 @@ async def grammar_trials(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        checker = grammars.GrammarTrials(directory, FLAGS.split())
+        checker = grammars.make_trials(directory, FLAGS.split())
         yield checker
         await checker.close()
 

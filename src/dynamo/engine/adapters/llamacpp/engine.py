@@ -29,7 +29,7 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.adapters import streams
 from dynamo.engine.adapters import translation as shared
-from dynamo.engine.adapters.llamacpp import slots, translation
+from dynamo.engine.adapters.llamacpp import grammars, slots, translation
 from dynamo.engine.adapters.settings import LlamacppConfig
 from dynamo.protocols import blocks, generate, kv_events, load
 
@@ -205,6 +205,7 @@ class LlamaLibrary:
             settings.max_num_seqs, thread_name_prefix="llama.cpp"
         )
         self._server: Any = None
+        self._grammars = grammars.make_trials()
         self._num_prompt_tokens = self._num_cached_tokens = 0
 
     async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
@@ -263,9 +264,13 @@ class LlamaLibrary:
         claim = slots.SlotClaim(request.token_ids, request.hash_seed)
         self._completions[claim] = running = Completion(request, plan, claim, put)
         self._names[name] = running
-        self._slots.enqueue(claim, request.priority)
-        self._start_granted()
         try:
+            if request.sampling_options.guided_decoding is not None:
+                await self._check_grammar(running, request.sampling_options.guided_decoding)
+            if running.is_aborted:
+                return
+            self._slots.enqueue(claim, request.priority)
+            self._start_granted()
             while (part := await parts.get()) is not None:
                 if isinstance(part, Exception):
                     raise part
@@ -274,6 +279,14 @@ class LlamaLibrary:
                 yield part
         finally:
             del self._names[name]
+
+    async def _check_grammar(self, running: Completion, guided: generate.GuidedDecoding) -> None:
+        """Try the grammar, while other streams go on. Raises DynamoError, also for what was aborted meanwhile."""
+        try:
+            await self._grammars.check(guided)
+        except errors.DynamoError:
+            self._completions.pop(running.claim, None)
+            raise
 
     def translate(
         self,
@@ -323,6 +336,7 @@ class LlamaLibrary:
         """End llama.cpp's threads; each ends with the token, or the batch of a prompt, that it computes."""
         for running in self._completions.values():
             running.is_aborted = True
+        await self._grammars.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         self._server = None
 

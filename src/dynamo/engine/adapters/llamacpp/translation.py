@@ -16,6 +16,7 @@ from dynamo.engine.adapters import translation
 from dynamo.protocols import generate
 
 _NAME = "llama.cpp"
+LARK = "%llguidance {}"  # begins a grammar for llguidance; others are in GBNF
 _NEVER = False  # as the bias of a token
 _MAX_SEED = 2**32 - 2  # 2**32 - 1 asks for a random one
 _UNKNOWN_LOGPROB = (
@@ -77,7 +78,7 @@ def completion_options(
         options["n_probs"] = max(1, request.output_options.logprobs)
     if sampling.guided_decoding is not None:
         translation.refuse_resumed_guided(request, _NAME)
-        options["grammar"] = _grammar(sampling.guided_decoding)
+        options["grammar"] = compose_grammar(sampling.guided_decoding)
     return options
 
 
@@ -172,7 +173,7 @@ def token_bytes(tokenizer: Mapping[str, Any]) -> list[bytes]:
     return pieces
 
 
-def _grammar(guided: generate.GuidedDecoding) -> str:
+def compose_grammar(guided: generate.GuidedDecoding) -> str:
     """Return the grammar of a guided answer: Lark for llguidance, which the wheel has built in, or the client's GBNF.
 
     Raises InvalidRequest.
@@ -212,9 +213,7 @@ def _grammar(guided: generate.GuidedDecoding) -> str:
     if len(answers) > 1:  # `%json` stands alone in a rule
         rules += [f"answer_{i}: {text}" for i, text in enumerate(answers)]
         answers = [f"answer_{i}" for i in range(len(answers))]
-    return "\n".join(
-        ("%llguidance {}", f"start: {start}", f"answer: {' | '.join(answers)}", *rules)
-    )
+    return "\n".join((LARK, f"start: {start}", f"answer: {' | '.join(answers)}", *rules))
 
 
 def _call_rules(calls: generate.GuidedToolCalls) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from dynamo.base import clock as clocks
 from dynamo.base import distribution, errors
 from dynamo.engine import api
-from dynamo.engine.adapters import kv_subscriber, streams
+from dynamo.engine.adapters import grammar_trials, kv_subscriber, streams
 from dynamo.engine.adapters import settings as adapter_settings
 from dynamo.engine.adapters import translation as shared
 from dynamo.engine.adapters.settings import VllmConfig
@@ -41,8 +41,7 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
     """Return the engine for the model in `directory`, not yet started. Raises ConfigError."""
     args = engine_args(directory, settings, model_name)
     loras = lora_requests(settings, is_enabled=args.enable_lora)
-    grammar_trials = grammars.GrammarTrials(directory, settings.engine_args)
-    library = VllmLibrary(args, loras, grammar_trials)
+    library = VllmLibrary(args, loras, grammars.make_trials(directory, settings.engine_args))
     transfer = args.kv_transfer_config
     engine = streams.StreamingEngine(
         library,
@@ -75,7 +74,7 @@ class VllmLibrary:
         self,
         args: versions.AsyncEngineArgs,
         loras: Mapping[str, versions.LoRARequest],
-        grammar_trials: grammars.GrammarTrials,
+        trials: grammar_trials.GrammarTrials,
         clock: clocks.Clock | None = None,
     ) -> None:
         self._clock = clock or clocks.SystemClock()
@@ -85,7 +84,7 @@ class VllmLibrary:
         self._load = translation.VllmLoad(args.data_parallel_size)
         self._llm: versions.AsyncLLM | None = None
         self._has_weights = True
-        self._grammars = grammar_trials
+        self._grammars = trials
         self._preparing: set[str] = set()  # choices that vLLM does not have yet
         self._kv_subscriber: kv_subscriber.ZmqKvSubscriber | None = None
 

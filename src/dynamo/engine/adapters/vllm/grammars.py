@@ -1,19 +1,16 @@
 """Grammars for vLLM: each new one is tried by vLLM's own code, in a process that can be ended (`engine.trials`).
 
 vLLM checks a grammar on the worker's event loop and compiles it in a few threads of its engine, both without an end: a
-schema of a few hundred characters would stop the worker, or all guided answers. What has been tried is cached by
-content. The process starts with the first guided request, because it imports vLLM once more.
+schema of a few hundred characters would stop the worker, or all guided answers. The process starts
+with the first guided request, because it imports vLLM once more.
 """
 
-import asyncio
 import sys
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from dynamo.base import errors, tasks
 from dynamo.engine import trials
-from dynamo.engine.adapters import translation
+from dynamo.engine.adapters import grammar_trials, translation
 from dynamo.protocols import generate
 
 LIMITS = trials.TrialLimits(
@@ -22,9 +19,6 @@ LIMITS = trials.TrialLimits(
     wall_s=600,
 )
 MAX_CHECK_S = 1.0  # of the event loop, for which all streams of the worker wait
-MAX_CACHED = 256
-MAX_WAITING = 64  # grammars, whichever number of requests has each
-MAX_AT_ONCE = 4
 _ENVIRONMENT = {  # threads do not survive a fork, and each would reserve memory of its own
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -32,72 +26,12 @@ _ENVIRONMENT = {  # threads do not survive a fork, and each would reserve memory
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CONFIGURE_LOGGING": "0",
 }
-_Result = trials.Verdict | errors.DynamoError
 
 
-class GrammarTrials:
-    """The trials of one engine; used on one event loop."""
-
-    def __init__(self, model: Path, flags: Sequence[str]) -> None:
-        """Nothing is started yet. `flags` are those of vLLM's engine, beside the directory of its model."""
-        self._arguments = [str(model), *flags]
-        self._process: trials.TrialProcess | None = None
-        self._verdicts: OrderedDict[generate.GuidedDecoding, trials.Verdict] = OrderedDict()
-        self._running: dict[generate.GuidedDecoding, asyncio.Task[_Result]] = {}
-        self._tasks = tasks.Tasks()
-        self._slots = asyncio.Semaphore(MAX_AT_ONCE)
-
-    async def check(self, guided: generate.GuidedDecoding) -> None:
-        """Return when vLLM can be given this grammar. Raises InvalidRequest, Overloaded, or EngineFailed.
-
-        All choices and requests with the same grammar share one trial.
-        """
-        result: _Result | None = self._verdicts.get(guided)
-        if result is None:
-            result = await asyncio.shield(self._running.get(guided) or self._start(guided))
-        else:
-            self._verdicts.move_to_end(guided)
-        if isinstance(result, errors.DynamoError):
-            raise result
-        result.check(guided, LIMITS)
-
-    def _start(self, guided: generate.GuidedDecoding) -> "asyncio.Task[_Result]":
-        if len(self._running) >= MAX_WAITING:
-            raise errors.Overloaded(f"{MAX_WAITING} grammars wait for compilation; try later")
-        task = self._running[guided] = self._tasks.start("try a grammar", self._run(guided))
-        return task
-
-    async def _run(self, guided: generate.GuidedDecoding) -> "_Result":
-        """Return the verdict, or why there is none; keep it if another trial would end in the same way."""
-        try:
-            async with self._slots:
-                verdict = await self._attempt(guided)
-        except errors.DynamoError as error:
-            return error
-        finally:
-            del self._running[guided]
-        if not verdict.is_by_chance:
-            self._verdicts[guided] = verdict
-            if len(self._verdicts) > MAX_CACHED:
-                self._verdicts.popitem(last=False)
-        return verdict
-
-    async def _attempt(self, guided: generate.GuidedDecoding) -> trials.Verdict:
-        if self._process is not None and self._process.has_ended:
-            await self._end_process()
-        if self._process is None:
-            self._process = trials.TrialProcess(__name__, self._arguments, environment=_ENVIRONMENT)
-        return await self._process.attempt(guided)
-
-    async def close(self) -> None:
-        """End all trials and their process."""
-        await self._tasks.close()
-        await self._end_process()
-
-    async def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            await asyncio.to_thread(process.close)
+def make_trials(model: Path, flags: Sequence[str]) -> grammar_trials.GrammarTrials:
+    """Return the trials of an engine with these flags of vLLM's, beside the directory of its model."""
+    arguments = [str(model), *flags]
+    return grammar_trials.GrammarTrials(__name__, arguments, LIMITS, environment=_ENVIRONMENT)
 
 
 def main(model: str, *flags: str) -> None:

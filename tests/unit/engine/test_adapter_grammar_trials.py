@@ -1,14 +1,15 @@
-"""The queue of grammars for vLLM, over a process whose trials end when the test says so."""
+"""The queue of grammars for an engine of another project, over a process whose trials end when the test says so."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from dynamo.base import errors
 from dynamo.engine import trials
-from dynamo.engine.adapters.vllm import grammars
+from dynamo.engine.adapters import grammar_trials
 from dynamo.protocols import generate
+
+LIMITS = trials.TrialLimits(cpu_s=1, memory=2**20, wall_s=1)
 
 
 class Process:
@@ -30,8 +31,8 @@ class Process:
 
 def begin(verdict, monkeypatch):
     process = Process(verdict)
-    monkeypatch.setattr(grammars.trials, "TrialProcess", lambda *_, **__: process)
-    return grammars.GrammarTrials(Path("model"), ()), process
+    monkeypatch.setattr(grammar_trials.trials, "TrialProcess", lambda *_, **__: process)
+    return grammar_trials.GrammarTrials("a.module", (), LIMITS), process
 
 
 def number(i):
@@ -46,10 +47,10 @@ async def end(checks, process):
 
 @pytest.mark.parametrize("ended_by", [None, 9], ids=["good", "killed"])
 async def test_choices_and_requests_with_one_grammar_share_a_trial(ended_by, monkeypatch):
-    grammar_trials, process = begin(trials.Verdict(ended_by=ended_by), monkeypatch)
-    checks = [asyncio.create_task(grammar_trials.check(number(0))) for _ in range(128)]
+    queue, process = begin(trials.Verdict(ended_by=ended_by), monkeypatch)
+    checks = [asyncio.create_task(queue.check(number(0))) for _ in range(128)]
     results = await end(checks, process)
-    await grammar_trials.close()
+    await queue.close()
 
     assert {type(result) for result in results} == {
         type(None) if ended_by is None else errors.Overloaded
@@ -58,28 +59,38 @@ async def test_choices_and_requests_with_one_grammar_share_a_trial(ended_by, mon
 
 
 async def test_grammars_that_wait_are_bounded(monkeypatch):
-    grammar_trials, process = begin(trials.Verdict(), monkeypatch)
-    numbers = range(grammars.MAX_WAITING + 1)
-    checks = [asyncio.create_task(grammar_trials.check(number(i))) for i in numbers]
+    queue, process = begin(trials.Verdict(), monkeypatch)
+    numbers = range(grammar_trials.MAX_WAITING + 1)
+    checks = [asyncio.create_task(queue.check(number(i))) for i in numbers]
     results = await end(checks, process)
-    await grammar_trials.close()
+    await queue.close()
 
     assert isinstance(results.pop(), errors.Overloaded)
-    assert results == [None] * grammars.MAX_WAITING
+    assert results == [None] * grammar_trials.MAX_WAITING
 
 
 async def test_failed_trial_is_the_error_of_all_that_wait_for_it_and_is_tried_again(monkeypatch):
-    grammar_trials, process = begin(trials.Verdict(), monkeypatch)
+    queue, process = begin(trials.Verdict(), monkeypatch)
     failure = errors.EngineFailed("the process has ended")
 
     async def fail(guided):
         raise failure
 
     monkeypatch.setattr(process, "attempt", fail)
-    checks = [asyncio.create_task(grammar_trials.check(number(0))) for _ in range(2)]
+    checks = [asyncio.create_task(queue.check(number(0))) for _ in range(2)]
     results = await end(checks, process)
     monkeypatch.undo()
-    await grammar_trials.check(number(0))
-    await grammar_trials.close()
+    await queue.check(number(0))
+    await queue.close()
 
     assert results == [failure, failure]
+
+
+async def test_process_that_cannot_start_fails_the_requests(monkeypatch):
+    def start(*_, **__):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(grammar_trials.trials, "TrialProcess", start)
+    queue = grammar_trials.GrammarTrials("a.module", (), LIMITS)
+    with pytest.raises(errors.EngineFailed, match="no memory"):
+        await queue.check(number(0))
