@@ -206,7 +206,14 @@ class Host:
         self._is_ready = True
         check = self._options.health_check
         if check is not None:
-            watcher = health.Canary(self._handle_if_awake, self._engine.load, check, self._clock)
+            adapters = self._lora_adapters
+            watcher = health.Canary(
+                self._handle_if_awake,
+                self._engine.load,
+                check,
+                self._clock,
+                is_occupied=lambda: adapters is not None and adapters.is_changing,
+            )
             self._tasks.start("health check", self._die_when_hung(watcher))
         if self._sleep is not None:
             self._sleep.begin()

@@ -93,6 +93,11 @@ class LoraAdapters:
         """The number of each adapter that is loaded."""
         return self._number_by_name
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether an adapter is being loaded or unloaded: vLLM computes nothing while it reads one."""
+        return self._change_lock.locked()
+
     async def settle(self) -> None:
         """Wait for the change that is under way; none begins until the worker serves again. Takes `load_s` at most."""
         async with self._change_lock:

@@ -20,7 +20,14 @@ class Asked:
         self.calls, self.cancelled = [], []
         self.load = make_load(1)
         self.answer = lambda call: None
-        watched = health.Canary(self.handle, lambda: [self.load], CHECK, self.clock)
+        self.is_occupied = False
+        watched = health.Canary(
+            self.handle,
+            lambda: [self.load],
+            CHECK,
+            self.clock,
+            is_occupied=lambda: self.is_occupied,
+        )
         self.verdict = asyncio.ensure_future(watched.watch())
 
     def handle(self, call):
@@ -68,6 +75,19 @@ async def test_engine_with_progress_is_not_probed(asked):
         await asked.clock.advance(5)
 
     assert not asked.calls
+
+
+@pytest.mark.parametrize("begins_at", [9, 11])
+async def test_engine_may_be_silent_while_it_reads_an_adapter(asked, begins_at):
+    await asked.clock.advance(begins_at)
+    asked.is_occupied = True
+    await asked.clock.advance(100)
+    was_alive = not asked.verdict.done()
+    asked.is_occupied = False
+    await asked.clock.advance(26)  # it stays silent
+
+    assert was_alive
+    assert isinstance(asked.verdict.result(), errors.EngineFailed)
 
 
 async def test_engine_with_progress_during_the_probe_is_alive(asked):

@@ -277,6 +277,53 @@ async def test_probe_is_no_request_too_many(worlds, monkeypatch):
     assert isinstance(await receiver.end, errors.WorkerLost)
 
 
+class SlowAdapters:
+    """Adapters that an engine reads for so long that it does nothing else, also afterwards."""
+
+    lora_names = ()
+
+    def __init__(self, engine):
+        self.engine, self.is_read = engine, asyncio.Event()
+        engine.submit = self.refuse
+
+    def refuse(self, request):
+        raise errors.Overloaded("as an answer to the probe")
+
+    async def load_lora(self, name, directory):
+        self.engine.submit = lambda request: None
+        await self.is_read.wait()
+
+
+def with_slow_adapters(world):
+    world.store = SlowAdapters(world.engine)
+    return {"lora_adapters": world.store}
+
+
+async def test_engine_that_reads_an_adapter_counts_as_alive(worlds, monkeypatch, tmp_path):
+    monkeypatch.setattr(host, "ENGINE_STOP_S", 0)
+    (tmp_path / "adapter_config.json").touch()
+    check = health.HealthCheck(wait_s=0.01, answer_s=0.01)
+    options = host.HostOptions(request_limit=8, health_check=check)
+    world = await worlds(options, with_slow_adapters)
+    world.port = await world.host.system_port.start("127.0.0.1", 0)
+    await world.host.start()
+    running = asyncio.create_task(world.host.run_until(asyncio.Event()))
+    async with httpx.AsyncClient(timeout=PATIENT_S) as client:
+        body = {"lora_name": "poet", "source": {"uri": str(tmp_path)}}
+        loading = asyncio.create_task(
+            client.post(f"http://127.0.0.1:{world.port}/v1/loras", json=body)
+        )
+        await asyncio.wait([running], timeout=0.5)
+        was_alive = not running.done()
+        world.store.is_read.set()
+        answer = await loading
+    with pytest.raises(errors.EngineFailed, match="hangs"):
+        await running
+
+    assert was_alive
+    assert answer.status_code == 200
+
+
 class Sleeper:
     """The engine's memory, and whether its worker is found while it is given back."""
 
