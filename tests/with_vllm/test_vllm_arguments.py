@@ -76,6 +76,15 @@ def test_nixl_is_used_unless_the_connector_is_none():
     assert [each and each.kv_connector for each in chosen] == ["NixlConnector"] * 2 + [None]
 
 
+@pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer"])
+def test_connector_of_the_user_is_kept_however_its_flag_is_written(flag):
+    offloading = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'
+
+    assert made(flag, offloading).kv_transfer_config.kv_connector == "OffloadingConnector"
+    with pytest.raises(errors.ConfigError, match="--connector and --kv-transfer-config"):
+        made(flag, offloading, connector=("kvbm",))
+
+
 def test_every_flag_of_this_vllm_is_passed_on():
     parser = versions.AsyncEngineArgs.add_cli_args(versions.FlexibleArgumentParser(add_help=False))
     flags = {word for action in parser._actions for word in action.option_strings}

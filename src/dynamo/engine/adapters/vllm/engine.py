@@ -304,17 +304,20 @@ class VllmLibrary:
 
 def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versions.AsyncEngineArgs:
     """Return vLLM's arguments to serve the model in `directory` as `model_name`. Raises ConfigError."""
-    refused_flags = dict(adapter_settings.RESERVED_FLAGS)
-    if settings.connector is not None:
-        refused_flags[_TRANSFER] = f"--connector and {_TRANSFER} say the same: give one of them"
-    adapter_settings.refuse_flags(settings.engine_args, refused_flags)
+    adapter_settings.refuse_flags(settings.engine_args, adapter_settings.RESERVED_FLAGS)
     overrides = {
         "model": str(directory),
         "served_model_name": [model_name],
         "use_tqdm_on_load": False,  # a log has no place for a progress bar
     }
     args = versions.read_flags(settings.engine_args, overrides)
-    if not adapter_settings.has_flag(settings.engine_args, _TRANSFER):
+    # vLLM's parser takes the beginning of a flag as well.
+    has_transfer = args.kv_transfer_config is not None or adapter_settings.has_flag(
+        settings.engine_args, _TRANSFER
+    )
+    if has_transfer and settings.connector is not None:
+        raise errors.ConfigError(f"--connector and {_TRANSFER} say the same: give one of them")
+    if not has_transfer:
         names = _connectors(settings, has_sleep_mode=args.enable_sleep_mode)
         options = {
             field.name: getattr(settings, field.name)
