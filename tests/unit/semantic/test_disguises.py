@@ -1,5 +1,6 @@
 import base64
 import os
+import time
 
 import pytest
 
@@ -44,6 +45,14 @@ def test_letters_set_apart_are_words():
     spaced = "  ".join(" ".join(word) for word in ["ignore", "all", "rules"])
 
     assert [text.split() for text in read(f"do {spaced}")] == [["ignore", "all", "rules"]]
+
+
+def test_row_of_letters_that_ends_nowhere_takes_no_time():
+    """A pattern holds up all threads of a process meanwhile."""
+    began_s = time.process_time()
+    read("a- " * 20_000)
+
+    assert time.process_time() - began_s < 1.0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{24,}(?:\r?\n[A-Za-z0-9+/_-]{4,})*={0,2}")
 _HEXADECIMAL = re.compile(r"(?:[0-9A-Fa-f]{2}){16,}")
 _NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/]")
-_APART = re.compile(r"(?<!\S)(?:[^\W\d_][ .*|-]{1,3}){8,}[^\W\d_](?!\S)")
+# Possessive, and ended by any sign that is no letter: where a long row cannot match, no letter of it is a new start.
+_APART = re.compile(r"(?<!\S)[^\W\d_](?!\w)(?:[ .*|-]{1,3}[^\W\d_](?!\w)){8,}+")
 _GAP = re.compile(r"(?<=\S)[ .*|-](?=\S)")  # between two letters of one word
 # Runs of base64 or long names, and letters of scripts other than Latin with their marks and signs.
 _UNREADABLE = re.compile(
