@@ -101,8 +101,9 @@ _NEAR_SSN = re.compile(
 )
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)")
 _IPV6 = re.compile(r"(?<![\w:.])(?=[\w.]*:[\w.]*:)[0-9A-Fa-f:]{2,39}(?![\w:])")
+# Possessive, because digits without separators are parted in thousands of ways where none of them matches.
 _PHONE = re.compile(
-    r"(?<![\w.$€£#/:=-])(?:\+|00)?\(?\d{1,4}\)?(?:[ .-]?\(?\d{1,5}\)?){1,5}(?:,? ?(?:x|"
+    r"(?<![\w.$€£#/:=-])(?:\+|00)?\(?\d{1,4}+\)?(?:[ .-]?\(?\d{1,5}+\)?){1,5}(?:,? ?(?:x|"
     r"ext\.?) ?\d{1,6})?(?![\w%]|[.,/:-]\d)",
     re.IGNORECASE,
 )
