@@ -417,11 +417,12 @@ def grace_period_s(main: Mapping[str, Any]) -> int:
     return max(_LEAST_GRACE_S, int(drain_s + leave_s) + _MARGIN_S)
 
 
-_MODULE = re.compile(r"python[0-9.]*\s(?:.*\s)?-m\s+dynamo\.(vllm|sglang|trtllm)\b", re.DOTALL)
+_MODULE = re.compile(r"(?s)(?>.*?python[0-9.]*(?=\s)).*(?<=\s)-m\s++dynamo\.(vllm|sglang|trtllm)\b")
 _SHELL = ("/bin/sh", "-c")
 # After commands joined by `&&`: one of Python, up to the end, with no `;`, `&`, `|` or line end outside of a `\\`.
+# Like the one above it tries nothing twice: a command may be long, and the objects of others wait until it is read.
 _LAST_COMMAND = re.compile(
-    r"((?:[^;|&\n]*&&)*\s*)(python[0-9.]*\s(?:[^;&|\n\\]|\\.|>&)*\s*)", re.DOTALL
+    r"((?:[^;|&\n]*+&&)*+\s*+)(python[0-9.]*+\s(?:>&|[^;&|\n\\]|\\.)*+\s*+)", re.DOTALL
 )
 _RAY_PORT, _DIST_PORT = 6379, 29500
 
@@ -442,7 +443,7 @@ GROVE = Join(
 
 def detect_framework(container: dict[str, Any]) -> str | None:
     """Return the engine that the command of a container starts: vllm, sglang, trtllm or None."""
-    match = _MODULE.search(join_command(container))
+    match = _MODULE.match(join_command(container))
     return match[1] if match else None
 
 
