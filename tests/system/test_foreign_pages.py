@@ -131,3 +131,18 @@ def test_page_of_an_allowed_origin_chats(deployment, site, tmp_path):
     results = visit(site, frontend.url.replace("127.0.0.1", "localhost"), tmp_path / "profile")
 
     assert results[-1] == "cors 200"
+
+
+def test_page_that_has_its_name_mean_our_address_reads_nothing(deployment, tmp_path):
+    """By plain HTTP a browser sends neither `Origin` nor `Sec-Fetch-Site` with what a page reads under its own name."""
+    frontend = deployment.frontend()
+    frontend.await_models([])
+    port = frontend.url.rpartition(":")[2]
+    rebound = "--host-resolver-rules=MAP evil.example 127.0.0.1"
+    command = [CHROMIUM, *FLAGS, rebound, f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    seen = subprocess.run(
+        [*command, f"http://evil.example:{port}/v1/files"],
+        capture_output=True, check=True, text=True, timeout=PATIENT_S,
+    ).stdout  # fmt: skip
+
+    assert "--allowed-hosts" in seen

@@ -3,8 +3,9 @@
 A page of any site may send requests to a server on the same machine. A browser marks them with `Origin` (Fetch
 standard) or `Sec-Fetch-Site` (Fetch Metadata). Such a request is refused if it comes from another origin that
 `--cors-allow-origin` does not name, if its body is of a type that a page may send without asking first, or if its
-`Host` is a name that is not ours: a page can have its own name resolve to our address (DNS rebinding). Requests that
-no browser sent, such as those of curl, probes and proxies, are not looked at.
+`Host` is a name that is not ours: a page can have its own name resolve to our address (DNS rebinding). What a page
+reads under its own name by plain HTTP has neither mark, but always `Accept-Language`, which a page can change and not
+leave out. Requests that no browser sent, such as those of curl, probes and proxies, are not looked at.
 """
 
 import socket
@@ -21,7 +22,8 @@ _EXPOSED = (
     "x-request-id, retry-after, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
     "x-dynamo-ignored-parameters"
 )
-_MARKS = frozenset(("origin", "sec-fetch-site"))  # the headers by which browsers are known
+# The headers by which browsers are known. Node has the last one, too, and beside it `Sec-Fetch-Mode` alone.
+_MARKS = frozenset(("origin", "sec-fetch-site", "accept-language"))
 # Types that need a preflight request when another origin sends them: JSON, and the tensors of KServe.
 _BODY_TYPES = ("application/json", "application/octet-stream")
 
@@ -43,7 +45,7 @@ class BrowserPolicy:
         """Raise Forbidden if a browser sent the request for a page that may not send it."""
         headers = request.headers
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        if origin is None and site is None:
+        if origin is None and site is None and not _is_unmarked_read(request):
             return
         host = headers.get("host", "").lower()
         self._check_host(host)
@@ -140,6 +142,12 @@ def own_names() -> frozenset[str]:
     """Return the names of this machine, as it knows them itself: a look-up in DNS could hold up the start."""
     name = socket.gethostname().lower()
     return frozenset((name, name.partition(".")[0]))
+
+
+def _is_unmarked_read(request: exchange.Request) -> bool:
+    """Return whether a browser may have sent a request without the marks of the standards: they are in all others."""
+    headers, is_read = request.headers, request.method in ("GET", "HEAD")
+    return is_read and "accept-language" in headers and "sec-fetch-mode" not in headers
 
 
 def _is_visit(headers: Mapping[str, str]) -> bool:

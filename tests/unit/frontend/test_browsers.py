@@ -34,6 +34,13 @@ def policy(*origins, hosts=("box",)):
 ACCEPTED = {
     "curl with its default type": request(content_type="application/x-www-form-urlencoded"),
     "a client that names a Service": request(host="frontend.dynamo.svc:8000"),
+    "Node, which names a Service": request(
+        "GET", b"", host="frontend:8000", accept_language="*", sec_fetch_mode="cors"
+    ),
+    "Node, which names a Service and sends a body": request(
+        host="frontend:8000", accept_language="*", sec_fetch_mode="cors"
+    ),
+    "a page of ours that reads by plain HTTP": request("GET", b"", accept_language="en"),
     "a page of ours": request(origin=OWN, sec_fetch_site="same-origin"),
     "a page of ours behind TLS": request(origin="https://box", host="box"),
     "a page of ours at an address": request(origin="http://[fd77::1]:80", host="[fd77::1]:80"),
@@ -59,6 +66,9 @@ REFUSED = {
     ),
     "a name that was rebound": request(
         origin="http://evil.example:8000", host="evil.example:8000", sec_fetch_site="same-origin"
+    ),
+    "a name that was rebound, to read by plain HTTP": request(
+        "GET", b"", host="evil.example:8000", accept_language="*"
     ),
     "text of a page of ours": request(origin=OWN, content_type="text/plain"),
     "a form of a page of ours": request(
@@ -113,6 +123,15 @@ async def test_foreign_page_gets_an_error_in_the_shape_of_the_api(rig):
 
     assert answer.status_code == 403
     assert "--cors-allow-origin" in answer.json()["error"]["message"]
+
+
+async def test_page_that_has_its_name_mean_our_address_reads_nothing(rig):
+    answer = await rig.client.get(
+        "/v1/models", headers={"host": "evil.example:8000", "accept-language": "en"}
+    )
+
+    assert answer.status_code == 403
+    assert "--allowed-hosts" in answer.json()["error"]["message"]
 
 
 async def test_options_names_the_methods_of_a_path(rig):
