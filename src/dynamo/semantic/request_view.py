@@ -93,7 +93,9 @@ class RequestView:
     @property
     def has_token_ids(self) -> bool:
         """Return whether a prompt is given as token ids, which no classifier can read."""
-        prompt = _parts(self.fields.get("prompt"))
+        prompt, extensions = _parts(self.fields.get("prompt")), self.fields.get("nvext")
+        if isinstance(extensions, dict) and extensions.get("token_data"):
+            return True  # instead of all else
         return any(isinstance(item, int | list) for item in prompt)
 
     @property

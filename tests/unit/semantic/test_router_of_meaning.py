@@ -198,9 +198,16 @@ def test_orders_in_the_definition_of_a_tool_are_no_attack():
     assert make_router().route(body, {}).explanation.path != "blocked"
 
 
-@pytest.mark.parametrize("prompt", [[1, 2], [[1, 2], [3]]])
-def test_prompt_of_token_ids_is_said_to_be_unread(prompt):
-    body = msgspec.json.encode({"model": "general", "prompt": prompt})
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [1, 2]},
+        {"prompt": [[1, 2], [3]]},
+        {"messages": [HARMLESS], "nvext": {"token_data": [1, 2]}},
+    ],
+)
+def test_prompt_of_token_ids_is_said_to_be_unread(fields):
+    body = msgspec.json.encode({"model": "general", **fields})
 
     assert headers_of(make_router().route(body, {}))["x-vsr-unread-text"] == "true"
 
