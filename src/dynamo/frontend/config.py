@@ -273,7 +273,7 @@ class FrontendConfig(AdmissionConfig):
         " share (default: dynamo/files/NAMESPACE in XDG_STATE_HOME)",
     )
     files_limit_gb: float = config.setting(
-        10.0, help="gigabytes that uploaded files may take together; more are refused", least=0
+        10.0, help="gigabytes that files may take together, uploaded or written by batches", least=0
     )
     batch_concurrency: int = config.setting(
         64, help="lines of batches that are answered at once", least=1

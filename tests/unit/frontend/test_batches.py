@@ -364,6 +364,23 @@ async def test_more_files_than_may_be_kept_are_refused(start):
     assert "expected at most 1000 bytes of files together, got 1001" in refused.text
 
 
+async def test_what_batches_write_counts_as_files(start):
+    rig = await start(files_limit_gb=2e-6)
+    rows = as_jsonl([chat_line(1, temperature=5)])  # an answer at once, and longer than the line
+    file_id = (await upload(rig, rows + b" " * (800 - len(rows)))).json()["id"]
+    asked = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    first = await rig.client.post("/v1/batches", json=asked)
+    beside = await rig.client.post("/v1/batches", json=asked)
+    await ended(rig, first.json())
+    await ended(rig, (await rig.client.post("/v1/batches", json=asked)).json())
+    at_last = await rig.client.post("/v1/batches", json=asked)
+
+    assert [answer.status_code for answer in (beside, at_last)] == [400, 400]
+    for answer in (beside, at_last):
+        assert answer.json()["error"]["param"] == "input_file_id"
+        assert "expected at most 2000 bytes of files together" in answer.text
+
+
 async def test_file_expires_by_the_clock_of_its_process(tmp_path):
     clock = VirtualClock()
     files = journal.BatchJournal(tmp_path, clock, max_bytes=10**9)

@@ -36,6 +36,11 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE TABLE IF NOT EXISTS answers (
   batch TEXT, line INTEGER, is_error INTEGER, row BLOB, PRIMARY KEY (batch, line)) WITHOUT ROWID;
 """
+# A batch is taken to write as much as it reads, until it has ended and its files are there.
+_SUM_BYTES = """
+SELECT coalesce(sum(bytes), 0) FROM (SELECT bytes FROM files UNION ALL SELECT bytes FROM batches
+  JOIN files ON files.id = json_extract(CAST(batches.json AS TEXT), '$.input_file_id') WHERE NOT is_ended);
+"""
 _encode = msgspec.json.Encoder().encode
 _decode_file = msgspec.json.Decoder(lines.FileObject).decode
 _decode_batch = msgspec.json.Decoder(lines.Batch).decode
@@ -120,24 +125,22 @@ class BatchJournal:
         return self.folder / "partial" / secrets.token_hex(12)
 
     def add_file(
-        self,
-        partial: Path,
-        *,
-        tenant: str,
-        filename: str,
-        kept_s: int = lines.KEPT_S,
+        self, partial: Path, *, tenant: str, filename: str, kept_s: int = lines.KEPT_S
     ) -> lines.FileObject:
         """Keep a complete partial file. Raises InvalidRequest if all files together become too large."""
         with self._exclusive() as database:
-            (sum_bytes,) = database.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
-            sum_bytes += partial.stat().st_size
-            if sum_bytes > self._max_bytes:
-                raise errors.InvalidRequest(
-                    f"expected at most {self._max_bytes} bytes of files together, got {sum_bytes}: "
-                    "delete files, or raise --files-limit-gb",
-                    param="file",
-                )
+            self._check_room(database, partial.stat().st_size, "file")
             return self._insert_file(database, partial, tenant, filename, "batch", kept_s)
+
+    def _check_room(self, database: sqlite3.Connection, num_bytes: int, param: str) -> None:
+        (sum_bytes,) = database.execute(_SUM_BYTES).fetchone()
+        sum_bytes += num_bytes
+        if sum_bytes > self._max_bytes:
+            raise errors.InvalidRequest(
+                f"expected at most {self._max_bytes} bytes of files together, got {sum_bytes} with what open "
+                "batches write: delete files, or raise --files-limit-gb",
+                param=param,
+            )
 
     def _insert_file(
         self,
@@ -208,7 +211,11 @@ class BatchJournal:
     def add_batch(
         self, asked: lines.BatchRequest, tenant: str, key_name: str | None
     ) -> lines.Batch:
-        """Begin a batch. Raises ObjectNotFound for an unknown input file, InvalidRequest for one that is an output."""
+        """Begin a batch.
+
+        Raises ObjectNotFound for an unknown input file, InvalidRequest for one that is an output, or if files together
+        may become too large.
+        """
         source = self.find_file(asked.input_file_id, tenant)
         if source.purpose != "batch":
             raise errors.InvalidRequest(
@@ -225,18 +232,13 @@ class BatchJournal:
             metadata=asked.metadata,
         )
         rule = asked.output_expires_after
-        with self._open() as database:
+        values = (batch.id, tenant, key_name, rule.seconds if rule else lines.KEPT_S)
+        with self._exclusive() as database:
+            self._check_room(database, source.bytes, "input_file_id")
             database.execute(
-                "INSERT INTO batches (id, tenant, key_name, is_ended, output_s, expires_at, json)"
-                " VALUES (?, ?, ?, 0, ?, ?, ?)",
-                (
-                    batch.id,
-                    tenant,
-                    key_name,
-                    rule.seconds if rule else lines.KEPT_S,
-                    now + lines.KEPT_S,
-                    _encode(batch),
-                ),
+                "INSERT INTO batches (id, tenant, key_name, output_s, is_ended, expires_at, json)"
+                " VALUES (?, ?, ?, ?, 0, ?, ?)",
+                (*values, now + lines.KEPT_S, _encode(batch)),
             )
         return batch
 
@@ -331,9 +333,8 @@ class BatchJournal:
         self, batch_id: str, status: lines.Status, wrong: Sequence[lines.LineError] = ()
     ) -> lines.Batch:
         """End a batch, or fail it for `wrong`: write its answers into an output and an error file, in their order."""
-        if (
-            status == "completed"
-        ):  # what is cancelled or expired keeps its reason, if this process dies here
+        # what is cancelled or expired keeps its reason, if this process dies here
+        if status == "completed":
             self._change(
                 batch_id, lambda batch: batch.with_status("finalizing", self._clock.wall())
             )
