@@ -37,7 +37,7 @@ async def call_pod(
     )
     try:
         return status, msgspec.json.decode(answer)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise errors.Unavailable(f"{url}: expected JSON: {error}") from error
 
 

@@ -111,7 +111,7 @@ def discovery_account(graph: str) -> str:
 
 def parse_quantity(quantity: int | str) -> float:
     """Return the value of a quantity such as 250Gi. Raises ConfigError for one that has no value."""
-    match = re.fullmatch(r"([+-]?[0-9.]+)([eE][+-]?[0-9]+)?([numkKMGTPE]?i?)", str(quantity))
+    match = re.fullmatch(r"((?=\.?\d)\d*\.?\d*)([eE][+-]?\d+)?([numkKMGTPE]?i?)", str(quantity))
     if match is None or match[3] not in _UNITS:
         raise errors.ConfigError(f"{quantity}: expected an amount such as 16Gi or 500M")
     return float(match[1] + (match[2] or "")) * _UNITS[match[3]]
@@ -401,12 +401,12 @@ def shared_memory_size(spec: api_types.ServiceSpec) -> str:
 
 def grace_period_s(main: Mapping[str, Any]) -> int:
     """Return the seconds that a pod gets to end: what it takes to drain, and some to spare."""
-    values = {entry["name"]: entry.get("value") for entry in main.get("env", ())}
+    values = {entry.get("name"): entry.get("value") for entry in main.get("env", ())}
 
-    def seconds(name: str, default: float = 0.0) -> float:
+    def seconds(name: str, default: float = 0.0) -> int:
         try:
-            return float(values.get(name) or default)
-        except ValueError as error:
+            return round(float(values.get(name) or default))
+        except (ValueError, OverflowError) as error:  # infinity is one, too
             raise errors.ConfigError(f"{name}: expected seconds, got {values[name]!r}") from error
 
     drain_s = max(
@@ -414,7 +414,7 @@ def grace_period_s(main: Mapping[str, Any]) -> int:
         seconds("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"),
     )
     leave_s = seconds("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS")
-    return max(_LEAST_GRACE_S, int(drain_s + leave_s) + _MARGIN_S)
+    return max(_LEAST_GRACE_S, drain_s + leave_s + _MARGIN_S)
 
 
 _MODULE = re.compile(r"(?s)(?>.*?python[0-9.]*(?=\s)).*(?<=\s)-m\s++dynamo\.(vllm|sglang|trtllm)\b")

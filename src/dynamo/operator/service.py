@@ -135,6 +135,9 @@ class Controller:
             except errors.DynamoError as error:
                 self._metrics.errors.labels(key[0]).inc()
                 _logger.warning("%s %s/%s: %s", *key, error)
+            except Exception:  # of one object, unforeseen: the work for others goes on
+                self._metrics.errors.labels(key[0]).inc()
+                _logger.exception("%s %s/%s cannot be reconciled", *key)
             finally:
                 self.queue.release(key, has_failed=has_failed)
             self._metrics.total.labels(key[0]).inc()

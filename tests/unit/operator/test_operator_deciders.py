@@ -489,6 +489,16 @@ def test_quantities_have_values(quantity, value):
     assert pod_template.parse_quantity(quantity) == value
 
 
+def test_amounts_without_a_value_are_refused():
+    for quantity in ("..", ".", "1.2.3", "", "Gi"):
+        with pytest.raises(errors.ConfigError, match="expected an amount"):
+            pod_template.parse_quantity(quantity)
+    for value in ("inf", "nan", "soon"):
+        name = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"
+        with pytest.raises(errors.ConfigError, match="expected seconds"):
+            pod_template.grace_period_s({"env": [{"name": name, "value": value}]})
+
+
 def test_share_of_an_update_is_a_number_or_percent():
     assert component.read_share({}, component.SURGE_ANNOTATION) == "25%"
     assert component.read_share({component.SURGE_ANNOTATION: "2"}, component.SURGE_ANNOTATION) == 2

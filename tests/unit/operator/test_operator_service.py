@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.operator import election, objects, pod_calls, reconciler, service, work_queue
+from dynamo.operator import component, election, objects, pod_calls, reconciler, service, work_queue
 from dynamo.operator.settings import OperatorConfig
 from dynamo.testing import clock as virtual
 from dynamo.testing.kube.memory_cluster import MemoryCluster
@@ -334,6 +334,32 @@ async def test_refused_write_is_said_and_tried_again_while_others_go_on(server, 
         await until(lambda: is_ready(cluster, "bad"))
 
 
+async def test_unforeseen_fault_of_one_object_ends_nothing_for_others(
+    server, cluster, monkeypatch, caplog
+):
+    decide = component.decide
+
+    def fail(resource, *observed):
+        if resource["metadata"]["name"].startswith("odd"):
+            raise KeyError("name")
+        return decide(resource, *observed)
+
+    monkeypatch.setattr(component, "decide", fail)
+    async with running(server):
+        await cluster.create(make_graph("odd"))
+        await until(lambda: asyncio.sleep(0, "cannot be reconciled" in caplog.text))
+        await cluster.create(make_graph("good"))
+        await until(lambda: is_ready(cluster, "good"))
+
+
+async def test_container_with_a_field_that_kubernetes_refuses_ends_nothing(server, cluster):
+    main = worker()["extraPodSpec"]["mainContainer"] | {"env": [{"value": "1"}]}
+    async with running(server):
+        await cluster.create(make_graph("odd", {"W": worker(extraPodSpec={"mainContainer": main})}))
+        await cluster.create(make_graph("good"))
+        await until(lambda: is_ready(cluster, "good"))
+
+
 async def test_operator_keeps_to_its_namespace(server, cluster):
     async with running(server, restricted_namespace="default"):
         other = make_graph("other")
@@ -451,6 +477,18 @@ async def test_frontend_tells_the_instances_of_each_namespace():
         port = listening.sockets[0].getsockname()[1]
         assert await pod_calls.read_instances("127.0.0.1", port) == {"a": 1}
     assert await pod_calls.read_instances("127.0.0.1", port) is None
+
+
+@pytest.mark.parametrize("body", [b'"\xff"', b"[" * 100_000, b"7", b'{"instances": [7]}'])
+async def test_frontend_that_answers_something_else_tells_nothing(body):
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + body)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        assert await pod_calls.read_instances("127.0.0.1", port) is None
 
 
 async def test_frontend_that_answered_before_and_is_slow_now_has_admitted_nothing(monkeypatch):
