@@ -105,7 +105,7 @@ class RequestDispatch:
 
         Raises as `RegisteredModel.open_stream`.
         """
-        model = self._find_same_model()
+        model = find_same_model(self._shared.find_model, self._model)
         had_begun = attempt.has_begun
         headers = dict(self._reply.prepared.headers)
         trace, deadline = self._meter.arrival.trace, self._deadline
@@ -232,16 +232,19 @@ class RequestDispatch:
         num_tokens, ms = attempt.request.num_resumed, duration_s * 1e3
         _logger.info("the stream goes on after %d tokens and %.1f ms", num_tokens, ms)
 
-    def _find_same_model(self) -> RegisteredModel:
-        """Return the model as it is served now; it may have vanished and returned. Raises NoWorkers."""
-        model = self._shared.find_model(self._model.name)
-        if model is not self._model and model.card.checksums != self._model.card.checksums:
-            raise errors.NoWorkers(
-                f"the model {model.name!r} is another one by now, which cannot go on with this answer"
-            )
-        return model
-
     @property
     def _log_context(self) -> logs.LogContext:
         arrival = self._meter.arrival
         return logs.LogContext("http-request", arrival.reported_id, arrival.trace)
+
+
+def find_same_model(
+    find_model: Callable[[str], RegisteredModel], model: RegisteredModel
+) -> RegisteredModel:
+    """Return the model as it is served now; it may have vanished and returned. Raises NoWorkers."""
+    found = find_model(model.name)
+    if found is not model and found.card.checksums != model.card.checksums:
+        raise errors.NoWorkers(
+            f"the model {model.name!r} is another one by now, which cannot go on with this answer"
+        )
+    return found

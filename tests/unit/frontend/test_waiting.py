@@ -195,6 +195,20 @@ async def test_new_request_waits_for_a_restarted_worker(rig):
     assert (await embedded).status_code == 404
 
 
+async def test_texts_to_embed_wait_for_a_restarted_worker(bare):
+    await bare.start()
+    killed = await bare.embedder()
+    await killed.runtime.requests.close()  # discovery lists it until its lease ends
+    answer = bare.start_task(bare.embed("a"))
+    waiting_ones = bare.frontend._dispatcher.worker_wait._waiting
+    await bare.until(lambda: len(waiting_ones) == 1)
+    await killed.runtime.close()
+    await bare.until(lambda: bare.frontend.models.get("e") is None)
+    await bare.embedder()
+
+    assert (await answer).status_code == 200
+
+
 async def test_request_waits_for_the_announced_first_worker_of_its_model(rig):
     start = instances.WorkerStart(model="q", namespace="dynamo", estimate_s=60.0)
     await rig.one.runtime.discovery.put(f"{instances.STARTS}1", msgspec.json.encode(start))

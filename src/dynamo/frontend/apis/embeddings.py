@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import metrics, pipeline
+from dynamo.frontend import dispatch, metrics, pipeline
 from dynamo.frontend.apis import completions, error_dialects, openapi
 from dynamo.frontend.apis.operation import GENERATION_ERRORS, Operation, RequestHandlers
 from dynamo.frontend.delivery import delivery, sse
@@ -337,7 +337,8 @@ class EmbeddingPipeline:
             try:
                 stream = await self._pipeline.worker_wait.until_served(
                     functools.partial(
-                        model.open_stream,
+                        self._open_stream,
+                        model,
                         share,
                         ShareReceiver(reply, numbers),
                         route.RoutingOptions(headers=headers, timeout_s=self._timeout_s),
@@ -349,6 +350,17 @@ class EmbeddingPipeline:
                 reply.fail(error)
                 return
             reply.add_stream(stream)
+
+    async def _open_stream(
+        self,
+        model: RegisteredModel,
+        share: encoders.EmbeddingRequest,
+        receiver: ShareReceiver,
+        options: route.RoutingOptions,
+    ) -> requests.Stream:
+        """Send a share to an instance of the model as it is served now. Raises as `RegisteredModel.open_stream`."""
+        found = dispatch.find_same_model(self._pipeline.models.find, model)
+        return await found.open_stream(share, receiver, options)
 
     def _meter(
         self, model: str, arrival: metrics.Arrival, api: EmbeddingApi
