@@ -103,12 +103,15 @@ class RequestDispatch:
     async def _send(self, attempt: Attempt) -> None:
         """Send an attempt to an instance, if possible to none that is busy or was lost with it.
 
-        Raises as `RegisteredModel.open_stream`.
+        Raises as `RegisteredModel.open_stream`, or DeadlineExceeded if the request has waited for too long.
         """
+        deadline = self._deadline
+        if deadline is not None and self._shared.clock.now() >= deadline:
+            raise errors.DeadlineExceeded(f"no complete answer within {self._shared.timeout_s:g} s")
         model = find_same_model(self._shared.find_model, self._model)
         had_begun = attempt.has_begun
         headers = dict(self._reply.prepared.headers)
-        trace, deadline = self._meter.arrival.trace, self._deadline
+        trace = self._meter.arrival.trace
         stream = await model.open_stream(
             attempt.request,
             attempt,

@@ -361,6 +361,14 @@ async def test_migrating_request_fails_after_the_wait_limit(bare):
     assert found[-1]["error"]["code"] == "no_workers"
 
 
+async def test_wait_for_a_worker_ends_with_the_time_of_the_request(bare):
+    await bare.start(request_timeout_secs=0.5, worker_wait_secs=60)
+    leave_after(bare, await bare.worker(), 1)
+    found = events((await bare.chat(stream=True)).text)
+
+    assert found[-1]["error"]["code"] == "deadline_exceeded"
+
+
 async def test_migration_fails_if_the_model_has_changed(bare, tmp_path, caplog):
     await bare.start(worker_wait_secs=5)  # the other model has to be there when the wait is over
     leave_after(bare, await bare.worker(), 3)
