@@ -688,6 +688,16 @@ async def test_client_that_stops_reading_a_long_stream_is_cut_off():
         await until(lambda: not running.connections)
 
 
+async def test_half_a_request_behind_a_long_stream_that_is_not_read_adds_nothing_to_it():
+    async with serving(send_all, QUICK) as running, connected(running) as (reader, writer):
+        writer.write(b"GET /1 HTTP/1.1\r\nhost: h\r\n\r\nGET /2")
+        await until(lambda: running.connections)
+        (connection,) = running.connections
+        await until(lambda: not running.connections or connection._lingering)
+        with contextlib.suppress(ConnectionError):
+            assert b"408" not in await reader.read()
+
+
 async def test_client_that_goes_ends_the_wait_of_a_long_stream():
     sending, ended = asyncio.Event(), asyncio.Event()
 

@@ -369,7 +369,7 @@ class _Connection(asyncio.Protocol):
 
     def expire(self) -> None:
         """The deadline has passed."""
-        if self._parser.is_midway and not self._lingering:
+        if self._parser.is_midway and self._active is None and not self._lingering:
             limit_s = self._server.limits.request_s
             self._parser.abandon()
             self._refuse(Refusal(408, f"the request did not arrive within {limit_s:g} s"))
