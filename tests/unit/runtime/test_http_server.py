@@ -459,6 +459,20 @@ async def test_connection_closes_after_its_response_during_a_drain():
     assert b"connection: close" in text
 
 
+async def test_response_that_ends_in_a_drain_says_that_its_connection_closes():
+    kept = []
+    async with serving(kept.append) as running, connected(running) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
+        await until(lambda: kept)
+        draining = asyncio.ensure_future(running.drain(PATIENT_S))
+        await asyncio.sleep(0)
+        kept[0].respond(200, b"done")
+        text = await reader.read()
+        await draining
+
+    assert b"connection: close" in text
+
+
 async def test_error_for_a_port_in_use_says_what_to_do():
     async with serving(hello) as running:
         with pytest.raises(errors.ConfigError) as caught:

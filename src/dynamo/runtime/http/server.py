@@ -125,6 +125,8 @@ class HttpServer:
         New requests are still taken (the handler may refuse them); each connection closes after its next answer.
         """
         self.is_draining = True
+        for connection in self.connections:
+            connection.expect_last_answer()
         if self._num_active == 0:
             return True
         self._idle.clear()
@@ -289,6 +291,11 @@ class _Connection(asyncio.Protocol):
         await self._drained
         self._drained = None
         self._transport.set_write_buffer_limits(high=self._server.limits.write_buffer_bytes)
+
+    def expect_last_answer(self) -> None:
+        """Have the answer that is under way say that the connection closes after it, unless its head is made."""
+        if self._active is not None:
+            self._active.request = self._active.request.as_last()
 
     def divert(self, receive: Callable[[bytes], None]) -> None:
         """Pass all further bytes of the client to `receive`."""
