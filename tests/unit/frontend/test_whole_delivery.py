@@ -1,5 +1,7 @@
 """Answers in one body."""
 
+import asyncio
+
 from frontend_rig import outputs
 
 from dynamo.base import errors
@@ -148,6 +150,27 @@ async def test_disconnected_client_of_a_whole_answer_cancels_the_worker(rig):
     await rig.until(lambda: rig.one.num_cancelled == 1)
 
     assert (await rig.metrics())["dynamo_frontend_disconnected_clients"] == 1
+
+
+async def test_wait_that_a_route_begins_after_the_client_has_gone_ends_at_once(rig):
+    (replicas,) = rig.frontend.models.get("m").replicas.values()
+    asked, wait, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class SlowRoute:
+        async def open_stream(self, request, receiver, options):
+            asked.set()
+            await wait.wait()  # for a worker that is lost, for example
+            options.add_disconnect_callback(ended.set)
+            await ended.wait()
+            raise errors.Cancelled("the client went away")
+
+    replicas.route = SlowRoute()
+    asking = rig.start_task(rig.complete("x"))
+    await asked.wait()
+    asking.cancel()
+    await rig.until(lambda: not rig.frontend._metrics.open_requests)
+    wait.set()
+    await rig.until(ended.is_set)
 
 
 async def test_answer_over_the_time_limit_is_a_504(bare):

@@ -157,8 +157,11 @@ class Delivery(abc.ABC):
         return self._is_over
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
-        """Call this if the client disconnects while a prompt waits for a worker."""
-        self._disconnect_callbacks.append(callback)
+        """Call this if the client disconnects while a prompt waits for a worker; at once if the answer is over."""
+        if self._is_over:
+            callback()
+        else:
+            self._disconnect_callbacks.append(callback)
 
     def make_attempts(self, retry: Retry) -> Sequence[Attempt]:
         """Return the first attempt for each prompt; `retry` follows one that breaks off."""
