@@ -356,6 +356,27 @@ async def test_a_large_answer_reaches_a_slow_reader_whole():
     assert len(text) > 40_000_000
 
 
+@pytest.mark.parametrize("write_buffer_bytes", [2**23, 2**25])  # less and more than the answer
+async def test_a_large_answer_reaches_a_reader_that_takes_longer_than_connections_idle(
+    write_buffer_bytes,
+):
+    limit = parser.HttpLimits(
+        request_s=1.0, idle_s=1.0, sweep_s=0.01, write_buffer_bytes=write_buffer_bytes
+    )
+    big, num_read, loop = b"x" * 20_000_000, 0, asyncio.get_running_loop()
+    async with (
+        serving(lambda x: x.respond(200, big), limit) as running,
+        connected(running) as (reader, writer),
+    ):
+        began_at = loop.time()
+        writer.write(last())
+        while piece := await reader.read(100_000):
+            num_read += len(piece)
+            await asyncio.sleep(began_at + num_read / 8e6 - loop.time())  # 8 MB/s
+
+    assert num_read > len(big)
+
+
 async def test_a_client_that_goes_away_is_noticed_at_once():
     gone, kept = asyncio.Event(), []
 

@@ -196,7 +196,8 @@ class HttpServer:
 
 
 _NEVER = float("inf")
-_PACED_BYTES = 2**20  # that wait for a client while a long stream is sent
+# that wait for a client while a long stream is sent, and that it reads of what waits before a deadline, or is cut off
+_PACED_BYTES = 2**20
 
 
 class _Connection(asyncio.Protocol):
@@ -211,6 +212,7 @@ class _Connection(asyncio.Protocol):
         self._lingering = False
         self._write_paused = False
         self._read_paused = False
+        self._unread_bytes = 0  # that waited for the client when it was last looked at
         self._waiting: list[bytes] = []  # to be written at the end of this turn
         self._kept_body_bytes = 0  # that count, of all its requests
         self._drained: asyncio.Future[None] | None = None  # while a writer waits for the client
@@ -279,10 +281,7 @@ class _Connection(asyncio.Protocol):
         return self._keep_body_bytes(counted_bytes(num_bytes))
 
     async def drain(self) -> None:
-        """Wait until the client has read most of what was written, or is gone.
-
-        A client that reads nothing for `HttpLimits.request_s` is cut off.
-        """
+        """Wait until the client has read most of what was written, or is gone."""
         self.flush()
         if self._transport.get_write_buffer_size() <= _PACED_BYTES or self._active is None:
             return
@@ -353,6 +352,7 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._write_paused = True
+        self._unread_bytes = self._transport.get_write_buffer_size()
         if self._drained is not None:
             self.deadline = self._loop.time() + self._server.limits.request_s
         elif self._active is not None and self._active.is_streaming:
@@ -375,8 +375,12 @@ class _Connection(asyncio.Protocol):
         self._drop()
 
     def expire(self) -> None:
-        """The deadline has passed."""
-        if self._parser.is_midway and self._active is None and not self._lingering:
+        """The deadline has passed; a client that goes on to read a large answer gets another one."""
+        num_before, self._unread_bytes = self._unread_bytes, self._transport.get_write_buffer_size()
+        has_read = num_before - self._unread_bytes >= min(_PACED_BYTES, num_before) > 0
+        if has_read and not self._lingering:
+            self.deadline = self._loop.time() + self._server.limits.request_s
+        elif self._parser.is_midway and self._active is None and not self._lingering:
             limit_s = self._server.limits.request_s
             self._parser.abandon()
             self._refuse(Refusal(408, f"the request did not arrive within {limit_s:g} s"))
@@ -455,6 +459,7 @@ class _Connection(asyncio.Protocol):
             self.release_body(len(exchange.request.body))
         _close_sink(exchange.request)
         limits = self._server.limits
+        self._unread_bytes = self._transport.get_write_buffer_size()
         wait_s = limits.request_s if self._parser.is_midway else limits.idle_s
         self.deadline = self._loop.time() + wait_s
         if exchange.request.keeps_alive and not self._server.is_draining:
