@@ -218,3 +218,19 @@ async def test_permit_released_as_a_waiting_client_leaves_goes_to_the_next():
     await waiting
 
     assert rig.entered == ["first", "waiting"]
+
+
+async def test_request_that_is_cancelled_as_it_is_admitted_gives_its_permit_back():
+    rig = Rig(limit=1, queue=1)
+    await rig.enter("first")
+    cancelled = asyncio.ensure_future(rig.enter("cancelled"))
+    await turns()
+    rig.permits.release_permit()
+    cancelled.cancel()  # in the same turn of the event loop, as gRPC does when a client has gone
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    following = asyncio.ensure_future(rig.enter("next"))
+    await turns()
+    following.cancel()
+
+    assert rig.entered == ["first", "next"]

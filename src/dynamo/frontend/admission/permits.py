@@ -103,6 +103,10 @@ class ModelPermits:
         client.on_disconnect(lambda: _cancel(pending))
         try:
             await pending
+        except asyncio.CancelledError:
+            if not pending.cancelled() and pending.exception() is None:
+                self.release_permit()  # it was admitted in this turn of the event loop
+            raise
         finally:
             timer.cancel()
             if self._queue.remove(position):
