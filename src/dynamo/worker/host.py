@@ -18,7 +18,7 @@ cost a thread or a file each, and one system port with the metrics of all. They 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -311,6 +311,10 @@ class Host:
         with contextlib.suppress(errors.Unavailable):
             await self._runtime.discovery.delete(self._start_key)
         self._is_ready, self._is_draining = True, False
+
+    def cached_blocks(self) -> Iterator[tuple[int, tuple[kv_events.Stored, ...]]]:
+        """Yield each rank with the blocks that it holds, for the host that has the engine next."""
+        return self._publisher.cached_blocks()
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
         """Send the outputs of one engine step to their callers; called by the engine."""

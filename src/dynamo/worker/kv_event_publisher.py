@@ -93,6 +93,11 @@ class KvEventPublisher:
         if self._is_advertised:
             self._publish_batch(dp_rank, first_event_id, step)
 
+    def cached_blocks(self) -> Iterator[tuple[int, tuple[kv_events.Stored, ...]]]:
+        """Yield each rank with the blocks that it holds."""
+        for dp_rank, log in self._log_by_rank.items():
+            yield dp_rank, tuple(log.snapshot())
+
     async def publish_heartbeats(
         self,
         measure: Callable[[], Sequence[load.ForwardPassMetrics]],

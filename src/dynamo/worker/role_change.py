@@ -1,9 +1,10 @@
 """The change of a worker between prefill and decode, while its engine keeps running.
 
-    prefill ── drain as when stopping ── clear the prefix cache ── register as when starting ──▶ decode, and back
+    prefill ── drain as when stopping ── register as when starting ──▶ decode, and back
 
 A `RoleHost` hosts one engine by one `host.Host` after the other, each with an instance of its own, so a change is for
-all other processes the end of one worker and the start of another. Only the model stays loaded. An engine allows it
+all other processes the end of one worker and the start of another. The model stays loaded and the KV blocks stay
+cached: the next host publishes those that the former one has published. An engine allows it
 by `EngineCapabilities.role_changer`; a worker keeps its role if its flags name none, or name its endpoint.
 
 A worker is ordered to change by a signal (SIGUSR1: prefill, SIGUSR2: decode) or by a route of its system port:
@@ -176,20 +177,14 @@ class RoleHost:
             self._interruption.clear()
             began_at = self._clock.now()
             await self._host.stop(*self._drain_s)
-            try:
-                async with self._clock.timeout(host.ENGINE_STOP_S):
-                    await self._engine.clear_kv_blocks()
-            except errors.EngineFailed as error:  # blocks that are left in a tier are right, too
-                _logger.warning("while the role changes: %s", error)
-            except TimeoutError as error:
-                raise errors.EngineFailed(
-                    f"the engine hangs: it did not clear its cache within {host.ENGINE_STOP_S:g} s"
-                ) from error
             await self._sibling.close()
             if stop.is_set():
                 return
             self._role = "decode" if self._role == "prefill" else "prefill"
+            former = self._host
             self._open_host()
+            for dp_rank, stored in former.cached_blocks():
+                self._host.kv_events(stored, dp_rank)
             await self._host.start()
             _logger.info("became a %s worker in %.2f s", self._role, self._clock.now() - began_at)
             self._change.set_result(None)
