@@ -161,9 +161,7 @@ class SlotFile:
         """
         if self._is_whole:
             return None
-        *versions, generation = _VERSIONS.unpack(
-            os.pread(self._fd, _VERSIONS.size, PAGE_BYTES - _VERSIONS.size)
-        )
+        *versions, generation = self._read_numbers(_VERSIONS)
         is_cleared = generation != self.generation
         if is_cleared:
             self._begin_generation(generation)
@@ -380,9 +378,7 @@ class SlotFile:
                 names.add(record.block.sequence_hash)
                 self.blocks[slot] = (record.block,)
         self.blocks = dict(reversed(self.blocks.items()))
-        *self._versions, _ = _VERSIONS.unpack(
-            os.pread(self._fd, _VERSIONS.size, PAGE_BYTES - _VERSIONS.size)
-        )
+        *self._versions, _ = self._read_numbers(_VERSIONS)
         size = -(-num_own // self._chunks_per_part)
         for chunk in range(_NUM_VERSIONS):
             part, number = divmod(chunk, self._chunks_per_part)
@@ -401,8 +397,14 @@ class SlotFile:
         return _NUM_VERSIONS // self.header.num_parts
 
     def _read_generation(self) -> int:
-        (generation,) = _NUMBER.unpack(os.pread(self._fd, _NUMBER.size, _GENERATION_AT))
-        return int(generation)
+        return self._read_numbers(_NUMBER)[0]
+
+    def _read_numbers(self, layout: struct.Struct) -> tuple[int, ...]:
+        """Return the numbers at the end of the header. Raises OSError, also if the file was cut short."""
+        raw = os.pread(self._fd, layout.size, PAGE_BYTES - layout.size)
+        if len(raw) < layout.size:
+            raise OSError(f"{self.path} was cut short")
+        return layout.unpack(raw)
 
     def _begin_generation(self, generation: int) -> None:
         with self._lock:

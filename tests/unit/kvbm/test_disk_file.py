@@ -198,6 +198,17 @@ def test_file_that_was_cut_short_while_another_process_shares_it_begins_empty(di
     second.close()
 
 
+def test_shared_file_without_its_header_cannot_be_looked_at_or_forgotten(directory):
+    file = storage.DiskFile(directory, OURS, block_bytes=SIZE, num_slots=8, num_parts=2)
+    os.truncate(file.path, 100)
+
+    with pytest.raises(OSError, match="was cut short"):
+        file.look()
+    with pytest.raises(OSError, match="was cut short"):
+        file.forget()
+    file.close()
+
+
 def test_erased_index_stays_erased_after_a_restart(directory):
     file = open_file(directory)
     fill(file, 10)
