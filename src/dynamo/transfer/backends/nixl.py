@@ -395,7 +395,7 @@ class NixlServer:
             self._endpoint.send(peer, messages.encode(message))
         except errors.TransferError as error:  # the peer has gone, and waits for nothing
             log.debug("%s cannot be reached from %s: %s", peer, self._exposed.name, error)
-            self._names.pop(peer, None)
+            self._forget(peer)
 
 
 def stretches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -1,6 +1,8 @@
 """What can be said of the way over NIXL without a peer; with one: tests/contract/test_transfer.py."""
 
 import os
+import threading
+import types
 
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.transfer import messages
+from waiting import PATIENT_S
 
 WORDS = [
     messages.NixlHello("decode-0", b"contact"),
@@ -86,3 +89,39 @@ def test_nixl_serves_other_hosts_only_if_insecure(monkeypatch):
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")  # what the user says there counts
     backend.NixlBackend()
     assert os.environ["UCX_NET_DEVICES"] == "eth7"
+
+
+class EndpointWithoutPeers:
+    """An endpoint that reaches no peer: it records those that it has."""
+
+    def __init__(self):
+        self.peers, self.received = [], [("decode-0", messages.encode(WORDS[0]))]
+        self.has_sent = threading.Event()
+
+    def add_peer(self, contact):
+        self.peers.append("decode-0")
+        return "decode-0"
+
+    def remove_peer(self, peer):
+        self.peers.remove(peer)
+
+    def receive(self):
+        received, self.received = self.received, []
+        return received
+
+    def send(self, peer, message):
+        self.has_sent.set()
+        raise errors.TransferError("it has gone")
+
+    def close(self):
+        pass
+
+
+def test_peer_that_cannot_be_reached_is_removed():
+    backend = pytest.importorskip("dynamo.transfer.backends.nixl", exc_type=ImportError)
+    endpoint = EndpointWithoutPeers()
+    server = backend.NixlServer(endpoint, types.SimpleNamespace(name="prefill-0"))
+    assert endpoint.has_sent.wait(PATIENT_S)
+    server.close()
+
+    assert endpoint.peers == []
