@@ -385,11 +385,12 @@ class SemanticRouter:
         key = cache.make_key(view, headers, tenant)
         if key is None or view.has_tools:
             return False
-        threshold = (
-            plugin.similarity_threshold
-            or self.settings.semantic_cache.similarity_threshold
-            or self.settings.bert_model.threshold
+        thresholds = (
+            plugin.similarity_threshold,
+            self.settings.semantic_cache.similarity_threshold,
+            self.settings.bert_model.threshold,
         )
+        threshold = next(threshold for threshold in thresholds if threshold is not None)
         explanation = outcome.explanation
         explanation.cache_key = key.name
         hit = self.cache.find(key, threshold)

@@ -298,3 +298,26 @@ def test_changed_configuration_gives_no_answers_of_the_former():
 
     assert num_kept == 1
     assert len(made.cache) == 0
+
+
+@pytest.mark.parametrize(
+    ("configuration", "section", "expected"),
+    [
+        ("similarity_threshold: 0", "similarity_threshold: 0.9", 0),
+        ("enabled: true", "similarity_threshold: 0", 0),
+        ("enabled: true", "max_entries: 3", 0.8),
+    ],
+)
+def test_threshold_of_the_decision_counts_before_that_of_the_cache(
+    monkeypatch, configuration, section, expected
+):
+    text = CONFIG.replace(
+        "semantic-cache, configuration: {enabled: true}",
+        f"semantic-cache, configuration: {{{configuration}}}",
+    )
+    made = make_router(text.replace("max_entries: 3", section))
+    thresholds = []
+    monkeypatch.setattr(made.cache, "find", lambda key, threshold: thresholds.append(threshold))
+    made.route(chat(SUM), {})
+
+    assert thresholds == [expected]
