@@ -9,7 +9,7 @@ import asyncio
 import logging
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -77,6 +77,7 @@ class LoadMetrics:
         self._cached_blocks = counter(
             "kv_hit_rate_overlap_blocks_total", "prompt blocks that were cached", worker
         )
+        self._counted: set[int] = set()  # workers with counters
 
     def update(self, reports: Iterable[tuple[int, load.ForwardPassMetrics]]) -> None:
         """Show these reports, one for each data-parallel rank of each worker, and forget all others."""
@@ -108,8 +109,16 @@ class LoadMetrics:
     def count_routed_prompt(self, worker_id: int, num_blocks: int, num_cached: float) -> None:
         """Count the blocks of a prompt that a router sent to this worker."""
         labels = (*self._labels, f"{worker_id:x}")
+        self._counted.add(worker_id)
         self._prompt_blocks.labels(*labels).inc(num_blocks)
         self._cached_blocks.labels(*labels).inc(num_cached)
+
+    def remove_lost(self, workers: Container[int]) -> None:
+        """Show the counters of these workers only."""
+        for worker_id in [counted for counted in self._counted if counted not in workers]:
+            self._counted.remove(worker_id)
+            for family in (self._prompt_blocks, self._cached_blocks):
+                family.remove(*self._labels, f"{worker_id:x}")
 
 
 class Aggregator:
@@ -187,6 +196,7 @@ class Aggregator:
                 if report[0] > oldest and key[0] in self._workers
             }
             self._metrics.update((key[0], report[1]) for key, report in self._reports.items())
+            self._metrics.remove_lost(self._workers)
             await self._clock.sleep(self._settings.poll_interval)
 
     async def _push_for_ever(self) -> None:
