@@ -1,9 +1,10 @@
 """The KV event publisher of one worker: which KV blocks its engine holds, and how busy each of its ranks is.
 
-KV events are numbered per data-parallel rank, from 0 without holes, and are sent as one batch per engine step. A router
-that sees a hole knows that it missed events and asks for them again (`replay`), which `KvEventLog` makes possible. A
-number alone shows neither that a worker restarted nor that the last message was lost. Therefore each run of a worker
-has its own *epoch*, and the next number is published every `HEARTBEAT_S` seconds.
+KV events are numbered per data-parallel rank, from 0 without holes, and are sent as one batch per engine step, or as
+several where one might be too long for the event plane. A router that sees a hole knows that it missed events and asks
+for them again (`replay`), which `KvEventLog` makes possible. A number alone shows neither that a worker restarted nor
+that the last message was lost. Therefore each run of a worker has its own *epoch*, and the next number is published
+every `HEARTBEAT_S` seconds.
 
 Load is published when it changes, at most every `LOAD_INTERVAL_S` and at least every `HEARTBEAT_S` seconds, so that a
 router can tell an idle worker from one that it cannot hear. Both have one heartbeat, for which an idle process wakes up
@@ -23,8 +24,8 @@ LOAD_INTERVAL_S = 0.1
 HEARTBEAT_S = 1.0
 RECENT_EVENTS = 4096  # events kept for a replay, unless they hold more than RECENT_BLOCKS blocks
 RECENT_BLOCKS = 1 << 16
-PART_EVENTS = 64  # events in one message of a replay
-PART_BLOCKS = 2048  # blocks in one event of a snapshot, and in one message of a replay
+PART_EVENTS = 64  # events in one message
+PART_BLOCKS = 2048  # blocks in one event; a message with so many gets no further event
 _Origin = tuple[int | None, int]  # hash of the parent block, hash of the block's tokens
 
 
@@ -89,9 +90,12 @@ class KvEventPublisher:
         position shows them that they have missed some.
         """
         log = self._log_by_rank.setdefault(dp_rank, KvEventLog())
-        first_event_id = log.append(step)
+        short_events = [part for event in step for part in _split_blocks(event)]
+        first_event_id = log.append(short_events)
         if self._is_advertised:
-            self._publish_batch(dp_rank, first_event_id, step)
+            for part in _split_events(short_events):
+                self._publish_batch(dp_rank, first_event_id, part)
+                first_event_id += len(part)
 
     def cached_blocks(self) -> Iterator[tuple[int, tuple[kv_events.Stored, ...]]]:
         """Yield each rank with the blocks that it holds."""
@@ -234,6 +238,23 @@ def count_blocks(event: kv_events.KvEvent) -> int:
             return len(block_hashes)
         case _:
             return 0
+
+
+def _split_blocks(event: kv_events.KvEvent) -> Iterator[kv_events.KvEvent]:
+    """Yield an event as events of at most PART_BLOCKS blocks, of which each fits into one message."""
+    match event:
+        case kv_events.Stored(parent_hash=parent, blocks=blocks, tier=tier):
+            for start in range(0, len(blocks), PART_BLOCKS):
+                part = blocks[start : start + PART_BLOCKS]
+                yield kv_events.Stored(parent_hash=parent, blocks=part, tier=tier)
+                parent = part[-1].block_hash
+        case kv_events.Removed(block_hashes=block_hashes, tier=tier):
+            for start in range(0, len(block_hashes), PART_BLOCKS):
+                yield kv_events.Removed(
+                    block_hashes=block_hashes[start : start + PART_BLOCKS], tier=tier
+                )
+        case _:
+            yield event
 
 
 def _split_events(events: Iterable[kv_events.KvEvent]) -> Iterator[tuple[kv_events.KvEvent, ...]]:

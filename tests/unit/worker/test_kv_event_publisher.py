@@ -62,6 +62,33 @@ def test_events_are_numbered_across_steps_without_holes(publisher, plane):
     assert {topic for topic, _ in plane.published} == {"dynamo/backend/kv_events"}
 
 
+def test_long_step_becomes_batches_that_fit_into_messages(publisher, plane):
+    hashes = tuple(range(2**63, 2**63 + 100_000))
+    stored = kv_events.Stored(
+        parent_hash=7, blocks=tuple(kv_events.StoredBlock(name, name) for name in hashes)
+    )
+    publisher.publish_kv_events(
+        [
+            stored,
+            *[kv_events.Removed(block_hashes=(1,))] * 200,
+            kv_events.Removed(block_hashes=hashes),
+        ]
+    )
+    batches = [msgspec.msgpack.decode(p, type=kv_events.EventBatch) for _, p in plane.published]
+    ends = [batch.first_event_id + len(batch.events) for batch in batches]
+    events = [event for batch in batches for event in batch.events]
+    parts = [event for event in events if isinstance(event, kv_events.Stored)]
+
+    assert max(len(payload) for _, payload in plane.published) < 2**18
+    assert [0, *ends[:-1]] == [batch.first_event_id for batch in batches]
+    assert tuple(block for part in parts for block in part.blocks) == stored.blocks
+    assert [part.parent_hash for part in parts] == [
+        7,
+        *(part.blocks[-1].block_hash for part in parts[:-1]),
+    ]
+    assert sum(map(kv_event_publisher.count_blocks, events)) == 200_200
+
+
 async def test_next_event_number_is_published_every_second(publisher, plane):
     publisher.publish_kv_events([kv_events.Cleared()])
     await publish_heartbeats(publisher, lambda: [make_load()], for_s=2.5)
