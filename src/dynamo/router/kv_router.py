@@ -6,6 +6,7 @@ request is freed. This costs one call per output; all else is per request.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
@@ -16,6 +17,8 @@ from dynamo.protocols import generate, model_card
 from dynamo.router import api, kv_scheduler, prefix_copies, route
 from dynamo.router.worker_load import Capacity
 from dynamo.runtime import client, requests
+
+_logger = logging.getLogger(__name__)
 
 
 class KvRouter:
@@ -38,6 +41,14 @@ class KvRouter:
         endpoint_client.on_change(self._update_workers)
 
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
+        for instance_id in cards.keys() - self._cards.keys():
+            card = cards[instance_id]
+            if card.kv_cache_block_size not in (0, self.scheduler.block_size):
+                _logger.warning(
+                    "the instance %x of %r gets requests without regard to its cache until all older workers have left:"
+                    " its KV blocks have %d tokens, theirs %d",
+                    instance_id, card.display_name, card.kv_cache_block_size, self.scheduler.block_size,
+                )  # fmt: skip
         self._cards = dict(cards)
         self._copies.sources.set_model_cards(cards)
         prefill = model_card.WorkerType.PREFILL

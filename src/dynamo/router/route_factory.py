@@ -87,6 +87,10 @@ class RouteFactory:
             self._counts[model] = metrics.RouteMetrics(self._metrics, model)
         counts = self._counts[model]
         block_size = card.kv_cache_block_size or settings.kv_cache_block_size or 1
+        files = tuple(sorted(card.checksums.items()))
+        key = endpoint_client, model, block_size, is_prefill, files, card.weights
+        if (former := self._routers.get(key)) is not None:
+            return former
         if settings.kv_cache_block_size not in (None, block_size):
             _logger.warning(
                 "--kv-cache-block-size %d: the workers of %r have KV blocks of %d tokens, which are used instead:"
@@ -95,10 +99,6 @@ class RouteFactory:
                 model,
                 block_size,
             )
-        files = tuple(sorted(card.checksums.items()))
-        key = endpoint_client, model, block_size, is_prefill, files, card.weights
-        if (former := self._routers.get(key)) is not None:
-            return former
         selector = config.make_selector(
             settings.policy_config,
             _TimedIndex(state.index, self._clock, counts.observe_index_lookup),

@@ -175,6 +175,26 @@ async def test_alias_of_a_lost_model_is_still_known(bare):
     assert "the model 'm'" in answer.text
 
 
+async def test_router_takes_the_block_size_of_new_workers_when_the_old_ones_are_gone(bare, caplog):
+    def block_size():
+        ((replicas,),) = [model.replicas.values() for model in bare.frontend.models.ready]
+        return replicas.route._decode.scheduler.block_size
+
+    await bare.start(routing=config.RoutingConfig(router_mode="kv"))
+    old = [await bare.worker(kv_cache_block_size=16) for _ in range(2)]
+    await bare.worker(kv_cache_block_size=32)
+    before = block_size()
+    await old[0].runtime.close()
+    await bare.until(lambda: len(bare.instances) == 2)
+    during = block_size()
+    await old[1].runtime.close()
+    await bare.until(lambda: block_size() == 32)
+
+    assert (before, during) == (16, 16)
+    assert caplog.text.count("its KV blocks have 32 tokens, theirs 16") == 1
+    assert (await bare.chat()).status_code == 200
+
+
 @pytest.fixture
 def other_dir(model_dir, tmp_path):
     """A model of other files."""

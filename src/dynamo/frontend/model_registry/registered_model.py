@@ -33,6 +33,11 @@ class EndpointInstances:
     cards: dict[int, model_card.ModelCard] = field(default_factory=dict)  # by instance id
 
     @property
+    def block_size(self) -> int:
+        """Return the tokens of a KV block of the oldest worker, for which the route was made."""
+        return next(iter(self.cards.values())).kv_cache_block_size
+
+    @property
     def live_instances(self) -> list[instances.Instance]:
         """Return those that are registered in discovery now, by id."""
         registered = self.client.instances

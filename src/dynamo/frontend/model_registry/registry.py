@@ -58,7 +58,6 @@ class PrefillPools:
         self._connect = connect
         self._make_router = make_router
         self._records = records
-        self._routers: dict[tuple[str, instances.EndpointName], kv_router.KvRouter] = {}
         self._active: set[tuple[str, str]] = set()  # models and namespaces with prefill workers
 
     async def update_routes(self, model: RegisteredModel) -> None:
@@ -75,12 +74,9 @@ class PrefillPools:
         endpoint, cards = self._find_pool(model, namespace)
         if endpoint is None:
             return None
-        key = model.name, endpoint
-        if key not in self._routers:
-            endpoint_client = await self._connect(endpoint)
-            self._routers[key] = self._make_router(endpoint_client, next(iter(cards.values())))
-        self._routers[key].set_model_cards(cards)
-        return self._routers[key]
+        router = self._make_router(await self._connect(endpoint), next(iter(cards.values())))
+        router.set_model_cards(cards)
+        return router
 
     def _find_pool(
         self, model: RegisteredModel, namespace: str
@@ -403,8 +399,11 @@ class ModelRegistry:
     async def _connect_replicas(
         self, model: RegisteredModel, records: list[model_card.CardRecord]
     ) -> Mapping[instances.EndpointName, EndpointInstances]:
-        """Return the instances of the records, by endpoint; a route that the model has already is kept."""
-        replicas_by_name: dict[instances.EndpointName, EndpointInstances] = {}
+        """Return the instances of the records, by endpoint.
+
+        A route that the model has is kept until the oldest worker has KV blocks of another size.
+        """
+        cards_by_name: dict[instances.EndpointName, dict[int, model_card.ModelCard]] = {}
         for record in records:
             name = instances.EndpointName(record.namespace, record.component, record.endpoint)
             if not _has_same_files(record.card_json, model.card):
@@ -413,16 +412,17 @@ class ModelRegistry:
                     record.instance_id, name, model.name,
                 )  # fmt: skip
                 continue
-            if name not in replicas_by_name:
-                endpoint_client = await self._connect_endpoint(name)
-                previous = model.replicas.get(name)
-                replicas_by_name[name] = EndpointInstances(
-                    endpoint_client,
-                    previous.route if previous else self._make_route(endpoint_client, model.card),
-                )
-            replicas_by_name[name].cards[record.instance_id] = record.card_json
-        for replicas in replicas_by_name.values():
-            replicas.route.set_model_cards(replicas.cards)
+            cards_by_name.setdefault(name, {})[record.instance_id] = record.card_json
+        replicas_by_name: dict[instances.EndpointName, EndpointInstances] = {}
+        for name, cards in cards_by_name.items():
+            endpoint_client = await self._connect_endpoint(name)
+            previous, oldest = model.replicas.get(name), next(iter(cards.values()))
+            if previous and previous.block_size == oldest.kv_cache_block_size:
+                route = previous.route
+            else:
+                route = self._make_route(endpoint_client, oldest)
+            route.set_model_cards(cards)
+            replicas_by_name[name] = EndpointInstances(endpoint_client, route, cards)
         return replicas_by_name
 
     async def _connect_endpoint(self, name: instances.EndpointName) -> client.EndpointClient:
