@@ -39,7 +39,7 @@ class Running:
         paging = paging or Paging(num_blocks=16, block_size=4, prefix_caching=True)
         limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, context_length=64)
         scheduler = Scheduler(paging, limits)
-        self.loop = EngineLoop(scheduler, self.runner, self.deliver, copies=copies)
+        self.loop = EngineLoop(scheduler, self.runner, self.deliver, [].extend, copies=copies)
         self.thread = threading.Thread(target=self.loop.run, name="engine")
 
     def deliver(self, result):

@@ -33,10 +33,6 @@ class ModelRunner(Protocol):
         """Drop the state of a sequence that has ended."""
 
 
-def _refuse_imports(imports: list[sharing.KvImport]) -> None:
-    raise errors.LocalProtocolError(f"this engine cannot import blocks, got {len(imports)} imports")
-
-
 class EngineLoop:
     """`run` and `step` are called by the engine's thread; the other methods may be called by any."""
 
@@ -45,7 +41,7 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: ModelRunner,
         deliver: abc.Callable[[StepResult], None],
-        begin_imports: abc.Callable[[list[sharing.KvImport]], None] = _refuse_imports,
+        begin_imports: abc.Callable[[list[sharing.KvImport]], None],
         copies: tier_copies.TierCopies | None = None,
     ) -> None:
         """`copies` makes the copies between the tiers of the scheduler's cache."""
