@@ -174,3 +174,16 @@ def test_model_whose_layers_do_not_keep_every_block_is_refused_before_it_is_load
     else:
         with pytest.raises(errors.ConfigError, match=says):
             connectors.check_layers(config)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(["none"], True), (["kvbm"], True), (["kvbm", "nixl"], True), (["lmcache", "kvbm"], False)],
+)
+def test_stores_of_others_may_give_an_adapter_the_blocks_of_a_former_one(names, expected):
+    fields = connectors.transfer_config(names, "e")
+    transfer = (
+        types.SimpleNamespace(**({"kv_connector_extra_config": {}} | fields)) if fields else None
+    )
+
+    assert connectors.keeps_loads_apart(transfer) is expected

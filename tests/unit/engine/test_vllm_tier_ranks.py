@@ -182,7 +182,9 @@ def test_object_that_another_worker_stores_meanwhile_is_found_if_all_ranks_have_
 
 def test_blocks_of_an_adapter_are_not_asked_for(start):
     engine = start()
-    request = engine.request("a", 4, lora_request=types.SimpleNamespace(lora_name="x"))
+    request = engine.request(
+        "a", 4, lora_request=types.SimpleNamespace(lora_name="x", lora_int_id=1)
+    )
 
     assert engine.scheduler.match(request, 0) == (0, False)
     assert engine.scheduler.report().counts["store_questions"] == 0

@@ -379,7 +379,7 @@ def test_reads_for_a_traced_request_are_reported_with_their_times():
 
 
 def test_events_name_tokens_adapter_and_salt_and_only_blocks_of_text(rig):
-    lora = types.SimpleNamespace(lora_name="poet")
+    lora = types.SimpleNamespace(lora_name="poet", lora_int_id=1)
     salted = rig.request("s", num_tokens=9, cache_salt="mine", lora_request=lora)
     rig.compute(salted)
     rig.compute(rig.request("p", num_tokens=9, mm_features=["image"]))
@@ -397,7 +397,7 @@ def test_events_name_tokens_adapter_and_salt_and_only_blocks_of_text(rig):
 
 
 def test_blocks_of_an_adapter_are_not_where_another_of_its_name_would_find_them():
-    lora = types.SimpleNamespace(lora_name="poet")
+    lora = types.SimpleNamespace(lora_name="poet", lora_int_id=1)
     alone = Rig(num_disk=8)
     alone.step()
     alone.compute(alone.request("a", lora_request=lora))
@@ -408,6 +408,19 @@ def test_blocks_of_an_adapter_are_not_where_another_of_its_name_would_find_them(
     assert [use.used_blocks for use in alone.scheduler.report().tiers[1:]] == [4, 0]
     assert sharing.scheduler.report().tiers[1].used_blocks == 0
     assert sharing.scheduler.match(sharing.request("a2", lora_request=lora), 0) == (0, False)
+
+
+def test_reloaded_adapter_finds_no_block_of_the_former_one_of_its_name():
+    former, reloaded = (
+        types.SimpleNamespace(lora_name="poet", lora_int_id=number) for number in (1, 2)
+    )
+    rig = Rig()
+    rig.step()
+    rig.compute(rig.request("a", lora_request=former))
+    rig.evict()
+
+    assert rig.scheduler.match(rig.request("a2", lora_request=reloaded), 0) == (0, False)
+    assert rig.scheduler.match(rig.request("a3", lora_request=former), 0) == (16, False)
 
 
 def test_clearing_drops_every_tier_and_tells_the_workers(rig):

@@ -10,7 +10,7 @@ processed the abort of its first use. No name is a prefix of another: a library 
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -81,6 +81,14 @@ class Library(Protocol[Plan, Result]):
         ...
 
 
+class LoraLibrary(api.LoraAdapterStore, Protocol):
+    """A library's adapter store, with what `StreamingEngine.load_lora` asks of it besides."""
+
+    async def clear_adapters(self) -> None:
+        """Let no request find the blocks of adapters that were unloaded; other blocks of shared tiers stay."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _OpenRequest:
     """A request that has not ended, with the library's names of the choices that have not."""
@@ -103,7 +111,7 @@ class StreamingEngine(Generic[Plan, Result]):
         library: Library[Plan, Result],
         *,
         sleep: api.SleepController | None = None,
-        lora_adapters: api.LoraAdapterStore | None = None,
+        lora_adapters: LoraLibrary | None = None,
         kv_tiers: api.KvTierReporter | None = None,
         clock: clocks.Clock | None = None,
     ) -> None:
@@ -173,10 +181,13 @@ class StreamingEngine(Generic[Plan, Result]):
 
     async def clear_kv_blocks(self) -> None:
         """Clear the prefix cache. Raises EngineFailed."""
+        await self._clear(self._library.clear)
+
+    async def _clear(self, clear: Callable[[], Awaitable[None]]) -> None:
         if self._death is not None:
             return
         try:
-            await self._library.clear()
+            await clear()
         except Exception as error:
             raise errors.EngineFailed(
                 f"{self._library.name} did not clear its prefix cache: {error}"
@@ -198,7 +209,7 @@ class StreamingEngine(Generic[Plan, Result]):
                 raise errors.Conflict(
                     f"requests for the former adapter {name!r} are still running: try again"
                 )
-            await self.clear_kv_blocks()
+            await self._clear(self._lora_adapters.clear_adapters)
         await self._lora_adapters.load_lora(name, directory)
         self._facts = dataclasses.replace(self._facts, lora_names=self.lora_names)
 

@@ -19,6 +19,7 @@ NIXL = "NixlConnector"
 KVBM = "DynamoConnector"
 KVBM_MODULE = "dynamo.llm.vllm_integration.connector"
 LMCACHE = "LMCacheConnectorV1"
+_SEVERAL = "MultiConnector"
 _CLASSES = {"nixl": NIXL, "lmcache": LMCACHE, "kvbm": KVBM}
 NONE, UNSET = "none", "null"  # `null` is what manifests write for an option that is not set
 _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -55,7 +56,7 @@ def transfer_config(
     if len(fields) == 1:
         return fields[0] | common
     several = {"kv_connector_extra_config": {"connectors": fields}}
-    return _connector("MultiConnector", {}) | several | common
+    return _connector(_SEVERAL, {}) | several | common
 
 
 def can_export(transfer: Any) -> bool:
@@ -69,6 +70,14 @@ def can_export(transfer: Any) -> bool:
 def has_tiers(transfer: Any) -> bool:
     """Return whether our connector keeps blocks in tiers below vLLM's memory."""
     return KVBM in _all_connectors(transfer)
+
+
+def keeps_loads_apart(transfer: Any) -> bool:
+    """Return whether no connector has blocks of an adapter that another one with its name would find.
+
+    NIXL keeps none, and ours name them by the number of the load (`tier_scheduler`).
+    """
+    return {NIXL, KVBM, _SEVERAL}.issuperset(_all_connectors(transfer))
 
 
 def check_device(transfer: Any, device_type: str) -> None:

@@ -205,13 +205,21 @@ class VllmLibrary:
 
         Blocks that another engine has not fetched yet cannot be cleared; vLLM frees them after half a minute.
         """
+        await self._clear(has_store=self._args.kv_transfer_config is not None)
+
+    async def clear_adapters(self) -> None:
+        """Clear vLLM's prefix cache, which tells adapters apart by name, and stores that do so, too."""
+        transfer = self._args.kv_transfer_config
+        await self._clear(has_store=not connectors.keeps_loads_apart(transfer))
+
+    async def _clear(self, *, has_store: bool) -> None:
         # Of several ranks some releases of vLLM tell only what the first one returns, but all raise what one raises.
-        if not self._has_ranks and await self._reset():
+        if not self._has_ranks and await self._reset(reset_connector=has_store):
             return
         until, delay = self._clock.now() + HELD_S, FIRST_RETRY_S
         while self._clock.now() < until:  # requests are running, or blocks are held
             with contextlib.suppress(Exception):  # a RuntimeError of another process
-                if await self._reset_running():
+                if await self._reset_running(has_store=has_store):
                     return
             if self.death() is not None:
                 break
@@ -219,17 +227,17 @@ class VllmLibrary:
             delay = min(2 * delay, RETRY_S)
         raise errors.EngineFailed(f"its blocks were in use for {HELD_S:g} s")
 
-    async def _reset_running(self) -> bool:
+    async def _reset_running(self, *, has_store: bool) -> bool:
         """Clear while vLLM begins no step, or while it does if it has ranks, of which none may pause alone.
 
         With a connector vLLM keeps the blocks of a preempted request until the step under way has ended, and where it
         schedules ahead of its GPU one always is.
         """
         if self._has_ranks:
-            return await self._reset(reset_running_requests=True)
+            return await self._reset(reset_running_requests=True, reset_connector=has_store)
         try:
             await self._briefly(self._started.pause_generation(mode="keep", clear_cache=False))
-            return await self._reset(reset_running_requests=True)
+            return await self._reset(reset_running_requests=True, reset_connector=has_store)
         finally:
             await self._briefly(self._started.resume_generation())
 
@@ -245,10 +253,7 @@ class VllmLibrary:
         return num_ranks > 1
 
     async def _reset(self, **options: bool) -> bool:
-        has_store = self._args.kv_transfer_config is not None
-        is_cleared: bool = await self._started.reset_prefix_cache(
-            **options, reset_connector=has_store
-        )
+        is_cleared: bool = await self._started.reset_prefix_cache(**options)
         return is_cleared
 
     async def sleep(self, level: int) -> None:

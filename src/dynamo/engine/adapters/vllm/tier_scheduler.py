@@ -445,11 +445,13 @@ class TierScheduler:
         """Return the names of the full blocks of a request, the new ones included, and remember their origins."""
         request, names, size = state.request, state.names, self._block_size
         lora = request.lora_request.lora_name if request.lora_request is not None else None
+        # vLLM's hashes have the name only, which another adapter may have had; each load has a number.
+        load_number = request.lora_request.lora_int_id if request.lora_request is not None else 0
         is_published = not request.mm_features and request.prompt_embeds is None
         for i in range(len(names), len(request.block_hashes)):
             block_hash: bytes = request.block_hashes[i]
             keys = (lora, request.cache_salt if i == 0 else None)
-            name = int.from_bytes(block_hash, "big") & _NAME_MASK
+            name = (int.from_bytes(block_hash, "big") ^ load_number) & _NAME_MASK
             self._origins.pop(name, None)
             self._origins[name] = BlockOrigin(
                 block_hash=block_hash,
