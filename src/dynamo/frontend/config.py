@@ -89,12 +89,14 @@ class RecordConfig(component.RuntimeConfig):
 
     @property
     def request_trace_options(self) -> row_writer.RowOptions:
-        """Return the options of the request trace; without sinks there is none."""
-        path = self.request_trace_output_path or Path(tempfile.gettempdir(), _TRACE_STEM)
+        """Return the options of the request trace; without sinks there is none, nor a temporary directory."""
+        sinks = self.request_trace_sinks if self.request_trace else ()
+        default = Path(tempfile.gettempdir(), _TRACE_STEM) if sinks else None
+        path = self.request_trace_output_path or default
         return row_writer.RowOptions(
             variable="DYN_REQUEST_TRACE_SINKS",
-            sinks=self.request_trace_sinks if self.request_trace else (),
-            path=Path(path),
+            sinks=sinks,
+            path=Path(path) if path is not None else None,
             capacity=self.request_trace_capacity,
             buffer_bytes=self.request_trace_jsonl_buffer_bytes,
             flush_s=self.request_trace_jsonl_flush_interval_ms / _MILLISECONDS,

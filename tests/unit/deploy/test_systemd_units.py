@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dynamo.base import membership
 from dynamo.frontend import config
+from dynamo.frontend.model_registry import file_fetcher
+from dynamo.preprocess import tokenizer_findings
 from dynamo.worker import settings
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "systemd"
@@ -67,3 +70,23 @@ def test_unit_is_not_restarted_after_a_wrong_setting(name):
 def test_stop_of_a_worker_reaches_its_own_process_alone():
     """`mixed`: the processes of its engine get no SIGTERM while it drains."""
     assert service("pydynamo-worker@.service")["KillMode"] == "mixed"
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_unit_may_write_where_its_process_keeps_files(name, monkeypatch):
+    """`ProtectSystem=strict` leaves nothing of the file system writable, not even /tmp, but what the unit names."""
+    unit = service(name)
+    environ = dict(each.split("=", 1) for each in unit["Environment"].split())
+    monkeypatch.setattr("os.environ", {"HOME": "/home/pydynamo"} | environ)
+    writable = (f"/var/lib/{unit['StateDirectory']}/", f"/run/{unit['RuntimeDirectory']}/")
+
+    assert unit["ProtectSystem"] == "strict"
+    assert unit["PrivateTmp"] == "yes"
+    for directory in (
+        config.FrontendConfig().files_folder,
+        file_fetcher.cache_directory(None),
+        tokenizer_findings.FindingsDirectory.of_user()._path,
+        membership.discovery_directory(None, environ),
+        environ["HF_HOME"],
+    ):
+        assert str(directory).startswith(writable)

@@ -8,7 +8,7 @@ import pytest
 from frontend_rig import outputs
 
 import collector
-from dynamo.frontend import request_records
+from dynamo.frontend import config, request_records
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate, trace_context
 from dynamo.simulate import recorded
@@ -24,6 +24,15 @@ async def traced(bare, tmp_path):
     )
     bare.one = await bare.worker(kv_cache_block_size=4)
     return bare
+
+
+def test_frontend_without_a_trace_needs_no_temporary_directory(monkeypatch):
+    def refuse():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", refuse)
+
+    config.FrontendConfig().check()
 
 
 async def rows(rig):
