@@ -65,11 +65,14 @@ def test_pool_selects_the_pods_that_the_operator_makes_at_the_port_of_their_fron
     cluster.put({**graph, "metadata": {**graph["metadata"], "namespace": "default"}})
     cluster.settle()
     pool = OBJECTS["InferencePool"]["spec"]
-    selected = {
+    templates = {
         deployment["metadata"]["name"]: deployment["spec"]["template"]
         for deployment in cluster.of_kind("Deployment")
-        if pool["selector"]["matchLabels"].items()
-        <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    }
+    selected = {
+        name: template
+        for name, template in templates.items()
+        if pool["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     }
     template = selected["pool-vllmworker"]
     main, sidecar = template["spec"]["containers"]
@@ -82,6 +85,10 @@ def test_pool_selects_the_pods_that_the_operator_makes_at_the_port_of_their_fron
     of_main = {entry["name"]: entry for entry in main["env"]}
     for name in ("DYN_CLUSTER_TOKEN", "DYN_DISCOVERY_BACKEND", "DYN_TCP_RPC_HOST"):
         assert variables[name] == of_main[name]
+    of_frontend = templates["pool-frontend"]["spec"]["containers"][0]["env"]
+    drain = [entry for entry in of_frontend if "GRACEFUL_SHUTDOWN" in entry["name"]]
+    assert len(drain) == 2
+    assert [variables.get(entry["name"]) for entry in drain] == drain
     assert objects.NAMESPACE_LABEL in variables["DYN_NAMESPACE"]["valueFrom"]["fieldRef"]["fieldPath"]  # fmt: skip
 
 
