@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import errno
 import functools
+import http
 import itertools
 import json
 import os
@@ -449,10 +450,15 @@ def curl_line(url: str, model: str) -> str:
 
 
 async def lists_model(host: str, port: int, model: str | None) -> bool:
-    """Return whether the frontend at this address lists the model, or any answer if it is None."""
+    """Return whether the frontend at this address lists the model, or any answer if it is None.
+
+    A frontend that wants API keys lists nothing without one, but tells whether it is healthy: a worker is ready.
+    """
     url = f"http://{addresses.join(host, port)}/v1/models"
     try:
-        _, answer = await client.request("GET", url, timeout_s=PROBE_TIMEOUT_S)
+        status, answer = await client.request("GET", url, timeout_s=PROBE_TIMEOUT_S)
+        if status == http.HTTPStatus.UNAUTHORIZED:
+            return model is None or await is_healthy(host, port)
         models = msgspec.json.decode(answer)
         return model is None or any(model in (ANY_MODEL, entry["id"]) for entry in models["data"])
     except (errors.Unavailable, msgspec.DecodeError, KeyError, TypeError):

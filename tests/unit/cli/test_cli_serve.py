@@ -33,10 +33,11 @@ class Clock:
         return self.time_s
 
 
-async def answer(body):
+async def answer(body, status_by_path=None):
     async def serve(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + body)
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        status = (status_by_path or {}).get(path, 200)
+        writer.write(b"HTTP/1.0 %d X\r\n\r\n" % status + body)
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -56,6 +57,15 @@ async def test_model_is_ready_when_the_frontend_lists_it(body, expected):
     server, port = await answer(body)
     async with server:
         assert await serve.lists_model("127.0.0.1", port, "m") is expected
+
+
+@pytest.mark.parametrize(("health", "expected"), [(200, True), (503, False)])
+async def test_frontend_with_api_keys_is_ready_when_it_is_healthy(health, expected):
+    refusal = b'{"error": {"code": "invalid_api_key"}}'
+    server, port = await answer(refusal, {"/v1/models": 401, "/health": health})
+    async with server:
+        assert await serve.lists_model("127.0.0.1", port, "m") is expected
+        assert await serve.lists_model("127.0.0.1", port, None)
 
 
 async def test_address_without_a_server_lists_no_model(unused_tcp_port):
