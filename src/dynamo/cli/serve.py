@@ -163,6 +163,7 @@ def serve(options: ServeConfig) -> int:
         raise errors.ConfigError("--pin and --memory-budget-gb: expected several models, got one")
     engine = options.engine or engines.default_for(options.model)
     if not options.dry_run:
+        check_no_tls(options)
         check_port(options.http_host, options.http_port)
         engines.check_installed(engine)
     options = dataclasses.replace(options, engine=engine)
@@ -222,6 +223,17 @@ def free_namespace(registration: state.Registration, name: str, discovery: str |
     }
     numbered = (f"{name}-{number}" for number in itertools.count(2))
     return next(each for each in itertools.chain([name], numbered) if each not in taken_namespaces)
+
+
+def check_no_tls(options: ServeConfig) -> None:
+    """Raise ConfigError for a frontend with TLS: this command, and the planner, ask it over plain HTTP."""
+    flags = [word.partition("=")[0] for word in shlex.split(options.frontend_flags)]
+    for name in ("--tls-cert-path", "DYN_TLS_CERT_PATH"):
+        if name in flags or os.environ.get(name):
+            raise errors.ConfigError(
+                f"{name}: dynamo serve asks its frontend over plain HTTP: start one with TLS by itself"
+                " (python -m dynamo.frontend), or leave TLS to a proxy"
+            )
 
 
 def check_port(host: str, port: int, *, other: str = "--http-port (make run PORT=...)") -> None:

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from dynamo.base import errors
-from dynamo.cli import serve, waiting
+from dynamo.cli import serve, serve_models, waiting
 from dynamo.launch import children
 from dynamo.runtime import listening
 from waiting import PATIENT_S
@@ -70,6 +70,17 @@ async def test_frontend_with_api_keys_is_ready_when_it_is_healthy(health, expect
 
 async def test_address_without_a_server_lists_no_model(unused_tcp_port):
     assert not await serve.lists_model("127.0.0.1", unused_tcp_port, "m")
+
+
+@pytest.mark.parametrize("models", [(), ("a", "b")])
+@pytest.mark.parametrize("name", ["--tls-cert-path", "DYN_TLS_CERT_PATH"])
+def test_frontend_with_tls_is_refused_before_anything_starts(monkeypatch, models, name):
+    """It serves, but never looks ready to the command, which asks over HTTP."""
+    flags = f"{name}=cert.pem --tls-key-path=key.pem" if name.startswith("--") else ""
+    monkeypatch.setenv(name, "cert.pem" if not flags else "")
+    options = serve.ServeConfig(models=models, engine="mocker", frontend_flags=flags)
+    with pytest.raises(errors.ConfigError, match=f"{name}: dynamo serve asks its frontend over"):
+        serve_models.serve_any(options)
 
 
 def test_options_of_several_models_are_refused_with_one():
