@@ -228,8 +228,11 @@ def _service(
         service["envs"] += [
             {"name": key, "value": value} for key, value in _SYSTEM_VARIABLES.items()
         ]
+    resources: Object = {"requests": dict(command.pod_requests)} if command.pod_requests else {}
     if command.num_devices:
-        service["resources"] = {"limits": {"gpu": str(command.num_devices)}}
+        resources["limits"] = {"gpu": str(command.num_devices)}
+    if resources:
+        service["resources"] = resources
     return service
 
 

@@ -20,6 +20,7 @@ class ServiceCommand:
     name: str  # of the process; several processes of a service have numbers
     service: str
     num_devices: int  # asked for, whatever this machine has
+    pod_requests: Mapping[str, str]  # cores and memory asked for, in Kubernetes' quantities
     argv: tuple[str, ...]
     directory: str
     environ: Mapping[str, str]  # beside the environment of the shell
@@ -89,6 +90,7 @@ def make(
                 name=f"{plan.spec.name} {number}" if plan.workers > 1 else plan.spec.name,
                 service=plan.spec.name,
                 num_devices=plan.num_devices,
+                pod_requests=plan.pod_requests,
                 argv=tuple(argv),
                 directory=directory,
                 environ={**variables, "DYN_NAMESPACE": namespace, **plan.environ},
@@ -104,6 +106,7 @@ class _ServicePlan:
     workers: int
     num_cores: int
     num_devices: int
+    pod_requests: Mapping[str, str]
     environ: Mapping[str, str]
 
 
@@ -115,6 +118,7 @@ def _of_service(spec: declaration.DeclaredService, config: settings.ServiceConfi
         workers=_number(spec, "workers", args.get("workers", spec.workers)),
         num_cores=_number(spec, "resources.cpu", resources.get("cpu", 0)),
         num_devices=_number(spec, "resources.gpu", resources.get("gpu", 0)),
+        pod_requests={key: str(resources[key]) for key in ("cpu", "memory") if resources.get(key)},
         environ={key: str(value) for key, value in (args.get("environment") or {}).items()},
     )
 

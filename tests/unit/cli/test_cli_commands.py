@@ -156,6 +156,25 @@ def test_deployment_of_a_language_model_asks_for_gpus(home, capsys, monkeypatch)
     assert services["VllmWorker"]["componentType"] == "worker"
 
 
+def test_deployment_requests_the_cores_and_memory_of_its_services(home):
+    options = deployment.DeployConfig(
+        pipeline="multi_model:Frontend",
+        working_dir=str(EXAMPLES / "multi_model"),
+        image="i:1",
+        overrides=('--SmallModel.ServiceArgs.resources={"cpu": "500m", "memory": "2Gi"}',),
+    )
+    [manifest] = deployment.make_objects(options)
+    resources = {
+        name: service.get("resources") for name, service in manifest["spec"]["services"].items()
+    }
+
+    assert resources == {
+        "Frontend": None,
+        "SmallModel": {"requests": {"cpu": "500m", "memory": "2Gi"}},
+        "LargeModel": {"requests": {"cpu": "1"}},
+    }
+
+
 class Cluster:
     """The calls of a cluster's connection that `deployment` uses, over a dictionary."""
 

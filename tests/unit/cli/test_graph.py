@@ -19,6 +19,7 @@ def command(service, *devices, number=1):
         name=f"{service} {number}",
         service=service,
         num_devices=len(devices),
+        pod_requests={},
         argv=(sys.executable,),
         directory="/",
         environ={},
