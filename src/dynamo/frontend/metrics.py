@@ -484,14 +484,14 @@ class RequestMeter:
 
 
 def _error_type(error: errors.DynamoError) -> str:
-    """Return the label of an error, as the original names it."""
+    """Return the label of an error, as the original names it, which has no limits of keys."""
     match error:
         case model_errors.ModelNotFound():
             return "not_found"
         case errors.Cancelled():
             return "cancelled"
         case errors.RateLimited():
-            return "overload"
+            return "rate_limit"
         case errors.RequestError():
             return "validation"
         case errors.Unavailable():

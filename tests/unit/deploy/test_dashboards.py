@@ -10,11 +10,14 @@ import pytest
 import yaml
 from docs import generate
 
+from dynamo.base import errors
+from dynamo.frontend import metrics as frontend_metrics
 from dynamo.observability import metrics
 from dynamo.operator import objects, pod_template
 from dynamo.operator.service import OperatorMetrics
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.policies import Targets
+from dynamo.protocols import model_errors
 from dynamo.worker import kv_tiers
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -71,6 +74,23 @@ def test_every_alert_has_a_runbook(rule):
     assert anchor in {heading.lower() for heading in headings}
     assert rule["annotations"]["summary"]
     assert rule["labels"]["severity"] in ("critical", "warning")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidRequest("x"),
+        errors.RateLimited("its key has used up its share"),
+        errors.Cancelled("x"),
+        model_errors.ModelNotFound("x"),
+    ],
+)
+def test_errors_of_clients_are_no_reason_for_the_alert_on_failed_requests(error):
+    (rule,) = (rule for rule in ALERTS if rule["alert"] == "DynamoRequestsFail")
+    excluded = re.search(r'error_type!~"([^"]+)"', rule["expr"])[1].split("|")
+
+    assert frontend_metrics._error_type(error) in excluded
+    assert frontend_metrics._error_type(errors.Overloaded("x")) not in excluded
 
 
 def test_dashboards_have_the_names_of_the_original():

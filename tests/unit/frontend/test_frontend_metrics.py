@@ -141,6 +141,7 @@ async def test_the_prefix_can_be_chosen(bare):
         (errors.InvalidRequest("x"), "validation"),
         (model_errors.ModelNotFound("x"), "not_found"),
         (errors.NoWorkers("x"), "overload"),
+        (errors.RateLimited("x"), "rate_limit"),
         (errors.EngineFailed("x"), "internal"),
         (errors.Cancelled("x"), "cancelled"),
     ],
