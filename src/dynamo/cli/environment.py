@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ _PACKAGES = (
 )
 _PREFIXES = ("DYN_", "DYNAMO_", "ETCD_", "NATS_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _SECRETS = ("TOKEN", "KEY", "PASSWORD", "SECRET")
+_URL_USER = re.compile(r"(?<=://)[^\s,]*@")  # with a password, as in nats://me:quiet@10.0.0.5:4222
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ def report() -> str:
     if discovery == "file":
         discovery += f", {membership.discovery_directory(None, os.environ)}"
     variables = {
-        name: "(set)" if any(word in name for word in _SECRETS) else value
+        name: "(set)" if any(word in name for word in _SECRETS) else _URL_USER.sub("…@", value)
         for name, value in sorted(os.environ.items())
         if name.startswith(_PREFIXES) and name != "DYN_FILE_KV"
     }
