@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import pathlib
+import signal
 import sys
 import threading
 
@@ -201,3 +202,17 @@ def test_requests_at_once_all_take_their_right_way(deployment, tmp_path):
 
     expected = ["coder" if text == "python" else MODEL for text in texts]
     assert [answer.json()["model"] for answer in answers] == expected
+
+
+def test_router_that_stops_finishes_what_waits_for_an_answer(deployment, tmp_path):
+    chain = Chain(deployment, tmp_path)
+    slow = deployment.mocker("--tick-ms", "20", "--served-model-name", "slow")
+    chain.frontend.others.append(slow)
+    chain.frontend.await_models(["coder", "slow", MODEL])
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        answer = pool.submit(chain.chat, "hello", "slow", max_tokens=250, ignore_eos=True)
+        eventually(lambda: slow.num_requests() == 1, what="the model has the request")
+        chain.router.signal(signal.SIGTERM)
+
+        assert answer.result(PATIENT_S).status_code == 200
+    assert chain.router.exit_code() == 0

@@ -19,7 +19,7 @@ from dynamo.runtime.http import server as http
 
 _logger = logging.getLogger(__name__)
 _PROG = "python -m dynamo.semantic_router"
-_GRACE_S = 2.0  # for running requests, after a signal
+_GRACE_S = 30.0  # for running requests, after a signal: workers finish their answers for as long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

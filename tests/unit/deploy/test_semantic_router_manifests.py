@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 
+from dynamo.gateway import main
 from dynamo.semantic import service
 from dynamo.testing.kube import builtin_schemas, schema
 from gateway_schemas import find_mistakes
@@ -28,6 +29,12 @@ def test_builtin_object_fits_the_schema_of_kubernetes(kind):
     findings = schema.validate(item, None, builtin_schemas.load(item["apiVersion"], kind))
 
     assert findings == []
+
+
+def test_pod_has_longer_to_end_than_the_router_waits_for_answers():
+    pod = OBJECTS["Deployment"]["spec"]["template"]["spec"]
+
+    assert pod["terminationGracePeriodSeconds"] > main._GRACE_S
 
 
 @pytest.mark.parametrize("kind", ["Gateway", "HTTPRoute", "EnvoyPatchPolicy"])
