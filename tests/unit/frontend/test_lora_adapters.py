@@ -126,8 +126,12 @@ async def test_unloaded_adapter_is_not_found_and_lost_adapter_is_awaited(
     await change(poetic.poet)
     await poetic.until(lambda: served(poetic) == {"m"})
     answers.append(await poetic.chat(model="clerk"))
+    counted = await poetic.metrics()
 
     assert [one.status_code for one in answers] == [200, 503, 404]
+    assert counted['dynamo_frontend_model_workers{model="poet"}'] == 0  # for which an alert waits
+    assert 'dynamo_frontend_model_workers{model="clerk"}' not in counted
+    assert 'dynamo_frontend_model_ready{model="clerk"}' not in counted
 
 
 async def test_updated_card_changes_the_adapters(poetic):

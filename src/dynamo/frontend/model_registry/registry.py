@@ -324,6 +324,10 @@ class ModelRegistry:
             if name in unloaded_names:  # on purpose: it need not be waited for
                 _logger.info("the adapter %r was unloaded by the last worker that had it", name)
                 self._detach(previous[name])
+                if name not in self._models:  # alerts are for models that lost their workers
+                    shown = self._metrics
+                    for gauge in (shown.workers, shown.workers_down, shown.ready):
+                        gauge.remove(name.lower())
             else:
                 self._lose(previous[name])
         for name, model in self._adapters.items():
