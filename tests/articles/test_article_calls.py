@@ -95,8 +95,15 @@ def test_aggregator_shows_and_pushes_the_load_of_all_workers(deployment):
         assert metrics(url).count(f"llm_kv_hit_rate_percent{{{labels},worker_id=") == 2
         assert f"llm_load_avg{{{labels}}} " in metrics(url)
         assert f"llm_load_std{{{labels}}} " in metrics(url)
-        eventually(lambda: PushGateway.pages, what="a page at the push gateway")
-        path, page = PushGateway.pages[-1]
+
+        def pages_with_both_workers() -> list[tuple[str, str]]:
+            """The first pages are pushed before the workers are found."""
+            return [
+                each for each in PushGateway.pages if each[1].count("llm_kv_blocks_total{") == 2
+            ]
+
+        eventually(pages_with_both_workers, what="the load of both workers at the push gateway")
+        path, page = pages_with_both_workers()[-1]
         assert path == "/metrics/job/dynamo"
         assert f'llm_load_avg{{{labels},model="{MODEL}"}}' in page
         workers[0].kill()
