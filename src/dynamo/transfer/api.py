@@ -170,8 +170,10 @@ class ThreadJob(Generic[T]):
             self._limit.cancel()
 
     def _on_thread(self, running: "Future[T]") -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        try:
             self._loop.call_soon_threadsafe(self._finish, running)
+        except RuntimeError:  # the loop has ended
+            self._drop(running)
 
     def _finish(self, running: "Future[T]") -> None:
         self._timer.cancel()

@@ -72,6 +72,24 @@ async def test_result_that_comes_as_its_caller_is_cancelled_is_discarded(threads
     assert discarded == [True]
 
 
+def test_result_that_comes_after_the_end_of_its_loop_is_discarded(threads):
+    discarded, may_end = [], threading.Event()
+
+    async def begin():
+        ThreadJob(
+            threads,
+            lambda limit: may_end.wait(PATIENT_S),
+            deadline_s=PATIENT_S,
+            discard=discarded.append,
+        )
+
+    asyncio.run(begin())
+    may_end.set()
+    threads.shutdown()
+
+    assert discarded == [True]
+
+
 async def test_deadline_holds_while_waiting_for_a_thread(threads):
     release = threading.Event()
     first = ThreadJob(threads, lambda limit: release.wait(PATIENT_S), deadline_s=PATIENT_S)
