@@ -464,9 +464,9 @@ async def test_key_added_during_work_is_worked_on_again():
     assert await queue.take() == key
 
 
-async def test_frontend_tells_the_instances_of_each_namespace():
-    rows = [{"endpoint": name, "namespace": "a"} for name in ("generate", "other")]
-    body = json.dumps({"instances": rows}).encode()
+@contextlib.asynccontextmanager
+async def played_frontend(body):
+    """Yield the port of a server that answers each request with this body."""
 
     async def answer(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
@@ -474,20 +474,19 @@ async def test_frontend_tells_the_instances_of_each_namespace():
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
-        port = listening.sockets[0].getsockname()[1]
+        yield listening.sockets[0].getsockname()[1]
+
+
+async def test_frontend_tells_the_instances_of_each_namespace():
+    rows = [{"endpoint": name, "namespace": "a"} for name in ("generate", "other")]
+    async with played_frontend(json.dumps({"instances": rows}).encode()) as port:
         assert await pod_calls.read_instances("127.0.0.1", port) == {"a": 1}
     assert await pod_calls.read_instances("127.0.0.1", port) is None
 
 
 @pytest.mark.parametrize("body", [b'"\xff"', b"[" * 100_000, b"7", b'{"instances": [7]}'])
 async def test_frontend_that_answers_something_else_tells_nothing(body):
-    async def answer(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + body)
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
-        port = listening.sockets[0].getsockname()[1]
+    async with played_frontend(body) as port:
         assert await pod_calls.read_instances("127.0.0.1", port) is None
 
 

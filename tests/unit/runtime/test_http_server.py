@@ -442,7 +442,7 @@ async def test_connection_over_the_limit_gets_a_503():
     assert text.startswith(b"HTTP/1.1 503 ")
 
 
-async def test_drain_waits_for_running_responses():
+async def test_drain_waits_for_running_responses_which_say_that_their_connection_closes():
     kept = []
     async with serving(kept.append) as running, connected(running) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
@@ -455,6 +455,7 @@ async def test_drain_waits_for_running_responses():
 
         assert not was_done
         assert await draining
+        assert b"connection: close" in text
         assert text.endswith(b"done")
 
 
@@ -476,20 +477,6 @@ async def test_connection_closes_after_its_response_during_a_drain():
     async with serving(hello) as running:
         await running.drain(PATIENT_S)
         text = await talk(running, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
-
-    assert b"connection: close" in text
-
-
-async def test_response_that_ends_in_a_drain_says_that_its_connection_closes():
-    kept = []
-    async with serving(kept.append) as running, connected(running) as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
-        await until(lambda: kept)
-        draining = asyncio.ensure_future(running.drain(PATIENT_S))
-        await asyncio.sleep(0)
-        kept[0].respond(200, b"done")
-        text = await reader.read()
-        await draining
 
     assert b"connection: close" in text
 
