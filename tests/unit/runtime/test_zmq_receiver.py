@@ -9,6 +9,7 @@ import threading
 import zmq
 
 from dynamo.runtime.backends import zmq_receiver
+from dynamo.runtime.events import Event
 from waiting import PATIENT_S
 
 NUM_LEAVES = 200
@@ -31,8 +32,8 @@ class Talkers:
         number = 0
         while not self._is_over.is_set():
             for socket in self._sockets:
-                packed = zmq_receiver.U64.pack(number)
-                socket.send_multipart((b"topic", packed, packed, b"payload"))
+                event = Event(topic="topic", publisher=1, number=number, payload=b"payload")
+                socket.send(zmq_receiver.message_of(event))
             number += 1
 
     def end(self) -> None:

@@ -2,7 +2,7 @@
 
 A process that publishes binds one PUB socket and writes its address under each topic that it advertises:
 `v1/event_channels/{topic}/{instance id, hexadecimal}`. A listener watches that prefix and connects its one SUB socket
-to every address there. A message is `[topic, number (u64, big-endian), publisher id (same), payload]`.
+to every address there. `zmq_receiver.message_of` tells the form of a message.
 
 **What may be missed.** A connection takes a moment after discovery told of it, and what is published before reaches no
 listener: the first number that a listener sees need not be 0. A listener that falls behind misses messages once
@@ -284,7 +284,7 @@ class _Publisher:
         topics: PublishedTopics,
     ) -> None:
         """`key` is the name and secret half of the key of CURVE."""
-        self._id = zmq_receiver.U64.pack(instance_id)
+        self._id = instance_id
         self.topics = topics
         self.key_name = "" if key is None else key[0]
         self._socket = context.socket(zmq.PUB)
@@ -320,8 +320,10 @@ class _Publisher:
         number = self.topics.take_number(topic)
         if self._socket.closed:  # a listener finds the number missing
             return
-        frames = (topic.encode(), zmq_receiver.U64.pack(number), self._id, payload)
-        self._socket.send_multipart(frames, zmq.NOBLOCK)  # a PUB socket drops, it never refuses
+        event = Event(topic=topic, publisher=self._id, number=number, payload=payload)
+        self._socket.send(
+            zmq_receiver.message_of(event), zmq.NOBLOCK
+        )  # a PUB socket drops, it never refuses
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

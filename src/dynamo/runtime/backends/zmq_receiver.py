@@ -35,8 +35,9 @@ _PEER_WATCH = (
 )
 HIGH_WATER = 10_000  # messages that wait for one slow listener before it misses some
 PAYLOAD_LIMIT = 16 << 20
-U64 = struct.Struct(">Q")
-_FRAME_LIMIT = PAYLOAD_LIMIT + 1024
+_MESSAGE_LIMIT = PAYLOAD_LIMIT + 1024
+_END_OF_TOPIC = b"\0"
+_NUMBER_AND_PUBLISHER = struct.Struct(">QQ")
 _BATCH_LIMIT = 1_000
 # Of a handshake that fails because the peer says nothing, as a process that is stopped: it has refused nobody.
 SILENT = errno.EAGAIN
@@ -44,6 +45,22 @@ HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_
 MISMATCH = "has another cluster token, or none"
 TOKEN_ADVICE = "give every process the same (--cluster-token-file)"
 log = logging.getLogger(__name__)
+
+
+def message_of(event: Event) -> bytes:
+    """Return the message of an event: `topic, 0 (one byte), number, publisher (both u64, big-endian), payload`.
+
+    It is one frame, for libzmq aborts the process when a connection ends between two frames of a message: the
+    listener's (zeromq/libzmq#2163), or the publisher's when it closes its socket at that moment.
+    """
+    numbers = _NUMBER_AND_PUBLISHER.pack(event.number, event.publisher)
+    return b"".join((event.topic.encode(), _END_OF_TOPIC, numbers, event.payload))
+
+
+def _event(topic: str, numbers_and_payload: bytes) -> Event:
+    number, publisher = _NUMBER_AND_PUBLISHER.unpack_from(numbers_and_payload)
+    payload = numbers_and_payload[_NUMBER_AND_PUBLISHER.size :]
+    return Event(topic=topic, publisher=publisher, number=number, payload=payload)
 
 
 def watch_peers(socket: zmq.Socket[bytes]) -> None:
@@ -83,7 +100,7 @@ class EventReceiver:
         self._socket = context.socket(zmq.SUB)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.RCVHWM, HIGH_WATER)
-        self._socket.set(zmq.MAXMSGSIZE, _FRAME_LIMIT)
+        self._socket.set(zmq.MAXMSGSIZE, _MESSAGE_LIMIT)
         watch_peers(self._socket)
         self._failures: zmq.Socket[bytes] | None = None  # of handshakes
         self._key_name_by_address: dict[str, str] = {}
@@ -92,8 +109,6 @@ class EventReceiver:
             self._encrypt()
         self._topic_by_name: dict[bytes, str] = {}
         self._refusals = authentication.RefusalLog(log, time.monotonic)
-        self._early: collections.deque[list[bytes]] = collections.deque()  # see `_leave`
-        self._is_waiting = False  # for `resume`
         self._is_running = True
         self._thread = threading.Thread(target=self._run, name="event receiver", daemon=True)
         self._thread.start()
@@ -122,12 +137,12 @@ class EventReceiver:
         self._uses_by_address[address] -= 1
         if not self._uses_by_address[address]:
             del self._uses_by_address[address], self._key_name_by_address[address]
-            self._do(lambda: self._leave(address))
+            self._do(lambda: self._socket.disconnect(address))
 
     def reconnect(self, address: str) -> None:
         """Connect anew to an address that is in use."""
         if address in self._uses_by_address:
-            self._do(lambda: self._leave(address))
+            self._do(lambda: self._socket.disconnect(address))
             self._do(lambda: self._connect(address))
 
     def set_secrets(self, secrets: Mapping[str, bytes]) -> None:
@@ -178,8 +193,6 @@ class EventReceiver:
             ready = dict(self._poller.poll())
             if self._woken in ready:
                 self._obey()
-                if self._early and not self._is_waiting:
-                    self._hand_over()
             elif self._socket in ready:
                 self._hand_over()
             elif self._failures is not None:
@@ -214,50 +227,30 @@ class EventReceiver:
         num_malformed = 0
         for _ in range(_BATCH_LIMIT):
             try:
-                frames = self._next()
+                message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if len(frames) != 4 or not len(frames[1]) == len(frames[2]) == U64.size:
+            topic_name, separator, numbers_and_payload = message.partition(_END_OF_TOPIC)
+            if not separator or len(numbers_and_payload) < _NUMBER_AND_PUBLISHER.size:
                 num_malformed += 1
-            elif frames[0] in self._topic_by_name:  # zmq also lets through what only begins like it
-                batch.append(self._event(frames))
+            elif topic := self._topic_by_name.get(topic_name):
+                batch.append(_event(topic, numbers_and_payload))
         if num_malformed:
             self._log.warning("", "dropped %d malformed event messages", num_malformed)
         if batch:
-            self._is_waiting = True
             self._poller.modify(self._socket, 0)
             self._loop.call_soon_threadsafe(self._deliver, batch)
 
-    def _event(self, frames: list[bytes]) -> Event:
-        name, number, publisher, payload = frames
-        return Event(
-            topic=self._topic_by_name[name],
-            publisher=U64.unpack(publisher)[0],
-            number=U64.unpack(number)[0],
-            payload=payload,
-        )
-
     def _hear(self, topic: str) -> None:
         self._topic_by_name[topic.encode()] = topic
-        self._socket.subscribe(topic)
+        self._socket.subscribe(topic.encode() + _END_OF_TOPIC)
 
     def _ignore(self, topic: str) -> None:
         del self._topic_by_name[topic.encode()]
-        self._socket.unsubscribe(topic)
-
-    def _next(self) -> list[bytes]:
-        """A message. Raises zmq.Again."""
-        return self._early.popleft() if self._early else self._socket.recv_multipart(zmq.NOBLOCK)
+        self._socket.unsubscribe(topic.encode() + _END_OF_TOPIC)
 
     def _resume(self) -> None:
-        self._is_waiting = False
         self._poller.modify(self._socket, zmq.POLLIN)
-
-    def _leave(self, address: str) -> None:
-        """Polling has begun to read a message: if its publisher went before the rest, libzmq would abort (#2163)."""
-        with contextlib.suppress(zmq.Again):
-            self._early.append(self._socket.recv_multipart(zmq.NOBLOCK))
-        self._socket.disconnect(address)
 
     def _end(self) -> None:
         self._is_running = False
