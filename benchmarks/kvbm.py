@@ -63,8 +63,8 @@ SHAPES = {
     "cuda": "qwen3-4b",
 }  # on a GPU a small model computes sooner than it loads
 CASES = ("conversation", "disk", "overload", "overload4", "unique", "short", "itself", "visits")
-# vLLM's scheduler gets the prompts of a round one by one. Whether its first step has one of them or three depends on
-# microseconds, and changes the mean by a fifth. With a head start of the first, it always has one.
+# vLLM's scheduler gets the prompts of a round one by one. Whether its first step has one of them or three is chance,
+# and changes the mean by a fifth. With a head start of the first, it always has one.
 VLLM_HEAD_START_S = 0.1
 SOURCES = ("disk", "object store", "S3 (moto)", "other worker", "peer")
 BUCKET = "s3://cache"
@@ -217,7 +217,8 @@ def make_engine(model: Path, options: dict[str, Any]) -> Any:
         "dtype": "float32",
         # vLLM refuses a context that its memory could not hold
         "max-model-len": min(
-            random_models.QWEN3["max_position_embeddings"], num_tokens - VLLM_BLOCK
+            random_models.QWEN3["max_position_embeddings"],
+            (num_tokens // VLLM_BLOCK - 1) * VLLM_BLOCK,
         ),
     }
     del options["block_size"], options["threads"], options["device"]
