@@ -65,6 +65,13 @@ def num_started(frontend):
     return {worker: float(value) for worker, value in rows}
 
 
+def thresholds(frontend):
+    """Return the threshold of the model in each process: each request has a connection of its own."""
+    answers = [httpx.get(f"{frontend.url}/busy_threshold", timeout=PATIENT_S) for _ in range(16)]
+    rows = [row for answer in answers for row in answer.json()["thresholds"]]
+    return {row["active_decode_blocks_threshold"] for row in rows}
+
+
 def test_both_processes_answer_and_metrics_show_both(shared):
     two, before = shared, num_started(shared)
     for _ in range(24):  # each on a connection of its own; all to one of two: 1 in 8 million
@@ -91,6 +98,8 @@ def test_usage_adds_up_what_all_processes_count(shared):
 
 def test_killed_process_restarts_while_the_other_answers(two):
     before = children(two)
+    change = {"model": MODEL, "active_decode_blocks_threshold": 0.75}
+    httpx.post(f"{two.url}/busy_threshold", json=change, timeout=PATIENT_S).raise_for_status()
     os.kill(before[0], signal.SIGKILL)
     eventually(lambda: before[0] not in children(two), what="it is gone")
     answer = two.chat(max_tokens=2)
@@ -99,6 +108,7 @@ def test_killed_process_restarts_while_the_other_answers(two):
 
     assert answer.status_code == 200
     assert before[1] in children(two)
+    eventually(lambda: thresholds(two) == {0.75}, what="both have the changed threshold")
 
 
 def test_sigterm_lets_running_answers_finish_and_ends_all_processes(two):

@@ -59,6 +59,7 @@ from dynamo.runtime import component
 from dynamo.runtime.http import encodings, exchange, parser, server
 
 _logger = logging.getLogger(__name__)
+_THRESHOLDS = "/busy_threshold"
 
 
 class Frontend:
@@ -180,7 +181,8 @@ class Frontend:
         )
         self._sibling_routes: peers.PeerRoutes = {
             ("GET", "/metrics"): status.metrics_handler(metrics_registry),
-            ("POST", "/busy_threshold"): self._handlers.compute(
+            ("GET", _THRESHOLDS): self._admission.busy_workers.show_changed,
+            ("POST", _THRESHOLDS): self._handlers.compute(
                 load_thresholds.decode_change, self._admission.busy_workers.change_thresholds
             ),
             ("GET", console.USAGE): functools.partial(console.answer_usage, self._console),
@@ -382,6 +384,7 @@ class Frontend:
         await self._peers.start(self._sibling_routes)
         self._admission.rights.start(self._tasks)
         self._admission.busy_workers.start()
+        self._tasks.start("take over thresholds", self._take_over_thresholds())
         self._tasks.start("watch the certificate", self._certificate.follow(self._clock))
         self._tasks.start("watch models", self.models.watch())
         self._tasks.start("watch starting workers", self._expected_workers.watch())
@@ -395,6 +398,12 @@ class Frontend:
         self._tasks.start("publish the record", self._publish_record())
         _logger.info("listening on %s", self.url)
         return self
+
+    async def _take_over_thresholds(self) -> None:
+        """After a restart of this process alone, its siblings know what was changed before."""
+        self._admission.busy_workers.take_over(
+            (await self._peers.ask_all("GET", _THRESHOLDS)).values()
+        )
 
     async def __aexit__(
         self,

@@ -36,8 +36,11 @@ async def rig():
     def changed():
         made.num_changes += 1
 
-    known = SimpleNamespace(ready=[SimpleNamespace(replicas={NAME: None})])
+    known = made.known = SimpleNamespace(
+        ready=[SimpleNamespace(replicas={NAME: None})], find=lambda name: SimpleNamespace(name=name)
+    )
     plane, running = memory.MemoryEventPlane(bus, 8), tasks.Tasks()
+    made.plane = plane
     thresholds = busy_workers.BusyThresholds(active_decode_blocks_threshold=0.5)
     busy = load_thresholds.BusyWorkers(known, thresholds, plane, made.clock, running)
     busy.on_change(changed)
@@ -62,6 +65,24 @@ async def test_reported_load_is_recorded_and_waiting_requests_are_checked(rig):
 
     assert len(rig.loads) == 1
     assert rig.num_changes == before + 1
+
+
+async def test_thresholds_of_a_sibling_are_taken_over_except_what_was_changed_here(rig):
+    def made():
+        return load_thresholds.BusyWorkers(rig.known, no_thresholds, rig.plane, rig.clock, running)
+
+    no_thresholds, running, answers = busy_workers.BusyThresholds(), tasks.Tasks(), []
+    sibling, restarted = made(), made()
+    for share, model, busy in ((0.5, "a", sibling), (0.6, "b", sibling), (0.7, "b", restarted)):
+        change = load_thresholds.ThresholdChange(model=model, active_decode_blocks_threshold=share)
+        await busy.change_thresholds(change)
+    sibling.show_changed(SimpleNamespace(respond=lambda status, body: answers.append(body)))
+    restarted.take_over(answers)
+    shares = [restarted.thresholds_of(name).active_decode_blocks_threshold for name in "abc"]
+    await running.close()
+
+    assert shares == [0.5, 0.7, None]
+    assert restarted.is_active
 
 
 async def test_malformed_report_is_logged_and_ignored(rig, caplog):

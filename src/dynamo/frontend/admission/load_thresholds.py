@@ -4,7 +4,7 @@ Thresholds can be changed for each model at run time.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -47,6 +47,7 @@ def decode_change(body: bytes) -> ThresholdChange:
         json_body.ignored_names.reset(token)
 
 
+_decode_changed = msgspec.json.Decoder(dict[str, busy_workers.BusyThresholds]).decode
 _decode_event = msgspec.msgpack.Decoder(load.LoadEvent).decode
 
 
@@ -131,11 +132,25 @@ class BusyWorkers:
             if (value := getattr(request, field)) is not msgspec.UNSET
         }
         self._by_model[name] = msgspec.structs.replace(self.thresholds_of(name), **fields)
+        self._activate()
+        return self._row(name)
+
+    def show_changed(self, client: exchange.Exchange) -> None:
+        """Answer a sibling that starts: the thresholds that were changed, by model."""
+        client.respond(200, sse.encode(self._by_model))
+
+    def take_over(self, answers: Iterable[bytes]) -> None:
+        """Take over what siblings answered, except where a change has come here meanwhile."""
+        for answer in answers:
+            self._by_model = _decode_changed(answer) | self._by_model
+        if self._by_model:
+            self._activate()
+
+    def _activate(self) -> None:
         if not self.is_active:
             self.is_active = True
             self.start()
         self._announce()
-        return self._row(name)
 
     def _row(self, model: str) -> dict[str, Any]:
         return {"model": model, **msgspec.structs.asdict(self.thresholds_of(model))}
