@@ -481,7 +481,7 @@ def parse_header(content: bytes) -> Header | None:
     """Return the header in the first page of a file; None if there is none."""
     try:
         return msgspec.json.decode(content[:_HEADER_BYTES].rstrip(b"\0"), type=Header)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # it was damaged
         return None
 
 

@@ -126,13 +126,21 @@ def test_file_of_another_engine_is_refused_by_name(directory, field, value):
         open_file(directory, OURS | {field: value})
 
 
-def test_file_that_holds_something_else_is_refused(directory):
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"letters to my love", id="a text"),
+        pytest.param(b'{"format": "\xff"}', id="no UTF-8"),
+        pytest.param(b'{"x": ' + b"[" * 4000, id="nested without an end"),
+    ],
+)
+def test_file_that_holds_something_else_is_refused(directory, content):
     directory.mkdir()
-    (directory / storage.FILE_NAME).write_bytes(b"letters to my love")
+    (directory / storage.FILE_NAME).write_bytes(content)
 
     with pytest.raises(errors.ConfigError, match="holds something else than KV blocks"):
         open_file(directory)
-    assert (directory / storage.FILE_NAME).read_bytes() == b"letters to my love"
+    assert (directory / storage.FILE_NAME).read_bytes() == content
 
 
 def test_second_user_of_a_file_is_refused(directory):
