@@ -311,14 +311,17 @@ def erlang_c(num_workers: int, busy: float) -> float:
         return 1.0
     blocking = _blocking_by_workers(busy)
     for k in range(len(blocking), num_workers + 1):
-        blocking.append(busy * blocking[-1] / (k + busy * blocking[-1]))
+        blocking[k] = busy * blocking[k - 1] / (k + busy * blocking[k - 1])
     return blocking[num_workers] / (1 - busy / num_workers * (1 - blocking[num_workers]))
 
 
 @functools.lru_cache(maxsize=8)  # a search asks for many numbers of workers under one load
-def _blocking_by_workers(busy: float) -> list[float]:
-    """Return Erlang's formula B by the number of workers, as far as its recursion has come for this load."""
-    return [1.0]
+def _blocking_by_workers(busy: float) -> dict[int, float]:
+    """Return Erlang's formula B by the number of workers, as far as its recursion has come for this load.
+
+    Several threads may go on with it at once: what they write for a number is the same.
+    """
+    return {0: 1.0}
 
 
 def late_share(

@@ -13,6 +13,25 @@ def test_two_servers_wait_by_erlangs_formula():
     assert policies.erlang_c(2, 1.0) == pytest.approx(1 / 3)
 
 
+def test_two_threads_that_compute_one_load_at_once_do_not_spoil_it():
+    class Interrupted(float):
+        """A load whose computation another thread begins, too, before it has its first product."""
+
+        is_first = True
+
+        def __mul__(self, other):
+            if self.is_first:
+                self.is_first = False
+                policies.erlang_c(4, float(self))
+            return float(self) * other
+
+    policies.erlang_c(4, Interrupted(1.75))
+
+    for num_workers in (3, 6):
+        alone = policies.erlang_c(num_workers, 1.75 + 2**-40)
+        assert policies.erlang_c(num_workers, 1.75) == pytest.approx(alone)
+
+
 def test_no_requests_need_no_worker():
     assert policies.least_workers(requests_per_s=0, service_s=0.1, waits_s={1.0: 1.0}) == 0
 
