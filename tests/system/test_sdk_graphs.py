@@ -61,9 +61,10 @@ def environment(pid):
     return dict(os.fsdecode(row).split("=", 1) for row in rows if row)
 
 
-def ask(port, **fields):
+def ask(port, content=None, **fields):
+    body = {"json": fields} if content is None else {"content": content}
     try:
-        return httpx.post(f"http://127.0.0.1:{port}/generate", json=fields, timeout=PATIENT_S)
+        return httpx.post(f"http://127.0.0.1:{port}/generate", **body, timeout=PATIENT_S)
     except httpx.TransportError as error:
         return httpx.Response(503, text=str(error))
 
@@ -92,6 +93,7 @@ def test_processes_of_a_graph_are_what_is_printed_and_restart(deployment, home, 
     assert pid_by_name.keys() == {"Frontend", "Middle", "Backend 1", "Backend 2"}
     assert ask(port, text="test,again").text.splitlines() == lines
     assert ask(port, tex="test").status_code == 400
+    assert ask(port, b'{"\xff"}').status_code == 400
     assert shell in printed
     shells_own = ("PWD", "OLDPWD", "SHLVL", "_", "PS1", TOKENS)
     assert {k: v for k, v in process.items() if k not in shells_own} == {

@@ -279,7 +279,7 @@ async def _stream(client: exchange.Exchange, method: ApiMethod) -> None:
     """Stream what the method yields for the body, as long as the client is there."""
     try:
         fields = msgspec.json.decode(client.request.body or b"{}", type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise errors.InvalidRequest(f"{_EXPECTED}: {error}") from error
     async with contextlib.aclosing(method(**fields)) as items:
         async for item in items:
