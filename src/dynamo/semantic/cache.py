@@ -262,11 +262,13 @@ class StreamRecorder:
         self._num_bytes += len(data)
         if self._num_bytes > MAX_BODY * 8:
             self._is_plain = False
-            return
+            self._texts.clear()  # the usage comes last
         # a server may end its lines in either way
         *events, self._buffer = (self._buffer + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
             self._take(event.strip())
+        if len(self._buffer) > MAX_BODY:
+            self._buffer = b""
 
     def body(self) -> bytes | None:
         """Return the whole answer; None if the stream was cut off or carried more than text."""

@@ -228,6 +228,18 @@ def test_less_similar_question_misses():
     assert store.find(key_of(chat("life")), 1.0) is None
 
 
+@pytest.mark.parametrize("keeps_text", [True, False])
+def test_stream_that_is_too_long_to_be_kept_tells_its_usage(keeps_text):
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    recorder = cache.StreamRecorder(keeps_text=keeps_text)
+    for _ in range(9):
+        recorder.feed(event(choices=[{"index": 0, "delta": {"content": "x" * cache.MAX_BODY}}]))
+    recorder.feed(event(usage=usage) + b"data: [DONE]\n\n")
+
+    assert recorder.body() is None
+    assert recorder.usage == usage
+
+
 @pytest.mark.parametrize("event", [b"data: {", b"data: 3", b'data: {"id":1}'])
 def test_stream_of_another_shape_has_no_body(event):
     recorder = cache.StreamRecorder()
