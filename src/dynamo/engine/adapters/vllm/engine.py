@@ -399,10 +399,12 @@ def _connectors(settings: VllmConfig, *, has_sleep_mode: bool) -> Sequence[str]:
 
 
 def _facts(config: versions.VllmConfig, lora_names: tuple[str, ...]) -> api.EngineFacts:
-    num_ranks = config.parallel_config.data_parallel_size
+    parallel = config.parallel_config
+    num_ranks = parallel.data_parallel_size
     return api.EngineFacts(
         context_length=config.model_config.max_model_len,
-        kv_block_size=config.cache_config.block_size,
+        # its ranks share the tokens of a block
+        kv_block_size=config.cache_config.block_size * parallel.decode_context_parallel_size,
         # vLLM reports the sum of all ranks
         total_kv_blocks=(config.cache_config.num_gpu_blocks or 0) // num_ranks,
         max_num_seqs=config.scheduler_config.max_num_seqs,
