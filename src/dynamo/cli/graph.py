@@ -5,6 +5,7 @@ through `launch`, and restarts one that dies. Nothing reaches a process that is 
 by which its guard finds it.
 """
 
+import argparse
 import asyncio
 import os
 from collections.abc import Iterator, Sequence
@@ -67,14 +68,23 @@ class LoadedGraph:
                 return str(name)
         return "dynamo"
 
-    @property
-    def port(self) -> int | None:
-        """The HTTP port of the first service, if it has one. Raises ConfigError."""
+    def port_in(self, plan: commands.GraphPlan) -> int | None:
+        """Return the HTTP port of the first service, if it has one and is started. Raises ConfigError."""
         root = self.specs[0]
-        merged = settings.with_defaults(self.values, [root])
-        if root.module != "dynamo.frontend" and not root.methods("api"):
+        command = next((each for each in plan.commands if each.service == root.name), None)
+        if command is None:
             return None
-        port = str(merged.section(root.name).get("port", 8000))
+        if root.module == "dynamo.frontend":
+            environ = {**os.environ, **command.environ}
+            serve.check_no_tls(command.argv, environ)
+            flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            flags.add_argument("--http-port", default=environ.get("DYN_HTTP_PORT", "8000"))
+            port = str(flags.parse_known_args(command.argv)[0].http_port)
+        elif root.methods("api"):
+            merged = settings.with_defaults(self.values, [root])
+            port = str(merged.section(root.name).get("port", 8000))
+        else:
+            return None
         if not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
             raise errors.ConfigError(f"{root.name}.port: expected 1 to {_LAST_PORT}, got {port!r}")
         return int(port)
@@ -147,7 +157,7 @@ def run(options: GraphConfig) -> int:
             for command in plan.commands:
                 print(f"# {command.name}\n{command.shell()}\n")
             return 0
-        port = loaded.port if loaded.specs[0] in chosen else None
+        port = loaded.port_in(plan)
         if port is not None:
             serve.check_port("127.0.0.1", port, other=f"--{loaded.specs[0].name}.port=...")
         for note in notes:

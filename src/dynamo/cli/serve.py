@@ -22,7 +22,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,7 +163,7 @@ def serve(options: ServeConfig) -> int:
         raise errors.ConfigError("--pin and --memory-budget-gb: expected several models, got one")
     engine = options.engine or engines.default_for(options.model)
     if not options.dry_run:
-        check_no_tls(options)
+        check_no_tls(shlex.split(options.frontend_flags), os.environ)
         check_port(options.http_host, options.http_port)
         engines.check_installed(engine)
     options = dataclasses.replace(options, engine=engine)
@@ -225,11 +225,11 @@ def free_namespace(registration: state.Registration, name: str, discovery: str |
     return next(each for each in itertools.chain([name], numbered) if each not in taken_namespaces)
 
 
-def check_no_tls(options: ServeConfig) -> None:
+def check_no_tls(words: Sequence[str], environ: Mapping[str, str]) -> None:
     """Raise ConfigError for a frontend with TLS: this command, and the planner, ask it over plain HTTP."""
-    flags = [word.partition("=")[0] for word in shlex.split(options.frontend_flags)]
+    flags = [word.partition("=")[0] for word in words]
     for name in ("--tls-cert-path", "DYN_TLS_CERT_PATH"):
-        if name in flags or os.environ.get(name):
+        if name in flags or environ.get(name):
             raise errors.ConfigError(
                 f"{name}: dynamo serve asks its frontend over plain HTTP: start one with TLS by itself"
                 " (python -m dynamo.frontend), or leave TLS to a proxy"

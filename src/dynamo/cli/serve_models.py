@@ -38,7 +38,7 @@ def serve_any(options: ServeConfig) -> int:
 
 def serve_models(options: ServeConfig) -> int:
     """Serve until a signal comes, and return the exit code. Raises ConfigError."""
-    serve.check_no_tls(options)
+    serve.check_no_tls(shlex.split(options.frontend_flags), os.environ)
     serve.check_port(options.http_host, options.http_port)
     models = [_resolve(options, name) for name in options.models]
     names = [model.name for model in models]

@@ -1,17 +1,19 @@
 """The lines that `dynamo serve` of a graph prints for one more process of a service."""
 
+import dataclasses
 import os
 import pathlib
 import shlex
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from dynamo.base import errors
 from dynamo.cli import graph
 from dynamo.launch import allocation
-from dynamo.sdk import commands
+from dynamo.sdk import commands, settings
 
 
 def command(service, *devices, number=1):
@@ -64,6 +66,35 @@ def test_port_in_use_is_named_with_the_flag_of_the_graph(bare, tmp_path, monkeyp
         port = taken.getsockname()[1]
         with pytest.raises(errors.ConfigError, match=r"or choose --Frontend\.port=\.\.\."):
             serve_hello(f"--Frontend.port={port}")
+
+
+def port_of_frontend(*flags):
+    """Return the port of a graph that begins with our frontend, which has these flags."""
+    root = SimpleNamespace(name="Root", module="dynamo.frontend")
+    plan = commands.GraphPlan(
+        commands=(dataclasses.replace(command("Root"), argv=("python", *flags)),), notes=()
+    )
+    loaded = graph.LoadedGraph(
+        specs=[root], values=settings.ServiceConfig(), directory=pathlib.Path(), notes=()
+    )
+    return loaded.port_in(plan)
+
+
+@pytest.mark.parametrize("words", [("--http-port", "9001"), ("--http-port=9001",)])
+def test_frontend_of_a_graph_is_asked_at_the_port_of_its_last_flag(bare, words):
+    assert port_of_frontend("--http-port", "8000", "--router-mode", "kv", *words) == 9001
+
+
+def test_frontend_of_a_graph_without_a_port_is_asked_at_that_of_the_environment(bare, monkeypatch):
+    before = port_of_frontend()
+    monkeypatch.setenv("DYN_HTTP_PORT", "9002")
+
+    assert (before, port_of_frontend()) == (8000, 9002)
+
+
+def test_frontend_of_a_graph_with_tls_is_refused_before_anything_starts(bare):
+    with pytest.raises(errors.ConfigError, match="--tls-cert-path: dynamo serve asks its frontend"):
+        port_of_frontend("--tls-cert-path", "cert.pem")
 
 
 def test_service_without_a_process_is_refused(bare, tmp_path, monkeypatch):
