@@ -176,9 +176,12 @@ async def test_alias_of_a_lost_model_is_still_known(bare):
 
 
 async def test_router_takes_the_block_size_of_new_workers_when_the_old_ones_are_gone(bare, caplog):
-    def block_size():
+    def router():
         ((replicas,),) = [model.replicas.values() for model in bare.frontend.models.ready]
-        return replicas.route._decode.scheduler.block_size
+        return replicas.route._decode
+
+    def block_size():
+        return router().scheduler.block_size
 
     await bare.start(routing=config.RoutingConfig(router_mode="kv"))
     old = [await bare.worker(kv_cache_block_size=16) for _ in range(2)]
@@ -186,12 +189,13 @@ async def test_router_takes_the_block_size_of_new_workers_when_the_old_ones_are_
     before = block_size()
     await old[0].runtime.close()
     await bare.until(lambda: len(bare.instances) == 2)
-    during = block_size()
+    during, former = block_size(), router()
     await old[1].runtime.close()
     await bare.until(lambda: block_size() == 32)
 
     assert (before, during) == (16, 16)
     assert caplog.text.count("its KV blocks have 32 tokens, theirs 16") == 1
+    assert not former.instance_ids
     assert (await bare.chat()).status_code == 200
 
 
@@ -344,6 +348,22 @@ async def test_prefill_worker_is_used_while_it_is_registered(pools):
     assert [one.status_code for one in answers] == [200, 200]
     assert len(worker.requests) == 1
     assert [one.kv_transfer_params for one in pools.decode.requests] == [PARAMS, None]
+
+
+async def test_router_of_prefill_workers_that_have_left_knows_no_other(pools):
+    def router():
+        ((replicas,),) = [model.replicas.values() for model in pools.frontend.models.ready]
+        return replicas.route._prefill
+
+    old = await prefill_worker(pools, kv_cache_block_size=16)
+    await prefill_worker(pools, kv_cache_block_size=32)
+    await pools.until(lambda: router() is not None and len(router().instance_ids) == 2)
+    former = router()
+    await old.runtime.close()
+    await pools.until(lambda: router().scheduler.block_size == 32)
+
+    assert not former.instance_ids
+    assert (await pools.chat()).status_code == 200
 
 
 async def test_prefill_worker_that_registered_first_is_used(bare):

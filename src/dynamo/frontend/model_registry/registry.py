@@ -58,6 +58,7 @@ class PrefillPools:
         self._connect = connect
         self._make_router = make_router
         self._records = records
+        self._routers: dict[tuple[str, str], kv_router.KvRouter] = {}  # by model and namespace
         self._active: set[tuple[str, str]] = set()  # models and namespaces with prefill workers
 
     async def update_routes(self, model: RegisteredModel) -> None:
@@ -75,6 +76,10 @@ class PrefillPools:
         if endpoint is None:
             return None
         router = self._make_router(await self._connect(endpoint), next(iter(cards.values())))
+        key = model.name, namespace
+        if (former := self._routers.get(key, router)) is not router:
+            former.set_model_cards({})
+        self._routers[key] = router
         router.set_model_cards(cards)
         return router
 
@@ -424,6 +429,8 @@ class ModelRegistry:
             if previous and previous.block_size == oldest.kv_cache_block_size:
                 route = previous.route
             else:
+                if previous:  # two would show, and remove, the load of one worker
+                    previous.route.set_model_cards({})
                 route = self._make_route(endpoint_client, oldest)
             route.set_model_cards(cards)
             replicas_by_name[name] = EndpointInstances(endpoint_client, route, cards)
