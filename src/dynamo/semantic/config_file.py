@@ -252,7 +252,21 @@ def _read_backend_file(tree: dict[str, Any], directory: Path | None) -> list[str
 
 
 class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
-    """Loads YAML whose merge keys (`<<`) do not multiply what stands in a file."""
+    """Loads YAML whose merge keys (`<<`) do not multiply what stands in a file, and where no key stands twice."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Return the next mapping. Raises ValueError for a key that it has twice: the first would be forgotten."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise ValueError(
+                        f"{key.value!r} stands twice, in lines {lines[key.value]} and {line}"
+                    )
+                lines[key.value] = line
+        return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Put merged members into a mapping. Raises ValueError for far too many of them."""

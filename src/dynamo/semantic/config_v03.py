@@ -82,14 +82,20 @@ def _providers(providers: _Tree) -> _Tree:
 def _endpoint(path: str, reference: _Tree) -> _Tree:
     _refuse_rest(path, reference, ("name", "endpoint", "base_url", "protocol", "weight"))
     written = str(reference.get("base_url") or reference.get("endpoint") or "")
-    address = urlsplit(written if "//" in written else f"//{written}")
+    try:
+        address = urlsplit(written if "//" in written else f"//{written}")
+        port = address.port
+    except ValueError as error:  # a port that is no number below 65536, a bracket that stays open
+        raise errors.ConfigError(
+            f"{path}: expected an endpoint HOST:PORT or a base_url over HTTP, got {written!r}: {error}"
+        ) from error
     if not address.hostname or reference.get("protocol", "http") not in ("http", "https"):
         raise errors.ConfigError(f"{path}: expected an endpoint HOST:PORT or a base_url over HTTP")
     is_https = "https" in (address.scheme, reference.get("protocol"))
     return {
         "name": str(reference.get("name") or written),
         "address": address.hostname,
-        "port": address.port or (443 if is_https else 80),
+        "port": port or (443 if is_https else 80),
         "weight": reference.get("weight", 1.0),
     }
 

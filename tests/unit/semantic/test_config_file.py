@@ -251,6 +251,23 @@ def test_number_out_of_its_bounds_is_refused(text):
     assert "Expected `int`" in refusal_of(text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "default_model: a\ndecisions: []\ndefault_model: b",
+        "default_model: a\nprompt_guard: {enabled: true,\n  enabled: false}\n",
+    ],
+)
+def test_key_that_stands_twice_is_refused_with_its_lines(text):
+    assert "stands twice, in lines" in refusal_of(text)
+
+
+def test_merged_key_may_be_overridden():
+    merged = parse("a: &a {context_length: 1}\nmodel_config: {m: {<<: *a, context_length: 2}}")
+
+    assert merged.settings.model_config["m"].context_length == 2
+
+
 def test_merge_keys_cannot_multiply_a_file():
     lines = ["a0: &a0 {x: 1}"]
     for number in range(1, 12):

@@ -117,6 +117,17 @@ def test_keys_without_effect_are_named():
             "api_key_env",
         ),
         ("providers.models", [{"name": "a", "backend_refs": [{"name": "b"}]}], "HOST:PORT"),
+        ("providers.models", [{"name": "a", "backend_refs": [{"endpoint": "b:x"}]}], "HOST:PORT"),
+        (
+            "providers.models",
+            [{"name": "a", "backend_refs": [{"endpoint": "b:99999"}]}],
+            "HOST:PORT",
+        ),
+        (
+            "providers.models",
+            [{"name": "a", "backend_refs": [{"base_url": "http://[::1"}]}],
+            "HOST:PORT",
+        ),
     ],
 )
 def test_what_v01_cannot_say_is_refused_by_name(path, value, name):
