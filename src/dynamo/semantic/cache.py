@@ -24,6 +24,7 @@ from dynamo.semantic import config, immediate, question_meaning, request_view
 MAX_TEXT = 20_000  # characters of a question that is cached
 DELETE_HEADER = "x-vsr-cache-delete"  # names of entries to delete before the request is answered
 MAX_BODY = 2**20  # bytes of an answer that is cached
+_EXPLAIN_HEADER = "x-dynamo-explain"  # the answer explains how this very request was served
 _MOST_DELETED = 100
 _DIGEST_BYTES = 16
 _FREE_FIELDS = frozenset({"stream", "stream_options", "user", "metadata", "store"})
@@ -73,6 +74,8 @@ def make_key(
     """Return the key of a request; None if its answer must not come from a cache."""
     directives = headers.get("cache-control", "")
     if "no-cache" in directives or "no-store" in directives or "x-vsr-skip-cache" in headers:
+        return None
+    if _EXPLAIN_HEADER in headers:
         return None
     is_plain = view.messages_field == "messages" and view.last_user == len(view.messages) - 1
     text = view.user_text

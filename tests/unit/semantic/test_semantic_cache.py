@@ -120,6 +120,10 @@ def test_client_can_bypass_the_cache():
     assert key_of(chat("hello"), {"cache-control": "no-cache"}) is None
 
 
+def test_answer_that_explains_itself_is_not_given_again():
+    assert key_of(chat("hello"), {"x-dynamo-explain": "1"}) is None
+
+
 async def test_entry_ends_with_its_time():
     at = clock.VirtualClock()
     store = make_cache(at, ttl_seconds=60)
