@@ -123,6 +123,8 @@ class FrontendQuestions:
 class PickingProcessor(processor.StreamProcessor):
     """Answers the messages of one stream with the pod that was chosen."""
 
+    removed_headers = ()  # a semantic router before this process may have set them
+
     def __init__(self, questions: FrontendQuestions, max_body_bytes: int) -> None:
         super().__init__(
             cast("service.RoutingService", None), max_body_bytes
@@ -140,7 +142,7 @@ class PickingProcessor(processor.StreamProcessor):
         head = messages.HeadersResponse(response=changed[0])
         return [messages.ProcessingResponse(request_headers=head)]
 
-    def _answer_head(self) -> None:
+    def _answer_head(self, *, has_body: bool) -> None:
         """Return no answer: the frontend in the pod lists the models."""
 
     async def _change_request(self, body: bytes) -> tuple[Any, bytes] | immediate.ImmediateAnswer:

@@ -5,14 +5,18 @@ changes are the answer to its body. With full-duplex streaming the answers to he
 all of the body has come; the response's body is passed on piece by piece.
 """
 
+import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 from urllib import parse
+
+import msgspec
 
 from dynamo.base import errors
 from dynamo.gateway import ext_proc_pb2 as messages
 from dynamo.protocols import model_errors
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import encodings, exchange, parser
 from dynamo.semantic import cache, immediate, rewriting, routing_outcome, service
 
 ROUTED_PATHS = (
@@ -30,7 +34,11 @@ _APIS: dict[str, rewriting.RequestApi] = {
     "/api/generate": "ollama",
 }
 _STREAMED, _FULL_DUPLEX = 1, 4
+_UNUSABLE_MODES = {0: "NONE", 1: "STREAMED", 3: "BUFFERED_PARTIAL"}  # no whole body comes
+# The router's word to a gateway; a client that sends them would choose the server.
+_ROUTER_HEADERS = ("x-vsr-destination-endpoint", "x-selected-model")
 _OVERWRITE = 2
+_logger = logging.getLogger(__name__)
 _PIECE_BYTES = 60_000  # of a streamed body: HTTP/2 frames have 64 KiB at most
 _STATUS_BY_ERROR: dict[type[errors.DynamoError], int] = {
     errors.InvalidRequest: 400,
@@ -41,12 +49,15 @@ _STATUS_BY_ERROR: dict[type[errors.DynamoError], int] = {
 class StreamProcessor:
     """Answers the messages of one stream."""
 
+    removed_headers: Sequence[str] = _ROUTER_HEADERS  # from what a client sends
+
     def __init__(self, routing: service.RoutingService, max_body_bytes: int) -> None:
         self._routing = routing
         self._max_body_bytes = max_body_bytes
         self.headers: dict[str, str] = {}  # of the request, by names in lower case
         self._body = bytearray()
         self._is_duplex_request = self._is_duplex_response = False
+        self._unusable_mode = ""  # in which Envoy sends no whole body
         self._outcome: routing_outcome.RoutedRequest | None = None
         self._is_success = False
         self._recorder: cache.StreamRecorder | None = None
@@ -57,6 +68,7 @@ class StreamProcessor:
         """Return the answers to a message of Envoy, in order."""
         if message.HasField("protocol_config"):
             modes = message.protocol_config
+            self._unusable_mode = _UNUSABLE_MODES.get(modes.request_body_mode, "")
             self._is_duplex_request = modes.request_body_mode == _FULL_DUPLEX
             self._is_duplex_response = modes.response_body_mode == _FULL_DUPLEX
         kind = message.WhichOneof("request")
@@ -76,15 +88,32 @@ class StreamProcessor:
 
     def _take_request_headers(self, headers: Any) -> list[Any]:
         self.headers = _read_headers(headers.headers)
-        answer = self._answer_head()
+        answer = self._answer_head(has_body=not headers.end_of_stream)
         if answer is not None:
             return [respond_at_once(answer)]
         if self._is_duplex_request and not headers.end_of_stream:
             return []  # answered with the body
-        return [messages.ProcessingResponse(request_headers=messages.HeadersResponse())]
+        head = messages.HeadersResponse(response=self._without_claims())
+        return [messages.ProcessingResponse(request_headers=head)]
 
-    def _answer_head(self) -> immediate.ImmediateAnswer | None:
+    def _without_claims(self) -> Any:
+        """Return the change that takes away the headers by which a client claims to be the router."""
+        common = messages.CommonResponse()
+        names = [name for name in self.removed_headers if name in self.headers]
+        if names:
+            common.header_mutation.remove_headers.extend(names)
+        return common
+
+    def _answer_head(self, *, has_body: bool) -> immediate.ImmediateAnswer | None:
         """Return the answer that a request gets at once for its headers alone."""
+        is_post = self.headers.get(":method") == "POST"
+        if self._unusable_mode and has_body and is_post and self.path in ROUTED_PATHS:
+            text = (
+                "the router reads whole bodies: Envoy's request_body_mode has to be BUFFERED or "
+                f"FULL_DUPLEX_STREAMED, and is {self._unusable_mode}"
+            )
+            _logger.error("a request was refused: %s", text)
+            return self._refuse(500, text, "server_error")
         if self.headers.get(":method") == "GET" and self.path == "/v1/models":
             return self._routing.router.list_models()
         return None
@@ -92,8 +121,9 @@ class StreamProcessor:
     async def _take_request_body(self, body: Any) -> list[Any]:
         self._body += body.body
         if len(self._body) > self._max_body_bytes:
+            self._body.clear()
             text = f"expected a body of at most {self._max_body_bytes} bytes, got more"
-            return [respond_at_once(immediate.refuse(413, text, "invalid_request_error"))]
+            return [respond_at_once(self._refuse(413, text, "invalid_request_error"))]
         if self._is_duplex_request and not body.end_of_stream:
             return []
         return await self._finish_request()
@@ -132,14 +162,35 @@ class StreamProcessor:
             text = (
                 f"the router cannot read what {self.path} asks, and its guards read every request"
             )
-            return immediate.refuse(403, text, "permission_error")
+            return self._refuse(403, text, "permission_error")
         if self.path not in ROUTED_PATHS or self.headers.get(":method") != "POST":
-            return messages.CommonResponse(), body
+            return self._without_claims(), body
+        num_bytes = len(body)
+        try:
+            if encoding := encodings.read_encoding(self.headers.get("content-encoding", "")):
+                body = await encodings.inflate_apart(body, encoding, self._max_body_bytes)
+        except parser.RequestRefused as error:
+            refusal = error.refusal
+            kind = "invalid_request_error"
+            return self._refuse(refusal.status, refusal.message, kind, headers=refusal.headers)
         answer = await self._route(body)
         if answer is not None:
             return answer
         assert self._outcome is not None  # it was routed
-        return self._request_changes(self._outcome, len(body)), self._outcome.body
+        return self._request_changes(self._outcome, num_bytes), self._outcome.body
+
+    def _refuse(
+        self,
+        status: int,
+        text: str,
+        kind: str,
+        *,
+        param: str | None = None,
+        headers: immediate.Headers = (),
+    ) -> immediate.ImmediateAnswer:
+        """Return an error in the shape of the API that is asked."""
+        api = "kserve" if self.path.startswith("/v2/") else _APIS.get(self.path, "other")
+        return immediate.refuse(status, text, kind, api=api, param=param, headers=headers)
 
     async def _route(self, body: bytes) -> immediate.ImmediateAnswer | None:
         """Route the request; return the answer that it gets at once."""
@@ -157,20 +208,29 @@ class StreamProcessor:
         except errors.DynamoError as error:
             status = _STATUS_BY_ERROR.get(type(error), 503)
             kind = "invalid_request_error" if status < 500 else "service_unavailable"
-            return immediate.refuse(status, model_errors.client_message(error), kind)
+            param = error.param if isinstance(error, errors.RequestError) else None
+            return self._refuse(status, model_errors.client_message(error), kind, param=param)
         self._outcome = outcome
-        if outcome.answer is not None and self.path != _CHAT:
+        if outcome.answer is None:
+            return None
+        names = outcome.answer_headers()
+        if self.path != _CHAT:
             guard = outcome.explanation.verdicts[-1].guard
             text = f"the request was refused by the {guard} guard; rephrase it and ask again"
-            return immediate.refuse(403, text, "permission_error")
-        return outcome.answer
+            return self._refuse(403, text, "permission_error", headers=names)
+        return msgspec.structs.replace(outcome.answer, headers=names)
 
     def _request_changes(self, outcome: routing_outcome.RoutedRequest, num_bytes: int) -> Any:
         headers = list(outcome.upstream_headers)
-        if len(outcome.body) != num_bytes:
+        if len(outcome.body) != num_bytes or "content-encoding" in self.headers:
             headers.append(("content-length", str(len(outcome.body))))
         mutation = make_mutation(headers)
         mutation.remove_headers.extend(outcome.removed_headers)
+        set_names = dict(headers)
+        claims = self._without_claims().header_mutation.remove_headers
+        mutation.remove_headers.extend(name for name in claims if name not in set_names)
+        if "content-encoding" in self.headers:
+            mutation.remove_headers.append("content-encoding")  # the body goes on as it was read
         # a compressed answer could be neither counted nor cached
         mutation.remove_headers.append("accept-encoding")
         if self._is_duplex_request:  # a streamed body has no length that is known before

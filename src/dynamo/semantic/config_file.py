@@ -260,12 +260,10 @@ class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
-                line = key.start_mark.line + 1
-                if key.value in lines:
-                    raise ValueError(
-                        f"{key.value!r} stands twice, in lines {lines[key.value]} and {line}"
-                    )
-                lines[key.value] = line
+                name, line = key.value, key.start_mark.line + 1
+                if name in lines:
+                    raise ValueError(f"{name!r} stands twice, in lines {lines[name]} and {line}")
+                lines[name] = line
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:

@@ -11,6 +11,7 @@ EVENT_STREAM = "text/event-stream"
 _JSON = "application/json"
 _DONE = b"data: [DONE]\n\n"
 NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+_ANTHROPIC_KINDS = {413: "request_too_large"}
 _encode = msgspec.json.encode
 
 
@@ -107,10 +108,26 @@ def list_models(names: Sequence[str], created: int) -> ImmediateAnswer:
     )
 
 
-def refuse(status: int, message: str, kind: str) -> ImmediateAnswer:
-    """Return an error in OpenAI's shape."""
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return ImmediateAnswer(status=status, content_type=_JSON, body=_encode({"error": error}))
+def refuse(
+    status: int,
+    message: str,
+    kind: str,
+    *,
+    api: str = "chat",
+    param: str | None = None,
+    headers: Headers = (),
+) -> ImmediateAnswer:
+    """Return an error in the shape of an API: Anthropic's (`messages`), a text (`ollama`, `kserve`), or OpenAI's."""
+    error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": status}
+    body: dict[str, Any] = {"error": error}
+    if api == "messages":
+        kind = "api_error" if status >= 500 else _ANTHROPIC_KINDS.get(status, kind)
+        body = {"type": "error", "error": {"type": kind, "message": message}}
+    elif api in ("ollama", "kserve"):
+        body = {"error": message}
+    return ImmediateAnswer(
+        status=status, content_type=_JSON, body=_encode(body), headers=list(headers)
+    )
 
 
 def _answer(

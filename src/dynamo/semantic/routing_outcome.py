@@ -90,6 +90,12 @@ class RoutedRequest:
     cache_key: cache.CacheKey | None = None  # under which the answer is to be stored
     settings: config.SemanticConfig | None = None  # by which it was routed
 
+    def answer_headers(self) -> list[tuple[str, str]]:
+        """Return the headers of the answer that is given at once, with those that tell the client of the choice."""
+        pairs = [] if self.answer is None else list(self.answer.headers)
+        names = {name for name, _ in pairs}
+        return pairs + [pair for pair in self.explanation.headers() if pair[0] not in names]
+
     def add_upstream_headers(
         self, settings: config.SemanticConfig, plugins: Mapping[str, object]
     ) -> None:

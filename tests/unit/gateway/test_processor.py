@@ -1,5 +1,7 @@
 """One request through Envoy's external processing, message by message."""
 
+import gzip
+
 import msgspec
 import pytest
 
@@ -151,6 +153,81 @@ async def test_other_paths_pass_unchanged(stream):
     _, reply = await ask(stream, b"anything", **{":path": "/upload"})
 
     assert not reply.request_body.response.HasField("body_mutation")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shape"),
+    [
+        ("/v1/messages", chat(ATTACK), ["error", "type"]),
+        ("/v1/messages", b"{", ["error", "type"]),
+        ("/api/chat", chat(ATTACK), ["error"]),
+        ("/v2/models/m/infer", b"{}", ["error"]),
+        ("/v1/responses", chat(ATTACK), ["error"]),
+    ],
+)
+async def test_refusal_has_the_shape_of_its_api(stream, path, body, shape):
+    *_, reply = await ask(stream, body, **{":path": path})
+
+    refusal = msgspec.json.decode(reply.immediate_response.body)
+    assert sorted(refusal) == shape
+    is_text = path in ("/api/chat", "/v2/models/m/infer")
+    assert isinstance(refusal["error"], str) == is_text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_refused_request_is_named_so_in_the_headers(stream, path):
+    *_, reply = await ask(stream, chat(ATTACK), **{":path": path})
+
+    pairs = pairs_of(reply.immediate_response.headers)
+    assert pairs["x-vsr-response-path"] == "blocked"
+    assert pairs["x-vsr-jailbreak-blocked"] == "true"
+
+
+@pytest.mark.parametrize("protocol", [None, DUPLEX])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/upload"])
+async def test_client_cannot_name_the_server_in_place_of_the_router(stream, protocol, path):
+    claims = {"x-vsr-destination-endpoint": "10.9.9.9:80", "x-selected-model": "theirs"}
+    answers = await ask(stream, chat("hello"), protocol, **{":path": path, **claims})
+
+    head, *rest = [
+        getattr(answer, answer.WhichOneof("response")).response.header_mutation
+        for answer in answers
+    ]
+    assert "x-vsr-destination-endpoint" in head.remove_headers
+    pairs = {name: value for one in (head, *rest) for name, value in pairs_of(one).items()}
+    assert pairs.get("x-selected-model") == ("general" if path != "/upload" else None)
+
+
+@pytest.mark.parametrize("text", ["hello", ATTACK])
+async def test_compressed_body_is_read_and_goes_on_as_it_was_read(stream, text):
+    body = gzip.compress(chat(text))
+    *_, reply = await ask(stream, body, **{"content-encoding": "gzip"})
+
+    if text == ATTACK:
+        assert pairs_of(reply.immediate_response.headers)["x-vsr-jailbreak-blocked"] == "true"
+        return
+    common = reply.request_body.response
+    assert msgspec.json.decode(common.body_mutation.body)["model"] == "general"
+    assert "content-encoding" in common.header_mutation.remove_headers
+    length = pairs_of(common.header_mutation)["content-length"]
+    assert length == str(len(common.body_mutation.body))
+
+
+async def test_unknown_encoding_of_a_body_is_refused_by_name(stream):
+    *_, reply = await ask(stream, b"x", **{"content-encoding": "br"})
+
+    assert reply.immediate_response.status.code == 415
+    assert b"gzip, zstd" in reply.immediate_response.body
+
+
+@pytest.mark.parametrize(("mode", "name"), [(0, "NONE"), (1, "STREAMED"), (3, "BUFFERED_PARTIAL")])
+async def test_mode_in_which_no_whole_body_comes_is_refused_by_name(stream, mode, name):
+    protocol = messages.ProtocolConfiguration(request_body_mode=mode, response_body_mode=mode)
+    first = messages.ProcessingRequest(request_headers=headers(), protocol_config=protocol)
+    (reply,) = await stream.process(first)
+
+    assert reply.immediate_response.status.code == 500
+    assert name.encode() in reply.immediate_response.body
 
 
 async def test_models_are_listed_at_once(stream):

@@ -62,6 +62,22 @@ def _decompressor(encoding: str) -> "zlib._Decompress | zstd.ZstdDecompressor":
     )
 
 
+def read_encoding(value: str) -> str:
+    """Return the encoding that a header names, empty for none. Raises RequestRefused (415) for an unknown one."""
+    encoding = value.strip().lower().removeprefix("x-")
+    if encoding in ("identity", "") or encoding in _ENCODINGS:
+        return encoding.removeprefix("identity")
+    names = ", ".join(_ENCODINGS)
+    message = f"expected Content-Encoding to be one of {names}, or none, got {encoding[:100]!r}"
+    raise RequestRefused(415, message, headers=(("accept-encoding", names),))
+
+
+async def inflate_apart(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Inflate a body in the thread that does so. Raises RequestRefused."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_inflating, inflate, body, encoding, max_bytes)
+
+
 class BodyInflater:
     """A handler that inflates compressed bodies for another one, and refuses encodings that it does not know."""
 
@@ -76,22 +92,17 @@ class BodyInflater:
         encoding = client.request.headers.get("content-encoding")
         if encoding is None:  # nearly always so
             return self._handler(client)
-        encoding = encoding.strip().lower().removeprefix("x-")
-        if encoding in ("identity", ""):
-            return self._handler(client)
-        if encoding in _ENCODINGS:
-            return self._inflate(client, encoding)
-        names = ", ".join(_ENCODINGS)
-        message = f"expected Content-Encoding to be one of {names}, or none, got {encoding[:100]!r}"
-        self._refuse(client, RequestRefused(415, message, headers=(("accept-encoding", names),)))
-        return None
+        try:
+            encoding = read_encoding(encoding)
+        except RequestRefused as error:
+            self._refuse(client, error)
+            return None
+        return self._inflate(client, encoding) if encoding else self._handler(client)
 
     async def _inflate(self, client: Exchange, encoding: str) -> None:
         request = client.request
         try:
-            body = await asyncio.get_running_loop().run_in_executor(
-                _inflating, inflate, request.body, encoding, self._max_body_bytes(request)
-            )
+            body = await inflate_apart(request.body, encoding, self._max_body_bytes(request))
         except RequestRefused as error:
             self._refuse(client, error)
             return
