@@ -130,11 +130,14 @@ class BodyRouter(Protocol):
         endpoint: str,
         ask_again: Callable[[exchange.Exchange, bytes, ExplainModel], None],
         read_texts: Callable[[bytes], bytes] | None,
+        id_headers: exchange.Headers,
     ) -> tuple[exchange.Exchange, bytes, ExplainModel]:
         """Return the exchange to answer, the body to decode, and the explanation of the choice.
 
-        A closed exchange was answered. Raises RequestError. `ask_again` takes the same for another model, if the
-        first one fails. `read_texts` returns what is read of a body that has another form and is never changed.
+        A closed exchange was answered, with `id_headers`. Raises RequestError.
+
+        `ask_again` takes the same for another model, if the first one fails. `read_texts` returns what is read of
+        a body that has another form and is never changed.
         """
         ...
 
@@ -192,7 +195,7 @@ class Pipeline:
 
             try:
                 client, body, explain_model = await self._semantic.route(
-                    client, api.endpoint, ask_again, api.read_texts
+                    client, api.endpoint, ask_again, api.read_texts, _id_headers(api, arrival)
                 )
             except errors.DynamoError as error:
                 self._refuse(api, client, arrival, error)

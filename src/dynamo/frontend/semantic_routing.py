@@ -93,10 +93,11 @@ class SemanticRouting:
         endpoint: str,
         ask_again: Callable[[exchange.Exchange, bytes, pipeline.ExplainModel], None],
         read_texts: Callable[[bytes], bytes] | None = None,
+        id_headers: exchange.Headers = (),
     ) -> tuple[exchange.Exchange, bytes, pipeline.ExplainModel]:
         """Return the exchange to answer, the body to decode, and the explanation of the choice.
 
-        A closed exchange was answered.
+        A closed exchange was answered, with `id_headers` beside the router's.
 
         If the chosen model fails before its first token, `ask_again` is called once with the same for the next model.
         A body of another form (KServe's tensors), of which `read_texts` returns model and prompt, is guarded and keeps
@@ -151,13 +152,11 @@ class SemanticRouting:
                 "rephrase it and ask again"
             )
         answer = outcome.answer
-        names = dict(answer.headers)
-        others = [pair for pair in outcome.explanation.headers() if pair[0] not in names]
         client.respond(
             answer.status,
             answer.body,
             content_type=answer.content_type,
-            headers=(*answer.headers, *others),
+            headers=(*id_headers, *outcome.answer_headers()),
         )
         return client, outcome.body, functools.partial(_explain, outcome)
 

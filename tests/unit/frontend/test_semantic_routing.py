@@ -91,6 +91,19 @@ async def test_attack_is_answered_without_a_worker(routed, is_stream):
     assert routed.general.requests == []
 
 
+async def test_answers_of_the_router_carry_the_id_of_the_request(routed):
+    answers = []
+    for text in ("some python", "some python", ATTACK):
+        body = {"model": "auto", "messages": [{"role": "user", "content": text}]}
+        named = {"x-request-id": "mine"}
+        answers.append(await routed.client.post("/v1/chat/completions", json=body, headers=named))
+
+    paths = [answer.headers["x-vsr-response-path"] for answer in answers]
+    assert paths == ["upstream", "cache", "blocked"]
+    assert {answer.headers["x-request-id"] for answer in answers} == {"mine"}
+    assert {answer.headers["x-dynamo-request-id"] for answer in answers} == {"mine"}
+
+
 async def test_personal_data_is_refused_by_its_decision(routed):
     answer = await routed.chat(f"python {CARD}", model="auto")
 
