@@ -172,7 +172,9 @@ class StreamProcessor:
         except parser.RequestRefused as error:
             refusal = error.refusal
             kind = "invalid_request_error"
-            return self._refuse(refusal.status, refusal.message, kind, headers=refusal.headers)
+            return self._refuse(
+                refusal.status, refusal.message, kind, headers=tuple(refusal.headers)
+            )
         answer = await self._route(body)
         if answer is not None:
             return answer

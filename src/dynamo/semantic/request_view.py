@@ -5,7 +5,8 @@ parts of other kinds (images) are noted and passed on.
 """  # decider
 
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ _IMAGE_KINDS = ("image_url", "input_image", "image")
 # What a model sees of a message or a part, beside its calls of tools; `input` and `arguments` may be JSON objects.
 _TEXT_FIELDS = (
     "text", "content", "output", "refusal", "reasoning_content", "reasoning", "thinking", "arguments", "input",
-    "title", "context",
+    "title", "context", "summary",
 )  # fmt: skip
 _MESSAGE_FIELDS = ("messages", "input", "prompt", "text_input")
 # Beside the messages; a template may write all of the last three into the prompt.
@@ -26,6 +27,8 @@ _OTHER_FIELDS = (
 )  # fmt: skip
 _OUTPUT_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _CHARACTERS_PER_TOKEN = 4  # of English text; a rough estimate of a prompt's length
+_SHORT_PART = 200  # characters; a longer part of a message is judged well enough alone
+_USUAL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # of a tool, an argument or a participant
 _decoder = msgspec.json.Decoder()
 
 
@@ -78,6 +81,7 @@ class RequestView:
         """
         try:
             texts = [text for message in self.messages for text in _texts(message)]
+            texts += [_join_short(_parts_of(message)) for message in self.messages]
         except RecursionError as error:
             raise errors.InvalidRequest(
                 f"{self.messages_field}: expected lists and objects of a few levels, got far too many"
@@ -87,7 +91,7 @@ class RequestView:
             if name in ("documents", "chat_template_kwargs", "chat_template_args"):
                 texts += _strings(value)
             elif name != self.messages_field:
-                texts += _texts(value)
+                texts += [*_texts(value), _join_short(_parts(value))]
         return [text for text in texts if text]
 
     @property
@@ -173,14 +177,31 @@ def _texts(value: Any) -> Iterator[str]:
             source = value.get("source")  # of a document; that of an image is no text
             if isinstance(source, dict) and source.get("type") in ("text", "content"):
                 yield from _texts([source.get("data"), source.get("content")])
+            yield from _unusual_names([value.get("name"), value.get("tool_call_id")])
             calls = [call for call in _parts(value.get("tool_calls")) if isinstance(call, dict)]
-            for function in (value.get("function_call"), *(call.get("function") for call in calls)):
+            functions = [call.get(kind) for call in calls for kind in ("function", "custom")]
+            for function in (value.get("function_call"), *functions):
                 if isinstance(function, dict):
-                    yield from _texts({"arguments": function.get("arguments")})
+                    names = ("name", "arguments", "input")
+                    yield from _texts({name: function.get(name) for name in names})
+
+
+def _unusual_names(names: Iterable[Any]) -> Iterator[str]:
+    """Yield what stands in the place of a name, which a template may write into the prompt, and is none."""
+    for name in names:
+        if isinstance(name, str) and name and not _USUAL_NAME.fullmatch(name):
+            yield name
+
+
+def _join_short(parts: Sequence[Any]) -> str:
+    """Return the short texts among parts as a template joins them: one cut into many is found in no single part."""
+    values = [part.get("text") for part in parts if isinstance(part, dict)]
+    texts = [text for text in values if isinstance(text, str) and len(text) <= _SHORT_PART]
+    return "".join(texts) if len(texts) > 1 else ""
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a value of JSON, without the names of its members."""
+    """Yield all strings in a value of JSON, and those names of its members that are no usual ones."""
     pending = [value]
     while pending:
         match pending.pop():
@@ -189,6 +210,7 @@ def _strings(value: Any) -> Iterator[str]:
             case list() as items:
                 pending += reversed(items)
             case dict() as members:
+                yield from _unusual_names(members)
                 pending += reversed(members.values())
 
 

@@ -29,6 +29,13 @@ def types_of(text):
         ("I live at 12 Elm Street", "STREET_ADDRESS"),
         ("born on 10/5/1971", "DATE_TIME"),
         ("driver's license number is D1234567", "US_DRIVER_LICENSE"),
+        ("card 4111\u00a01111\u00a01111\u00a01111", "CREDIT_CARD"),
+        ("card 4111\u20131111\u20131111\u20131111", "CREDIT_CARD"),
+        ("card 4\u200b111 1111 11\u00ad11 1111", "CREDIT_CARD"),
+        ("card \uff14\uff11\uff11\uff11 1111 1111 1111", "CREDIT_CARD"),
+        ("\u6211\u7684\u5361\u53f7\u662f4111111111111111\u8bf7\u5e2e\u6211", "CREDIT_CARD"),
+        ("bob\uff20exam\u200bple.com", "EMAIL_ADDRESS"),
+        ("SSN 536\u201190\u20114399", "US_SSN"),
     ],
 )
 def test_personal_data_is_found(text, kind):
@@ -66,6 +73,15 @@ def test_span_covers_the_data_alone():
     (span,) = pii.find_spans(text)[0]
 
     assert text[span.start : span.end] == "bob@example.com"
+
+
+def test_span_is_that_of_the_text_with_its_invisible_characters():
+    data = "bob@\u200bexample.com"
+    text = f"\u8bf7\ufeff\u95ee{data}\u200b\u5417"
+
+    (span,) = pii.find_spans(text)[0]
+
+    assert text[span.start : span.end] == data
 
 
 def test_hostile_text_is_read_in_linear_time():

@@ -164,6 +164,8 @@ def test_conversation_is_guarded_by_the_decision_that_it_keeps():
 
 
 HARMLESS = {"role": "user", "content": "hello"}
+ESCAPES = "".join(f"\\u{ord(sign):04x}" for sign in ATTACK)  # in JSON that a template decodes
+ESCAPED_CALL = {"function": {"name": "f", "arguments": f'{{"a": "{ESCAPES}"}}'}}
 
 
 @pytest.mark.parametrize(
@@ -179,6 +181,17 @@ HARMLESS = {"role": "user", "content": "hello"}
         {"messages": [{"content": [{"source": {"type": "text", "data": ATTACK}}]}]},
         {"input": [{"type": "function_call", "arguments": ATTACK}, HARMLESS]},
         {"prompt": "hello", "suffix": ATTACK},
+        {"messages": [HARMLESS, {"role": "assistant", "tool_calls": [{"function": {"name": ATTACK}}]}]},
+        {"messages": [HARMLESS, {"role": "assistant", "tool_calls": [{"custom": {"input": ATTACK}}]}]},
+        {"messages": [HARMLESS, {"role": "assistant", "tool_calls": [ESCAPED_CALL]}]},
+        {"messages": [{**HARMLESS, "name": ATTACK}]},
+        {"messages": [HARMLESS, {"role": "tool", "tool_call_id": ATTACK, "content": "1"}]},
+        {"messages": [{"content": [{"type": "tool_use", "name": ATTACK, "input": {}}]}]},
+        {"messages": [{"content": [{"type": "tool_use", "input": {ATTACK: 1}}]}]},
+        {"messages": [HARMLESS], "documents": [{ATTACK: 1}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": sign} for sign in ATTACK]}]},
+        {"messages": [HARMLESS], "system": [{"type": "text", "text": sign} for sign in ATTACK]},
+        {"input": [{"type": "reasoning", "summary": [{"text": ATTACK}]}, HARMLESS]},
     ],
 )  # fmt: skip
 def test_attack_is_found_wherever_a_model_would_see_it(fields):

@@ -3,11 +3,15 @@
 The names of the types are Presidio's. English is what the patterns for addresses and names are made for.
 """  # decider
 
+import dataclasses
 import ipaddress
 import itertools
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+
+from dynamo.semantic.classifiers import disguises
 
 MAX_CHARACTERS = 4_000_000  # of one text; what is behind them is reported as unread
 
@@ -34,12 +38,46 @@ def find_spans(text: str, names: Iterable[PiiSpan] = ()) -> tuple[list[PiiSpan],
     text = text[:MAX_CHARACTERS]
     spans: list[PiiSpan] = []
     covered = bytearray()  # a byte for each character; so many spans cost no more than a few
-    for span in itertools.chain(*_finders(text), names):
+    plain, positions = _in_plain_characters(text)
+    by_pattern: Iterator[PiiSpan] = itertools.chain.from_iterable(_finders(plain))
+    if positions:
+        by_pattern = (
+            dataclasses.replace(s, start=positions[s.start], end=positions[s.end - 1] + 1)
+            for s in by_pattern
+        )
+    for span in itertools.chain(by_pattern, names):
         covered = covered or bytearray(len(text))
         if covered.find(1, span.start, span.end) < 0:
             covered[span.start : span.end] = b"\x01" * (span.end - span.start)
             spans.append(span)
     return sorted(spans, key=lambda span: span.start), is_complete
+
+
+def _in_plain_characters(text: str) -> tuple[str, list[int]]:
+    """Return what the patterns read of a text, and the position of each of its characters if some are left out.
+
+    Digits, signs, spaces and hyphens of all scripts are those of ASCII, and invisible characters are left out. Letters
+    of scripts that set no spaces between words are signs, so that they end a number or an address.
+    """
+    if text.isascii():
+        return text, []
+    plain = _UNSPACED.sub("\u3002", text.translate(_ASCII_OF))
+    if _INVISIBLE.search(plain) is None:
+        return plain, []
+    positions = [number for number, sign in enumerate(plain) if not _INVISIBLE.match(sign)]
+    return "".join(plain[number] for number in positions), positions
+
+
+_INVISIBLE = re.compile(f"[{disguises.INVISIBLE}]")
+_UNSPACED = re.compile(f"[{disguises.UNSPACED_LETTERS}]")
+_ASCII_OF: dict[int, int | str] = {
+    code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)
+}  # of full width
+_ASCII_OF |= {
+    code: {"Nd": str(unicodedata.decimal(chr(code), 0)), "Zs": " ", "Pd": "-"}[kind]
+    for code in range(0x80, 0x1FC00)  # the digits of all scripts are below
+    if (kind := unicodedata.category(chr(code))) in ("Nd", "Zs", "Pd") and code not in _ASCII_OF
+}
 
 
 def _finders(text: str) -> Iterator[Iterator[PiiSpan]]:
