@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamo.semantic import config
-from dynamo.semantic.classifiers import profile
+from dynamo.semantic.classifiers import disguises, profile
+
+_WORD_SIGN = rf"[^\W{disguises.UNSPACED_LETTERS}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +57,13 @@ class KeywordMatcher:
 
 
 def _compile_keyword(word: str, rule: config.KeywordRule) -> tuple[str, re.Pattern[str]]:
-    """Return a keyword, and what finds it between word boundaries where it has word characters at its ends."""
+    """Return a keyword, and what finds it between word boundaries where it has word characters at its ends.
+
+    Letters of scripts that set no spaces between words are no such characters: they bound nothing.
+    """
     literal = word if rule.case_sensitive else word.lower()
-    start = r"\b" if re.match(r"\w", word) else ""
-    end = r"\b" if re.search(r"\w\Z", word) else ""
+    start = f"(?<!{_WORD_SIGN})" if re.match(_WORD_SIGN, word) else ""
+    end = f"(?!{_WORD_SIGN})" if re.search(rf"{_WORD_SIGN}\Z", word) else ""
     return literal, re.compile(start + re.escape(literal) + end)
 
 

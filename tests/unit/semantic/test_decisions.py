@@ -83,6 +83,22 @@ def test_keywords_match_whole_words_unless_they_end_in_signs():
     assert match_keywords("PYTHON", keywords=["python"], case_sensitive=True) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "keyword"),
+    [
+        ("\u8bf7\u89e3\u8fd9\u4e2a\u65b9\u7a0b", "\u65b9\u7a0b"),  # Chinese
+        ("\u7528python\u5199\u4e00\u4e2a\u7a0b\u5e8f", "python"),
+        ("\uc218\ud559\uc744", "\uc218\ud559"),  # Korean, with an ending
+        (
+            "\u0e42\u0e08\u0e17\u0e22\u0e4c\u0e04\u0e13\u0e34\u0e15",
+            "\u0e04\u0e13\u0e34\u0e15",
+        ),  # Thai
+    ],
+)
+def test_keyword_is_found_where_a_script_sets_no_spaces(text, keyword):
+    assert match_keywords(text, keywords=[keyword]) == "r"
+
+
 def test_all_or_none_of_the_keywords_may_be_asked_for():
     assert match_keywords("a b", keywords=["a", "b"], operator="AND") == "r"
     assert match_keywords("a", keywords=["a", "b"], operator="AND") is None
