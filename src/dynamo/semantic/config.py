@@ -1,7 +1,7 @@
 """The configuration of the semantic router: the original's v0.1, its types and what each key may say.
 
-Keys of our own, all optional: `mode`, `route_to` and `on_error` of guards, `mode` of decisions, `encoders`,
-`conversations`, and the limits of a model (`context_length`, `accepts_images`, `accepts_tools`,
+Keys of our own, all optional: `default_plugins`, `mode`, `route_to` and `on_error` of guards, `mode` of decisions,
+`encoders`, `conversations`, and the limits of a model (`context_length`, `accepts_images`, `accepts_tools`,
 `accepts_structured_output`).
 """
 
@@ -369,6 +369,7 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
     user_feedback_rules: list[dict[str, Any]] = []
     preference_rules: list[dict[str, Any]] = []
     decisions: list[DecisionSettings] = []
+    default_plugins: list[Plugin] = []  # guards of requests to which no decision applies
     bert_model: BertModel = BertModel()
     classifier: Classifiers = Classifiers()
     prompt_guard: PromptGuard = PromptGuard()

@@ -59,7 +59,9 @@ class LoadedConfig:
     """A configuration and what its author should know of it."""
 
     settings: config.SemanticConfig
-    plugins: dict[str, dict[str, Any]]  # by decision, then by type: the decoded configuration
+    plugins: dict[
+        str, dict[str, Any]
+    ]  # by decision ("": none applies) and type: the decoded configuration
     notes: tuple[str, ...] = field(default=())
     encoders: dict[str, encoder_labels.EncoderModel] = field(default_factory=dict)
     embedder: Path | None = None  # the directory of the embedding model, where one is needed
@@ -201,10 +203,10 @@ def _decode(
         settings = msgspec.convert(tree, config.SemanticConfig)
     except msgspec.ValidationError as error:
         raise errors.ConfigError(str(error).replace("`$", "`").replace("`.", "`")) from error
-    plugins = {
-        decision.name: _decode_plugins(decision, notes, number)
-        for number, decision in enumerate(settings.decisions)
-    }
+    plugins = {"": _decode_plugins(settings.default_plugins, notes, "default_plugins")}
+    for number, decision in enumerate(settings.decisions):
+        path = f"decisions[{number}].plugins"
+        plugins[decision.name] = _decode_plugins(decision.plugins, notes, path)
     _refuse_unsupported(settings)
     encoders, absent = encoder_labels.find_models(settings, directory, find_hub_model)
     embedder, without = encoder_labels.find_embedder(settings, directory, find_hub_model)
@@ -297,10 +299,9 @@ def _keys_without_effect(section: Any, path: str = "") -> Iterator[str]:
 
 
 def _defaults_of(section: msgspec.Struct) -> list[Any]:
-    fields = msgspec.structs.fields(section)
     return [
         field.default_factory() if callable(field.default_factory) else field.default
-        for field in fields
+        for field in msgspec.structs.fields(section)
     ]
 
 
@@ -343,9 +344,8 @@ def _count_values(tree: Any, num_values: int) -> int:
 
 def _unknown_keys(tree: dict[str, Any]) -> list[str]:
     known = {"version", *config.SemanticConfig.__struct_fields__}
-    keys = [key for key in tree if key not in known]
     info = msgspec.inspect.type_info(config.SemanticConfig)
-    keys += _unknown_below(tree, info, "")
+    keys = [*(key for key in tree if key not in known), *_unknown_below(tree, info, "")]
     return list(dict.fromkeys(keys))
 
 
@@ -368,13 +368,11 @@ def _unknown_below(tree: Any, info: Any, path: str) -> Iterator[str]:
         yield from _unknown_below(child, kind, child_path)
 
 
-def _decode_plugins(
-    decision: config.DecisionSettings, notes: list[str], number: int
-) -> dict[str, Any]:
-    """Return the configurations of a decision's plugins by type. Raises ConfigError."""
+def _decode_plugins(listed: list[config.Plugin], notes: list[str], place: str) -> dict[str, Any]:
+    """Return the configurations of plugins by type. Raises ConfigError."""
     plugins: dict[str, Any] = {}
-    for position, plugin in enumerate(decision.plugins):
-        path = f"decisions[{number}].plugins[{position}]"
+    for position, plugin in enumerate(listed):
+        path = f"{place}[{position}]"
         if plugin.type == "hallucination" and plugin.configuration.get("enabled") is False:
             continue
         kind = config.PLUGIN_TYPES.get(plugin.type)
@@ -395,13 +393,11 @@ def _decode_plugins(
 
 def _refuse_unsupported(settings: config.SemanticConfig) -> None:
     """Raise ConfigError for what the original has and this router has not."""
-    cache = settings.semantic_cache
-    if settings.encoders.profile != "fast" and not settings.encoders.base_model:
+    cache, encoders = settings.semantic_cache, settings.encoders
+    if encoders.profile != "fast" and not encoders.base_model:
         raise errors.ConfigError(
-            f"encoders.profile: {settings.encoders.profile} needs base_model, the directory or hub name of "
-            "all-MiniLM-L6-v2"
+            f"encoders.profile: {encoders.profile} needs base_model, the directory or hub name of all-MiniLM-L6-v2"
         )
-    encoders = settings.encoders
     if encoders.embeddings_url and not (
         re.match(r"https?://[^/\s]+", encoders.embeddings_url) and encoders.embeddings_model
     ):
@@ -437,8 +433,7 @@ def _check_references(
     pii_types: frozenset[str],
 ) -> None:
     """Raise ConfigError for a name that nothing in the configuration defines."""
-    names = [decision.name for decision in settings.decisions]
-    if len(set(names)) < len(names):
+    if len({decision.name for decision in settings.decisions}) < len(settings.decisions):
         raise errors.ConfigError("decisions: expected names that differ, got one of them twice")
     for category in settings.categories:
         for label in category.mmlu_categories:
@@ -460,25 +455,30 @@ def _check_references(
                     f"expected one of {', '.join(_SIGNALS)}"
                 )
             _check_label(f"{path}: {condition.type}", condition.signal, signals[condition.type])
-        for label in getattr(plugins[decision.name].get("pii"), "pii_types_allowed", ()):
-            _check_label(f"{path}: pii_types_allowed", label, pii_types)
-    _check_guard_routes(settings, plugins)
+    _check_guards(settings, plugins, pii_types)
     _check_models(settings)
 
 
-def _check_guard_routes(
-    settings: config.SemanticConfig, plugins: dict[str, dict[str, Any]]
+def _check_guards(
+    settings: config.SemanticConfig,
+    plugins: dict[str, dict[str, Any]],
+    pii_types: frozenset[str],
 ) -> None:
-    """Raise ConfigError for a guard that sends requests to a model and names none."""
+    """Raise ConfigError for a guard that allows an unknown type, or sends requests to a model and names none."""
     general = settings.prompt_guard
     if general.mode == "route" and not general.route_to:
         raise errors.ConfigError("prompt_guard: mode: route needs route_to, the name of a model")
+    if others := plugins[""].keys() - {"jailbreak", "pii"}:
+        raise errors.ConfigError(f"default_plugins: expected jailbreak and pii, got {min(others)}")
     for name, by_type in plugins.items():
+        path = f"decisions.{name}" if name else "default_plugins"
+        for label in getattr(by_type.get("pii"), "pii_types_allowed", ()):
+            _check_label(f"{path}: pii_types_allowed", label, pii_types)
         for kind, usual in (("jailbreak", general.route_to), ("pii", None)):
             plugin = by_type.get(kind)
             if plugin is not None and plugin.mode == "route" and not (plugin.route_to or usual):
                 raise errors.ConfigError(
-                    f"decisions.{name}: {kind}: mode: route needs route_to, the name of a model"
+                    f"{path}: {kind}: mode: route needs route_to, the name of a model"
                 )
 
 

@@ -157,6 +157,7 @@ def _decisions(routing: _Tree, signals: _Tree, result: _Tree, notes: list[str]) 
         notes.append(f"{path}: it blocks in the router's own words, as the guards of v0.1 do")
     for decision in kept:
         decision["plugins"] += added
+    result["default_plugins"] = added
     return kept
 
 
@@ -171,7 +172,8 @@ def _guard_plugins(
     kinds = [plugin.get("type") for plugin in _list(decision, "plugins", path)]
     condition = conditions[0]
     signal = guards.get((str(condition.get("type")), str(condition.get("name"))))
-    if len(conditions) != 1 or kinds != ["fast_response"] or signal is None:
+    is_negated = _section(decision, "rules", path).get("operator") not in (None, "AND", "OR")
+    if len(conditions) != 1 or is_negated or kinds != ["fast_response"] or signal is None:
         raise errors.ConfigError(
             f"{path}: expected one declared jailbreak or pii signal and the plugin fast_response, "
             "which become a guard; other uses of these signals are not supported"

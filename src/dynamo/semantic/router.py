@@ -334,7 +334,11 @@ class SemanticRouter:
         created = int(self._clock.wall())
         if verdict.guard == "pii":
             return immediate.refuse_pii(
-                verdict.labels, decision, explanation.category, created, is_stream=view.is_stream
+                verdict.labels,
+                decision or FALLBACK,
+                explanation.category,
+                created,
+                is_stream=view.is_stream,
             )
         return immediate.refuse_attack("jailbreak", verdict.risk, created, is_stream=view.is_stream)
 

@@ -262,6 +262,19 @@ def test_key_that_stands_twice_is_refused_with_its_lines(text):
     assert "stands twice, in lines" in refusal_of(text)
 
 
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        ("{type: semantic-cache}", "default_plugins: expected jailbreak and pii"),
+        ("{type: pii, configuration: {mode: route}}", "default_plugins: pii: mode: route"),
+        ("{type: pii, configuration: {pii_types_allowed: [X]}}", "default_plugins: pii_types"),
+        ("{type: other}", "default_plugins[0]: the plugin other"),
+    ],
+)
+def test_plugin_that_is_no_guard_needs_a_decision(plugin, message):
+    assert message in refusal_of(f"default_plugins: [{plugin}]")
+
+
 def test_merged_key_may_be_overridden():
     merged = parse("a: &a {context_length: 1}\nmodel_config: {m: {<<: *a, context_length: 2}}")
 

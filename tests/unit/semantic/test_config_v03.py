@@ -57,6 +57,8 @@ model_config:
 keyword_rules: [{name: code, operator: OR, keywords: [python]}]
 categories: [{name: sums, mmlu_categories: [math]}]
 prompt_guard: {enabled: true, threshold: 0.8}
+default_plugins:
+  - {type: pii, configuration: {enabled: true, threshold: 0.7, pii_types_allowed: [EMAIL_ADDRESS]}}
 semantic_cache: {enabled: true, max_entries: 7, milvus: {connection: {port: 1}}}
 decisions:
   - name: code
@@ -89,6 +91,27 @@ def test_translated_configuration_routes_a_request():
 
     assert outcome.explanation.model == "coder"
     assert b'"reasoning_effort":"medium"' in outcome.body.replace(b": ", b":")
+
+
+def test_personal_data_is_refused_where_no_decision_applies():
+    routing = router.SemanticRouter(load(NEW), FAST, clock.SystemClock())
+    body = (
+        b'{"model": "any", "messages": [{"role": "user", "content": "card 4111 1111 1111 1111"}]}'
+    )
+
+    outcome = routing.route(body, {})
+
+    assert dict(outcome.answer.headers)["x-vsr-pii-types"] == "B-CREDIT_CARD"
+    assert b"default_model" in outcome.answer.body
+
+
+def test_negated_guard_is_refused():
+    with pytest.raises(errors.ConfigError, match="expected one declared"):
+        load(
+            NEW.replace(
+                "operator: OR, conditions: [{type: jail", "operator: NOR, conditions: [{type: jail"
+            )
+        )
 
 
 def test_keys_without_effect_are_named():
