@@ -310,7 +310,9 @@ class StreamRecorder:
             self._is_plain = False
 
     def _take_texts(self, chunk: Mapping[str, Any]) -> None:
-        self._head = self._head or {k: chunk[k] for k in ("id", "created", "model")}
+        if not self._head:
+            names = (name for name in immediate.SERVER_FIELDS if name in chunk)
+            self._head = {name: chunk[name] for name in ("id", "created", "model", *names)}
         for choice in chunk["choices"]:
             delta, index = choice["delta"], choice["index"]
             self._is_plain = self._is_plain and _is_plain(choice, delta)

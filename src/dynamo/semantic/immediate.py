@@ -1,7 +1,8 @@
 """Answers that the router gives itself, as chat completions: refusals, cache hits, the list of models."""  # decider
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ _JSON = "application/json"
 _DONE = b"data: [DONE]\n\n"
 NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 _ANTHROPIC_KINDS = {413: "request_too_large"}
+SERVER_FIELDS = ("system_fingerprint", "service_tier")  # of an answer and of each of its chunks
 _encode = msgspec.json.encode
 
 
@@ -77,8 +79,10 @@ def replay(
         )
     head = {key: completion.get(key) for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
+    head |= {name: completion[name] for name in SERVER_FIELDS if name in completion}
+    tail = {"usage": None} if wants_usage else {}  # as servers have it in each chunk but the last
     data = b"".join(
-        _event(head, choice["index"], delta, finish)
+        _event(head, choice["index"], delta, finish, tail)
         for choice in completion["choices"]
         for delta, finish in _deltas(choice)
     )
@@ -152,15 +156,21 @@ def _answer(
     return ImmediateAnswer(status=200, content_type=kind, body=data, headers=headers)
 
 
-def _event(head: dict[str, Any], index: int, delta: dict[str, Any], finish: str | None) -> bytes:
+def _event(
+    head: dict[str, Any],
+    index: int,
+    delta: dict[str, Any],
+    finish: str | None,
+    tail: Mapping[str, Any] = MappingProxyType({}),
+) -> bytes:
     choice = {"index": index, "delta": delta, "finish_reason": finish}
-    return b"data: " + _encode({**head, "choices": [choice]}) + b"\n\n"
+    return b"data: " + _encode({**head, "choices": [choice], **tail}) + b"\n\n"
 
 
 def _deltas(choice: dict[str, Any]) -> list[tuple[dict[str, Any], str | None]]:
     message = choice["message"]
     words = re.findall(r"\S+\s*|\s+", message.get("content") or "")
-    others = {k: v for k, v in message.items() if k not in ("content", "refusal") and v is not None}
+    others = {k: v for k, v in message.items() if k not in ("content", "refusal") and v}
     return [
         (others, None),
         *(({"content": word}, None) for word in words),

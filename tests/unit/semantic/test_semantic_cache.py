@@ -207,6 +207,27 @@ def test_stream_is_replayed_with_its_reasoning_and_its_usage():
     assert '"choices":[],"usage":{"prompt_tokens":3' in stream
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_replayed_chunks_have_the_fields_of_those_of_a_server(is_recorded):
+    completion = msgspec.json.decode(COMPLETION) | {"system_fingerprint": "fp"}
+    completion["choices"][0]["message"] |= {"tool_calls": [], "annotations": [], "audio": None}
+    made = make_router()
+    key, options = made.route(chat(SUM), {}).cache_key, {"include_usage": True}
+    made.cache.store(key, msgspec.json.encode(completion))
+    if is_recorded:
+        recorder = cache.StreamRecorder()
+        recorder.feed(made.route(chat(SUM, stream=True), {}).answer.body)
+        made.cache.store(key, recorder.body())
+
+    body = made.route(chat(SUM, stream=True, stream_options=options), {}).answer.body
+    chunks = [msgspec.json.decode(row[6:]) for row in body.split(b"\n\n")[:-2]]
+
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {"fp"}
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant"}
+    assert "usage" not in made.route(chat(SUM, stream=True), {}).answer.body.decode()
+
+
 def test_stream_that_was_cut_off_has_no_body():
     recorder = cache.StreamRecorder()
     recorder.feed(b'data: {"id":"a","created":1,"model":"m","choices":[]}\n\n')
