@@ -67,9 +67,10 @@ def test_unit_is_not_restarted_after_a_wrong_setting(name):
     assert service(name)["RestartPreventExitStatus"] == "2"
 
 
-def test_stop_of_a_worker_reaches_its_own_process_alone():
-    """`mixed`: the processes of its engine get no SIGTERM while it drains."""
-    assert service("pydynamo-worker@.service")["KillMode"] == "mixed"
+@pytest.mark.parametrize("name", UNITS)
+def test_stop_reaches_the_first_process_alone(name):
+    """`mixed`: what an engine started gets no SIGTERM while it drains, nor those of --http-workers a second one."""
+    assert service(name)["KillMode"] == "mixed"
 
 
 @pytest.mark.parametrize("name", UNITS)

@@ -63,3 +63,9 @@ def test_settings_are_checked_before_anything_starts():
 
     with pytest.raises(errors.ConfigError, match="both or neither"):
         http_workers.serve(settings, [])
+
+
+def test_children_may_drain_for_as_long_as_they_are_told_to():
+    settings = config.FrontendConfig(grace_period_s=30.0, http_graceful_shutdown_timeout_secs=20.0)
+
+    assert http_workers._stop_timeout_s(settings) > 30.0 + 20.0

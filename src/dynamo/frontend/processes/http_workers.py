@@ -26,7 +26,7 @@ from dynamo.frontend import config
 from dynamo.launch import children, guard, supervisor
 
 _CONFIG_EXIT = 2
-_MARGIN_S = 5.0  # beyond the time that a child gives to running answers
+_MARGIN_S = 5.0  # beyond the time that a child takes to drain
 _logger = logging.getLogger(__name__)
 
 
@@ -66,9 +66,8 @@ def _bind_port(host: str, port: int) -> Iterator[int]:
 async def _serve(
     settings: config.FrontendConfig, argv: Sequence[str], port: int, guardian: guard.Guard
 ) -> int:
-    limit_s = settings.http_graceful_shutdown_timeout_secs + _MARGIN_S
     parent = supervisor.Supervisor(
-        guardian, clocks.SystemClock(), _logger.warning, stop_timeout_s=limit_s
+        guardian, clocks.SystemClock(), _logger.warning, stop_timeout_s=_stop_timeout_s(settings)
     )
     folder = guardian.make_folder("dynamo-http-")
     try:
@@ -88,6 +87,11 @@ async def _serve(
         _logger.error("%s: all stop", death)  # noqa: TRY400 - the sentence is all there is to say
         return death.exit_code
     return 0
+
+
+def _stop_timeout_s(settings: config.FrontendConfig) -> float:
+    """How long a child may take after SIGTERM: for new requests, then for running answers."""
+    return settings.grace_period_s + settings.http_graceful_shutdown_timeout_secs + _MARGIN_S
 
 
 def _spec(
