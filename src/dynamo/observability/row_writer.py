@@ -5,11 +5,12 @@ an answer. Rows go to standard error, to one file, or to a series of compressed 
 """
 
 import collections
-import gzip
+import contextlib
 import logging
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,7 @@ class RowWriter(Generic[R]):
         self._dropped = dropped
         self._rows: collections.deque[tuple[R, int]] = collections.deque()
         self._num_bytes = 0
+        self._num_lost = 0  # since the last write that succeeded
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._is_closed = False
@@ -103,7 +105,8 @@ class RowWriter(Generic[R]):
             self._flush()
         self._flush()
         for sink in self._sinks:
-            sink.close()
+            with contextlib.suppress(OSError):  # the end of a compressed file, on a full disk
+                sink.close()
 
     def _flush(self) -> None:
         with self._lock:
@@ -115,9 +118,25 @@ class RowWriter(Generic[R]):
             lines = b"".join(self._encode(row) + b"\n" for row, _ in rows)
             for sink in self._sinks:
                 sink.write(lines, len(rows))
-        except Exception:  # a full disk, or a bug here: the process goes on and counts the loss
+        except (
+            Exception
+        ) as error:  # a full disk, or a bug here: the process goes on and counts the loss
             self._dropped.inc(len(rows))
-            _logger.exception("%s: %d rows could not be written", self._options.variable, len(rows))
+            if not self._num_lost:
+                _logger.log(
+                    logging.ERROR,
+                    "%s: %d rows could not be written: %s; the next line on this says how many were lost",
+                    self._options.variable, len(rows), error,
+                    exc_info=not isinstance(error, OSError),
+                )  # fmt: skip
+            self._num_lost += len(rows)
+        else:
+            if self._num_lost:
+                _logger.warning(
+                    "%s: rows are written again; %d were lost",
+                    self._options.variable, self._num_lost,
+                )  # fmt: skip
+            self._num_lost = 0
 
 
 class RowSink(Protocol):
@@ -152,9 +171,7 @@ class JsonlSink:
 
     def write(self, lines: bytes, num_lines: int) -> None:
         del num_lines
-        unwritten = memoryview(lines)
-        while unwritten:
-            unwritten = unwritten[os.write(self._file, unwritten) :]
+        _append(self._file, lines)
 
     def close(self) -> None:
         os.close(self._file)
@@ -171,28 +188,56 @@ class GzipSink:
         self._roll_bytes = roll_bytes
         self._roll_lines = roll_lines
         self._number = 0
+        self._file: int | None = None
         self._open_next()
 
     def write(self, lines: bytes, num_lines: int) -> None:
         if (0 < self._roll_bytes <= self._num_bytes) or (0 < self._roll_lines <= self._num_lines):
             self.close()
-            self._number += 1
-            self._open_next()
-        self._file.write(lines)
-        self._file.flush()  # readable even if this process is killed
-        self._raw.flush()
+        file = self._open_next() if self._file is None else self._file
+        packed = self._compressor.compress(lines)
+        packed += self._compressor.flush(
+            zlib.Z_SYNC_FLUSH
+        )  # readable even if this process is killed
+        try:
+            _append(file, packed)
+        except OSError:  # what follows would not be readable behind a gap
+            if not os.fstat(file).st_size:
+                self._number -= 1
+            os.close(file)
+            self._file = None
+            raise
         self._num_bytes += len(lines)
         self._num_lines += num_lines
 
     def close(self) -> None:
-        self._file.close()
-        self._raw.close()
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                _append(file, self._compressor.flush())
+            finally:
+                os.close(file)
 
-    def _open_next(self) -> None:
+    def _open_next(self) -> int:
         name = f"{self._stem.name}-{os.getpid()}-{self._number:06}.jsonl.gz"
-        self._raw = os.fdopen(_open_file(self._stem.with_name(name)), "wb")
-        self._file = gzip.GzipFile(filename="", fileobj=self._raw, mode="wb")
+        file = self._file = _open_file(self._stem.with_name(name))
+        self._number += 1
+        self._compressor = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)  # gzip
         self._num_bytes = self._num_lines = 0
+        return file
+
+
+def _append(file: int, data: bytes) -> None:
+    """Append all of it, or nothing. Raises OSError."""
+    unwritten = memoryview(data)
+    try:
+        while unwritten:
+            unwritten = unwritten[os.write(file, unwritten) :]
+    except OSError:
+        end = os.lseek(file, 0, os.SEEK_CUR)
+        if os.fstat(file).st_size == end:  # no other process has appended since
+            os.ftruncate(file, end - len(data) + len(unwritten))
+        raise
 
 
 def _open_file(path: Path) -> int:

@@ -1,9 +1,13 @@
 """Rows reach their sinks, and rows that do not fit into the queue are dropped and counted."""
 
+import errno
 import gzip
 import json
+import os
 import stat
 import threading
+import types
+import zlib
 
 import pytest
 
@@ -128,6 +132,57 @@ def test_rows_that_fail_to_be_written_are_counted_and_logged(tmp_path, dropped, 
 
     assert number(dropped) == 1
     assert "DYN_AUDIT_SINKS: 1 rows could not be written" in caplog.text
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """Let a file take `disk.room` more bytes."""
+    state, write = types.SimpleNamespace(room=10**9), os.write
+
+    def write_what_fits(file, data):
+        if not state.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = write(file, data[: state.room])
+        state.room -= taken
+        return taken
+
+    monkeypatch.setattr(row_writer.os, "write", write_what_fits)
+    return state
+
+
+def write_beyond_a_full_disk(path, sink, disk, dropped, caplog):
+    """Write a row before, three while the disk is full, and one after."""
+    caplog.set_level("WARNING")
+    writer = row_writer.RowWriter(options(path, sinks=(sink,)), encode, dropped)
+    for name, room in (("before", 10**9), (1, 5), (2, 0), (3, 0), ("after", 10**9)):
+        disk.room = room
+        writer.put({"n": name})
+        writer._flush()
+    writer.close()
+
+
+def test_full_disk_leaves_whole_lines_and_says_so_once(tmp_path, dropped, caplog, disk):
+    write_beyond_a_full_disk(tmp_path / "a", "jsonl", disk, dropped, caplog)
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+
+    assert [json.loads(line) for line in lines] == [{"n": "before"}, {"n": "after"}]
+    assert number(dropped) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "DYN_AUDIT_SINKS: 1 rows could not be written: [Errno 28] No space left on device; "
+        "the next line on this says how many were lost",
+        "DYN_AUDIT_SINKS: rows are written again; 3 were lost",
+    ]
+    assert not caplog.records[0].exc_info
+
+
+def test_compressed_rows_are_readable_after_a_full_disk(tmp_path, dropped, caplog, disk):
+    write_beyond_a_full_disk(tmp_path / "a", "jsonl_gz", disk, dropped, caplog)
+    files = sorted(tmp_path.glob("a-*.jsonl.gz"))
+    texts = [zlib.decompressobj(wbits=31).decompress(file.read_bytes()) for file in files]
+
+    assert len(files) == 2
+    assert b"".join(texts) == b'{"n": "before"}\n{"n": "after"}\n'
+    assert number(dropped) == 3
 
 
 def test_stderr_sink_writes_to_standard_error(capsys, dropped):

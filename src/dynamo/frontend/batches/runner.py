@@ -239,7 +239,7 @@ class BatchRunner:
 
     async def _answer_lines(self, batch: lines.Batch, asker: "LineAsker") -> None:
         remaining = self._requests(batch)
-        writer = AnswerWriter(self.journal, batch.id)
+        writer = AnswerWriter(self.journal, batch.id, self._clock)
         begun = LineSlots(self._concurrency)
 
         async def answer(line: lines.LineRequest) -> None:
@@ -327,19 +327,27 @@ class LineAsker:
 class AnswerWriter:
     """Writes the answers of one batch: those that come while others are written go into one transaction."""
 
-    def __init__(self, batch_journal: journal.BatchJournal, batch_id: str) -> None:
+    def __init__(
+        self, batch_journal: journal.BatchJournal, batch_id: str, clock: clocks.Clock
+    ) -> None:
         self._journal = batch_journal
         self._batch_id = batch_id
+        self._clock = clock
         self._unwritten: list[journal.LineAnswer] = []
         self._writing = asyncio.Lock()
 
     async def add(self, answer: journal.LineAnswer) -> None:
-        """Write an answer, and return once it is written."""
+        """Write an answer, and return once it is written: it is kept while the disk is full."""
         self._unwritten.append(answer)
         async with self._writing:
-            answers, self._unwritten = self._unwritten, []
-            if answers:
-                await asyncio.to_thread(self._journal.add_answers, self._batch_id, answers)
+            while answers := self._unwritten:
+                self._unwritten = []
+                try:
+                    await asyncio.to_thread(self._journal.add_answers, self._batch_id, answers)
+                except errors.Unavailable as error:
+                    _logger.warning("%s waits to write answers: %s", self._batch_id, error)
+                    self._unwritten += answers
+                    await self._clock.sleep(POLL_S)
 
 
 def _read_chunk(remaining: Iterator[lines.LineRequest]) -> list[lines.LineRequest]:
