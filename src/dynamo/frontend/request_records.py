@@ -225,7 +225,7 @@ def _compact(text: bytes) -> msgspec.Raw:
 SCHEMA = "dynamo.request.trace.v1"
 _MILLISECONDS = 1000.0
 # users set the level of this documented name
-_logger = logging.getLogger("dynamo.frontend.records.request_log")
+_logger = logging.getLogger(__name__)
 
 
 class _Closable(Protocol):
