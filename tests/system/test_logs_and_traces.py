@@ -84,7 +84,7 @@ def parents(found, child):
 
 def test_logs_of_frontend_and_worker_name_the_request(deployment):
     deployment.environ |= {
-        "DYN_LOG": "warn,dynamo.frontend.records.request_log=debug,dynamo.worker.inflight=debug",
+        "DYN_LOG": "warn,dynamo.frontend.request_records=debug,dynamo.worker.inflight=debug",
         "DYN_LOGGING_JSONL": "1",
     }
     frontend, worker = deployment.frontend(), deployment.mocker(*FAST)

@@ -18,7 +18,7 @@ The audit log has requests and responses word by word, of the requests with `sto
 forces it. Headers are not written, so no key is. A response is copied on its way to the client: as it is, or if it is a
 stream, the data of its events in order.
 
-A line of the log for each request is written at `debug`: DYN_LOG=info,dynamo.frontend.records.request_log=debug.
+A line of the log for each request is written at `debug`: DYN_LOG=info,dynamo.frontend.request_records=debug.
 """
 
 import asyncio

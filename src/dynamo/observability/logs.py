@@ -13,10 +13,12 @@ DYN_SDK_DISABLE_ANSI_LOGGING is set.
 
 import contextvars
 import datetime
+import errno
 import logging
 import os
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -93,6 +95,7 @@ def configure(environ: Mapping[str, str] = os.environ, stream: TextIO | None = N
         plain = environ.get("NO_COLOR") or environ.get("DYN_SDK_DISABLE_ANSI_LOGGING")
         colour = stream.isatty() and not plain
         handler.setFormatter(TextFormatter(colour=colour, in_local_time=in_local_time))
+    handler.addFilter(FileLimitFilter(time.monotonic))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(default, logging.WARNING))  # other libraries log warnings only
@@ -159,6 +162,30 @@ def _name(module: str) -> str:
 
 def _is_on(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "").lower() in _TRUE
+
+
+class FileLimitFilter(logging.Filter):
+    """Makes one sentence a second of what asyncio says of connections for which no file is left.
+
+    It says it, with a trace, for each attempt: thousands of times a second.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__()
+        self._now = now
+        self._logged_at = -_PEER_S
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the line is to be written."""
+        error = record.exc_info[1] if record.name == "asyncio" and record.exc_info else None
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            return True
+        if self._now() - self._logged_at < _PEER_S:
+            return False
+        self._logged_at = self._now()
+        record.msg = "connections wait: %s; raise the limit (ulimit -n, LimitNOFILE=)"
+        record.args, record.exc_info = (error,), None
+        return True
 
 
 class PeerLog:

@@ -4,8 +4,10 @@ The two addresses are the same, but behind a NAT or in a container with ports th
 has its own settings, named alike: HOST and PORT for listening, ADVERTISE for what is published in discovery.
 """
 
+import asyncio
 import contextlib
 import errno
+import os
 import random
 import socket
 from dataclasses import dataclass
@@ -17,6 +19,10 @@ _WILDCARDS = ("", "*", "0.0.0.0", "::")
 # together, and not from the range of which the system gives ports to any process (usually 32768 and above).
 PORT_RANGE = range(20_000, 30_000)
 _PORT_TRIES = 50
+# Connections that asyncio accepts in one turn of the loop: few, so that those over a limit are closed before all files
+# are taken. It also tries so often when they are, and logs each time.
+ACCEPTED_AT_ONCE = 16
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,3 +157,18 @@ def find_free_ports(num_ports: int) -> int:
     raise errors.ConfigError(
         f"found no {num_ports} consecutive free ports from {PORT_RANGE.start} to {PORT_RANGE.stop}"
     )
+
+
+def lengthen_backlogs(server: asyncio.Server) -> None:
+    """Let more connections wait than are accepted at once."""
+    for each in server.sockets:
+        with socket.socket(fileno=os.dup(each.fileno())) as same:
+            same.listen(_BACKLOG)
+
+
+def peer_name(transport: asyncio.BaseTransport) -> str:
+    """Return `host:port` of the other side, or what there is in its place."""
+    address = transport.get_extra_info("peername")
+    if not isinstance(address, tuple):
+        return str(address)
+    return f"{address[0].removeprefix('::ffff:')}:{address[1]}"  # an address of IPv4 at `::`

@@ -1,5 +1,6 @@
 """Levels of modules, and the two formats of log lines."""
 
+import errno
 import io
 import json
 import logging
@@ -154,6 +155,24 @@ def test_malformed_file_is_a_config_error_of_one_sentence(tmp_path, content, sen
 
     with pytest.raises(errors.ConfigError, match=sentence):
         logs.configure({"DYN_LOGGING_CONFIG_PATH": str(path)}, io.StringIO())
+
+
+def test_connections_without_a_file_are_one_sentence_a_second():
+    now, stream = [0.0], io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(logs.FileLimitFilter(lambda: now[0]))
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(handler)
+    error = OSError(errno.EMFILE, "Too many open files")
+    for now[0] in (5.0, 5.5, 5.9, 6.0):
+        logger.error("socket.accept() out of system resource", exc_info=error)
+    logger.error("another", exc_info=OSError(errno.EPERM, "not permitted"))
+    logger.removeHandler(handler)
+    lines = stream.getvalue().splitlines()
+
+    sentence = "connections wait: [Errno 24] Too many open files; raise the limit (ulimit -n, LimitNOFILE=)"
+    assert lines[:3] == [sentence, sentence, "another"]
+    assert lines[-1].endswith("not permitted")
 
 
 def test_times_are_local_on_request(monkeypatch):

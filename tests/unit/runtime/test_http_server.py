@@ -442,6 +442,20 @@ async def test_connection_over_the_limit_gets_a_503():
     assert text.startswith(b"HTTP/1.1 503 ")
 
 
+async def test_flood_of_connections_takes_no_more_files_than_are_in_reserve(monkeypatch):
+    monkeypatch.setattr(server, "_MAX_REFUSED", 2)
+    async with serving(hello, parser.HttpLimits(num_connections=1)) as running:
+        flood = [await asyncio.open_connection("127.0.0.1", running.port) for _ in range(20)]
+        async with asyncio.timeout(PATIENT_S):
+            last = [await reader.read() for reader, _ in flood[1:]]
+
+        assert last == [last[0]] * 2 + [b""] * 17
+        assert last[0].startswith(b"HTTP/1.1 503 ")
+        assert len(running.connections) == 3
+    for _, writer in flood:
+        writer.close()
+
+
 async def test_drain_waits_for_running_responses_which_say_that_their_connection_closes():
     kept = []
     async with serving(kept.append) as running, connected(running) as (reader, writer):

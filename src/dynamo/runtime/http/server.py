@@ -10,6 +10,7 @@ Sockets have TCP_NODELAY, which asyncio sets on each that it accepts.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
@@ -33,6 +34,7 @@ from dynamo.runtime.http.parser import (
     counted_bytes,
 )
 
+_MAX_REFUSED = 50  # connections beyond the limit that hear why
 _logger = logging.getLogger(__name__)
 
 
@@ -88,29 +90,31 @@ class HttpServer:
 
         The kernel deals connections out to all processes that listen with `shares_port`.
         """
-        loop = asyncio.get_running_loop()
         where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         try:
             if host == "::":  # asyncio would listen on IPv6 alone
                 where = {"sock": listening.open_dual_socket(port, shares_port=shares_port)}
-            self._listener = await loop.create_server(
-                lambda: _Connection(self, loop), ssl=self._tls, backlog=1024, **where
-            )
+            return await self._listen(**where)
         except OSError as error:
             raise errors.ConfigError(
                 listening.describe_failure(error, host, port, port_flag)
             ) from error
-        self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
-        return int(self._listener.sockets[0].getsockname()[1])
 
     async def start_on(self, listener: socket.socket) -> int:
         """Answer at a socket that listens already, also what waits there, and return its port."""
+        return await self._listen(sock=listener)
+
+    async def _listen(self, **where: Any) -> int:
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: _Connection(self, loop), sock=listener, ssl=self._tls, backlog=1024
+            lambda: _Connection(self, loop),
+            ssl=self._tls,
+            backlog=listening.ACCEPTED_AT_ONCE,
+            **where,
         )
+        listening.lengthen_backlogs(self._listener)
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
-        return int(listener.getsockname()[1])
+        return int(self._listener.sockets[0].getsockname()[1])
 
     async def start_at(self, path: str) -> None:
         """Listen at a Unix socket, for processes of this user; one that a dead process left there is replaced."""
@@ -226,16 +230,19 @@ class _Connection(asyncio.Protocol):
             return
         self._parser = RequestParser(
             self._server.limits,
-            _peer(transport),
+            listening.peer_name(transport),
             self._server.check_head,
             self._keep_body_bytes,
             self._server.open_sink,
         )
         self._parser.takes_upgrades = self._server.takes_upgrades
         self._transport.set_write_buffer_limits(high=self._server.limits.write_buffer_bytes)
-        is_full = len(self._server.connections) >= self._server.limits.num_connections
+        num_over = len(self._server.connections) - self._server.limits.num_connections
+        if num_over >= _MAX_REFUSED:  # of these, each takes one of the files in reserve
+            self._transport.abort()
+            return
         self._server.connections.add(self)
-        if is_full:
+        if num_over >= 0:
             self._refuse(Refusal(503, "too many connections: try again later"))
         else:
             self.deadline = self._loop.time() + self._server.limits.request_s
@@ -482,16 +489,10 @@ class _Connection(asyncio.Protocol):
         exchange = Exchange(request, self, lambda: None)
         exchange.respond(refusal.status, body, headers=refusal.headers)
         if self._transport.can_write_eof():
-            self._transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has gone
+                self._transport.write_eof()
 
 
 def _close_sink(item: Request | Refusal) -> None:
     if isinstance(item, Request) and item.sink is not None:
         item.sink.close()
-
-
-def _peer(transport: asyncio.BaseTransport) -> str:
-    address = transport.get_extra_info("peername")
-    if not isinstance(address, tuple):
-        return str(address)
-    return f"{address[0].removeprefix('::ffff:')}:{address[1]}"  # an address of IPv4 at `::`
