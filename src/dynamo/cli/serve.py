@@ -38,7 +38,7 @@ from dynamo.runtime.http import client
 from dynamo.worker import engines, model_source
 
 PROBE_TIMEOUT_S = 1.0
-STOP_TIMEOUT_S = 35.0  # a worker drains for at most 30 s
+STOP_TIMEOUT_S = 35.0  # of a process that says nothing else
 ANY_MODEL = "*"
 PROMPT = "Tell me a story about a brave cat"
 DISCOVERY, NAMESPACE = "DYN_FILE_KV", "DYN_NAMESPACE"
@@ -280,7 +280,9 @@ class _Serving:
             guardian,
             self._clock,
             waiting.say,
-            stop_timeout_s=STOP_TIMEOUT_S,
+            stop_timeout_s=cli_workers.stop_timeout_s(
+                os.environ, options.worker_flags, options.frontend_flags
+            ),
             on_start=functools.partial(list_child, registration),
         )
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
 from dynamo.cli import serve, waiting
+from dynamo.cli import workers as cli_workers
 from dynamo.cli.serve import ServeConfig
 from dynamo.kvbm import host_memory
 from dynamo.launch import children, guard, state, supervisor
@@ -143,6 +144,9 @@ class _Run:
         self._guard = guardian
         self._clock = clocks.SystemClock()
         self._list_child = functools.partial(serve.list_child, registration)
+        self._stop_timeout_s = cli_workers.stop_timeout_s(
+            os.environ, options.worker_flags, options.frontend_flags
+        )
 
     async def run(self, budget_gb: float) -> int:
         """Start the frontend, then load models as they are asked for, until a signal comes; return the exit code."""
@@ -150,7 +154,7 @@ class _Run:
             self._guard,
             self._clock,
             waiting.say,
-            stop_timeout_s=serve.STOP_TIMEOUT_S,
+            stop_timeout_s=self._stop_timeout_s,
             on_start=self._list_child,
         )
         settings = reachability.with_reachable_host(
@@ -202,7 +206,7 @@ class _Run:
                 frontend_url=self._options.url,
                 instance_id=runtime.instance_id,
                 namespace=namespace,
-                stop_timeout_s=serve.STOP_TIMEOUT_S,
+                stop_timeout_s=self._stop_timeout_s,
             ),
             on_start=self._list_child,
             on_change=self._list_states,
