@@ -52,7 +52,7 @@ async def test_echoed_prompt_has_logprobs(rig):
     assert choice["logprobs"] == {
         "tokens": ["a", "b", "x", "y"],
         "token_logprobs": [None, -98.0, -1.0, -1.0],
-        "top_logprobs": [None, {"!": -0.5}, {}, {}],
+        "top_logprobs": [None, {"!": -0.5, "b": -98.0}, {"x": -1.0}, {"y": -1.0}],
         "text_offset": [0, 1, 2, 3],
     }
     assert body["usage"]["completion_tokens"] == 2
@@ -66,6 +66,7 @@ async def test_text_is_scored_without_generating_tokens(rig):
     assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
     assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
     assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -2.0]
+    assert choice["logprobs"]["top_logprobs"] == [None, {"b": -2.0}, {"c": -2.0}]
     assert body["usage"]["completion_tokens"] == 0
     assert rig.one.requests[0].stop_conditions.max_tokens == 1
 

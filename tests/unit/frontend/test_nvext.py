@@ -131,7 +131,7 @@ async def test_tokens_can_be_returned_as_ids(rig):
     assert told["top_logprobs"][0]["token"] == "token_id:105"
     logprobs = completion["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["token_id:104"]
-    assert logprobs["top_logprobs"] == [{"token_id:105": -0.25}]
+    assert logprobs["top_logprobs"] == [{"token_id:105": -0.25, "token_id:104": -0.5}]
 
 
 async def test_fingerprint_depends_on_the_model_and_not_on_the_request(rig):

@@ -220,17 +220,23 @@ class CompletionFormatter:
         }
 
     def _logprobs(self, reports: Sequence[choices.TokenReport]) -> dict[str, Any]:
-        logprobs = [report.logprobs for report in reports]
         return {
             "tokens": [self._token_text(report.token_id) for report in reports],
-            "token_logprobs": [token and sse.finite(token.logprob) for token in logprobs],
-            "top_logprobs": [
-                token
-                and {self._token_text(top.token_id): sse.finite(top.logprob) for top in token.top}
-                for token in logprobs
+            "token_logprobs": [
+                report.logprobs and sse.finite(report.logprobs.logprob) for report in reports
             ],
+            "top_logprobs": [self._top_logprobs(report) for report in reports],
             "text_offset": [report.start for report in reports],
         }
+
+    def _top_logprobs(self, report: choices.TokenReport) -> dict[str, float] | None:
+        """Return the likeliest tokens and the sampled one, which is last unless it is among them."""
+        if report.logprobs is None:
+            return None
+        text = self._token_text
+        top = {text(top.token_id): sse.finite(top.logprob) for top in report.logprobs.top}
+        top.setdefault(text(report.token_id), sse.finite(report.logprobs.logprob))
+        return top
 
 
 def content_of(piece: choices.Piece | None) -> str:
