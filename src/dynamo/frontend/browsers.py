@@ -112,24 +112,23 @@ class BrowserGuard:
         request = client.request
         if _MARKS.isdisjoint(request.headers):  # no browser sent it
             return self._handler(client)
+        client.cors_headers = self._policy.cors_headers(request)
         try:
             self._policy.check(request)
         except errors.Forbidden as error:
             delivery.respond_error(client, error, self._dialect_of(request.path))
             return None
-        if headers := self._policy.cors_headers(request):
-            client.cors_headers = headers
-            if is_preflight(request):
-                wanted = request.headers.get("access-control-request-headers", "")
-                permissions = [
-                    ("access-control-allow-methods", _METHODS),
-                    ("access-control-allow-headers", wanted[:_MAX_HEADER_NAMES] or "content-type"),
-                    ("access-control-max-age", str(_PREFLIGHT_AGE_S)),
-                ]
-                if request.headers.get("access-control-request-private-network") == "true":
-                    permissions.append(("access-control-allow-private-network", "true"))
-                client.respond(204, b"", headers=permissions)
-                return None
+        if client.cors_headers and is_preflight(request):
+            wanted = request.headers.get("access-control-request-headers", "")
+            permissions = [
+                ("access-control-allow-methods", _METHODS),
+                ("access-control-allow-headers", wanted[:_MAX_HEADER_NAMES] or "content-type"),
+                ("access-control-max-age", str(_PREFLIGHT_AGE_S)),
+            ]
+            if request.headers.get("access-control-request-private-network") == "true":
+                permissions.append(("access-control-allow-private-network", "true"))
+            client.respond(204, b"", headers=permissions)
+            return None
         return self._handler(client)
 
 

@@ -358,6 +358,7 @@ class Frontend:
             error_body=self._app.error_body,
             check_head=check_head,
             open_sink=self._open_sink,
+            cors_headers=policy.cors_headers,
         )
         return http_server, grpc_loading.make_server(settings, handler, check_head)
 

@@ -168,6 +168,29 @@ async def test_preflight_request_cannot_bring_a_body(bare, tmp_path):
     assert answer.status_code == 413
 
 
+@pytest.mark.parametrize(
+    ("body", "content_type", "status"),
+    [
+        (b"{}", "application/json", 401),
+        (b"x" * (8 * 2**20 + 1), "application/json", 413),
+        (b"{}", "text/plain", 403),
+    ],
+)
+async def test_page_of_an_allowed_origin_may_read_a_refusal(
+    bare, tmp_path, body, content_type, status
+):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "ann"\nkey = "sk-ann-12345"\n')
+    await bare.start(cors_allow_origin=(FOREIGN,), api_keys_file=str(keys))
+    headers = {"origin": FOREIGN, "content-type": content_type}
+    if status != 401:
+        headers["authorization"] = "Bearer sk-ann-12345"
+    answer = await bare.client.post("/v1/chat/completions", content=body, headers=headers)
+
+    assert answer.status_code == status
+    assert answer.headers["access-control-allow-origin"] == FOREIGN
+
+
 async def test_stream_for_an_allowed_origin_can_be_read(bare):
     await bare.start(cors_allow_origin=(FOREIGN,))
     await bare.worker()

@@ -54,6 +54,15 @@ def test_response_is_one_write_with_its_content_length():
     assert rig.num_done == 1
 
 
+def test_response_without_content_has_no_content_length():
+    rig = Rig(method="OPTIONS")
+    rig.exchange.respond(204, b"")
+    head, body = head_and_body(rig.wire.text)
+
+    assert not any(line.startswith("content-length") for line in head)
+    assert (body, rig.num_done) == (b"", 1)
+
+
 def test_response_to_head_has_a_content_length_but_no_body():
     rig = Rig(method="HEAD")
     rig.exchange.respond(200, b"{}")

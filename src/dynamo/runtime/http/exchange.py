@@ -212,7 +212,9 @@ class Exchange:
             body = gzip.compress(body, compresslevel=1, mtime=0)
             headers = (*headers, ("content-encoding", "gzip"), ("vary", "accept-encoding"))
         head = self._make_head(status, content_type, headers)
-        head += b"content-length: %d\r\n\r\n" % len(body)
+        if status != http.HTTPStatus.NO_CONTENT:  # RFC 9110, 8.6: that one must not have it
+            head += b"content-length: %d\r\n" % len(body)
+        head += b"\r\n"
         self._wire.write(head if self.request.method == "HEAD" else head + body)
         self._finish()
 

@@ -5,7 +5,7 @@ that nothing more: the connection must answer it and close. No input raises.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
 import httptools
@@ -42,8 +42,21 @@ class Refusal:
     status: int
     message: str
     path: str = ""  # as far as it is known
+    request_headers: dict[str, str] = field(default_factory=dict)  # likewise
     body: bytes | None = None  # of the answer; None: the server makes one from the message
     headers: Headers = ()
+
+    def as_request(self) -> Request:
+        """Return what is known of the request, as the last one of its connection."""
+        return Request(
+            method="",
+            path=self.path,
+            query="",
+            headers=self.request_headers,
+            body=b"",
+            peer="",
+            keeps_alive=False,
+        )
 
 
 NO_ROOM = Refusal(
@@ -139,7 +152,8 @@ class RequestParser:
         self._dead = True
         self.wants_continue = False
         if isinstance(error, RequestRefused):
-            self._ready.append(replace(error.refusal, path=_split(self._url)[0]))
+            path, _ = _split(self._url)
+            self._ready.append(replace(error.refusal, path=path, request_headers=self._headers))
         else:
             self._ready.append(Refusal(400, f"expected an HTTP/1.1 request: {error}"))
         self._reset()  # its body takes no memory while the client is answered

@@ -23,7 +23,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, local_users, tasks
 from dynamo.runtime import listening
-from dynamo.runtime.http.exchange import ErrorBody, Exchange, Handler, Request
+from dynamo.runtime.http.exchange import ErrorBody, Exchange, Handler, Headers, Request
 from dynamo.runtime.http.parser import (
     NO_ROOM,
     CheckHead,
@@ -49,6 +49,7 @@ class HttpServer:
 
     `error_body` shapes what the server itself refuses; `check_head` refuses a request before its body has come, and
     `open_sink` says where a large body goes as it arrives.
+    `cors_headers` are those of what the server itself refuses.
     With `takes_upgrades` the handler gets requests that offer another protocol, and may switch to it
     (`Exchange.switch_protocol`); otherwise such offers are ignored.
     """
@@ -62,12 +63,14 @@ class HttpServer:
         error_body: ErrorBody = plain_error,
         check_head: CheckHead | None = None,
         open_sink: OpenSink = lambda request: None,
+        cors_headers: Callable[[Request], Headers] = lambda request: (),
         takes_upgrades: bool = False,
     ) -> None:
         self.handler = handler
         self.takes_upgrades = takes_upgrades
         self.check_head = check_head
         self.open_sink = open_sink
+        self.cors_headers = cors_headers
         self.limits = limits or HttpLimits()
         self.error_body = error_body
         self.answering: set[asyncio.Task[None]] = set()
@@ -480,13 +483,11 @@ class _Connection(asyncio.Protocol):
         self._release_bytes(self._kept_body_bytes)
         self._lingering = True
         self.deadline = self._loop.time() + self._server.limits.linger_s
-        request = Request(
-            method="", path="", query="", headers={}, body=b"", peer="", keeps_alive=False
-        )
         body = refusal.body
         if body is None:
             body = self._server.error_body(refusal.status, refusal.message, refusal.path)
-        exchange = Exchange(request, self, lambda: None)
+        exchange = Exchange(refusal.as_request(), self, lambda: None)
+        exchange.cors_headers = self._server.cors_headers(exchange.request)
         exchange.respond(refusal.status, body, headers=refusal.headers)
         if self._transport.can_write_eof():
             with contextlib.suppress(OSError):  # the client has gone
