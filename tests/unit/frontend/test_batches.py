@@ -289,6 +289,15 @@ async def test_another_tenant_finds_neither_file_nor_batch(guarded):
     assert (await guarded.client.post("/v1/batches", json=asked, headers=BOB)).status_code == 404
 
 
+async def test_all_files_are_listed_where_no_limit_is_given(start):
+    rig = await start()
+    for number in range(21):
+        await upload(rig, b"%d" % number)
+    page = (await rig.client.get("/v1/files")).json()
+
+    assert (len(page["data"]), page["has_more"]) == (21, False)
+
+
 async def test_files_are_listed_page_by_page(start):
     rig = await start()
     ids = [(await upload(rig, b"%d" % number)).json()["id"] for number in range(5)]

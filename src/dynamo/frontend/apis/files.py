@@ -25,7 +25,7 @@ from dynamo.frontend.delivery import delivery, sse
 from dynamo.runtime.http import exchange, json_body
 
 PATH, BATCHES_PATH = "/v1/files", "/v1/batches"
-_MAX_FILES, _MAX_BATCHES = 10_000, 100  # of a page, as with OpenAI
+_MAX_FILES, _MAX_BATCHES, _DEFAULT_BATCHES = 10_000, 100, 20  # of a page, as with OpenAI
 _PIECE_BYTES = 256 * 2**10
 _ERRORS = (*ACCESS_ERRORS, 404, 503)
 
@@ -48,11 +48,11 @@ def answer_from_disk(
 
 
 def page_options(
-    client: exchange.Exchange, max_limit: int
+    client: exchange.Exchange, max_limit: int, default_limit: int
 ) -> tuple[journal.PageOptions, str | None]:
     """Return what page the query asks for, and of what purpose. Raises InvalidRequest."""
     query = dict(parse_qsl(client.request.query))
-    limit, order = query.get("limit", "20"), query.get("order", "desc")
+    limit, order = query.get("limit", str(default_limit)), query.get("order", "desc")
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= max_limit:
         raise errors.InvalidRequest(
             f"limit: expected a number from 1 to {max_limit}, got {limit[:20]!r}", param="limit"
@@ -101,7 +101,7 @@ def _declare_files(api: Operations, files: journal.BatchJournal, handlers: Reque
 
     @api.get(PATH, "Files, newest first", answer=lines.FilePage, errors=(400, *_ERRORS))
     def list_files(client: exchange.Exchange) -> lines.FilePage:
-        return files.list_files(tenant_of(client), *page_options(client, _MAX_FILES))
+        return files.list_files(tenant_of(client), *page_options(client, _MAX_FILES, _MAX_FILES))
 
     @api.get(one_file, "One of them", answer=lines.FileObject, errors=_ERRORS)
     def show_file(client: exchange.Exchange) -> lines.FileObject:
@@ -163,7 +163,7 @@ def _declare_batches(
 
     @api.get(BATCHES_PATH, "Batches, newest first", answer=lines.BatchPage, errors=(400, *_ERRORS))
     def list_batches(client: exchange.Exchange) -> lines.BatchPage:
-        options, _ = page_options(client, _MAX_BATCHES)
+        options, _ = page_options(client, _MAX_BATCHES, _DEFAULT_BATCHES)
         return batches.journal.list_batches(rights.tenant_of(client), options)
 
     one_batch = f"{BATCHES_PATH}/{ANY_ID}"
