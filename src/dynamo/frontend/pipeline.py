@@ -162,7 +162,7 @@ class Pipeline:
         """`wants_explanation` is asked for each request whether the router's decision is to be explained."""
         self.models = registry
         self.metrics = frontend_metrics
-        self._clock = clock
+        self.clock = clock
         self._dispatcher = dispatcher
         self.worker_wait = worker_wait
         self.admission = admission
@@ -324,7 +324,7 @@ class Pipeline:
         model.check_can_generate()
         _check_logprobs(model, request)
         preparer = model.preparer
-        extra = nvext.NvextResponse(extra_fields, self._clock) if extra_fields else None
+        extra = nvext.NvextResponse(extra_fields, self.clock) if extra_fields else None
         prompts = await api.prepare(preparer, request, arrival.id)
         guided = prompts[0].request.sampling_options.guided_decoding
         if guided is not None and not model.card.runtime_config.supports_guided:
@@ -334,13 +334,13 @@ class Pipeline:
             )
         answer_identity = sse.Identity(
             request_id=arrival.id,
-            created=int(self._clock.wall()),
+            created=int(self.clock.wall()),
             model=model.name,
             fingerprint=model.fingerprint,
             text=preparer.text,
             sampling=prompts[0].request.sampling_options,
             context_length=preparer.context_length,
-            clock=self._clock,
+            clock=self.clock,
         )
         return delivery.PreparedRequest(
             formatter=api.make_formatter(request, answer_identity),

@@ -5,7 +5,7 @@ import json
 import pytest
 from frontend_rig import outputs
 
-from dynamo.base import errors
+from dynamo.base import clock, errors
 from dynamo.protocols import generate, model_card
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -180,6 +180,13 @@ async def test_request_without_a_prompt_only_loads_the_model(rig, path, body, fi
     assert (line["done"], line["done_reason"]) == (True, "load")
     assert missing.status_code == 404
     assert rig.one.requests == []
+
+
+async def test_answer_about_a_loaded_model_has_the_time_of_now(rig, monkeypatch):
+    monkeypatch.setattr(clock.SystemClock, "wall", staticmethod(lambda: 86_400.0))
+    (line,) = lines(await ask(rig, "/api/generate", {"model": "m"}))
+
+    assert line["created_at"] == "1970-01-02T00:00:00Z"
 
 
 @pytest.mark.parametrize(

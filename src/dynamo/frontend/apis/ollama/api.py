@@ -341,8 +341,8 @@ class OllamaHandlers:
         client.respond(200, sse.encode(facts))
 
     async def _confirm_loaded(self, turn: request.OllamaConversation) -> dict[str, Any]:
-        created = self._handlers.models.find(turn.model).card.created
-        return make_load_answer(turn, created)
+        self._handlers.models.find(turn.model)
+        return make_load_answer(turn, self._handlers.pipeline.clock.wall())
 
     def make_embeddings(
         self, plan: embeddings.EmbeddingPlan, vectors: Sequence[Any]
