@@ -19,7 +19,7 @@ _METHODS = "GET, POST, DELETE, OPTIONS"
 _PREFLIGHT_AGE_S = 600  # how long a browser may remember the answer
 _MAX_HEADER_NAMES = 1000  # characters of a preflight request's list of headers
 _EXPOSED = (
-    "x-request-id, retry-after, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
+    "x-request-id, request-id, retry-after, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
     "x-dynamo-ignored-parameters"
 )
 # The headers by which browsers are known. Node has the last one, too, and beside it `Sec-Fetch-Mode` alone.

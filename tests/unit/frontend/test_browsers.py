@@ -96,6 +96,7 @@ def test_page_of_an_allowed_origin_may_read_the_answer():
     headers = dict(policy(FOREIGN).cors_headers(request(origin=FOREIGN)))
 
     assert headers["access-control-allow-origin"] == FOREIGN
+    assert {"x-request-id", "request-id"} <= {*headers["access-control-expose-headers"].split(", ")}
     assert headers["vary"] == "origin"
 
 
