@@ -298,7 +298,7 @@ def _convert_tool(value: dict[str, Any], place: str) -> dict[str, Any]:
     kind = value.get("type", "custom")
     if kind not in ("custom", None):
         raise errors.InvalidRequest(
-            f"{place}.type: tools that the server runs are not supported; expected 'custom', got "
+            f"{place}.type: tools that Anthropic defines are not supported; expected 'custom', got "
             + json_body.describe(kind),
             param=f"{place}.type",
         )
