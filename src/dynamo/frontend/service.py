@@ -5,7 +5,7 @@ import contextlib
 import functools
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 
 import msgspec
@@ -303,17 +303,21 @@ class Frontend:
     ) -> Sequence[operation.Operation]:
         """Return the operations of all APIs in the order in which they are described; a new API is a line here."""
         handlers = self._handlers
+
+        def list_on_demand() -> Collection[instances.WorkerStart]:
+            return self._expected_workers.on_demand
+
         apis = (
             *chat.operations(handlers),
             *completions.operations(handlers),
             *responses.operations(handlers, shared_responses),
-            *models.operations(handlers, lambda: self._expected_workers.on_demand, runtime.client),
+            *models.operations(handlers, list_on_demand, runtime.client),
             *messages.operations(handlers),
             *embeddings.operations(handlers, vectors),
             *scores.operations(handlers, vectors),
             *files.operations(handlers, self._batches),
             *kserve.operations(handlers),
-            *ollama.operations(handlers, vectors),
+            *ollama.operations(handlers, vectors, list_on_demand),
             *token_counts.operations(handlers),
             *status.state_operations(handlers, self._peers, metrics_registry),
             *status.administration_operations(

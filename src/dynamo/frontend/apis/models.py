@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the models that are served, in OpenAI's form, or in Anthropic's for its clients.
+"""`GET /v1/models`: the models that are served, in OpenAI's form, or in Anthropic's for its clients; and Ollama's form.
 
 And what an operator does to a model on demand: `POST /models/load`, `/models/unload` (both named as in llama.cpp's
 server), `/models/pin` and `/models/unpin`. The process that loads the models decides (`dynamo serve A B`).
@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
+import xxhash
 
 from dynamo.base import errors
 from dynamo.frontend.apis import error_dialects
@@ -136,10 +137,17 @@ def operations(
     @api.get(f"{PATH}/{ANY_NAME}", "One of them", answer=Model, errors=(*ACCESS_ERRORS, 404))
     def show_model(client: exchange.Exchange) -> None:
         is_anthropic = "anthropic-version" in client.request.headers
+        name = client.request.path.removeprefix(PATH + "/")
         try:
-            model = models.find(client.request.path.removeprefix(PATH + "/"))
-            rights.check_may_see(client, model.name)
-            row = _model_object(model)
+            model = models.get(name)
+            start = next((start for start in list_on_demand() if start.model == name), None)
+            if model is None and start is not None:
+                rights.check_may_see(client, name)
+                row = _unloaded_object(start)
+            else:
+                model = models.find(name)
+                rights.check_may_see(client, model.name)
+                row = _model_object(model)
             client.respond(200, sse.encode(_anthropic_model(row) if is_anthropic else row))
         except errors.DynamoError as error:
             dialect = error_dialects.ANTHROPIC if is_anthropic else error_dialects.OPENAI
@@ -229,3 +237,38 @@ def _model_object(model: RegisteredModel) -> dict[str, Any]:
             }
         ),
     }
+
+
+def describe_for_ollama(model: RegisteredModel) -> dict[str, Any]:
+    """Return what Ollama's lists tell of a served model; no sizes and families, for the frontend sees no weights."""
+    card, base = model.card, "" if model.base is None else model.base.name
+    checksums = "".join(sorted(card.checksums.values())) + card.weights
+    return _ollama_row(model.name, card.created, checksums, base)
+
+
+def describe_unloaded_for_ollama(start: instances.WorkerStart) -> dict[str, Any]:
+    """Return the same of a model on demand, of which little is known before its load."""
+    return _ollama_row(start.model, 0, start.model)
+
+
+def _ollama_row(name: str, created: int, hashed: str, parent: str = "") -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": format_time(created),
+        "size": 0,
+        "digest": xxhash.xxh3_128_hexdigest(hashed.encode()),
+        "details": {
+            "parent_model": parent,
+            "format": "",
+            "family": "",
+            "families": [],
+            "parameter_size": "",
+            "quantization_level": "",
+        },
+    }
+
+
+def format_time(seconds: float) -> str:
+    """Return a time since 1970 as Ollama writes it (RFC 3339)."""
+    return datetime.fromtimestamp(seconds, tz=UTC).isoformat().replace("+00:00", "Z")

@@ -1,23 +1,21 @@
 """Ollama's API, for its clients: text, embeddings, and which models are served.
 
-A worker has its model loaded before it is served, so `/api/ps` lists the same models as `/api/tags`, and models are not
-pulled, copied or deleted here.
+A worker has its model loaded before it is served, so `/api/ps` lists the same models as `/api/tags`, which has models
+on demand besides; and models are not pulled, copied or deleted here.
 
 An answer is one object, or a line of JSON (NDJSON) for each part, of which the last tells the counts. Tool calls come
 complete, as Ollama sends them, and are collected until another kind of piece follows.
 """
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
-import xxhash
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import chat, embeddings, error_dialects, openapi
+from dynamo.frontend.apis import chat, embeddings, error_dialects, models, openapi
 from dynamo.frontend.apis.ollama import request
 from dynamo.frontend.apis.ollama import request as ollama_request
 from dynamo.frontend.apis.operation import (
@@ -31,9 +29,9 @@ from dynamo.frontend.apis.operation import (
     add_request_id,
 )
 from dynamo.frontend.delivery import choices, delivery, sse, streaming
-from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import conversation
 from dynamo.preprocess.parsers import parser
+from dynamo.protocols import instances
 from dynamo.runtime.http import exchange
 
 NS_PER_S = 10**9
@@ -169,7 +167,7 @@ class OllamaFormatter:
 
 def make_head(model: str, created: float) -> dict[str, Any]:
     """Return the fields that every answer begins with; `created` in seconds since 1970."""
-    return {"model": model, "created_at": format_time(created)}
+    return {"model": model, "created_at": models.format_time(created)}
 
 
 def make_load_answer(turn: ollama_request.OllamaConversation, created: float) -> dict[str, Any]:
@@ -179,11 +177,6 @@ def make_load_answer(turn: ollama_request.OllamaConversation, created: float) ->
         content = {"message": {"role": "assistant", "content": ""}}
     head = make_head(turn.model, created)
     return {**head, **content, "done": True, "done_reason": "load"}
-
-
-def format_time(seconds: float) -> str:
-    """Return a time since 1970 as Ollama writes it (RFC 3339)."""
-    return datetime.fromtimestamp(seconds, tz=UTC).isoformat().replace("+00:00", "Z")
 
 
 _NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
@@ -262,10 +255,14 @@ class OllamaHandlers:
     """The handlers of all routes."""
 
     def __init__(
-        self, handlers: RequestHandlers, embedding_pipeline: embeddings.EmbeddingPipeline
+        self,
+        handlers: RequestHandlers,
+        embedding_pipeline: embeddings.EmbeddingPipeline,
+        list_on_demand: Callable[[], Collection[instances.WorkerStart]],
     ) -> None:
         self._handlers = handlers
         self._embeddings = embedding_pipeline
+        self._list_on_demand = list_on_demand
 
     def generate(
         self, decode: Callable[[bytes], request.OllamaConversation], endpoint: str
@@ -280,7 +277,9 @@ class OllamaHandlers:
             dialect=_DIALECT,
         )
         answer_text = self._handlers.generate(api)
-        confirm_loaded = self._handlers.compute(decode, self._confirm_loaded, _DIALECT)
+        confirm_loaded = add_request_id(
+            self._handlers.accepted(functools.partial(self._confirm_loaded, decode), _DIALECT)
+        )
 
         def handle(client: exchange.Exchange) -> Awaitable[None] | None:
             return (confirm_loaded if _is_empty(client) else answer_text)(client)
@@ -307,42 +306,69 @@ class OllamaHandlers:
         """Answer with the models (`GET /api/tags`), with `is_loaded` as loaded ones (`GET /api/ps`)."""
         rows = []
         for model in self._handlers.models.ready:
-            if self._handlers.rights.may_see(client, model.name):
-                loaded = {
-                    "expires_at": _NEVER,
-                    "size_vram": 0,
-                    "context_length": model.card.context_length,
-                }
-                rows.append({**_describe(model), **(loaded if is_loaded else {})})
+            loaded = {
+                "expires_at": _NEVER,
+                "size_vram": 0,
+                "context_length": model.card.context_length,
+            }
+            rows.append({**models.describe_for_ollama(model), **(loaded if is_loaded else {})})
+        names = {row["name"] for row in rows}
+        starts = () if is_loaded else self._list_on_demand()
+        rows += [
+            models.describe_unloaded_for_ollama(start)
+            for start in starts
+            if start.model not in names
+        ]
+        rows = [row for row in rows if self._handlers.rights.may_see(client, row["name"])]
         client.respond(200, sse.encode({"models": rows}))
 
     async def show_model(self, client: exchange.Exchange) -> None:
         """Answer with the facts of a model (`POST /api/show`)."""
+        capabilities: Sequence[str] = ()
         try:
             shown = await self._handlers.pipeline.unknown.decode(client, request.decode_model)
-            model = self._handlers.models.find(shown.served_name)
-            self._handlers.rights.check_may_see(client, model.name)
+            starts = {start.model: start for start in self._list_on_demand()}
+            start = starts.get(shown.served_name)
+            if self._handlers.models.get(shown.served_name) is None and start is not None:
+                described, context_length = (
+                    models.describe_unloaded_for_ollama(start),
+                    start.context_length,
+                )
+            else:
+                model = self._handlers.models.find(shown.served_name)
+                described, context_length = (
+                    models.describe_for_ollama(model),
+                    model.card.context_length,
+                )
+                capabilities = model.capabilities
+            self._handlers.rights.check_may_see(client, described["name"])
         except errors.DynamoError as error:
             delivery.respond_error(client, error, _DIALECT)
             return
-        described = _describe(model)
         facts = {
             "modified_at": described["modified_at"],
             "details": described["details"],
             "model_info": {
                 "general.architecture": "dynamo",
                 "general.basename": described["name"],
-                "dynamo.context_length": model.card.context_length,
+                "dynamo.context_length": context_length,
             },
-            "capabilities": [
-                _CAPABILITIES[name] for name in model.capabilities if name in _CAPABILITIES
-            ],
+            "capabilities": [_CAPABILITIES[name] for name in capabilities if name in _CAPABILITIES],
         }
         client.respond(200, sse.encode(facts))
 
-    async def _confirm_loaded(self, turn: request.OllamaConversation) -> dict[str, Any]:
-        self._handlers.models.find(turn.model)
-        return make_load_answer(turn, self._handlers.pipeline.clock.wall())
+    async def _confirm_loaded(
+        self, decode: Callable[[bytes], request.OllamaConversation], client: exchange.Exchange
+    ) -> None:
+        """Answer as soon as a model is loaded; one on demand is loaded for that."""
+        answers = self._handlers.pipeline
+        try:
+            turn = await answers.unknown.decode(client, decode)
+            await answers.find_model(turn.model, client)
+        except errors.DynamoError as error:
+            delivery.respond_error(client, error, _DIALECT)
+        else:
+            client.respond(200, sse.encode(make_load_answer(turn, answers.clock.wall())))
 
     def make_embeddings(
         self, plan: embeddings.EmbeddingPlan, vectors: Sequence[Any]
@@ -375,10 +401,12 @@ _NAMED = {
 
 
 def operations(
-    request_handlers: RequestHandlers, embedding_pipeline: embeddings.EmbeddingPipeline
+    request_handlers: RequestHandlers,
+    embedding_pipeline: embeddings.EmbeddingPipeline,
+    list_on_demand: Callable[[], Collection[instances.WorkerStart]],
 ) -> Sequence[Operation]:
     """Return the operations of this API."""
-    handlers = OllamaHandlers(request_handlers, embedding_pipeline)
+    handlers = OllamaHandlers(request_handlers, embedding_pipeline, list_on_demand)
     api = Operations(tag="Ollama", dialect=_DIALECT, errors=ACCESS_ERRORS)
     api.post(
         "/api/chat",
@@ -422,7 +450,7 @@ def operations(
     )(handlers.embed(request.decode_embed_prompt, lambda _, vectors: {"embedding": vectors[0]}))
     for path, summary, is_loaded in (
         ("/api/tags", "The models that are served, as Ollama lists them", False),
-        ("/api/ps", "The same: all that is served is loaded", True),
+        ("/api/ps", "Those of them that are loaded", True),
     ):
         list_models = functools.partial(handlers.list_models, is_loaded=is_loaded)
         api.get(path, summary, wrap=add_request_id, answer=OllamaModelList)(list_models)
@@ -458,23 +486,3 @@ def _is_empty(client: exchange.Exchange) -> bool:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return not prompt.prompt and not prompt.messages
-
-
-def _describe(model: RegisteredModel) -> dict[str, Any]:
-    card = model.card
-    checksums = "".join(sorted(card.checksums.values())) + card.weights
-    return {
-        "name": model.name,
-        "model": model.name,
-        "modified_at": format_time(card.created),
-        "size": 0,
-        "digest": xxhash.xxh3_128_hexdigest(checksums.encode()),
-        "details": {
-            "parent_model": "" if model.base is None else model.base.name,
-            "format": "",
-            "family": "",
-            "families": [],
-            "parameter_size": "",
-            "quantization_level": "",
-        },
-    }
