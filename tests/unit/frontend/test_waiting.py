@@ -316,26 +316,43 @@ async def test_model_on_demand_is_listed_before_it_is_loaded(rig):
 
 async def test_model_on_demand_is_shown_before_it_is_loaded(rig):
     await announce(rig, ON_DEMAND)
-    named = (await rig.client.get("/v1/models/q")).json()
-    tags, loaded = [
+    model = (await rig.client.get("/v1/models/q")).json()
+    tags, running = [
         [row["name"] for row in (await rig.client.get(path)).json()["models"]]
         for path in ("/api/tags", "/api/ps")
     ]
-    shown = (await rig.client.post("/api/show", json={"model": "q"})).json()
+    facts = (await rig.client.post("/api/show", json={"model": "q"})).json()
 
-    assert (named["id"], named["num_workers"], named["max_model_len"]) == ("q", 0, 99)
-    assert (tags, loaded) == (["m", "q"], ["m"])
-    assert (shown["model_info"]["dynamo.context_length"], shown["capabilities"]) == (99, [])
+    assert (model["id"], model["num_workers"], model["max_model_len"]) == ("q", 0, 99)
+    assert (tags, running) == (["m", "q"], ["m"])
+    assert (facts["model_info"]["dynamo.context_length"], facts["capabilities"]) == (99, [])
 
 
 async def test_request_of_ollama_without_a_prompt_loads_a_model_on_demand(rig):
     await announce(rig, ON_DEMAND)
-    asked = rig.start_task(rig.client.post("/api/generate", json={"model": "q"}))
+    response = rig.start_task(rig.client.post("/api/generate", json={"model": "q"}))
     await rig.until(lambda: rig.frontend._dispatcher.worker_wait._waiting)
     await rig.register(Worker, "q", rig.one.name)
-    answer = await asked
+    answer = await response
 
     assert (answer.status_code, answer.json()["done_reason"]) == (200, "load")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/tokenize", {"prompt": "hi"}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses/input_tokens", {"input": "hi"}),
+    ],
+)
+async def test_tokens_are_counted_once_a_model_on_demand_is_loaded(rig, path, fields):
+    await announce(rig, ON_DEMAND)
+    response = rig.start_task(rig.client.post(path, json={"model": "q", **fields}))
+    await rig.until(lambda: rig.frontend._dispatcher.worker_wait._waiting)
+    await rig.register(Worker, "q", rig.one.name)
+
+    assert (await response).status_code == 200
 
 
 async def test_model_that_could_not_be_loaded_is_refused_with_the_reason(impatient):

@@ -161,14 +161,22 @@ class RequestHandlers:
         decode: Callable[[bytes], R],
         answer: Callable[[R], Awaitable[Any]],
         dialect: delivery.ErrorDialect = error_dialects.OPENAI,
+        *,
+        model_of: Callable[[R], str | None] = lambda request: None,
     ) -> exchange.Handler:
-        """Return a handler that answers the decoded request by what `answer` returns, without a worker."""
+        """Return a handler that answers the decoded request by what `answer` returns, without a worker.
+
+        The model that `model_of` returns is waited for while its first worker is expected.
+        """
 
         async def handle(client: exchange.Exchange) -> None:
             if not self.accept(client, dialect):
                 return
             try:
                 decoded = await self.pipeline.unknown.decode(client, decode)
+                name = model_of(decoded) or ""
+                if self.pipeline.worker_wait.is_expected(name):
+                    await self.pipeline.find_model(name, client)
                 body = sse.encode(await answer(decoded))
             except errors.DynamoError as error:
                 delivery.respond_error(client, error, dialect)

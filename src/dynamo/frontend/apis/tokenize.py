@@ -163,12 +163,20 @@ def operations(handlers: RequestHandlers) -> Sequence[Operation]:
         request_rules=(_TEXT_OR_CONVERSATION,),
         answer=TokenizeAnswer,
         example={"prompt": "Once upon a time"},
-    )(handlers.compute(_decode_tokenize, tokenization.tokenize))
+    )(
+        handlers.compute(
+            _decode_tokenize, tokenization.tokenize, model_of=lambda request: request.model
+        )
+    )
     api.post(
         "/detokenize",
         "From token ids to text",
         request=DetokenizeRequest,
         answer=DetokenizeAnswer,
         example={"tokens": [1, 2, 3]},
-    )(handlers.compute(_decode_detokenize, tokenization.detokenize))
+    )(
+        handlers.compute(
+            _decode_detokenize, tokenization.detokenize, model_of=lambda request: request.model
+        )
+    )
     return api.entries

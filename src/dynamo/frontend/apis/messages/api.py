@@ -355,7 +355,12 @@ def operations(handlers: RequestHandlers) -> Sequence[Operation]:
         Operation(
             method="POST",
             path=f"{PATH}/count_tokens",
-            handler=handlers.compute(request.decode_count, count_tokens, error_dialects.ANTHROPIC),
+            handler=handlers.compute(
+                request.decode_count,
+                count_tokens,
+                error_dialects.ANTHROPIC,
+                model_of=lambda conversation: conversation.model,
+            ),
             summary="Count the tokens of such a request",
             tag="Anthropic",
             request=request.MessageCountRequest,

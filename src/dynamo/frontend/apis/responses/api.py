@@ -83,7 +83,9 @@ class Responses:
             return ResponseTokens(await self._handlers.count_tokens(conversation))
 
         decode = functools.partial(self.decode_count, self._tenant_of(client))
-        return self._handlers.compute(decode, count)(client)
+        return self._handlers.compute(
+            decode, count, model_of=lambda conversation: conversation.model
+        )(client)
 
     def decode(self, tenant: str, body: bytes) -> ResponseConversation:
         """Return the conversation of a tenant's request in this JSON body. Raises RequestError."""
