@@ -67,8 +67,8 @@ def test_a_row_is_equal_to_the_bit_in_any_batch(is_rounded, width):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, width, generator=generator)
     product = models.Linear([weight.bfloat16().float() if is_rounded else weight], [])
-    x = torch.randn(64, width, generator=generator)
+    x = torch.randn(260, width, generator=generator)
     together = product(x)
 
-    assert all(torch.equal(product(x[:n]), together[:n]) for n in (4, 8, 12, 20, 40))
+    assert [n for n in range(4, 260, 4) if not torch.equal(product(x[:n]), together[:n])] == []
     assert torch.equal(product(x[60:]), together[60:])

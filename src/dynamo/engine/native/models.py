@@ -24,6 +24,7 @@ On a CPU a small batch is bound by reading the weights. They are kept in the fir
 torch has the operators of the first two for its quantizer and its compiler.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -35,6 +36,7 @@ from dynamo.engine.native.config import ModelConfig
 from dynamo.engine.native.model_files import EncoderConfig
 
 _EXPECTED_ROWS = 32  # oneDNN's layout is best for about so many
+_FBGEMM_ROWS = 120  # it multiplies so many rows of a batch at once
 _HALF_ERROR = 2**-25  # of a bfloat16 that is too small to be exact in float16
 _CHECKED_ROWS = 64  # at once: few enough for the processor's cache
 
@@ -75,7 +77,31 @@ def _can_halve(weight: torch.Tensor) -> bool:
 def _halved(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
     multiply = torch.ops.quantized.linear_dynamic_fp16.default
-    return lambda x: multiply(x, packed)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        missing = _missing_rows()[len(x) % _FBGEMM_ROWS]
+        if not missing:
+            return multiply(x, packed)
+        return multiply(F.pad(x, (0, 0, 0, missing)), packed)[: len(x)]
+
+    return product
+
+
+@functools.cache
+def _missing_rows() -> list[int]:
+    """Return, for each number of rows, how many more FBGEMM needs to sum every row in the same order.
+
+    It divides rows among kernels for 1 to 14 of them. On a processor with AVX2 those for 1 and 2 add in another order,
+    and 32 rows are 5 times 6 and 2.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 256, generator=generator).half().float()
+    x = torch.randn(_FBGEMM_ROWS, 256, generator=generator)
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+    multiply = torch.ops.quantized.linear_dynamic_fp16.default
+    usual = torch.cat([multiply(rows, packed) for rows in x.split(attention.MIN_ROWS)])
+    alike = [n for n in range(len(x) + 1) if torch.equal(multiply(x[:n], packed), usual[:n])]
+    return [next(n for n in [*alike, num] if n >= num) - num for num in range(_FBGEMM_ROWS)]
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
