@@ -60,10 +60,11 @@ async def serve(
         settings, item_type=generate.Output
     ) as runtime:
         stop = process_setup.stop_on_signals()  # before here a signal simply ends the process
+        clock = clocks.SystemClock()
         factory = route_factory.RouteFactory(
-            routing, runtime, clocks.SystemClock(), observed.Registry("dynamo_component")
+            routing, runtime, clock, observed.Registry("dynamo_component")
         )
-        router = service.RouterService(runtime, target, factory)
+        router = service.RouterService(runtime, target, factory, clock)
         await router.start()
         try:
             await router.run(stop)

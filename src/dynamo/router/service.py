@@ -9,6 +9,7 @@ It follows the workers of one endpoint and serves, at `dyn://NAMESPACE.router.â€
     dump                     the content of the index, one run of blocks (`CachedRun`) at a time
 
 A caller that sends `best_worker_id` with a `request_id` and `update_states` promises to report the request's end.
+Callers die: a request of which nothing is said for `COUNTED_S` has ended, or workers would seem busy forever.
 """
 
 import asyncio
@@ -18,11 +19,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.protocols import blocks, generate, instances, kv_events, model_card, wire
 from dynamo.router import kv_router, route, route_factory
 from dynamo.runtime import component, requests
 
+COUNTED_S = 300.0  # as the original
 Body = TypeVar("Body")
 _logger = logging.getLogger(__name__)
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
@@ -69,10 +72,13 @@ class RouterService:
         runtime: component.DistributedRuntime,
         target: instances.EndpointName,
         factory: route_factory.RouteFactory,
+        clock: clocks.Clock,
     ) -> None:
         self._runtime = runtime
         self._target = target
         self._factory = factory
+        self._clock = clock
+        self._ends: dict[str, clocks.Timer] = {}  # of the requests that `best_worker_id` counted
         self._client = runtime.client(target)
         self._cards: dict[int, model_card.ModelCard] = {}
         self._router: kv_router.KvRouter | None = None
@@ -102,6 +108,8 @@ class RouterService:
 
     async def close(self) -> None:
         """Stop all tasks and close the routes."""
+        for request_id in list(self._ends):
+            self._ends.pop(request_id).cancel()
         await self._tasks.close()
         await self._factory.close()
 
@@ -151,13 +159,13 @@ class RouterService:
         return handle
 
     def _best_worker(self, request: BestWorkerRequest) -> BestWorkerResponse:
-        packed = request.token_ids
-        if isinstance(packed, list):
-            packed = blocks.pack(packed)
+        packed = _packed(request.token_ids)
         key = request.request_id if request.update_states else None
         router, lora_name = self._get_router(), request.lora_name
         allowed = router.instances_with_lora(lora_name)
         decision = router.scheduler.select_worker(packed, key, lora_name, allowed)
+        if key is not None:
+            self._count(key)
         return BestWorkerResponse(
             worker_id=decision.worker.instance_id,
             dp_rank=decision.worker.dp_rank,
@@ -166,11 +174,30 @@ class RouterService:
 
     def _mark_prefill_complete(self, update: SequenceUpdate) -> dict[str, str]:
         self._get_router().scheduler.mark_prefill_completed(update.request_id)
+        if update.request_id in self._ends:
+            self._count(update.request_id)
         return {"status": "success"}
 
     def _free(self, update: SequenceUpdate) -> dict[str, str]:
         self._get_router().scheduler.free_request(update.request_id)
+        self._stop_counting(update.request_id)
         return {"status": "success"}
+
+    def _count(self, request_id: str) -> None:
+        self._stop_counting(request_id)
+        self._ends[request_id] = self._clock.call_later(COUNTED_S, self._give_up, request_id)
+
+    def _stop_counting(self, request_id: str) -> None:
+        if timer := self._ends.pop(request_id, None):
+            timer.cancel()
+
+    def _give_up(self, request_id: str) -> None:
+        _logger.warning(
+            "no caller has freed the request %s within %g s: it counts as ended",
+            request_id,
+            COUNTED_S,
+        )
+        self._free(SequenceUpdate(request_id=request_id))
 
     def _dump(self, call: requests.Call) -> None:
         for worker, tier, names in self._factory.cached_runs(self._target):
@@ -184,8 +211,7 @@ class RouterService:
             call.fail(errors.RemoteProtocolError(f"expected a request to generate: {error}"))
             return
         if not request.token_ids or len(request.token_ids) % blocks.TOKEN_BYTES:
-            limit = f"expected token ids of {blocks.TOKEN_BYTES} bytes each, at least one"
-            call.fail(errors.InvalidRequest(limit, param="token_ids"))
+            call.fail(_no_tokens())
             return
         task = self._tasks.start(f"route {request.id}", self._forward(call, request))
         call.on_cancel(lambda: _cancel(task))
@@ -202,6 +228,24 @@ class RouterService:
             call.fail(error)
         else:
             call.on_cancel(stream.cancel)
+
+
+def _packed(token_ids: bytes | list[int]) -> bytes:
+    """Pack the tokens of a question, if they are not. Raises InvalidRequest."""
+    try:
+        packed = token_ids if isinstance(token_ids, bytes) else blocks.pack(token_ids)
+    except OverflowError as error:
+        raise errors.InvalidRequest(
+            "expected token ids of 0 to 4294967295", param="token_ids"
+        ) from error
+    if len(packed) % blocks.TOKEN_BYTES:
+        raise _no_tokens()
+    return packed
+
+
+def _no_tokens() -> errors.InvalidRequest:
+    limit = f"expected token ids of {blocks.TOKEN_BYTES} bytes each, at least one"
+    return errors.InvalidRequest(limit, param="token_ids")
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

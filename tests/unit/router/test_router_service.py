@@ -15,6 +15,7 @@ from dynamo.protocols import generate, instances
 from dynamo.router import __main__ as router_main
 from dynamo.router import config, route_factory, service
 from dynamo.runtime import requests
+from dynamo.testing import clock
 from waiting import PATIENT_S
 
 
@@ -22,11 +23,12 @@ class Served(World):
     """A standalone router, two workers behind it, and somebody who asks."""
 
     async def start(self):
+        self.clock = clock.VirtualClock()
         own = await self.runtime()
         made = route_factory.RouteFactory(
             config.RoutingConfig(router_mode="kv"), own, clocks.SystemClock(), metrics.Registry("x")
         )
-        self.service = service.RouterService(own, NAME, made)
+        self.service = service.RouterService(own, NAME, made, self.clock)
         await self.service.start()
         self._stack.push_async_callback(self.service.close)
         for _ in range(2):
@@ -78,6 +80,26 @@ async def test_counted_best_worker_request_is_load_until_free(served):
 
     loads = served.service._router.scheduler.selector.active.loads.values()
     assert [(load.num_requests, load.prefill_tokens) for load in loads] == [(0, 0)] * 2
+
+
+async def test_request_that_nobody_frees_is_load_until_its_caller_counts_as_gone(served):
+    await served.best(range(100), request_id="a", update_states=True)
+    await served.best(range(100), request_id="b", update_states=True)
+    await served.clock.advance(service.COUNTED_S - 1)
+    await served.ask("mark_prefill_complete", service.SequenceUpdate(request_id="a"))
+    in_flight = served.service._router.scheduler.selector.active
+    assert ("a" in in_flight, "b" in in_flight) == (True, True)
+
+    await served.clock.advance(1)
+    assert ("a" in in_flight, "b" in in_flight) == (True, False)
+    await served.clock.advance(service.COUNTED_S - 1)
+    assert "a" not in in_flight
+
+
+@pytest.mark.parametrize("token_ids", [[-1], [2**32], b"12345"])
+async def test_best_worker_for_what_is_no_token_is_refused(served, token_ids):
+    with pytest.raises(errors.InvalidRequest, match="expected token ids of"):
+        await served.ask("best_worker_id", {"token_ids": token_ids}, msgspec.Raw)
 
 
 async def test_generate_forwards_request_and_response(served):
