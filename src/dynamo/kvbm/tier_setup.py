@@ -252,6 +252,7 @@ def open_storage(
         raise errors.ConfigError(
             "--connector kvbm: there is no memory left for a host tier; stop other processes, or use --connector none"
         )
+    _check_parts(num_host, num_parts, HOST)
     host: host_memory.HostMemory
     if num_parts > 1:
         host = host_memory.SharedHostMemory(
@@ -277,11 +278,13 @@ def open_storage(
         return TierStorage(host=host, disk=None)
     assert settings.kvbm_nvme_path is not None
     directory = Path(settings.kvbm_nvme_path, part)
+    num_slots = _count_disk_blocks(settings, directory, block_bytes)
+    _check_parts(num_slots, num_parts, DISK)
     file = storages.DiskFile(
         directory,
         fingerprint,
         block_bytes=block_bytes,
-        num_slots=_count_disk_blocks(settings, directory, block_bytes),
+        num_slots=num_slots,
         num_parts=num_parts,
     )
     return TierStorage(host=host, disk=file)
@@ -371,6 +374,13 @@ def _find_matrices(file: BinaryIO, num_bytes: int) -> list[tuple[int, int]]:
     offset = file.tell()
     spans = [each["data_offsets"] for name, each in header.items() if name != "__metadata__"]
     return [(offset + first, offset + end) for first, end in spans]
+
+
+def _check_parts(num_blocks: int, num_parts: int, tier: kv_events.Tier) -> None:
+    if num_blocks < num_parts:
+        raise errors.ConfigError(
+            f"--kvbm-sharing-workers {num_parts}: expected a block for each in the tier {tier}, got {num_blocks}"
+        )
 
 
 def _count_disk_blocks(settings: TierConfig, directory: Path, block_bytes: int) -> int:

@@ -78,6 +78,25 @@ def test_object_store_without_its_library_names_what_to_install(monkeypatch):
         )
 
 
+@pytest.mark.parametrize(
+    ("num_host", "num_disk", "expected"), [(2, 3, "tier host, got 2"), (3, 2, "tier disk, got 2")]
+)
+def test_tiers_without_a_block_for_each_sharing_worker_are_refused(
+    tmp_path, num_host, num_disk, expected
+):
+    settings = read(
+        "--kvbm-sharing-workers", "3",
+        "--kvbm-shared-memory-dir", str(tmp_path / "memory"),
+        "--kvbm-cpu-cache-override-num-blocks", str(num_host),
+        "--kvbm-nvme-path", str(tmp_path / "disk"),
+        "--kvbm-disk-cache-override-num-blocks", str(num_disk),
+    )  # fmt: skip
+    with pytest.raises(errors.ConfigError, match=expected):
+        tier_setup.open_storage(
+            settings, block_size=16, block_bytes=4096, device_bytes=0, fingerprint={}
+        )
+
+
 def test_offload_ratio_is_a_share():
     with pytest.raises(errors.ConfigError, match="0 to 1"):
         read("--kvbm-offload-ratio", "1.5")
