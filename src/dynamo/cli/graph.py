@@ -16,6 +16,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import config, distribution, errors
 from dynamo.cli import serve, waiting
 from dynamo.launch import allocation, children, guard, state, supervisor
+from dynamo.protocols import instances
 from dynamo.sdk import commands, declaration, graph, settings
 
 _LAST_PORT = 65_535
@@ -120,9 +121,14 @@ def run(options: GraphConfig) -> int:
     chosen = loaded.specs
     if options.service_name is not None:
         chosen = [graph.find(loaded.specs, options.service_name)]
+    requested_namespace = options.namespace or loaded.namespace
+    if not instances.is_name(requested_namespace):
+        raise errors.ConfigError(
+            f"namespace: expected a name of a-z, 0-9, - and _, got {requested_namespace!r}"
+        )
     joined = state.find(options.join) if options.join is not None else None
     with (
-        state.registered(options.namespace or loaded.namespace, options.target) as registration,
+        state.registered(requested_namespace, options.target) as registration,
         guard.Guard() as guardian,
     ):
         name = registration.state.name
@@ -151,13 +157,13 @@ def run(options: GraphConfig) -> int:
                 f"nothing to start: {'; '.join(plan.notes)}; expected a service with a process"
             )
         notes = [*loaded.notes, *plan.notes]
+        port = loaded.port_in(plan)
         if options.dry_run:
             for note in notes:
                 print(f"# {note}")
             for command in plan.commands:
                 print(f"# {command.name}\n{command.shell()}\n")
             return 0
-        port = loaded.port_in(plan)
         if port is not None:
             serve.check_port("127.0.0.1", port, other=f"--{loaded.specs[0].name}.port=...")
         for note in notes:

@@ -28,6 +28,11 @@ _GENERATION = re.compile("[0-9a-f]{8}")
 _SCHEME = "dyn://"
 
 
+def is_name(text: str) -> bool:
+    """Return whether a namespace, component or endpoint may be called so."""
+    return _NAME.fullmatch(text) is not None
+
+
 def covers_namespace(own: str, other: str) -> bool:
     """Return True if a process of namespace `own` serves the workers of `other`; an empty `own` covers all.
 
@@ -49,7 +54,7 @@ class EndpointName(msgspec.Struct, frozen=True, order=True):
     def parse(cls, url: str) -> "EndpointName":
         """Parse `dyn://namespace.component.endpoint`. Raises ConfigError for anything else."""
         parts = url.removeprefix(_SCHEME).rsplit(".", 2)
-        if not url.startswith(_SCHEME) or len(parts) != 3 or not all(map(_NAME.fullmatch, parts)):
+        if not url.startswith(_SCHEME) or len(parts) != 3 or not all(map(is_name, parts)):
             raise errors.ConfigError(
                 f"{url!r} is no endpoint: expected dyn://namespace.component.endpoint, of a-z, 0-9, - and _"
             )

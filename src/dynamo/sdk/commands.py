@@ -140,9 +140,9 @@ def _number(spec: declaration.DeclaredService, field: str, value: Any) -> int:
 def _argv(
     spec: declaration.DeclaredService, config: settings.ServiceConfig, target: str
 ) -> Sequence[str]:
-    if spec.module is None:
-        return (sys.executable, "-m", "dynamo.sdk", target, "--service-name", spec.name)
     module = config.process_settings(spec.name).get("module", spec.module)
+    if module is None:
+        return (sys.executable, "-m", "dynamo.sdk", target, "--service-name", spec.name)
     arguments = getattr(spec.cls, "arguments", None)
     flags = arguments(config) if arguments is not None else config.as_args(spec.name)
     return (sys.executable, "-m", module, *flags)

@@ -23,6 +23,7 @@ from dynamo.protocols import instances
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 _SPEC, _ROLE = "__dynamo_service__", "__dynamo_role__"
+CLIENTS = "__dynamo_clients__"  # attribute of a service's class while its process runs
 RESOURCES = ("cpu", "gpu", "memory")
 dynamo_context: dict[str, Any] = {}
 """In a running service: `runtime`, `component`, `endpoints` (their names) and `namespace`."""
@@ -59,6 +60,29 @@ class DeclaredService:
             self.cls, lambda value: role in getattr(value, _ROLE, {})
         )
         return {getattr(value, _ROLE)[role] or name: name for name, value in members}
+
+    def check(self) -> None:
+        """Raise ConfigError for a method that cannot answer, or a name that no endpoint can have."""
+        for role in ("endpoint", "api"):
+            for name, attribute in self.methods(role).items():
+                where = f"{self.file}, {self.cls.__name__}.{attribute}"
+                method = getattr(self.cls, attribute)
+                if inspect.isgeneratorfunction(method):
+                    raise errors.ConfigError(
+                        f"{where}: expected async def, got a generator that blocks all other requests"
+                    )
+                if role == "api":
+                    continue
+                parameters = list(inspect.signature(method).parameters)
+                if len(parameters) != 2:
+                    raise errors.ConfigError(
+                        f"{where}: expected the parameters self and request, got {', '.join(parameters)}"
+                    )
+                for part in (self.name.lower(), name):
+                    if not instances.is_name(part):
+                        raise errors.ConfigError(
+                            f"{where}: expected a name of a-z, 0-9, - and _, got {part!r}"
+                        )
 
 
 def service(
@@ -149,7 +173,7 @@ def api(function: F | None = None, *, name: str | None = None) -> Any:
 
 
 def async_on_start(function: F) -> F:
-    """Declare an async method that runs before the endpoints are served."""
+    """Declare a method, async or not, that runs before the endpoints are served."""
     return _mark("start", None)(function)
 
 
@@ -171,7 +195,7 @@ class Dependency:
     def __get__(self, instance: object | None, owner: type) -> Any:
         if instance is None:
             return self
-        clients: dict[str, ServiceClient] = getattr(instance, "__dynamo_clients__", {})
+        clients: dict[str, ServiceClient] = getattr(instance, CLIENTS, {})
         if self._name not in clients:
             raise errors.ConfigError(
                 f"{owner.__name__}.{self._name}: {self.on.__name__} is not part of this graph; link it, or start it"
@@ -191,14 +215,17 @@ class ServiceClient:
     def __init__(
         self, spec: DeclaredService, call: Callable[[str, Any, int | None], AsyncIterator[Any]]
     ) -> None:
-        self._endpoints = {attribute: name for name, attribute in spec.methods("endpoint").items()}
+        endpoints = spec.methods("endpoint")
+        by_attribute = {attribute: name for name, attribute in endpoints.items()}
+        self._endpoints = by_attribute | {name: name for name in endpoints}
         self._call = call
         self._name = spec.name
 
     def __getattr__(self, name: str) -> Callable[..., AsyncIterator[Any]]:
         """Return the function that asks this endpoint: `(request, instance_id=None)`, an async iterator."""
         if name.startswith("_") or name not in self._endpoints:
-            raise AttributeError(f"{self._name} has no endpoint {name!r}")
+            names = ", ".join(self._endpoints) or "none"
+            raise AttributeError(f"{self._name} has no endpoint {name!r}; there are {names}")
         endpoint_name = self._endpoints[name]
 
         def ask(request: Any, instance_id: int | None = None) -> AsyncIterator[Any]:

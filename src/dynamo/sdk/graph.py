@@ -3,13 +3,17 @@
 import importlib
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo.base import errors
 from dynamo.sdk import declaration
 
-_TARGET = re.compile(r"(?P<module>[\w./-]+):(?P<name>[A-Za-z_]\w*)")
+_TARGET = re.compile(r"(?P<module>[\w./-]+|.+\.py):(?P<name>[A-Za-z_]\w*)")
+
+_ERRORS_OF_VALUES = (TypeError, ValueError, LookupError, ArithmeticError, AssertionError)
+_ERRORS_OF_MODULES = (ImportError, NameError, AttributeError, OSError, RuntimeError)
 
 
 def is_target(text: str) -> bool:
@@ -37,12 +41,26 @@ def load(target: str, directory: Path) -> list[declaration.DeclaredService]:
         raise errors.ConfigError(
             f"{target}: there is no module {module_name} in {directory} (--working-dir names another directory)"
         ) from error
-    except (SyntaxError, ImportError, NameError, TypeError, AttributeError) as error:
-        raise errors.ConfigError(f"{target}: importing {module_name} failed: {error}") from error
+    except (SyntaxError, *_ERRORS_OF_MODULES, *_ERRORS_OF_VALUES) as error:
+        raise errors.ConfigError(
+            f"{target}: importing {module_name} failed: {_describe(error)}"
+        ) from error
     root = getattr(module, match["name"], None)
     if root is None:
         raise errors.ConfigError(f"{module.__file__}: has no class {match['name']}")
-    return services(declaration.spec_of(root))
+    specs = services(declaration.spec_of(root))
+    for spec in specs:
+        spec.check()
+    return specs
+
+
+def _describe(error: Exception) -> str:
+    """Return an error of the graph's module, with its kind and the line that raised it."""
+    if isinstance(error, SyntaxError):
+        return str(error)  # which names its line
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [frame for frame in frames if not frame.filename.startswith("<frozen ")][-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 
 def _module_name(text: str, directory: Path) -> str:

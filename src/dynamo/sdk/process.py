@@ -95,17 +95,14 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
             endpoints=list(endpoints),
             namespace=options.namespace,
         )
-        try:
-            service: Any = spec.cls(**settings.constructor_values(spec.cls, section))
-        except TypeError as error:
-            raise errors.ConfigError(f"{spec.file}, class {spec.name}: {error}") from error
-        service.__dynamo_clients__ = {
+        clients_by_name = {
             name: declaration.ServiceClient(
                 declaration.spec_of(cls), _caller(runtime, options.namespace, cls)
             )
             for name, cls in spec.dependencies.items()
             if declaration.spec_of(cls) in specs
         }
+        service = _construct(spec, section, clients_by_name)
         health = Health(len(endpoints))
         methods = {name: _api(getattr(service, a)) for name, a in spec.methods("api").items()}
         served = _make_server(methods, health)
@@ -118,11 +115,11 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
                     options.system_host, options.system_port, port_flag="--system-port"
                 )
             for attribute in spec.methods("start").values():
-                await getattr(service, attribute)()
+                await _call(getattr(service, attribute))
             for name, attribute in endpoints.items():
                 name_in_graph = runtime.namespace().component(spec.name.lower()).endpoint(name)
                 serving = name_in_graph.serve_endpoint(
-                    _handler(spec, getattr(service, attribute)),
+                    _handler(getattr(service, attribute)),
                     on_listed=health.endpoint_is_listed,
                 )
                 running.start(f"serve {name}", serving)
@@ -136,9 +133,32 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
         finally:
             await served.close()
             for attribute in spec.methods("shutdown").values():
-                result = getattr(service, attribute)()
-                if inspect.isawaitable(result):
-                    await result
+                await _call(getattr(service, attribute))
+
+
+def _construct(
+    spec: declaration.DeclaredService,
+    section: settings.Section,
+    clients_by_name: Mapping[str, declaration.ServiceClient],
+) -> Any:
+    """Return the service's object; its constructor may take clients already.
+
+    Raises ConfigError if a value of its constructor is missing.
+    """
+    setattr(spec.cls, declaration.CLIENTS, clients_by_name)
+    values = settings.constructor_values(spec.cls, section)
+    try:
+        inspect.signature(spec.cls).bind(**values)
+    except TypeError as error:
+        raise errors.ConfigError(f"{spec.file}, class {spec.name}: {error}") from error
+    return spec.cls(**values)
+
+
+async def _call(method: Callable[[], Any]) -> None:
+    """Run a method of the service, async or not."""
+    result = method()
+    if inspect.isawaitable(result):
+        await result
 
 
 async def _drain(served: server.HttpServer, clock: clocks.Clock, grace_s: float) -> None:
@@ -181,17 +201,10 @@ def _caller(
     return call
 
 
-def _handler(
-    spec: declaration.DeclaredService, method: Callable[[Any], Any]
-) -> Callable[[Any], AsyncIterator[Any]]:
+def _handler(method: Callable[[Any], Any]) -> Callable[[Any], AsyncIterator[Any]]:
     """Return the handler of an endpoint: the request in the annotated type, items as JSON-like values."""
-    parameters = list(inspect.signature(method).parameters)
-    if len(parameters) != 1:
-        raise errors.ConfigError(
-            f"{spec.file}, {spec.cls.__name__}.{method.__name__}: expected the parameters self and request, got"
-            f" {', '.join(['self', *parameters])}"
-        )
-    kind = typing.get_type_hints(method).get(parameters[0], Any)
+    (parameter,) = inspect.signature(method).parameters
+    kind = typing.get_type_hints(method).get(parameter, Any)
 
     async def handle(request: Any) -> AsyncIterator[Any]:
         try:
@@ -219,12 +232,12 @@ def _api(method: Callable[..., Any]) -> ApiMethod:
 
 
 async def _items(result: Any) -> AsyncGenerator[Any, None]:
-    """Yield what an async generator yields, or the one value of a coroutine."""
+    """Yield what an async generator yields, or the one value of a coroutine or of a plain method."""
     if inspect.isasyncgen(result):
         async for item in result:
             yield to_plain(item)
     else:
-        yield to_plain(await result)
+        yield to_plain(await result if inspect.isawaitable(result) else result)
 
 
 def to_plain(value: Any) -> Any:

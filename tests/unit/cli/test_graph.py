@@ -56,8 +56,16 @@ def serve_hello(*overrides, **options):
 @pytest.mark.parametrize("port", ["x", "0", "70000", "1.5"])
 def test_port_that_is_none_is_named_before_anything_starts(bare, tmp_path, monkeypatch, port):
     monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
-    with pytest.raises(errors.ConfigError, match=r"Frontend\.port: expected 1 to 65535, got "):
-        serve_hello(f"--Frontend.port={port}")
+    for dry_run in (False, True):
+        with pytest.raises(errors.ConfigError, match=r"Frontend\.port: expected 1 to 65535, got "):
+            serve_hello(f"--Frontend.port={port}", dry_run=dry_run)
+
+
+@pytest.mark.parametrize("namespace", ["a b", "Demo"])
+def test_namespace_that_no_endpoint_can_have_is_named(bare, tmp_path, monkeypatch, namespace):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    with pytest.raises(errors.ConfigError, match=rf"expected a name of a-z, .* got '{namespace}'"):
+        serve_hello(namespace=namespace)
 
 
 def test_port_in_use_is_named_with_the_flag_of_the_graph(bare, tmp_path, monkeypatch):

@@ -225,3 +225,71 @@ def test_dependency_outside_the_graph_is_named():
 def test_address_is_namespace_and_name():
     assert Root.dynamo_address() == ("n", "Root")
     assert Leaf.dynamo_address() == ("dynamo", "Leaf")
+
+
+def test_file_in_a_directory_with_blanks_names_a_graph(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my graph").mkdir()
+    (tmp_path / "my graph" / "blanks.py").write_text(
+        "from dynamo.sdk import service\n@service\nclass Alone:\n    pass\n"
+    )
+
+    assert graph.is_target("my graph/blanks.py:Alone")
+    assert [spec.name for spec in graph.load("my graph/blanks.py:Alone", tmp_path)] == ["Alone"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("X = 1 + None\n", r"TypeError: unsupported .*mistake\.py, line 1\)"),
+        ("\nX = {}['a']\n", r"KeyError: 'a' .*mistake\.py, line 2\)"),
+    ],
+)
+def test_mistake_of_a_graphs_module_is_named_with_its_line(tmp_path, monkeypatch, text, says):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mistake.py").write_text(text)
+    sys.modules.pop("mistake", None)
+
+    with pytest.raises(errors.ConfigError, match=says):
+        graph.load("mistake:Root", tmp_path)
+
+
+def blocking(self, request):
+    yield request
+
+
+async def with_two(self, request, more):
+    yield request
+
+
+async def named(self, request):
+    yield request
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (declaration.endpoint()(blocking), "expected async def"),
+        (
+            declaration.endpoint()(with_two),
+            "expected the parameters self and request, got self, re",
+        ),
+        (
+            declaration.endpoint("chat/completions")(named),
+            "expected a name of a-z, 0-9, - and _, got 'chat/compl",
+        ),
+    ],
+)
+def test_method_that_cannot_answer_is_named_before_anything_starts(method, says):
+    Bad = declaration.service(type("Bad", (), {"__module__": __name__, "generate": method}))
+    with pytest.raises(errors.ConfigError, match=rf"\.py, Bad\.generate: {says}"):
+        declaration.spec_of(Bad).check()
+
+
+def test_file_makes_a_service_of_another_command():
+    (command,) = make(
+        declaration.spec_of(Leaf),
+        config={"Leaf": {"ServiceArgs": {"module": "dynamo.mocker", "workers": 1}}},
+    ).commands
+
+    assert command.argv[1:] == ("-m", "dynamo.mocker", "--seed", "7")

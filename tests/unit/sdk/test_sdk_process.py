@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from dynamo.base import errors
-from dynamo.sdk import endpoint, process, service
+from dynamo.sdk import declaration, depends, endpoint, process, service
 from waiting import PATIENT_S
 
 
@@ -125,3 +125,65 @@ async def test_mistake_of_a_method_is_not_that_of_its_client(body, status, said)
 
     assert answer.status_code == status
     assert said in answer.text
+
+
+async def test_plain_method_answers_with_its_value():
+    async with (
+        serving(lambda prompt: {"said": prompt}) as url,
+        httpx.AsyncClient(timeout=PATIENT_S) as client,
+    ):
+        answer = await client.post(url, json={"prompt": "hi"})
+
+    assert answer.json() == {"said": "hi"}
+
+
+async def test_endpoint_is_asked_by_its_name_or_its_method():
+    @service
+    class Named:
+        @endpoint(name="public")
+        async def method(self, request: str):
+            yield request
+
+    async def call(name, request, instance_id):
+        yield name
+
+    client = declaration.ServiceClient(declaration.spec_of(Named), call)
+
+    assert [item async for item in client.public("hi")] == ["public"]
+    assert [item async for item in client.method("hi")] == ["public"]
+    with pytest.raises(
+        AttributeError, match="Named has no endpoint 'other'; there are method, pub"
+    ):
+        _ = client.other
+
+
+@service
+class Wrong:
+    def __init__(self, size: int):
+        self.size = size + "one"
+
+
+def test_mistake_in_a_constructor_keeps_its_line_and_a_missing_value_is_named():
+    spec = declaration.spec_of(Wrong)
+    with pytest.raises(
+        errors.ConfigError, match="class Wrong: missing a required argument: 'size'"
+    ):
+        process._construct(spec, {}, {})
+    with pytest.raises(TypeError, match="unsupported operand"):
+        process._construct(spec, {"size": 1}, {})
+
+
+@service
+class Early:
+    asked = depends(Asked)
+
+    def __init__(self):
+        self.ask = self.asked.generate
+
+
+def test_constructor_may_take_the_client_of_another_service():
+    client = declaration.ServiceClient(declaration.spec_of(Asked), lambda *words: words)
+
+    early = process._construct(declaration.spec_of(Early), {}, {"asked": client})
+
+    assert early.ask("hi") == ("generate", "hi", None)
