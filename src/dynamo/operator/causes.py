@@ -67,7 +67,10 @@ def first_cause(
         if name in starts and is_starting(pod):
             causes.append(_start_cause(name, starts[name]))
     num_ready = sum(map(objects.is_ready, current))
-    waiting = Cause("Starting", f"{num_ready} of {num_wanted} pods are ready")
+    text = f"{num_ready} of {num_wanted} pods are ready"
+    if num_ready >= num_wanted:
+        text = "its pods are ready, and the cluster has not counted them yet"
+    waiting = Cause("Starting", text)
     return select_first(causes, waiting)
 
 

@@ -143,7 +143,8 @@ def explain_scaling(existing: Object, desired: Object) -> str | None:
             graph, service = labels.get(GRAPH_LABEL), labels.get(COMPONENT_LABEL, "")
             return (
                 f"{entry.get('manager')} set replicas to {present}, and the operator put back {replicas}:"
-                f" change spec.services.{service}.replicas of DynamoGraphDeployment {graph}, or give the service"
+                f" change spec.services.{service}.replicas of DynamoGraphDeployment {graph}, which v1beta1 has in"
+                f" spec.components, or give the service"
                 f" `scalingAdapter: {{enabled: true}}` and kubectl scale dgdsa/{graph}-{service.lower()}"
                 f" --replicas={present}"
             )

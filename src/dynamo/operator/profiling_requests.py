@@ -7,7 +7,7 @@ changed nor made again.
 """  # decider
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,27 +18,30 @@ from dynamo.operator.settings import OperatorConfig
 from dynamo.protocols import graph_deployment
 
 _CONDITIONS = ("Validation", "Profiling", "SpecGenerated", "DeploymentReady")
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_ObjectName = Annotated[str, msgspec.Meta(pattern="^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 
 
 class _Targets(msgspec.Struct):
     """The expected request, and the times that it may take in milliseconds."""
 
-    isl: int = 3000
-    osl: int = 150
-    ttft: float = 200.0
-    itl: float = 20.0
+    isl: _Count = 3000
+    osl: _Count = 150
+    ttft: _Positive = 200.0
+    itl: _Positive = 20.0
 
 
 class _Sweep(msgspec.Struct, rename="camel"):
     """How long the profiler may measure."""
 
-    budget_minutes: float = 30.0
+    budget_minutes: _Positive = 30.0
 
 
 class _Hardware(msgspec.Struct):
     """What the deployment may use; each worker has one GPU."""
 
-    num_gpus_per_node: int = 1
+    num_gpus_per_node: _Count = 1
 
 
 class _ProfilerSettings(msgspec.Struct):
@@ -59,7 +62,7 @@ class _ProfilingConfig(msgspec.Struct, rename="camel"):
 class _Overrides(msgspec.Struct, rename="camel"):
     """The `deploymentOverrides` of a request."""
 
-    name: str | None = None
+    name: _ObjectName | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     workers_image: str | None = None
@@ -136,7 +139,7 @@ def _read_part(part: Mapping[str, Any] | None, kind: type[Any], name: str) -> An
     try:
         return msgspec.convert(part or {}, kind)
     except msgspec.ValidationError as error:
-        raise errors.ConfigError(str(error).replace("$", f"spec.{name}", 1)) from error
+        raise errors.ConfigError(str(error).replace("`$", f"`spec.{name}", 1)) from error
 
 
 def make_job(resource: Object, spec: api_types.RequestSpec, settings: OperatorConfig) -> Object:

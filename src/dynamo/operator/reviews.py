@@ -6,6 +6,7 @@ the spec as it is passes, so that an object from before a stricter operator can 
 
 import base64
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,11 @@ from dynamo.operator import component, graph, objects, versions
 from dynamo.operator.objects import Object
 from dynamo.operator.settings import OperatorConfig
 
+_FIELDS_OF_BETA = (
+    (r"extraPodSpec\.mainContainer", "podTemplate.spec.containers[name=main]"),
+    (r"spec\.services\.([^. ]+)\.componentType", r"spec.components[name=\1].type"),
+    (r"spec\.services: expected at least one service", "spec.components: expected at least one"),
+)
 _TYPES = ("frontend", "worker", "planner")
 
 
@@ -37,8 +43,28 @@ class AdmissionRequest(msgspec.Struct):
     """A write of one object, of which there is none in a deletion."""
 
     uid: str
+    requestKind: dict[str, str] = msgspec.field(default_factory=dict)  # as it was written
     object: dict[str, Any] | None = None
     oldObject: dict[str, Any] | None = None
+
+
+class _ScalersForm(msgspec.Struct):
+    autoscaling: dict[str, Any] | None = None
+    scalingAdapter: dict[str, Any] | None = None
+    replicas: Any = None
+
+    @property
+    def is_scaled(self) -> bool:
+        scalers = (self.autoscaling, self.scalingAdapter)
+        return any((scaler or {}).get("enabled") for scaler in scalers)
+
+
+class _ServicesForm(msgspec.Struct):
+    services: dict[str, _ScalersForm] | None = None
+
+
+class _GraphForm(msgspec.Struct):
+    spec: _ServicesForm | None = None
 
 
 class AdmissionReview(msgspec.Struct):
@@ -73,10 +99,23 @@ def answer_validation(review: AdmissionReview, settings: OperatorConfig) -> Obje
     try:
         _check(written, settings)
     except errors.ConfigError as error:
-        status = {"code": 422, "reason": "Invalid", "message": str(error)}
+        status = {
+            "code": 422,
+            "reason": "Invalid",
+            "message": _in_written_version(request, str(error)),
+        }
         return _answer(request, {"allowed": False, "status": status})
-    warnings = list(_find_doubtful_types(written))
+    warnings = [_in_written_version(request, text) for text in _find_doubtful_types(written)]
     return _answer(request, {"allowed": True} | ({"warnings": warnings} if warnings else {}))
+
+
+def _in_written_version(request: AdmissionRequest, message: str) -> str:
+    """Return a message with the fields of the version that the user wrote: reviews have v1alpha1."""
+    if request.requestKind.get("version") != versions.BETA_VERSION:
+        return message
+    for pattern, replacement in _FIELDS_OF_BETA:
+        message = re.sub(pattern, replacement, message)
+    return message
 
 
 def _find_doubtful_types(resource: Object) -> Iterator[str]:
@@ -92,13 +131,14 @@ def _find_doubtful_types(resource: Object) -> Iterator[str]:
 def answer_defaulting(review: AdmissionReview) -> Object:
     """Write the number of replicas into services that name none and that nothing else scales."""
     request = review.request
-    services = ((request.object or {}).get("spec") or {}).get("services") or {}
+    try:
+        spec = msgspec.convert(request.object or {}, _GraphForm).spec
+    except msgspec.ValidationError:  # the schema refuses it, but later
+        return _answer(request, {"allowed": True})
     patch = [
         {"op": "add", "path": f"/spec/services/{name}/replicas", "value": 1}
-        for name, service in services.items()
-        if service.get("replicas") is None
-        and not (service.get("autoscaling") or {}).get("enabled")
-        and not (service.get("scalingAdapter") or {}).get("enabled")
+        for name, service in ((spec and spec.services) or {}).items()
+        if service.replicas is None and not service.is_scaled
     ]
     response: Object = {"allowed": True}
     if patch:

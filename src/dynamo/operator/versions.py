@@ -8,6 +8,7 @@ update starts. The order of v1beta1's components, which v1alpha1's map has not, 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 from msgspec import Meta
 
 from dynamo.base import errors
@@ -68,8 +69,32 @@ class BetaGraphSpec(api_types.Resource, kw_only=True):
     backend_framework: api_types.Framework | None = None
 
 
+class _ContainersForm(msgspec.Struct):
+    containers: list[dict[str, Any]] | None = None
+
+
+class _TemplateForm(msgspec.Struct):
+    metadata: dict[str, Any] | None = None
+    spec: _ContainersForm | None = None
+
+
+class _ComponentForm(msgspec.Struct):
+    name: str
+    podTemplate: _TemplateForm | None = None
+
+
+class _SpecForm(msgspec.Struct):
+    components: list[_ComponentForm] | None = None
+
+
+class _BetaForm(msgspec.Struct):
+    """What a conversion reads of v1beta1; the API server converts before it checks by the schema."""
+
+    spec: _SpecForm | None = None
+
+
 def convert(resource: Object, api_version: str) -> Object:
-    """Return a DynamoGraphDeployment in a version. Raises ConfigError for a version that there is not."""
+    """Return a DynamoGraphDeployment in a version. Raises ConfigError for no such version, or not such a form."""
     given = resource.get("apiVersion")
     versions = (api_types.API_VERSION, BETA_API_VERSION)
     if given not in versions or api_version not in versions:
@@ -102,6 +127,12 @@ def _to_beta(resource: Object) -> Object:
 
 
 def _to_alpha(resource: Object) -> Object:
+    try:
+        msgspec.convert(resource, _BetaForm)
+    except msgspec.ValidationError as error:
+        raise errors.ConfigError(
+            f"expected components as `kubectl explain dgd.spec.components` shows them: {error}"
+        ) from error
     metadata, annotations = _split_annotations(resource)
     annotations.pop(ORDER_ANNOTATION, None)
     given_spec = resource.get("spec") or {}

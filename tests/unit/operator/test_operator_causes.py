@@ -188,3 +188,15 @@ def test_ready_comes_back_after_scaling_and_transition_time_stays():
 
     assert cluster.ready() == {**first, "observedGeneration": 2}
     assert cluster.get("DynamoGraphDeployment", "g")["status"]["state"] == "successful"
+
+
+def test_ready_pods_that_the_deployment_has_not_counted_are_not_called_too_few():
+    labels = {objects.TEMPLATE_LABEL: "h"}
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    pod = {"metadata": {"name": "p", "labels": labels}, "status": ready}
+    counted, uncounted = (
+        causes.first_cause([pod], template_hash="h", num_wanted=number) for number in (2, 1)
+    )
+
+    assert counted.message == "1 of 2 pods are ready"
+    assert uncounted.message == "its pods are ready, and the cluster has not counted them yet"

@@ -3,13 +3,17 @@
 import base64
 import json
 
+import pytest
+
 from dynamo.operator import reviews
 from dynamo.operator.settings import OperatorConfig
 from operator_cluster import frontend, make_graph, worker
 
 
-def validate(written, old=None):
-    request = reviews.AdmissionRequest(uid="u", object=written, oldObject=old)
+def validate(written, old=None, version="v1alpha1"):
+    request = reviews.AdmissionRequest(
+        uid="u", requestKind={"version": version}, object=written, oldObject=old
+    )
     return reviews.answer_validation(reviews.AdmissionReview(request), OperatorConfig())["response"]
 
 
@@ -76,3 +80,52 @@ def test_conversion_to_a_version_that_there_is_not_fails_with_a_message():
 
     assert response["result"]["status"] == "Failed"
     assert "got nvidia.com/v1alpha1 and nvidia.com/v2" in response["result"]["message"]
+
+
+def test_refusal_names_the_fields_of_the_version_that_was_written():
+    graph = make_graph(services={"A": {"componentType": "worker"}})
+    alpha, beta = (
+        validate(graph, version=version)["status"]["message"] for version in ("v1alpha1", "v1beta1")
+    )
+    doubtful = make_graph(services={"A": {**frontend(), "componentType": "frontent"}})
+
+    assert "its command in extraPodSpec.mainContainer, such" in alpha
+    assert "its command in podTemplate.spec.containers[name=main], such" in beta
+    assert validate(doubtful, version="v1beta1")["warnings"][0].startswith(
+        "spec.components[name=A].type: frontent is none of"
+    )
+    assert (
+        "spec.components: expected at least one"
+        in (validate(make_graph(services={}), version="v1beta1")["status"]["message"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"components": [{"type": "worker"}]}, "field `name` - at `$.spec.components[0]`"),
+        ({"components": ["Worker"]}, "got `str` - at `$.spec.components[0]`"),
+        ({"components": [None]}, "got `null` - at `$.spec.components[0]`"),
+        ("x", "got `str` - at `$.spec`"),
+    ],
+)
+def test_component_of_another_form_is_named_by_the_conversion(spec, says):
+    written = {"apiVersion": "nvidia.com/v1beta1", "metadata": {"name": "g"}, "spec": spec}
+    request = reviews.ConversionRequest(
+        uid="u", desiredAPIVersion="nvidia.com/v1alpha1", objects=[written]
+    )
+    result = reviews.answer_conversion(reviews.ConversionReview(request))["response"]["result"]
+
+    assert result["status"] == "Failed"
+    assert says in result["message"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["x", {"services": []}, {"services": {"A": "x"}}, {"services": {"A": {"autoscaling": "yes"}}}],
+)
+def test_deployment_of_another_form_gets_no_defaults_and_is_left_to_the_schema(spec):
+    request = reviews.AdmissionRequest(uid="u", object={"metadata": {}, "spec": spec})
+    response = reviews.answer_defaulting(reviews.AdmissionReview(request))["response"]
+
+    assert response == {"uid": "u", "allowed": True}

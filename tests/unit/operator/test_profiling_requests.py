@@ -161,3 +161,21 @@ def test_request_gives_workers_the_gpus_of_the_recommendation():
 
     assert services["PrefillWorker"]["resources"] == {"limits": {"gpu": "4"}}
     assert services["Worker"]["resources"] == {"limits": {"gpu": "4"}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"profilingConfig": {"config": {"sla": {"ttft": -1}}}}, "config.sla.ttft"),
+        ({"profilingConfig": {"config": {"sla": {"isl": 0}}}}, "config.sla.isl"),
+        ({"profilingConfig": {"config": {"sweep": {"budgetMinutes": 0}}}}, "sweep.budgetMinutes"),
+        ({"deploymentOverrides": {"name": "B_ad"}}, "spec.deploymentOverrides.name"),
+    ],
+)
+def test_target_or_name_that_cannot_be_is_refused_before_a_worker_is_measured(spec, says):
+    decision = decide(make_request(**spec))
+
+    assert decision.status["state"] == "Failed"
+    assert last_condition(decision)["type"] == "Validation"
+    assert says in last_condition(decision)["message"]
+    assert not decision.create
