@@ -197,6 +197,9 @@ def test_certificate_can_come_from_an_issuer(platform):
 
     assert certificate["spec"]["issuerRef"]["name"] == "own"
     assert {"secretName": certificate["spec"]["secretName"]} in [v.get("secret") for v in volumes]
+    webhook["certManager"].pop("issuerRef")
+    with pytest.raises(helm.HelmError, match=r"issuerRef\.name: expected the name of an Issuer"):
+        render(platform, values)
 
 
 def test_network_policies_cover_operator_etcd_and_nats(platform):

@@ -214,6 +214,8 @@ class _Serving:
             )
             await self._supervisor.start(child)
 
+        service = root.name if self._port is not None else self._plan.commands[0].service
+
         async def probe() -> bool:
             if self._port is None:
                 return True
@@ -222,7 +224,7 @@ class _Serving:
             return await serve.lists_model("127.0.0.1", self._port, serve.ANY_MODEL)
 
         if await serve.wait_until_answers(
-            self._supervisor, self._clock, root.name, probe, self._options.ready_timeout
+            self._supervisor, self._clock, service, probe, self._options.ready_timeout
         ):
             self._announce(root)
             for command in self._plan.commands:
@@ -280,8 +282,9 @@ def join_lines(
         words = ["dynamo", "serve", options.target, "--service-name", service, "--join", name]
         words += ["-f", options.file] if options.file else []
         words += ["--working-dir", options.working_dir] if options.working_dir != "." else []
+        flag = f"--{service}.ServiceArgs.workers=1"
         yield children.shell_line(
-            [*words, *options.overrides, f"--{service}.ServiceArgs.workers=1"],
+            [*words, *(word for word in options.overrides if word != flag), flag],
             environ=_variables(*names),
             resources=allocation.Allocation(devices=tuple(free[:num_devices])),
             directory=os.getcwd(),

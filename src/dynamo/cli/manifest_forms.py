@@ -7,7 +7,7 @@ with pod templates. What cannot be expressed is said in notes, never dropped in 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -24,6 +24,26 @@ _SHORT_FIELDS = {
 }  # fmt: skip
 _HOST_GB, _DISK_GB = 16, 100  # of KV cache tiers without a given size
 _DISK_PATH = "/kv-cache"
+
+
+class _ShortPart(msgspec.Struct):
+    replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
+    resources: dict[str, dict[str, str | int | float]] | None = None
+
+
+class _ShortTiers(msgspec.Struct):
+    enabled: bool | None = None
+    storage_tiers: list[str] = []
+
+
+class _ShortSpec(msgspec.Struct):
+    """The fields of the short form that have parts."""
+
+    model: str | None = None
+    frontend: _ShortPart | None = None
+    workers: _ShortPart | None = None
+    kvbm: _ShortTiers | None = None
+    planner: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +64,19 @@ def convert(document: Document) -> ConvertedManifest:
     return ConvertedManifest(document)
 
 
+def _check_form(name: Any, spec: Any) -> None:
+    """Raise ConfigError for a short form with a part of another type."""
+    try:
+        msgspec.convert(spec, _ShortSpec)
+    except msgspec.ValidationError as error:
+        text = str(error).replace("`$", "`spec", 1)
+        raise errors.ConfigError(f"DynamoGraphDeployment {name}: {text}") from error
+
+
 def _convert_short(document: Document) -> ConvertedManifest:
     metadata, spec = document.get("metadata") or {}, document.get("spec") or {}
     name = metadata.get("name")
+    _check_form(name, spec)
     model, backend = spec.get("model"), spec.get("backend", "vllm")
     if not model:
         raise errors.ConfigError(
@@ -180,6 +210,7 @@ def _make_planner(
 
 def _convert_later(document: Document) -> ConvertedManifest:
     """Turn the components of v1beta1 with their pod templates into services, without fields that there are not."""
+    versions.check_form(document)
     spec = dict(document.get("spec") or {})
     unknown = sorted(spec.keys() - _field_names(versions.BetaGraphSpec))
     notes = [

@@ -24,6 +24,7 @@ from dynamo.runtime.http import exchange, server
 
 _NUM_WORKERS = 4
 _MISSING_KIND_S = 300.0  # between two looks whether an optional kind has been installed
+_MISSING_DEFINITION_S = 10.0  # the same of a kind that the operator needs
 _OPTIONAL = ("LeaderWorkerSet", "PodCliqueSet", "VirtualService")
 _ALL = (*ROOTS, "DynamoGraphDeploymentScalingAdapter", "PersistentVolumeClaim")  # watched whole
 _logger = logging.getLogger(__name__)
@@ -92,9 +93,11 @@ class Controller:
                     api_version, kind, namespace, labels=labels
                 ):
                     self._take_event(kind, event, resource)
-            except connection.KindMissing:
+            except connection.KindMissing as error:
                 if kind not in _OPTIONAL:
-                    raise
+                    _logger.warning("the operator waits for a definition: %s", error)
+                    await self._clock.sleep(_MISSING_DEFINITION_S)
+                    continue
             self._note_synced(kind, is_served=False)
             await self._clock.sleep(_MISSING_KIND_S)
 

@@ -126,13 +126,18 @@ def _to_beta(resource: Object) -> Object:
     return {**resource, "metadata": metadata, "spec": spec}
 
 
-def _to_alpha(resource: Object) -> Object:
+def check_form(resource: Object) -> None:
+    """Raise ConfigError for a deployment of v1beta1 with components of another form."""
     try:
         msgspec.convert(resource, _BetaForm)
     except msgspec.ValidationError as error:
         raise errors.ConfigError(
             f"expected components as `kubectl explain dgd.spec.components` shows them: {error}"
         ) from error
+
+
+def _to_alpha(resource: Object) -> Object:
+    check_form(resource)
     metadata, annotations = _split_annotations(resource)
     annotations.pop(ORDER_ANNOTATION, None)
     given_spec = resource.get("spec") or {}

@@ -208,8 +208,7 @@ def _handler(method: Callable[[Any], Any]) -> Callable[[Any], AsyncIterator[Any]
 
     async def handle(request: Any) -> AsyncIterator[Any]:
         try:
-            validate = getattr(kind, "model_validate", None)  # a model of pydantic's
-            value = validate(request) if validate else msgspec.convert(request, kind)
+            value = _convert(request, kind)
         except (msgspec.ValidationError, ValueError) as error:
             raise errors.InvalidRequest(f"the request does not fit: {error}") from error
         async for item in _items(method(value)):
@@ -218,14 +217,28 @@ def _handler(method: Callable[[Any], Any]) -> Callable[[Any], AsyncIterator[Any]
     return handle
 
 
+def _convert(value: Any, kind: Any) -> Any:
+    """Return a value of a request in an annotated type. Raises ValidationError or ValueError."""
+    validate = getattr(kind, "model_validate", None)  # a model of pydantic's
+    return validate(value) if validate else msgspec.convert(value, kind)
+
+
 def _api(method: Callable[..., Any]) -> ApiMethod:
-    signature = inspect.signature(method)
+    """Return the function that takes the fields of a body, each in the annotated type of its parameter."""
+    signature, kinds = inspect.signature(method), typing.get_type_hints(method)
 
     def ask(**fields: Any) -> AsyncGenerator[Any, None]:
         try:
             signature.bind(**fields)
         except TypeError as error:
             raise errors.InvalidRequest(f"{_EXPECTED}: {error}") from error
+        for name in signature.parameters.keys() & kinds.keys() & fields.keys():
+            if fields[name] is None and signature.parameters[name].default is None:
+                continue
+            try:
+                fields[name] = _convert(fields[name], kinds[name])
+            except ValueError as error:  # of which msgspec's is one
+                raise errors.InvalidRequest(f"{_EXPECTED}: {name}: {error}") from error
         return _items(method(**fields))
 
     return ask

@@ -157,3 +157,10 @@ def test_one_more_worker_gets_a_free_gpu_or_no_line(bare):
 
     assert line[3:8] == ["CUDA_VISIBLE_DEVICES=3", "dynamo", "serve", "m:Root", "--service-name"]
     assert lines(*planned, devices=("0", "1", "2")) == []
+
+
+def test_line_of_a_joined_service_names_its_number_of_workers_once(bare):
+    flag = "--Leaf.ServiceArgs.workers=1"
+    (line,) = lines(command("Leaf"), overrides=("--Leaf.seed=7", flag), join="n")
+
+    assert line[-2:] == ["--Leaf.seed=7", flag]

@@ -83,12 +83,20 @@ def test_short_disaggregated_form_with_tiers_and_planner():
         assert words in notes
 
 
+BETA = {"apiVersion": "nvidia.com/v1beta1", "kind": "DynamoGraphDeployment", "metadata": {}}
+
+
 @pytest.mark.parametrize(
     ("manifest", "message"),
     [
         ({**SHORT, "spec": {"backend": "vllm"}}, "spec.model is missing"),
         (short(backend="jax"), "expected vllm, sglang, trtllm, got jax"),
         (short(deployment_mode="both"), "aggregated or disaggregated, got both"),
+        (short(workers=[1]), "got `array` - at `spec.workers`"),
+        (short(workers={"replicas": -1}), "Expected `int` >= 0 - at `spec.workers.replicas`"),
+        (short(frontend={"resources": {"limits": 1}}), r"at `spec.frontend.resources\[...\]`"),
+        ({**BETA, "spec": {"components": [None]}}, r"got `null` - at `\$.spec.components\[0\]`"),
+        ({**BETA, "spec": {"components": [{"colour": 1}]}}, "missing required field `name`"),
     ],
 )
 def test_short_form_that_cannot_be_meant_is_refused(manifest, message):

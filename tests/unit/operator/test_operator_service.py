@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.resources
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from operator_cluster import frontend, make_graph, worker
 DGD, DCD = "DynamoGraphDeployment", "DynamoComponentDeployment"
 ADAPTER = "DynamoGraphDeploymentScalingAdapter"
 API = "nvidia.com/v1alpha1"
+DEFINITIONS = importlib.resources.files("dynamo.operator").joinpath("definitions.json")
 SETTINGS = {
     "etcd_addr": "etcd:2379",
     "metrics_bind_address": "0",
@@ -233,6 +235,23 @@ async def test_replicas_that_kubectl_set_are_put_back_with_an_event_once(server,
     assert "set replicas to 3, and the operator put back 1" in first
     assert "spec.services.Decode.replicas of DynamoGraphDeployment g" in first
     assert "kubectl scale dgdsa/g-decode --replicas=4" in second
+
+
+async def test_operator_that_was_installed_before_its_definitions_waits_for_them(
+    server, cluster, monkeypatch, caplog
+):
+    monkeypatch.setattr(service, "_MISSING_DEFINITION_S", 0.0)
+    server.undefine(API)
+
+    async def is_said():
+        return "the operator waits for a definition: the cluster at" in caplog.text
+
+    async with running(server):
+        await until(is_said)
+        for definition in json.loads(DEFINITIONS.read_text()):
+            server.define(definition)
+        await cluster.create(make_graph())
+        await until(lambda: is_ready(cluster))
 
 
 async def test_deletion_leaves_nothing_without_the_operator(server, cluster):

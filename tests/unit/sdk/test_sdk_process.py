@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 
 import httpx
 import pytest
@@ -187,3 +188,28 @@ def test_constructor_may_take_the_client_of_another_service():
     early = process._construct(declaration.spec_of(Early), {}, {"asked": client})
 
     assert early.ask("hi") == ("generate", "hi", None)
+
+
+@dataclasses.dataclass
+class Words:
+    text: str
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"words": {"text": "hi"}}, 200, "hi 1"),
+        ({"words": {"text": "hi"}, "number": None}, 200, "hi None"),
+        ({"words": {"txt": "hi"}}, 400, "words: Object missing required field `text`"),
+        ({"words": {"text": "hi"}, "number": "x"}, 400, "number: Expected `int | null`, got `str`"),
+    ],
+)
+async def test_fields_of_a_body_get_the_types_of_the_parameters(body, status, said):
+    async def tell(words: Words, number: int | None = 1):
+        yield f"{words.text} {number}"
+
+    async with serving(tell) as url, httpx.AsyncClient(timeout=PATIENT_S) as client:
+        answer = await client.post(url, json=body)
+
+    assert answer.status_code == status
+    assert said in answer.text
