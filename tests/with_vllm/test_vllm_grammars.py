@@ -14,6 +14,7 @@ import vllm_models
 from dynamo.base import errors
 from dynamo.engine.adapters.vllm import grammars
 from dynamo.protocols import generate, limits
+from dynamo.worker import engines
 from vllm_engine import ENVIRONMENT, FLAGS
 
 with warnings.catch_warnings():
@@ -33,8 +34,8 @@ SPLIT = [{"allOf": list(PATTERNS.values())[i : i + 4]} for i in range(0, 16, 4)]
 async def grammar_trials(tmp_path_factory):
     directory = vllm_models.make(tmp_path_factory.mktemp("qwen3"))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+        for name, value in (engines.kind_of("vllm").environment | ENVIRONMENT).items():
+            patch.setenv(name, value)  # a worker's
         checker = grammars.make_trials(directory, FLAGS.split())
         yield checker
         await checker.close()

@@ -25,7 +25,9 @@ _ENVIRONMENT = {  # threads do not survive a fork, and each would reserve memory
     "MALLOC_ARENA_MAX": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_LOGGING_CONFIG_PATH": "",  # the worker's; vLLM takes none where it configures no logging
 }
+_WITHOUT_LOGGING = {"log_config_file": None, "logging_config": None}  # likewise, of the flags
 
 
 def make_trials(model: Path, flags: Sequence[str]) -> grammar_trials.GrammarTrials:
@@ -38,7 +40,7 @@ def main(model: str, *flags: str) -> None:
     """Serve the worker that started this process."""
     from dynamo.engine.adapters.vllm import versions  # takes seconds, and is in the worker already
 
-    config = versions.make_config(versions.read_flags(flags, {"model": model}))
+    config = versions.make_config(versions.read_flags(flags, {"model": model, **_WITHOUT_LOGGING}))
     structured = config.structured_outputs_config
     support = translation.GuidedSupport(structured.backend, bool(structured.reasoning_parser))
     compile_grammar = versions.make_grammar_compiler(config)
