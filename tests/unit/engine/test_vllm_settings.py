@@ -39,6 +39,20 @@ def test_flag_that_no_supported_vllm_has_is_refused_before_its_import(flag):
     assert "vllm" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--port", "8000"), "the frontend has --http-port"),
+        (("--tool_call_parser=hermes",), "here it is --dyn-tool-call-parser"),
+        (("--enable-auto-tool-choice",), "leave it out"),
+        (("/models/qwen3", "--seed", "1"), "a model is given as --model /models/qwen3"),
+    ],
+)
+def test_command_line_of_vllm_serve_is_refused_with_what_to_write_here(words, hint):
+    with pytest.raises(errors.ConfigError, match=hint):
+        settings.VllmConfig(engine_args=words)
+
+
 def test_flags_of_vllm_are_passed_on_in_every_spelling():
     words = ("-tp", "2", "--max_num_seqs=7", "--no-enable-prefix-caching", "--max-num-batched", "9")
     words += ("--compilation-config.mode", "0", "--seed", "-1", "-O3")

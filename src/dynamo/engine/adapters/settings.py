@@ -111,6 +111,18 @@ VLLM = SupportedReleases(
 )
 
 
+_SERVER_FLAGS = {  # of `vllm serve`, which users bring along
+    "--host": "the frontend has --http-host",
+    "--port": "the frontend has --http-port",
+    "--api-key": "the frontend has --api-keys-file",
+    "--ssl-certfile": "the frontend has --tls-cert-path",
+    "--ssl-keyfile": "the frontend has --tls-key-path",
+    "--allowed-origins": "the frontend has --cors-allow-origin",
+    "--tool-call-parser": "here it is --dyn-tool-call-parser",
+    "--enable-auto-tool-choice": "leave it out: models that know tools may call them",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig(tier_setup.TierConfig):
     """The vLLM engine."""
@@ -134,6 +146,11 @@ class VllmConfig(tier_setup.TierConfig):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a flag that no supported release of vLLM has: its import would take half a minute."""
+        if self.engine_args and not self.engine_args[0].startswith("-"):
+            word = self.engine_args[0]
+            raise errors.ConfigError(
+                f"unexpected argument: {word}; a model is given as --model {word}"
+            )
         known = VLLM_FLAGS.read_text().split()
         for name in map(_flag_name, self.engine_args):
             # As vLLM's parser does, take the beginning of a name and the negation of a switch.
@@ -142,8 +159,9 @@ class VllmConfig(tier_setup.TierConfig):
                 continue
             release = parse_release(VLLM.installed_version)
             if release is None or release <= VLLM.newest:
+                hint = _SERVER_FLAGS.get(name) or config.suggest(name, known)
                 raise errors.ConfigError(
-                    f"unrecognized argument: {name} ({config.suggest(name, known)}): neither this worker nor vLLM"
+                    f"unrecognized argument: {name} ({hint}): neither this worker nor the engine of vLLM"
                     f" {_dotted(VLLM.oldest)} to {_dotted(VLLM.newest)} has it"
                 )
 
