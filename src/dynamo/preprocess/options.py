@@ -71,7 +71,11 @@ def make_sampling(
     logit_bias = dict(request.logit_bias or {})
     if request.allowed_token_ids is not None:
         check_ids(request.allowed_token_ids, vocab_size, "allowed_token_ids")
-        logit_bias |= dict.fromkeys(request.allowed_token_ids, EXCLUSIVE_BIAS)
+        biases = {token_id: logit_bias.get(token_id, 0.0) for token_id in request.allowed_token_ids}
+        shift = EXCLUSIVE_BIAS - min(
+            biases.values()
+        )  # among the allowed tokens biases count as ever
+        logit_bias = {token_id: bias + shift for token_id, bias in biases.items()}
     logit_bias |= dict.fromkeys(banned_ids, -EXCLUSIVE_BIAS)
     return generate.SamplingOptions(
         n=request.num_drawn,

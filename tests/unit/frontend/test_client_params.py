@@ -254,6 +254,12 @@ async def test_options_of_vllm_reach_the_engine(rig):
     assert answer.json()["choices"][0]["text"] == "hel"
 
 
+async def test_biases_count_among_allowed_tokens_only(rig):
+    await rig.complete(allowed_token_ids=[104, 105], logit_bias={"104": -50, "110": 100})
+
+    assert rig.one.requests[0].sampling_options.logit_bias == {104: 100.0, 105: 150.0}
+
+
 async def test_bad_word_of_several_tokens_is_refused(rig):
     answer = await rig.complete(bad_words=["several"])
 
