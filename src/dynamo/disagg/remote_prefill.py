@@ -312,13 +312,16 @@ class RemotePrefillEngine(FrontEngine):
     def _is_remote(self, request: generate.Request) -> bool:
         """Return whether a prefill worker computes the prompt.
 
-        Not if it has images or is to be scored, or another process has decided already.
+        Not if it has images or is to be scored, or has choices that the engine would compute anyway, or another process
+        has decided already.
         """
         size, num_tokens = self._queue.size, request.prompt_len
         if size is None or not self._policy.may_be_remote(num_tokens, size):
             return False
         is_scored = request.output_options.prompt_logprobs is not None
         if is_scored or request.images or request.kv_transfer_params is not None:
+            return False
+        if request.sampling_options.n > 1 and not self._engine.capabilities.imports_choices:
             return False
         if request.lora_name is not None and not self._workers.all_have_adapter(request.lora_name):
             return False

@@ -242,6 +242,16 @@ async def test_long_prompt_is_remote_and_comes_back_with_the_place_of_its_blocks
     assert 0 < came.kv_transfer_params.remote.remote_hold_s < kv_transfer.LEASE_S
 
 
+async def test_choices_that_the_engine_cannot_import_for_are_computed_locally(world):
+    world.engine.capabilities = api.EngineCapabilities(
+        kv_transfer=world.engine, imports_choices=False
+    )
+    world.remote.submit(request(n=2))
+
+    assert world.queue.asked == []
+    assert world.engine.done == [request(n=2)]
+
+
 @pytest.mark.parametrize("error", [errors.WorkerLost("x"), errors.DeadlineExceeded("x")])
 async def test_failed_remote_prompt_is_computed_locally(world, error):
     await world.begin_prefill(request())

@@ -100,10 +100,10 @@ async def world():
     return await World().start()
 
 
-def test_engine_has_the_capability_of_kv_transfer():
+def test_engine_has_the_capability_of_kv_transfer_for_one_choice():
     engine = World().engine
 
-    assert engine.capabilities == api.EngineCapabilities(kv_transfer=engine)
+    assert engine.capabilities == api.EngineCapabilities(kv_transfer=engine, imports_choices=False)
 
 
 @pytest.mark.parametrize("params", [None, kv_transfer.COMPUTE_LOCALLY, kv_transfer.PREFILL_ONLY])

@@ -80,7 +80,10 @@ class KvTransferEngine:
         """Return the KV transfer of this object, and LoRA adapters and tiers of the engine within."""
         within = self._engine.capabilities
         return api.EngineCapabilities(
-            kv_transfer=self, lora_adapters=within.lora_adapters, kv_tiers=within.kv_tiers
+            kv_transfer=self,
+            imports_choices=False,
+            lora_adapters=within.lora_adapters,
+            kv_tiers=within.kv_tiers,
         )
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
