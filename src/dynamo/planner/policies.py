@@ -161,6 +161,7 @@ class LoadPolicy:
         self._limits = thresholds
         self._is_literal = is_literal
         self._last_queue = 0.0
+        self._was_served = True  # False: what waits came while no worker was ready
         self._decode_growth = _Growth(thresholds.decode_grace_intervals)
 
     def propose(self, observation: Observation, traffic: Traffic) -> Proposal:
@@ -204,12 +205,13 @@ class LoadPolicy:
 
     def _queue_step(self, queue: float, num_waiting: int, pool: PoolState) -> int:
         trend, self._last_queue = queue - self._last_queue, queue
+        was_served, self._was_served = self._was_served, pool.num_ready > 0
         if not pool.num_ready:
             return int(num_waiting > 0 and not pool.num_starting)
         foretold = queue + trend * self._limits.queue_trend_intervals
         threshold = self._limits.prefill_queue_scale_up
         if queue > threshold and foretold > threshold:
-            return int(not pool.num_starting)
+            return int(was_served and not pool.num_starting)
         is_short = queue < self._limits.prefill_queue_scale_down
         return -1 if is_short and not pool.num_starting else 0
 

@@ -258,6 +258,7 @@ class PlannerService:
             await self._connector.scale(decision)
             if self._wake_up is not None and self._settings.min_endpoint == 0:
                 startup_s = decode.startup_s or self._settings.startup_time
+                startup_s += interval_s  # a request waits for the next decision, too
                 await self._wake_up.update(is_asleep=not decode.num_ready, startup_s=startup_s)
 
     def _tell(self, observation: Observation, decision: Decision, *, is_leader: bool) -> None:

@@ -74,6 +74,17 @@ def test_waiting_request_without_workers_starts_one():
     assert propose(policy, waiting) == (0, 1)
 
 
+def test_what_waited_for_the_first_worker_is_no_reason_for_a_second_until_it_had_an_interval():
+    policy = LoadPolicy(Targets(mode="agg"))
+    waiting = {"num_requests": 0, "num_waiting": 1, "num_prefill": 0}
+    for at in (0, 10):
+        propose(policy, observe(at=at, num_decode=0, **waiting))
+
+    numbers = [propose(policy, observe(at=at, num_decode=1, **waiting)).decode for at in (20, 30)]
+
+    assert numbers == [1, 2]
+
+
 def test_survivors_hold_if_the_spread_load_stays_below_the_threshold():
     policy, observation = disaggregated(), observe(kv_usage=0.45, num_decode=2)
     light = observe(kv_usage=0.3, num_decode=2)

@@ -11,6 +11,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.planner import profile_files
 from dynamo.planner.config import ScalingConfig
+from dynamo.planner.connectors import WakeUpPromise
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.observation import (
     Fresh,
@@ -25,7 +26,7 @@ from dynamo.planner.policies import Estimate, Proposal, Targets
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.planner.service import Leadership, PlannerService
 from dynamo.planner.traffic_source import FrontendLoad
-from dynamo.protocols import planner_report
+from dynamo.protocols import instances, planner_report
 from dynamo.runtime.backends import memory
 from dynamo.testing import clock as virtual
 from planner_cases import make_profile
@@ -158,6 +159,37 @@ async def test_advisory_planner_orders_nothing(parts):
     await until(has_decided)
     assert orders.decisions == []
     assert (await decisions_of(url))[0]["outcome"] == "advisory"
+
+
+async def test_request_for_a_sleeping_model_may_wait_for_the_next_decision_and_the_start():
+    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
+    clock, orders, source = virtual.VirtualClock(), Orders(), Source()
+    orders.num_ready, source.frontend_load = 0, FrontendLoad()
+    source.reading, load = Fresh(Traffic(num_requests=0.0)), Load()
+    load.value = PoolLoad()
+    service = PlannerService(
+        ScalingConfig(adjustment_interval=10.0, min_endpoint=0),
+        source,
+        orders,
+        Leadership(registry, "n", 1, clock),
+        clock,
+        loads=(load, load),
+        wake_up=WakeUpPromise(registry, namespace="n", model="m", instance_id=1),
+    )
+    await service.start("127.0.0.1", 0)
+    try:
+        starts = {}
+
+        async def is_promised():
+            starts.update(await registry.get_prefix(instances.STARTS))
+            return bool(starts)
+
+        await until(is_promised)
+    finally:
+        await service.close()
+
+    (start,) = starts.values()
+    assert msgspec.json.decode(start)["estimate_s"] == 10.0 + 1.0  # which `Orders` measured
 
 
 async def test_failure_of_the_connector_does_not_end_the_planner(parts):
