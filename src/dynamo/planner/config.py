@@ -153,6 +153,11 @@ class ScalingConfig:
         gpus = self.decode_engine_num_gpu
         if self.mode not in ("agg", "auto"):
             gpus += self.prefill_engine_num_gpu
+        if self.mode not in ("prefill", "decode") and gpus > self.max_gpu_budget:
+            raise errors.ConfigError(
+                f"--max-gpu-budget {self.max_gpu_budget}: expected at least {gpus}, for one worker of each pool in"
+                f" mode {self.mode}"
+            )
         if self.min_endpoint * gpus > self.max_gpu_budget:
             raise errors.ConfigError(
                 f"--min-endpoint {self.min_endpoint}: needs {self.min_endpoint * gpus} GPUs in mode {self.mode},"

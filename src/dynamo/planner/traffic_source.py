@@ -95,8 +95,8 @@ def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:
     """Return the sum of each frontend metric over its labels, those of one model if one is named.
 
     Of the buckets those of the prompts' lengths are kept, as `prompt_lens_le_EDGE`. Values that are no finite number of
-    at least 0 are left out. Raises Unavailable if there is no
-    metric of a frontend, or such a value counts requests: a zero in its place would take workers away.
+    at least 0 are left out. Raises Unavailable if there is no metric of a frontend, or such a value counts requests: a
+    zero in its place would take workers away.
     """
     if _PREFIX not in exposition:
         raise errors.Unavailable(f"expected metrics {_PREFIX}..., got none")
@@ -147,11 +147,13 @@ class _Memory:
 
 
 class FrontendSource:
-    """Reads the /metrics of some frontends, all of which must answer."""
+    """Reads the /metrics of some frontends, all of which must answer; each is an http URL, else ConfigError."""
 
     def __init__(self, urls: Sequence[str], model: str | None, clock: clocks.Clock) -> None:
         self.frontend_load = FrontendLoad()
         self._urls = [url.rstrip("/") + "/metrics" for url in urls]
+        for url in urls:
+            client.split_url(url)
         self._model = model
         self._memory = _Memory(clock)
         self._last: list[dict[str, float]] | None = None
@@ -210,10 +212,11 @@ def prompt_lens_of(changes: Mapping[str, float]) -> dict[float, float]:
 
 
 class PrometheusSource:
-    """Asks a Prometheus server, which has read the frontends."""
+    """Asks a Prometheus server, which has read the frontends; `url` is an http URL, else ConfigError."""
 
     def __init__(self, url: str, model: str | None, clock: clocks.Clock) -> None:
         self.frontend_load = FrontendLoad()
+        client.split_url(url)
         self._url = url.rstrip("/")
         self._labels = f'{{model="{model.lower()}"}}' if model else ""
         self._memory = _Memory(clock)

@@ -54,6 +54,10 @@ def test_what_is_no_duration_is_refused(text):
     [
         ({"min_endpoint": 5, "max_workers": 2}, "--min-endpoint 5: expected at most --max-workers"),
         (
+            {"mode": "disagg", "min_endpoint": 0, "max_gpu_budget": 1},
+            "--max-gpu-budget 1: expected at least 2, for one worker of each pool in mode disagg",
+        ),
+        (
             {"mode": "disagg", "min_endpoint": 2, "prefill_engine_num_gpu": 4},
             "needs 10 GPUs in mode disagg, expected at most --max-gpu-budget 8",
         ),

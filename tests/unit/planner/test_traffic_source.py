@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from dynamo.base import errors
 from dynamo.planner.observation import Fresh, Missing, ReportedLoad, Stale
 from dynamo.planner.traffic_source import (
     FrontendLoad,
@@ -43,6 +44,13 @@ async def page():
     pages.url = f"http://127.0.0.1:{await http.start('127.0.0.1', 0)}"
     yield pages
     await http.close()
+
+
+@pytest.mark.parametrize("url", ["localhost:9090", "prometheus", "ftp://prometheus"])
+def test_address_that_no_reading_could_ask_is_refused_at_the_start(url):
+    for make in (PrometheusSource, lambda url, *rest: FrontendSource([url], *rest)):
+        with pytest.raises(errors.ConfigError, match=r"expected one such as http://127"):
+            make(url, None, virtual.VirtualClock())
 
 
 def test_values_of_one_model_are_summed_and_nonsense_is_left_out():

@@ -29,6 +29,15 @@ class Response:
     length: int | None
 
 
+def split_url(url: str) -> tuple[parse.SplitResult, int]:
+    """Return the parts and the port of a URL of a server. Raises ConfigError for one of another kind."""
+    try:
+        parts = parse.urlsplit(url)
+        return parts, parts.port or _PORTS[parts.scheme]
+    except (KeyError, ValueError) as error:
+        raise errors.ConfigError(f"{url}: expected one such as http://127.0.0.1:8000") from error
+
+
 @contextlib.asynccontextmanager
 async def open_response(
     method: str,
@@ -43,11 +52,7 @@ async def open_response(
     With `socket_path` the request goes to that Unix socket, at which a process of our own user must listen.
     Raises ConfigError for a URL of another kind, OSError, or RemoteProtocolError.
     """
-    parts = parse.urlsplit(url)
-    try:
-        port = parts.port or _PORTS[parts.scheme]
-    except (KeyError, ValueError) as error:
-        raise errors.ConfigError(f"{url}: expected one such as http://127.0.0.1:8000") from error
+    parts, port = split_url(url)
     if socket_path is not None:
         reader, writer = await asyncio.open_unix_connection(socket_path, limit=_LIMIT_BYTES)
     else:
