@@ -64,8 +64,8 @@ class PlanConfig:
     )
     policy: tuple[str, ...] = config.option(
         plan_policies.NAMES,
-        help="policies to compare, comma-separated: fixed (all splits of --fixed-workers), hpa, load, sla, predictive,"
-        " best-fixed, oracle",
+        help="policies to compare, comma-separated: fixed (all splits of --fixed-workers), hpa, load, regression, sla,"
+        " predictive, best-fixed, oracle",
     )
     mode: Literal["disagg", "agg"] = config.option(
         "disagg", help="workers for prefill and decode apart, or workers that do both"
@@ -134,6 +134,22 @@ class PlanConfig:
             raise errors.ConfigError(f"--initial {self.initial}: expected a split such as 2p2d")
         return observation.Replicas(int(head), int(tail[:-1]))
 
+    def check(self) -> None:
+        """Raise ConfigError for workers that the budget or the mode does not allow."""
+        least = 2 if self.mode == "disagg" else 1
+        if self.max_gpu_budget < least:
+            raise errors.ConfigError(
+                f"--max-gpu-budget {self.max_gpu_budget}: expected at least {least} in mode {self.mode}"
+            )
+        if "fixed" in self.policy and self.fixed_workers < least:
+            raise errors.ConfigError(
+                f"--fixed-workers {self.fixed_workers}: expected at least {least} in mode {self.mode}"
+            )
+        if sum(self.initial_replicas) > self.max_gpu_budget:
+            raise errors.ConfigError(
+                f"--initial {self.initial}: expected at most --max-gpu-budget {self.max_gpu_budget}"
+            )
+
     @property
     def deaths(self) -> list[plan_cluster.WorkerDeath]:
         """Return the deaths to inject. Raises ConfigError."""
@@ -159,6 +175,7 @@ class PlanConfig:
 
 def run(settings: PlanConfig, write: WriteReport | None) -> None:
     """Simulate, print the table, and write figures and plots. Raises ConfigError."""
+    settings.check()
     screen.check_output("--write-profile", settings.write_profile, is_directory=True)
     screen.check_output("--output", settings.output, is_directory=False)
     if not settings.policy:

@@ -82,23 +82,28 @@ def read_trace(path: Path, *, limit: int | None, model: str | None = None) -> Tr
 def _read_azure(path: Path, limit: int | None) -> list[Request]:
     requests: list[Request] = []
     begin: datetime.datetime | None = None
+    where = str(path)
     try:
         with path.open(newline="") as file:
-            for row in csv.DictReader(file):
+            rows = csv.DictReader(file)
+            for row in rows:
+                where = f"{path}:{rows.line_num}"
                 moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
                 begin = begin or moment
                 requests.append(
                     Request(
                         at=(moment - begin).total_seconds(),
-                        num_prompt=max(1, int(row["ContextTokens"])),
-                        num_output=max(1, int(row["GeneratedTokens"])),
+                        num_prompt=_read_tokens(row["ContextTokens"]),
+                        num_output=_read_tokens(row["GeneratedTokens"]),
                     )
                 )
                 if limit is not None and len(requests) >= limit:
                     break
-    except (OSError, KeyError, TypeError, ValueError) as error:  # TypeError: a row is too short
+    except OSError as error:
+        raise errors.ConfigError(f"--trace {path}: cannot be read: {error.strerror}") from error
+    except (csv.Error, KeyError, TypeError, ValueError) as error:  # TypeError: a row is too short
         raise errors.ConfigError(
-            f"--trace {path}: expected a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens: {error}"
+            f"{where}: expected a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens: {error}"
         ) from error
     if not requests or requests[-1].at == 0:
         raise errors.ConfigError(f"--trace {path}: expected requests at two times at least")
@@ -106,6 +111,13 @@ def _read_azure(path: Path, limit: int | None) -> list[Request]:
         if earlier.at > later.at:
             raise errors.ConfigError(f"{path}:{number}: expected times in rising order")
     return requests
+
+
+def _read_tokens(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= workload.MOST_TOKENS:
+        raise ValueError(f"{number} is no number of tokens")
+    return max(1, number)
 
 
 def scale_to_load(requests: Sequence[Request], times: StepTimes) -> list[Request]:

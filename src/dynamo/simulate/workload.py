@@ -11,13 +11,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from dynamo.base import errors
 
 TRACE_BLOCK_SIZE = 512
+MOST_TOKENS = 10**8  # of a prompt or an answer: decoding more takes weeks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +73,9 @@ class Trace:
 
 class _Line(msgspec.Struct):
     timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]  # tokens of simulated prompts
 
 
 def read_trace(
@@ -106,9 +107,9 @@ def _read_line(
             f"{where}: expected a line of a Mooncake trace: {error}"
         ) from error
     num_blocks = -(-row.input_length // block_size)
-    if row.input_length < 1 or len(row.hash_ids) != num_blocks:
+    if len(row.hash_ids) != num_blocks:
         raise errors.ConfigError(
-            f"{where}: expected {max(1, num_blocks)} hash_ids for input_length {row.input_length}"
+            f"{where}: expected {num_blocks} hash_ids for input_length {row.input_length}"
             f" (one for each {block_size} tokens), got {len(row.hash_ids)}"
         )
     if len(set(row.hash_ids)) < num_blocks:

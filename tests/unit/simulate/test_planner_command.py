@@ -101,6 +101,10 @@ def test_profile_is_written_in_the_originals_format(tmp_path, capsys):
         ["--kill", "soon"],
         ["--kill", "5:router"],
         ["--kill", "5:prefill", "--mode", "agg"],
+        ["--max-gpu-budget", "1"],
+        ["--initial", "5p4d"],
+        ["--fixed-workers", "1"],
+        ["--interval", "inf"],
     ],
 )
 def test_wrong_flags_end_with_status_2(flags, capsys):
@@ -137,6 +141,10 @@ ROW = "2023-11-16 18:17:0{}.9799600,100,5\n"
         (ROW.format(1) * 2, "expected requests at two times at least"),
         (ROW.format(2) + ROW.format(1), "azure.csv:3: expected times in rising order"),
         ("2023-11-16 18:17:01.9799600,100\n", "expected a CSV file with TIMESTAMP"),
+        (ROW.format(1) + ROW.format(2).replace(",5", ",five"), "azure.csv:3: expected a CSV file"),
+        (ROW.format(1).replace(",5", ",-5"), "azure.csv:2: expected a CSV file"),
+        (ROW.format(1).replace("100", f"{10**22}"), f"{10**22} is no number of tokens"),
+        (ROW.format(1).replace("100", "1" * 200_000), "field larger than field limit"),
     ],
 )
 def test_trace_of_azure_that_cannot_be_used_is_refused(tmp_path, capsys, rows, complaint):
