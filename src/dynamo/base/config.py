@@ -24,6 +24,7 @@ import difflib
 import importlib
 import inspect
 import json
+import math
 import os
 import shlex
 import sys
@@ -444,7 +445,9 @@ def _parse_plain(hint: Any, value: Any, source: str) -> Any:
             is_none = kind is not hint and str(value) == "-1"
             return None if is_none else addresses.PortRange.parse(str(value))
         if isinstance(value, str) or (kind is float and type(value) is int):
-            return kind(value)
+            value = kind(value)
+        if kind is float and type(value) is float and math.isinf(value):
+            raise errors.ConfigError(f"{source}: expected a finite number, got {value}")
     if type(value) is kind:  # from TOML: true is no number, and 1.5 no whole number
         return value
     expected = {

@@ -99,6 +99,7 @@ def test_negated_flag_overrides_the_environment():
         ([], {"T_PORT": "65536"}, "T_PORT: expected 0 to 65535, got 65536"),
         (["--wait-s", "-0.1"], {}, "--wait-s: expected at least 0, got -0.1"),
         (["--wait-s", "nan"], {}, "--wait-s: expected at least 0, got nan"),
+        (["--wait-s", "inf"], {}, "--wait-s: expected a finite number, got inf"),
         ([], {"T_MODE": "best"}, "T_MODE: expected one of direct, random, got 'best'"),
         ([], {"T_QUIET": "perhaps"}, "T_QUIET: expected true or false, got 'perhaps'"),
         (["--prot", "1"], {}, "unrecognized argument: --prot (did you mean --port?)"),
