@@ -87,12 +87,12 @@ async def _run(options: BenchConfig, clock: clocks.Clock, answers: list[Answered
             answers.append(await chats.stream(model, prompt, options.max_tokens))
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(options.requests):
+        for number in range(options.requests):
+            if options.rate and number:
+                await clock.sleep(draw.expovariate(options.rate))
             words = " ".join(draw.choices(_WORDS, k=options.input_words))
             prompt = options.prompt if options.prompt is not None else words
             group.create_task(ask(prompt))
-            if options.rate:
-                await clock.sleep(draw.expovariate(options.rate))
 
 
 def _first_model(url: str, api_key: str) -> str:

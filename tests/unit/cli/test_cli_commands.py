@@ -427,6 +427,25 @@ def test_report_of_a_load_counts_failures_and_percentiles():
     assert bench.summarize([], 1.0)["ttft_ms_p50"] == 0.0
 
 
+def test_load_by_rate_ends_with_its_last_request(monkeypatch):
+    async def answer(self, model, prompt, max_tokens):
+        return bench.Answered(0.0, (0.1,), 1)
+
+    class Pauses:
+        def __init__(self):
+            self.made = []
+
+        async def sleep(self, seconds):
+            self.made.append(seconds)
+
+    pauses = Pauses()
+    monkeypatch.setattr(bench._ChatClient, "stream", answer)
+    answers = []
+    asyncio.run(bench._run(bench.BenchConfig(model="m", requests=3, rate=2.0), pauses, answers))
+
+    assert (len(answers), len(pauses.made)) == (3, 2)
+
+
 def test_interrupted_load_reports_what_has_been_answered(monkeypatch, capsys):
     async def be_interrupted(options, clock, answers):
         answers.append(bench.Answered(0.0, (0.1,), 1))
