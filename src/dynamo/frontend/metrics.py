@@ -405,6 +405,7 @@ class RequestMeter:
         now = self._now()
         last, choice.last_at = choice.last_at, now
         self.num_tokens += num_tokens
+        self.model.output_tokens.value += num_tokens
         if last is not None:
             self._observe_itl((now - last) / (num_tokens or 1), num_tokens)
         elif self._is_queued:
@@ -469,7 +470,6 @@ class RequestMeter:
             model.families.stages.plane_inflight.value -= 1
             model.families.last_requests.show(self, self.ended_at)
             model.output_len.observe(self.num_tokens)
-            model.output_tokens.value += self.num_tokens
         model.inflight.value -= 1
         model.duration.observe(self.ended_at - self.arrived_at)
         model.families.requests.labels(

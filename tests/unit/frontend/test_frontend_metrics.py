@@ -241,3 +241,14 @@ def test_observer_is_called_once_with_all_times():
     assert (meter.arrived_at, meter.prepared_at, meter.opened_at) == (1.0, 2.0, 3.0)
     assert (meter.first_token_at, meter.ended_at, meter.num_tokens) == (5.0, 8.0, 1)
     assert families.stages.roundtrip.sum == 3.0
+
+
+def test_tokens_are_counted_while_the_answer_is_streamed():
+    registry = observed.Registry("t")
+    families = metrics.FrontendMetrics(registry, lambda: 0.0)
+    meter = metrics.RequestMeter(families.for_model("m"), "completions", is_stream=True)
+
+    meter.record_tokens(Choice(), 3)
+    assert 'output_tokens_total{model="m"} 3.0' in registry.render().decode()
+    meter.record_success()
+    assert 'output_tokens_total{model="m"} 3.0' in registry.render().decode()
