@@ -282,6 +282,18 @@ def test_view_is_marked_in_the_row_of_views_of_a_phone(deployment, page):
         assert right <= 390
 
 
+def test_long_name_of_a_model_makes_no_page_wider_than_a_phone(deployment, page):
+    name = "organisation/a-model-with-a-name-that-goes-on-and-on-Instruct-FP8-quantized-by-somebody"
+    frontend = deployment.frontend()
+    frontend.others = [deployment.mocker("--model-name", name)]
+    frontend.await_models([name])
+    page.set_viewport_size({"width": 390, "height": 800})
+    for view in ("chat", "metrics", "models", "topology"):
+        show(page, frontend.url, view)
+        page.get_by_text(name).first.wait_for(state="attached")
+        assert page.evaluate("() => document.documentElement.scrollWidth") == 390
+
+
 def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
     frontend = deployment.frontend()
     planner = deployment.run(
