@@ -5,6 +5,8 @@ A directory holds `selected_prefill_interpolation/raw_data.npz` with the arrays 
 (ms), `z_thpt_per_gpu` and `max_kv_tokens`.
 """
 
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,10 @@ from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, Wor
 
 PREFILL_FILE = Path("selected_prefill_interpolation", "raw_data.npz")
 DECODE_FILE = Path("selected_decode_interpolation", "raw_data.npz")
+_DAMAGES = (
+    *(OSError, EOFError, zipfile.BadZipFile, zlib.error),
+    *(KeyError, ValueError, TypeError, AttributeError),  # the last two: of a file of one array
+)
 _PREFILL = ("prefill_isl", "prefill_ttft", "prefill_thpt_per_gpu")
 _DECODE = ("x_kv_usage", "y_context_length", "z_itl", "z_thpt_per_gpu")
 
@@ -22,9 +28,9 @@ _DECODE = ("x_kv_usage", "y_context_length", "z_itl", "z_thpt_per_gpu")
 def read_profile(directory: Path) -> WorkerProfile:
     """Read both files of a directory. Raises ConfigError, which names the file."""
     prefill = _read_arrays(directory / PREFILL_FILE, _PREFILL)
-    rows = sorted(zip(*(prefill[name] for name in _PREFILL), strict=True))
     decode = _read_arrays(directory / DECODE_FILE, (*_DECODE, "max_kv_tokens"))
     try:
+        rows = sorted(zip(*(prefill[name] for name in _PREFILL), strict=True))
         curve = PrefillCurve(
             isl=tuple(isl for isl, _, _ in rows),
             ttft_s=tuple(ttft / 1e3 for _, ttft, _ in rows),
@@ -35,7 +41,7 @@ def read_profile(directory: Path) -> WorkerProfile:
             for usage, context, itl, throughput in zip(*(decode[n] for n in _DECODE), strict=True)
         ]
         surface = DecodeSurface(points, max_kv_tokens=int(decode["max_kv_tokens"][0]))
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, OverflowError) as error:
         raise errors.ConfigError(
             f"{directory}: expected arrays of one length in each file: {error}"
         ) from error
@@ -75,9 +81,9 @@ def write_deployment(graph: Mapping[str, Any], notes: str, path: Path) -> None:
 
 def _read_arrays(path: Path, names: tuple[str, ...]) -> Mapping[str, list[float]]:
     try:
-        with _load_numpy().load(path) as arrays:
+        with path.open("rb") as file, _load_numpy().load(file) as arrays:
             return {name: [float(x) for x in arrays[name].ravel()] for name in names}
-    except (OSError, KeyError, ValueError, EOFError) as error:
+    except _DAMAGES as error:
         raise errors.ConfigError(
             f"{path}: expected an npz file with the arrays {', '.join(names)}: {error}"
         ) from error

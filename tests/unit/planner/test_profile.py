@@ -1,3 +1,4 @@
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,6 +115,29 @@ def corrected(*intervals):
     for each in intervals:
         correction.learn(each, isl=1000, context=1000)
     return correction
+
+
+def damage(kind, path):
+    content = path.read_bytes()
+    match kind:
+        case "cut":
+            path.write_bytes(content[:200])
+        case "changed":
+            path.write_bytes(content.replace(b"prefill_ttft.npy", b"prefill_ttfs.npy", 1))
+        case "one array":
+            with path.open("wb") as file:
+                numpy.save(file, numpy.array([1.0]))
+        case "unequal lengths":
+            numpy.savez(path, prefill_isl=[1.0, 2.0], prefill_ttft=[1.0], prefill_thpt_per_gpu=[1])
+
+
+@pytest.mark.parametrize("kind", ["cut", "changed", "one array", "unequal lengths"])
+def test_damaged_file_of_a_profile_is_named(tmp_path, kind):
+    profile_files.write_profile(make_profile(), tmp_path)
+    damage(kind, tmp_path / profile_files.PREFILL_FILE)
+
+    with pytest.raises(errors.ConfigError, match=str(tmp_path)):
+        profile_files.read_profile(tmp_path)
 
 
 def test_profile_takes_the_times_of_service():
