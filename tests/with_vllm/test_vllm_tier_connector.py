@@ -2,9 +2,11 @@
 
 import abc
 import importlib.util
+import os
 import types
 import warnings
 
+import msgspec
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
@@ -16,6 +18,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's, and those of what it imports
     from vllm.distributed.kv_transfer.kv_connector import factory
     from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+    from vllm.utils import hashing
+    from vllm.v1.core import kv_cache_utils
 
     from dynamo.engine.adapters.vllm import tier_connector
     from dynamo.llm.vllm_integration import connector
@@ -142,8 +146,12 @@ def test_models_without_tiers_are_refused_by_name(kinds, changes, says):
 
 
 def test_report_survives_vllms_connector_of_several():
-    data = {"DynamoConnector": REPORT}
-    joined = multi_connector.MultiConnector.build_kv_connector_stats(data)
+    several = multi_connector.MultiKVConnectorStats()
+    several["DynamoConnector"] = tier_connector.TierStats(data=REPORT)
+    # 0.28 has no `to_dict`, and sends the object itself
+    data = several.to_dict() if hasattr(several, "to_dict") else several.data
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(data))
+    joined = multi_connector.MultiConnector.build_kv_connector_stats(sent)
 
     assert factory.KVConnectorFactory.get_connector_class_by_name("DynamoConnector") is (
         connector.DynamoConnector
@@ -153,6 +161,36 @@ def test_report_survives_vllms_connector_of_several():
             "host_blocks": 3, "host_hit_rate": 0.5, "disk_hit_rate": 0.0, "loaded_tokens": 64,
         }
     }  # fmt: skip
+
+
+def test_blocks_have_the_same_names_in_every_process(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "x")  # so that what is set below is taken back
+    monkeypatch.delenv("PYTHONHASHSEED")
+    tier_connector.name_blocks_alike("sha256", os.environ, is_lasting=True)
+    seeds = []
+    for _ in range(2):  # as two processes do
+        kv_cache_utils.init_none_hash(hashing.sha256)
+        seeds.append(kv_cache_utils.NONE_HASH)
+
+    assert seeds[0] == seeds[1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_lasting", "num_warnings"),
+    [({}, True, 1), ({}, False, 0), ({"PYTHONHASHSEED": "7"}, True, 0)],
+)
+def test_names_that_differ_in_each_process_are_warned_of(
+    monkeypatch, environ, is_lasting, num_warnings
+):
+    warned = []
+    monkeypatch.setattr(tier_connector._logger, "warning", lambda *words: warned.append(words))
+    given = dict(environ)
+    tier_connector.name_blocks_alike("xxhash", environ, is_lasting=is_lasting)
+
+    assert len(warned) == num_warnings
+    assert (
+        environ == given
+    )  # a known seed would let a tenant make blocks with the names of another's
 
 
 def test_latest_report_counts():

@@ -12,8 +12,9 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from vllm.distributed import kv_events as vllm_events
 from vllm.distributed.kv_transfer.kv_connector import factory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as connector_metrics
-from vllm.v1.core import block_pool
+from vllm.v1.core import block_pool, kv_cache_utils
 
 from dynamo.base import config, errors
 from dynamo.engine.adapters.vllm import connectors, tier_scheduler, tier_worker
@@ -33,6 +34,7 @@ from dynamo.engine.adapters.vllm.tier_plan import TierPlan, TierResults
 from dynamo.kvbm import tier_report, tier_setup
 from dynamo.protocols import kv_events
 
+_SEED = "PYTHONHASHSEED"
 REPORT_S = 0.2  # between two reports while there is work
 _MEDIUM = {kv_events.HOST: "CPU", kv_events.DISK: "DISK", kv_events.REMOTE: "REMOTE"}
 _USED_METHODS: Mapping[type, Mapping[str, tuple[str, ...]]] = {  # parameters after self
@@ -156,6 +158,9 @@ class DynamoConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._scheduler: tier_scheduler.TierScheduler | None = None
         self._worker: tier_worker.TierWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
+            is_lasting = len(settings.storage_tiers) > 1 or settings.kvbm_sharing_workers > 1
+            algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+            name_blocks_alike(algorithm, os.environ, is_lasting=is_lasting)
             self._scheduler = tier_scheduler.TierScheduler(
                 settings,
                 block_size=self._block_size,
@@ -366,6 +371,30 @@ def check_support(vllm_config: Any, kv_cache_config: Any, *, is_shared: bool = F
             f"DynamoConnector: expected {expected}, but {found}; serve it without tiers: --connector none, or no"
             " --kv-transfer-config"
         )
+
+
+def name_blocks_alike(
+    algorithm: str, environ: MutableMapping[str, str], *, is_lasting: bool
+) -> None:
+    """Have vLLM give a prompt's blocks the same names in every process, or others would find none of them.
+
+    Names begin with a seed, and older releases (0.28) take a random one unless this variable is set, which they read
+    after they have made the connector. With an algorithm that is not cryptographic, all releases take a random one, for
+    else a tenant could make a block with the name of another's; `is_lasting` says whether that is worth a warning.
+    """
+    if _SEED in environ:
+        return
+    if not algorithm.startswith("sha256"):
+        if is_lasting:
+            _logger.warning(
+                "with --prefix-caching-hash-algo %s blocks have other names in each process, so other workers and this"
+                " one after a restart find none of them in their tiers: expected sha256, or %s with the same secret"
+                " value for all",
+                algorithm,
+                _SEED,
+            )
+    elif not hasattr(kv_cache_utils, "resolve_none_hash_seed"):
+        environ[_SEED] = "0"
 
 
 def identify_model(name: str, revision: str | None, cache_dir: str | None) -> str:
