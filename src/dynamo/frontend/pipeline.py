@@ -284,9 +284,14 @@ class Pipeline:
     async def find_model(
         self, name: str, client: exchange.Exchange, notify: Notify = lambda notice: None
     ) -> RegisteredModel:
-        """Return the model of this name, as soon as a worker has registered it. Raises ModelNotFound or NoWorkers."""
+        """Return the model of this name, as soon as a worker has registered it.
+
+        Raises ModelNotFound, NoWorkers, or Forbidden: a key that may not ask a model cannot have it loaded either.
+        """
         if (model := self.models.get(name)) is not None:  # nearly always so
             return model
+        if self.worker_wait.is_expected(name):
+            self.admission.rights.check_may_see(client, name)
 
         async def find() -> RegisteredModel:
             try:

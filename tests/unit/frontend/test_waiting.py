@@ -304,6 +304,26 @@ async def test_query_for_the_worker_is_answered_after_its_model_was_waited_for(r
     assert f'event: worker_instance_id\n: "{worker.instance.instance_id}"\n\n' in text
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/api/generate", {}),
+        ("/tokenize", {"prompt": "hi"}),
+    ],
+)
+async def test_key_has_no_model_loaded_that_it_may_not_ask(bare, tmp_path, path, body):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "alice"\nkey = "sk-alice-1"\nmodels = ["m"]\n')
+    await bare.start(api_keys_file=str(keys))
+    bare.one = await bare.worker()
+    await announce(bare, ON_DEMAND)
+    headers = {"authorization": "Bearer sk-alice-1"}
+    refused = await bare.client.post(path, json={"model": "q", **body}, headers=headers)
+
+    assert (refused.status_code, bare.frontend._dispatcher.worker_wait._waiting) == (403, {})
+
+
 async def test_model_on_demand_is_listed_before_it_is_loaded(rig):
     await announce(rig, ON_DEMAND)
     listed = (await rig.client.get("/v1/models")).json()["data"]
