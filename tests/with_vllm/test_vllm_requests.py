@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import re
+import warnings
 
 import pytest
 
@@ -15,6 +16,10 @@ from dynamo.preprocess import tokenize
 from dynamo.protocols import blocks, generate
 from dynamo.worker import model_source
 from vllm_engine import *  # noqa: F403 (fixtures: one engine for this module)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of what vLLM imports
+    from vllm.v1.structured_output import backend_xgrammar
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -102,10 +107,16 @@ async def test_vllms_refusals_name_the_field(host):
     assert refusal.value.param == "temperature"
 
 
+PATTERNS = [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(16)]
+ENDLESS = {"allOf": [{"allOf": PATTERNS[i : i + 4]} for i in range(0, 16, 4)]}
+
+
+@pytest.mark.skipif(
+    not backend_xgrammar.has_xgrammar_unsupported_json_features(ENDLESS),
+    reason="this release of vLLM lets XGrammar compile it, which takes a millisecond",
+)
 async def test_grammar_without_end_is_refused_while_other_answers_go_on(host):
-    patterns = [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(16)]
-    endless = json.dumps({"allOf": [{"allOf": patterns[i : i + 4]} for i in range(0, 16, 4)]})
-    refused = asyncio.create_task(guided(host, json=endless))
+    refused = asyncio.create_task(guided(host, json=json.dumps(ENDLESS)))
     await asyncio.sleep(0)
     assert await ask(host, "a", max_tokens=8)
     assert not refused.done()

@@ -76,7 +76,8 @@ def log_handler() -> logging.Handler:
     """Return the handler of our own logs for vLLM's, after setting up the logging of this process if it has none."""
     root = logging.getLogger()
     if multiprocessing.parent_process() is not None or not root.handlers:
-        logs.configure()
+        # Older releases (0.28) put the name of the process before each line that is written by `sys.stderr`.
+        logs.configure(stream=os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False))
     logging.captureWarnings(True)
     _take_over_loggers()
     return root.handlers[0]
