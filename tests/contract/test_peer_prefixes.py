@@ -289,7 +289,11 @@ async def test_peer_that_stops_during_the_copy_costs_only_the_copy(kind):
         await right.until_idle()
 
 
-async def test_fault_of_the_program_fails_the_request_instead_of_holding_it_for_ever(kind):
+async def test_fault_of_the_program_fails_the_request_instead_of_holding_it_for_ever(
+    kind, monkeypatch
+):
+    monkeypatch.setattr(tier_policy, "_MIN_WAIT_S", PATIENT_S)
+    monkeypatch.setattr(tier_policy, "_MAX_WAIT_S", PATIENT_S)
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     async with two_workers(kind) as (left, right, client):
         await left.answer(prompt(1))
