@@ -235,6 +235,11 @@ def test_metrics_that_stop_under_load_hold_the_workers_until_they_are_back(deplo
     assert set(answers) == {(NUM_TOKENS, "[DONE]")}
 
 
+def workers_of_models(url):
+    rows = httpx.get(f"{url}/v1/models", timeout=PATIENT_S).json()["data"]
+    return [row["num_workers"] for row in rows]
+
+
 def test_served_model_sleeps_and_wakes_for_a_request(deployment):
     port = ports.reserve()
     flags = "--scale-down-delay 0.5 --adjustment-interval 0.25"
@@ -260,6 +265,7 @@ def test_served_model_sleeps_and_wakes_for_a_request(deployment):
 
     for _ in range(2):
         eventually(lambda: present() == 0, what="it sleeps")
+        eventually(lambda: workers_of_models(url) == [0], what="it is listed")
         body = chat("Tell me a story", max_tokens=8)
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENT_S)
         assert answer.status_code == 200, answer.text

@@ -221,7 +221,7 @@ class _Serving:
                 return True
             if root.module is None:
                 return await serve.is_healthy("127.0.0.1", self._port)
-            return await serve.lists_model("127.0.0.1", self._port, serve.ANY_MODEL)
+            return await serve.lists_models("127.0.0.1", self._port, ())
 
         if await serve.wait_until_answers(
             self._supervisor, self._clock, service, probe, self._options.ready_timeout

@@ -39,7 +39,6 @@ from dynamo.worker import engines, model_source
 
 PROBE_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 35.0  # of a process that says nothing else
-ANY_MODEL = "*"
 PROMPT = "Tell me a story about a brave cat"
 DISCOVERY, NAMESPACE = "DYN_FILE_KV", "DYN_NAMESPACE"
 # What a process that joins a `dynamo serve` has to have in common with it.
@@ -295,8 +294,13 @@ class _Serving:
         for spec in self.specs.values():
             await self._supervisor.start(spec)
         options = self._options
-        expected_model = None if self._starts_asleep else self._name
-        probe = functools.partial(lists_model, options.http_host, options.http_port, expected_model)
+        probe = functools.partial(
+            lists_models,
+            options.http_host,
+            options.http_port,
+            [self._name],
+            need_workers=not self._starts_asleep,
+        )
         if not await wait_until_answers(
             self._supervisor, self._clock, self._name, probe, options.ready_timeout
         ):
@@ -463,18 +467,21 @@ def curl_line(url: str, model: str) -> str:
     )
 
 
-async def lists_model(host: str, port: int, model: str | None) -> bool:
-    """Return whether the frontend at this address lists the model, or any answer if it is None.
+async def lists_models(
+    host: str, port: int, names: Sequence[str], *, need_workers: bool = True
+) -> bool:
+    """Return whether the frontend at this address lists these models, or any at all without names.
 
-    A frontend that wants API keys lists nothing without one, but tells whether it is healthy: a worker is ready.
+    A frontend that wants API keys lists nothing without one, but tells whether it is healthy: a worker is ready. That
+    is waited for unless no worker needs to run yet, as for models that are loaded by their first request.
     """
     url = f"http://{addresses.join(host, port)}/v1/models"
     try:
         status, answer = await client.request("GET", url, timeout_s=PROBE_TIMEOUT_S)
         if status == http.HTTPStatus.UNAUTHORIZED:
-            return model is None or await is_healthy(host, port)
-        models = msgspec.json.decode(answer)
-        return model is None or any(model in (ANY_MODEL, entry["id"]) for entry in models["data"])
+            return not need_workers or await is_healthy(host, port)
+        listed = {entry["id"] for entry in msgspec.json.decode(answer)["data"]}
+        return listed.issuperset(names) if names else bool(listed)
     except (errors.Unavailable, msgspec.DecodeError, KeyError, TypeError):
         return False
 

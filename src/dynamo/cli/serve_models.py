@@ -170,7 +170,13 @@ class _Run:
         self, owner: supervisor.Supervisor, loader: model_loader.ModelLoader, budget_gb: float
     ) -> None:
         options = self._options
-        probe = functools.partial(serve.lists_model, options.http_host, options.http_port, None)
+        probe = functools.partial(
+            serve.lists_models,
+            options.http_host,
+            options.http_port,
+            [model.name for model in self._models],
+            need_workers=False,
+        )
         try:
             await loader.announce()
             await owner.start(serve.frontend_spec(options, os.environ))

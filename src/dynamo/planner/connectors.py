@@ -87,7 +87,11 @@ class WakeUpPromise:
         """Make the promise if no worker runs, take it back if one does. Raises Unavailable."""
         if is_asleep and not self._is_made:
             start = instances.WorkerStart(
-                model=self.model, namespace=self._namespace, estimate_s=startup_s
+                model=self.model,
+                namespace=self._namespace,
+                estimate_s=startup_s,
+                context_length=0,  # not known here, but the model is listed
+                phase="unloaded",
             )
             await self._registry.put(self._key, msgspec.json.encode(start))
         elif self._is_made and not is_asleep:

@@ -135,7 +135,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     is_on_demand: bool = False  # it starts when a request waits for it
     context_length: int | None = None  # of a model that is listed though no worker serves it
     failure: str = ""  # why its last start failed: requests do not wait for it
-    phase: str = ""  # of a model on demand: unloaded, loading, loaded, unloading
+    phase: str = ""  # of a model that is listed: unloaded, loading, loaded, unloading
     is_pinned: bool = False  # it stays loaded
     loader: int = 0  # the instance that takes a `ModelChange` for it; 0: none
     sleeper: SleepingInstance | None = None

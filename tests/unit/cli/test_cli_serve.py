@@ -47,16 +47,24 @@ async def answer(body, status_by_path=None):
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (b'{"data": [{"id": "m"}]}', True),
-        (b'{"data": [{"id": "other"}]}', False),
+        (b'{"data": [{"id": "n"}, {"id": "m"}]}', True),
+        (b'{"data": [{"id": "n"}]}', False),  # "m" may come a moment later
+        (b'{"data": []}', False),
         (b'{"data": 1}', False),
         (b"no json", False),
     ],
 )
-async def test_model_is_ready_when_the_frontend_lists_it(body, expected):
+async def test_models_are_ready_when_the_frontend_lists_them_all(body, expected):
     server, port = await answer(body)
     async with server:
-        assert await serve.lists_model("127.0.0.1", port, "m") is expected
+        assert await serve.lists_models("127.0.0.1", port, ["m", "n"]) is expected
+
+
+@pytest.mark.parametrize(("body", "expected"), [(b'[{"id": "m"}]', True), (b"[]", False)])
+async def test_frontend_of_any_model_is_ready_when_it_lists_one(body, expected):
+    server, port = await answer(b'{"data": %b}' % body)
+    async with server:
+        assert await serve.lists_models("127.0.0.1", port, ()) is expected
 
 
 @pytest.mark.parametrize(("health", "expected"), [(200, True), (503, False)])
@@ -64,12 +72,12 @@ async def test_frontend_with_api_keys_is_ready_when_it_is_healthy(health, expect
     refusal = b'{"error": {"code": "invalid_api_key"}}'
     server, port = await answer(refusal, {"/v1/models": 401, "/health": health})
     async with server:
-        assert await serve.lists_model("127.0.0.1", port, "m") is expected
-        assert await serve.lists_model("127.0.0.1", port, None)
+        assert await serve.lists_models("127.0.0.1", port, ["m"]) is expected
+        assert await serve.lists_models("127.0.0.1", port, ["m"], need_workers=False)
 
 
 async def test_address_without_a_server_lists_no_model(unused_tcp_port):
-    assert not await serve.lists_model("127.0.0.1", unused_tcp_port, "m")
+    assert not await serve.lists_models("127.0.0.1", unused_tcp_port, ["m"])
 
 
 @pytest.mark.parametrize("models", [(), ("a", "b")])

@@ -20,7 +20,9 @@ async def offer(rig, *, loader):
     )
     key = f"{instances.STARTS}a-0-0"
     await rig.one.runtime.discovery.put(key, msgspec.json.encode(start))
-    await rig.until(lambda: rig.frontend._expected_workers.on_demand)
+    await rig.until(
+        lambda: [each.loader for each in rig.frontend._expected_workers.on_demand] == [loader]
+    )
 
 
 @pytest.fixture
@@ -59,8 +61,9 @@ async def test_refused_change_says_why(rig, changes):
 
 async def test_model_that_is_not_loaded_on_demand_is_not_found(rig):
     alone = await rig.client.post("/models/load", json={"model": "m"})
-    await offer(rig, loader=0)
+    await offer(rig, loader=77)
     beside = await rig.client.post("/models/load", json={"model": "m"})
+    await offer(rig, loader=0)
     without = await rig.client.post("/models/load", json={"model": "q"})
 
     assert [answer.status_code for answer in (alone, beside, without)] == [404] * 3

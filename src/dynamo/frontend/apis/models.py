@@ -91,9 +91,9 @@ class ModelChanger:
 
     async def change(self, action: instances.ModelAction, named: NamedModel) -> dict[str, Any]:
         """Have a model changed. Raises ModelNotFound, Conflict, Unavailable, WorkerLost."""
-        starts = {start.model: start for start in self._list_on_demand()}
+        starts = {start.model: start for start in self._list_on_demand() if start.loader}
         start = starts.get(named.model)
-        if start is None or not start.loader:
+        if start is None:
             expected = f"one of {', '.join(starts)}" if starts else "one of `dynamo serve A B`"
             raise model_errors.ModelNotFound(
                 f"expected a model that is loaded on demand, {expected}, got {named.model!r}"
