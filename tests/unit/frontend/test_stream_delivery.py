@@ -139,6 +139,7 @@ async def test_stop_string_across_outputs_ends_the_stream(rig, step):
 
     assert "".join(filter(None, contents(answer.text))) == "one "
     assert found[-2]["choices"][0]["finish_reason"] == "stop"
+    assert found[-2]["choices"][0]["stop_reason"] == "STOP"
     assert found[-1] == "[DONE]"
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from frontend_rig import outputs
+import pytest
+from frontend_rig import events, outputs
 
 from dynamo.base import errors
 from dynamo.protocols import generate
@@ -70,6 +71,24 @@ async def test_stop_string_is_cut_from_the_answer(rig):
 
     assert body["choices"][0]["message"]["content"] == "one "
     assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"][0]["stop_reason"] == "END"
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}])
+@pytest.mark.parametrize(("finish", "token"), [("stop", 7), ("eos", None), ("length", None)])
+async def test_choice_names_the_stop_token_that_ended_it_as_vllms_does(rig, fields, finish, token):
+    rig.one.script = [
+        generate.Output((104,), logprobs=report(-0.25)),
+        generate.Output(
+            (7,), generate.FinishReason(finish), stop_reason=token, logprobs=report(-0.5)
+        ),
+    ]
+    whole = (await rig.complete(**fields)).json()["choices"][0]
+    streamed = events((await rig.complete(stream=True, **fields)).text)[:-1]
+
+    assert whole.get("stop_reason") == token
+    assert streamed[-1]["choices"][0].get("stop_reason") == token
+    assert not any("stop_reason" in event["choices"][0] for event in streamed[:-1])
 
 
 async def test_prompts_times_choices_are_numbered_through(rig):

@@ -137,6 +137,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatMessage
     finish_reason: FinishReason
+    stop_reason: int | str = ""  # the stop token or string, if one ended it
     logprobs: ChatLogprobs | None
 
 
@@ -186,6 +187,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     delta: ChatDelta
     finish_reason: FinishReason | None
     logprobs: ChatLogprobs | None
+    stop_reason: int | str = ""  # the stop token or string, if one ended it
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -220,7 +222,7 @@ class ChatFormatter:
             "delta": self._echoed(delta | self._delta(part.piece), is_first=part.is_first),
             "logprobs": self._logprobs(part.reports),
             "finish_reason": part.finish_reason,
-            **sse.token_id_fields(part),
+            **sse.choice_fields(part),
         }
         chunk = self._object("chat.completion.chunk", [choice])
         return chunk | sse.prompt_fields(part, self._token_names.token_text)
@@ -237,7 +239,7 @@ class ChatFormatter:
                 "message": self._message(answer.pieces),
                 "logprobs": self._logprobs(answer.reports),
                 "finish_reason": answer.finish_reason,
-                **sse.token_id_fields(answer),
+                **sse.choice_fields(answer),
             }
             for answer in answers
         ]

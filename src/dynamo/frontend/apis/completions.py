@@ -151,6 +151,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length", "content_filter"] | None  # null: the stream goes on
+    stop_reason: int | str = ""  # the stop token or string, if one ended it
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -200,7 +201,7 @@ class CompletionFormatter:
         return {**self._object(rows), "usage": usage}
 
     def _token_fields(self, part: sse.ChoicePart | sse.WholeChoice) -> dict[str, Any]:
-        return sse.token_id_fields(part) | sse.prompt_fields(part, self._token_text)
+        return sse.choice_fields(part) | sse.prompt_fields(part, self._token_text)
 
     def _object(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "choices": rows}

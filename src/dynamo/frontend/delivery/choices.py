@@ -96,7 +96,9 @@ def split_tokens(output: generate.Output) -> Iterator[generate.Output]:
         logprobs = output.logprobs[place : place + 1] if output.logprobs else None
         yield generate.Output((token_id,), logprobs=logprobs)
     if output.finish_reason is not None:
-        yield generate.Output(output.token_ids[len(visible) :], output.finish_reason)
+        yield generate.Output(
+            output.token_ids[len(visible) :], output.finish_reason, stop_reason=output.stop_reason
+        )
 
 
 class Choice:
@@ -110,6 +112,7 @@ class Choice:
         "num_reasoning_tokens",
         "push",
         "reporter",
+        "stop_token",
         "text",
         "token_ids",
     )
@@ -121,6 +124,7 @@ class Choice:
         self.push = text.push
         self.reporter = LogprobReporter(text) if has_logprobs else None
         self.finish_reason: generate.FinishReason | None = None
+        self.stop_token: int | str | None = None  # of the request, by which the engine ended it
         self.last_at: float | None = None  # time of its latest token, of the frontend's clock
         self.num_calls = 0
         self.num_reasoning_tokens = 0
@@ -169,7 +173,7 @@ class Choice:
         if self.text.stop_reason is not None:
             self.finish_reason = generate.FinishReason.STOP
         else:
-            self.finish_reason = output.finish_reason
+            self.finish_reason, self.stop_token = output.finish_reason, output.stop_reason
         return text, reports
 
 

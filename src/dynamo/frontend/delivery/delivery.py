@@ -409,6 +409,7 @@ class WholeDelivery(Delivery):
                 choice.take_token_ids(),
                 self.prepared.prompt_token_ids_of(choice),
                 self._logprobs_of_prompt(choice),
+                choice.stop_token,
             )
             for index, choice in enumerate(selected)
         ]

@@ -71,6 +71,8 @@ class ChoicePart(msgspec.Struct, frozen=True):
     is_first: bool = False
     token_ids: Sequence[int] | None = None  # None: not requested
     prompt_token_ids: Sequence[int] | None = None  # in a first part, where requested
+    stop_token: int | str | None = None
+    stop_string: str | None = None
 
 
 class WholeChoice(msgspec.Struct, frozen=True):
@@ -84,6 +86,7 @@ class WholeChoice(msgspec.Struct, frozen=True):
     token_ids: Sequence[int] | None = None  # None: not requested
     prompt_token_ids: Sequence[int] | None = None
     prompt_logprobs: Sequence[generate.TokenLogprobs] | None = None  # but of the first token
+    stop_token: int | str | None = None
 
 
 class AnswerFormatter(Protocol):
@@ -165,9 +168,16 @@ def finish_reason(choice: choices.Choice) -> str:
     return "tool_calls" if choice.num_calls and reason == "stop" else reason
 
 
-def token_id_fields(part: ChoicePart | WholeChoice) -> dict[str, Any]:
-    """Return the ids of the choice's tokens as vLLM returns them, where requested."""
-    return {} if part.token_ids is None else {"token_ids": part.token_ids}
+def choice_fields(part: ChoicePart | WholeChoice) -> dict[str, Any]:
+    """Return what vLLM adds to a choice: the stop string or token that ended it, and the tokens' ids if requested.
+
+    Unlike vLLM's, a choice that ended otherwise has no `stop_reason`: OpenAI's schema does not know it.
+    """
+    stop = part.stop_token if part.stop_string is None else part.stop_string
+    fields: dict[str, Any] = {} if stop is None else {"stop_reason": stop}
+    if part.token_ids is not None:
+        fields["token_ids"] = part.token_ids
+    return fields
 
 
 def prompt_fields(

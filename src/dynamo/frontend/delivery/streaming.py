@@ -189,7 +189,13 @@ class StreamDelivery(delivery.Delivery):
 
     def _end_choice(self, choice: choices.Choice, event: bytes) -> None:
         reason = sse.finish_reason(choice)
-        last = sse.ChoicePart(choice.index, finish_reason=reason, token_ids=choice.take_token_ids())
+        last = sse.ChoicePart(
+            choice.index,
+            finish_reason=reason,
+            token_ids=choice.take_token_ids(),
+            stop_token=choice.stop_token,
+            stop_string=choice.text.stop_reason,
+        )
         chunk = self._formatter.chunk(last)
         event += sse.event({**chunk, **self._extra(is_last=True)})
         if not self.settle(choice):
