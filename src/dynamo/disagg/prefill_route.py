@@ -72,6 +72,7 @@ class PrefillRoute:
         self._prefill: kv_router.KvRouter | None = None
         self._hung = prefill_queue.HungWorkers(self._send_probe, self._is_prefill_worker, clock)
         self._decoders: frozenset[int] = frozenset()  # workers that can copy from prefill workers
+        self._imports_choices = True  # all of them copy the blocks of several choices, too
         self._unreachable: Mapping[int, frozenset[int]] = {}  # prefill workers, by decode worker
         self.preview_instance = decode.preview_instance
         self._bind_open()
@@ -80,6 +81,7 @@ class PrefillRoute:
         """Set the model cards of the answering workers, by instance id."""
         self._decode.set_model_cards(cards)
         self._decoders = frozenset(i for i, card in cards.items() if _is_decode_worker(card))
+        self._imports_choices = all(_imports_choices(cards[i]) for i in self._decoders)
         unreachable = {i: _unreachable_from(cards[i]) for i in self._decoders}
         self._set_unreachable({i: ids for i, ids in unreachable.items() if ids})
         self._bind_open()
@@ -144,6 +146,8 @@ class PrefillRoute:
             obstacle = (
                 "log probabilities of a prompt, and images, are computed by the answering worker"
             )
+        elif request.sampling_options.n > 1 and not self._imports_choices:
+            obstacle = "the answering worker computes the prompt of several choices"
         elif not self._can_import(options):
             obstacle = "no worker that may answer can copy from a prefill worker"
         else:
@@ -430,6 +434,10 @@ def _unreachable_from(card: model_card.ModelCard) -> frozenset[int]:
     """Return the prefill workers from which a worker cannot copy; what another version wrote there is ignored."""
     ids = card.runtime_config.runtime_data.get(kv_transfer.UNREACHABLE_KEY)
     return frozenset(i for i in ids if isinstance(i, int)) if isinstance(ids, list) else frozenset()
+
+
+def _imports_choices(card: model_card.ModelCard) -> bool:
+    return card.runtime_config.runtime_data.get(kv_transfer.CHOICES_KEY) is not False
 
 
 def _is_decode_worker(card: model_card.ModelCard) -> bool:

@@ -45,6 +45,9 @@ METADATA_KEY = "kv_transfer_metadata"  # of an engine's agent, in a card's runti
 LOCAL_LENGTH_KEY = "max_local_prefill_length"  # there too: the worker's own limit, in tokens
 PREFIXES_KEY = "kv_prefixes"  # there too: true for a worker that exports cached prefixes to others
 IMPORTS_KEY = "kv_transfer_imports"  # there too: true for a worker of no set role that can copy blocks from others
+CHOICES_KEY = (
+    "kv_transfer_choices"  # there too: false for a worker that copies no blocks for several choices
+)
 UNREACHABLE_KEY = (
     "kv_transfer_unreachable"  # there too: prefill workers from which a worker cannot copy now
 )

@@ -137,6 +137,8 @@ def add_role(
         kind = model_card.WorkerType.DECODE
     elif not worker.is_prefill and worker.disaggregation_mode != "agg":
         data[kv_transfer.IMPORTS_KEY] = True
+    if not engine.capabilities.imports_choices:
+        data[kv_transfer.CHOICES_KEY] = False
     runtime = msgspec.structs.replace(model.runtime_config, runtime_data=data)
     return msgspec.structs.replace(model, worker_type=kind, runtime_config=runtime)
 

@@ -212,6 +212,18 @@ async def test_worker_of_no_set_role_that_can_copy_counts_as_decode_worker(world
     assert kv_transfer.is_prefilled(world.answered[1])
 
 
+@pytest.mark.parametrize(("num_choices", "where"), [(1, "remote"), (2, "local")])
+async def test_prompt_of_several_choices_is_local_if_no_worker_copies_it(world, num_choices, where):
+    """vLLM does not: the prompt would be computed twice."""
+    runtime = model_card.ModelRuntimeConfig(runtime_data={kv_transfer.CHOICES_KEY: False})
+    decode = msgspec.structs.replace(card(model_card.WorkerType.DECODE), runtime_config=runtime)
+    world.made.set_model_cards({DECODE: decode, PLAIN: card()})
+    await world.open(request(sampling_options=generate.SamplingOptions(n=num_choices)))
+
+    assert len(world.prefill.asked) == (where == "remote")
+    assert world.count("routed_prefills_total", where=where) == 1
+
+
 async def test_prompt_is_local_if_too_many_wait_remotely(world):
     world.prefill.num_requests = 3
     await world.open()

@@ -28,10 +28,10 @@ FILE = model_card.ModelFile(path="/m/config.json", checksum="sha256:1", size=1)
 class ExportingEngine(FakeEngine):
     """An engine that can export blocks."""
 
-    def __init__(self):
+    def __init__(self, **capabilities):
         super().__init__()
         self.is_open, self.transfer_metadata = False, None
-        self.capabilities = api.EngineCapabilities(kv_transfer=self)
+        self.capabilities = api.EngineCapabilities(kv_transfer=self, **capabilities)
 
     def enable_export(self):
         self.is_open, self.transfer_metadata = True, b"here"
@@ -206,6 +206,13 @@ def test_card_says_the_role_and_whether_a_worker_without_one_can_copy_blocks(opt
     made = disaggregated.add_role(CARD, settings.WorkerConfig(**options), ExportingEngine())
 
     assert (made.worker_type, made.runtime_config.runtime_data) == (kind, data)
+
+
+def test_card_says_that_no_blocks_are_copied_for_several_choices():
+    engine = ExportingEngine(imports_choices=False)
+    made = disaggregated.add_role(CARD, settings.WorkerConfig(disaggregation_mode="decode"), engine)
+
+    assert made.runtime_config.runtime_data == {kv_transfer.CHOICES_KEY: False}
 
 
 def test_card_says_up_to_which_length_the_worker_computes_prompts():
