@@ -24,6 +24,7 @@ from dynamo.sdk import declaration
 VARIABLE = "DYNAMO_SERVICE_CONFIG"
 COMMON, _SHARED, _ARGS = "Common", "common-configs", "ServiceArgs"
 _ARGS_WITH_KEYS = ("resources", "dynamo", "environment")
+_UNUSED = ("enabled", "name", "component", "component_type")  # the original's files have them
 Section = dict[str, Any]
 
 
@@ -77,6 +78,10 @@ class ServiceConfig(dict[str, Section]):
         if unknown := (args.get("resources") or {}).keys() - {*declaration.RESOURCES}:
             raise errors.ConfigError(
                 f"{service}.{_ARGS}.resources: expected {', '.join(declaration.RESOURCES)}, got {min(unknown)!r}"
+            )
+        if unknown := (args.get("dynamo") or {}).keys() - {"namespace", *_UNUSED}:
+            raise errors.ConfigError(
+                f"{service}.{_ARGS}.dynamo: expected namespace, got {min(unknown)!r}"
             )
         return args
 

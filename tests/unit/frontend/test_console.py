@@ -11,6 +11,7 @@ import pytest
 from frontend_rig import NAME
 from tests.unit.frontend.test_admission import tell_load
 
+from dynamo.base import errors
 from dynamo.console import usage
 from dynamo.frontend.apis.console import api
 from dynamo.frontend.console import feed
@@ -388,6 +389,11 @@ async def test_usage_survives_a_restart(bare, tmp_path):
     assert [row["num_requests"] for row in (await get(bare, "/usage"))["rows"]] == [1]
     assert (await get(bare, f"{API}/session"))["keeps_usage"]
     assert len(msgspec.json.decode(path.read_bytes(), type=list[usage.UsageRow])) == 1
+
+
+async def test_file_of_usage_in_no_directory_is_refused_at_the_start(bare, tmp_path):
+    with pytest.raises(errors.ConfigError, match="expected a file in a directory that exists"):
+        await bare.start(usage_file=str(tmp_path / "no" / "usage.json"))
 
 
 async def test_log_has_the_last_lines(rig):

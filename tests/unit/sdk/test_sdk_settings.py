@@ -110,6 +110,7 @@ def test_environment_holds_the_configuration(monkeypatch):
         ("A: {ServiceArgs: 2}", r"A\.ServiceArgs: expected keys with values, got 2"),
         ("A: {ServiceArgs: {resources: 1}}", r"A\.ServiceArgs\.resources: expected keys with"),
         ("A: {ServiceArgs: {resources: {gpus: 1}}}", "expected cpu, gpu, memory, got 'gpus'"),
+        ("A: {ServiceArgs: {dynamo: {namespase: b}}}", "expected namespace, got 'namespase'"),
         ("A: {common-configs: model}", r"A\.common-configs: expected a list such as \[model\]"),
         ("A: {on: 1}", "A: expected a word as key, got True: write it in quotes"),
         ("B: {}", "no service is called B; there are A"),

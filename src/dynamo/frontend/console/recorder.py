@@ -35,7 +35,7 @@ class ConsoleRecorder:
     """A `metrics.RequestObserver`. One event loop owns it, except for its log lines."""
 
     def __init__(self, clock: clocks.Clock, usage_file: str | None = None) -> None:
-        """Raises ConfigError for a file of usage that cannot be read."""
+        """Raises ConfigError for a file of usage that cannot be read, or in no directory."""
         self.clock = clock
         self.started_at = clock.wall()
         self.usage = usage.UsageTable()
@@ -49,6 +49,10 @@ class ConsoleRecorder:
         self._explain_second, self._num_explained = 0.0, 0
         self._usage_file = Path(usage_file) if usage_file else None
         self._num_written = 0
+        if self._usage_file is not None and not self._usage_file.parent.is_dir():
+            raise errors.ConfigError(
+                f"--usage-file {self._usage_file}: expected a file in a directory that exists"
+            )
         if self._usage_file is not None and self._usage_file.exists():
             try:
                 rows = msgspec.json.decode(self._usage_file.read_bytes(), type=list[usage.UsageRow])
