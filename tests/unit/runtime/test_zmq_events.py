@@ -218,6 +218,32 @@ async def eventually_hears(batches, publisher, payload=b"hello"):
     return await take(batches)
 
 
+class ChangedFiles:
+    """Credentials whose files have been read again."""
+
+    def __init__(self, credentials):
+        self.latest = credentials
+
+    def current(self):
+        return self.latest
+
+
+async def test_publisher_with_a_token_that_was_just_read_is_heard_at_once(
+    join, monkeypatch, caplog
+):
+    monkeypatch.setattr(membership, "CHECK_S", 10 * PATIENT_S)  # so long until the plane looks
+    old, new = b"o" * 40, b"n" * 40
+    files = ChangedFiles(membership.Credentials(token=old))
+    listener = join(1, credentials=membership.Credentials(token=old, files=files))
+    batches = await hear(listener)
+    files.latest = membership.Credentials(token=old, second_token=new)
+    publisher = join(2, credentials=membership.Credentials(token=new, second_token=old))
+    await publisher.advertise(TOPIC)
+    await eventually_hears(batches, publisher)
+
+    assert zmq_receiver.MISMATCH not in caplog.text
+
+
 @pytest.mark.parametrize("shown", [OTHER_TOKEN, membership.NO_CREDENTIALS], ids=["other", "none"])
 async def test_publisher_with_another_token_is_ignored_and_logged(join, shown, caplog):
     stranger, honest = join(1, credentials=shown), join(2, credentials=WITH_TOKEN)

@@ -129,12 +129,15 @@ class ZmqEventPlane:
         """Take the tokens as their file changes: for connections that begin, and for the publisher."""
         while True:
             await asyncio.sleep(membership.CHECK_S)
-            former, self._secrets = self._secrets, self._authenticator.curve_secrets
-            if self._secrets != former and self._receiver is not None:
-                self._receiver.set_secrets(self._secrets)
-            has_new_key = next(iter(self._secrets)) != next(iter(former))
-            if has_new_key and self._publisher is not None:
-                await self._replace_publisher(self._publisher)
+            self._take_secrets()
+            publisher = self._publisher
+            if publisher is not None and publisher.key_name != next(iter(self._secrets)):
+                await self._replace_publisher(publisher)
+
+    def _take_secrets(self) -> None:
+        former, self._secrets = self._secrets, self._authenticator.curve_secrets
+        if self._secrets != former and self._receiver is not None:
+            self._receiver.set_secrets(self._secrets)
 
     async def _replace_publisher(self, former: "_Publisher") -> None:
         """Publish with the new token: at another port, or at the same one if the settings name only one."""
@@ -223,6 +226,8 @@ class ZmqEventPlane:
                 address, key_name = _address(change, topic) if isinstance(change, Put) else _NOWHERE
                 if address is not None:
                     addresses[publisher] = address
+                    if key_name not in self._secrets:  # the files may have been read a moment ago
+                        self._take_secrets()
                     receiver.connect(address, key_name)
                 if old_address is not None:
                     receiver.disconnect(old_address)
