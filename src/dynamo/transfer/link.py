@@ -341,10 +341,10 @@ class LinkPool:
     @contextlib.contextmanager
     def borrow(self, limit: TimeLimit) -> Iterator[Link]:
         """Provide a link for one operation. Raises TransferError, also if the peer breaks the protocol within."""
+        opening = limit if limit.remaining_s() <= STALL_S else TimeLimit(STALL_S)
         with self._lock:
             link = self._idle.pop() if self._idle else None
         is_new = link is None
-        opening = limit if limit.remaining_s() <= STALL_S else TimeLimit(STALL_S)
         link = link or self._dial(opening)
         try:
             with limit.interruptible(link.interrupt):

@@ -160,3 +160,17 @@ def test_copy_that_stops_in_the_middle_is_given_up_after_one_limit(ends):
     waited_s, link._sock = link._sock.waited_s, sock
 
     assert 2.0 <= waited_s < 2.5
+
+
+def test_link_stays_in_the_pool_if_a_late_thread_has_no_time_left_for_it(ends):
+    link, _ = ends
+    pool = links.LinkPool(lambda limit: link, lambda link, limit: None)
+    pool.warm(TimeLimit(30))
+    cancelled = TimeLimit(30)
+    cancelled.cancel()
+    with pytest.raises(errors.TransferError, match="cancelled"), pool.borrow(cancelled):
+        pass
+    pool.close()
+
+    with pytest.raises(errors.TransferError):
+        link.send_bytes(b"x", TimeLimit(30))
