@@ -88,7 +88,7 @@ def running_chains() -> Iterator[tuple[str, str]]:
                 text = text.replace(f"port_value: {published}", f"port_value: {own}")
             path = folder / f"envoy{number}.yaml"
             path.write_text(text)
-            envoy = ["-c", str(path), "--concurrency", "1", "-l", "error", "--base-id", str(admin)]
+            envoy = ["-c", str(path), "--concurrency", "1", "-l", "error", "--disable-hot-restart"]
             commands.append([*python, "envoy._main", *envoy])
             urls.append(f"http://127.0.0.1:{entry}")
         for command in commands:

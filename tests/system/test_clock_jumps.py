@@ -12,6 +12,7 @@ from deployment import MODEL
 from waiting import PATIENT_S, eventually
 
 FAKE = sorted(pathlib.Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+SHARED = pathlib.Path("/dev/shm")
 HOUR_S = 3600
 WATCHED_S = (
     3.5  # the jump is seen after up to 2 s; then several looks at the leases, and heartbeats
@@ -38,7 +39,9 @@ def set_clock(deployment, tmp_path):
         new.rename(offset)
 
     set_to(0)
-    return set_to
+    yield set_to
+    for path in SHARED.glob("*faketime_*"):  # which libfaketime leaves
+        path.unlink()
 
 
 def ahead_s(frontend):

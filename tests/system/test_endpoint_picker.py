@@ -43,7 +43,7 @@ class Pool:
             text = text.replace(f"port_value: {published}", f"port_value: {own}")
         config = directory / "envoy.yaml"
         config.write_text(text)
-        flags = ("--concurrency", "1", "-l", "error", "--base-id", str(admin))
+        flags = ("--concurrency", "1", "-l", "error", "--disable-hot-restart")
         self.envoy = deployment.run("envoy._main", "-c", str(config), *flags)
         self.url = f"http://127.0.0.1:{entry}"
         self.frontend.others = [self.picker, self.envoy]

@@ -72,7 +72,7 @@ class Chain:
             text = text.replace(published, own)
         envoy_config = directory / "envoy.yaml"
         envoy_config.write_text(text)
-        flags = ("--concurrency", "1", "-l", "error", "--base-id", str(self.ports[0]))
+        flags = ("--concurrency", "1", "-l", "error", "--disable-hot-restart")
         self.envoy = deployment.run("envoy._main", "-c", str(envoy_config), *flags)
         self.frontend.others = [*others, self.router, self.envoy]
         self.frontend.await_models(["coder", MODEL])

@@ -109,7 +109,8 @@ class FileDiscovery:
         """Scan once; an error of the disk is logged, once for each kind."""
         try:
             await self._look(with_keys=with_keys)
-            self._last_error = ""
+            if with_keys:  # a look at the leases does not show whether the keys can be read again
+                self._last_error = ""
         except errors.ConfigError as error:
             if str(error) != self._last_error:
                 self._last_error = str(error)
