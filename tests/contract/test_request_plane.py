@@ -1,6 +1,7 @@
 """What every request plane promises, held over memory, over TCP (with and without token and TLS) and over NATS."""
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import re
@@ -27,11 +28,10 @@ from dynamo.runtime.backends.nats import connection
 from dynamo.runtime.backends.nats import planes as nats_planes
 from waiting import PATIENT_S
 
-NORMAL = frame_connection.ConnectionLimits()
-QUICK = frame_connection.ConnectionLimits(silence_s=0.12)  # of handshakes it is as patient as ever
-HEARD = frame_connection.ConnectionLimits(
-    silence_s=0.6
-)  # a peer that talks is late on a busy machine
+NORMAL = frame_connection.ConnectionLimits(connect_s=PATIENT_S, hello_s=PATIENT_S)
+QUICK = dataclasses.replace(NORMAL, silence_s=0.12)
+# a peer that talks is late on a busy machine
+HEARD = dataclasses.replace(NORMAL, silence_s=0.6)
 SOON = frame_connection.ConnectionLimits(connect_s=0.5, hello_s=0.5)
 ECHO = "dynamo/backend/echo"
 IDS = itertools.count(1)

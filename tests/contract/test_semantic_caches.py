@@ -286,7 +286,7 @@ async def test_milvus_that_dies_or_hangs_is_a_miss_within_the_bound(own, caplog)
 
 async def test_answers_are_dropped_where_milvus_does_not_take_them(own):
     own.server.start()
-    router = own.open(lookup_s=2, write_s=10)
+    router = own.open(lookup_s=2)
     outcome = await ask(router, QUESTION)
     own.server.freeze()
     began_at = time.monotonic()

@@ -177,13 +177,13 @@ async def test_waiting_items_are_counted_apart_from_items_in_work(factory):
 
 
 async def test_extended_item_stays_with_its_puller(factory):
-    bounds = services.WorkQueueBounds(acknowledge_s=1.0)  # kept on a busy machine, too
+    bounds = services.WorkQueueBounds(acknowledge_s=3.0)  # kept on a busy machine, too
     queue = await factory.open(bounds)
     await queue.push(b"x")
     item = await queue.pull(PATIENT_S)
-    for _ in range(6):
+    for _ in range(9):
         await item.keep()
-        assert await queue.pull(bounds.acknowledge_s / 4) is None
+        assert await queue.pull(bounds.acknowledge_s / 6) is None
 
 
 async def test_full_queue_is_an_error_and_keeps_working(factory):

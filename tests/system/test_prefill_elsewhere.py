@@ -58,7 +58,8 @@ def test_32_concurrent_answers_equal_those_of_an_aggregated_worker(split, backen
 
 
 def test_sampled_answers_equal_those_of_an_aggregated_worker(split):
-    decode, prefill, _ = split.decode(), split.prefill(), split.alone()
+    decode = split.decode(*LATE_PREFILLS)
+    prefill, _ = split.prefill(), split.alone()
     split.ready(decode, models=[ALONE, MODEL])
     ways = [
         {"temperature": 1.0, "seed": 5},

@@ -21,7 +21,9 @@ class TierCopy:
     from_slots: tuple[int, ...]  # those of an object store hold several blocks
     to_slots: tuple[int, ...]
     num_bytes: int
-    limit_s: float | None = None  # for how long a request waits for it; None: no request does
+    limit_s: float | None = (
+        None  # for how long a request waits for it; None: none does, or to its end
+    )
     sources: tuple[TierBlock, ...] = ()  # none in the engine's own memory
     targets: tuple[TierBlock, ...] = ()
     waiting: Hashable = None  # the sequence that waits

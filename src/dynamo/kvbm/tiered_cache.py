@@ -59,6 +59,7 @@ class TieredCache:
         self.guard = tier_policy.ChurnGuard(max(host.num_slots, 1))
         self.counts: Counter[str] = Counter()
         self.num_copied: Counter[tier_policy.Path] = Counter()  # blocks of copies that ended well
+        self.loads_before_steps = True  # False: every load is made beside the engine's steps
         self._pool = pool
         self._block_size, self.block_bytes = block_size, block_bytes
         self._ratio = options.offload_ratio
@@ -307,6 +308,8 @@ class TieredCache:
 
     def is_quick(self, num_blocks: int, num_new: int = 0) -> bool:
         """Return whether the engine's thread should load so many blocks before a step with `num_new` more tokens."""
+        if not self.loads_before_steps:
+            return False
         before_step_s = QUICK_SHARE * self.cost.least_step_s(self._num_quick_tokens + num_new)
         num_left = before_step_s * self.cost.bytes_per_s((HOST, DEVICE)) - self._num_quick_bytes
         return num_blocks * self.block_bytes <= max(QUICK_BYTES, num_left)
@@ -346,7 +349,8 @@ class TieredCache:
             (HOST, DEVICE),
             sources,
             block_ids[: len(entries)],
-            limit_s=self.cost.max_wait_s(len(entries) * self._block_size),
+            # The engine itself makes a quick one, which is a copy of memory: it ends, and may not fail for the time.
+            limit_s=None if is_quick else self.cost.max_wait_s(len(entries) * self._block_size),
             waiting=waiting,
             origins=tuple([self._below if each in from_disk else HOST for each in entries]),
             is_quick=is_quick,

@@ -485,7 +485,25 @@ def test_first_match_waits_for_what_other_workers_have_stored():
     rig.step()
     rig.scheduler.record(tier_plan.TierResults(num_usable=8, changes={HOST: changes}))
 
-    assert rig.scheduler.match(request, 0) == (16, False)
+    assert rig.scheduler.match(request, 0) == (16, True)
+
+
+def test_memory_that_others_share_is_loaded_beside_the_steps():
+    """A block may vanish from it, and what vLLM does after a load that failed before a step is not safe."""
+    rig = Rig(kvbm_sharing_workers=2)
+    rig.step()
+    rig.compute(rig.request("a"))
+    rig.evict()
+    again, other = rig.request("a2"), rig.request("b")
+    rig.step()
+    assert rig.scheduler.match(other, 0) == (
+        0,
+        False,
+    )  # nothing to load: vLLM allows no other answer
+    assert rig.scheduler.match(again, 0) == (16, True)
+    rig.scheduler.allocate("a2", [3, 4, 5, 6, 7], 16)
+
+    assert list(rig.step().request_by_load.values()) == ["a2"]
 
 
 def test_origins_are_bounded(rig, monkeypatch):

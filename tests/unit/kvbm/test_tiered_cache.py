@@ -409,6 +409,9 @@ def test_loads_that_take_a_small_share_of_a_step_are_made_before_it(monkeypatch)
         return rig.cache.new_copies[-1].is_quick
 
     assert [begin(CHAINS[0]), begin(CHAINS[1])] == [True, False]
+    before, beside = rig.cache.new_copies[-2:]
+    assert before.limit_s is None  # a copy of memory that the engine itself makes
+    assert beside.limit_s > 0
     rig.begin()  # the next step
     assert begin(CHAINS[2])
 

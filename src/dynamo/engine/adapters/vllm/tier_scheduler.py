@@ -232,7 +232,8 @@ class TierScheduler:
         if not num_blocks and not state.is_declined:
             state.is_declined = True
             cache.load(request_id, usable, (), is_engine_busy=is_busy)  # counts what it lacked
-        return num_blocks * self._block_size, not cache.is_quick(num_blocks)
+        is_beside = num_blocks > 0 and not cache.is_quick(num_blocks)
+        return num_blocks * self._block_size, is_beside
 
     def allocate(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
         """Begin to load what `match` has promised; `block_ids` are all blocks of the request."""
@@ -371,6 +372,10 @@ class TierScheduler:
             block_size=self._block_size,
             block_bytes=opened.block_bytes,
         )
+        # When a load before a step fails, vLLM has one request compute its blocks again over several steps, and others
+        # that share them may read them already. So only loads that cannot fail are made there: a block may vanish from
+        # memory that other workers share.
+        self.cache.loads_before_steps = not opened.is_shared
         if self._num_ranks > 1 and opened.disk is not None and opened.disk.can_renumber:
             self._slots = opened.disk.stored
         if self._is_disk_cleared:
