@@ -309,6 +309,7 @@ def make_cache(
     disk: TierSlots | None,
     block_size: int,
     block_bytes: int,
+    loads_before_steps: bool = True,
 ) -> TieredCache:
     """Return the cache over these tiers, whose host tier has no usable slots yet but those of an earlier run."""
     below = DISK if DISK in settings.storage_tiers else kv_events.REMOTE
@@ -335,6 +336,7 @@ def make_cache(
             disk_filter=tier_policy.FilterKind(settings.kvbm_disk_offload_filter),
             offload_ratio=settings.kvbm_offload_ratio,
         ),
+        loads_before_steps=loads_before_steps,
     )
 
 

@@ -49,8 +49,12 @@ class TieredCache:
         block_size: int,
         block_bytes: int,
         options: tier_policy.TierOptions | None = None,
+        loads_before_steps: bool = True,
     ) -> None:
-        """`block_size` is in tokens, `block_bytes` the size of a block over all layers."""
+        """`block_size` is in tokens, `block_bytes` the size of a block over all layers.
+
+        Without `loads_before_steps` every load is made beside the engine's steps.
+        """
         options = options or tier_policy.TierOptions()
         self.host, self.disk = host, disk  # the second may be an object store
         self._tiers = [tier for tier in (host, disk) if tier is not None]
@@ -59,7 +63,7 @@ class TieredCache:
         self.guard = tier_policy.ChurnGuard(max(host.num_slots, 1))
         self.counts: Counter[str] = Counter()
         self.num_copied: Counter[tier_policy.Path] = Counter()  # blocks of copies that ended well
-        self.loads_before_steps = True  # False: every load is made beside the engine's steps
+        self._loads_before_steps = loads_before_steps
         self._pool = pool
         self._block_size, self.block_bytes = block_size, block_bytes
         self._ratio = options.offload_ratio
@@ -308,7 +312,7 @@ class TieredCache:
 
     def is_quick(self, num_blocks: int, num_new: int = 0) -> bool:
         """Return whether the engine's thread should load so many blocks before a step with `num_new` more tokens."""
-        if not self.loads_before_steps:
+        if not self._loads_before_steps:
             return False
         before_step_s = QUICK_SHARE * self.cost.least_step_s(self._num_quick_tokens + num_new)
         num_left = before_step_s * self.cost.bytes_per_s((HOST, DEVICE)) - self._num_quick_bytes

@@ -371,11 +371,11 @@ class TierScheduler:
             disk=opened.disk,
             block_size=self._block_size,
             block_bytes=opened.block_bytes,
+            # When a load before a step fails, vLLM has one request compute its blocks again over several steps, and
+            # others that share them may read them already. So only loads that cannot fail are made there: a block may
+            # vanish from memory that other workers share.
+            loads_before_steps=not opened.is_shared,
         )
-        # When a load before a step fails, vLLM has one request compute its blocks again over several steps, and others
-        # that share them may read them already. So only loads that cannot fail are made there: a block may vanish from
-        # memory that other workers share.
-        self.cache.loads_before_steps = not opened.is_shared
         if self._num_ranks > 1 and opened.disk is not None and opened.disk.can_renumber:
             self._slots = opened.disk.stored
         if self._is_disk_cleared:
