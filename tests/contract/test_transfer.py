@@ -20,7 +20,7 @@ import processes
 import transfer_peer
 from dynamo.base import addresses, errors
 from dynamo.runtime import listening
-from dynamo.transfer import api, descriptors
+from dynamo.transfer import api, descriptors, link
 from dynamo.transfer.backends import local
 from transfer_peer import LAYOUT, NIXL, blocks_of, content, needs_nixl
 from waiting import PATIENT_S, until
@@ -38,6 +38,12 @@ def shared_certificates(certificates, monkeypatch):
     """Known to the peers' processes, too."""
     for name, path in members.flags(certificates).items():
         monkeypatch.setenv(f"DYN_{name.upper()}", path)
+
+
+@pytest.fixture(autouse=True)
+def patient_links(monkeypatch):
+    """On a busy machine a peer needs longer than 2 s to prove who it is."""
+    monkeypatch.setattr(link, "STALL_S", LONG_S)
 
 
 @contextlib.asynccontextmanager

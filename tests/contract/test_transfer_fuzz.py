@@ -35,6 +35,14 @@ GARBAGE = st.builds(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def patient_links():
+    """On a busy machine a peer needs longer than 2 s to prove who it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "STALL_S", LONG_S)
+        yield
+
+
 @contextlib.asynccontextmanager
 async def worker(credentials=membership.NO_CREDENTIALS):
     made = await transfer_peer.Worker(
