@@ -239,13 +239,13 @@ async def test_watch_from_an_unknown_revision_ends(etcd, join, revision, error):
 
 
 async def test_ten_thousand_changes_at_once_all_arrive(etcd, join, monkeypatch):
-    monkeypatch.setattr(connection, "CALL_S", PATIENT_S)  # of 100 calls the last waits for all
+    monkeypatch.setattr(connection, "CALL_S", PATIENT_S)  # of 500 calls the last waits for all
     watch = (await join()).watch("v1/")
     whereto = access.EtcdAccess(addresses=(etcd.address,))
     async with connection.connect(whereto, etcd.address) as direct:
         await direct.grant(5000, 60 * 60)
-        for start in range(0, 10_000, 100):  # etcd itself gives up one that waits for 7 s
-            keys = [f"v1/{n:05}" for n in range(start, start + 100)]
+        for start in range(0, 10_000, 500):
+            keys = [f"v1/{n:05}" for n in range(start, start + 500)]
             await asyncio.gather(*(direct.put(key, b"x" * 200, 5000, after=0) for key in keys))
         told = {change.key for change in await take(watch, 10_000)}
         await direct.revoke(5000)
