@@ -29,8 +29,13 @@ async def serving(handler, limit=None, **options):
 
 
 @contextlib.asynccontextmanager
-async def connected(running):
-    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+async def connected(running, data=b""):
+    """A connection on which the server finds `data` when it accepts it, however late this loop is."""
+    to_server = socket.create_connection(("127.0.0.1", running.port))
+    to_server.setblocking(False)
+    num_sent = to_server.send(data)
+    reader, writer = await asyncio.open_connection(sock=to_server)
+    writer.write(data[num_sent:])
     try:
         yield reader, writer
     finally:
@@ -41,8 +46,7 @@ async def connected(running):
 
 async def talk(running, data):
     """Everything the server says to `data` until it closes."""
-    async with connected(running) as (reader, writer), asyncio.timeout(PATIENT_S):
-        writer.write(data)
+    async with connected(running, data) as (reader, _), asyncio.timeout(PATIENT_S):
         return await reader.read()
 
 
@@ -285,8 +289,8 @@ async def test_a_half_sent_request_is_refused_after_a_while():
 
 
 async def test_a_request_that_trickles_is_refused_too():
-    async with serving(hello, QUICK) as running, connected(running) as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n")
+    head = b"GET / HTTP/1.1\r\nhost: h\r\n"
+    async with serving(hello, QUICK) as running, connected(running, head) as (reader, writer):
         with contextlib.suppress(ConnectionError):
             for _ in range(1000):
                 writer.write(b"a: b\r\n")
@@ -298,8 +302,8 @@ async def test_a_request_that_trickles_is_refused_too():
 
 
 async def test_an_idle_connection_is_closed_after_a_while():
-    async with serving(hello, QUICK) as running, connected(running) as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
+    request = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n"
+    async with serving(hello, QUICK) as running, connected(running, request) as (reader, _):
         async with asyncio.timeout(PATIENT_S):
             text = await reader.read()
 
@@ -717,16 +721,15 @@ async def test_client_that_stops_reading_a_long_stream_is_cut_off():
         await send_all(client)
         ended.set()
 
-    async with serving(handle, QUICK) as running, connected(running) as (_, writer):
-        writer.write(last())
+    async with serving(handle, QUICK) as running, connected(running, last()):
         async with asyncio.timeout(PATIENT_S):
             await ended.wait()
         await until(lambda: not running.connections)
 
 
 async def test_half_a_request_behind_a_long_stream_that_is_not_read_adds_nothing_to_it():
-    async with serving(send_all, QUICK) as running, connected(running) as (reader, writer):
-        writer.write(b"GET /1 HTTP/1.1\r\nhost: h\r\n\r\nGET /2")
+    requests = b"GET /1 HTTP/1.1\r\nhost: h\r\n\r\nGET /2"
+    async with serving(send_all, QUICK) as running, connected(running, requests) as (reader, _):
         await until(lambda: running.connections)
         (connection,) = running.connections
         await until(lambda: not running.connections or connection._lingering)
