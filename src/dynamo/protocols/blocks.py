@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 import xxhash
 
 SEED = 1337
+_SALTED = 0x73616C74  # sets the seeds of salts apart from those of adapters: both are names that others choose
 TOKEN_BYTES = 4
 _PAIR = struct.Struct("<QQ")
 _SWAP = sys.byteorder == "big"
@@ -49,10 +50,13 @@ def count(packed: bytes) -> int:
 def seed_of(lora_name: str | None, cache_salt: str | None = None) -> int:
     """Return the seed of the local hashes under a LoRA adapter (None: the base model) and a salt (None: without).
 
-    Blocks under different salts have different hashes, so that no request finds another tenant's blocks.
+    Blocks under different salts have different hashes, so that no request finds another tenant's blocks; and none
+    under a salt has those of an adapter of the same name.
     """
     seed = SEED if lora_name is None else xxhash.xxh3_64_intdigest(lora_name.encode(), SEED)
-    return seed if cache_salt is None else xxhash.xxh3_64_intdigest(cache_salt.encode(), seed)
+    if cache_salt is None:
+        return seed
+    return xxhash.xxh3_64_intdigest(cache_salt.encode(), seed ^ _SALTED)
 
 
 def local_hashes(packed: bytes, block_size: int, seed: int = SEED) -> list[int]:

@@ -73,3 +73,11 @@ def test_sequence_hash_depends_on_all_earlier_blocks(ids, place):
     same = [a == b for a, b in zip(before, after, strict=True)]
 
     assert same == [block < place // 4 or place >= len(ids) for block in range(len(before))]
+
+
+def test_salt_is_not_taken_for_an_adapter_of_its_name():
+    """Else a prompt of the base model under a salt would find the blocks that an adapter has computed."""
+    names = (None, "", "poet", "mine")
+    seeds = {(lora, salt): blocks.seed_of(lora, salt) for lora in names for salt in names}
+
+    assert len(set(seeds.values())) == len(seeds)
