@@ -64,7 +64,7 @@ class PeerPrefixSink:
 
     def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
         """Apply and pass on the events of a step."""
-        self._cached.apply_events(events)
+        self._cached.apply_events(events, dp_rank)
         self._sink.kv_events(events, dp_rank)
 
 

@@ -12,8 +12,10 @@ report from the end of the copy on, which may come after the first of them.
 """
 
 import asyncio
+import itertools
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,26 +43,28 @@ class CachedPrefixes:
     """
 
     def __init__(self) -> None:
-        self._hashes: set[int] = set()
+        # By rank and tier: a block stays as long as one of them has it.
+        self._hashes: defaultdict[tuple[int, kv_events.Tier], set[int]] = defaultdict(set)
 
-    def apply_events(self, events: Sequence[kv_events.KvEvent]) -> None:
-        """Apply the events of one step."""
+    def apply_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
+        """Apply the events of one step of a rank."""
         for event in events:
             match event:
-                case kv_events.Stored(blocks=stored):
-                    self._hashes.update(block.block_hash for block in stored)
-                case kv_events.Removed(block_hashes=hashes):
-                    self._hashes.difference_update(hashes)
+                case kv_events.Stored(blocks=stored, tier=tier):
+                    self._hashes[dp_rank, tier].update(block.block_hash for block in stored)
+                case kv_events.Removed(block_hashes=hashes, tier=tier):
+                    self._hashes[dp_rank, tier].difference_update(hashes)
                 case kv_events.Cleared():
-                    self._hashes.clear()
+                    for rank, tier in list(self._hashes):
+                        if rank == dp_rank:
+                            del self._hashes[rank, tier]
 
     def count_tokens(self, token_ids: bytes, block_size: int, seed: int = blocks.SEED) -> int:
         """Return how many of these packed tokens are cached; `seed` is that of `blocks.seed_of`."""
         names = blocks.sequence_hashes(blocks.local_hashes(token_ids, block_size, seed))
-        num_blocks = next(
-            (i for i, name in enumerate(names) if name not in self._hashes), len(names)
-        )
-        return num_blocks * block_size
+        cached = tuple(self._hashes.values())
+        is_cached = (any(name in hashes for hashes in cached) for name in names)
+        return sum(itertools.takewhile(bool, is_cached)) * block_size
 
 
 class RemotePrefillSink:
@@ -75,7 +79,7 @@ class RemotePrefillSink:
 
     def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
         """Apply and pass on the events of one step."""
-        self._cached.apply_events(events)
+        self._cached.apply_events(events, dp_rank)
         self._sink.kv_events(events, dp_rank)
 
     def failed(self, request_id: str, error: errors.DynamoError) -> None:

@@ -531,3 +531,35 @@ def test_blocks_of_an_adapter_are_cached_for_it_alone():
 
     assert cached.count_tokens(packed, SIZE, seed) == SIZE
     assert cached.count_tokens(packed, SIZE) == 0
+
+
+def test_block_is_cached_until_it_has_left_the_last_tier():
+    cached, packed = remote_prefill.CachedPrefixes(), blocks.pack(range(SIZE))
+    (name,) = blocks.local_hashes(packed, SIZE)
+    stored = (kv_events.StoredBlock(name, name),)
+    counts = []
+    for event in (
+        kv_events.Stored(parent_hash=None, blocks=stored),
+        kv_events.Stored(parent_hash=None, blocks=stored, tier=kv_events.HOST),
+        kv_events.Removed(block_hashes=(name,), tier=kv_events.HOST),
+        kv_events.Stored(parent_hash=None, blocks=stored, tier=kv_events.HOST),
+        kv_events.Removed(block_hashes=(name,)),
+        kv_events.Removed(block_hashes=(name,), tier=kv_events.HOST),
+    ):
+        cached.apply_events([event])
+        counts.append(cached.count_tokens(packed, SIZE) // SIZE)
+
+    assert counts == [1, 1, 1, 1, 1, 0]
+
+
+def test_cleared_rank_leaves_the_blocks_of_the_others():
+    cached, packed = remote_prefill.CachedPrefixes(), blocks.pack(range(SIZE))
+    (name,) = blocks.local_hashes(packed, SIZE)
+    stored = kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(name, name),))
+    for dp_rank in (0, 1):
+        cached.apply_events([stored], dp_rank)
+    cached.apply_events([kv_events.Cleared()], 0)
+    before = cached.count_tokens(packed, SIZE)
+    cached.apply_events([kv_events.Removed(block_hashes=(name,))], 1)
+
+    assert (before, cached.count_tokens(packed, SIZE)) == (SIZE, 0)
