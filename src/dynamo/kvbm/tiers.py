@@ -421,13 +421,17 @@ class OffloadQueue:
         return self._num_blocks
 
     def add(self, entry: QueuedBlock) -> bool:
-        """Add a block, once. Return False if the queue is full."""
+        """Add a block, once; the hints of all offers count. Return False if the queue is full."""
         queue = self._by_priority.setdefault(entry.priority, OrderedDict())
-        if entry.block.sequence_hash not in queue:
-            if self._num_blocks >= MAX_QUEUED:
-                return False
-            queue[entry.block.sequence_hash] = entry
-            self._num_blocks += 1
+        name = entry.block.sequence_hash
+        if name in queue:
+            hint = _join_hints(queue[name].hint, entry.hint)
+            queue[name] = queue[name]._replace(hint=hint)
+            return True
+        if self._num_blocks >= MAX_QUEUED:
+            return False
+        queue[name] = entry
+        self._num_blocks += 1
         return True
 
     def pop(self) -> QueuedBlock | None:
@@ -445,6 +449,19 @@ class OffloadQueue:
         """Remove all blocks."""
         self._by_priority.clear()
         self._num_blocks = 0
+
+
+def _join_hints(
+    first: generate.CacheHint | None, second: generate.CacheHint | None
+) -> generate.CacheHint | None:
+    """Return the hint that has what either asks for."""
+    if first is None or second is None:
+        return first or second
+    return generate.CacheHint(
+        ttl_s=max(first.ttl_s, second.ttl_s),
+        is_pinned=first.is_pinned or second.is_pinned,
+        is_memory_only=first.is_memory_only or second.is_memory_only,
+    )
 
 
 def _ignore(sequence_hash: int) -> None:

@@ -211,6 +211,22 @@ def test_queue_gives_the_highest_priority_first_and_then_the_oldest():
     assert queue.pop() is None
 
 
+def test_hint_of_a_later_offer_reaches_a_block_that_waits():
+    queue = tiers.OffloadQueue()
+    hints = (
+        None,
+        generate.CacheHint(ttl_s=300),
+        generate.CacheHint(is_memory_only=True),
+        generate.CacheHint(ttl_s=60, is_pinned=True),
+        None,
+    )
+    for hint in hints:
+        assert queue.add(tiers.QueuedBlock(block(1), 0, hint))
+
+    assert queue.pop().hint == generate.CacheHint(ttl_s=300, is_pinned=True, is_memory_only=True)
+    assert queue.pop() is None
+
+
 def test_full_queue_refuses_blocks():
     queue = tiers.OffloadQueue()
     for name in range(tiers.MAX_QUEUED):
