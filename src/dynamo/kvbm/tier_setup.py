@@ -265,6 +265,29 @@ def open_storage(
         )
     else:
         host = host_memory.HostMemory(num_host, block_bytes, reserved=device_bytes)
+    try:
+        disk = _open_below(
+            settings,
+            block_size=block_size,
+            block_bytes=block_bytes,
+            fingerprint=fingerprint,
+            part=part,
+        )
+    except errors.ConfigError:
+        host.close()  # or its memory would stay until another worker starts
+        raise
+    return TierStorage(host=host, disk=disk)
+
+
+def _open_below(
+    settings: TierConfig,
+    *,
+    block_size: int,
+    block_bytes: int,
+    fingerprint: Mapping[str, str],
+    part: str,
+) -> storages.Storage | None:
+    """Open the object store or the file below host memory; None if there is neither. Raises ConfigError."""
     if settings.kvbm_object_store is not None and kv_events.REMOTE in settings.storage_tiers:
         objects: storages.Storage = _object_storage().ObjectStorage(
             settings.kvbm_object_store,
@@ -273,21 +296,20 @@ def open_storage(
             block_size=block_size,
             part=part,
         )
-        return TierStorage(host=host, disk=objects)
+        return objects
     if DISK not in settings.storage_tiers:
-        return TierStorage(host=host, disk=None)
+        return None
     assert settings.kvbm_nvme_path is not None
     directory = Path(settings.kvbm_nvme_path, part)
     num_slots = _count_disk_blocks(settings, directory, block_bytes)
-    _check_parts(num_slots, num_parts, DISK)
-    file = storages.DiskFile(
+    _check_parts(num_slots, settings.kvbm_sharing_workers, DISK)
+    return storages.DiskFile(
         directory,
         fingerprint,
         block_bytes=block_bytes,
         num_slots=num_slots,
-        num_parts=num_parts,
+        num_parts=settings.kvbm_sharing_workers,
     )
-    return TierStorage(host=host, disk=file)
 
 
 def warn_of_unused(settings: TierConfig, tiers: tuple[kv_events.Tier, ...]) -> None:

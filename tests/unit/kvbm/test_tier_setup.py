@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.base import config, errors
 from dynamo.kvbm import pool as pools
-from dynamo.kvbm import tier_setup
+from dynamo.kvbm import storage, tier_setup
 from dynamo.protocols import kv_events
 
 
@@ -155,3 +155,22 @@ def test_small_and_empty_files_of_weights_are_identified(tmp_path):
     (tmp_path / "0" / "empty.bin").touch()
 
     assert len(names | {tier_setup.identify_model(tmp_path / "0")}) == 5
+
+
+def test_host_tier_is_closed_again_if_the_disk_is_refused(tmp_path):
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    disk.mkdir()
+    (disk / storage.FILE_NAME).write_bytes(b"not ours")
+    settings = read(
+        "--kvbm-sharing-workers", "2",
+        "--kvbm-shared-memory-dir", str(memory),
+        "--kvbm-cpu-cache-override-num-blocks", "2",
+        "--kvbm-nvme-path", str(disk),
+        "--kvbm-disk-cache-override-num-blocks", "2",
+    )  # fmt: skip
+    with pytest.raises(errors.ConfigError, match="something else than KV blocks"):
+        tier_setup.open_storage(
+            settings, block_size=16, block_bytes=4096, device_bytes=0, fingerprint={}
+        )
+
+    assert list(memory.iterdir()) == []
