@@ -421,6 +421,10 @@ class RemotePrefillEngine(FrontEngine):
         if is_alone:  # no other prompt of ours was ahead of it
             compute_s = max(0.0, duration_s - policy.HANDOFF_S)
             self._prefill_pace.observe(request.prompt_len, compute_s)
-        if self._sink is not None:
+        passed_on = kv_transfer.pass_on(params, duration_s, request.prompt_len)
+        if passed_on is None:
+            fault = errors.RemoteProtocolError("the prefill worker does not hold its blocks")
+            self._fall_back(request.id, fault)
+        elif self._sink is not None:
             self._sink.expect_import(request, duration_s)
-        return kv_transfer.pass_on(params, duration_s, request.prompt_len)
+        return passed_on

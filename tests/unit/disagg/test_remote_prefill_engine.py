@@ -242,6 +242,18 @@ async def test_long_prompt_is_remote_and_comes_back_with_the_place_of_its_blocks
     assert 0 < came.kv_transfer_params.remote.remote_hold_s < kv_transfer.LEASE_S
 
 
+async def test_prompt_of_which_the_prefill_worker_keeps_no_blocks_is_computed_locally_and_counted(
+    world,
+):
+    await world.begin_prefill(request(annotations=(kv_transfer.REPORT_ANNOTATION,)))
+    await world.answered(kv_transfer.KvTransferParams(connector={"do_remote_prefill": False}))
+    (came,) = world.engine.done
+
+    assert came.kv_transfer_params is None
+    assert [world.count(where) for where in ("local", "remote", "fallback")] == [0, 0, 1]
+    assert world.remote._sink._prefill_s == {}  # no report of a copy is to come
+
+
 async def test_choices_that_the_engine_cannot_import_for_are_computed_locally(world):
     world.engine.capabilities = api.EngineCapabilities(
         kv_transfer=world.engine, imports_choices=False
