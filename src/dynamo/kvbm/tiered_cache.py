@@ -150,10 +150,6 @@ class TieredCache:
             if is_worth and not self._to_host.add(queued):
                 self.counts["skipped_queue_full"] += 1
 
-    def forget_offers(self) -> None:
-        """Forget the engine's blocks that wait to be copied; those that it has computed well may be offered again."""
-        self._to_host.clear()
-
     def take_copies(self) -> list[TierCopy]:
         """Return the copies to begin now."""
         num_running = self._copies.num_running
@@ -332,7 +328,7 @@ class TieredCache:
         Return their number; `waiting` goes on when the copy has ended. If the engine is busy, a sequence misses the
         step that begins now, unless its load is quick; of all sequences with such loads it computes `max_new` tokens.
         """
-        from_disk = [] if self._preparations is None else self._preparations.release(waiting)
+        from_disk = set(self._preparations.release(waiting)) if self._preparations else ()
         entries = leading(map(self.host.find, sequence_hashes))
         self.counts["host_lookups"] += len(sequence_hashes)
         missing = sequence_hashes[len(entries) :]
@@ -382,7 +378,7 @@ class TieredCache:
 
     def clear(self) -> None:
         """Drop the blocks of all tiers. The pool records the event."""
-        self.forget_offers()
+        self._to_host.clear()
         if self._to_disk is not None:
             self._to_disk.clear()
         self._in_both.clear()

@@ -173,7 +173,6 @@ class TierScheduler:
         self._copies: dict[int, tier_jobs.TierCopy] = {}  # that run, by number
         self._ended: dict[int, EndedCopy] = {}  # that have ended at some ranks
         self._late_at: dict[tier_jobs.TierCopy, float] = {}
-        self._doubtful: set[int] = set()  # copies of what a step computed over a failed load
         self._num_copies = self._num_plans = self._num_step_tokens = 0
         self._has_new_room = self._is_disk_cleared = False
         self._is_shared = False
@@ -328,11 +327,7 @@ class TierScheduler:
             if joined.num_ranks < self._num_ranks:
                 self._ended[number] = joined
                 continue
-            copy = self._copies.pop(number)
-            if number in self._doubtful:
-                self._doubtful.discard(number)
-                joined = replace(joined, failed=frozenset(range(len(copy.blocks))))
-            self._end(cache, copy, joined)
+            self._end(cache, self._copies.pop(number), joined)
 
     @property
     def has_work(self) -> bool:
@@ -392,23 +387,14 @@ class TierScheduler:
         cache.end_copy(copy, ended.failed, ended.seconds)
         self._has_new_room |= any(cache.num_queued.values())
         if copy.path[1] is kv_events.DEVICE:
+            # It copies memory of this process alone (`_open`).
+            assert not (copy.is_quick and ended.failed), "a load before a step cannot fail"
             num_blocks = min(ended.failed, default=len(copy.blocks))
             loaded = cache.count_tokens_by_tier(copy, num_blocks * self._block_size)
             state = self._requests.get(str(copy.waiting))
             if state is not None:
                 state.has_failed = bool(ended.failed)
                 state.tokens_by_tier.update(loaded)
-            if copy.is_quick and ended.failed:
-                self._distrust_step(cache)
-
-    def _distrust_step(self, cache: tiered_cache.TieredCache) -> None:
-        """Keep nothing of a step that began though a load before it failed: vLLM computes its blocks again."""
-        self._doubtful |= {
-            number for number, copy in self._copies.items() if copy.path[0] is kv_events.DEVICE
-        }
-        cache.forget_offers()
-        for state in self._requests.values():
-            state.num_offered = 0
 
     def _stop_late(self) -> None:
         assert self.cache is not None
