@@ -7,7 +7,7 @@ import pytest
 import kv_params
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.batch import BatchLimits, MockBatch
-from dynamo.engine.mock.memory import MockMemory
+from dynamo.engine.mock.memory import MockMemory, SimulatedTiersConfig, make_cache
 from dynamo.protocols import blocks, generate, kv_transfer
 
 SIZE, NUM_BLOCKS = 4, 32
@@ -174,3 +174,35 @@ def test_choices_wait_for_the_import_of_their_prompt():
     assert (
         plan.num_prompt_tokens == 1 + 2 * 2
     )  # the last block, which is not full, is nobody else's
+
+
+def test_prefix_that_is_loaded_for_another_worker_is_no_hit_of_a_prompt_here():
+    engine = Engine()
+    engine.memory.tiers = tiers = make_cache(
+        engine.memory.pool,
+        SimulatedTiersConfig(
+            num_host_blocks=NUM_BLOCKS,
+            num_disk_blocks=0,
+            host_bytes_per_s=1e9,
+            disk_bytes_per_s=1e9,
+            block_size=SIZE,
+            block_bytes=8,
+        ),
+    )
+
+    def settle():
+        while copies := tiers.take_copies():
+            for copy in copies:
+                engine.batch.end_tier_copy(copy, 0.001)
+
+    engine.submit("a", prompt(22))
+    engine.run()
+    settle()
+    pool = engine.memory.pool
+    pool.release(pool.allocate(NUM_BLOCKS))  # and so evicts all
+    engine.submit("x", prompt(22), kv_transfer.EXPORT_CACHED, max_tokens=1)
+    settle()
+    ((_, output),) = engine.batch.take_outputs()
+
+    assert output.cached_tokens == 20
+    assert engine.batch.load().kv_stats.gpu_prefix_cache_hit_rate == 0.0

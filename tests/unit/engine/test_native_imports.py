@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from test_native_scheduler import Engine, answer, make_request, next_token
 
 import kv_params
-from dynamo.protocols import blocks, kv_transfer
+from dynamo.kvbm import tiered_cache, tiers
+from dynamo.protocols import blocks, kv_events, kv_transfer
 
 
 def place(num_blocks, first=None):
@@ -230,3 +231,27 @@ def test_every_answer_comes_however_its_import_ends(plan, num_blocks, seqs, cach
     assert {key: got for key, got in engine.outputs.items() if key[0] not in aborted} == expected
     assert engine.paging.pool.num_active == 0
     assert not engine.scheduler.has_work
+
+
+def test_prefix_that_is_loaded_for_another_worker_is_no_hit_of_a_prompt_here():
+    engine = Pulling(num_blocks=16)
+    pool = engine.paging.pool
+    engine.paging.tiers = cache = tiered_cache.TieredCache(
+        pool, tiers.Tier(kv_events.HOST, 16, pool.events), None, block_size=4, block_bytes=8
+    )
+
+    def settle():
+        while copies := cache.take_copies():
+            for copy in copies:
+                engine.scheduler.end_tier_copy(copy, seconds=0.001)
+
+    engine.submit("a", range(22), max_tokens=2)
+    engine.run()
+    settle()
+    pool.release(pool.allocate(16))  # and so evicts all
+    engine.submit_with(kv_transfer.EXPORT_CACHED, "x", range(22), max_tokens=1)
+    settle()
+    (answered,) = engine.scheduler.take_exports().outputs
+
+    assert answered.output.cached_tokens == 20
+    assert engine.scheduler.load().kv_stats.gpu_prefix_cache_hit_rate == 0.0

@@ -208,13 +208,14 @@ class MockBatch:
         num_loaded = len(copy.blocks) * self._memory.block_size
         choice.num_computed += num_loaded
         self._memory.commit(choice, choice.num_computed)
-        if not choice.num_output and not choice.num_loaded:
-            by_tier = tiers.count_tokens_by_tier(copy, num_loaded)
-            self._count_loaded(choice, num_loaded, by_tier)
+        is_counted = not choice.num_output and not choice.num_loaded
+        by_tier = tiers.count_tokens_by_tier(copy, num_loaded) if is_counted else {}
         if kv_transfer.is_cached_only(choice.request.kv_transfer_params):
             self._end_export(choice)
-        else:
-            self._prefilling.append(choice)
+            return
+        if is_counted:
+            self._count_loaded(choice, num_loaded, by_tier)
+        self._prefilling.append(choice)
 
     def _end_copying(self, choice: MockChoice) -> bool:
         """Return whether a choice goes on now that its copy has ended; free its blocks if it was aborted meanwhile."""

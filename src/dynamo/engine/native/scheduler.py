@@ -248,7 +248,8 @@ class Scheduler:
         num_loaded = sequence.num_computed - num_before
         if num_loaded and not sequence.num_output and not sequence.num_loaded:
             by_tier = tiers.count_tokens_by_tier(copy, num_loaded)
-            self._count_loaded(sequence, num_loaded, by_tier)
+            if not kv_transfer.is_cached_only(sequence.request.kv_transfer_params):
+                self._count_loaded(sequence, num_loaded, by_tier)
         self._resume(sequence)
 
     def _count_loaded(
