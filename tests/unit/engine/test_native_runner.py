@@ -229,3 +229,19 @@ def test_tensors_that_config_does_not_describe_are_refused(tmp_path):
 
     with pytest.raises(errors.ConfigError, match=r"model\.layers\.2"):
         make_runner(tmp_path)
+
+
+def test_what_others_left_in_its_blocks_changes_no_answer(qwen3_path):
+    """Their tokens may have overflowed to infinity: masked or not, that would be in every sum."""
+    runner, first, second = make_runner(qwen3_path), make_sequence(40), make_sequence(15, 100)
+    answers = []
+    for left in (0.0, float("nan")):
+        for layer in runner._cache._layers:
+            layer.fill_(left)
+        for sequence in (first, second):
+            del sequence.token_ids[sequence.prompt_len :]
+        runner.run([chunk(first, 0, 10, samples=False), chunk(second, 0, 14, samples=False)])
+        runner.run([chunk(first, 10, 29, samples=False)])
+        answers.append(decode(runner, [first, second], 12))
+
+    assert answers[0] == answers[1]

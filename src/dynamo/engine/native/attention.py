@@ -15,7 +15,9 @@ beyond. So here
 - a query attends to a number of keys that follows from its position alone (`key_span`; the surplus is masked):
   chunks are cut into tiles at the edges of spans, and single tokens are grouped by span;
 - no matrix has a remainder of fewer than `MIN_ROWS` rows: it is filled up with zeros, or with rows of another part,
-  and the results of these rows are dropped.
+  and the results of these rows are dropped;
+- no query sees what others have left in memory, masked or not: a value that has overflowed, times zero, is no number.
+  So a block is zeroed when a sequence begins it (`KvCache.clear_begun`), and none is read before that.
 """
 
 import itertools
@@ -73,12 +75,23 @@ class KvCache:
                 f"a KV cache of {num_blocks} blocks takes {size:.1f} GiB, more than {device} has; ask for fewer"
             ) from error
         self._layers = cache.unbind()
+        self._whole_blocks = cache.view(config.num_layers, num_blocks, -1)
         self._blocks = [layer.view(num_blocks, -1) for layer in self._layers]
         self._staging = self._blocks[0].new_empty(0)
 
     def write(self, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
         """Store kv [slots, 2 * KV heads, head_dim]."""
         self._layers[layer].index_copy_(0, slots, kv)
+
+    def clear_begun(self, chunks: Sequence[Chunk]) -> None:
+        """Zero the blocks that these chunks begin and do not fill, before the step writes to them."""
+        size, begun = self.block_size, []
+        for chunk in chunks:
+            end = chunk.start + chunk.num_tokens
+            if end % size and end - end % size >= chunk.start:
+                begun.append(chunk.sequence.block_ids[end // size])
+        if begun:
+            self._whole_blocks.index_fill_(1, torch.tensor(begun, device=self.device), 0)
 
     def stage(self, num_blocks: int) -> torch.Tensor:
         """Return a buffer of `num_blocks` rows, one block each, to which blocks are copied. All callers share it."""
@@ -248,9 +261,10 @@ def _decode_span(chunk: Chunk) -> int:
 
 
 def _spanned_blocks(cache: KvCache, chunk: Chunk, span: int) -> list[int]:
-    """Return the sequence's blocks up to the span, filled up with its own first block, never another sequence's."""
+    """Return the sequence's blocks up to the span: those that are written, filled up with its own first block."""
     num_blocks = -(-span // cache.block_size)
-    blocks = chunk.sequence.block_ids[:num_blocks]
+    num_written = -(-(chunk.start + chunk.num_tokens) // cache.block_size)
+    blocks = chunk.sequence.block_ids[:num_written]
     return blocks + blocks[:1] * (num_blocks - len(blocks))
 
 

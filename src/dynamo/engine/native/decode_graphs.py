@@ -68,7 +68,7 @@ class FixedBatch:
 
     def _row_of(self, chunk: Chunk) -> list[int]:
         position, size = chunk.start, self._cache.block_size
-        blocks = chunk.sequence.block_ids[: self._blocks_per_row]
+        blocks = chunk.sequence.block_ids[: position // size + 1]  # those that are written
         slot = blocks[position // size] * size + position % size
         filling = blocks[:1] * (self._blocks_per_row - len(blocks))
         return [chunk.sequence.token_ids[position], position, slot, *blocks, *filling]

@@ -167,6 +167,7 @@ class Runner:
     def logits(self, chunks: abc.Sequence[Chunk]) -> torch.Tensor:
         """Compute these chunks; return logits [chunks that sample, vocabulary] in 32 bits."""
         with torch.inference_mode():
+            self._cache.clear_begun(chunks)
             logits = self._graphs.logits(chunks) if self._graphs is not None else None
             if logits is not None:
                 return logits
