@@ -241,6 +241,34 @@ async def test_memory_of_a_peer_that_has_left_is_unmapped():
 
 
 @pytest.mark.usefixtures("no_hurry")
+async def test_memory_of_a_peer_that_had_left_before_is_not_mapped():
+    """Nothing would tell us to unmap it: it leaves but once."""
+    async with two_workers("mocker") as (left, right, client):
+        num_before = num_mapped_pools()
+        expected, _ = await left.answer(prompt(1))
+        client.leave(7)
+        said, first = await right.answer(prompt(1), left.source())
+
+        assert said == expected
+        assert first.tier_tokens is None
+        assert right.count("failed") == 1
+        await until(lambda: num_mapped_pools() == num_before)
+
+
+async def test_speed_of_computing_is_that_of_a_prompt_that_came_alone(kind):
+    async with two_workers(kind) as (_, right, _):
+        requests = [right.submit(prompt(seed)) for seed in range(2)]
+        for request_id in requests:
+            await right.end_of(request_id)
+        after_two = right.engine._cost.s_per_token
+        await right.until_idle()
+        await right.answer(random.Random(7).choices(range(5, 500), k=PREFIX_LEN))
+
+        assert after_two is None
+        assert right.engine._cost.s_per_token is not None
+
+
+@pytest.mark.usefixtures("no_hurry")
 async def test_prefix_in_host_memory_of_the_peer_is_copied(kind):
     few = {"num_gpu_blocks_override": 64} | TIERS[kind.partition(" ")[0]]
     async with two_workers(kind, holder=few) as (left, right, _):

@@ -49,9 +49,18 @@ class PeerPrefixSink:
         self._sink, self._cached, self._cost, self._clock = sink, cached, cost, clock
         self._timed: tuple[str, int, float] | None = None  # request id, tokens, when it began
 
+    @property
+    def is_timing(self) -> bool:
+        """Whether a prompt is being measured."""
+        return self._timed is not None
+
     def time_prompt(self, request_id: str, num_tokens: int) -> None:
         """Measure how long the engine, which is idle now, takes to compute so many tokens of this prompt."""
         self._timed = request_id, num_tokens, self._clock.now()
+
+    def stop_timing(self) -> None:
+        """Measure nothing, because another request shares the steps of the prompt."""
+        self._timed = None
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
         """Pass on the outputs of a step."""
@@ -110,13 +119,17 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
             work = self._fetch_and_submit(fetch, source, source.num_tokens - num_cached)
             self._hold(fetch, self._sink, "copy a prefix from a peer", work)
             return
-        self._engine.submit(request)
         is_alone = not any(
             rank.worker_stats.request_active_slots or rank.worker_stats.num_requests_waiting
             for rank in self._engine.load()
         )
-        if is_alone and self._sink is not None and request.kv_transfer_params is None:
+        self._engine.submit(request)
+        if self._sink is None:
+            return
+        if is_alone and not self._sink.is_timing and request.kv_transfer_params is None:
             self._sink.time_prompt(request.id, request.prompt_len - num_cached)
+        else:
+            self._sink.stop_timing()
 
     def _count_cached(self, request: generate.Request) -> int:
         assert self._facts is not None, "the engine is used before start() has returned"
@@ -172,12 +185,13 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
         if self._held.get(request.id) is not fetch:
             return
         del self._held[request.id]
+        assert self._sink is not None
+        self._sink.stop_timing()
         try:
             self._engine.submit(
                 msgspec.structs.replace(request, kv_transfer_params=params, prefix_source=None)
             )
         except errors.DynamoError as error:
-            assert self._sink is not None
             self._sink.failed(request.id, error)
             return
         for index in fetch.aborted:
@@ -193,6 +207,9 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
             workers.on_change(functools.partial(self._disconnect_departed, workers))
         await workers.wait_for_instances(limit_s)
         engine_id = await self._transfer.connect_peer(source.metadata, deadline_s=limit_s)
+        if source.instance_id not in workers.instances:  # nothing else would unmap its memory
+            await self._transfer.disconnect_peer(engine_id)
+            raise errors.WorkerLost("it has left")
         self._sources[engine_id] = source
         question = generate.Request(
             id=f"{request.id}-prefix",
