@@ -126,6 +126,7 @@ class PrefillRoute:
             remaining = _shorten_timeout(options, self._clock.now() - began_at)
             stream = await self._open_decode(request, params, tried[-1], receiver, remaining)
             if stream is not None:
+                self._counters.remote.inc()
                 return stream
         if options.on_explained is not None:
             self._explain(request, options, False, "no prefill worker has computed it in time")
@@ -321,7 +322,6 @@ class PrefillRoute:
         if passed_on is None:
             raise errors.RemoteProtocolError("the prefill worker does not hold its blocks")
         _logger.debug("%x prefilled %s in %.1f ms", tried[-1], request.id, duration_s * 1e3)
-        self._counters.remote.inc()
         self._counters.prefill_s.observe(duration_s)
         if options.on_prefilled is not None:
             options.on_prefilled(route.PrefillResult(tried[-1], duration_s))

@@ -347,6 +347,19 @@ async def test_undelivered_prompt_is_computed_by_the_answering_worker(world):
     assert world.count("routed_prefill_fallbacks_total", reason="undelivered") == 1
 
 
+async def test_undelivered_prompt_counts_once(world):
+    world.decode.script = [forever]
+    opening = asyncio.ensure_future(world.open())
+    await world.clock.advance(prefill_route.DELIVERY_S)
+    await opening
+
+    counts = {
+        where: world.count("routed_prefills_total", where=where)
+        for where in ("local", "remote", "fallback")
+    }
+    assert counts == {"local": 0, "remote": 0, "fallback": 1}
+
+
 async def test_error_of_the_answering_worker_reaches_the_caller(world):
     world.decode.script = [errors.NoWorkers("nobody")]
     with pytest.raises(errors.NoWorkers, match="nobody"):
