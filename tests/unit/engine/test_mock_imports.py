@@ -25,13 +25,14 @@ class Engine:
         limits = BatchLimits(max_num_seqs=8, max_num_batched_tokens=64, context_length=128)
         self.batch = MockBatch(cycle, self.memory, limits)
 
-    def submit(self, request_id, prompt, params=None, max_tokens=4):
+    def submit(self, request_id, prompt, params=None, max_tokens=4, n=1):
         self.batch.submit(
             generate.Request(
                 id=request_id,
                 model="m",
                 token_ids=blocks.pack(prompt),
                 stop_conditions=generate.StopConditions(max_tokens=max_tokens),
+                sampling_options=generate.SamplingOptions(n=n),
                 kv_transfer_params=params,
             )
         )
@@ -125,6 +126,17 @@ def test_aborted_import_frees_its_blocks_when_the_copy_ends():
     assert during == 6
     assert here.memory.pool.num_active == 0
     assert here.run() == []
+
+
+def test_blocks_of_several_choices_are_imported_though_the_first_is_aborted_while_it_waits():
+    here, there = Engine(), Engine()
+    here.submit("r", prompt(22), there.prefill(prompt(22)), n=3)
+    here.batch.abort_choice("r", 0)
+    here.run()
+    (kv_import,) = here.copy(there)
+    here.batch.end_import(kv_import.import_id, is_copied=True)
+
+    assert len(here.tokens()) == 2 * 4
 
 
 @pytest.mark.parametrize("abort", ["abort", "abort_choice"])

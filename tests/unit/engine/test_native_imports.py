@@ -102,6 +102,19 @@ def test_prompt_with_a_first_token_is_imported_whole_and_that_token_is_computed(
     assert engine.outputs["a", 0] == answer(range(20), 3)
 
 
+def test_blocks_of_several_choices_are_imported_though_the_first_is_aborted_while_it_waits():
+    """Else its lease at the other engine would last until its time is over."""
+    engine = Pulling()
+    engine.submit_with(place(5), "a", range(20), n=3, max_tokens=2)
+    engine.scheduler.abort_choice("a", 0)
+    engine.step()
+    (kv_import,) = engine.imports
+    engine.end(kv_import, is_copied=False)
+    engine.run()
+
+    assert [len(engine.outputs["a", index]) for index in (1, 2)] == [2, 2]
+
+
 def test_several_choices_ignore_the_first_token():
     engine = Pulling()
     engine.submit_with(place(5, first=99), "a", range(20), n=2, max_tokens=2)

@@ -161,6 +161,8 @@ class MockBatch:
             if not choice.num_output:  # the next choice reports the cached tokens
                 for follower in choices:
                     follower.leader = choices[0] if follower is not choices[0] else None
+                    if follower.leader is None:
+                        follower.remote = follower.remote or choice.remote
 
     def _drop_outputs(self, request_id: str, index: int | None = None) -> None:
         """Drop the outputs of one choice or of all that were not taken yet, with the leases that they bring."""

@@ -163,6 +163,8 @@ class Scheduler:
             if not sequence.num_output:  # the next one leads
                 for follower in group.open:
                     follower.leader = group.open[0] if follower is not group.open[0] else None
+                    if follower.leader is None:
+                        follower.remote = follower.remote or sequence.remote
         return aborted
 
     def clear(self) -> StepResult:
