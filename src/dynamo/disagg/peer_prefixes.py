@@ -124,8 +124,8 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
             for rank in self._engine.load()
         )
         self._engine.submit(request)
-        if self._sink is None:
-            return
+        if self._sink is None or kv_transfer.is_cached_only(request.kv_transfer_params):
+            return  # the latter computes nothing
         if is_alone and not self._sink.is_timing and request.kv_transfer_params is None:
             self._sink.time_prompt(request.id, request.prompt_len - num_cached)
         else:
