@@ -147,8 +147,8 @@ class TierCopies:
                 changes[HOST] = found
             if self._disk is not None and (found := self._disk.look()) is not None:
                 changes[self._disk.tier] = found
-        except OSError as error:
-            _logger.warning("the index of a shared tier cannot be read: %s", error)
+        except OSError as error:  # in each step, perhaps
+            self._warn(f"the index of a shared tier cannot be read: {error}")
         return changes
 
     def close(self) -> None:
@@ -270,13 +270,16 @@ class TierCopies:
         self._device.move(operation, device_blocks, host_slots, limit)
 
     def _log_failure(self, copy: TierCopy, error: object) -> None:
+        source, target = copy.path
+        blocks = f"{len(copy.blocks)} KV blocks from {source} to {target}"
+        self._warn(f"a copy of {blocks} failed: {error}")
+
+    def _warn(self, text: str) -> None:
+        """Log a warning, if the last one is a minute old."""
         if time.monotonic() - self._logged_at < _LOG_EVERY_S:
             return
         self._logged_at = time.monotonic()
-        _logger.warning(
-            "a copy of %d KV blocks from %s to %s failed: %s (logged at most once a minute)",
-            len(copy.blocks), *copy.path, error,
-        )  # fmt: skip
+        _logger.warning("%s (logged at most once a minute)", text)
 
 
 def _positions_by_slot(slots: Sequence[int]) -> Iterator[tuple[int, list[int]]]:

@@ -112,3 +112,17 @@ def test_storage_is_closed_after_the_copies_that_hang_and_none_begins_meanwhile(
     eventually(is_open, what="it was closed")
     assert device.begun.empty()
     assert len(ended) == 2
+
+
+def test_index_that_cannot_be_read_is_logged_at_most_once_a_minute(monkeypatch, caplog):
+    memory = host_memory.HostMemory(2, BLOCK_BYTES)
+    copies = tier_copies.TierCopies(FailingDevice(OSError()), memory, None)
+
+    def look():
+        raise OSError("it was cut short")
+
+    monkeypatch.setattr(memory, "look", look)
+    changes = [copies.look() for _ in range(3)]  # once in each step
+
+    assert changes == [{}, {}, {}]
+    assert caplog.text.count("it was cut short") == 1
