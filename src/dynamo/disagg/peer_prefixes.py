@@ -51,7 +51,7 @@ class PeerPrefixSink:
 
     @property
     def is_timing(self) -> bool:
-        """Whether a prompt is being measured."""
+        """Return whether a prompt is being measured."""
         return self._timed is not None
 
     def time_prompt(self, request_id: str, num_tokens: int) -> None:

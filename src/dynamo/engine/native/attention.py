@@ -85,7 +85,7 @@ class KvCache:
 
     def clear_begun(self, chunks: Sequence[Chunk]) -> None:
         """Zero the blocks that these chunks begin and do not fill, before the step writes to them."""
-        size, begun = self.block_size, []
+        size, begun = self.block_size, list[int]()
         for chunk in chunks:
             end = chunk.start + chunk.num_tokens
             if end % size and end - end % size >= chunk.start:
