@@ -153,8 +153,8 @@ class Tier:
 
     @property
     def num_used(self) -> int:
-        """Slots that hold something."""
-        return self.num_usable - len(self._free)
+        """Slots that hold something, or are about to."""
+        return len(self._by_hash)
 
     def __contains__(self, sequence_hash: int) -> bool:
         """Return whether the tier has this block as the last one of a slot, or is about to."""

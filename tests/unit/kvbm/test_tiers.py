@@ -202,6 +202,17 @@ def test_at_most_half_of_the_slots_have_a_time_to_live():
     assert held(tier, 1, 2, 3, 4) == [3]
 
 
+def test_blocks_of_an_earlier_run_count_as_used_before_their_memory_is_provided():
+    tier = make_tier(4, num_usable=0)
+    tier.restore({1: (block(1),), 2: (block(2),)})
+    counts = [tier.num_used]
+    tier.drop(tier.find(1))
+    counts.append(tier.num_used)
+    tier.add_slots(4)
+
+    assert [*counts, tier.num_used] == [2, 1, 1]
+
+
 def test_queue_gives_the_highest_priority_first_and_then_the_oldest():
     queue = tiers.OffloadQueue()
     for name, priority in ((1, 0), (2, 5), (3, 0), (4, 5)):
