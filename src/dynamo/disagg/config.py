@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.base import config, errors
 from dynamo.disagg import policy
-from dynamo.protocols import kv_transfer, model_card
+from dynamo.protocols import kv_transfer, model_card, wire
 from dynamo.runtime import discovery
 
 _CONFIG_FLAG = "--router-conditional-disagg-config"
@@ -125,7 +125,7 @@ async def follow_limits(
             continue  # of a model with a longer name that begins the same
         try:
             limits = _decode_change(change.value) if isinstance(change, discovery.Put) else None
-        except msgspec.DecodeError as error:
+        except wire.DECODE_ERRORS as error:
             _logger.warning("ignored %s in discovery: %s", key, error)
             continue
         lengths.change_limits(limits or policy.LimitsChange())

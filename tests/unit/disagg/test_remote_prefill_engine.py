@@ -393,6 +393,17 @@ async def test_limits_in_discovery_change_at_run_time(world, caplog):
     assert "ignored" in caplog.text
 
 
+async def test_limits_nested_too_deeply_are_ignored_and_later_ones_read(world):
+    key = policy.limits_key("m")
+    deep = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    for value in (deep, b'{"max_local_prefill_length": 9}'):
+        await world.registry.put(key, value)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    assert not world.remote._is_remote(request())
+
+
 async def test_other_methods_are_the_engines(world):
     await world.remote.clear_kv_blocks()
 
