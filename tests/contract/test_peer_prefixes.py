@@ -255,6 +255,16 @@ async def test_memory_of_a_peer_that_had_left_before_is_not_mapped():
         await until(lambda: num_mapped_pools() == num_before)
 
 
+async def test_peers_that_need_not_rest_any_more_are_forgotten(monkeypatch):
+    """Each start of a worker is another instance."""
+    monkeypatch.setattr(peer_prefixes, "REST_S", 0.0)
+    async with two_workers("mocker") as (_, right, _):
+        for instance_id in range(5):
+            right.engine._rest(instance_id, errors.TransferError("x"))
+
+        assert list(right.engine._resting) == [4]
+
+
 async def test_speed_of_computing_is_that_of_a_prompt_that_came_alone(kind):
     async with two_workers(kind) as (_, right, _):
         requests = [right.submit(prompt(seed)) for seed in range(2)]

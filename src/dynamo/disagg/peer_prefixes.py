@@ -259,7 +259,9 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
     def _rest(self, instance_id: int, error: Exception) -> None:
         """Ask a worker for nothing for a while, because a lease or a copy from it failed."""
         self._counters.failed.inc()
-        self._resting[instance_id] = self._clock.now() + REST_S
+        now = self._clock.now()
+        resting = {each: until for each, until in self._resting.items() if until > now}
+        self._resting = resting | {instance_id: now + REST_S}
         _logger.warning(
             "no prefix came from worker %x, which is not asked for %g s: %s",
             instance_id, REST_S, str(error) or "it took too long",
