@@ -49,7 +49,10 @@ class Discovery(Protocol):
         ...
 
     async def delete(self, key: str) -> None:
-        """Remove a key of this process; a missing one is no error."""
+        """Remove a key of this process; a missing one is no error.
+
+        One that cannot be removed now is in the log, and goes later, at the latest with the lease.
+        """
         ...
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
@@ -83,6 +86,9 @@ class KeyView:
     def get_prefix(self, prefix: str) -> dict[str, bytes]:
         """Return all keys that begin with `prefix`, with their values."""
         return {k: value for k, value in self._value_by_key.items() if k.startswith(prefix)}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._value_by_key
 
     def put(self, key: str, value: bytes) -> None:
         """Set the value of a key; the same value again is no change."""
@@ -214,8 +220,7 @@ class KeyRetention:
         self.apply([Put(key=key, value=value) for key, value in living.items()], now)
 
     def apply(self, changes: Sequence[Change], now: float) -> None:
-        """Take changes that discovery reports."""
-        shown = self._view.get_prefix("")
+        """Take changes that discovery reports, in their order: one batch may bring a key and its end."""
         for change in changes:
             if isinstance(change, Put):
                 self._missing_since.pop(change.key, None)
@@ -223,7 +228,7 @@ class KeyRetention:
                     self._view.remove(change.key)
                 else:
                     self._view.put(change.key, change.value)
-            elif change.key in shown:
+            elif change.key in self._view:
                 self._missing_since.setdefault(change.key, now)
         self.judge(now)
 

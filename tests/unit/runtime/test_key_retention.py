@@ -75,6 +75,13 @@ def test_key_that_its_owner_removes_vanishes_though_the_owner_answers():
     assert owners.shown(1.0) == set()
 
 
+def test_key_that_came_and_went_in_one_batch_is_not_shown():
+    view = discovery.KeyView()
+    judge = discovery.KeyRetention(view, lambda _key, _value: False, 10.0)
+    judge.apply([Put(key="a", value=b"1"), Delete(key="a")], 0.0)
+    assert view.get_prefix("") == {}
+
+
 async def test_owner_that_answers_is_asked_last_where_an_answer_is_not_enough():
     view = discovery.KeyView()
     judge = discovery.KeyRetention(view, lambda _key, _value: True, 10.0, is_answer_enough=False)
