@@ -101,7 +101,7 @@ class RouteFactory:
             )
         selector = config.make_selector(
             settings.policy_config,
-            _TimedIndex(state.index, self._clock, counts.observe_index_lookup),
+            _RouteIndex(state, self._clock, counts.observe_index_lookup),
             block_size=block_size,
             draw=random.random,
             counts_blocks=not is_prefill,
@@ -256,19 +256,26 @@ class _ExpiringIndex:
         return self._guesses.find_matches(sequence_hashes)
 
 
-class _TimedIndex:
-    """An index that reports the duration of each look-up, in seconds."""
+class _RouteIndex:
+    """The index of a component as one of its routes sees it; it reports the duration of each look-up, in seconds.
+
+    A worker that leaves a route may go on in another one, as in that of another block size, and its blocks with it. So
+    an exact index forgets a worker when discovery does, which its subscriber hears; only guesses end with the route.
+    """
 
     def __init__(
-        self, index: api.Index, clock: clocks.Clock, observe: Callable[[float], None]
+        self, state: _ComponentState, clock: clocks.Clock, observe: Callable[[float], None]
     ) -> None:
-        self._index = index
+        self._state = state
         self._clock = clock
         self._observe = observe
-        self.remove_worker = index.remove_worker
+
+    def remove_worker(self, worker: api.Worker) -> None:
+        if self._state.subscriber is None:
+            self._state.index.remove_worker(worker)
 
     def find_matches(self, sequence_hashes: Sequence[int]) -> api.OverlapScores:
         began_at = self._clock.now()
-        overlaps = self._index.find_matches(sequence_hashes)
+        overlaps = self._state.index.find_matches(sequence_hashes)
         self._observe(self._clock.now() - began_at)
         return overlaps

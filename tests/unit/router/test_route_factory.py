@@ -10,9 +10,10 @@ from dynamo.base import clock
 from dynamo.disagg import config as prefill_config
 from dynamo.disagg import prefill_route
 from dynamo.observability import metrics
-from dynamo.protocols import generate, instances, model_card
+from dynamo.protocols import blocks, generate, instances, kv_events, model_card
 from dynamo.router import config, kv_router, route, route_factory
 from dynamo.runtime import component
+from dynamo.worker import kv_event_publisher
 from waiting import until
 
 NAME = instances.EndpointName("dynamo", "backend", "embed")
@@ -136,3 +137,61 @@ async def test_model_that_comes_back_has_the_route_that_it_had():
             routes = [make(client, each) for each in cards]
             assert len(set(routes)) == len(routes)
             assert [make(client, each) for each in cards] == routes
+
+
+async def test_worker_that_leaves_one_route_for_another_keeps_its_blocks_in_the_index():
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = component.MemoryCluster()
+
+        async def join():
+            runtime = component.DistributedRuntime.in_memory(cluster, item_type=generate.Output)
+            return await stack.enter_async_context(await runtime)
+
+        worker = routing_rig.Worker(await join(), {})
+        await worker.join()
+        names = await offer_blocks(worker.runtime)
+        runtime = await join()
+        made = route_factory.RouteFactory(
+            config.RoutingConfig(router_mode="kv"),
+            runtime,
+            clock.SystemClock(),
+            metrics.Registry("dynamo_frontend"),
+        )
+        stack.push_async_callback(made.close)
+        client = runtime.client(routing_rig.NAME)
+        await until(lambda: client.instances)
+        known = {"device": {f"{worker.id:x}": len(names)}}
+
+        former = made.make_route(client, routing_rig.card())
+        former.set_model_cards({worker.id: routing_rig.card()})
+        await until(lambda: made.find_matches(names) == known)
+        former.set_model_cards({})  # as before the route of another block size is made
+        larger = msgspec.structs.replace(routing_rig.card(), kv_cache_block_size=8)
+        made.make_route(client, larger).set_model_cards({worker.id: larger})
+
+        assert made.find_matches(names) == known
+
+
+async def offer_blocks(runtime):
+    """Have a worker answer that it has two blocks, one behind the other; return their names."""
+    local = [11, 12]
+    names = blocks.sequence_hashes(local)
+    name = routing_rig.NAME
+    publisher = kv_event_publisher.KvEventPublisher(
+        runtime.events,
+        namespace=name.namespace,
+        component=name.component,
+        worker_id=runtime.instance_id,
+        epoch=1,
+    )
+    pairs = tuple(map(kv_events.StoredBlock, names, local))
+    publisher.publish_kv_events([kv_events.Stored(parent_hash=None, blocks=pairs)])
+
+    def replay(call):
+        for part in publisher.replay(kv_events.ReplayRequest()):
+            call.reply(part)
+        call.finish()
+
+    endpoint = instances.EndpointName(name.namespace, name.component, instances.KV_EVENTS_REPLAY)
+    await runtime.register(endpoint, replay)
+    return names
