@@ -28,7 +28,10 @@ def test_an_endpoint_is_read(endpoint, address):
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["ftp://etcd:1", "http://", "http://etcd:port", "http://etcd:70000", "http://etcd/kv"],
+    [
+        *("ftp://etcd:1", "http://", "http://etcd:port", "http://etcd:70000", "http://etcd/kv"),
+        *("http://[::1", "[::1:2379"),
+    ],
 )
 def test_malformed_endpoint_is_refused_with_its_variable(endpoint):
     with pytest.raises(errors.ConfigError, match="ETCD_ENDPOINTS: expected http://host:port"):

@@ -72,3 +72,11 @@ async def test_server_that_is_away_or_silent_is_unavailable(unused_tcp_port):
 async def test_address_of_another_kind_is_refused(url):
     with pytest.raises(errors.ConfigError, match="expected one such as http"):
         await client.request("GET", url, timeout_s=PATIENT_S)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a..b", f"http://{'x' * 64}.example", "http://:80", "http://[::1", "ftp://a"]
+)
+async def test_url_of_no_host_is_refused(url):
+    with pytest.raises(errors.ConfigError, match="expected one such as http://127"):
+        await client.request("GET", url, timeout_s=PATIENT_S)

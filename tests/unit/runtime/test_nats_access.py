@@ -33,6 +33,7 @@ def test_secrets_are_not_shown():
         ("nats://host/path", "nats://host:port"),
         ("nats://me:hush@host:many", "got 'nats://…@host:many'"),
         ("nats://me:hush@[fe80::1%eth0]:4222", "fe80::1%eth0.* single link"),
+        ("nats://me:hush@[::1", r"got 'nats://…@\[::1'"),
     ],
 )
 def test_malformed_server_address_is_refused(server, says):

@@ -33,6 +33,8 @@ def split_url(url: str) -> tuple[parse.SplitResult, int]:
     """Return the parts and the port of a URL of a server. Raises ConfigError for one of another kind."""
     try:
         parts = parse.urlsplit(url)
+        if not (parts.hostname or "").encode("idna"):  # as the look-up of the name will have it
+            raise ValueError("no host")  # noqa: TRY301 (as for one that is malformed)
         return parts, parts.port or _PORTS[parts.scheme]
     except (KeyError, ValueError) as error:
         raise errors.ConfigError(f"{url}: expected one such as http://127.0.0.1:8000") from error

@@ -56,19 +56,20 @@ def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> EtcdAccess:
 
 def _endpoint(text: str) -> tuple[str, str]:
     """Split an endpoint into scheme and address. Raises ConfigError."""
-    url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
-    if "@" in url.netloc:  # and what is there is not repeated
+    if "@" in text:  # and what is there is not repeated
         raise errors.ConfigError(
             "ETCD_ENDPOINTS: expected no user in an address: set ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD"
         )
+    refusal = errors.ConfigError(
+        f"ETCD_ENDPOINTS: expected http://host:port, or https://, got {text!r}"
+    )
     try:
+        url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
         port = url.port or DEFAULT_PORT
-    except ValueError:
-        port = 0
-    if url.scheme not in _SCHEMES or not url.hostname or not port or url.path not in ("", "/"):
-        raise errors.ConfigError(
-            f"ETCD_ENDPOINTS: expected http://host:port, or https://, got {text!r}"
-        )
+    except ValueError as error:  # a port, or brackets, of another kind
+        raise refusal from error
+    if url.scheme not in _SCHEMES or not url.hostname or url.path not in ("", "/"):
+        raise refusal
     return url.scheme, addresses.join(addresses.plain_host(url.hostname, "ETCD_ENDPOINTS"), port)
 
 

@@ -63,14 +63,15 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
 
 
 def _url(text: str) -> urllib.parse.SplitResult:
-    url = urllib.parse.urlsplit(text if "://" in text else f"nats://{text}")
+    shown = f"nats://…@{text.rpartition('@')[2]}" if "@" in text else text
+    refusal = errors.ConfigError(f"NATS_SERVER: expected nats://host:port or tls://, got {shown!r}")
     try:
-        is_port = url.port is None or url.port > 0
-    except ValueError:
-        is_port = False
+        url = urllib.parse.urlsplit(text if "://" in text else f"nats://{text}")
+        is_port = url.port != 0
+    except ValueError as error:  # a port, or brackets, of another kind
+        raise refusal from error
     if url.scheme not in _SCHEMES or not url.hostname or not is_port or url.path not in ("", "/"):
-        shown = f"nats://…@{text.rpartition('@')[2]}" if "@" in text else text
-        raise errors.ConfigError(f"NATS_SERVER: expected nats://host:port or tls://, got {shown!r}")
+        raise refusal
     addresses.plain_host(url.hostname, "NATS_SERVER")  # raises for an address of a single link
     return url
 
