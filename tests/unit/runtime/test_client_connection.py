@@ -153,3 +153,15 @@ async def test_proof_of_a_stream_does_not_count_for_a_later_one(client):
     client.frames.connection_lost(None)
 
     assert (type(first.error), type(second.error)) == (errors.WorkerDied, errors.StreamBroken)
+
+
+async def test_peer_that_answers_a_stream_that_was_never_opened_is_dropped_with_its_other_frames(
+    client, caplog
+):
+    receiver = Receiver()
+    open_stream(client, receiver)
+    read(client, step((1, "a")), step((9, "x")))
+
+    assert client.frames.is_lost
+    assert "stream 9 was never opened" in receiver.ends[0]
+    assert "Traceback" not in caplog.text

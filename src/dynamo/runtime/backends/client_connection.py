@@ -277,14 +277,17 @@ class ClientConnection:
 
     def _hand_over(self, number: int, items: Sequence[Any]) -> None:
         """Give several items to the receiver of a stream, which may cancel it after any of them."""
-        receive_all = getattr(self._receivers.get(number), "receive_all", None)
+        receiver = self._receivers.get(number)
+        if receiver is None:
+            self._check_number(number)
+            return
+        receive_all = getattr(receiver, "receive_all", None)
         try:
             if receive_all is not None:
                 receive_all(items)
                 return
             for item in items:
-                if (receiver := self._receivers.get(number)) is None:
-                    self._check_number(number)
+                if number not in self._receivers:
                     return
                 receiver.receive(item)
         except Exception:  # noqa: BLE001 (`call_safely`, for one call or many)
