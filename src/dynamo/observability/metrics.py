@@ -7,6 +7,7 @@ writes and renders a fast metric: the event loop's.
 """
 
 import functools
+import http.client
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
@@ -196,7 +197,7 @@ class Registry:
         """Replace what a push gateway at `host:port` has of this job, and wait for it. Raises Unavailable."""
         try:
             prometheus_client.push_to_gateway(gateway, job, self._registry)
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:  # what answers may be no gateway
             raise errors.Unavailable(f"cannot push metrics to {gateway}: {error}") from error
 
 

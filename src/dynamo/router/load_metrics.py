@@ -17,7 +17,7 @@ import msgspec
 from dynamo.base import addresses, config, errors, process_setup, tasks
 from dynamo.base import clock as clocks
 from dynamo.observability import logs, metrics
-from dynamo.protocols import instances, load
+from dynamo.protocols import instances, load, wire
 from dynamo.runtime import component, events
 from dynamo.runtime.http import exchange, server
 
@@ -168,7 +168,7 @@ class Aggregator:
         for event in batch:
             try:
                 report = _decode_load(event.payload)
-            except msgspec.MsgspecError as error:
+            except wire.DECODE_ERRORS as error:
                 _logger.warning("ignored the load reported by %x: %s", event.publisher, error)
                 continue
             key = (report.worker_id, report.data.worker_stats.data_parallel_rank)
@@ -178,7 +178,7 @@ class Aggregator:
         for event in batch:
             try:
                 changes = _decode_sequences(event.payload)
-            except msgspec.MsgspecError as error:
+            except wire.DECODE_ERRORS as error:
                 _logger.warning("ignored the requests of router %x: %s", event.publisher, error)
                 continue
             for change in changes:

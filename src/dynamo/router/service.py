@@ -120,7 +120,7 @@ class RouterService:
                 instance_id = int(change.key.removeprefix(prefix), 16)
                 value = getattr(change, "value", None)
                 card = None if value is None else _decode_record(value).card_json
-            except ValueError as error:  # those of msgspec included
+            except (ValueError, RecursionError) as error:  # those of msgspec included
                 _logger.warning("ignored the model card %s: %s", change.key, error)
                 continue
             self._update_card(instance_id, card)

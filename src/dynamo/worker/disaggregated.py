@@ -27,7 +27,7 @@ from dynamo.disagg import (
 )
 from dynamo.engine import api
 from dynamo.observability import metrics as registries
-from dynamo.protocols import instances, kv_transfer, model_card
+from dynamo.protocols import instances, kv_transfer, model_card, wire
 from dynamo.runtime import client, component, discovery
 from dynamo.worker import card, host, settings
 
@@ -288,7 +288,7 @@ class DecodeWorkerCheck:
     async def _watch(self) -> None:
         async for change in self._registry.watch(self._prefix):
             if isinstance(change, discovery.Put):
-                with contextlib.suppress(msgspec.DecodeError):  # its frontend names it
+                with contextlib.suppress(*wire.DECODE_ERRORS):  # its frontend names it
                     record = msgspec.json.decode(change.value, type=model_card.CardRecord)
                     if record.card_json.display_name == self._own.display_name:
                         _can_pair(self._own, record.card_json, "a decode worker does not use us")

@@ -1,11 +1,13 @@
 """What is counted comes out as Prometheus reads it."""
 
 import asyncio
+import http.client
 
 import prometheus_client
 import pytest
 from prometheus_client import parser
 
+from dynamo.base import errors
 from dynamo.observability import metrics
 from dynamo.testing import clock
 
@@ -109,3 +111,12 @@ async def test_delays_are_recorded_and_stalls_counted():
     assert 't_event_loop_delay_seconds_bucket{le="0.25"} 11.0' in lines
     assert "t_event_loop_delay_seconds_count 12.0" in lines
     assert "t_event_loop_stall_total 1.0" in lines
+
+
+def test_push_to_what_is_no_gateway_is_unavailable(monkeypatch):
+    def push(*args):
+        raise http.client.BadStatusLine("SSH-2.0-OpenSSH")
+
+    monkeypatch.setattr(prometheus_client, "push_to_gateway", push)
+    with pytest.raises(errors.Unavailable, match="cannot push metrics to here:1: SSH"):
+        metrics.Registry("x").push("here:1", "job")

@@ -1,7 +1,11 @@
 """The page of metrics of the aggregator, `python -m dynamo.metrics`."""
 
-from dynamo.protocols import instances
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.protocols import instances, load
 from dynamo.router import load_metrics
+from dynamo.runtime import component, events
 
 
 def test_counters_of_a_lost_worker_are_shown_no_more():
@@ -15,3 +19,20 @@ def test_counters_of_a_lost_worker_are_shown_no_more():
 
     assert 'worker_id="1"' not in text
     assert text.count('worker_id="2"} 4.0') == text.count('worker_id="2"} 1.0') == 1
+
+
+async def test_event_that_is_no_text_is_left_out_and_the_next_one_counted():
+    async with await component.DistributedRuntime.in_memory(component.MemoryCluster()) as runtime:
+        page = load_metrics.Aggregator(
+            load_metrics.AggregatorConfig(), runtime, clocks.SystemClock()
+        )
+        added = load.AddRequest(token_sequence=(1, 2), isl=8)
+        change = load.ActiveSequenceEvent(request_id="~", worker_id=7, router_id="", data=added)
+        good = msgspec.msgpack.encode([change])
+        page._take_sequences([message(good.replace(b"~", b"\xff")), message(good)])
+
+        assert 'worker_id="7"} 2.0' in page._metrics.registry.render().decode()
+
+
+def message(payload):
+    return events.Event(topic="t", publisher=1, number=0, payload=payload)

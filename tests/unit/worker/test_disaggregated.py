@@ -143,6 +143,9 @@ async def test_prefill_worker_names_decode_workers_with_other_weights(caplog):
     registry = memory.MemoryDiscovery(memory.MemoryRegistry())
     check = disaggregated.DecodeWorkerCheck(DECODE, registry, own)
     await check.start()
+    await registry.put(
+        f"{instances.CARDS}{DECODE.path}/9", b'{"type": "Model", "namespace": "\xff"}'
+    )
     for number, change in enumerate(({"weights": "1"}, {"display_name": "n"}, {"weights": "2"}), 1):
         instance = instances.Instance(
             namespace="n",
