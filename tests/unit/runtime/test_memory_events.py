@@ -1,4 +1,5 @@
 import asyncio
+import weakref
 
 from dynamo.runtime.backends import memory
 
@@ -30,3 +31,17 @@ async def test_slow_listener_sees_missed_events_in_the_numbers():
 
     assert len(heard) == memory.BATCH_LIMIT + 1
     assert heard[-1].number == memory.BATCH_LIMIT + 5
+
+
+async def test_closed_subscription_keeps_its_listener_no_longer():
+    class Listener:
+        def __call__(self, batch):
+            pass
+
+    plane, listener = memory.MemoryEventPlane(memory.MemoryBus(), 1), Listener()
+    subscription = await plane.subscribe("t", listener)
+    await subscription.close()
+    kept = weakref.ref(listener)
+    del listener, subscription
+
+    assert kept() is None

@@ -1,10 +1,13 @@
 """What one side of a link says, the other hears in full, or knows that it did not."""
 
+import gc
+import weakref
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.base import errors
+from dynamo.base import clock, errors
 from dynamo.runtime.backends.nats import planes
 
 LIMIT = planes.HEADER.size + 5
@@ -53,3 +56,34 @@ def test_malformed_message_raises_a_protocol_error(message):
 
     assert kind in planes.MessageKind
     assert kind is planes.MessageKind.PROBE or message[1 : planes.HEADER.size] == bytes(8)
+
+
+class Server:
+    """The connection of a process, as its event plane uses it."""
+
+    clock = clock.SystemClock()
+
+    def __init__(self):
+        self.subscribed = set()
+
+    async def subscribe(self, subject, on_message):
+        self.subscribed.add(on_message)
+        return self
+
+    async def close(self):
+        self.subscribed.clear()
+
+
+async def test_closed_subscription_to_events_keeps_its_listener_no_longer():
+    class Listener:
+        def __call__(self, batch):
+            pass
+
+    plane, listener = planes.NatsEventPlane(Server(), 1), Listener()
+    subscription = await plane.subscribe("n/c/e", listener)
+    await subscription.close()
+    kept = weakref.ref(listener)
+    del listener, subscription
+    gc.collect()  # the subscription and its receiver refer to each other
+
+    assert kept() is None

@@ -143,7 +143,7 @@ class MemoryBus:
     def add(self, subscription: BatchedSubscription) -> None:
         self._subscriptions[subscription.topic].add(subscription)
 
-    async def remove(self, subscription: BatchedSubscription) -> None:
+    def remove(self, subscription: BatchedSubscription) -> None:
         self._subscriptions[subscription.topic].discard(subscription)
 
     def publish(self, event: Event) -> None:
@@ -159,7 +159,7 @@ class MemoryEventPlane:
         self._bus = bus
         self._instance_id = instance_id
         self._topics = PublishedTopics()
-        self._subscriptions: list[BatchedSubscription] = []
+        self._subscriptions: set[BatchedSubscription] = set()
         self._is_open = True
 
     async def advertise(self, topic: str) -> None:
@@ -180,15 +180,19 @@ class MemoryEventPlane:
 
     async def subscribe(self, topic: str, listener: Listener) -> BatchedSubscription:
         subscription = BatchedSubscription(topic, listener, max_events=BATCH_LIMIT)
-        subscription.on_close = functools.partial(self._bus.remove, subscription)
+        subscription.on_close = functools.partial(self._unsubscribe, subscription)
         self._bus.add(subscription)
-        self._subscriptions.append(subscription)
+        self._subscriptions.add(subscription)
         return subscription
 
     async def close(self) -> None:
         self._is_open = False
-        for subscription in self._subscriptions:
+        for subscription in list(self._subscriptions):
             await subscription.close()
+
+    async def _unsubscribe(self, subscription: BatchedSubscription) -> None:
+        self._subscriptions.discard(subscription)
+        self._bus.remove(subscription)
 
 
 class MemoryObjectStore:

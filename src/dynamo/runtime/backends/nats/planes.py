@@ -432,7 +432,7 @@ class NatsEventPlane:
         self._instance_id = instance_id
         self._log = logs.PeerLog(log, to_nats.clock.now)
         self._topics = PublishedTopics()
-        self._subscriptions: list[BatchedSubscription] = []
+        self._subscriptions: set[BatchedSubscription] = set()
         self._is_open = True
 
     async def advertise(self, topic: str) -> None:
@@ -458,7 +458,7 @@ class NatsEventPlane:
 
     async def subscribe(self, topic: str, listener: Listener) -> BatchedSubscription:
         subscription = BatchedSubscription(topic, listener, max_events=BATCH_LIMIT)
-        self._subscriptions.append(subscription)
+        self._subscriptions.add(subscription)
 
         def receive(subject: str, reply: str, message: bytes) -> None:
             if len(message) < _HEADER.size:
@@ -470,12 +470,18 @@ class NatsEventPlane:
                 Event(topic=topic, publisher=publisher, number=number, payload=payload)
             )
 
-        subscription.on_close = (await self._nats.subscribe(subject(topic), receive)).close
+        at_nats = await self._nats.subscribe(subject(topic), receive)
+
+        async def unsubscribe() -> None:
+            self._subscriptions.discard(subscription)
+            await at_nats.close()
+
+        subscription.on_close = unsubscribe
         return subscription
 
     async def close(self) -> None:
         self._is_open = False
-        for subscription in self._subscriptions:
+        for subscription in list(self._subscriptions):
             await subscription.close()
 
 
