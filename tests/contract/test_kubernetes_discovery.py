@@ -7,7 +7,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.protocols import instances
-from dynamo.runtime.backends.kubernetes import discovery, pod_records
+from dynamo.runtime.backends.kubernetes import connection, discovery, pod_records
 from dynamo.runtime.discovery import Delete, Put
 from dynamo.testing.kube.memory_cluster import MemoryCluster
 from played_pods import NAMESPACE, PlayedPods
@@ -223,3 +223,43 @@ async def test_value_that_is_no_base64_is_left_out(pods):
     await other.put("v1/x/3", b"")
 
     assert [*before, *await take(watch, 1)] == [Put(key=f"v1/x/{i}", value=b"") for i in (1, 3)]
+
+
+async def test_own_metadata_is_watched_once_the_cluster_allows_it(pods, monkeypatch):
+    monkeypatch.setattr(discovery, "_REFUSED_S", 0.01)
+    refusals, read = [errors.Forbidden("not yet")], connection.KubernetesConnection._list
+
+    async def refuse_first(self, *args):
+        if refusals and args[1] == pod_records.KIND:
+            raise refusals.pop()
+        return await read(self, *args)
+
+    monkeypatch.setattr(connection.KubernetesConnection, "_list", refuse_first)
+    worker, reader = await pods.start("worker"), await pods.start("reader")
+    await worker.put("k", b"value")
+    watch = reader.watch("k")
+    await take(watch, 1)
+    assert not refusals
+    pods.cluster.remove_object(pod_records.API_VERSION, pod_records.KIND, NAMESPACE, "worker")
+
+    assert await take(watch, 2) == [Delete(key="k"), Put(key="k", value=b"value")]
+
+
+async def test_deleted_metadata_is_written_again_after_a_refusal(pods, monkeypatch):
+    monkeypatch.setattr(discovery, "_REFUSED_S", 0.01)
+    reader, worker = await pods.start("reader"), await pods.start("worker")
+    await worker.put("k", b"value")
+    watch = reader.watch("k")
+    await take(watch, 1)
+    pods.cluster.failures.append(httpx2.Response(403, json={"message": "not now"}))
+    pods.cluster.remove_object(pod_records.API_VERSION, pod_records.KIND, NAMESPACE, "worker")
+
+    assert await take(watch, 2) == [Delete(key="k"), Put(key="k", value=b"value")]
+
+
+async def test_key_that_the_cluster_does_not_let_us_remove_is_no_error_of_its_owner(pods):
+    worker = await pods.start("worker")
+    await worker.put("k", b"value")
+    pods.cluster.failures += [httpx2.Response(403, json={"message": "no"}) for _ in range(9)]
+    await worker.delete("k")
+    pods.cluster.failures.clear()

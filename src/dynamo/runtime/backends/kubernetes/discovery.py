@@ -118,8 +118,8 @@ class KubernetesDiscovery:
             return
         try:
             await self._write(_LEAVE_TIMEOUT_S)
-        except errors.Unavailable as error:
-            log.info("%s is removed when the cluster is back: %s", key, error)
+        except (errors.Unavailable, errors.ConfigError) as error:
+            log.info("%s is removed when the cluster is back, or allows it: %s", key, error)
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
         """Return all living keys that begin with `prefix`, as the cluster has them now. Raises Unavailable."""
@@ -194,6 +194,7 @@ class KubernetesDiscovery:
             except errors.DynamoError as error:
                 refusal = error
                 log.warning("the cluster does not take the metadata of %s: %s", self._name, error)
+                self._clock.call_later(_REFUSED_S, self._write_requested.set)
             for written in waiting:
                 if written.done():
                     continue
@@ -208,25 +209,32 @@ class KubernetesDiscovery:
     async def _repair(self) -> None:
         """Write the metadata again whenever it is not as desired."""
         field = f"metadata.name={self._name}"
-        async for type_, obj in self._kubernetes.watch(
-            pod_records.API_VERSION, pod_records.KIND, self._namespace, fields=field
-        ):
+        kind = pod_records.API_VERSION, pod_records.KIND
+        async for type_, obj in self._watch(*kind, "our own pod is not watched", fields=field):
             if type_ == "DELETED" or obj.get("spec") != self._metadata()["spec"]:
                 self._write_requested.set()
 
     async def _follow(
         self, api_version: str, kind: str, labels: str, take: Callable[[str, Object], None]
     ) -> None:
+        complaint = "no other pod is found"
+        async for type_, obj in self._watch(api_version, kind, complaint, labels=labels):
+            if obj:
+                take(type_, obj)
+                self._view_changed.set()
+
+    async def _watch(
+        self, api_version: str, kind: str, complaint: str, **selectors: str
+    ) -> AsyncIterator[pod_records.WatchEvent]:
+        """Iterate over a watch, which is begun again, with a complaint, while the cluster refuses its first list."""
         while True:
             try:
-                async for type_, obj in self._kubernetes.watch(
-                    api_version, kind, self._namespace, labels=labels
+                async for event in self._kubernetes.watch(
+                    api_version, kind, self._namespace, **selectors
                 ):
-                    if obj:
-                        take(type_, obj)
-                        self._view_changed.set()
+                    yield event
             except errors.DynamoError as error:  # before the first list; later ones are waited for
-                log.warning("no other pod is found: %s", error)
+                log.warning("%s: %s", complaint, error)
                 await self._clock.sleep(_REFUSED_S)
 
     def _take_slice(self, type_: str, obj: Object) -> None:
