@@ -43,7 +43,10 @@ _COLOURS = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
 _PEER_S = 1.0
 _MAX_PEERS = 1024
 # What a peer sent may stand in a message: it cannot begin a line of its own, nor speak to the terminal.
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F)} | {0x09: "\t", 0x0A: "\n    "}
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
+    0x09: "\t",
+    0x0A: "\n    ",
+}
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -253,10 +256,10 @@ class TextFormatter(_Formatter):
         level = f"{record.levelname:>5}"
         if self._colour and record.levelname in _COLOURS:
             level = f"\x1b[{_COLOURS[record.levelname]}m{level}\x1b[0m"
-        message = record.getMessage().translate(_CONTROLS)
-        line = f"{self._timestamp(record)} {level} {record.name}: {message}"
+        message = record.getMessage()
         if context := log_context.get():
-            line += "".join(f" {name}={value}" for name, value in context.fields().items())
+            message += "".join(f" {name}={value}" for name, value in context.fields().items())
+        line = f"{self._timestamp(record)} {level} {record.name}: {message.translate(_CONTROLS)}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

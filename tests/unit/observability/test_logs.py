@@ -232,3 +232,14 @@ def test_unknown_variables_are_one_warning_at_start():
 
     assert text.count("WARN") == 1
     assert "DYN_HTPP_PORT (did you mean DYN_HTTP_PORT?)" in text
+
+
+def test_request_id_with_control_characters_speaks_to_no_terminal():
+    token = logs.log_context.set(logs.LogContext("http-request", "a\x9b2J\x1b[2J\nforged"))
+    try:
+        text = written({}, ("dynamo.frontend", logging.INFO, "path /\x9b31m"))
+    finally:
+        logs.log_context.reset(token)
+
+    assert not {"\x9b", "\x1b"} & set(text)
+    assert "\nforged" not in text
