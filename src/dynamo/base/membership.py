@@ -143,7 +143,9 @@ class CredentialFiles:
             if time.monotonic() >= self._next_check_at:
                 self._next_check_at = time.monotonic() + CHECK_S
                 stamp = stamp_files(self._paths)
-                if stamp != self._stamp:
+                if stamp == self._stamp:
+                    self.problem = None  # also if they were others meanwhile
+                else:
                     try:
                         self._latest = self._read_files(self)
                     except errors.ConfigError as error:  # also between the writing of two files

@@ -221,3 +221,18 @@ def test_local_token_opens_no_address_off_loopback(tmp_path):
 
 def test_etcd_gives_no_local_token(tmp_path):
     assert read(discovery_backend="etcd", file_kv=str(tmp_path)).token is None
+
+
+def test_problem_of_credential_files_ends_when_the_former_files_are_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(membership, "CHECK_S", 0.0)
+    path, aside = tmp_path / "token", tmp_path / "aside"
+    path.write_text(TOKEN)
+    read_ = read(cluster_token_file=str(path))
+    path.rename(aside)
+    read_.current()
+    problem = read_.files.problem
+    aside.rename(path)
+    read_.current()
+
+    assert "expected a file" in problem
+    assert read_.files.problem is None
