@@ -1,3 +1,4 @@
+import errno
 import logging
 import os
 import pathlib
@@ -271,3 +272,16 @@ def test_local_token_is_put_back_as_it_was(root):
     a.release()
 
     assert (root / "token").read_bytes() == b"the token of the cluster"
+
+
+def test_lock_that_the_file_system_refuses_leaves_no_file_open(root, monkeypatch):
+    def refuse(descriptor, kind):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    lease_directory.prepare(root)
+    monkeypatch.setattr(lease_directory.fcntl, "flock", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(errors.ConfigError, match="No locks available"):
+        lease_directory.LeaseDirectory(root, "1").acquire()
+
+    assert os.listdir("/proc/self/fd") == before

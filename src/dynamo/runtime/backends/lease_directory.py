@@ -188,9 +188,14 @@ class LeaseDirectory:
         path = self._leases / self._lease
         for _ in range(_LOCK_ATTEMPTS):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_SAFELY, 0o600)
-            if _try_lock(descriptor, fcntl.LOCK_EX) and _is_file(descriptor, path):
+            is_ours = False
+            try:
+                is_ours = _try_lock(descriptor, fcntl.LOCK_EX) and _is_file(descriptor, path)
+            finally:
+                if not is_ours:  # a sweeper has it for a moment, or has just removed it
+                    os.close(descriptor)
+            if is_ours:
                 return descriptor
-            os.close(descriptor)  # a sweeper has it for a moment, or has just removed it
             time.sleep(_LOCK_RETRY_S)
         raise errors.ConfigError(
             f"lease {path} is held by a living process: give each process an instance id of its own"
