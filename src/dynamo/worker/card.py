@@ -189,7 +189,7 @@ class FileSharing:
     async def _serve_part(self, call: requests.Call) -> None:
         try:
             part = await asyncio.to_thread(self._read_part, _decode_part(call.body))
-        except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
+        except (ValueError, RecursionError, KeyError) as error:  # msgspec's are of the first
             call.fail(errors.RemoteProtocolError(f"expected a part of a file on the card: {error}"))
         except OSError as error:
             call.fail(errors.Unavailable(f"the worker cannot read its own file: {error}"))

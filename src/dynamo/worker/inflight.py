@@ -86,13 +86,17 @@ class InFlight:
                 )  # fmt: skip
             try:
                 self._engine.submit(request)
-            except errors.DynamoError:
+            except BaseException:
                 del self._entry_by_id[request.id]
                 raise
         except errors.DynamoError as error:
             self._metrics.request_ended(self._clock.now() - accepted_at, error)
             _logger.debug("refused a request: %s", error)
             call.fail(error)
+        except BaseException:  # a bug, which the request plane logs and answers
+            failure = errors.DynamoError("internal error")
+            self._metrics.request_ended(self._clock.now() - accepted_at, failure)
+            raise
         else:
             _logger.info("Added request %s.", request.id)
             call.on_cancel(lambda: self._cancel(request.id))

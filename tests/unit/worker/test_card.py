@@ -199,7 +199,11 @@ async def test_file_is_served_in_parts_and_ends_with_an_empty_one(file_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "offset"), [("model.safetensors", 0), ("../secret", 0), ("tokenizer.json", -1)]
+    ("name", "offset"),
+    [
+        *(("model.safetensors", 0), ("../secret", 0)),
+        *(("tokenizer.json", -1), ("tokenizer.json", 2**63)),
+    ],
 )
 async def test_file_that_is_not_on_the_card_is_not_served(file_path, name, offset):
     async with sharing(file_path) as (_, ask):

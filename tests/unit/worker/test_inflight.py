@@ -268,3 +268,12 @@ def test_tokens_are_counted_once_an_answer_has_begun(table):
     assert before == 0
     assert table.num_prompt_tokens == make_request().prompt_len
     assert table.num_output_tokens == 2
+
+
+def test_request_at_which_the_engine_has_a_bug_is_open_no_longer(table, engine, counts):
+    engine.refusal = KeyError("a bug")
+    with pytest.raises(KeyError):  # the request plane answers the call
+        take(table)
+
+    assert len(table) == 0
+    assert counts._inflight._value.get() == 0
