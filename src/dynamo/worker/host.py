@@ -16,7 +16,6 @@ cost a thread or a file each, and one system port with the metrics of all. They 
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -124,6 +123,7 @@ class Host:
         self._ended = asyncio.Event()
         self._death: errors.EngineFailed | None = None
         self._is_ready = False
+        self._is_loaded = False  # from the engine's start to its stop
         self._is_draining = False  # also while it sleeps
         self._sleep, self._lora_adapters = self._commands(engine.capabilities)
         reporter = engine.capabilities.kv_tiers
@@ -150,7 +150,11 @@ class Host:
         """Return the exposition of the worker's metrics."""
         if self._tiers is not None:
             self._tiers.update()
-        return self._metrics.render(self._engine.load() if self._is_ready else ())
+        return self._metrics.render(self.measure_load())
+
+    def measure_load(self) -> Sequence[load.ForwardPassMetrics]:
+        """Return the load of each rank, also while the worker drains or sleeps; none without a living engine."""
+        return self._engine.load() if self._is_loaded and self._death is None else ()
 
     def _commands(
         self, capabilities: api.EngineCapabilities
@@ -175,6 +179,7 @@ class Host:
         `after_load` is awaited before the worker is registered, so whoever finds the worker finds its system port too.
         """
         facts = await self._engine.start(self)
+        self._is_loaded = True
         await after_load()
         card = await self._files.share(self._make_card(facts), self._endpoint)
         await self._publisher.advertise()
@@ -257,6 +262,7 @@ class Host:
         await self._wait_for_exports(deadline)
         for hook in self._hooks:
             await hook.close()
+        self._is_loaded = False
         try:
             async with self._clock.timeout(ENGINE_STOP_S):
                 await self._engine.stop()
@@ -293,8 +299,10 @@ class Host:
                 endpoint=str(self._endpoint),
             ),
         )
-        with contextlib.suppress(errors.Unavailable):  # then requests wait for a shorter time
+        try:
             await self._runtime.discovery.put(self._start_key, msgspec.json.encode(start))
+        except (errors.Unavailable, errors.ConfigError) as error:
+            _logger.warning("requests wait for us for a shorter time: %s", error)
 
     @property
     def _start_key(self) -> str:
@@ -308,8 +316,7 @@ class Host:
         """Accept requests again and register in discovery."""
         self._requests.reopen()
         await self._runtime.restore()
-        with contextlib.suppress(errors.Unavailable):
-            await self._runtime.discovery.delete(self._start_key)
+        await self._runtime.discovery.delete(self._start_key)
         self._is_ready, self._is_draining = True, False
 
     def cached_blocks(self) -> Iterator[tuple[int, tuple[kv_events.Stored, ...]]]:
@@ -412,7 +419,6 @@ class Fleet:
         endpoint: instances.EndpointName,
         counters: health.WorkerMetrics,
     ) -> None:
-        self._engines = engines
         self._runtimes = [runtime.sibling() for _ in engines]
         self._hosts = [
             make_host(engine, sibling)
@@ -423,7 +429,7 @@ class Fleet:
             endpoints=(endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: counters.uptime_s,
-            render=lambda: counters.render(self._load() if self._is_ready else ()),
+            render=lambda: counters.render(self._load()),
         )
 
     async def start(self, after_load: startup.AfterLoad = startup.nothing_follows) -> None:
@@ -450,4 +456,4 @@ class Fleet:
         await self.system_port.close()
 
     def _load(self) -> list[load.ForwardPassMetrics]:
-        return [rank_load for engine in self._engines for rank_load in engine.load()]
+        return [rank_load for each in self._hosts for rank_load in each.measure_load()]

@@ -152,8 +152,7 @@ async def _announced_start(
     except errors.Unavailable as error:
         _logger.debug("the start is not announced: %s", error)
     yield
-    with contextlib.suppress(errors.Unavailable):
-        await runtime.discovery.delete(key)
+    await runtime.discovery.delete(key)
 
 
 def _host_factory(

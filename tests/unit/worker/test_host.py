@@ -595,3 +595,28 @@ async def test_death_of_one_engine_ends_the_fleet(fleet_world):
 
     with pytest.raises(errors.EngineFailed, match="out of order"):
         await running
+
+
+async def test_metrics_of_a_sleeping_worker_show_its_load_and_not_that_before_it_slept(worlds):
+    world = await worlds(host.HostOptions(request_limit=8, drain_timeout_s=0), with_sleeper)
+    world.port = await world.host.system_port.start("127.0.0.1", 0)
+    await world.host.start()
+    await world.ask()
+    busy = world.host.render_metrics()
+    await world.tell("sleep")  # its request is handed over
+
+    assert b"kvstats_active_blocks 1.0" in busy
+    assert b"kvstats_active_blocks 0.0" in world.host.render_metrics()
+
+
+async def test_worker_sleeps_though_discovery_takes_no_promise_of_its_return(worlds, monkeypatch):
+    async def refuse(key, value):
+        raise errors.ConfigError("no space left on device")
+
+    world = await worlds(host.HostOptions(request_limit=8, drain_timeout_s=0), with_sleeper)
+    world.port = await world.host.system_port.start("127.0.0.1", 0)
+    await world.host.start()
+    monkeypatch.setattr(world.runtime.discovery, "put", refuse)
+
+    assert (await world.tell("sleep")).json() == {"status": "ok", "message": "asleep (level 1)"}
+    monkeypatch.undo()
