@@ -5,8 +5,9 @@ turn of the event loop go out as one message.
 
 Messages may be lost and routers may come late, so each router also serves an endpoint (`active_sequences`) that
 returns all its requests in flight and the number of its next message. A router that meets a peer, sees a gap in the
-numbers of its messages, or gets new workers asks there, and holds back newer messages until the snapshot has come.
-When a peer vanishes from discovery, its requests are freed.
+numbers of its messages, or gets new workers asks there, and holds back newer messages until the snapshot has come. If
+none comes, it goes on with what it knows and with these messages, and asks again. When a peer vanishes from discovery,
+its requests are freed.
 """
 
 import asyncio
@@ -25,7 +26,8 @@ from dynamo.router.api import Decision, Prompt
 from dynamo.runtime import client, component, events, requests
 
 SNAPSHOT_TIMEOUT_S = 5.0
-MAX_PENDING = 10_000  # messages held back during a request for a snapshot; beyond, ask again
+RETRY_S = 1.0
+MAX_HELD = 10_000  # messages held back during a request for a snapshot; beyond, ask again
 _logger = logging.getLogger(__name__)
 Event = load_events.ActiveSequenceEvent
 
@@ -41,9 +43,11 @@ class SequenceSnapshot(msgspec.Struct, frozen=True):
 class _Peer:
     """The state of another router as this one knows it."""
 
-    next_number: int | None = None  # None: a request for its snapshot is under way
-    pending: list[events.Event] = field(default_factory=list)
-    keys: set[str] = field(default_factory=set)
+    next_number: int = 0  # of its messages
+    is_asked: bool = False  # for its snapshot, until it has given one
+    is_holding: bool = False  # its messages wait for the snapshot
+    held: list[events.Event] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)  # of its requests in flight
 
 
 class ReplicaSync:
@@ -163,51 +167,62 @@ class ReplicaSync:
         for lost in self._peers.keys() - peer_ids:
             self._free(self._peers.pop(lost).keys)
         for new in peer_ids - self._peers.keys():
-            self._peers[new] = _Peer(next_number=0)
+            self._peers[new] = _Peer()
             self._request_snapshot(new)
 
     def _request_snapshot(self, instance_id: int) -> None:
-        """Ask a peer for its snapshot, unless a request is under way."""
+        """Ask a peer for its snapshot, unless it is asked already."""
         peer = self._peers[instance_id]
-        if peer.next_number is not None:
-            peer.next_number = None
-            self._tasks.start(
-                f"ask router {instance_id:x}", self._apply_snapshot(instance_id, peer)
-            )
+        if not peer.is_asked:
+            peer.is_asked = peer.is_holding = True
+            self._tasks.start(f"ask router {instance_id:x}", self._ask(instance_id, peer))
 
-    async def _apply_snapshot(self, instance_id: int, peer: _Peer) -> None:
+    async def _ask(self, instance_id: int, peer: _Peer) -> None:
+        """Ask a peer for its snapshot until it gives one, or has left: then nothing would free its requests."""
         assert self._client is not None
-        try:
-            snapshot = await self._client.call(
-                None,
-                reply_type=SequenceSnapshot,
-                instance_id=instance_id,
-                timeout_s=SNAPSHOT_TIMEOUT_S,
-            )
-        except errors.DynamoError as error:
-            _logger.warning("no active sequences from router %x: %s", instance_id, error)
-            snapshot = SequenceSnapshot(peer.pending[0].number if peer.pending else 0, [])
-        if self._peers.get(instance_id) is not peer:
-            return  # it has left, and nothing would free its requests
+        while self._peers.get(instance_id) is peer:
+            peer.is_holding = True
+            try:
+                snapshot = await self._client.call(
+                    None,
+                    reply_type=SequenceSnapshot,
+                    instance_id=instance_id,
+                    timeout_s=SNAPSHOT_TIMEOUT_S,
+                )
+            except errors.DynamoError as error:
+                name = f"{instance_id:x}"
+                self._log.warning(name, "no active sequences from router %s yet: %s", name, error)
+                self._go_on(peer)
+                await self._runtime.clock.sleep(RETRY_S)
+            else:
+                if self._peers.get(instance_id) is peer:
+                    self._apply_snapshot(peer, snapshot)
+                return
+
+    def _apply_snapshot(self, peer: _Peer, snapshot: SequenceSnapshot) -> None:
         self._free(peer.keys - {event.request_id for event in snapshot.requests})
         for event in snapshot.requests:
             self._apply_event(peer, event)
-        pending, peer.pending, peer.next_number = peer.pending, [], snapshot.next_number
-        self._on_messages(pending)
+        peer.next_number, peer.is_asked = snapshot.next_number, False
+        self._go_on(peer)
+
+    def _go_on(self, peer: _Peer) -> None:
+        """Take the messages that were held back, and the next ones as they come."""
+        held, peer.held, peer.is_holding = peer.held, [], False
+        self._on_messages(held)
 
     def _on_messages(self, messages: Iterable[events.Event]) -> None:
         for message in messages:
             peer = self._peers.get(message.publisher)
             if peer is None:
                 continue
-            if peer.next_number is None:
-                peer.pending.append(message)
-                del peer.pending[:-MAX_PENDING]
-            elif message.number > peer.next_number:
-                peer.pending.append(message)
+            if message.number > peer.next_number and not peer.is_asked:
                 self._request_snapshot(message.publisher)
-            elif message.number == peer.next_number:
-                peer.next_number += 1
+            if peer.is_holding:
+                peer.held.append(message)
+                del peer.held[:-MAX_HELD]
+            elif message.number >= peer.next_number:
+                peer.next_number = message.number + 1
                 self._apply_message(peer, message)
 
     def _apply_message(self, peer: _Peer, message: events.Event) -> None:

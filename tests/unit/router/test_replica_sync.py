@@ -206,3 +206,33 @@ async def test_router_that_starts_while_discovery_is_away_is_met_when_it_is_back
     here, there = await join(), await join()
 
     await meet(here, there)
+
+
+async def test_snapshot_that_fails_costs_no_known_request_and_is_asked_for_again(join, monkeypatch):
+    monkeypatch.setattr(replica_sync, "RETRY_S", 0.0, raising=False)
+    here, there = await join(), await join()
+    await meet(here, there)
+    here.send("known")
+    await there.until(known=False)
+    plane = here.runtime.events
+    publish, plane.publish = plane.publish, lambda topic, _: plane._topics.take_number(topic)
+    here.send("lost")
+    await asyncio.sleep(0)  # the turn of the loop after which it is published
+    plane.publish = publish
+    client, failures, seen = there.sync._client, [errors.Unavailable("busy")], []
+    call, apply = client.call, there.sync._apply
+
+    async def call_again(*arguments, **options):
+        if failures:
+            raise failures.pop()
+        return await call(*arguments, **options)
+
+    def watch(event):
+        apply(event)
+        seen.append("known" in there.others)
+
+    client.call, there.sync._apply = call_again, watch
+    here.send("next")
+
+    await there.until(known=False, lost=False, next=False)
+    assert all(seen)
