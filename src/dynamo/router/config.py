@@ -197,6 +197,7 @@ def make_selector(
     queue = selection.RequestQueue(
         settings.router_queue_policy, max_size=settings.router_queue_size
     )
+    can_wait = max_backlog > 0 and settings.policy_name != "direct"  # which refuses all that could
     return selection.Selector(
         make_policy(settings, draw),
         index,
@@ -205,7 +206,7 @@ def make_selector(
             stride=max(1, _STRIDE_TOKENS // block_size),
             counts_blocks=counts_blocks,
         ),
-        queue=queue if max_backlog else None,
+        queue=queue if can_wait else None,
         max_backlog=max_backlog,
         tier_weights={
             kv_events.DEVICE: settings.router_device_credit,

@@ -142,6 +142,7 @@ class KvScheduler:
 
         The request counts as in flight until `free_request`. Raises NoWorkers, Overloaded, Cancelled.
         """
+        self._counts.begin_decision()
         began_at = self._clock.now()
         decision = self.selector.select(key, prompt, self._clock.now())
         self._counts.observe_decision(self._clock.now() - began_at)
@@ -163,13 +164,15 @@ class KvScheduler:
     ) -> Decision:
         """Select a worker for a prompt that the caller sends itself (`blocks.pack`ed tokens).
 
-        With a `key`, the request counts as in flight until `free_request(key)`. Raises NoWorkers or Overloaded.
+        With a `key`, the request counts as in flight until `free_request(key)`, and of several questions with that key
+        at the worker of the last. Raises NoWorkers or Overloaded.
         """
         prompt = Prompt.from_tokens(packed_tokens, self.block_size, blocks.seed_of(lora_name))
         if allowed_instances is not None:
             prompt = dataclasses.replace(prompt, allowed_instances=allowed_instances)
         if key is None:
             return self.preview(prompt)
+        self.free_request(key)
         decision = self.selector.select(key, prompt, self._clock.now())
         if decision is None:
             self.selector.free(key, self._clock.now())

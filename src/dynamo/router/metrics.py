@@ -165,11 +165,14 @@ class RouteMetrics:
         self._families.finding_ms.observe(duration_s * 1e3)
         self._finding_s = duration_s
 
+    def begin_decision(self) -> None:
+        """Forget look-ups in the index that were made for something else, such as an estimate."""
+        self._finding_s = 0.0
+
     def observe_decision(self, duration_s: float) -> None:
         """Observe how long a decision took, its look-up in the index included, in seconds."""
         self._families.scheduling_ms.observe((duration_s - self._finding_s) * 1e3)
         self._families.total_ms.observe((duration_s + self._hashing_s) * 1e3)
-        self._finding_s = 0.0
 
     def count_request(self, worker: api.Worker, prompt: api.Prompt, overlap_blocks: float) -> None:
         """Count a request that is sent to `worker`, which is expected to have `overlap_blocks` of its prompt."""

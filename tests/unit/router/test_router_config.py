@@ -1,11 +1,12 @@
 """The options of a router: which policy they choose, and what an operator is told of them."""
 
+import dataclasses
 import random
 
 import pytest
 
 from dynamo.base import errors
-from dynamo.router import config, policies
+from dynamo.router import api, config, policies, prefix_index, worker_load
 
 
 def make_policy(**options):
@@ -62,3 +63,15 @@ def test_operator_is_told_what_options_choose_or_that_they_have_no_effect(option
 def test_wrong_policy_is_refused_by_name(name):
     with pytest.raises(errors.ConfigError, match=f"--router-policy {name}: expected a policy"):
         config.make_policy(config.RouterConfig(router_policy=name), random.random)
+
+
+def test_policy_direct_refuses_a_request_that_names_no_worker_also_while_all_are_busy():
+    settings = config.RouterConfig(router_policy="direct", router_queue_threshold=1.0)
+    selector = config.make_selector(
+        settings, prefix_index.PrefixIndex(), block_size=4, draw=random.Random(1).random
+    )
+    selector.set_workers({api.Worker(1): worker_load.Capacity(max_num_seqs=1)})
+    prompt = api.Prompt(num_tokens=4, block_size=4, sequence_hashes=[1])
+    selector.select("busy", dataclasses.replace(prompt, pinned=api.Worker(1)), 0.0)
+    with pytest.raises(errors.InvalidRequest, match="name its worker"):
+        selector.select("r", prompt, 0.0)

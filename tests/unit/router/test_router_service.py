@@ -184,3 +184,21 @@ def test_router_of_its_own_knows_caches_unless_it_is_told_otherwise(flags, envir
 
     assert routing.router_mode == expected
     assert routing.uses_kv_events == (expected == "kv")
+
+
+async def test_card_that_is_nested_without_end_is_left_out_and_the_next_one_read(served):
+    key = f"{instances.CARDS}{NAME.path}/77"
+    nested = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    await served.asker.discovery.put(key, nested)
+    late = await served.runtime()
+    await late.register(NAME, served.workers[0].take, card().record_for)
+
+    await served.until(lambda: late.instance_id in served.service._cards)
+
+
+async def test_request_that_is_asked_for_again_counts_at_the_worker_of_the_last_answer(served):
+    await served.best(range(100), request_id="a", update_states=True)
+    again = await served.best(range(100), request_id="a", update_states=True)
+    loads = served.service._router.scheduler.selector.active.loads
+
+    assert [w.instance_id for w, load in loads.items() if load.num_requests] == [again.worker_id]
