@@ -287,7 +287,8 @@ class NatsConnection:
         self._client = _PromptClient()
         await self._connect()
         for subscription in list(self._subscriptions):
-            await subscription.begin(self._client)
+            if subscription in self._subscriptions:  # else it was closed meanwhile
+                await subscription.begin(self._client)
         await self._found()
 
     async def _found(self) -> None:

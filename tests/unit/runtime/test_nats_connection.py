@@ -1,0 +1,37 @@
+"""What a process does by itself when NATS has dismissed it; `tests/contract` has the rest with a real server."""
+
+from dynamo.base import clock
+from dynamo.runtime.backends.nats import access, connection
+
+
+class Client:
+    """A client at which the first to subscribe has all others close."""
+
+    def __init__(self):
+        self.living = []
+        self.subjects = []
+
+    async def connect(self, *servers, **options):
+        pass
+
+    async def subscribe(self, subject, **options):
+        self.subjects.append(subject)
+        for each in self.living:
+            if each._subject != subject:
+                await each.close()
+
+
+async def test_subscription_that_is_closed_while_nats_is_joined_again_stays_closed(monkeypatch):
+    client = Client()
+    monkeypatch.setattr(connection, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(connection, "_PromptClient", lambda: client)
+    joined = connection.NatsConnection(
+        access.NatsAccess(urls=(), addresses=""), "n", clock.SystemClock()
+    )
+    for subject in "ab":
+        made = connection.SubjectSubscription(subject, print, joined._subscriptions)
+        joined._subscriptions.add(made)
+        client.living.append(made)
+    await joined._join_again()
+
+    assert len(client.subjects) == len(joined._subscriptions) == 1
