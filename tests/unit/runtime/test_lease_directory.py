@@ -285,3 +285,12 @@ def test_lock_that_the_file_system_refuses_leaves_no_file_open(root, monkeypatch
         lease_directory.LeaseDirectory(root, "1").acquire()
 
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_directory_that_is_made_anew_is_another_one_though_it_may_get_the_number_of_the_former(
+    root, join
+):
+    member = join("1")
+    shutil.rmtree(root / "keys")
+
+    assert [member.restore(), member.restore()] == [True, False]

@@ -99,7 +99,7 @@ class LeaseDirectory:
         self._lease = lease
         self._local_token = local_token
         self._lease_fd: int | None = None
-        self._keys_inode = 0
+        self._keys_fd: int | None = None  # while it is open, no other directory has its inode
         self._own: dict[str, bytes] = {}  # this owner's values by file name; to put back
         self._records: dict[str, _Record] = {}  # by file name
         self._ignored: set[str] = set()  # leases already reported in the log
@@ -109,7 +109,7 @@ class LeaseDirectory:
         """Create the directory and take the lease, without keys of an earlier owner. Raises ConfigError."""
         with self._mutex, _translate_disk_errors(self._root):
             self._lease_fd = self._lock_lease()
-            self._keys_inode = os.stat(self.keys).st_ino
+            self._keys_fd = self._open_keys()
             self._read_keys()
             self._sweep()
 
@@ -126,6 +126,8 @@ class LeaseDirectory:
                 log.warning("leaving keys for others to sweep: %s", error)
             os.close(self._lease_fd)
             self._lease_fd = None
+            if self._keys_fd is not None:
+                os.close(self._keys_fd)
             self._own.clear()
 
     def write(self, key: str, value: bytes) -> None:
@@ -169,8 +171,11 @@ class LeaseDirectory:
             for name, value in self._own.items():
                 if not (self.keys / name).exists():
                     self._write(name, value)
-            previous, self._keys_inode = self._keys_inode, os.stat(self.keys).st_ino
-            return previous != self._keys_inode
+            if self._keys_fd is None or _is_file(self._keys_fd, self.keys):
+                return False
+            former, self._keys_fd = self._keys_fd, self._open_keys()
+            os.close(former)
+            return True
 
     def scan(self, *, with_keys: bool) -> dict[str, bytes]:
         """Return the living keys and their values, and remove those of dead owners from the disk. Raises ConfigError.
@@ -200,6 +205,9 @@ class LeaseDirectory:
         raise errors.ConfigError(
             f"lease {path} is held by a living process: give each process an instance id of its own"
         )
+
+    def _open_keys(self) -> int:
+        return os.open(self.keys, os.O_RDONLY | os.O_DIRECTORY | _OPEN_SAFELY)
 
     def _write(self, name: str, value: bytes) -> None:
         temporary = self.keys / f"{_TEMPORARY}{self._lease}"
