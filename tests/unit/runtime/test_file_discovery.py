@@ -1,13 +1,14 @@
 import asyncio
 import errno
 import os
+import shutil
 import threading
 
 import pytest
 import watchfiles
 
 from dynamo.base import errors
-from dynamo.runtime.backends import file
+from dynamo.runtime.backends import file, lease_directory
 from dynamo.runtime.discovery import Delete, Put
 from waiting import PATIENT_S
 
@@ -130,3 +131,44 @@ async def test_closed_discovery_leaves_no_threads_tasks_or_files(tmp_path):
     assert not [name for name in left if name.startswith("notifier")]
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not list((tmp_path / "kv").glob("*/*"))
+
+
+async def test_key_that_the_disk_keeps_is_no_error_and_is_removed_later(join, monkeypatch, caplog):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    member = await join(1)
+    await member.put("k", b"1")
+    with monkeypatch.context() as patched:
+        patched.setattr(lease_directory.Path, "unlink", refuse)
+        await member.delete("k")
+
+    assert "k stays for now" in caplog.text
+    assert await member.get_prefix("") == {}
+
+
+async def test_look_that_is_cancelled_leaves_no_notifier_at_a_directory_that_is_gone(
+    join, tmp_path
+):
+    member = await join(1)
+    await member._tasks.close()  # nobody looks at the disk but the test
+    notifier, restore = member._notifier, member._directory.restore
+    has_restored, may_end = threading.Event(), threading.Event()
+
+    def restore_slowly():
+        is_replaced = restore()
+        has_restored.set()
+        may_end.wait(PATIENT_S)
+        return is_replaced
+
+    member._directory.restore = restore_slowly
+    shutil.rmtree(tmp_path / "kv" / "keys")
+    looking = asyncio.create_task(member.get_prefix(""))
+    await asyncio.to_thread(has_restored.wait, PATIENT_S)
+    looking.cancel()
+    may_end.set()
+    await asyncio.wait((looking,))
+    member._directory.restore = restore
+    async with asyncio.timeout(PATIENT_S):
+        while member._notifier is notifier:
+            await member.get_prefix("")

@@ -43,6 +43,7 @@ class FileDiscovery:
         self._round = asyncio.Lock()
         self._changed = asyncio.Event()
         self._notifier = _Notifier(directory.keys, self._changed)
+        self._is_replaced = False  # the directory that the notifier watches, by another
         self._polls = 0  # since the notifier began
         self._last_error = ""  # the last logged error
 
@@ -70,7 +71,10 @@ class FileDiscovery:
         self._changed.set()
 
     async def delete(self, key: str) -> None:
-        await asyncio.to_thread(self._directory.remove, key)
+        try:
+            await asyncio.to_thread(self._directory.remove, key)
+        except errors.ConfigError as error:  # each look at the disk tries again
+            log.warning("%s stays for now: %s", key, error)
         self._changed.set()
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
@@ -119,15 +123,21 @@ class FileDiscovery:
     async def _look(self, *, with_keys: bool) -> None:
         """Scan once. Raises ConfigError if the disk does not allow it."""
         async with self._round:
-            if await asyncio.to_thread(self._directory.restore):
+            await asyncio.to_thread(self._restore)
+            if self._is_replaced:
                 await self._notify_anew()
             self._view.replace(await asyncio.to_thread(self._directory.scan, with_keys=with_keys))
+
+    def _restore(self) -> None:
+        """Put back what is missing on the disk; a caller who is cancelled leaves to the next one what follows of it."""
+        if self._directory.restore():
+            self._is_replaced = True
 
     async def _notify_anew(self) -> None:
         """Start a notifier for the directory that took the place of the watched one."""
         await asyncio.to_thread(self._notifier.stop)
         self._notifier = _Notifier(self._directory.keys, self._changed)
-        self._polls = 0
+        self._is_replaced, self._polls = False, 0
 
 
 class _Notifier:

@@ -123,7 +123,7 @@ class EtcdDiscovery:
             return  # while etcd is away this does not wait: the key is removed when it is back
         try:
             await self._call(lambda etcd: self._lease.write(etcd, key), LEAVE_TIMEOUT_S)
-        except errors.Unavailable as error:
+        except (errors.Unavailable, errors.ConfigError) as error:
             log.info("%s is removed when etcd is back, or when our lease ends: %s", key, error)
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
