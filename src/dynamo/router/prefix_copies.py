@@ -50,6 +50,7 @@ class PrefixCopies:
         if copy is not None:
             body = self._make_copy_request(prompt, request, copy, cached)
             if body.prefix_source is not None:
+                self._hot.num_copies += 1  # from now on: others of this turn count it
                 self._start_task("copy a hot prefix", self._send_copy(body, copy))
         source = self.sources.find_source(prompt, worker, cached)
         if source is None:
@@ -81,7 +82,6 @@ class PrefixCopies:
         """Send the request that copies a prefix. Failures are logged."""
         _logger.info("copying a prefix ahead of need: %s", copy.reason)
         self._counts.count_prefix_copy()
-        self._hot.num_copies += 1
         outputs = self._client.stream(
             body,
             item_type=generate.Output,
