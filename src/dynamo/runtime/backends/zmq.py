@@ -90,6 +90,7 @@ class ZmqEventPlane:
         self._tasks = tasks.Tasks()
         self._is_open = True
         self._is_following = False  # the tokens
+        self._log = authentication.RefusalLog(_log, time.monotonic)
 
     async def advertise(self, topic: str) -> None:
         self._listen().topics.add(topic)
@@ -150,11 +151,21 @@ class ZmqEventPlane:
                 await asyncio.sleep(_REBIND_S)
         self._publisher = publisher
         for record in map(self._channel, self._topics):
+            await self._tell_channel(record)
+        former.close()
+
+    async def _tell_channel(self, record: instances.EventChannel) -> None:
+        """Put a record into discovery; again and again where that is refused, as by a disk that is full."""
+        while True:
             try:
                 await self._discovery.put(record.key, msgspec.json.encode(record))
+            except errors.ConfigError as error:
+                self._log.warning("", "%s is not published yet: %s", record.key, error)
+                await asyncio.sleep(membership.CHECK_S)
+                continue
             except errors.Unavailable as error:
                 _log.warning("%s is published when discovery is back: %s", record.key, error)
-        former.close()
+            return
 
     def publish(self, topic: str, payload: bytes) -> None:
         if not self._is_open:

@@ -1,0 +1,41 @@
+"""What a publisher does with another token."""
+
+from dynamo.base import errors, membership
+from dynamo.runtime.backends import memory, zmq
+from waiting import until
+
+OLD, NEW = b"o" * 40, b"n" * 40
+
+
+class ChangedFiles:
+    """Credentials whose files have been read again."""
+
+    def __init__(self, credentials):
+        self.latest = credentials
+
+    def current(self):
+        return self.latest
+
+
+async def test_address_of_a_publisher_with_a_new_token_is_published_after_a_refusal(monkeypatch):
+    monkeypatch.setattr(membership, "CHECK_S", 0.01)
+    registry = memory.MemoryRegistry()
+    discovery, files = (
+        memory.MemoryDiscovery(registry),
+        ChangedFiles(membership.Credentials(token=OLD)),
+    )
+    credentials = membership.Credentials(token=OLD, files=files)
+    publisher = zmq.ZmqEventPlane(discovery, 2, credentials=credentials)
+    await publisher.advertise("n/c/e")
+    before, put = registry.view.get_prefix(""), discovery.put
+    refusals = [errors.ConfigError("no space left on device")]
+
+    async def refuse_first(key, value):
+        if refusals:
+            raise refusals.pop()
+        await put(key, value)
+
+    discovery.put = refuse_first
+    files.latest = membership.Credentials(token=NEW, second_token=OLD)
+    await until(lambda: registry.view.get_prefix("") != before)
+    await publisher.close()
