@@ -239,8 +239,10 @@ class _RoutedReceiver:
         )
 
     def ended(self, error: errors.DynamoError | None) -> None:
-        self.free_request()
-        self._receiver.ended(error)
+        try:
+            self.free_request()
+        finally:  # whatever a policy does to those that wait
+            self._receiver.ended(error)
 
     def free_request(self) -> None:
         if not self._has_ended:

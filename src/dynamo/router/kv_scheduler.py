@@ -242,8 +242,8 @@ class KvScheduler:
             add_callback(lambda: _cancel_wait(admission))
         self._counts.enter_queue(prompt.num_tokens)
         began_at = self._clock.now()
-        self._admit_queued()
         try:
+            self._admit_queued()
             async with self._clock.timeout(self._queue_timeout_s):
                 return await admission
         except TimeoutError:
