@@ -6,12 +6,15 @@ then gets the name under which `snapshot_download` finds it complete. `http_get`
 brought no byte for HF_HUB_DOWNLOAD_TIMEOUT (10 s), and goes on where it was.
 """
 
-import concurrent.futures
+import contextlib
 import fcntl
 import hashlib
 import os
+import queue
 import re
 import sys
+import threading
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -34,13 +37,28 @@ def fetch_large_files(name: str, commit: str, paths: Sequence[str], folder: Path
     Raises the errors of huggingface_hub, and OSError for one that is not what its ETag says.
     """
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
-    pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="download")
+    waiting, ends = deque(paths), queue.SimpleQueue[BaseException | None]()
+
+    def fetch_all() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                path = waiting.popleft()
+                try:
+                    _fetch(name, commit, path, folder / "blobs")
+                except BaseException as error:  # noqa: BLE001 (raised below)
+                    ends.put(error)
+                else:
+                    ends.put(None)
+
+    for number in range(min(_AT_ONCE, len(paths))):
+        # a daemon: after Ctrl-C, or a file that failed, nothing waits for the others
+        threading.Thread(target=fetch_all, name=f"download {number}", daemon=True).start()
     try:
-        fetches = [pool.submit(_fetch, name, commit, path, folder / "blobs") for path in paths]
-        for fetch in concurrent.futures.as_completed(fetches):
-            fetch.result()
+        for _ in paths:
+            if (error := ends.get()) is not None:
+                raise error
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        waiting.clear()
 
 
 def _fetch(name: str, commit: str, path: str, blobs: Path) -> None:

@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -148,3 +149,23 @@ def test_process_that_waited_for_another_one_goes_on_where_that_ended(fetch, end
 def _waiting_locks():
     lines = pathlib.Path("/proc/locks").read_text().splitlines()
     return "\n".join(line for line in lines if "->" in line)
+
+
+def test_file_that_fails_leaves_no_thread_for_which_the_end_of_the_process_waits(
+    tmp_path, monkeypatch
+):
+    may_end = threading.Event()
+
+    def fetch(name, commit, path, blobs):
+        if path == "damaged":
+            raise OSError("fetch it again")
+        may_end.wait(PATIENT_S)
+
+    monkeypatch.setattr(hub_download, "_fetch", fetch)
+    with pytest.raises(OSError, match="fetch it again"):
+        hub_download.fetch_large_files("m", "c", ["slow", "damaged"], tmp_path)
+    threads = [each for each in threading.enumerate() if each.name.startswith("download")]
+    may_end.set()
+
+    assert threads
+    assert all(each.daemon for each in threads)
