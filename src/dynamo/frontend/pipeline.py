@@ -286,16 +286,18 @@ class Pipeline:
     ) -> RegisteredModel:
         """Return the model of this name, as soon as a worker has registered it.
 
-        Raises ModelNotFound, NoWorkers, or Forbidden: a key that may not ask a model cannot have it loaded either.
+        Raises ModelNotFound, also at once for a model that the client's key may not ask, or NoWorkers.
         """
-        if (model := self.models.get(name)) is not None:  # nearly always so
+        may_see = self.admission.rights.model_filter(client)
+        model = self.models.get(name)
+        if model is not None and (may_see is None or may_see(model.name)):  # nearly always so
             return model
-        if self.worker_wait.is_expected(name):
-            self.admission.rights.check_may_see(client, name)
+        if may_see is not None and not may_see(await self.models.resolve_alias(name)):
+            return self.models.find(name, may_see)  # raises, unless it has come meanwhile
 
         async def find() -> RegisteredModel:
             try:
-                return self.models.find(name)
+                return self.models.find(name, may_see)
             except (model_errors.ModelNotFound, errors.NoWorkers) as error:
                 if failure := self.worker_wait.failure_of(name):
                     raise errors.NoWorkers(f"{name!r} could not be loaded: {failure}") from None
@@ -305,7 +307,7 @@ class Pipeline:
                     raise errors.NoWorkers(
                         f"the first worker of {name!r} is starting: try again shortly"
                     ) from None
-                if await self.models.is_announced(name):
+                if await self.models.find_announced(name) is not None:
                     raise errors.NoWorkers(
                         f"the model {name!r} is being loaded: try again shortly"
                     ) from None

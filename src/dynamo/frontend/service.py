@@ -326,7 +326,7 @@ class Frontend:
             *console.operations(self._console, handlers.rights, self._peers),
         )
         apis = (*apis, *invocations.operations(apis))
-        return (*apis, *description.operations(self.models, apis))
+        return (*apis, *description.operations(handlers, apis))
 
     def _make_servers(self) -> tuple[server.HttpServer, grpc_loading.KserveServer]:
         """Return the servers of HTTP and gRPC, which check browsers and keys before the application gets a request."""

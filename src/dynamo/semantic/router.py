@@ -118,9 +118,9 @@ class SemanticRouter:
                 param="model",
             )
         explanation = routing_outcome.Explanation(
-            requested_model=view.model, failed=", ".join(failed or ())
+            requested_model=view.model, failed=", ".join(failed or ()), barred=barred or {}
         )
-        explanation.struck_out.update({**(barred or {}), **(failed or {})})
+        explanation.struck_out.update({**explanation.barred, **(failed or {})})
         outcome = routing_outcome.RoutedRequest(
             explanation=explanation, body=body, tenant=tenant, settings=self.settings
         )
@@ -440,7 +440,7 @@ class SemanticRouter:
             if refusal is None:
                 return reference
             explanation.struck_out[name] = refusal
-        reasons = "; ".join(f"{name}: {why}" for name, why in explanation.struck_out.items())
+        reasons = "; ".join(explanation.list_refusals())
         raise errors.NoWorkers(
             f"no model can serve this request ({reasons or 'no decision applies and there is no default_model'})"
         )

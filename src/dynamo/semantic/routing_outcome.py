@@ -1,6 +1,6 @@
 """The outcome of a routed request: a request to forward or an answer to give at once, and why."""  # decider
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dynamo.semantic import cache, config, decisions, guards, immediate, tool_database
@@ -24,6 +24,7 @@ class Explanation:
     has_system_prompt: bool = False
     conversation: str = ""  # why the conversation stayed with its model or left it
     struck_out: dict[str, str] = field(default_factory=dict)  # why a model cannot serve the request
+    barred: Mapping[str, str] = field(default_factory=dict)  # those hidden from the caller
     failed: str = ""  # the model that was asked before and failed
     verdicts: list[guards.GuardVerdict] = field(default_factory=list)
     observed: str = ""  # the decision that is only observed
@@ -36,6 +37,11 @@ class Explanation:
     def category(self) -> str:
         """Return the domain of the text, or nothing."""
         return "" if self.signals.domain_score is None else self.signals.domain_score.category
+
+    def list_refusals(self) -> Iterable[str]:
+        """Return the reasons against each model, and those against barred ones once, without their names."""
+        items, barred = self.struck_out.items(), self.barred
+        return dict.fromkeys(why if name in barred else f"{name}: {why}" for name, why in items)
 
     def headers(self) -> list[tuple[str, str]]:
         """Return the headers that tell the client of it."""

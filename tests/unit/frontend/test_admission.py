@@ -140,9 +140,11 @@ async def test_key_sees_and_uses_only_its_models(keyed):
     answer = await keyed.ask(BOB, model="other")
 
     assert [model["id"] for model in models] == ["m"]
-    assert (one.status_code, answer.status_code) == (403, 403)
-    assert answer.json()["error"]["code"] == "forbidden"
-    assert "may not ask the model 'other'" in answer.json()["error"]["message"]
+    assert (one.status_code, answer.status_code) == (404, 404)
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert answer.json()["error"]["message"] == (
+        "The model 'other' does not exist, or this API key may not ask it. It may ask: 'm'."
+    )
 
 
 async def test_requests_per_minute_are_limited_and_shown_in_headers(keyed):

@@ -86,24 +86,32 @@ async def test_embeddings_obey_the_concurrency_limit(bare):
 async def test_kserve_http_needs_a_key_that_allows_the_model(keyed):
     post = keyed.client.post
     assert (await post("/v2/models/m/infer", json=INFER)).status_code == 401
-    assert (await post("/v2/models/m/infer", json=INFER, headers=FEW)).status_code == 403
+    assert (await post("/v2/models/m/infer", json=INFER, headers=FEW)).status_code == 404
     assert (await post("/v2/models/m/infer", json=INFER, headers=ALL)).status_code == 200
-    assert (await keyed.client.get("/v2/models/m", headers=FEW)).status_code == 403
+    assert (await keyed.client.get("/v2/models/m", headers=FEW)).status_code == 404
     assert (await keyed.client.get("/v2/models/m")).status_code == 401
     assert (await keyed.client.get("/v2/health/ready")).status_code == 200
 
 
-@pytest.mark.parametrize(("headers", "code"), [({}, "UNAUTHENTICATED"), (FEW, "PERMISSION_DENIED")])
+@pytest.mark.parametrize(("headers", "code"), [({}, "UNAUTHENTICATED"), (FEW, "NOT_FOUND")])
 async def test_kserve_grpc_needs_the_same_key(keyed, client, headers, code):
     for ask in (
         lambda: client.infer("m", [text_input()], headers=headers),
         lambda: client.get_model_config("m", headers=headers),
-        lambda: client.is_model_ready("m", headers=headers),
     ):
         with pytest.raises(utils.InferenceServerException) as caught:
             await ask()
         assert caught.value.status() in (f"StatusCode.{code}", "StatusCode.RESOURCE_EXHAUSTED")
     assert not keyed.one.calls
+
+
+async def test_readiness_over_kserve_grpc_is_that_of_models_that_the_key_may_ask(client):
+    with pytest.raises(utils.InferenceServerException) as caught:
+        await client.is_model_ready("m")
+
+    assert caught.value.status() == "StatusCode.UNAUTHENTICATED"
+    assert not await client.is_model_ready("m", headers=FEW)
+    assert await client.is_model_ready("e", headers=ALL)
 
 
 async def test_kserve_grpc_with_a_key_is_answered_and_limited(client):

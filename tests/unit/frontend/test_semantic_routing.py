@@ -389,6 +389,22 @@ async def test_model_that_a_key_may_not_ask_is_struck_out(bare, tmp_path):
     assert answer.headers["x-vsr-selected-model"] == "m"
 
 
+async def test_error_without_a_model_names_none_that_the_key_may_not_ask(bare, tmp_path):
+    config, keys = tmp_path / "config.yaml", tmp_path / "keys.toml"
+    config.write_text(CONFIG)
+    keys.write_text(KEYS.replace('["m"]', '["other"]'))
+    await bare.start(semantic_router=str(config), api_keys_file=str(keys))
+    await bare.worker("coder")
+    body = {"model": "auto", "messages": [{"role": "user", "content": "some python"}]}
+    headers = {"authorization": "Bearer sk-limited-0000000000"}
+
+    answer = await bare.client.post("/v1/chat/completions", json=body, headers=headers)
+
+    assert answer.json()["error"]["message"] == (
+        "no model can serve this request (not allowed to this key)"
+    )
+
+
 THINKING = model_card.ModelRuntimeConfig(reasoning_parser="basic")
 REASONING = """
 default_model: m

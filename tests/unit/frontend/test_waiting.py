@@ -321,7 +321,7 @@ async def test_key_has_no_model_loaded_that_it_may_not_ask(bare, tmp_path, path,
     headers = {"authorization": "Bearer sk-alice-1"}
     refused = await bare.client.post(path, json={"model": "q", **body}, headers=headers)
 
-    assert (refused.status_code, bare.frontend._dispatcher.worker_wait._waiting) == (403, {})
+    assert (refused.status_code, bare.frontend._dispatcher.worker_wait._waiting) == (404, {})
 
 
 async def test_model_on_demand_is_listed_before_it_is_loaded(rig):

@@ -294,7 +294,7 @@ class ClientRights:
         api_key = self.api_key_of(client)
         return api_key is None or api_key.allows_model(model)
 
-    def check_may_see(self, client: exchange.Exchange, model: str) -> None:
-        """Raise Forbidden if the client's API key does not allow this model."""
-        if not self.may_see(client, model):
-            raise errors.Forbidden(f"this key may not ask the model {model!r}")
+    def model_filter(self, client: exchange.Exchange) -> Callable[[str], bool] | None:
+        """Return what tells whether the client's API key allows a model; None: all. Raises Unauthenticated."""
+        api_key = self.api_key_of(client)
+        return None if api_key is None or api_key.entry.models is None else api_key.allows_model

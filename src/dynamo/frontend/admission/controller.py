@@ -1,8 +1,9 @@
 """The admission controller: lets a request go to a worker, has it wait, or refuses it.
 
-`AdmissionController.admit` checks the models and rate limits of the request's API key, then acquires a permit of the
-model. Both are given back when the request's meter says that the request has ended, however it ended. Only the parts
-that the settings ask for run; `is_active` is false while none of them can refuse a request.
+`AdmissionController.admit` checks the rate limits of the request's API key, then acquires a permit of the model; that
+the key may ask the model was checked when it was found. Both are given back when the request's meter says that the
+request has ended, however it ended. Only the parts that the settings ask for run; `is_active` is false while none of
+them can refuse a request.
 """
 
 import functools
@@ -71,8 +72,8 @@ class AdmissionController:
     ) -> None:
         """Return when the request may go to a worker; a request for one instance does not wait for others.
 
-        Raises Forbidden, RateLimited, Overloaded (also if that instance is busy), or Cancelled if the client went away
-        while it waited.
+        Raises RateLimited, Overloaded (also if that instance is busy), or Cancelled if the client went away while it
+        waited.
         """
         num_tokens = sum(prompt.prompt_len for prompt in prompts)
         reservation = _Reservation(self._clock.now)
@@ -113,11 +114,7 @@ class AdmissionController:
     def _charge(
         self, model: str, api_key: api_keys.ApiKey, num_tokens: int, client: exchange.Exchange
     ) -> None:
-        """Charge the prompt to the key and its tenant. Raises Forbidden or RateLimited."""
-        if not api_key.allows_model(model):
-            raise errors.Forbidden(
-                f"the key {api_key.entry.name!r} may not ask the model {model!r}"
-            )
+        """Charge the prompt to the key and its tenant. Raises RateLimited."""
         now = self._clock.now()
         try:
             rate_limits.start_response(api_key.accounts, num_tokens, now)

@@ -4,7 +4,7 @@ Thresholds can be changed for each model at run time.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -118,9 +118,9 @@ class BusyWorkers:
         """Return the thresholds of a model's workers."""
         return self._by_model.get(model, self._initial)
 
-    def show_thresholds(self, client: exchange.Exchange) -> None:
-        """Answer `GET`: the thresholds of all models."""
-        rows = [self._row(model.name) for model in self._models.ready]
+    def show_thresholds(self, client: exchange.Exchange, models: Sequence[RegisteredModel]) -> None:
+        """Answer `GET`: the thresholds of these models."""
+        rows = [self._row(model.name) for model in models]
         client.respond(200, sse.encode({"thresholds": rows}))
 
     async def change_thresholds(self, request: ThresholdChange) -> dict[str, Any]:

@@ -14,9 +14,14 @@ from typing import Any
 
 from dynamo.base import distribution
 from dynamo.frontend.apis import openapi
-from dynamo.frontend.apis.operation import ACCESS_ERRORS, HTML, Operation, Operations
+from dynamo.frontend.apis.operation import (
+    ACCESS_ERRORS,
+    HTML,
+    Operation,
+    Operations,
+    RequestHandlers,
+)
 from dynamo.frontend.delivery import sse
-from dynamo.frontend.model_registry import registry
 from dynamo.runtime.http import exchange
 
 SECURITY_HEADERS = (("content-security-policy", "default-src 'none'; style-src 'unsafe-inline'"),)
@@ -37,7 +42,7 @@ border-top: 1px solid var(--line); padding: .2rem .6rem .2rem 0; } td:first-chil
 Document = Mapping[str, Any]
 
 
-def operations(models: registry.ModelRegistry, others: Sequence[Operation]) -> Sequence[Operation]:
+def operations(handlers: RequestHandlers, others: Sequence[Operation]) -> Sequence[Operation]:
     """Return the operations that describe themselves and all others."""
     api = Operations(tag="Operation", errors=ACCESS_ERRORS)
 
@@ -51,8 +56,8 @@ def operations(models: registry.ModelRegistry, others: Sequence[Operation]) -> S
 
     @api.get("/docs", "This description as a page", answer=HTML)
     def show_page(client: exchange.Exchange) -> None:
-        ready = models.ready
-        model = ready[0].name if ready else "MODEL"
+        visible = handlers.list_visible(client)
+        model = visible[0].name if visible else "MODEL"
         page = make_page(make_document(), host=client.request.headers.get("host", ""), model=model)
         client.respond(200, page, content_type=HTML, headers=SECURITY_HEADERS)
 

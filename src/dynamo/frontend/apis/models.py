@@ -121,7 +121,7 @@ def operations(
 
     @api.get(PATH, "The models that are served", answer=ModelList, errors=ACCESS_ERRORS)
     def list_models(client: exchange.Exchange) -> None:
-        visible = [model for model in models.ready if rights.may_see(client, model.name)]
+        visible = handlers.list_visible(client)
         rows = [_model_object(model) for model in visible]
         names = {model.name for model in visible}
         rows += [
@@ -141,13 +141,10 @@ def operations(
         try:
             model = models.get(name)
             start = next((start for start in list_on_demand() if start.model == name), None)
-            if model is None and start is not None:
-                rights.check_may_see(client, name)
+            if model is None and start is not None and rights.may_see(client, name):
                 row = _unloaded_object(start)
             else:
-                model = models.find(name)
-                rights.check_may_see(client, model.name)
-                row = _model_object(model)
+                row = _model_object(models.find(name, rights.model_filter(client)))
             client.respond(200, sse.encode(_anthropic_model(row) if is_anthropic else row))
         except errors.DynamoError as error:
             dialect = error_dialects.ANTHROPIC if is_anthropic else error_dialects.OPENAI

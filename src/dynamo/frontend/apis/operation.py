@@ -8,17 +8,28 @@ description.
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dynamo.base import errors, ids
 from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.delivery import delivery, sse
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.frontend.pipeline import REQUEST_ID_HEADERS, GenerationApi, Pipeline, client_request_id
-from dynamo.preprocess import inputs
-from dynamo.protocols import blocks
 from dynamo.runtime.http import exchange
 
 R = TypeVar("R")
+
+
+class ModelRequest(Protocol):
+    """A request that names its model, unless there is only one."""
+
+    @property
+    def model(self) -> str | None:
+        """The name or an alias of the model."""
+        ...
+
+
+M = TypeVar("M", bound=ModelRequest)
 ANY_ID = "*"  # in the place of an id in a path
 ANY_NAME = "**"  # in the place of a name, which may have slashes
 ACCESS_ERRORS = (401, 403, 429)  # where API keys are required
@@ -157,27 +168,39 @@ class RequestHandlers:
         return self.accepted(functools.partial(self.pipeline.answer, api), api.dialect)
 
     def compute(
-        self,
-        decode: Callable[[bytes], R],
-        answer: Callable[[R], Awaitable[Any]],
-        dialect: delivery.ErrorDialect = error_dialects.OPENAI,
-        *,
-        model_of: Callable[[R], str | None] = lambda request: None,
+        self, decode: Callable[[bytes], R], answer: Callable[[R], Awaitable[Any]]
     ) -> exchange.Handler:
-        """Return a handler that answers the decoded request by what `answer` returns, without a worker.
+        """Return a handler that answers the decoded request by what `answer` returns, without a worker."""
+        return self._compute(decode, lambda _, decoded: answer(decoded), error_dialects.OPENAI)
 
-        The model that `model_of` returns is waited for while its first worker is expected.
+    def compute_by_model(
+        self,
+        decode: Callable[[bytes], M],
+        answer: Callable[[M, RegisteredModel], Awaitable[Any]],
+        dialect: delivery.ErrorDialect = error_dialects.OPENAI,
+    ) -> exchange.Handler:
+        """Return the same for requests that need the tokenizer of a model, which the client's key has to allow.
+
+        The model is waited for while its first worker is expected.
         """
 
+        async def find_and_answer(client: exchange.Exchange, decoded: M) -> Any:
+            return await answer(decoded, await self._find_or_wait(client, decoded.model))
+
+        return self._compute(decode, find_and_answer, dialect)
+
+    def _compute(
+        self,
+        decode: Callable[[bytes], R],
+        answer: Callable[[exchange.Exchange, R], Awaitable[Any]],
+        dialect: delivery.ErrorDialect,
+    ) -> exchange.Handler:
         async def handle(client: exchange.Exchange) -> None:
             if not self.accept(client, dialect):
                 return
             try:
                 decoded = await self.pipeline.unknown.decode(client, decode)
-                name = model_of(decoded) or ""
-                if self.pipeline.worker_wait.is_expected(name):
-                    await self.pipeline.find_model(name, client)
-                body = sse.encode(await answer(decoded))
+                body = sse.encode(await answer(client, decoded))
             except errors.DynamoError as error:
                 delivery.respond_error(client, error, dialect)
             else:
@@ -185,11 +208,25 @@ class RequestHandlers:
 
         return add_request_id(handle)
 
-    async def count_tokens(self, conversation: inputs.Conversation) -> int:
-        """Return the length of a conversation's prompt in tokens. Raises RequestError."""
-        preparer = self.models.find(conversation.model).preparer
-        token_ids, _ = await preparer.tokenize_conversation(conversation)
-        return blocks.count(token_ids)
+    async def _find_or_wait(self, client: exchange.Exchange, name: str | None) -> RegisteredModel:
+        """Return the model of this name; without a name, the only one. Raises as `Pipeline.find_model`."""
+        if name is not None and self.pipeline.worker_wait.is_expected(name):
+            return await self.pipeline.find_model(name, client)
+        if name is not None:
+            return self.models.find(name, self.rights.model_filter(client))
+        visible = [model for model in self.list_visible(client) if model.base is None]
+        if len(visible) == 1:
+            return visible[0]
+        names = ", ".join(repr(model.name) for model in visible)
+        raise errors.InvalidRequest(
+            f"model: required where not exactly one is served. Served here: {names or 'none'}.",
+            param="model",
+        )
+
+    def list_visible(self, client: exchange.Exchange) -> Sequence[RegisteredModel]:
+        """Return the ready models that the client's API key allows, by name. Raises Unauthenticated."""
+        may_see = self.rights.model_filter(client)
+        return [model for model in self.models.ready if may_see is None or may_see(model.name)]
 
     def accepted(
         self, handler: exchange.Handler, dialect: delivery.ErrorDialect = error_dialects.OPENAI

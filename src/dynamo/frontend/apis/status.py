@@ -90,7 +90,7 @@ class ModelThresholds(msgspec.Struct, kw_only=True):
 
 
 class AllThresholds(msgspec.Struct, kw_only=True):
-    """The thresholds of all models."""
+    """The thresholds of all models that the client's API key allows."""
 
     thresholds: list[ModelThresholds]
 
@@ -266,7 +266,7 @@ def administration_operations(
         wrap=add_request_id,
         answer=AllThresholds,
         errors=ACCESS_ERRORS,
-    )(busy_workers.show_thresholds)
+    )(lambda client: busy_workers.show_thresholds(client, handlers.list_visible(client)))
 
     @api.post(
         _THRESHOLD_PATH,

@@ -11,7 +11,6 @@ import msgspec
 from dynamo.base import errors
 from dynamo.frontend.apis import openapi
 from dynamo.frontend.apis.operation import READ_ERRORS, Operation, Operations, RequestHandlers
-from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import conversation, inputs
 from dynamo.protocols import blocks
@@ -92,47 +91,33 @@ _decode_tokenize = json_body.RequestDecoder(TokenizeRequest).decode
 _decode_detokenize = json_body.RequestDecoder(DetokenizeRequest).decode
 
 
-class Tokenization:
-    """Answers both routes. Each method returns the answer to a request and raises RequestError."""
-
-    def __init__(self, registry: registry.ModelRegistry) -> None:
-        self._models = registry
-
-    async def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer:
-        """Return the tokens of a text or a conversation."""
-        model = self._find(request.model)
-        preparer = model.preparer
-        if request.prompt is None:
-            packed, _ = await preparer.tokenize_conversation(request.to_conversation(model.name))
-        else:
-            packed = await preparer.tokenize_text(
-                request.prompt, add_special_tokens=request.add_special_tokens is not False
-            )
-        token_ids: Sequence[int] = blocks.unpack(packed)
-        return TokenizeAnswer(
-            count=len(token_ids),
-            max_model_len=preparer.context_length,
-            tokens=list(token_ids),
-            token_strs=preparer.list_vocabulary(token_ids) if request.return_token_strs else None,
+async def tokenize(request: TokenizeRequest, model: RegisteredModel) -> TokenizeAnswer:
+    """Return the tokens of a text or a conversation. Raises RequestError."""
+    preparer = model.preparer
+    if request.prompt is None:
+        packed, _ = await preparer.tokenize_conversation(request.to_conversation(model.name))
+    else:
+        packed = await preparer.tokenize_text(
+            request.prompt, add_special_tokens=request.add_special_tokens is not False
         )
+    token_ids: Sequence[int] = blocks.unpack(packed)
+    return TokenizeAnswer(
+        count=len(token_ids),
+        max_model_len=preparer.context_length,
+        tokens=list(token_ids),
+        token_strs=preparer.list_vocabulary(token_ids) if request.return_token_strs else None,
+    )
 
-    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer:
-        """Return the text of tokens."""
-        preparer = self._find(request.model).preparer
-        return DetokenizeAnswer(prompt=preparer.detokenize_ids(request.tokens))
 
-    def _find(self, name: str | None) -> RegisteredModel:
-        """Return the model of this name; without a name, the only model."""
-        if name is not None:
-            return self._models.find(name)
-        ready = self._models.ready_bases
-        if len(ready) == 1:
-            return ready[0]
-        names = ", ".join(repr(model.name) for model in ready)
-        raise errors.InvalidRequest(
-            f"model: required where not exactly one is served. Served here: {names or 'none'}.",
-            param="model",
-        )
+async def detokenize(request: DetokenizeRequest, model: RegisteredModel) -> DetokenizeAnswer:
+    """Return the text of tokens. Raises RequestError."""
+    return DetokenizeAnswer(prompt=model.preparer.detokenize_ids(request.tokens))
+
+
+async def count_tokens(conversation: inputs.Conversation, model: RegisteredModel) -> int:
+    """Return the length of a conversation's prompt in tokens. Raises RequestError."""
+    token_ids, _ = await model.preparer.tokenize_conversation(conversation)
+    return blocks.count(token_ids)
 
 
 _TEXT_OR_CONVERSATION = {
@@ -150,7 +135,6 @@ _TEXT_OR_CONVERSATION = {
 
 def operations(handlers: RequestHandlers) -> Sequence[Operation]:
     """Return the operations of this API."""
-    tokenization = Tokenization(handlers.models)
     api = Operations(tag="Tokens", errors=READ_ERRORS)
     api.post(
         "/tokenize",
@@ -163,20 +147,12 @@ def operations(handlers: RequestHandlers) -> Sequence[Operation]:
         request_rules=(_TEXT_OR_CONVERSATION,),
         answer=TokenizeAnswer,
         example={"prompt": "Once upon a time"},
-    )(
-        handlers.compute(
-            _decode_tokenize, tokenization.tokenize, model_of=lambda request: request.model
-        )
-    )
+    )(handlers.compute_by_model(_decode_tokenize, tokenize))
     api.post(
         "/detokenize",
         "From token ids to text",
         request=DetokenizeRequest,
         answer=DetokenizeAnswer,
         example={"tokens": [1, 2, 3]},
-    )(
-        handlers.compute(
-            _decode_detokenize, tokenization.detokenize, model_of=lambda request: request.model
-        )
-    )
+    )(handlers.compute_by_model(_decode_detokenize, detokenize))
     return api.entries

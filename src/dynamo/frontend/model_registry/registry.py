@@ -42,6 +42,7 @@ RouteFactory = Callable[[client.EndpointClient, model_card.ModelCard], route.Rou
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 Connect = Callable[[instances.EndpointName], Awaitable[client.EndpointClient]]
 PrefillRouterFactory = Callable[[client.EndpointClient, model_card.ModelCard], kv_router.KvRouter]
+ModelFilter = Callable[[str], bool]  # of the names of models that a client may see
 _CardsByInstance = Mapping[int, model_card.ModelCard]
 
 
@@ -190,30 +191,48 @@ class ModelRegistry:
         name = self._names_by_alias.get(name, name)
         return self._models.get(name) or self._adapters.get(name)
 
-    def find(self, name: str) -> RegisteredModel:
-        """Return the model of this name. Raises ModelNotFound, or NoWorkers if it has lost its workers."""
+    def find(self, name: str, may_see: ModelFilter | None = None) -> RegisteredModel:
+        """Return the model of this name.
+
+        Raises ModelNotFound, or NoWorkers if it has lost its workers. To a client that `may_see` some models only, all
+        others do not exist, and no error names them.
+        """
+        served_name = self._names_by_alias.get(name, name)
+        if may_see is not None and not may_see(served_name):
+            raise model_errors.ModelNotFound(
+                f"The model {name[:100]!r} does not exist, or this API key may not ask it. "
+                f"It may ask: {self._list_ready(may_see)}.",
+                param="model",
+            )
         if (model := self.get(name)) is not None:
             return model
-        name = self._names_by_alias.get(name, name)
-        if name in self._lost_names:
+        if served_name in self._lost_names:
             raise errors.NoWorkers(
-                f"the model {name!r} has lost its last worker: start one, or try again shortly"
+                f"the model {served_name!r} has lost its last worker: start one, or try again shortly"
             )
-        ready_names = ", ".join(repr(model.name) for model in self.ready)
-        if not ready_names and not self._models:
+        if not self._models:
             raise errors.NoWorkers(
                 f"no worker has registered yet, so the model {name[:100]!r} cannot be served: start one "
                 "with the same discovery settings, or try again shortly"
             )
         raise model_errors.ModelNotFound(
-            f"The model {name[:100]!r} does not exist. Served here: {ready_names or 'none'}.",
+            f"The model {name[:100]!r} does not exist. Served here: {self._list_ready(may_see)}.",
             param="model",
         )
 
-    async def is_announced(self, name: str) -> bool:
-        """Look into discovery whether a worker there serves this model, of which the watch has not told yet.
+    def _list_ready(self, may_see: ModelFilter | None) -> str:
+        names = (model.name for model in self.ready)
+        return ", ".join(repr(name) for name in names if not may_see or may_see(name)) or "none"
 
-        What is in discovery when this begins is seen. One look is made at a time, for all that ask meanwhile.
+    async def resolve_alias(self, name: str) -> str:
+        """Return the name of the model with this alias, which discovery alone may know yet; else the name itself."""
+        return self._names_by_alias.get(name) or await self.find_announced(name) or name
+
+    async def find_announced(self, name: str) -> str | None:
+        """Look into discovery for a worker of the model with this name or alias, and return the model's name.
+
+        The watch may not have told of it yet. What is in discovery when this begins is seen. One look is made at a
+        time, for all that ask meanwhile.
         """
         asked_at = self._clock.now()
         async with self._look_lock:
@@ -225,18 +244,22 @@ class ModelRegistry:
                     )
                 self._looked_at = began_at
         quoted = msgspec.json.encode(name)
-        return any(self._serves(value, name) for value in self._cards_seen if quoted in value)
+        found = (self._name_served(value, name) for value in self._cards_seen if quoted in value)
+        return next(filter(None, found), None)
 
-    def _serves(self, value: bytes, name: str) -> bool:
+    def _name_served(self, value: bytes, name: str) -> str | None:
+        """Return the model that the worker of a card serves by this name or alias."""
         try:
             record = _decode_record(value)
         except wire.DECODE_ERRORS:
-            return False
+            return None
         card = record.card_json
         is_foreign = self._namespace not in ("", record.namespace)
         if is_foreign or card.worker_type is model_card.WorkerType.PREFILL:
-            return False
-        return name in (card.display_name, *card.lora_names, *card.aliases)
+            return None
+        if name in (card.display_name, *card.lora_names):
+            return name
+        return card.display_name if name in card.aliases else None
 
     async def watch(self) -> None:
         """Follow the model cards in discovery until cancelled."""

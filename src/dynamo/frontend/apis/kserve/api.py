@@ -129,10 +129,10 @@ class KserveHandlers:
         target = parse_target(client.request.path)
         try:
             self._check_path(client, target.model)
-            model = self._handlers.models.find(target.model)
+            may_see = self._handlers.rights.model_filter(client)
+            model = self._handlers.models.find(target.model, may_see)
             kserve.check_version(target.model, target.version)
             model.check_can_generate()
-            self._handlers.rights.check_may_see(client, model.name)
         except errors.DynamoError as error:
             delivery.respond_error(client, error, error_dialects.KSERVE)
             return

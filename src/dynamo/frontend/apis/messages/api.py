@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import chat, error_dialects, openapi
+from dynamo.frontend.apis import chat, error_dialects, openapi, tokenize
 from dynamo.frontend.apis.messages import content_blocks, request
 from dynamo.frontend.apis.messages import request as message_request
 from dynamo.frontend.apis.operation import (
@@ -22,6 +22,7 @@ from dynamo.frontend.apis.operation import (
     RequestHandlers,
 )
 from dynamo.frontend.delivery import choices, sse, streaming
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.preprocess import inputs
 
 _TEXT_MARK = "\u0000"
@@ -333,8 +334,10 @@ API = pipeline.GenerationApi(
 def operations(handlers: RequestHandlers) -> Sequence[Operation]:
     """Return the operations of this API."""
 
-    async def count_tokens(conversation: inputs.Conversation) -> MessageTokens:
-        return MessageTokens(await handlers.count_tokens(conversation))
+    async def count_tokens(
+        conversation: inputs.Conversation, model: RegisteredModel
+    ) -> MessageTokens:
+        return MessageTokens(await tokenize.count_tokens(conversation, model))
 
     return (
         Operation(
@@ -355,11 +358,8 @@ def operations(handlers: RequestHandlers) -> Sequence[Operation]:
         Operation(
             method="POST",
             path=f"{PATH}/count_tokens",
-            handler=handlers.compute(
-                request.decode_count,
-                count_tokens,
-                error_dialects.ANTHROPIC,
-                model_of=lambda conversation: conversation.model,
+            handler=handlers.compute_by_model(
+                request.decode_count, count_tokens, error_dialects.ANTHROPIC
             ),
             summary="Count the tokens of such a request",
             tag="Anthropic",

@@ -305,7 +305,7 @@ class OllamaHandlers:
     def list_models(self, client: exchange.Exchange, *, is_loaded: bool) -> None:
         """Answer with the models (`GET /api/tags`), with `is_loaded` as loaded ones (`GET /api/ps`)."""
         rows = []
-        for model in self._handlers.models.ready:
+        for model in self._handlers.list_visible(client):
             loaded = {
                 "expires_at": _NEVER,
                 "size_vram": 0,
@@ -317,9 +317,8 @@ class OllamaHandlers:
         rows += [
             models.describe_unloaded_for_ollama(start)
             for start in starts
-            if start.model not in names
+            if start.model not in names and self._handlers.rights.may_see(client, start.model)
         ]
-        rows = [row for row in rows if self._handlers.rights.may_see(client, row["name"])]
         client.respond(200, sse.encode({"models": rows}))
 
     async def show_model(self, client: exchange.Exchange) -> None:
@@ -329,19 +328,20 @@ class OllamaHandlers:
             shown = await self._handlers.pipeline.unknown.decode(client, request.decode_model)
             starts = {start.model: start for start in self._list_on_demand()}
             start = starts.get(shown.served_name)
-            if self._handlers.models.get(shown.served_name) is None and start is not None:
+            may_see = self._handlers.rights.model_filter(client)
+            is_loaded = self._handlers.models.get(shown.served_name) is not None
+            if start is not None and not is_loaded and (may_see is None or may_see(start.model)):
                 described, context_length = (
                     models.describe_unloaded_for_ollama(start),
                     start.context_length,
                 )
             else:
-                model = self._handlers.models.find(shown.served_name)
+                model = self._handlers.models.find(shown.served_name, may_see)
                 described, context_length = (
                     models.describe_for_ollama(model),
                     model.card.context_length,
                 )
                 capabilities = model.capabilities
-            self._handlers.rights.check_may_see(client, described["name"])
         except errors.DynamoError as error:
             delivery.respond_error(client, error, _DIALECT)
             return

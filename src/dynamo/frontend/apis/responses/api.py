@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import chat, error_dialects, openapi
+from dynamo.frontend.apis import chat, error_dialects, openapi, tokenize
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_ID,
@@ -22,6 +22,7 @@ from dynamo.frontend.apis.operation import (
 )
 from dynamo.frontend.apis.responses import answer, request
 from dynamo.frontend.delivery import delivery, sse, streaming
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.frontend.processes import peers, response_store
 from dynamo.preprocess import inputs
 from dynamo.protocols import model_errors
@@ -79,13 +80,13 @@ class Responses:
     def count_tokens(self, client: exchange.Exchange) -> Awaitable[None] | None:
         """Answer with the length of a request's prompt (`POST /v1/responses/input_tokens`)."""
 
-        async def count(conversation: inputs.Conversation) -> ResponseTokens:
-            return ResponseTokens(await self._handlers.count_tokens(conversation))
+        async def count(
+            conversation: inputs.Conversation, model: RegisteredModel
+        ) -> ResponseTokens:
+            return ResponseTokens(await tokenize.count_tokens(conversation, model))
 
         decode = functools.partial(self.decode_count, self._tenant_of(client))
-        return self._handlers.compute(
-            decode, count, model_of=lambda conversation: conversation.model
-        )(client)
+        return self._handlers.compute_by_model(decode, count)(client)
 
     def decode(self, tenant: str, body: bytes) -> ResponseConversation:
         """Return the conversation of a tenant's request in this JSON body. Raises RequestError."""
