@@ -15,7 +15,7 @@ from dynamo.disagg import config as disagg_config
 from dynamo.disagg import metrics as disagg_metrics
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
-from dynamo.frontend import pipeline
+from dynamo.frontend import pipeline, waiting
 from dynamo.frontend import request_records as records
 from dynamo.frontend.admission import metrics as admission_metrics
 from dynamo.gateway import endpoint_picker
@@ -156,6 +156,7 @@ def _frontend_registry() -> prometheus_client.CollectorRegistry:
     registry = metrics.Registry("dynamo_frontend")
     frontend_metrics.FrontendMetrics(registry, clock.SystemClock().now)
     metrics.LoopDelay(registry, clock.SystemClock())
+    waiting.WaitingMetrics(registry)
     records.RequestRecords(frontend_config.FrontendConfig(), registry, clock.SystemClock())
     admission_metrics.AdmissionMetrics(registry)
     pipeline.UnknownParameters(registry, refuses=False)

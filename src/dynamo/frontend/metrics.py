@@ -111,9 +111,6 @@ class FrontendMetrics:
         self.queued = registry.fast_gauge(
             "queued_requests", "Requests that wait for their first token", by_model
         )
-        self.waiting_for_worker = registry.gauge(
-            "requests_waiting_for_worker", "Requests of a model that no worker serves yet", by_model
-        )
         self.active = registry.fast_gauge("active_requests", "Requests that a worker has", by_model)
         self.ready = registry.gauge("model_ready", "1 if the model can be asked", by_model)
         self.workers = registry.gauge("model_workers", "Instances that serve the model", by_model)

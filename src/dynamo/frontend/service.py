@@ -106,8 +106,11 @@ class Frontend:
         self.models = self._make_model_registry(runtime)
 
         self._admission = self._make_admission(runtime, metrics_registry)
+        waiting_metrics = waiting.WaitingMetrics(metrics_registry)
         self._expected_workers = waiting.ExpectedWorkers(
-            runtime.discovery, namespace=settings.namespace
+            runtime.discovery,
+            namespace=settings.namespace,
+            wakeable=waiting_metrics.wakeable,
         )
         worker_wait = waiting.WorkerWait(
             retry_rules.WaitPolicy(
@@ -117,7 +120,7 @@ class Frontend:
             ),
             self._clock,
             self._expected_workers,
-            self._metrics.waiting_for_worker,
+            waiting_metrics.waiting,
             lambda: runtime.requests.is_away,
         )
         timeout_s = settings.request_timeout_secs or None

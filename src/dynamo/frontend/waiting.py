@@ -26,13 +26,38 @@ _logger = logging.getLogger(__name__)
 _decode_start = msgspec.json.Decoder(instances.WorkerStart).decode
 
 
+class WaitingMetrics:
+    """The metrics of requests that wait for a worker, and of models whose workers can be had when they are needed."""
+
+    def __init__(self, registry: metrics.Registry) -> None:
+        self.waiting = registry.gauge(
+            "requests_waiting_for_worker",
+            "Requests of a model that no worker serves yet",
+            ("model",),
+        )
+        self.wakeable = registry.gauge(
+            "model_wakeable",
+            "1 while the model may lack workers on purpose: a request starts one, or they sleep",
+            ("model",),
+        )
+
+
 class ExpectedWorkers:
     """The workers that are starting, by what they announce in discovery."""
 
-    def __init__(self, registry: discovery.Discovery, *, namespace: str = "") -> None:
+    def __init__(
+        self,
+        registry: discovery.Discovery,
+        *,
+        namespace: str = "",
+        wakeable: metrics.Gauge | None = None,
+    ) -> None:
+        """Show in `wakeable` which models may lack workers on purpose; alerts leave these out."""
         self._registry = registry
         self._namespace = namespace
         self._starts: dict[str, instances.WorkerStart] = {}  # by key
+        self._wakeable = wakeable
+        self._shown_labels: set[str] = set()  # of `wakeable`
 
     def estimate_start(self, model: str, waited_s: float = 0.0) -> float | None:
         """Return the seconds that a start of this model takes in all, for a request that has waited; None without one.
@@ -73,16 +98,30 @@ class ExpectedWorkers:
     async def watch(self) -> None:
         """Follow the starts in discovery until cancelled."""
         async for change in self._registry.watch(instances.STARTS):
-            if isinstance(change, discovery.Delete):
-                self._starts.pop(change.key, None)
-                continue
-            try:
-                start = _decode_start(change.value)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                _logger.warning("ignored the start %s: %s", change.key, error)
-                continue
-            if instances.covers_namespace(self._namespace, start.namespace):
-                self._starts[change.key] = start
+            self._apply_change(change)
+            if self._wakeable is not None:
+                self._show_wakeable(self._wakeable)
+
+    def _apply_change(self, change: discovery.Change) -> None:
+        if isinstance(change, discovery.Delete):
+            self._starts.pop(change.key, None)
+            return
+        try:
+            start = _decode_start(change.value)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            _logger.warning("ignored the start %s: %s", change.key, error)
+            return
+        if instances.covers_namespace(self._namespace, start.namespace):
+            self._starts[change.key] = start
+
+    def _show_wakeable(self, gauge: metrics.Gauge) -> None:
+        starts = self._starts.values()
+        labels = {start.model.lower() for start in starts if start.can_be_woken}
+        for label in self._shown_labels - labels:
+            gauge.remove(label)
+        for label in labels - self._shown_labels:
+            gauge.labels(label).set(1)
+        self._shown_labels = labels
 
 
 class WaitNotice(NamedTuple):

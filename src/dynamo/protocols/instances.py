@@ -145,6 +145,14 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether requests may wait for it: a prefill worker answers none."""
         return self.sleeper is None or self.sleeper.role != "prefill"
 
+    @property
+    def can_be_woken(self) -> bool:
+        """Return whether the model may lack workers on purpose; not if its last start failed."""
+        is_listed = self.is_on_demand or self.context_length is not None
+        return (
+            (is_listed or self.sleeper is not None) and self.answers_requests and not self.failure
+        )
+
 
 ModelAction = Literal["load", "unload", "pin", "unpin"]
 

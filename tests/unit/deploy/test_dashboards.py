@@ -93,6 +93,48 @@ def test_errors_of_clients_are_no_reason_for_the_alert_on_failed_requests(error)
     assert frontend_metrics._error_type(errors.Overloaded("x")) not in excluded
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool of Prometheus")
+def test_model_that_sleeps_on_purpose_is_no_reason_for_the_alert_on_models_without_workers(
+    tmp_path,
+):
+    labels = '{instance="a:8000", job="f", model="%s"}'
+    workers, wakeable = "dynamo_frontend_model_workers", "dynamo_frontend_model_wakeable"
+    series = {
+        workers + labels % "served": "2x9",
+        workers + labels % "lost": "0x9",
+        workers + labels % "asleep": "0x9",
+        wakeable + labels % "asleep": "1x9",
+        workers + labels % "fell asleep, then its start failed": "0x9",
+        wakeable + labels % "fell asleep, then its start failed": "1 1 1 stale",
+    }
+    rule = next(rule for rule in ALERTS if rule["alert"] == "DynamoModelWithoutWorkers")
+    expected = [
+        {
+            "exp_labels": {"instance": "a:8000", "job": "f", "model": model, **rule["labels"]},
+            "exp_annotations": {**rule["annotations"], "summary": f"{model} has no worker"},
+        }
+        for model in ("fell asleep, then its start failed", "lost")
+    ]
+    alerts = {"alertname": rule["alert"], "eval_time": "8m", "exp_alerts": expected}
+    tests = {
+        "rule_files": [str(METRICS / "alerts.yml")],
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": k, "values": v} for k, v in series.items()],
+                "alert_rule_test": [alerts],
+            }
+        ],
+    }
+    path = tmp_path / "tests.yml"
+    path.write_text(json.dumps(tests))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_dashboards_have_the_names_of_the_original():
     titles = {json.loads(board.read_text())["title"] for board in BOARDS}
 

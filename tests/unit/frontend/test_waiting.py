@@ -334,6 +334,38 @@ async def test_model_on_demand_is_listed_before_it_is_loaded(rig):
     ]
 
 
+def asleep(model, role):
+    sleeper = instances.SleepingInstance(instance_id=7, role=role, endpoint="dyn://a.b.c")
+    return instances.WorkerStart(model=model, namespace="", estimate_s=9.0, sleeper=sleeper)
+
+
+async def test_metric_shows_the_models_that_lack_workers_on_purpose(rig):
+    of_planner = instances.WorkerStart(model="P", namespace="", estimate_s=9.0, context_length=0)
+    starts = [
+        *(ON_DEMAND, of_planner, asleep("s", "decode"), asleep("t", "prefill")),
+        msgspec.structs.replace(ON_DEMAND, model="f", failure="it has no weights"),
+        instances.WorkerStart(model="crashed, starts anew", namespace="", estimate_s=9.0),
+    ]
+    for number, start in enumerate(starts):
+        key = f"{instances.STARTS}{number:x}"
+        await rig.one.runtime.discovery.put(key, msgspec.json.encode(start))
+    expected = rig.frontend._expected_workers
+    await rig.until(lambda: len(expected._starts) == len(starts))
+    shown = await wakeable(rig)
+    for number in range(2):
+        await rig.one.runtime.discovery.delete(f"{instances.STARTS}{number:x}")
+    await rig.until(lambda: len(expected._starts) == len(starts) - 2)
+
+    assert shown == {"q": 1, "p": 1, "s": 1}
+    assert await wakeable(rig) == {"s": 1}
+
+
+async def wakeable(rig):
+    """The values of the metric by model."""
+    name, counted = "dynamo_frontend_model_wakeable", await rig.metrics()
+    return {row.split('"')[1]: value for row, value in counted.items() if row.startswith(name)}
+
+
 async def test_model_on_demand_is_shown_before_it_is_loaded(rig):
     await announce(rig, ON_DEMAND)
     model = (await rig.client.get("/v1/models/q")).json()
