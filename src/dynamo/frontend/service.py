@@ -25,7 +25,13 @@ from dynamo.frontend import (
     request_records,
     waiting,
 )
-from dynamo.frontend.admission import authentication, busy_workers, controller, load_thresholds
+from dynamo.frontend.admission import (
+    authentication,
+    busy_workers,
+    controller,
+    load_thresholds,
+    shared_usage,
+)
 from dynamo.frontend.admission import metrics as admission_metrics
 from dynamo.frontend.apis import (
     chat,
@@ -161,6 +167,9 @@ class Frontend:
         )
 
         self._peers = peers.Peers(settings.http_worker_socket)
+        self._usage_of_keys = shared_usage.SharedUsage(
+            lambda: self._admission.rights.accounts, self._peers, self._clock
+        )
         self._batches = runner.BatchRunner(
             journal.BatchJournal(
                 settings.files_folder,
@@ -190,6 +199,7 @@ class Frontend:
             ),
             ("GET", console.USAGE): functools.partial(console.answer_usage, self._console),
             **shared_responses.routes,
+            **self._usage_of_keys.routes,
         }
         vectors = embeddings.EmbeddingPipeline(request_pipeline, timeout_s=timeout_s)
         cache_clearer = status.CacheClearer(self.models, runtime.client)
@@ -393,6 +403,7 @@ class Frontend:
         self._admission.rights.start(self._tasks)
         self._admission.busy_workers.start()
         self._tasks.start("take over thresholds", self._take_over_thresholds())
+        self._tasks.start("share the usage of API keys", self._usage_of_keys.run())
         self._tasks.start("watch the certificate", self._certificate.follow(self._clock))
         self._tasks.start("watch models", self.models.watch())
         self._tasks.start("watch starting workers", self._expected_workers.watch())

@@ -119,6 +119,94 @@ def test_new_limits_keep_usage_and_running_responses():
     rate_limits.start_response((key,), 1, 0.0)
 
 
+def report_to(others, sender, name, now):
+    """One process tells the others."""
+    usage = sender.take_report()
+    for other in others if usage is not None else ():
+        other.add_usage(name, usage, now)
+
+
+def test_accounts_of_several_processes_charge_what_each_of_them_reports():
+    first, second = [account(requests_per_minute=60, tokens_per_minute=100) for _ in range(2)]
+    rate_limits.charge_request((first,), 0.0)
+    rate_limits.start_response((first,), 30, 0.0)
+    report_to([second], first, "1", 0.0)
+    rate_limits.finish_response((first,), 50, 0.0)
+    report_to([second], first, "1", 0.0)
+    report_to([first], second, "2", 0.0)
+
+    assert (first.requests.level(0.0), first.tokens.level(0.0)) == (59, 20)
+    assert (second.requests.level(0.0), second.tokens.level(0.0)) == (59, 20)
+    assert first.take_report() is second.take_report() is None
+    with pytest.raises(errors.RateLimited, match="tokens per minute"):
+        rate_limits.start_response((second,), 21, 0.0)
+
+
+def test_tokens_of_a_refused_request_are_given_back_in_all_processes():
+    first, second = [account(tokens_per_minute=100) for _ in range(2)]
+    rate_limits.start_response((first,), 30, 0.0)
+    report_to([second], first, "1", 0.0)
+    rate_limits.finish_response((first,), -30, 0.0)
+    report_to([second], first, "1", 0.0)
+
+    assert second.tokens.level(0.0) == 100
+
+
+def test_answers_of_other_processes_count_until_they_end_or_their_process_is_silent():
+    first, second = [account(concurrent_streams=2) for _ in range(2)]
+    rate_limits.start_response((first,), 1, 0.0)
+    rate_limits.start_response((first,), 1, 0.0)
+    report_to([second], first, "1", 0.0)
+    with pytest.raises(errors.RateLimited, match="has 2 answers at the same time"):
+        rate_limits.start_response((second,), 1, 1.0)
+    rate_limits.finish_response((first,), 1, 2.0)
+    report_to([second], first, "1", 2.0)
+    rate_limits.start_response((second,), 1, 2.0)
+
+    assert second.count_streams(2.0) == 2
+    assert second.count_streams(2.0 + rate_limits.STALE_S) == 2
+    assert second.count_streams(2.1 + rate_limits.STALE_S) == 1
+
+
+def test_running_answers_are_reported_again_and_again_and_their_end_once():
+    key = account(concurrent_streams=2)
+    rate_limits.start_response((key,), 1, 0.0)
+    running = [key.take_report() for _ in range(3)]
+    rate_limits.finish_response((key,), 1, 2.0)
+
+    assert [usage.num_streams for usage in running] == [1, 1, 1]
+    assert key.take_report().num_streams == 0
+    assert key.take_report() is None
+
+
+@given(
+    per_minute=st.integers(1, 100),
+    steps=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 50)), max_size=60
+    ),
+)
+def test_several_processes_pass_the_share_of_one_and_at_most_what_they_take_in_a_second(
+    per_minute, steps
+):
+    """Each second they report; the excess of a second is a debt, so it does not grow."""
+    processes = [account(tokens_per_minute=per_minute) for _ in range(3)]
+    now, passed = 0, 0
+    for number, pause_s, amount in steps:
+        for _ in range(pause_s):
+            for name, process in enumerate(processes):
+                others = [other for other in processes if other is not process]
+                report_to(others, process, str(name), float(now))
+            now += 1
+        if amount <= per_minute:
+            try:
+                rate_limits.start_response((processes[number],), amount, float(now))
+                passed += amount
+            except errors.RateLimited:
+                pass
+
+    assert passed <= 3 * per_minute + per_minute * now / 60 + 1e-6
+
+
 def test_headers_show_the_account_with_the_least_left():
     key, tenant = account(requests_per_minute=60), account("t", requests_per_minute=600)
     rate_limits.charge_request((key, tenant), 0.0)

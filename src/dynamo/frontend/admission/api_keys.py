@@ -110,6 +110,11 @@ class ApiKeyRegistry:
     def __len__(self) -> int:
         return len(self._key_by_digest)
 
+    @property
+    def accounts(self) -> Mapping[str, rate_limits.RateAccount]:
+        """Return the accounts of all keys and tenants, by name."""
+        return self._accounts
+
     def replace_keys(self, file: ApiKeyFile, now: float) -> None:
         """Make the keys of the file the only valid ones. Raises ConfigError and then changes nothing."""
         entry_by_digest = _index_by_digest(file)

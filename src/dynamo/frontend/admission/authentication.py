@@ -201,6 +201,11 @@ class ClientRights:
         self.uses_keys = self._key_file is not None  # whether clients need an API key
         self._unsalted_models: set[str] = set()  # that were warned about
 
+    @property
+    def accounts(self) -> Mapping[str, rate_limits.RateAccount]:
+        """Return the accounts of all keys and tenants, by name; none without keys."""
+        return {} if self._key_file is None else self._key_file.api_keys.accounts
+
     def load_keys(self) -> None:
         """Read the file of API keys for the first time, before the frontend listens. Raises ConfigError."""
         if self._key_file is not None:

@@ -4,6 +4,10 @@ A token bucket holds the amount of one minute and fills up evenly, so a burst ma
 waits for a full minute to turn. A request is charged for its prompt when it begins and for its output when it ends:
 the length of an output is known only then, so a bucket may go into debt, and the next request waits until the debt is
 paid. Time is passed in.
+
+Several processes at one port (`--http-workers`) have accounts of the same names, and report to each other what was
+charged at each (`shared_usage`). What the others report is charged here, too, so all buckets have the same level but
+for the last second, whose excess is a debt.
 """  # decider
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +19,7 @@ from dynamo.base import errors
 
 _MINUTE_S = 60.0
 _RETRY_STREAM_S = 1.0  # it cannot be known when a response ends
+STALE_S = 5.0  # after which the answers of a process that reports no more are over
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -24,6 +29,14 @@ class RateLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     requests_per_minute: _AtLeastOne | None = None
     tokens_per_minute: _AtLeastOne | None = None
     concurrent_streams: _AtLeastOne | None = None
+
+
+class AccountUsage(msgspec.Struct, frozen=True, array_like=True):
+    """What one process charged to an account since its last report, and the answers that it has now."""
+
+    num_requests: int
+    num_tokens: int  # negative if more was given back
+    num_streams: int
 
 
 class TokenBucket:
@@ -64,7 +77,10 @@ class RateAccount:
         self.limits = RateLimits()
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
-        self.num_streams = 0
+        self.num_streams = 0  # in this process
+        self._num_new_requests = self._num_new_tokens = 0  # charged since the last report
+        self._num_reported_streams = 0
+        self._streams_elsewhere: dict[str, tuple[int, float]] = {}  # by process, with the time
         self.set_limits(limits, now)
 
     def set_limits(self, limits: RateLimits, now: float) -> None:
@@ -72,6 +88,45 @@ class RateAccount:
         self.requests = _resize(self.requests, limits.requests_per_minute, now)
         self.tokens = _resize(self.tokens, limits.tokens_per_minute, now)
         self.limits = limits
+
+    def count_streams(self, now: float) -> int:
+        """Return the answers at the same time, those of other processes by their last reports included."""
+        fresh = (
+            num_streams
+            for num_streams, reported_at in self._streams_elsewhere.values()
+            if now - reported_at <= STALE_S
+        )
+        return self.num_streams + sum(fresh)
+
+    def charge_request(self, now: float) -> None:
+        """Take one request."""
+        if self.requests is not None:
+            self.requests.take(1, now)
+            self._num_new_requests += 1
+
+    def charge_tokens(self, num_tokens: int, now: float) -> None:
+        """Take tokens; a negative number gives them back."""
+        if self.tokens is not None:
+            self.tokens.take(num_tokens, now)
+            self._num_new_tokens += num_tokens
+
+    def take_report(self) -> AccountUsage | None:
+        """Return the usage here that other processes do not know yet; None if there is none."""
+        has_limit = self.limits.concurrent_streams is not None
+        num_streams = self.num_streams if has_limit else 0
+        usage = AccountUsage(self._num_new_requests, self._num_new_tokens, num_streams)
+        is_idle = usage == AccountUsage(0, 0, 0) and not self._num_reported_streams
+        self._num_new_requests = self._num_new_tokens = 0
+        self._num_reported_streams = num_streams
+        return None if is_idle else usage
+
+    def add_usage(self, process: str, usage: AccountUsage, now: float) -> None:
+        """Charge what another process reported."""
+        if self.requests is not None:
+            self.requests.take(usage.num_requests, now)
+        if self.tokens is not None:
+            self.tokens.take(usage.num_tokens, now)
+        self._streams_elsewhere[process] = (usage.num_streams, now)
 
 
 def _resize(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
@@ -85,8 +140,8 @@ def charge_request(accounts: Iterable[RateAccount], now: float) -> None:
     buckets = [(account, account.requests) for account in accounts if account.requests is not None]
     for account, bucket in buckets:
         _check(account, bucket, 1, now, "requests per minute")
-    for _, bucket in buckets:
-        bucket.take(1, now)
+    for account, _ in buckets:
+        account.charge_request(now)
 
 
 def start_response(accounts: Iterable[RateAccount], num_prompt_tokens: int, now: float) -> None:
@@ -94,9 +149,9 @@ def start_response(accounts: Iterable[RateAccount], num_prompt_tokens: int, now:
     accounts = tuple(accounts)
     for account in accounts:
         max_streams = account.limits.concurrent_streams
-        if max_streams is not None and account.num_streams >= max_streams:
+        if max_streams is not None and (num_streams := account.count_streams(now)) >= max_streams:
             raise errors.RateLimited(
-                f"{account.name} has {account.num_streams} answers at the same time, "
+                f"{account.name} has {num_streams} answers at the same time, "
                 "which is its limit: wait for one to end",
                 retry_after_s=_RETRY_STREAM_S,
             )
@@ -110,8 +165,7 @@ def start_response(accounts: Iterable[RateAccount], num_prompt_tokens: int, now:
 def charge_tokens(accounts: Iterable[RateAccount], num_tokens: int, now: float) -> None:
     """Take tokens from all accounts; a negative number gives them back."""
     for account in accounts:
-        if account.tokens is not None:
-            account.tokens.take(num_tokens, now)
+        account.charge_tokens(num_tokens, now)
 
 
 def finish_response(accounts: Iterable[RateAccount], num_tokens: int, now: float) -> None:
