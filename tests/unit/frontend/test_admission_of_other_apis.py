@@ -111,7 +111,7 @@ async def test_readiness_over_kserve_grpc_is_that_of_models_that_the_key_may_ask
 
     assert caught.value.status() == "StatusCode.UNAUTHENTICATED"
     assert not await client.is_model_ready("m", headers=FEW)
-    assert await client.is_model_ready("e", headers=ALL)
+    assert await client.is_model_ready("m", headers=ALL)
 
 
 async def test_kserve_grpc_with_a_key_is_answered_and_limited(client):
