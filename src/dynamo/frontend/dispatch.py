@@ -57,6 +57,9 @@ class Dispatcher:
             except errors.DynamoError as error:
                 reply.fail(error)
                 return
+            except Exception:  # a fault of ours: nothing else would end the answer
+                reply.fail(errors.DynamoError(LOST_ANSWER))
+                raise
         meter.record_dispatched()
 
     async def close(self) -> None:

@@ -255,6 +255,8 @@ class Pipeline:
                 self._respond_instance_id(model, prepared, client, instance_id)
                 meter.record_success()
                 return
+            deliver = api.stream if request.stream else delivery.WholeDelivery
+            reply = deliver(client, prepared, meter)
         except errors.DynamoError as error:
             meter.record_failure(error)
             delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
@@ -264,8 +266,6 @@ class Pipeline:
         ):  # a fault of ours: the server answers, and the request is no longer open
             meter.record_failure(errors.DynamoError(dispatch.LOST_ANSWER))
             raise
-        deliver = api.stream if request.stream else delivery.WholeDelivery
-        reply = deliver(client, prepared, meter)
         await self._dispatcher.dispatch_request(model, reply, meter, instance_id)
 
     def _refuse(

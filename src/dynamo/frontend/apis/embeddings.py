@@ -137,10 +137,10 @@ class EmbeddingDelivery:
             self._num_missing -= 1
         if self._num_missing:
             return
+        body = sse.encode(self.plan.api.make_answer(self.plan, self._objects))
         self._close()
         self._meter.record_success()
-        body = self.plan.api.make_answer(self.plan, self._objects)
-        self._client.respond(200, sse.encode(body), headers=self.plan.headers)
+        self._client.respond(200, body, headers=self.plan.headers)
 
     def has_vectors(self, numbers: Sequence[int]) -> bool:
         """Return whether the vectors of all these inputs have come."""
@@ -297,6 +297,11 @@ class EmbeddingPipeline:
             meter.record_failure(error)
             delivery.respond_error(client, error, api.dialect, headers)
             return
+        except (
+            BaseException
+        ):  # a fault of ours, or a batch was cancelled: the request is no longer open
+            meter.record_failure(errors.DynamoError(dispatch.LOST_ANSWER))
+            raise
         meter.record_prompt(engine_request)
         plan = EmbeddingPlan(
             model=model.name,
@@ -349,6 +354,9 @@ class EmbeddingPipeline:
             except errors.DynamoError as error:
                 reply.fail(error)
                 return
+            except Exception:  # a fault of ours: nothing else would end the answer
+                reply.fail(errors.DynamoError(dispatch.LOST_ANSWER))
+                raise
             reply.add_stream(stream)
 
     async def _open_stream(

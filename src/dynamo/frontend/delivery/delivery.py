@@ -145,6 +145,7 @@ class Delivery(abc.ABC):
         self._attempts: list[Attempt] = []  # by choice
         self._retry: Retry = _never_retry
         self._num_open = len(prepared.prompts)
+        self._num_settled = 0  # choices
         self._cached_by_prompt: dict[int, int] = {}
         self._len_by_prompt: dict[int, int] = {}  # of prompts with images, as the engine counts
         self._is_over = False
@@ -198,10 +199,15 @@ class Delivery(abc.ABC):
         return attempts
 
     def handle_broken(self, attempt: Attempt, error: errors.DynamoError) -> None:
-        """Retry an attempt that its worker cannot complete, or fail the request."""
-        if self._is_over or not attempt.is_open:
+        """Retry an attempt that its worker cannot complete, or fail the request.
+
+        If a fault of ours lost the last output of a choice, or the whole answer, nothing else would end the request.
+        """
+        if self._is_over:
             return
-        if not self._retry(attempt, error):
+        num_complete = sum(choice.is_over for choice in self.choices)
+        is_lost = not self._num_open or num_complete > self._num_settled
+        if is_lost or (attempt.is_open and not self._retry(attempt, error)):
             self.fail(error)
 
     def choices_of(self, prompt_number: int) -> Sequence[choices.Choice]:
@@ -251,7 +257,11 @@ class Delivery(abc.ABC):
             self._meter.record_cached(output.cached_tokens, output.tier_tokens)
 
     def settle(self, choice: choices.Choice) -> bool:
-        """Account for a choice that has ended, and return whether the whole answer is complete."""
+        """Account for a choice that has ended, and return whether the whole answer is complete.
+
+        If it is, `complete` follows once the client has it.
+        """
+        self._num_settled += 1
         siblings = self.choices_of(choice.index // self.num_choices)
         is_any_cut = False
         for sibling in siblings:
@@ -263,10 +273,12 @@ class Delivery(abc.ABC):
         if is_any_cut:
             self._cancel(siblings)  # the engine knows neither stop strings nor tool calls
         self._num_open -= 1
-        if not self._num_open:
-            self._release()
-            self._meter.record_success()
-        return self._is_over
+        return not self._num_open
+
+    def complete(self) -> None:
+        """Take note that the client has the whole answer."""
+        self._release()
+        self._meter.record_success()
 
     def usage(self) -> sse.Usage:
         """Return the tokens so far."""
@@ -416,6 +428,7 @@ class WholeDelivery(Delivery):
         whole = self.prepared.formatter.whole(answers, self.usage())
         body = {**whole, **self.extra_fields(is_last=True)}
         self.client.respond(200, sse.encode(body), headers=self.prepared.headers)
+        self.complete()
 
     def _logprobs_of_prompt(
         self, choice: choices.Choice

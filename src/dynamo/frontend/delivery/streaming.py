@@ -204,6 +204,7 @@ class StreamDelivery(delivery.Delivery):
         if self._has_usage:
             event += sse.event(self._formatter.usage_chunk(self.usage()))
         self.client.end(event + self.last_event)
+        self.complete()
 
 
 class EventDelivery(delivery.Delivery):
@@ -235,6 +236,7 @@ class EventDelivery(delivery.Delivery):
             self.settle(choice)
             reason, stop_string = sse.finish_reason(choice), choice.text.stop_reason
             self.client.end(events + self._formatter.end(reason, stop_string, self.usage()))
+            self.complete()
         else:
             self.client.write(events)
 
