@@ -1,9 +1,11 @@
 """Faults of the program, and calls that are cancelled: each answer ends, and its request is no longer open."""
 
+import asyncio
 import json
 
 import pytest
 
+from dynamo.base import errors
 from dynamo.frontend.apis import embeddings
 from dynamo.frontend.batches import runner
 from dynamo.frontend.delivery import sse, streaming
@@ -82,6 +84,30 @@ async def test_fault_before_there_is_a_delivery_leaves_no_open_request(
     answer = await check_fault(narrow, monkeypatch, owner, name, *request_)
 
     assert answer.status_code == 500
+
+
+async def test_prompt_leaves_the_queue_of_a_router_once_another_prompt_has_failed(rig, monkeypatch):
+    open_stream = registered_model.RegisteredModel.open_stream
+    opened, queue = [], []
+
+    async def queue_second(self, request, receiver, options, **limits):
+        opened.append(request)
+        if len(opened) > 1:
+            place = asyncio.get_running_loop().create_future()
+            queue.append(place)
+            error = errors.Cancelled("the request is over")
+            options.add_disconnect_callback(lambda: place.set_exception(error))
+            await place
+        return await open_stream(self, request, receiver, options, **limits)
+
+    monkeypatch.setattr(registered_model.RegisteredModel, "open_stream", queue_second)
+    rig.one.script = lambda call, request: None
+    answer = rig.start_task(rig.complete(["a", "b"]))
+    await rig.until(lambda: queue and rig.one.calls)
+    rig.one.calls[0].fail(errors.EngineFailed("out of memory"))
+
+    assert (await answer).status_code == 500
+    await rig.until(queue[0].done)
 
 
 async def test_texts_of_a_cancelled_batch_that_wait_for_admission_are_no_longer_open(

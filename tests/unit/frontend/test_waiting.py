@@ -334,6 +334,26 @@ async def test_model_on_demand_is_listed_before_it_is_loaded(rig):
     ]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/completions", {"prompt": "hi"}), ("/tokenize", {"prompt": "hi"})]
+)
+async def test_request_by_an_alias_wakes_the_model(bare, path, fields):
+    await bare.start(worker_wait_secs=0)
+    first = await bare.worker("m", aliases=("mine",))
+    await first.runtime.withdraw()
+    await bare.until(lambda: bare.frontend.models.get("m") is None)
+    bare.one = first
+    await announce(bare, msgspec.structs.replace(ON_DEMAND, model="m"))
+    answer = bare.start_task(bare.client.post(path, json={"model": "mine", **fields}))
+    label = 'dynamo_frontend_requests_waiting_for_worker{model="m"}'
+    await bare.until(lambda: bare.frontend._dispatcher.worker_wait._waiting or answer.done())
+    num_waiting = (await bare.metrics()).get(label)
+    await bare.register(Worker, "m", first.name, aliases=("mine",))
+
+    assert (await answer).status_code == 200
+    assert num_waiting == 1
+
+
 def asleep(model, role):
     sleeper = instances.SleepingInstance(instance_id=7, role=role, endpoint="dyn://a.b.c")
     return instances.WorkerStart(model=model, namespace="", estimate_s=9.0, sleeper=sleeper)

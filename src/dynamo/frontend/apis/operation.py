@@ -210,7 +210,8 @@ class RequestHandlers:
 
     async def _find_or_wait(self, client: exchange.Exchange, name: str | None) -> RegisteredModel:
         """Return the model of this name; without a name, the only one. Raises as `Pipeline.find_model`."""
-        if name is not None and self.pipeline.worker_wait.is_expected(name):
+        is_expected = self.pipeline.worker_wait.is_expected
+        if name is not None and is_expected(self.models.served_name(name)):
             return await self.pipeline.find_model(name, client)
         if name is not None:
             return self.models.find(name, self.rights.model_filter(client))

@@ -149,7 +149,7 @@ class Delivery(abc.ABC):
         self._cached_by_prompt: dict[int, int] = {}
         self._len_by_prompt: dict[int, int] = {}  # of prompts with images, as the engine counts
         self._is_over = False
-        self._disconnect_callbacks: list[Callable[[], None]] = []
+        self._wait_callbacks: list[Callable[[], None]] = []
         client.on_disconnect(self._abandon)
 
     @property
@@ -158,11 +158,11 @@ class Delivery(abc.ABC):
         return self._is_over
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
-        """Call this if the client disconnects while a prompt waits for a worker; at once if the answer is over."""
+        """Call this if the answer ends while a prompt waits for a worker; at once if it is over."""
         if self._is_over:
             callback()
         else:
-            self._disconnect_callbacks.append(callback)
+            self._wait_callbacks.append(callback)
 
     def make_attempts(self, retry: Retry) -> Sequence[Attempt]:
         """Return the first attempt for each prompt; `retry` follows one that breaks off."""
@@ -318,13 +318,14 @@ class Delivery(abc.ABC):
         if not self._is_over:
             self._close()
             self._meter.record_disconnect()
-            for callback in self._disconnect_callbacks:
-                callback()
 
     def _close(self) -> None:
         self._is_over = True
         self._cancel(self.choices)
         self._release()
+        callbacks, self._wait_callbacks = self._wait_callbacks, []
+        for callback in callbacks:
+            callback()
 
     def _release(self) -> None:
         """Drop the references to attempts, which refer to this object: a cycle would wait for the garbage collector."""

@@ -188,7 +188,7 @@ class ModelRegistry:
 
     def get(self, name: str) -> RegisteredModel | None:
         """Return the model of this name; None if no worker serves it."""
-        name = self._names_by_alias.get(name, name)
+        name = self.served_name(name)
         return self._models.get(name) or self._adapters.get(name)
 
     def find(self, name: str, may_see: ModelFilter | None = None) -> RegisteredModel:
@@ -197,7 +197,7 @@ class ModelRegistry:
         Raises ModelNotFound, or NoWorkers if it has lost its workers. To a client that `may_see` some models only, all
         others do not exist, and no error names them.
         """
-        served_name = self._names_by_alias.get(name, name)
+        served_name = self.served_name(name)
         if may_see is not None and not may_see(served_name):
             raise model_errors.ModelNotFound(
                 f"The model {name[:100]!r} does not exist, or this API key may not ask it. "
@@ -223,6 +223,10 @@ class ModelRegistry:
     def _list_ready(self, may_see: ModelFilter | None) -> str:
         names = (model.name for model in self.ready)
         return ", ".join(repr(name) for name in names if not may_see or may_see(name)) or "none"
+
+    def served_name(self, name: str) -> str:
+        """Return the name of the model with this alias, also of one that has lost its workers; else the name itself."""
+        return self._names_by_alias.get(name, name)
 
     async def resolve_alias(self, name: str) -> str:
         """Return the name of the model with this alias, which discovery alone may know yet; else the name itself."""
