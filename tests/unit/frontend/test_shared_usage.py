@@ -44,6 +44,34 @@ async def test_process_tells_the_others_once_a_second_what_was_charged_at_it(pro
     assert others["alice"].requests.level(clock_of_others.now()) == 59
 
 
+class Siblings:
+    """Processes whose folder cannot be read the first time."""
+
+    name = "1"
+
+    def __init__(self):
+        self.reports = []
+
+    async def ask_all(self, method, path, report):
+        self.reports.append(report)
+        if len(self.reports) == 1:
+            raise OSError("Too many open files")
+
+
+async def test_process_without_free_files_reports_again_a_second_later():
+    clock, siblings = clocks.VirtualClock(), Siblings()
+    account = rate_limits.RateAccount("a", rate_limits.RateLimits(tokens_per_minute=60), now=0.0)
+    shared = shared_usage.SharedUsage(lambda: {"a": account}, siblings, clock)
+    running = asyncio.ensure_future(shared.run())
+    for _ in range(2):
+        rate_limits.charge_tokens((account,), 5, clock.now())
+        await clock.advance(shared_usage.INTERVAL_S)
+    is_over = running.done()
+    running.cancel()
+
+    assert (len(siblings.reports), is_over) == (2, False)
+
+
 async def test_process_that_is_alone_tells_nobody():
     alone = shared_usage.SharedUsage(dict, peers.Peers(None), clocks.VirtualClock())
 

@@ -5,6 +5,7 @@ for the requests of the last second. A report that does not arrive is not repeat
 nothing of what was charged before.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -52,7 +53,8 @@ class SharedUsage:
             usage = {name: report for name, report in reports.items() if report is not None}
             if usage:
                 report = _encode(UsageReport(self._siblings.name, usage))
-                await self._siblings.ask_all("POST", PATH, report)
+                with contextlib.suppress(OSError):  # no more files can be open: not reported
+                    await self._siblings.ask_all("POST", PATH, report)
 
     def _receive(self, client: exchange.Exchange) -> None:
         """Charge what a peer reports; accounts that are not in our version of the key file are left out."""
