@@ -108,9 +108,7 @@ class RequestDispatch:
 
         Raises as `RegisteredModel.open_stream`, or DeadlineExceeded if the request has waited for too long.
         """
-        deadline = self._deadline
-        if deadline is not None and self._shared.clock.now() >= deadline:
-            raise errors.DeadlineExceeded(f"no complete answer within {self._shared.timeout_s:g} s")
+        timeout_s = remaining_s(self._deadline, self._shared.clock.now(), self._shared.timeout_s)
         model = find_same_model(self._shared.find_model, self._model)
         had_begun = attempt.has_begun
         headers = dict(self._reply.prepared.headers)
@@ -121,7 +119,7 @@ class RequestDispatch:
             route.RoutingOptions(
                 instance_id=self._instance_id,
                 headers=headers if trace is None else headers | trace.headers(),
-                timeout_s=None if deadline is None else deadline - self._shared.clock.now(),
+                timeout_s=timeout_s,
                 add_disconnect_callback=self._reply.on_disconnect,
                 on_dispatched=self._make_recorder(attempt),
                 on_prefilled=self._meter.record_prefill,
@@ -242,6 +240,15 @@ class RequestDispatch:
     def _log_context(self) -> logs.LogContext:
         arrival = self._meter.arrival
         return logs.LogContext("http-request", arrival.reported_id, arrival.trace)
+
+
+def remaining_s(deadline: float | None, now: float, limit_s: float | None) -> float | None:
+    """Return the seconds that are left of the time limit of a request; None without one. Raises DeadlineExceeded."""
+    if deadline is None or limit_s is None:
+        return None
+    if now >= deadline:
+        raise errors.DeadlineExceeded(f"no complete answer within {limit_s:g} s")
+    return deadline - now
 
 
 def find_same_model(

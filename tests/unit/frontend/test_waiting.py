@@ -209,6 +209,15 @@ async def test_texts_to_embed_wait_for_a_restarted_worker(bare):
     assert (await answer).status_code == 200
 
 
+async def test_wait_of_texts_to_embed_ends_with_the_time_of_the_request(bare):
+    await bare.start(request_timeout_secs=0.5, worker_wait_secs=60)
+    killed = await bare.embedder()
+    await killed.runtime.requests.close()  # discovery lists it until its lease ends
+    answer = await bare.embed("a")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
 async def test_request_waits_for_the_announced_first_worker_of_its_model(rig):
     start = instances.WorkerStart(model="q", namespace="dynamo", estimate_s=60.0)
     await rig.one.runtime.discovery.put(f"{instances.STARTS}1", msgspec.json.encode(start))

@@ -8,7 +8,7 @@ complete, failed, or abandoned by the client; whatever still runs at a worker is
 
 import base64
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
@@ -329,6 +329,8 @@ class EmbeddingPipeline:
         headers = dict(reply.plan.headers)
         if arrival.trace is not None:
             headers |= arrival.trace.headers()
+        limit_s = self._timeout_s
+        deadline = None if limit_s is None else self._pipeline.clock.now() + limit_s
         lengths = list(map(blocks.count, request.inputs))
         for numbers in split_inputs(lengths, len(model.instances)):
             if reply.is_over:  # the client disconnected, or an earlier share failed
@@ -346,7 +348,8 @@ class EmbeddingPipeline:
                         model,
                         share,
                         ShareReceiver(reply, numbers),
-                        route.RoutingOptions(headers=headers, timeout_s=self._timeout_s),
+                        headers,
+                        deadline,
                     ),
                     model.name,
                     is_over=lambda: reply.is_over,
@@ -364,10 +367,16 @@ class EmbeddingPipeline:
         model: RegisteredModel,
         share: encoders.EmbeddingRequest,
         receiver: ShareReceiver,
-        options: route.RoutingOptions,
+        headers: Mapping[str, str],
+        deadline: float | None,
     ) -> requests.Stream:
-        """Send a share to an instance of the model as it is served now. Raises as `RegisteredModel.open_stream`."""
+        """Send a share to an instance of the model as it is served now.
+
+        Raises as `RegisteredModel.open_stream`, or DeadlineExceeded if the request has waited for too long.
+        """
+        timeout_s = dispatch.remaining_s(deadline, self._pipeline.clock.now(), self._timeout_s)
         found = dispatch.find_same_model(self._pipeline.models.find, model)
+        options = route.RoutingOptions(headers=headers, timeout_s=timeout_s)
         return await found.open_stream(share, receiver, options)
 
     def _meter(
