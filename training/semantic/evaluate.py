@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import codecs
 import collections
 import math
 import random
@@ -96,6 +97,22 @@ def show_disguises(source: Path) -> None:
         "letters apart": lambda text: "  ".join(" ".join(word) for word in text.split()),
         "as base64": lambda text: "Do this: " + base64.b64encode(text.encode()).decode(),
         "as hexadecimal digits": lambda text: "Do this: " + text.encode().hex(),
+        "as base32": lambda text: "Do this: " + base64.b32encode(text.encode()).decode(),
+        "as bytes apart": lambda text: "Do this: " + text.encode().hex(" "),
+        "percent-encoded": lambda text: "".join(f"%{byte:02x}" for byte in text.encode()),
+        "in ROT13": lambda text: "Do this: " + codecs.encode(text, "rot13"),
+        "backwards": lambda text: text[::-1],
+        "with each word backwards": lambda text: " ".join(word[::-1] for word in text.split()),
+        "in digits for letters": lambda text: text.translate(
+            str.maketrans("aeiostAEIOST", "431057" * 2)
+        ),
+        "of full width": lambda text: text.translate({n: n + 0xFEE0 for n in range(33, 127)}),
+        "in invisible tags": lambda text: text.translate({n: n + 0xE0000 for n in range(32, 127)}),
+        "with zero-width characters": "\u200b".join,
+        "with letters of Cyrillic": lambda text: text.translate(
+            str.maketrans("aeopcxi", "\u0430\u0435\u043e\u0440\u0441\u0445\u0456")
+        ),
+        "with marks": lambda text: "".join(f"{sign}\u0336" for sign in text),
     }
     for name, disguise in disguises.items():
         found = np.mean([FAST.classify_attack(disguise(text)).risk >= USUAL for text in attacks])

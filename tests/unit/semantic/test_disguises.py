@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from dynamo.semantic.classifiers import disguises, profile
+from dynamo.semantic.classifiers import disguises, profile, words
 
 FAST = profile.load_profile()
 ATTACK = (
@@ -102,6 +102,14 @@ def test_attack_in_disguise_has_the_risk_of_the_attack(disguise):
 
     assert hidden.risk > 0.7
     assert "ignore-instructions" in hidden.rules
+
+
+def test_hidden_text_that_is_too_long_to_be_read_is_said_to_be_unread(monkeypatch):
+    monkeypatch.setattr(words, "MAX_TOKENS", 100)
+    hidden = encode("a b c " * 100)
+
+    assert words.tokenize(hidden).is_complete
+    assert not FAST.classify_attack(hidden).is_complete
 
 
 def test_harmless_text_in_base64_stays_harmless():

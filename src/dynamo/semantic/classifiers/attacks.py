@@ -94,18 +94,19 @@ class AttackClassifier:
             self._offsets = [float(offset) for offset in stored["offsets"]]
 
     def classify(self, text: str) -> AttackScore:
-        """Return the risk of a text of any length, and of what it hides in base64 or behind spaces."""
+        """Return the risk of a text of any length, and of what it hides in another alphabet or spelling."""
         tokenized = words.tokenize(text)
         subject = text[: words.MAX_TOKENS * 16]
         margin, rules = self._margin(tokenized, subject)
+        is_complete = tokenized.is_complete
         for hidden in disguises.read_disguised(subject):
-            hidden_margin, hidden_rules = self._margin(words.tokenize(hidden), hidden)
+            inner = words.tokenize(hidden)
+            is_complete = is_complete and inner.is_complete
+            hidden_margin, hidden_rules = self._margin(inner, hidden)
             margin = max(margin, hidden_margin)
             rules += tuple(rule for rule in hidden_rules if rule not in rules)
         risk = 1 / (1 + math.exp(-max(-50.0, min(50.0, margin))))
-        return AttackScore(
-            risk, "jailbreak" if risk >= 0.5 else "benign", rules, tokenized.is_complete
-        )
+        return AttackScore(risk, "jailbreak" if risk >= 0.5 else "benign", rules, is_complete)
 
     def _margin(self, tokenized: words.TokenizedText, text: str) -> tuple[float, tuple[str, ...]]:
         """Return the log odds of the worst window, and the rules that match.

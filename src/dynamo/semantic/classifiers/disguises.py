@@ -1,4 +1,5 @@
-"""Texts written inside of a text in another alphabet: base64, hexadecimal digits, letters set apart, and look-alikes.
+"""Texts written inside of a text in another alphabet: base64, base32, numbers of characters, letters set apart, and
+look-alikes; `ciphers` has those that keep their letters.
 
 A model reads these, so guards read them, too. A piece counts only if what comes out is text in printable characters
 with letters for the most part; random bytes, keys and pictures are none. What is left of a text without its unreadable
@@ -8,16 +9,44 @@ outweighs what stands beside them.
 
 import base64
 import binascii
+import collections
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterator
 
+from dynamo.semantic.classifiers import ciphers, words
+
+_LONG_RUN = re.compile(  # of signs of base64, by its start: few texts have one
+    r"[^A-Za-z0-9+/_-][A-Za-z0-9+/_-]{24}"
+)
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{24,}(?:\r?\n[A-Za-z0-9+/_-]{4,})*={0,2}")
 _HEXADECIMAL = re.compile(r"(?:[0-9A-Fa-f]{2}){16,}")
 _NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/]")
+_BASE32 = re.compile(r"[A-Z2-7]{24,}|[a-z2-7]{24,}")
+# Patterns that begin with a class of characters are searched for faster, so what is before the first one comes behind.
+_CODES = re.compile(  # three of the numbers of characters in a row, which few texts have
+    r"[0-9][0-9A-Fa-f]{1,7}(?:[\s,;:-]{1,2}(?:0x)?[0-9][0-9A-Fa-f]{1,7}){2}[\s,;:-]"
+)
+_HEX_CODES = re.compile(  # 49 67 6e, 0x49,0x67: the numbers of characters
+    r"[2-7](?<![0-9A-WYZa-wyz].)[0-9A-Fa-f](?:[\s,;:-]{1,2}(?:0x)?(?:[2-7][0-9A-Fa-f]|0[9AaDd])){11,}(?![0-9A-Za-z])"
+)
+_DECIMAL_CODES = re.compile(
+    r"[1-9](?<![\w.].)(?:(?<=[4-9])\d|(?<=3)[2-9]|(?<=1)(?:[01]\d|2[0-6]))"
+    r"(?:[\s,;]{1,2}(?:3[2-9]|[4-9]\d|1[01]\d|12[0-6]|9|1[03])){11,}(?!\w)"
+)
+_BINARY_CODES = re.compile(r"[01](?<!\d.)[01]{7}(?:[\s,]?[01]{8}){7,}(?!\d)")
+_HEX_PAIR = re.compile(r"(?:0x)?([0-9A-Fa-f]{2})")
+_LEAST_CODES = 12  # characters in such a row
 # Possessive, and ended by any sign that is no letter: where a long row cannot match, no letter of it is a new start.
-_APART = re.compile(r"(?<!\S)[^\W\d_](?!\w)(?:[ .*|-]{1,3}[^\W\d_](?!\w)){8,}+")
-_GAP = re.compile(r"(?<=\S)[ .*|-](?=\S)")  # between two letters of one word
+_APART = re.compile(
+    r"[ .,;:*|/~+=_-][^\W\d_][ .,;:*|/~+=_-]{1,3}[^\W\d_](?![^\W_])"
+    r"(?:[ .,;:*|/~+=_-]{1,3}[^\W\d_](?![^\W_])){6,}+"
+)
+# Words that tell a cipher, and letters of which one stands in each English row of letters, and few anywhere else.
+_TELLING_TOKENS = ciphers.TELLING_WORDS | frozenset("eo")
+_GAP = re.compile(r"(?<=\S)[ .,;:*|/~+=_-](?=\S)")  # between two letters of one word
+_SIGN_BETWEEN = re.compile(r"[^\W\d_]([.,;:*|/~+=_-])(?=[^\W\d_])")
 # Runs of base64 or long names, and letters of scripts other than Latin with their marks and signs.
 _UNREADABLE = re.compile(
     r"[A-Za-z0-9+/_-]{24,}={0,2}|[\u0250-\u1dff\u2c00-\ud7ff\uf900-\U0003ffff]+"
@@ -38,6 +67,8 @@ _MARKS = re.compile(
 _TAGS = {
     0xE0000 + code: code for code in range(0x20, 0x7F)
 }  # invisible copies of ASCII, which models read
+_TAG = re.compile("[\U000e0020-\U000e007e]")
+_SIGNS = re.compile(r"[^\w\s\x00-\x7f\u2010-\u2049]+")  # the marks of other scripts are among them
 # Letters of other scripts, and small capitals, that look like Latin ones.
 _LOOKALIKES = str.maketrans(
     "\u0430\u0435\u043e\u0440\u0441\u0445\u0443\u0456\u0458\u0455\u04bb\u0501\u051b\u051d\u043a\u043c"
@@ -53,6 +84,12 @@ _LOOKALIKES |= {
     for first in (0x1F130, 0x1F150, 0x1F170, 0x1F1E6)  # letters in squares and circles
     for number in range(26)
 }
+# Letters that are less alike count beside Latin ones only: whole words of them are of their own script.
+_LESS_ALIKE = str.maketrans(
+    "\u0433\u0438\u043f\u044c\u044f\u0418\u042f\u04c0\u04cf\u0394\u039b\u03a3"
+    "\u03b2\u03b3\u03b4\u03b7\u03b8\u03bc\u03c2\u03c3\u03c7\u03f3",
+    "rnnbrNRllAAEbydnoucoxj",
+)
 _OTHER_LETTERS = re.compile(
     "[\u0131\u0250-\u02af\u0370-\u052f\u1d00-\u1d7f\ua730-\ua7ff\U0001f130-\U0001f1ff]"
 )
@@ -63,32 +100,64 @@ _LATIN_WORD = re.compile(r"[A-Za-z]{2}")
 _LATIN_WORDS = re.compile(r"[A-Za-z0-9]+")
 _LEAST_UNREADABLE = 100  # characters; fewer do not outweigh what stands beside them
 _BESIDE = 4000  # characters before and behind an unreadable piece, more than it can outweigh
-_MOST_PIECES = 64  # that are read of one text
-_LEAST_LETTERS = 0.6  # letters and spaces of all characters
+_MOST_PIECES = 64  # of one kind that are read one by one; the rest are read as one text
+_LEAST_LETTERS = 0.6  # letters, spaces and digits of all characters; half of them may be digits
 _MOST_DEPTH = 2  # base64 within base64
 
 
 def read_disguised(text: str, depth: int = 0) -> Iterator[str]:
-    """Yield the texts that a text hides. Together they are at most twice as long as the text."""
-    if depth == 0:
-        text, original = fold(text), text
-        if text is not original and _LATIN_WORDS.findall(text) != _LATIN_WORDS.findall(original):
-            yield text
-    is_mixed = not text.isascii()
-    for number, match in enumerate(_BASE64.finditer(text)):
-        is_mixed = True
-        if number == _MOST_PIECES or depth == _MOST_DEPTH:
-            break
-        inner = _decode(match[0])
-        if inner is not None:
-            yield inner
-            yield from read_disguised(inner, depth + 1)
-    for number, match in enumerate(_APART.finditer(text)):
-        if number == _MOST_PIECES:
-            break
-        yield _GAP.sub("", match[0])
+    """Yield the texts that a text hides, also one within the other.
+
+    Each way of hiding yields at most the length of the text once, or twice where it is read in two ways.
+    """
+    text, original = fold(text), text
+    is_folded = text is not original and _latin_words(text) != _latin_words(original)
+    if is_folded:
+        yield text
+    tokens = words.tokenize(text if is_folded else original).words  # known to who has read it
+    num_digits = tokens.count(words.DIGIT)
+    pieces = list(_BASE64.finditer(text)) if _LONG_RUN.search(f" {text}") else []
+    if depth < _MOST_DEPTH:
+        decoded = (_decode(match[0]) for match in pieces)
+        has_codes = num_digits >= _LEAST_CODES and _CODES.search(text) is not None
+        codes = _read_codes(text) if has_codes else iter(())
+        for kind in (decoded, codes, ciphers.read_escapes(text)):
+            for inner in _join_many(kind):
+                yield inner
+                yield from read_disguised(inner, depth + 1)
+    if not _TELLING_TOKENS.isdisjoint(tokens):
+        yield from _join_many(_join_letters(text, match) for match in _APART.finditer(text))
+        if not ciphers.TELLING_WORDS.isdisjoint(tokens):
+            yield from _join_many(ciphers.read_exchanged(text))
+    if num_digits + text.count("@") + text.count("$") >= ciphers.LEAST_LEET:
+        yield from _join_many(ciphers.read_leet(text))
+    is_mixed = bool(pieces) or not text.isascii()
     if depth == 0 and is_mixed and _LATIN_WORD.search(rest := _read_beside(text)):
         yield rest
+
+
+def _latin_words(text: str) -> list[str]:
+    return _LATIN_WORDS.findall(text)
+
+
+def _join_many(texts: Iterator[str | None]) -> Iterator[str]:
+    """Yield the first texts, and all others as one: reading many costs no more than reading a long one."""
+    found = filter(None, texts)
+    yield from itertools.islice(found, _MOST_PIECES)
+    if rest := "\n".join(found):
+        yield rest
+
+
+def _join_letters(text: str, match: re.Match[str]) -> str:
+    """Return letters that are set apart as words: without the sign between them, or without single spaces."""
+    start = match.start()  # at the sign behind the first letter, or before it
+    if start and text[start - 1].isalpha() and not text[max(0, start - 2) : start - 1].isalnum():
+        start -= 1
+    row = text[start : match.end()].lstrip(" .,;:*|/~+=_-")
+    signs = collections.Counter(_SIGN_BETWEEN.findall(row)).most_common(1)
+    if signs and signs[0][1] * 3 >= len(row) // 2:  # of half the characters, which are letters
+        return row.replace(signs[0][0], "")
+    return _GAP.sub("", row)
 
 
 def fold(text: str) -> str:
@@ -99,11 +168,13 @@ def fold(text: str) -> str:
             text = _ESCAPE.sub(_unescape, text)
     if text.isascii():
         return text
-    plain = unicodedata.normalize("NFKD", text.translate(_TAGS))[: 2 * len(text)]
-    plain = _MARKS.sub("", plain)
-    if _OTHER_LETTERS.search(plain) is None:
-        return plain
-    return _WORD.sub(_fold_word, re.sub(r"[\U0001f130-\U0001f1ff]+", _fold_word, plain))
+    plain = text.translate(_TAGS) if _TAG.search(text) else text
+    plain = unicodedata.normalize("NFKD", plain)[: 2 * len(text)]
+    plain = _SIGNS.sub(_drop_marks, _MARKS.sub("", plain))
+    if _OTHER_LETTERS.search(plain):
+        plain = re.sub(r"[\U0001f130-\U0001f1ff]+", _fold_word, plain)
+        plain = _WORD.sub(_fold_word, plain)
+    return text if plain == text else plain
 
 
 def _fold_word(match: re.Match[str]) -> str:
@@ -112,7 +183,18 @@ def _fold_word(match: re.Match[str]) -> str:
     if word.isascii():
         return word
     latin = word.translate(_LOOKALIKES)
+    if not latin.isascii() and any(sign.isascii() for sign in word):
+        latin = latin.translate(_LESS_ALIKE)
     return latin if latin.isascii() else word
+
+
+def _drop_marks(match: re.Match[str]) -> str:
+    """Return nothing for marks of other scripts that are put over a Latin letter."""
+    letter = match.string[match.start() - 1 : match.start()]
+    is_on_letter = letter.isascii() and letter.isalpha()
+    if is_on_letter and all(unicodedata.category(sign)[0] == "M" for sign in match[0]):
+        return ""
+    return match[0]
 
 
 def _unescape(match: re.Match[str]) -> str:
@@ -129,11 +211,38 @@ def _read_beside(text: str) -> str:
     return " ".join(cut)
 
 
+def _read_codes(text: str) -> Iterator[str | None]:
+    """Yield the texts that stand as the numbers of their characters, None for rows of other numbers."""
+    for match in _HEX_CODES.finditer(text):
+        yield _as_words(bytes.fromhex("".join(_HEX_PAIR.findall(match[0]))))
+    for match in _DECIMAL_CODES.finditer(text):
+        yield _as_words(bytes(map(int, re.findall(r"\d+", match[0]))))
+    for match in _BINARY_CODES.finditer(text):
+        digits = re.sub(r"\D", "", match[0])
+        codes = (int(digits[start : start + 8], 2) for start in range(0, len(digits), 8))
+        yield _as_words(bytes(codes))
+
+
 def _decode(piece: str) -> str | None:
-    """Return the text that hexadecimal digits or base64 stand for; None where it is no text."""
-    joined = "".join(piece.split()).rstrip("=")
+    """Return the text that hexadecimal digits, base32 or base64 stand for; None where it is no text.
+
+    Only the last line of a block is shorter; a word at the start of the next line does not belong to it.
+    """
+    lines = piece.split()
+    same = itertools.takewhile(lambda line: len(line) == len(lines[0]), lines)
+    num_same = sum(1 for _ in same)
+    for num_lines in dict.fromkeys((len(lines), num_same + 1, num_same)):
+        text = _decode_block("".join(lines[:num_lines]).rstrip("="))
+        if text is not None:
+            return text
+    return None
+
+
+def _decode_block(joined: str) -> str | None:
     if _HEXADECIMAL.fullmatch(joined):
         return _as_text(bytes.fromhex(joined))
+    if _BASE32.fullmatch(joined) and (text := _as_text(_decode_base32(joined))) is not None:
+        return text
     if joined.isalpha() and (joined.islower() or joined.isupper()):
         return None  # a long word
     plain = joined.replace("-", "+").replace("_", "/")
@@ -146,6 +255,17 @@ def _decode(piece: str) -> str | None:
         return None
 
 
+def _decode_base32(digits: str) -> bytes:
+    whole = digits[: len(digits) // 8 * 8] if len(digits) % 8 in (1, 3, 6) else digits
+    return base64.b32decode(whole.upper() + "=" * (-len(whole) % 8))
+
+
+def _as_words(data: bytes) -> str | None:
+    """Return the text in some bytes if it has more than one word: many a table has numbers like those of letters."""
+    text = _as_text(data)
+    return text if text is not None and " " in text.strip() else None
+
+
 def _as_text(data: bytes) -> str | None:
     try:
         text = data.decode("utf-8")
@@ -153,6 +273,10 @@ def _as_text(data: bytes) -> str | None:
         if error.start < len(data) - 4:
             return None
         text = data[: error.start].decode("utf-8")
+    text = fold(text)
     num_letters = sum(sign.isalpha() or sign.isspace() for sign in text)
+    num_digits = sum(sign.isdecimal() for sign in text)
     is_text = text.replace("\n", "").replace("\t", "").replace("\r", "").isprintable()
-    return text if text and is_text and num_letters >= _LEAST_LETTERS * len(text) else None
+    is_text = is_text and num_letters >= _LEAST_LETTERS * len(text) / 2
+    is_text = is_text and num_letters + num_digits >= _LEAST_LETTERS * len(text)
+    return text if text and is_text else None

@@ -22,7 +22,7 @@ import numpy as np
 MAX_TOKENS = 200_000  # of one text; what is behind them is reported as unread
 MAX_WORD = 40  # letters of a word; a longer run of letters is cut into several words
 _TOKEN = re.compile(rf"[^\W\d_]{{1,{MAX_WORD}}}|\d|[!-/:-@\[-`{{-~]|[\xa1-\xbf×÷\u2190-\u22ff]")
-_DIGIT = "0"  # stands for every digit
+DIGIT = "0"  # stands for every digit
 _NGRAM_SIZES = (3, 4, 5)
 _KEY_BASE = 2**32  # of a pair's first word in its key
 _MAX_UNKNOWN_WORDS = 100_000  # with their rows, of all models together
@@ -50,7 +50,7 @@ def tokenize(text: str) -> TokenizedText:
 
 def split(lowered: str) -> list[str]:
     """Return the words, digits and signs of a text that is in lower case already."""
-    return [_DIGIT if token.isdigit() else token for token in _TOKEN.findall(lowered)]
+    return [DIGIT if token.isdigit() else token for token in _TOKEN.findall(lowered)]
 
 
 def letter_ngrams(word: str) -> list[int]:
