@@ -71,10 +71,10 @@ _CIPHERS = (*map(_exchange_letters, _ALPHABETS), _read_reversed)
 # The words that tell a cipher, each with the cipher's number: each of the ciphers here, or its opposite, undoes itself.
 _OPPOSITES = (0, 2, 1, 3, 4)
 _CIPHER_BY_WORD = {
-    told: number
+    enciphered: number
     for number, opposite in enumerate(_OPPOSITES)
     for word in COMMON_WORDS
-    if (told := _CIPHERS[opposite](word)[0]) not in COMMON_WORDS | _WORDS_THEMSELVES
+    if (enciphered := _CIPHERS[opposite](word)[0]) not in COMMON_WORDS | _WORDS_THEMSELVES
 }
 TELLING_WORDS = frozenset(_CIPHER_BY_WORD)
 
@@ -88,12 +88,12 @@ class _Stretch:
     end: int
     num_words: int = 0
     num_plain: int = 0  # common words of plain English between them
-    different: set[str] = field(default_factory=set)
+    distinct_words: set[str] = field(default_factory=set)
 
     @property
     def is_cipher(self) -> bool:
         """Return whether the words are enough to tell the cipher."""
-        return len(self.different) >= _LEAST_WORDS and self.num_words > self.num_plain
+        return len(self.distinct_words) >= _LEAST_WORDS and self.num_words > self.num_plain
 
 
 def read_escapes(text: str) -> Iterator[str]:
@@ -148,7 +148,7 @@ def _find_stretches(text: str) -> list[_Stretch]:
             stretches.append(stretch)
         stretch.end = match.end()
         stretch.num_words += 1
-        stretch.different.add(word)
+        stretch.distinct_words.add(word)
     for stretch in stretches:
         before = bisect.bisect_left(plain, stretch.start)
         stretch.num_plain = bisect.bisect_left(plain, stretch.end) - before

@@ -114,7 +114,7 @@ def read_disguised(text: str, depth: int = 0) -> Iterator[str]:
     is_folded = text is not original and _latin_words(text) != _latin_words(original)
     if is_folded:
         yield text
-    tokens = words.tokenize(text if is_folded else original).words  # known to who has read it
+    tokens = words.tokenize(text if is_folded else original).words  # kept from the caller's reading
     num_digits = tokens.count(words.DIGIT)
     pieces = list(_BASE64.finditer(text)) if _LONG_RUN.search(f" {text}") else []
     if depth < _MOST_DEPTH:
@@ -142,10 +142,10 @@ def _latin_words(text: str) -> list[str]:
 
 def _join_many(texts: Iterator[str | None]) -> Iterator[str]:
     """Yield the first texts, and all others as one: reading many costs no more than reading a long one."""
-    found = filter(None, texts)
-    yield from itertools.islice(found, _MOST_PIECES)
-    if rest := "\n".join(found):
-        yield rest
+    hidden_texts = filter(None, texts)
+    yield from itertools.islice(hidden_texts, _MOST_PIECES)
+    if joined := "\n".join(hidden_texts):
+        yield joined
 
 
 def _join_letters(text: str, match: re.Match[str]) -> str:
@@ -218,13 +218,15 @@ def _read_codes(text: str) -> Iterator[str | None]:
     for match in _DECIMAL_CODES.finditer(text):
         yield _as_words(bytes(map(int, re.findall(r"\d+", match[0]))))
     for match in _BINARY_CODES.finditer(text):
-        digits = re.sub(r"\D", "", match[0])
-        codes = (int(digits[start : start + 8], 2) for start in range(0, len(digits), 8))
-        yield _as_words(bytes(codes))
+        yield _as_words(_read_bits(re.sub(r"\D", "", match[0])))
+
+
+def _read_bits(digits: str) -> bytes:
+    return bytes(int(digits[start : start + 8], 2) for start in range(0, len(digits), 8))
 
 
 def _decode(piece: str) -> str | None:
-    """Return the text that hexadecimal digits, base32 or base64 stand for; None where it is no text.
+    """Return the text that binary or hexadecimal digits, base32 or base64 stand for; None where it is no text.
 
     Only the last line of a block is shorter; a word at the start of the next line does not belong to it.
     """
@@ -239,6 +241,8 @@ def _decode(piece: str) -> str | None:
 
 
 def _decode_block(joined: str) -> str | None:
+    if _BINARY_CODES.fullmatch(joined):
+        return _as_text(_read_bits(joined))
     if _HEXADECIMAL.fullmatch(joined):
         return _as_text(bytes.fromhex(joined))
     if _BASE32.fullmatch(joined) and (text := _as_text(_decode_base32(joined))) is not None:
