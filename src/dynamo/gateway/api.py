@@ -420,7 +420,7 @@ async def _respond(
     """Respond with an answer, or say what is wrong with the request."""
     try:
         result = await answer(client)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         client.respond(400, error_body(400, str(error), client.request.path))
     except errors.DynamoError as error:
         status = next((s for kind, s in _STATUSES.items() if isinstance(error, kind)), 500)

@@ -84,6 +84,7 @@ class StreamProcessor:
             case "request_trailers":
                 return await self._take_request_trailers()
             case _:
+                self._end_answer()
                 return [messages.ProcessingResponse(response_trailers=messages.TrailersResponse())]
 
     def _take_request_headers(self, headers: Any) -> list[Any]:
@@ -270,7 +271,7 @@ class StreamProcessor:
         return [messages.ProcessingResponse(response_body=piece) for piece in pieces]
 
     def _record(self, outcome: routing_outcome.RoutedRequest, body: Any) -> None:
-        """Keep the answer for usage and cache, and hand it over when it is complete."""
+        """Keep a piece of the answer for usage and cache, and hand all of it over when it is complete."""
         if not self._has_begun:
             self._has_begun = True
             self._routing.record_first_piece(outcome, body.body)
@@ -278,10 +279,17 @@ class StreamProcessor:
             self._recorder.feed(body.body)
         elif len(self._answer_body) <= cache.MAX_BODY:
             self._answer_body += body.body
-        if body.end_of_stream and self._recorder is not None:
-            self._routing.record_stream(outcome, self._recorder)
-        elif body.end_of_stream:
-            self._routing.record_answer(outcome, bytes(self._answer_body) or None)
+        if body.end_of_stream:
+            self._end_answer()
+
+    def _end_answer(self) -> None:
+        """Hand over an answer whose body, or the trailers behind it, have come."""
+        if self._outcome is None or not self._has_begun:
+            return
+        if self._recorder is not None:
+            self._routing.record_stream(self._outcome, self._recorder)
+        else:
+            self._routing.record_answer(self._outcome, bytes(self._answer_body) or None)
 
     @property
     def path(self) -> str:

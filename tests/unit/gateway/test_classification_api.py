@@ -84,8 +84,11 @@ async def test_batch_keeps_the_order_and_sums_up(client):
     assert sum(answer["statistics"]["category_distribution"].values()) == 2
 
 
+DEEP = b'{"text": "a", "texts": ["a"], "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+
 @pytest.mark.parametrize(
-    "body", [b"{", b"{}", b'{"text": ""}', b'{"text": 1}', b"\xff", b'{"texts": []}']
+    "body", [b"{", b"{}", b'{"text": ""}', b'{"text": 1}', b"\xff", b'{"texts": []}', DEEP]
 )
 async def test_wrong_body_is_named(client, body):
     for task in ("intent", "batch"):

@@ -259,6 +259,24 @@ async def test_answer_fills_the_cache_for_the_next_request(routing, protocol):
     assert pairs_of(reply.immediate_response.headers)["x-vsr-cache-hit"] == "true"
 
 
+@pytest.mark.parametrize("protocol", [None, DUPLEX])
+async def test_answer_that_ends_with_trailers_fills_the_cache(routing, protocol):
+    first = processor.StreamProcessor(routing, 10_000)
+    await ask(first, chat(SUM), protocol)
+    head = headers(**{":status": "200", "content-type": "application/json"})
+    body = messages.HttpBody(body=COMPLETION)
+    for message in (
+        messages.ProcessingRequest(response_headers=head),
+        messages.ProcessingRequest(response_body=body),
+        messages.ProcessingRequest(response_trailers=messages.HttpTrailers()),
+    ):
+        await first.process(message)
+
+    *_, reply = await ask(processor.StreamProcessor(routing, 10_000), chat(SUM), protocol)
+
+    assert pairs_of(reply.immediate_response.headers)["x-vsr-cache-hit"] == "true"
+
+
 async def test_duplex_response_is_passed_on_piece_by_piece(stream):
     await ask(stream, chat("python"), DUPLEX)
 
