@@ -4,6 +4,7 @@ Chat, completions, responses and Anthropic's messages are told apart by their fi
 parts of other kinds (images) are noted and passed on.
 """  # decider
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ _TEXT_FIELDS = (
     "text", "content", "output", "refusal", "reasoning_content", "reasoning", "thinking", "arguments", "input",
     "title", "context", "summary",
 )  # fmt: skip
+_ID_FIELDS = ("id", "tool_call_id", "tool_use_id", "call_id")
 _MESSAGE_FIELDS = ("messages", "input", "prompt", "text_input")
 # Beside the messages; a template may write all of the last three into the prompt.
 _OTHER_FIELDS = (
@@ -28,8 +30,20 @@ _OTHER_FIELDS = (
 _OUTPUT_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _CHARACTERS_PER_TOKEN = 4  # of English text; a rough estimate of a prompt's length
 _SHORT_PART = 200  # characters; a longer part of a message is judged well enough alone
-_USUAL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # of a tool, an argument or a participant
+_USUAL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # of a tool, argument, participant or role
+_USUAL_ID = re.compile(r"[A-Za-z0-9_.:|+/=-]{1,256}")  # of an item or a call
 _decoder = msgspec.json.Decoder()
+
+
+@contextlib.contextmanager
+def refuse_deep_values() -> Iterator[None]:
+    """Raise InvalidRequest for a body whose values could just be decoded, and are too deep for what reads them."""
+    try:
+        yield
+    except RecursionError as error:
+        raise errors.InvalidRequest(
+            "expected lists and objects of a few levels, got far too many"
+        ) from error
 
 
 class RequestView:
@@ -79,13 +93,8 @@ class RequestView:
 
         A body may have the fields of several APIs; which of them is answered is not known here, so all are read.
         """
-        try:
-            texts = [text for message in self.messages for text in _texts(message)]
-            texts += [_join_short(_parts_of(message)) for message in self.messages]
-        except RecursionError as error:
-            raise errors.InvalidRequest(
-                f"{self.messages_field}: expected lists and objects of a few levels, got far too many"
-            ) from error
+        texts = [text for message in self.messages for text in _texts(message)]
+        texts += [_join_short(_parts_of(message)) for message in self.messages]
         for name in (*_MESSAGE_FIELDS, *_OTHER_FIELDS):
             value = self.fields.get(name)
             if name in ("documents", "chat_template_kwargs", "chat_template_args"):
@@ -177,8 +186,10 @@ def _texts(value: Any) -> Iterator[str]:
             source = value.get("source")  # of a document; that of an image is no text
             if isinstance(source, dict) and source.get("type") in ("text", "content"):
                 yield from _texts([source.get("data"), source.get("content")])
-            yield from _unusual_names([value.get("name"), value.get("tool_call_id")])
             calls = [call for call in _parts(value.get("tool_calls")) if isinstance(call, dict)]
+            yield from _unusual_names([value.get("name"), value.get("role")])
+            ids = [value.get(name) for name in _ID_FIELDS]
+            yield from _unusual_names([*ids, *(call.get("id") for call in calls)], _USUAL_ID)
             functions = [call.get(kind) for call in calls for kind in ("function", "custom")]
             for function in (value.get("function_call"), *functions):
                 if isinstance(function, dict):
@@ -186,10 +197,10 @@ def _texts(value: Any) -> Iterator[str]:
                     yield from _texts({name: function.get(name) for name in names})
 
 
-def _unusual_names(names: Iterable[Any]) -> Iterator[str]:
+def _unusual_names(names: Iterable[Any], usual: re.Pattern[str] = _USUAL_NAME) -> Iterator[str]:
     """Yield what stands in the place of a name, which a template may write into the prompt, and is none."""
     for name in names:
-        if isinstance(name, str) and name and not _USUAL_NAME.fullmatch(name):
+        if isinstance(name, str) and name and not usual.fullmatch(name):
             yield name
 
 

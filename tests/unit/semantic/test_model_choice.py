@@ -1,5 +1,7 @@
 """Which models can serve a request, and the bounds of the memory of conversations."""
 
+import collections
+
 import msgspec
 import pytest
 
@@ -52,6 +54,20 @@ def test_oldest_conversation_is_forgotten():
     assert len(memory) == 2
     assert memory.previous_turn(["a"]) is None
     assert memory.previous_turn(["a", "c"]).model == "model"
+
+
+def test_turn_that_another_thread_forgets_meanwhile_is_no_fault():
+    class ForgottenAtOnce(collections.OrderedDict):
+        def __setitem__(self, key, turn):
+            super().__setitem__(key, turn)
+            self.pop(key)
+
+    memory = model_choice.ConversationMemory(config.Conversations(), clock.VirtualClock())
+    memory._turns = ForgottenAtOnce()
+
+    memory.remember(["a"], "decision", "model")
+
+    assert memory.previous_turn(["a"]) is None
 
 
 def test_request_without_user_has_no_key_of_its_own():
