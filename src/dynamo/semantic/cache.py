@@ -33,6 +33,7 @@ _UNREADABLE = (
     *(msgspec.DecodeError, UnicodeDecodeError, RecursionError),
     *(KeyError, TypeError, AttributeError),
 )
+_TEXT_FIELDS = ("content", "reasoning_content", "reasoning")  # of an answer
 _SIDE_EFFECTS = ("tools", "functions", "seed", "previous_response_id", "logprobs", "nvext")
 
 
@@ -68,11 +69,12 @@ class StoredAnswer:
     num_hits: int = 0
 
 
+@request_view.refuse_deep_values()
 def make_key(
     view: request_view.RequestView, headers: Mapping[str, str], tenant: str
 ) -> CacheKey | None:
-    """Return the key of a request; None if its answer must not come from a cache."""
-    directives = headers.get("cache-control", "")
+    """Return the key of a request; None if its answer must not come from a cache. Raises InvalidRequest."""
+    directives = headers.get("cache-control", "").lower()
     if "no-cache" in directives or "no-store" in directives or "x-vsr-skip-cache" in headers:
         return None
     if _EXPLAIN_HEADER in headers:
@@ -87,12 +89,23 @@ def make_key(
         return None
     fields = {k: v for k, v in view.fields.items() if k not in _FREE_FIELDS and k != "messages"}
     last = {k: v for k, v in view.messages[-1].items() if k != "content"}
+    other_parts = _other_parts(view.messages[-1].get("content"))
     meaning = question_meaning.read_meaning(text)
-    exact = [tenant, fields, view.messages[:-1], last, *meaning.key]
+    exact = [tenant, fields, view.messages[:-1], last, other_parts, *meaning.key]
     digest = hashlib.blake2b(
         msgspec.json.encode(exact, order="deterministic"), digest_size=_DIGEST_BYTES
     )
     return CacheKey(digest.digest(), tenant, meaning)
+
+
+def _other_parts(content: Any) -> list[Any]:
+    """Return the parts of a message that are more than a text: sounds, films, files."""
+    parts = content if isinstance(content, list) else []
+    return [part for part in parts if not _is_text_part(part)]
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
 
 
 def names_to_delete(headers: Mapping[str, str]) -> list[str]:
@@ -240,10 +253,13 @@ def _is_complete(body: bytes) -> bool:
 
 
 def _is_plain(choice: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Return whether a choice is a text and no more; some servers send a list of parts, and models call tools."""
-    texts = (message.get("content") or "", message.get("reasoning_content") or "")
-    is_text = all(isinstance(text, str) for text in texts)
-    return is_text and isinstance(choice["index"], int) and not message.get("tool_calls")
+    """Return whether a choice is a text and no more.
+
+    Some servers send a list of parts, and models call tools, refuse and speak.
+    """
+    is_text = all(isinstance(message.get(name) or "", str) for name in _TEXT_FIELDS)
+    filled = {name for name, value in message.items() if value}
+    return is_text and isinstance(choice["index"], int) and filled <= {"role", *_TEXT_FIELDS}
 
 
 class StreamRecorder:
@@ -270,8 +286,9 @@ class StreamRecorder:
         *events, self._buffer = (self._buffer + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
             self._take(event.strip())
-        if len(self._buffer) > MAX_BODY:
-            self._buffer = b""
+        if len(self._buffer) > MAX_BODY:  # of this event nothing is known any more
+            self._buffer, self._is_plain = b"", False
+            self._texts.clear()
 
     def body(self) -> bytes | None:
         """Return the whole answer; None if the stream was cut off or carried more than text."""
@@ -316,9 +333,8 @@ class StreamRecorder:
         for choice in chunk["choices"]:
             delta, index = choice["delta"], choice["index"]
             self._is_plain = self._is_plain and _is_plain(choice, delta)
-            self._texts.setdefault((index, "content"), []).append(delta.get("content") or "")
-            if delta.get("reasoning_content"):
-                texts = self._texts.setdefault((index, "reasoning_content"), [])
-                texts.append(delta["reasoning_content"])
+            for name in _TEXT_FIELDS:
+                if name == "content" or delta.get(name):
+                    self._texts.setdefault((index, name), []).append(delta.get(name) or "")
             if choice.get("finish_reason"):
                 self._finish[index] = choice["finish_reason"]

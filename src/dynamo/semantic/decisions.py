@@ -148,3 +148,9 @@ def strength_by_model(matches: Sequence[MatchedDecision]) -> Mapping[str, float]
             name = reference.served_name
             strengths[name] = max(strengths.get(name, 0.0), match.strength)
     return strengths
+
+
+def is_first(match: MatchedDecision | None, matches: Sequence[MatchedDecision]) -> bool:
+    """Return whether a decision is the one that the text alone would have, not one that its conversation keeps."""
+    names = [first.settings.name for first in matches[:1]]
+    return names == ([] if match is None else [match.settings.name])

@@ -93,6 +93,7 @@ class SemanticRouter:
             names += self.settings.model_config
         return immediate.list_models(names, int(self._clock.wall()))
 
+    @request_view.refuse_deep_values()
     def route(
         self,
         body: bytes,
@@ -146,7 +147,8 @@ class SemanticRouter:
         if match is not None:
             explanation.decision = match.settings.name
             explanation.reasons, explanation.confidence = match.reasons, match.confidence
-        plugin = plugins.get("semantic-cache") if api == "chat" else None
+        is_shared = api == "chat" and decisions.is_first(match, matches)
+        plugin = plugins.get("semantic-cache") if is_shared else None
         if self._is_cached(view, headers, tenant, plugin, outcome):
             return outcome
         if not is_auto and not route_to:
@@ -177,8 +179,9 @@ class SemanticRouter:
             explanation = outcome.explanation
             self.conversations.remember([key], explanation.decision, explanation.model)
 
+    @request_view.refuse_deep_values()
     def list_inputs(self, view: request_view.RequestView) -> list[encoders.ClassifierInput]:
-        """Return the texts of a request that the encoders of the configuration have to read."""
+        """Return the texts of a request that the encoders of the configuration have to read. Raises InvalidRequest."""
         needed = {
             encoder_labels.DOMAIN: self._table.needs_domain,
             encoder_labels.ATTACK: self._reads_attacks,
@@ -296,10 +299,9 @@ class SemanticRouter:
 
     def _wants_tools(self, view: request_view.RequestView) -> bool:
         """Return whether a request is to get tools of the database."""
-        is_auto = (
-            view.fields.get("tool_choice") == "auto" and view.model in self.settings.auto_names
-        )
-        return self.settings.tools.enabled and is_auto and view.messages_field == "messages"
+        is_auto = view.model in self.settings.auto_names and view.messages_field == "messages"
+        lets_choose = view.fields.get("tool_choice") == "auto"
+        return self.settings.tools.enabled and is_auto and lets_choose
 
     def _select_tools(
         self,
@@ -365,7 +367,7 @@ class SemanticRouter:
         if not stays:
             return match, ""
         earlier = next((d for d in self.settings.decisions if d.name == turn.decision), None)
-        if earlier is None:
+        if earlier is None or earlier.mode == "observe":
             return (match if turn.decision else None), turn.model
         confidence = match.confidence if match is not None else 0.0
         kept = decisions.MatchedDecision(

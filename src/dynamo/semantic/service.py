@@ -235,12 +235,13 @@ class RoutingService:
             if names:
                 await self.delete_answers(names, tenant)
             view = await exchange.decode_apart(body, request_view.RequestView)
+            key = cache.make_key(view, headers, tenant)
         except errors.InvalidRequest:
             return  # `route` refuses the request
         except errors.Unavailable as error:
             _logger.warning("%s: %s", cache.DELETE_HEADER, error)
             return
-        answers, key = self.router.cache, cache.make_key(view, headers, tenant)
+        answers = self.router.cache
         if key is None or view.has_tools or answers.has(key):
             return
         found = await milvus.find(key)
@@ -457,8 +458,8 @@ class RoutingService:
 def tenant_of(headers: Mapping[str, str]) -> str:
     """Return what tells callers apart in cache and conversations: a hash of their key, or nothing.
 
-    Both headers count: the `authorization` of a proxy is the same for all callers, and their keys are in the other.
+    All headers of keys count: the `authorization` of a proxy is the same for all, and their keys are in another.
     """
-    keys = (headers.get("authorization"), headers.get("x-api-key"))
+    keys = (headers.get(name) for name in ("authorization", "x-api-key", "api-key"))
     key = "\n".join(filter(None, keys))
     return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""

@@ -138,9 +138,10 @@ def test_answers_are_stored_while_a_thread_routes_a_large_body(path):
     assert stored.num_bytes == sum(len(answer.body) for _, answer in stored.answers())
 
 
-def test_callers_behind_a_proxy_with_credentials_are_told_apart_by_their_keys():
+@pytest.mark.parametrize("name", ["x-api-key", "api-key"])
+def test_callers_behind_a_proxy_with_credentials_are_told_apart_by_their_keys(name):
     proxy = {"authorization": "Basic cHJveHk6"}
-    tenants = [service.tenant_of({**proxy, "x-api-key": key}) for key in ("ann", "bob")]
+    tenants = [service.tenant_of({**proxy, name: key}) for key in ("ann", "bob")]
 
     assert tenants[0] != tenants[1]
     assert service.tenant_of({}) == ""

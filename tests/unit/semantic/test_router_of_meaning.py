@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import semantic_configs
 from dynamo.base import errors
-from dynamo.semantic import model_choice, request_view
+from dynamo.semantic import cache, model_choice, request_view
 from dynamo.testing import clock
 from semantic_configs import ATTACK, CARD, SUM, chat, make_router
 
@@ -187,6 +187,9 @@ ESCAPED_CALL = {"function": {"name": "f", "arguments": f'{{"a": "{ESCAPES}"}}'}}
         {"messages": [{**HARMLESS, "name": ATTACK}]},
         {"messages": [HARMLESS, {"role": "tool", "tool_call_id": ATTACK, "content": "1"}]},
         {"messages": [{"content": [{"type": "tool_use", "name": ATTACK, "input": {}}]}]},
+        {"messages": [HARMLESS, {"role": ATTACK, "content": "1"}]},
+        {"messages": [HARMLESS, {"role": "assistant", "tool_calls": [{"id": ATTACK}]}]},
+        {"messages": [{"content": [{"type": "tool_result", "tool_use_id": ATTACK}]}]},
         {"messages": [{"content": [{"type": "tool_use", "input": {ATTACK: 1}}]}]},
         {"messages": [HARMLESS], "documents": [{ATTACK: 1}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": sign} for sign in ATTACK]}]},
@@ -198,6 +201,15 @@ def test_attack_is_found_wherever_a_model_would_see_it(fields):
     body = msgspec.json.encode({"model": "general", **fields})
 
     assert make_router().route(body, {}).explanation.path == "blocked"
+
+
+def test_ids_of_servers_are_no_text():
+    ids = {"id": "msg_" + "68af4030baa48193" * 4, "call_id": "call_" + "Zm9vYmFy" * 20 + "=="}
+    calls = [{"id": "chatcmpl-tool-0d3e5ad9a1b74a5f", "function": {"name": "f", "arguments": "{}"}}]
+    message = {"role": "assistant", "content": "Yes.", "tool_calls": calls, **ids}
+    view = request_view.RequestView(chat([message]))
+
+    assert view.texts == ["Yes.", "{}"]
 
 
 def test_orders_in_the_definition_of_a_tool_are_no_attack():
@@ -232,6 +244,24 @@ def test_deeply_nested_message_is_routed_or_refused(key):
         body = f'{{"model":"auto","messages":[{{"role":"user","{key}":{value}}}]}}'.encode()
         with contextlib.suppress(errors.InvalidRequest):
             make_router().route(body, {})
+
+
+@pytest.mark.parametrize("name", ["messages", "input"])
+def test_nesting_of_any_depth_is_routed_or_refused(name):
+    """What can just be decoded may be too deep for what reads it afterwards, some calls further down."""
+    made = make_router()
+    for depth in range(850, 1000):
+        value = "[" * depth + '"x"' + "]" * depth
+        body = {
+            "messages": f'{{"model":"auto","messages":[{{"role":"user","content":{value}}}]}}',
+            "input": f'{{"model":"auto","messages":[],"input":{value}}}',
+        }[name]
+        with contextlib.suppress(errors.InvalidRequest):
+            made.route(body.encode(), {})
+        with contextlib.suppress(errors.InvalidRequest):
+            view = request_view.RequestView(body.encode())
+            made.list_inputs(view)
+            cache.make_key(view, {}, "")
 
 
 def test_observed_decision_is_named_and_not_followed():
@@ -318,6 +348,17 @@ def test_conversation_keeps_its_model():
 
     assert fields_of(outcome)["model"] == "coder"
     assert headers_of(outcome)["x-vsr-conversation"].startswith("stayed")
+
+
+def test_conversation_keeps_no_decision_that_is_only_observed_by_now():
+    made, session = make_router(), {"x-session-id": "1"}
+    made.route(chat(SUM), session)
+    text = semantic_configs.CONFIG.replace("priority: 10", "priority: 10\n    mode: observe")
+
+    outcome = made.with_config(make_router(text).loaded).route(chat("and now?"), session)
+
+    assert outcome.explanation.decision == ""
+    assert fields_of(outcome)["messages"][0]["role"] == "user"
 
 
 def test_conversation_switches_for_a_much_better_model():

@@ -111,13 +111,34 @@ def test_everything_else_is_compared_exactly():
     assert key_of(chat([last], stream=True)).digest == keys[1].digest
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_audio", "input_audio": {"data": "A", "format": "wav"}},
+        {"type": "video_url", "video_url": {"url": "https://example.com/A"}},
+        {"type": "file", "file": {"file_id": "A"}},
+    ],
+)
+def test_parts_beside_the_text_are_compared_exactly(part):
+    text = {"type": "text", "text": "What is said here?"}
+    changed = msgspec.json.decode(msgspec.json.encode(part).replace(b"A", b"B"))
+    keys = [
+        key_of(chat([{"role": "user", "content": parts}]))
+        for parts in ([text, part], [text, changed], [text])
+    ]
+
+    assert len({key.digest for key in keys}) == 3
+    assert key_of(chat(text["text"])).digest == keys[2].digest
+
+
 @pytest.mark.parametrize("fields", [{"tools": [{}]}, {"seed": 1}, {"n": 2}])
 def test_request_with_side_effects_has_no_key(fields):
     assert key_of(chat("hello", **fields)) is None
 
 
-def test_client_can_bypass_the_cache():
-    assert key_of(chat("hello"), {"cache-control": "no-cache"}) is None
+@pytest.mark.parametrize("directive", ["no-cache", "No-Cache", "max-age=0, NO-STORE"])
+def test_client_can_bypass_the_cache(directive):
+    assert key_of(chat("hello"), {"cache-control": directive}) is None
 
 
 def test_answer_that_explains_itself_is_not_given_again():
@@ -187,10 +208,11 @@ def event(**fields):
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-def test_stream_is_replayed_with_its_reasoning_and_its_usage():
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_stream_is_replayed_with_its_reasoning_and_its_usage(name):
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     recorder = cache.StreamRecorder()
-    for delta in ({"reasoning_content": "Two "}, {"reasoning_content": "twos."}, {"content": "4"}):
+    for delta in ({name: "Two "}, {name: "twos."}, {"content": "4"}):
         recorder.feed(event(choices=[{"index": 0, "delta": delta}]))
     recorder.feed(event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]))
     recorder.feed(event(usage=usage) + b"data: [DONE]\n\n")
@@ -201,9 +223,9 @@ def test_stream_is_replayed_with_its_reasoning_and_its_usage():
     options = {"stream": True, "stream_options": {"include_usage": True}}
     stream = made.route(chat(SUM, **options), {}).answer.body.decode()
 
-    message = {"role": "assistant", "reasoning_content": "Two twos.", "content": "4"}
+    message = {"role": "assistant", name: "Two twos.", "content": "4"}
     assert (whole["choices"][0]["message"], whole["usage"]) == (message, usage)
-    assert '"reasoning_content":"Two twos."' in stream
+    assert f'"{name}":"Two twos."' in stream
     assert '"choices":[],"usage":{"prompt_tokens":3' in stream
 
 
@@ -265,6 +287,17 @@ def test_stream_that_is_too_long_to_be_kept_tells_its_usage(keeps_text):
     assert recorder.usage == usage
 
 
+def test_stream_with_an_event_that_is_too_long_to_be_read_has_no_body():
+    recorder = cache.StreamRecorder()
+    long = event(choices=[{"index": 0, "delta": {"content": "x" * 2 * cache.MAX_BODY}}])
+    for start in range(0, len(long), 2**16):
+        recorder.feed(long[start : start + 2**16])
+    end = {"index": 0, "delta": {"content": "."}, "finish_reason": "stop"}
+    recorder.feed(event(choices=[end]) + b"data: [DONE]\n\n")
+
+    assert recorder.body() is None
+
+
 @pytest.mark.parametrize("event", [b"data: {", b"data: 3", b'data: {"id":1}'])
 def test_stream_of_another_shape_has_no_body(event):
     recorder = cache.StreamRecorder()
@@ -283,6 +316,9 @@ PARTS = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "4"}]
         {"index": 0, "delta": {"content": PARTS}},
         {"index": 0, "delta": {"reasoning_content": PARTS}},
         {"index": "0", "delta": {"content": "4"}},
+        {"index": 0, "delta": {"refusal": "I will not."}},
+        {"index": 0, "delta": {"audio": {"data": "UklGRg=="}}},
+        {"index": 0, "delta": {"function_call": {"name": "f"}}},
     ],
 )
 def test_stream_of_parts_has_no_body(choice):
@@ -301,6 +337,7 @@ def test_stream_of_parts_has_no_body(choice):
         ),
         b'{"choices": [{"finish_reason": "stop", "message": {"content": "4"}}]}',
         COMPLETION.replace(b"It is", b"It \xff"),
+        COMPLETION.replace(b'"content":"It is four."', b'"content":null,"refusal":"No."'),
         b"[" * 100_000,
     ],
 )
@@ -323,6 +360,26 @@ def test_caller_deletes_the_entry_that_it_was_given_and_no_other_caller_does():
     assert deleting.answer is None
     assert dict(deleting.explanation.headers())["x-vsr-cache-key"] == name
     assert len(made.cache) == 0
+
+
+def test_conversations_of_other_decisions_do_not_share_an_answer():
+    cached = (
+        "plugins: [{type: semantic-cache, configuration: {enabled: true}}]\n  - name: sums_decision"
+    )
+    made = make_router(CONFIG.replace("- name: sums_decision", f"  {cached}", 1))
+    for session, opening in (("1", SUM), ("2", "python")):
+        made.route(chat(opening), {"x-session-id": session})
+    first = made.route(chat("and now?"), {"x-session-id": "1"})
+    if first.cache_key is not None:
+        made.cache.store(first.cache_key, COMPLETION)
+
+    second = made.route(chat("and now?"), {"x-session-id": "2"})
+
+    assert (first.explanation.decision, second.explanation.decision) == (
+        "sums_decision",
+        "code_decision",
+    )
+    assert second.answer is None
 
 
 def test_changed_configuration_gives_no_answers_of_the_former():
