@@ -30,8 +30,8 @@ like one two new first last people person story world good bad word words text c
 message messages instead simply stay start begin end regardless provide generate explain describe create allowed
 """
 COMMON_WORDS = frozenset(_COMMON_WORDS.split())
-# Ciphers of common words that are words themselves, or names.
-_WORDS_THEMSELVES = frozenset(
+# Those, and ciphers of them that are words or names, too.
+_PLAIN_WORDS = COMMON_WORDS | frozenset(
     "saw bar won dna era exp ton zoo jung tub ure fur sih dab qtl nac clo iru vgf did".split()  # noqa: SIM905
 )
 _LETTERS = string.ascii_lowercase
@@ -53,7 +53,11 @@ _LEAST_ESCAPES = 3
 _MOST_UNESCAPED = 3  # times, one within the other
 
 
-def _exchange_letters(letters: str) -> Callable[[str], tuple[str, ...]]:
+Cipher = Callable[[str], tuple[str, ...]]
+
+
+def _exchange_letters(letters: str) -> Cipher:
+    """Return what reads a text in which these letters stand for a, b, c, ..."""
     table = str.maketrans(letters + letters.upper(), _LETTERS + _LETTERS.upper())
     return lambda text: (text.translate(table),)
 
@@ -67,14 +71,14 @@ _ALPHABETS = (  # what stands for a, b, c, ...: by ROT13, Caesar and Atbash
     *(_LETTERS[shift:] + _LETTERS[:shift] for shift in (13, 3, 23)),
     _LETTERS[::-1],
 )
-_CIPHERS = (*map(_exchange_letters, _ALPHABETS), _read_reversed)
+_CIPHERS: tuple[Cipher, ...] = (*map(_exchange_letters, _ALPHABETS), _read_reversed)
 # The words that tell a cipher, each with the cipher's number: each of the ciphers here, or its opposite, undoes itself.
 _OPPOSITES = (0, 2, 1, 3, 4)
 _CIPHER_BY_WORD = {
     enciphered: number
     for number, opposite in enumerate(_OPPOSITES)
     for word in COMMON_WORDS
-    if (enciphered := _CIPHERS[opposite](word)[0]) not in COMMON_WORDS | _WORDS_THEMSELVES
+    if (enciphered := _CIPHERS[opposite](word)[0]) not in _PLAIN_WORDS
 }
 TELLING_WORDS = frozenset(_CIPHER_BY_WORD)
 
@@ -171,7 +175,7 @@ def _find_leet_runs(text: str) -> Iterator[tuple[int, int]]:
         if match.start() < end:
             continue
         start = max(end, match.start() - _MOST_LEET)
-        run = None
+        run: re.Match[str] | None = None
         for run in _LEET_RUN.finditer(text, start, match.end() + _MOST_LEET):
             if run.end() > match.start():
                 break
