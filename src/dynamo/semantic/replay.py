@@ -5,6 +5,7 @@ A record is a line of the audit log, or a request itself as one line of JSON. Th
 
 import collections
 import gzip
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ def read_requests(path: Path) -> Iterator[RecordedRequest | None]:
                 number += 1
                 if line.strip():
                     yield _read_request(line, number)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise errors.ConfigError(
             f"{path}: expected a readable file of JSON lines: {error}"
         ) from error

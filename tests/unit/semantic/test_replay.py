@@ -72,6 +72,16 @@ def test_gzipped_log_is_read(trace, tmp_path):
     assert compare(path).num_requests == 5
 
 
+def test_damaged_gzipped_log_is_named(tmp_path):
+    path = tmp_path / "audit.jsonl.gz"
+    damaged = bytearray(gzip.compress(b"".join(b'{"a":%d}\n' % number for number in range(4000))))
+    damaged[20:40] = b"\xff" * 20
+    path.write_bytes(damaged)
+
+    with pytest.raises(errors.ConfigError, match=r"audit\.jsonl\.gz"):
+        list(replay.read_requests(path))
+
+
 def test_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"away\.jsonl"):
         compare(tmp_path / "away.jsonl")
