@@ -25,7 +25,6 @@ class KubeCommandConfig:
     """Run a Kubernetes cluster on this machine, with pods as local processes; convert and apply manifests."""
 
     action: Literal["up", "convert", "apply"] = config.option(
-        "up",
         flag="",
         help="up: run the cluster until Ctrl-C, and remove all of it then; convert: print the manifests of FILE in the"
         " form that clusters serve; apply: the same, into the cluster of KUBECONFIG",

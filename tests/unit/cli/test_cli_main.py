@@ -36,6 +36,9 @@ def test_the_version_is_printed(monkeypatch, capsys, flag):
         (("serve", "--http-port", "many"), "http-port"),
         (("serve", "--engine", "warp"), "native, mocker"),
         (("serve", "--unknown"), "(see --help. Flags of the processes"),
+        (("semantic",), "usage: dynamo semantic check|explain|replay"),
+        (("kube",), "usage: dynamo kube up|convert|apply"),
+        (("kube", "--port", "9001"), "expected up|convert|apply (up: run the cluster until"),
     ],
 )
 def test_error_for_an_invalid_argument_is_one_sentence(monkeypatch, capsys, arguments, expected):
