@@ -3,13 +3,13 @@
 import ipaddress
 import json
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 from dynamo.testing.kube import (
     builtin_rules,
+    container_checks,
     failures,
-    metadata,
     resources,
     rules,
     selectors,
@@ -54,7 +54,7 @@ def check(
 
 def _check_pod(item: Object, old: Object | None) -> Iterator[failures.FieldError]:
     spec = item.get("spec") or {}
-    yield from _check_containers(spec, "spec")
+    yield from container_checks.check(spec, "spec")
     yield from _check_addresses(item.get("status") or {})
     if old is not None and _fixed_part(spec) != _fixed_part(old["spec"]):
         yield failures.forbidden_value("spec", _FIXED_POD)
@@ -150,43 +150,7 @@ def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.Field
         field = "spec.strategy.rollingUpdate.maxUnavailable"
         yield failures.invalid_value(field, json.dumps(rolling["maxUnavailable"]), text)
     claims = {claim["metadata"].get("name") for claim in spec.get("volumeClaimTemplates") or ()}
-    yield from _check_containers(template.get("spec") or {}, "spec.template.spec", claims)
-
-
-def _check_containers(
-    spec: Object, path: str, claims: Set[str] = frozenset()
-) -> Iterator[failures.FieldError]:
-    if not spec.get("containers"):
-        yield failures.required(f"{path}.containers")
-    volumes = {volume.get("name") for volume in spec.get("volumes") or ()}
-    for field in ("initContainers", "containers"):
-        for n, container in enumerate(spec.get(field) or ()):
-            place = f"{path}.{field}[{n}]"
-            if not container.get("name"):
-                yield failures.required(f"{place}.name")
-            else:
-                yield from metadata.check_label_name(container["name"], f"{place}.name")
-            yield from _check_resources(container.get("resources") or {}, f"{place}.resources")
-            if not container.get("image"):
-                yield failures.required(f"{place}.image")
-            for m, mount in enumerate(container.get("volumeMounts") or ()):
-                if mount.get("name") not in volumes | claims:
-                    name = json.dumps(mount.get("name"))
-                    where = f"{place}.volumeMounts[{m}].name"
-                    yield failures.FieldError("FieldValueNotFound", where, f"Not found: {name}")
-
-
-def _check_resources(amounts: Object, path: str) -> Iterator[failures.FieldError]:
-    for field in ("limits", "requests"):
-        for name, amount in (amounts.get(field) or {}).items():
-            place, shown = f"{path}.{field}[{name}]", json.dumps(amount)
-            try:
-                is_whole = builtin_rules.parse_quantity(amount) % 1 == 0
-            except (ValueError, ArithmeticError):
-                yield failures.invalid_value(place, shown, "must be a quantity such as 500m or 1Gi")
-                continue
-            if "/" in name and not is_whole:
-                yield failures.invalid_value(place, shown, "must be an integer")
+    yield from container_checks.check(template.get("spec") or {}, "spec.template.spec", claims)
 
 
 def _check_service(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:

@@ -29,6 +29,7 @@ _POD = {
     "securityContext": {},
     "schedulerName": "default-scheduler",
 }
+PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 _PROBE = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "failureThreshold": 3}
 _SERVICE_NETWORK = ipaddress.ip_network(pod_network.SERVICE_NETWORK)
 _FIRST_NODE_PORT, _LAST_NODE_PORT = 30000, 32767
@@ -67,6 +68,11 @@ def _fill(target: Object, defaults: Object) -> None:
             target[name] = json.loads(json.dumps(value))
 
 
+def _fill_blanks(target: Object, defaults: Object) -> None:
+    """Fill in defaults also for what is there as 0 or as an empty text."""
+    target |= {name: value for name, value in defaults.items() if not target.get(name)}
+
+
 def fill_pod_spec(spec: Object) -> None:
     """Fill in the defaults of a pod's or a template's specification."""
     _fill(spec, _POD)
@@ -100,12 +106,12 @@ def _fill_container(container: Object) -> None:
     for values in container["resources"].values():
         if isinstance(values, dict):
             values.update({name: canonical(value) for name, value in values.items()})
-    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+    for name in PROBES:
         probe = container.get(name)
         if probe is not None:
-            _fill(probe, _PROBE)
-            if "httpGet" in probe:
-                _fill(probe["httpGet"], {"path": "/", "scheme": "HTTP"})
+            _fill_blanks(probe, _PROBE)
+            if probe.get("httpGet") is not None:
+                _fill_blanks(probe["httpGet"], {"path": "/", "scheme": "HTTP"})
     for variable in container.get("env") or ():
         reference = (variable.get("valueFrom") or {}).get("fieldRef")
         if reference is not None:
