@@ -182,6 +182,31 @@ async def test_request_without_a_prompt_only_loads_the_model(rig, path, body, fi
     assert rig.one.requests == []
 
 
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"),
+    [
+        *((zero, "unload") for zero in (0, 0.0, "0", "0s", "-0m", "0h0m0.0s")),
+        *((time, "load") for time in (None, 5, -1, "5m", "0h5m", "-1", "", "s", False)),
+    ],
+)
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+async def test_request_without_a_prompt_unloads_a_model_that_is_not_kept(
+    rig, path, keep_alive, reason
+):
+    (line,) = lines(await ask(rig, path, {"model": "m"}, keep_alive=keep_alive))
+    missing = await ask(rig, path, {"model": "q"}, keep_alive=keep_alive)
+
+    assert (line["done"], line["done_reason"]) == (True, reason)
+    assert missing.status_code == 404
+
+
+async def test_prompt_of_a_model_that_is_not_kept_is_answered(rig):
+    rig.one.script = outputs("ab", "eos")
+    answer = await ask(rig, "/api/generate", PROMPT, keep_alive=0, stream=False)
+
+    assert (answer.json()["response"], answer.json()["done_reason"]) == ("ab", "stop")
+
+
 async def test_answer_about_a_loaded_model_has_the_time_of_now(rig, monkeypatch):
     monkeypatch.setattr(clock.SystemClock, "wall", staticmethod(lambda: 86_400.0))
     (line,) = lines(await ask(rig, "/api/generate", {"model": "m"}))

@@ -318,6 +318,7 @@ async def test_query_for_the_worker_is_answered_after_its_model_was_waited_for(r
     [
         ("/v1/completions", {"prompt": "hi"}),
         ("/api/generate", {}),
+        ("/api/generate", {"keep_alive": 0}),
         ("/tokenize", {"prompt": "hi"}),
     ],
 )
@@ -417,6 +418,14 @@ async def test_request_of_ollama_without_a_prompt_loads_a_model_on_demand(rig):
     answer = await response
 
     assert (answer.status_code, answer.json()["done_reason"]) == (200, "load")
+
+
+async def test_model_on_demand_is_not_loaded_to_be_unloaded(rig):
+    await announce(rig, ON_DEMAND)
+    answer = await rig.client.post("/api/generate", json={"model": "q", "keep_alive": 0})
+
+    assert (answer.status_code, answer.json()["done_reason"]) == (200, "unload")
+    assert not rig.frontend._dispatcher.worker_wait._waiting
 
 
 @pytest.mark.parametrize(

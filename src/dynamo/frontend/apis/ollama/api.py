@@ -53,7 +53,7 @@ class OllamaAnswer(msgspec.Struct, kw_only=True):
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length", "load"] | msgspec.UnsetType = msgspec.UNSET
+    done_reason: Literal["stop", "length", "load", "unload"] | msgspec.UnsetType = msgspec.UNSET
     total_duration: int | msgspec.UnsetType = msgspec.UNSET
     load_duration: int | msgspec.UnsetType = msgspec.UNSET
     prompt_eval_count: int | msgspec.UnsetType = msgspec.UNSET
@@ -171,12 +171,13 @@ def make_head(model: str, created: float) -> dict[str, Any]:
 
 
 def make_load_answer(turn: ollama_request.OllamaConversation, created: float) -> dict[str, Any]:
-    """Return the answer to a request that only asks for the model to be loaded."""
+    """Return the answer to a request that only asks for the model to be loaded, or to be unloaded."""
     content: dict[str, Any] = {"response": ""}
     if turn.is_chat:
         content = {"message": {"role": "assistant", "content": ""}}
     head = make_head(turn.model, created)
-    return {**head, **content, "done": True, "done_reason": "load"}
+    reason = "load" if turn.keeps_alive else "unload"
+    return {**head, **content, "done": True, "done_reason": reason}
 
 
 _NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
@@ -360,11 +361,14 @@ class OllamaHandlers:
     async def _confirm_loaded(
         self, decode: Callable[[bytes], request.OllamaConversation], client: exchange.Exchange
     ) -> None:
-        """Answer as soon as a model is loaded; one on demand is loaded for that."""
+        """Answer as soon as a model is loaded; one on demand is loaded for that, unless it is to be unloaded."""
         answers = self._handlers.pipeline
         try:
             turn = await answers.unknown.decode(client, decode)
-            await answers.find_model(turn.model, client)
+            if turn.keeps_alive or not answers.worker_wait.is_expected(turn.model):
+                await answers.find_model(turn.model, client)
+            else:
+                self._handlers.rights.check_may_see(client, turn.model)
         except errors.DynamoError as error:
             delivery.respond_error(client, error, _DIALECT)
         else:

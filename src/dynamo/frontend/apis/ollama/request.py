@@ -4,6 +4,7 @@
 Options of how Ollama runs a model (`num_ctx`, `keep_alive` …) are hints: a worker here has its model loaded.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,6 +20,7 @@ _Messages = conversation.Messages
 Think = bool | Literal["low", "medium", "high", "max"]
 Nothing = Annotated[list[Any], msgspec.Meta(max_length=0)] | None
 EmptyText = Literal[""] | None
+_NO_TIME = re.compile(r"[+-]?(0|((0+\.?0*|\.0+)(ns|us|µs|μs|ms|s|m|h))+)")  # as Go writes durations
 
 
 class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,6 +111,7 @@ class OllamaInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             chat_template_kwargs=thinking,
             reasoning_effort=self.think if isinstance(self.think, str) else None,
             hides_thinking=self.think is False,
+            keeps_alive=not _is_no_time(self.keep_alive),
             **fields,
         )
 
@@ -160,6 +163,7 @@ class OllamaConversation(inputs.Conversation, frozen=True, kw_only=True):
 
     is_chat: bool
     hides_thinking: bool = False
+    keeps_alive: bool = True  # False: without a prompt, it asks for the model to be unloaded
 
     @property
     def effort_param(self) -> str:
@@ -226,6 +230,13 @@ def _embed(
     )
     converted.check()
     return converted
+
+
+def _is_no_time(duration: object) -> bool:
+    """Return whether a duration is zero: of seconds, or as text such as `0s`."""
+    if isinstance(duration, str):
+        return _NO_TIME.fullmatch(duration) is not None
+    return isinstance(duration, int | float) and duration is not False and duration == 0
 
 
 def _checked(turn: OllamaConversation) -> OllamaConversation:
