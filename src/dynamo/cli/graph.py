@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.base import clock as clocks
-from dynamo.base import config, distribution, errors
+from dynamo.base import config, distribution, draining, errors
 from dynamo.cli import serve, waiting
 from dynamo.launch import allocation, children, guard, state, supervisor
 from dynamo.protocols import instances
 from dynamo.sdk import commands, declaration, graph, settings
 
 _LAST_PORT = 65_535
+_LOOK_S = 1.0  # until it is looked again whether the joined `dynamo serve` runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,8 @@ class GraphConfig:
         None, help="namespace of the endpoints (default: the decorator's, or dynamo)"
     )
     join: str | None = config.option(
-        None, help="take part in the `dynamo serve` of this name (`dynamo ps` lists them)"
+        None,
+        help="take part in the `dynamo serve` of this name (`dynamo ps` lists them), and end when it has ended",
     )
     ready_timeout: float = config.option(
         600.0, help="seconds to wait until the graph answers; more for a large model", least=0
@@ -170,7 +172,7 @@ def run(options: GraphConfig) -> int:
             waiting.say(note)
         variables = environ | {serve.NAMESPACE: namespace}
         registration.update(namespace=namespace, variables=variables)
-        serving = _Serving(options, plan, registration, port, guardian)
+        serving = _Serving(options, plan, registration, port, guardian, joined)
         with state.logged(name):
             return asyncio.run(serving.run(loaded.specs[0]))
 
@@ -185,16 +187,23 @@ class _Serving:
         registration: state.Registration,
         port: int | None,
         guardian: guard.Guard,
+        joined: state.ServeState | None = None,
     ) -> None:
         self._options, self._plan = options, plan
         self._registration, self._port = registration, port
+        self._joined = joined
         self._clock = clocks.SystemClock()
         self._shells = {command.name: command.shell() for command in plan.commands}
+        stop_timeout_s = max(
+            draining.stop_timeout_s(command.argv, {**os.environ, **command.environ})
+            for command in plan.commands
+        )
+        registration.update(stop_timeout_s=stop_timeout_s)
         self._supervisor = supervisor.Supervisor(
             guardian,
             self._clock,
             waiting.say,
-            stop_timeout_s=serve.STOP_TIMEOUT_S,
+            stop_timeout_s=stop_timeout_s,
             on_start=self._list_child,
         )
 
@@ -204,6 +213,8 @@ class _Serving:
 
     async def _serve(self, root: declaration.DeclaredService) -> None:
         """Start, wait until the first service answers, supervise. Raises ChildDied."""
+        if self._joined is not None:
+            self._supervisor.run_beside("watch what it joined", self._end_with(self._joined))
         for command in self._plan.commands:
             child = children.ChildSpec(
                 name=command.name,
@@ -230,6 +241,13 @@ class _Serving:
             for command in self._plan.commands:
                 self._supervisor.watch(command.name)
             await self._supervisor.run()
+
+    async def _end_with(self, joined: state.ServeState) -> None:
+        """End when another `dynamo serve` has ended: discovery and frontend were its own, so nothing is asked here."""
+        while state.is_alive(joined):
+            await self._clock.sleep(_LOOK_S)
+        reason = f"stopped: {joined.name}, the `dynamo serve` that this one joined, has ended"
+        self._supervisor.end(children.ChildDied(reason, exit_code=0))
 
     def _list_child(self, child: children.Child) -> None:
         name = child.spec.name

@@ -12,8 +12,8 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from dynamo.base import clock, config, distribution, errors, process_setup
-from dynamo.cli import serve, waiting
+from dynamo.base import clock, config, distribution, draining, errors, process_setup
+from dynamo.cli import waiting
 from dynamo.launch import children, guard, supervisor
 
 if typing.TYPE_CHECKING:
@@ -127,7 +127,7 @@ async def _run_operator(path: pathlib.Path, stop: asyncio.Event) -> int:
     environ = {**os.environ, "KUBECONFIG": str(path)}
     with guard.Guard() as guardian:
         async with supervisor.Supervisor(
-            guardian, clock.SystemClock(), waiting.say, stop_timeout_s=serve.STOP_TIMEOUT_S
+            guardian, clock.SystemClock(), waiting.say, stop_timeout_s=draining.STOP_TIMEOUT_S
         ) as pool:
             pool.stop_on((signal.SIGTERM, signal.SIGINT))
             try:

@@ -14,7 +14,7 @@ from dynamo.base import config, errors
 from dynamo.cli import waiting
 from dynamo.launch import state
 
-_STOP_S = 60.0
+_STOP_MARGIN_S = 25.0  # for what a killed process leaves, and the end of `dynamo serve` itself
 _POLL_S = 0.1
 
 
@@ -33,6 +33,12 @@ class StopConfig:
     """Stop a `dynamo serve`; running requests finish first."""
 
     name: str | None = config.option(None, flag="", help="its name (default: the only one)")
+    timeout: float | None = config.option(
+        None,
+        help="most seconds to wait until it has ended (default: as long as its processes may take to finish their"
+        " requests, and 25 s more)",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +76,24 @@ def list_processes(options: ProcessListConfig) -> int:
 def stop(options: StopConfig) -> int:
     """Send SIGTERM and wait until it has ended. Raises EngineFailed if it does not."""
     served = state.find(options.name)
+    limit_s = served.stop_timeout_s + _STOP_MARGIN_S
+    if options.timeout is not None:
+        limit_s = options.timeout
     with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
         os.kill(served.pid, signal.SIGTERM)
-    print(f"stopping {served.name}: running requests finish first", flush=True)
-    deadline = time.monotonic() + _STOP_S
+    print(
+        f"stopping {served.name}: running requests finish first, within {served.stop_timeout_s:g} s;"
+        f" waiting for at most {limit_s:g} s",
+        flush=True,
+    )
+    deadline = time.monotonic() + limit_s
     with waiting.say_regularly(
         lambda: f"{served.name} has not ended; kill {served.pid} ends it at once"
     ):
         while any(served_now.pid == served.pid for served_now in state.running()):
             if time.monotonic() > deadline:
                 raise errors.EngineFailed(
-                    f"{served.name} has not ended within {_STOP_S:.0f} s; kill -9 {served.pid} ends it at once"
+                    f"{served.name} has not ended within {limit_s:g} s; kill -9 {served.pid} ends it at once"
                 )
             time.sleep(_POLL_S)
     return 0

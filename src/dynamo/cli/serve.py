@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.base import addresses, config, errors
+from dynamo.base import addresses, config, draining, errors
 from dynamo.base import clock as clocks
 from dynamo.cli import waiting
 from dynamo.cli import workers as cli_workers
@@ -38,7 +38,6 @@ from dynamo.runtime.http import client
 from dynamo.worker import engines, model_source
 
 PROBE_TIMEOUT_S = 1.0
-STOP_TIMEOUT_S = 35.0  # of a process that says nothing else
 PROMPT = "Tell me a story about a brave cat"
 DISCOVERY, NAMESPACE = "DYN_FILE_KV", "DYN_NAMESPACE"
 # What a process that joins a `dynamo serve` has to have in common with it.
@@ -275,13 +274,15 @@ class _Serving:
             self._topology = cli_workers.Topology(num_answering=options.workers)
         self._planner_port = 0
         self.specs = self._make_specs()
+        stop_timeout_s = max(
+            draining.stop_timeout_s(spec.argv, spec.environ) for spec in self.specs.values()
+        )
+        registration.update(stop_timeout_s=stop_timeout_s)
         self._supervisor = supervisor.Supervisor(
             guardian,
             self._clock,
             waiting.say,
-            stop_timeout_s=cli_workers.stop_timeout_s(
-                os.environ, options.worker_flags, options.frontend_flags
-            ),
+            stop_timeout_s=stop_timeout_s,
             on_start=functools.partial(list_child, registration),
         )
 

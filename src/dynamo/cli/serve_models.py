@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.base import clock as clocks
-from dynamo.base import config, errors
+from dynamo.base import config, draining, errors
 from dynamo.cli import serve, waiting
-from dynamo.cli import workers as cli_workers
 from dynamo.cli.serve import ServeConfig
 from dynamo.kvbm import host_memory
 from dynamo.launch import children, guard, state, supervisor
@@ -144,9 +143,12 @@ class _Run:
         self._guard = guardian
         self._clock = clocks.SystemClock()
         self._list_child = functools.partial(serve.list_child, registration)
-        self._stop_timeout_s = cli_workers.stop_timeout_s(
-            os.environ, options.worker_flags, options.frontend_flags
+        self._frontend = serve.frontend_spec(options, os.environ)
+        self._stop_timeout_s = max(
+            draining.stop_timeout_s(words, os.environ)
+            for words in (self._frontend.argv, shlex.split(options.worker_flags))
         )
+        registration.update(stop_timeout_s=self._stop_timeout_s)
 
     async def run(self, budget_gb: float) -> int:
         """Start the frontend, then load models as they are asked for, until a signal comes; return the exit code."""
@@ -179,7 +181,7 @@ class _Run:
         )
         try:
             await loader.announce()
-            await owner.start(serve.frontend_spec(options, os.environ))
+            await owner.start(self._frontend)
             if await serve.wait_until_answers(
                 owner, self._clock, "the frontend", probe, options.ready_timeout
             ):

@@ -5,13 +5,11 @@ They run in this process or elsewhere; either way `dynamo run` gets a runtime in
 
 import contextlib
 import dataclasses
-import itertools
-import shlex
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,7 +26,6 @@ REMOTE_PREFIX = "dyn://"
 AUTO = "auto"  # the workers that discovery shows
 ECHO_CORE, ECHO_FULL = "echo_core", "echo_full"
 _LAST_MESSAGE = "{{ messages[-1]['content'] }}"
-STOP_MARGIN_S = 5.0
 Mode = Literal["agg", "prefill", "decode"] | None  # the value of --disaggregation-mode
 
 
@@ -221,42 +218,3 @@ def _with_template(directory: Path, chat_template: str) -> Iterator[Path]:
                 Path(folder, path.name).symlink_to(path.resolve())
         Path(folder, "chat_template.jinja").write_text(chat_template)
         yield Path(folder)
-
-
-class DrainSetting(NamedTuple):
-    """A flag of a process, its variable and its default in seconds."""
-
-    flag: str
-    variable: str
-    default_s: float
-
-
-WORKER = DrainSetting("--graceful-shutdown-timeout", "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", 30.0)
-FRONTEND = DrainSetting(
-    "--http-graceful-shutdown-timeout-secs", "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 5.0
-)
-GRACE = DrainSetting(
-    "--graceful-shutdown-grace-period", "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 0.0
-)
-
-
-def stop_timeout_s(
-    environ: Mapping[str, str], worker_flags: str = "", frontend_flags: str = ""
-) -> float:
-    """Return how long the slowest of frontend and workers may take after SIGTERM, by their own settings."""
-    drains_s = (
-        sum(_seconds(setting, shlex.split(flags), environ) for setting in (limit, GRACE))
-        for limit, flags in ((WORKER, worker_flags), (FRONTEND, frontend_flags))
-    )
-    return STOP_MARGIN_S + max(drains_s)
-
-
-def _seconds(setting: DrainSetting, flags: Sequence[str], environ: Mapping[str, str]) -> float:
-    words = [word for flag in flags for word in flag.split("=", 1)]
-    texts = [environ.get(setting.variable)]
-    texts += [value for flag, value in itertools.pairwise(words) if flag == setting.flag]
-    seconds = setting.default_s
-    for text in filter(None, texts):  # the last one counts
-        with contextlib.suppress(ValueError):
-            seconds = float(text)
-    return seconds

@@ -31,7 +31,7 @@ _SCAN_S = 0.02
 
 
 class ChildDied(Exception):
-    """A child that is needed has ended; the parent exits with `exit_code`."""
+    """A process that is needed, such as a child, has ended; the parent exits with `exit_code`."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from dynamo.base import errors
+from dynamo.base import draining, errors
 
 HOME_VARIABLE = "DYNAMO_HOME"
 LOG_BYTES = 16 * 2**20  # then the log begins anew, and the former part is NAME.log.1
@@ -42,6 +42,7 @@ class ServeState(msgspec.Struct, kw_only=True):
     variables: dict[str, str]  # by which another process joins: discovery and namespace
     processes: list[ProcessState]
     models: dict[str, str] = {}  # the state in words of each model that is loaded on demand
+    stop_timeout_s: float = draining.STOP_TIMEOUT_S  # after which its processes are killed
     # of `pid`, as `process_start` returns it: a later process may get the same id
     process_start: str = ""
 
@@ -69,7 +70,7 @@ def running() -> list[ServeState]:
     for path in directory().glob("*.json"):
         if (state := _read(path)) is None:
             continue
-        if _is_alive(state):
+        if is_alive(state):
             states.append(state)
         else:
             path.unlink(missing_ok=True)
@@ -244,7 +245,7 @@ def process_start(pid: int) -> str:
     return stat.rpartition(b")")[2].split()[19].decode()
 
 
-def _is_alive(state: ServeState) -> bool:
+def is_alive(state: ServeState) -> bool:
     """Return whether the process of a state runs, and not another one that has got its id since."""
     try:
         os.kill(state.pid, 0)

@@ -94,7 +94,8 @@ class Supervisor:
     ) -> bool:
         """Wait until the probe returns true; call `on_wait` after each probe that does not.
 
-        Returns False if a signal came first. Raises ChildDied for a child that ends, TimeoutError after `timeout_s`.
+        Returns False if a signal came first. Raises ChildDied for a child that ends or after `end`, TimeoutError after
+        `timeout_s`.
         """
         deadline = self._clock.now() + timeout_s
         while not self._stop.is_set():
@@ -109,7 +110,14 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 async with self._clock.timeout(_PROBE_INTERVAL_S):
                     await self._stop.wait()
+        if self._death is not None:
+            raise self._death
         return False
+
+    def end(self, reason: children.ChildDied) -> None:
+        """Stop all children in order; `wait_until` and `run` raise the reason."""
+        self._death = reason
+        self._stop.set()
 
     def watch(self, name: str, *, fatal_codes: frozenset[int] = frozenset()) -> None:
         """Watch a child from now on: restart it when it dies; an exit code in `fatal_codes` stops all."""
@@ -135,8 +143,7 @@ class Supervisor:
                 return
             pause_s = policy.pause_s(0.0 if refusal else self._clock.now() - child.started_at)
             if death.exit_code in fatal_codes or pause_s is None:
-                self._death = death
-                self._stop.set()
+                self.end(death)
                 return
             self._report(f"{death}; starting it again in {pause_s:g} s")
             await self._clock.sleep(pause_s)

@@ -5,9 +5,10 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from dynamo.base import addresses, distribution, errors, process_setup
+from dynamo.base import addresses, distribution, draining, errors, process_setup
 from dynamo.base import clock as clocks
 from dynamo.base import config as configuration
 from dynamo.launch import allocation, children, guard
@@ -87,11 +88,7 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
                 clock,
                 registered=registered,
                 allocator=allocation.Allocator(children.machine_resources(os.environ)),
-                options=LocalWorkerOptions(
-                    cores=settings.cores_per_worker,
-                    devices=settings.devices_per_worker,
-                    can_change_roles=scaling.mode != "agg" and settings.backend in _CHANGING_ROLES,
-                ),
+                options=worker_options(settings, scaling, os.environ),
             )
         planner = make_service(settings, scaling, runtime, connector, clock)
         try:
@@ -105,6 +102,18 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
         finally:
             await planner.close()
             await connector.close()
+
+
+def worker_options(
+    settings: PlannerConfig, scaling: ScalingConfig, environ: Mapping[str, str]
+) -> LocalWorkerOptions:
+    """Return what each local worker gets and can do, and how long its own settings let it drain."""
+    return LocalWorkerOptions(
+        cores=settings.cores_per_worker,
+        devices=settings.devices_per_worker,
+        stop_timeout_s=draining.stop_timeout_s(shlex.split(settings.worker_flags), environ),
+        can_change_roles=scaling.mode != "agg" and settings.backend in _CHANGING_ROLES,
+    )
 
 
 def make_service(

@@ -36,7 +36,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, tasks
+from dynamo.base import draining, errors, tasks
 from dynamo.launch import allocation, children, guard
 from dynamo.planner.observation import PoolState, Replicas
 from dynamo.planner.scaling_pipeline import Decision
@@ -155,7 +155,7 @@ class LocalWorkerOptions:
 
     cores: int = 0
     devices: int = 0
-    stop_timeout_s: float = 35.0
+    stop_timeout_s: float = draining.STOP_TIMEOUT_S
     can_change_roles: bool = False  # it obeys the two signals
 
 

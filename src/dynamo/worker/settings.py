@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dynamo.base import addresses, config, errors
+from dynamo.base import addresses, config, draining, errors
 from dynamo.disagg import policy
 from dynamo.preprocess import infill
 from dynamo.preprocess.parsers import formats
@@ -118,20 +118,12 @@ class WorkerConfig(component.RuntimeConfig):
         " wait; raise it for models that load longer",
         least=0,
     )
-    graceful_shutdown_timeout_s: float = config.option(
-        30.0,
-        env="DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT",
-        flag="--graceful-shutdown-timeout",
-        help="seconds for running requests to finish after SIGTERM; increase it for long answers",
-        least=0,
+    graceful_shutdown_timeout_s: float = draining.WORKER.option(
+        "seconds for running requests to finish after SIGTERM; increase it for long answers"
     )
-    grace_period_s: float = config.option(
-        0.0,
-        env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
-        flag="--graceful-shutdown-grace-period",
-        help="seconds after SIGTERM in which new requests are still accepted, from frontends that have not noticed yet;"
-        " with 0 these requests migrate to another worker",
-        least=0,
+    grace_period_s: float = draining.GRACE.option(
+        "seconds after SIGTERM in which new requests are still accepted, from frontends that have not noticed yet;"
+        " with 0 these requests migrate to another worker"
     )
     health_check_enabled: bool = config.setting(
         False,

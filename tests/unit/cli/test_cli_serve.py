@@ -10,8 +10,9 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.cli import serve, serve_models, waiting
-from dynamo.launch import children
+from dynamo.launch import children, state
 from dynamo.runtime import listening
+from dynamo.worker import engines
 from waiting import PATIENT_S
 
 
@@ -104,6 +105,41 @@ def test_port_of_the_planner_is_none_that_connections_take(monkeypatch, tmp_path
     port = int(words[words.index("--planner-port") + 1])
 
     assert port in listening.PORT_RANGE
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "drain_s"),
+    [
+        ({}, {}, 30),
+        ({"worker_flags": "--graceful-shutdown-timeout 90"}, {}, 90),
+        ({"frontend_flags": "--http-graceful-shutdown-timeout-secs 80"}, {}, 80),
+        ({}, {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "0.5"}, 5),  # that of the frontend
+        # the planner waits for its workers
+        ({"planner": True, "worker_flags": "--graceful-shutdown-timeout 90"}, {}, 95),
+        ({"planner": True}, {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "600"}, 605),
+    ],
+)
+def test_stop_takes_as_long_as_the_slowest_process_may(
+    monkeypatch, tmp_path, options, variables, drain_s
+):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    chosen = serve.ServeConfig(engine="mocker", **options)
+    directory = engines.find_model("mocker", None)
+    with state.registered("m", "m") as registration:
+        serve._Serving(chosen, directory, registration, None)
+
+        assert state.find("m").stop_timeout_s == drain_s + 5
+
+
+def test_stop_of_several_models_takes_as_long_as_the_slowest_process_may(monkeypatch, tmp_path):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    chosen = serve.ServeConfig(engine="mocker", worker_flags="--graceful-shutdown-timeout=90")
+    with state.registered("m", "m") as registration:
+        serve_models._Run(chosen, [], None, registration, None)
+
+        assert state.find("m").stop_timeout_s == 95
 
 
 def test_progress_shows_the_seconds_waited_and_the_limit(capsys):

@@ -1,10 +1,12 @@
 """The lines that `dynamo serve` of a graph prints for one more process of a service."""
 
+import asyncio
 import dataclasses
 import os
 import pathlib
 import shlex
 import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,8 +14,9 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.cli import graph
-from dynamo.launch import allocation
+from dynamo.launch import allocation, guard, state
 from dynamo.sdk import commands, settings
+from waiting import PATIENT_S
 
 
 def command(service, *devices, number=1):
@@ -164,3 +167,67 @@ def test_line_of_a_joined_service_names_its_number_of_workers_once(bare):
     (line,) = lines(command("Leaf"), overrides=("--Leaf.seed=7", flag), join="n")
 
     assert line[-2:] == ["--Leaf.seed=7", flag]
+
+
+FOREVER = "import signal; signal.pause()"
+
+
+@pytest.fixture
+def listed(bare, tmp_path, monkeypatch):
+    """The registration of a `dynamo serve` of a graph, which another test process may join."""
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    with state.registered("leaves", "m:Root") as registration:
+        yield registration
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "drain_s"),
+    [
+        (("-m", "dynamo.vllm"), {}, 30),
+        (("-m", "dynamo.vllm", "--graceful-shutdown-timeout", "90"), {}, 90),
+        (("-m", "dynamo.sdk", "m:Root"), {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "600"}, 600),
+    ],
+)
+def test_processes_of_a_graph_are_not_killed_while_they_may_drain(listed, argv, environ, drain_s):
+    planned = (
+        dataclasses.replace(command("Leaf"), argv=(sys.executable, *argv), environ=environ),
+        dataclasses.replace(command("Root"), argv=(sys.executable, "-m", "dynamo.frontend")),
+    )
+    plan = commands.GraphPlan(commands=planned, notes=())
+    graph._Serving(graph.GraphConfig(target="m:Root"), plan, listed, None, None)
+
+    assert listed.state.stop_timeout_s == drain_s + 5
+    assert state.find("leaves").stop_timeout_s == drain_s + 5  # for `dynamo stop`
+
+
+async def test_graph_ends_when_the_one_that_it_joined_has_ended(listed, capsys):
+    other = subprocess.Popen([sys.executable, "-S", "-c", FOREVER])
+    with state.registered("main", "m:Root") as main, guard.Guard() as guardian:
+        main.update(pid=other.pid, process_start=state.process_start(other.pid))
+        leaf = dataclasses.replace(command("Leaf"), argv=(sys.executable, "-S", "-c", FOREVER))
+        serving = graph._Serving(
+            graph.GraphConfig(target="m:Root", join="main"),
+            commands.GraphPlan(commands=(leaf,), notes=()),
+            listed,
+            None,
+            guardian,
+            state.find("main"),
+        )
+        running = asyncio.ensure_future(serving.run(SimpleNamespace(name="Root", module=None)))
+        try:
+            async with asyncio.timeout(PATIENT_S):
+                while not listed.state.processes:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+            assert not running.done()
+        finally:
+            other.kill()
+            other.wait()
+        async with asyncio.timeout(PATIENT_S):
+            exit_code = await running
+
+    assert exit_code == 0
+    assert (
+        "stopped: main, the `dynamo serve` that this one joined, has ended\n"
+        in capsys.readouterr().err
+    )

@@ -174,3 +174,18 @@ def test_log_directory_that_is_a_file_is_named(tmp_path):
 
     with pytest.raises(errors.ConfigError, match=r"--log-dir .*taken: expected a directory"):
         command._make_writable(tmp_path / "taken" / "decisions.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("worker_flags", "environ", "drain_s"),
+    [
+        ("", {}, 30),
+        ("--max-num-seqs 4 --graceful-shutdown-timeout 90", {}, 90),
+        ("", {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "600"}, 600),
+        ("", {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "7"}, 37),
+    ],
+)
+def test_local_workers_are_not_killed_while_they_may_drain(worker_flags, environ, drain_s):
+    settings = PlannerConfig(worker_flags=worker_flags)
+
+    assert command.worker_options(settings, ScalingConfig(), environ).stop_timeout_s > drain_s
