@@ -4,19 +4,18 @@ The names of the environment variables are the original's. Records and admission
 """
 
 import os
-import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dynamo.base import config, errors
+from dynamo.base import config, draining, errors
 from dynamo.observability import row_writer
 from dynamo.preprocess import tokenize
 from dynamo.runtime import component
+from dynamo.runtime.http import browsers
 
 _MILLISECONDS = 1000
-_ORIGIN = re.compile(r"https?://[^/\s?#]+|null|\*").fullmatch
 _TRACE_STEM = "dynamo-request-trace"
 
 
@@ -155,14 +154,9 @@ class FrontendConfig(AdmissionConfig):
         None,
         help="Unix socket at which other processes of --http-workers ask this one; set by their parent",
     )
-    cors_allow_origin: tuple[str, ...] = config.setting(
-        (),
-        help="origins, such as https://chat.example.com, whose web pages may send requests; * for all",
-    )
+    cors_allow_origin: tuple[str, ...] = config.setting((), help=browsers.ORIGINS_HELP)
     allowed_hosts: tuple[str, ...] = config.setting(
-        (),
-        help="names by which browsers reach this server, beside its host name and addresses; not "
-        "looked at where API keys are used",
+        (), help=f"{browsers.HOSTS_HELP}; not looked at where API keys are used"
     )
     unknown_parameters: Literal["accept", "refuse"] = config.setting(
         "accept",
@@ -252,16 +246,12 @@ class FrontendConfig(AdmissionConfig):
         help="seconds that an answer which has begun waits while the NATS server of the request plane is away",
         least=0,
     )
-    http_graceful_shutdown_timeout_secs: float = config.setting(
-        5.0, help="seconds that running responses may take to finish after SIGTERM", least=0
+    http_graceful_shutdown_timeout_secs: float = draining.FRONTEND.option(
+        "seconds that running responses may take to finish after SIGTERM"
     )
-    grace_period_s: float = config.option(
-        0.0,
-        env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
-        flag="--graceful-shutdown-grace-period",
-        help="seconds after SIGTERM in which new requests are still taken, while /health says 503 already and a load"
-        " balancer may not know it yet",
-        least=0,
+    grace_period_s: float = draining.GRACE.option(
+        "seconds after SIGTERM in which new requests are still taken, while /health says 503 already and a load"
+        " balancer may not know it yet"
     )
 
     usage_file: str | None = config.setting(
@@ -309,12 +299,7 @@ class FrontendConfig(AdmissionConfig):
             raise errors.ConfigError(
                 "--kserve-grpc-port: expected a port that all processes of --http-workers share, got 0"
             )
-        for origin in self.cors_allow_origin:
-            if not _ORIGIN(origin):
-                raise errors.ConfigError(
-                    "--cors-allow-origin: expected an origin such as https://chat.example.com, null "
-                    f"or *, got {origin!r}"
-                )
+        browsers.check_origins(self.cors_allow_origin)
         if "*" in self.cors_allow_origin and self.api_keys_file:
             raise errors.ConfigError(
                 "--cors-allow-origin *: with --api-keys-file expected the exact origins that may use the keys"

@@ -15,7 +15,6 @@ from dynamo.base import distribution, errors, process_setup, tasks
 from dynamo.disagg import config as prefill_config
 from dynamo.disagg import prefill_route
 from dynamo.frontend import (
-    browsers,
     config,
     dispatch,
     http_certificate,
@@ -54,6 +53,7 @@ from dynamo.frontend.apis.ollama import api as ollama
 from dynamo.frontend.apis.responses import api as responses
 from dynamo.frontend.batches import journal, runner, upload
 from dynamo.frontend.console import feed, recorder, views
+from dynamo.frontend.delivery import delivery
 from dynamo.frontend.model_registry import file_fetcher, registry
 from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
@@ -62,7 +62,7 @@ from dynamo.protocols import instances
 from dynamo.router import config as router_config
 from dynamo.router import retry_rules, route_factory
 from dynamo.runtime import component
-from dynamo.runtime.http import encodings, exchange, parser, server
+from dynamo.runtime.http import browsers, encodings, exchange, parser, server
 
 _logger = logging.getLogger(__name__)
 _THRESHOLDS = "/busy_threshold"
@@ -356,6 +356,9 @@ class Frontend:
             else frozenset(settings.allowed_hosts) | browsers.own_names(),
         )
 
+        def refuse(client: exchange.Exchange, error: errors.Forbidden) -> None:
+            delivery.respond_error(client, error, self._app.dialect_of(client.request.path))
+
         def check_head(request: exchange.Request) -> int:
             """Return how many bytes a request's body may have. Raises RequestRefused without a valid key."""
             if browsers.is_preflight(request):
@@ -365,7 +368,7 @@ class Frontend:
             return self._max_body_bytes(request)
 
         http_server = server.HttpServer(
-            browsers.BrowserGuard(handler, policy, self._app.dialect_of),
+            browsers.BrowserGuard(handler, policy, refuse),
             limits=parser.HttpLimits(
                 kept_body_bytes=settings.http_body_memory_mb * 2**20,
                 request_s=settings.http_read_timeout_secs,

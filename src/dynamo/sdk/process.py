@@ -13,14 +13,13 @@ from typing import Any
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.base import config, errors, process_setup, tasks
+from dynamo.base import config, draining, errors, process_setup, tasks
 from dynamo.observability import logs
 from dynamo.runtime import client as clients
 from dynamo.runtime import component, reachability
-from dynamo.runtime.http import exchange, server
+from dynamo.runtime.http import browsers, exchange, server
 from dynamo.sdk import declaration, graph, settings
 
-DRAIN_S = 30.0
 FIND_S = 60.0  # for another service of the graph to be there
 DEFAULT_PORT = 8000
 _PAUSE_S = 0.1  # until the next worker is asked
@@ -51,12 +50,17 @@ class ServiceProcessConfig(component.RuntimeConfig):
     system_port: int | None = config.setting(
         None, help="port of /live and /health of a service without @api (default: none)", least=0
     )
-    grace_period_s: float = config.option(
-        0.0,
-        env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
-        flag="--graceful-shutdown-grace-period",
-        help="seconds after SIGTERM in which new requests are still taken, while /health says 503 already",
-        least=0,
+    cors_allow_origin: tuple[str, ...] = config.setting(
+        (), help=f"of a service with @api: {browsers.ORIGINS_HELP}"
+    )
+    allowed_hosts: tuple[str, ...] = config.setting(
+        (), help=f"of a service with @api: {browsers.HOSTS_HELP}"
+    )
+    graceful_shutdown_timeout_s: float = draining.WORKER.option(
+        "seconds for running requests to finish after SIGTERM; increase it for long answers"
+    )
+    grace_period_s: float = draining.GRACE.option(
+        "seconds after SIGTERM in which new requests are still taken, while /health says 503 already"
     )
 
 
@@ -77,6 +81,7 @@ class Health:
 
 async def run(options: ServiceProcessConfig, specs: Sequence[declaration.DeclaredService]) -> None:
     """Serve until a signal comes. Raises DynamoError."""
+    browsers.check_origins(options.cors_allow_origin)
     spec = graph.find(specs, options.service_name or specs[0].name)
     values = settings.with_defaults(settings.ServiceConfig.get_instance(), specs)
     os.environ[settings.VARIABLE] = msgspec.json.encode(values).decode()  # for `get_instance()`
@@ -105,7 +110,11 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
         service = _construct(spec, section, clients_by_name)
         health = Health(len(endpoints))
         methods = {name: _api(getattr(service, a)) for name, a in spec.methods("api").items()}
-        served = _make_server(methods, health)
+        policy = browsers.BrowserPolicy(
+            frozenset(options.cors_allow_origin),
+            frozenset(options.allowed_hosts) | browsers.own_names(),
+        )
+        served = _make_server(methods, health, policy)
         try:
             if methods:
                 host = str(section.get("host", "127.0.0.1"))
@@ -126,9 +135,9 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
             health.has_started = True
             await running.run_until(stop)
             health.is_draining = True
+            limit_s, grace_s = options.graceful_shutdown_timeout_s, options.grace_period_s
             await asyncio.gather(
-                runtime.drain(DRAIN_S, options.grace_period_s),
-                _drain(served, runtime.clock, options.grace_period_s),
+                runtime.drain(limit_s, grace_s), _drain(served, runtime.clock, limit_s, grace_s)
             )
         finally:
             await served.close()
@@ -161,9 +170,11 @@ async def _call(method: Callable[[], Any]) -> None:
         await result
 
 
-async def _drain(served: server.HttpServer, clock: clocks.Clock, grace_s: float) -> None:
+async def _drain(
+    served: server.HttpServer, clock: clocks.Clock, limit_s: float, grace_s: float
+) -> None:
     await clock.sleep(grace_s)
-    await served.drain(DRAIN_S)
+    await served.drain(limit_s)
 
 
 def _caller(
@@ -259,7 +270,9 @@ def to_plain(value: Any) -> Any:
     return dump(mode="json") if dump else msgspec.to_builtins(value)
 
 
-def _make_server(methods: Mapping[str, ApiMethod], health: Health) -> server.HttpServer:
+def _make_server(
+    methods: Mapping[str, ApiMethod], health: Health, policy: browsers.BrowserPolicy
+) -> server.HttpServer:
     """Return the server of these methods: `POST /name` for each, and `GET /health` and `/live` for probes."""
     table: dict[tuple[str, str], exchange.Handler] = {
         ("POST", f"/{name}"): _http_handler(method, health) for name, method in methods.items()
@@ -272,16 +285,16 @@ def _make_server(methods: Mapping[str, ApiMethod], health: Health) -> server.Htt
     table["GET", "/health"] = tell_health
     table["GET", "/live"] = lambda client: client.respond(200, b'{"status":"live"}')
     router = exchange.HttpRouter(table, error_body=server.plain_error)
-    return server.HttpServer(router, error_body=server.plain_error)
+    guarded = browsers.BrowserGuard(
+        router, policy, lambda client, error: _refuse(client, 403, str(error))
+    )
+    return server.HttpServer(
+        guarded, error_body=server.plain_error, cors_headers=policy.cors_headers
+    )
 
 
 def _http_handler(method: ApiMethod, health: Health) -> exchange.Handler:
     async def handle(client: exchange.Exchange) -> None:
-        headers = client.request.headers
-        own = f"://{headers.get('host', '')}"
-        if not headers.get("origin", own).endswith(own):
-            _refuse(client, 403, "a page of another origin may not call this service")
-            return
         if not health.has_started:
             _refuse(client, 503, "this service is starting; try again soon")
             return

@@ -5,10 +5,10 @@ import types
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend import browsers, config
+from dynamo.frontend import config
 from dynamo.frontend.admission import authentication
 from dynamo.frontend.apis import error_dialects
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import browsers, exchange
 
 OWN = "http://localhost:8000"
 FOREIGN = "https://evil.example"

@@ -7,7 +7,9 @@ import dataclasses
 import httpx
 import pytest
 
-from dynamo.base import errors
+from dynamo.base import config, errors
+from dynamo.runtime import component
+from dynamo.runtime.http import browsers
 from dynamo.sdk import declaration, depends, endpoint, process, service
 from waiting import PATIENT_S
 
@@ -78,11 +80,12 @@ async def test_worker_that_cannot_be_replaced_fails_the_request(workers, instanc
 
 
 @contextlib.asynccontextmanager
-async def serving(method):
-    """The address of a service's HTTP API with this method, which is `POST /tell`."""
+async def serving(method, *origins):
+    """The address of a service's HTTP API with this method, which is `POST /tell` and pages of `origins` may call."""
     health = process.Health(0)
     health.has_started = True
-    server = process._make_server({"tell": process._api(method)}, health)
+    policy = browsers.BrowserPolicy(frozenset(origins), frozenset(("box",)))
+    server = process._make_server({"tell": process._api(method)}, health, policy)
     port = await server.start("127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{port}/tell"
@@ -213,3 +216,84 @@ async def test_fields_of_a_body_get_the_types_of_the_parameters(body, status, sa
 
     assert answer.status_code == status
     assert said in answer.text
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        ((), {}, (30.0, 0.0)),
+        (("--graceful-shutdown-timeout", "90"), {}, (90.0, 0.0)),
+        ((), {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "80"}, (80.0, 0.0)),
+        (("--graceful-shutdown-grace-period", "0.01"), {}, (30.0, 0.01)),
+    ],
+)
+async def test_requests_of_a_service_may_take_as_long_as_its_setting_says(
+    monkeypatch, argv, environ, expected
+):
+    @service()
+    class Idle:
+        pass
+
+    drains = []
+
+    async def note_drain(self, *seconds):
+        drains.append(seconds)
+
+    stop = asyncio.Event()
+    stop.set()
+    monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
+    monkeypatch.setattr(component.DistributedRuntime, "drain", note_drain)
+    monkeypatch.delenv("DYNAMO_SERVICE_CONFIG", raising=False)
+    words = ["m:Idle", "--discovery-backend", "mem", *argv]
+    options = config.load(process.ServiceProcessConfig, prog="x", argv=words, environ=environ)
+    await process.run(options, [declaration.spec_of(Idle)])
+
+    assert drains == [expected]
+
+
+REBOUND = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
+FOREIGN = {"origin": "https://evil.example"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "said"),
+    [
+        ({}, 200, "seen"),
+        ({"host": "frontend.dynamo.svc:8000"}, 200, "seen"),  # no browser
+        ({"host": "box:8000", "origin": "http://box:8000"}, 200, "seen"),
+        ({"origin": "https://ours.example"}, 200, "seen"),
+        (REBOUND, 403, "expected a Host that names this server, got 'evil.example:8000'"),
+        (FOREIGN, 403, "allow it with --cors-allow-origin"),
+    ],
+)
+async def test_service_is_called_by_no_foreign_page(headers, status, said):
+    async def tell():
+        return "seen"
+
+    async with (
+        serving(tell, "https://ours.example") as url,
+        httpx.AsyncClient(timeout=PATIENT_S) as client,
+    ):
+        answer = await client.post(url, json={}, headers=headers)
+
+    assert (answer.status_code, said in answer.text) == (status, True)
+
+
+async def test_page_of_an_allowed_origin_asks_first_and_reads_the_answer():
+    async def tell():
+        return "seen"
+
+    origin = "https://ours.example"
+    asked = {"origin": origin, "access-control-request-method": "POST"}
+    async with serving(tell, origin) as url, httpx.AsyncClient(timeout=PATIENT_S) as client:
+        permission = await client.options(url, headers=asked)
+        answer = await client.post(url, json={}, headers={"origin": origin})
+
+    assert permission.status_code == 204
+    assert answer.headers["access-control-allow-origin"] == origin
+
+
+async def test_origin_that_is_none_is_refused_before_the_service_starts():
+    options = process.ServiceProcessConfig(target="m:Asked", cors_allow_origin=("ours.example",))
+    with pytest.raises(errors.ConfigError, match="--cors-allow-origin: expected an origin"):
+        await process.run(options, [declaration.spec_of(Asked)])

@@ -8,11 +8,11 @@ reads under its own name by plain HTTP has neither mark, but always `Accept-Lang
 leave out. Requests that no browser sent, such as those of curl, probes and proxies, are not looked at.
 """
 
+import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from dynamo.base import addresses, errors
-from dynamo.frontend.delivery import delivery
 from dynamo.runtime.http import exchange
 
 _METHODS = "GET, POST, DELETE, OPTIONS"
@@ -26,6 +26,11 @@ _EXPOSED = (
 _MARKS = frozenset(("origin", "sec-fetch-site", "accept-language"))
 # Types that need a preflight request when another origin sends them: JSON, and the tensors of KServe.
 _BODY_TYPES = ("application/json", "application/octet-stream")
+_ORIGIN = re.compile(r"https?://[^/\s?#]+|null|\*").fullmatch
+ORIGINS_HELP = (
+    "origins, such as https://chat.example.com, whose web pages may send requests; * for all"
+)
+HOSTS_HELP = "names by which browsers reach this server, beside its host name and addresses"
 
 
 class BrowserPolicy:
@@ -96,17 +101,17 @@ class BrowserPolicy:
 
 
 class BrowserGuard:
-    """A handler that answers preflight requests and passes on what the policy allows."""
+    """A handler that answers preflight requests and passes on what the policy allows; `refuse` answers the rest."""
 
     def __init__(
         self,
         handler: exchange.Handler,
         policy: BrowserPolicy,
-        dialect_of: Callable[[str], delivery.ErrorDialect],
+        refuse: Callable[[exchange.Exchange, errors.Forbidden], None],
     ) -> None:
         self._handler = handler
         self._policy = policy
-        self._dialect_of = dialect_of
+        self._refuse = refuse
 
     def __call__(self, client: exchange.Exchange) -> Awaitable[None] | None:
         request = client.request
@@ -116,7 +121,7 @@ class BrowserGuard:
         try:
             self._policy.check(request)
         except errors.Forbidden as error:
-            delivery.respond_error(client, error, self._dialect_of(request.path))
+            self._refuse(client, error)
             return None
         if client.cors_headers and is_preflight(request):
             wanted = request.headers.get("access-control-request-headers", "")
@@ -130,6 +135,16 @@ class BrowserGuard:
             client.respond(204, b"", headers=permissions)
             return None
         return self._handler(client)
+
+
+def check_origins(origins: Iterable[str]) -> None:
+    """Raise ConfigError for a value of `--cors-allow-origin` that is no origin."""
+    for origin in origins:
+        if not _ORIGIN(origin):
+            raise errors.ConfigError(
+                "--cors-allow-origin: expected an origin such as https://chat.example.com, null "
+                f"or *, got {origin!r}"
+            )
 
 
 def is_preflight(request: exchange.Request) -> bool:
