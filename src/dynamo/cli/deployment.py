@@ -118,6 +118,12 @@ def manage(options: DeploymentConfig) -> int:
     """Do what the action says; return the exit code. Raises DynamoError."""
     if options.action in ("create", "update"):
         return deploy(options)
+    if options.dry_run:
+        raise errors.ConfigError(f"--dry-run: expected create or update, got {options.action}")
+    if options.overrides:
+        raise errors.ConfigError(
+            f"unrecognized argument of {options.action}: {options.overrides[0]} (see --help)"
+        )
     if options.action == "list":
         return _on_cluster(lambda cluster: _list(cluster, options.namespace))
     name = options.name or options.pipeline

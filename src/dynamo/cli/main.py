@@ -5,6 +5,7 @@
 """
 
 import argparse
+import dataclasses
 import importlib
 import os
 import shutil
@@ -198,8 +199,7 @@ def _run(argv: Sequence[str]) -> int:
         print(render(_OPTIONS, {key: COMMANDS[key].summary for key in COMMANDS}))
         return 0
     if name in COMMANDS:
-        is_graph = name == "serve" and any(map(graphs.is_target, argv[1:]))
-        command = _GRAPH if is_graph else COMMANDS[name]
+        command = _GRAPH if name == "serve" and _names_graph(argv[1:]) else COMMANDS[name]
         options: Any = config.load(command.options, prog=f"dynamo {name}", argv=argv[1:])
         return command.run(options)
     if not name.startswith("-"):
@@ -207,6 +207,18 @@ def _run(argv: Sequence[str]) -> int:
     flags, _ = make_parser().parse(argv[:2] or ("--help",), takes_rest=False)
     _obey_flags(flags)
     return 0
+
+
+def _names_graph(argv: Sequence[str]) -> bool:
+    """Return whether `dynamo serve` is called with a graph; a model's name in a flag may look like one."""
+    names = [
+        field.name
+        for field in dataclasses.fields(COMMANDS["serve"].options)
+        if field.type is not bool
+    ]
+    flags = {f"--{name.replace('_', '-')}" for name in names}
+    words = zip(("", *argv), argv, strict=False)
+    return any(graphs.is_target(word) for before, word in words if before not in flags)
 
 
 def _obey_flags(flags: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
-from dynamo.cli import batch, serve, session, terminal, workers
+from dynamo.cli import batch, serve, serve_options, session, terminal, workers
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import service
 from dynamo.observability import logs
@@ -64,7 +64,7 @@ _REPLACEMENTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig(serve.HttpConfig):
+class RunConfig(serve_options.HttpConfig):
     """Talk to a model in the terminal, or by file."""
 
     words: tuple[str, ...] = config.option(
@@ -137,6 +137,7 @@ def plan(options: RunConfig) -> RunPlan:
         refuse_flag(options.further_words[0])
     fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
     words = read_words((*options.words, *([options.model_path] if options.model_path else ())))
+    _check_effect(words.get("source", "text"), options)
     return RunPlan(
         **{"target": engines.default_for(words.get("model")), **words},
         model_name=options.model_name,
@@ -147,6 +148,20 @@ def plan(options: RunConfig) -> RunPlan:
         http_host=options.http_host,
         http_port=options.http_port,
     )
+
+
+def _check_effect(source: str, options: RunConfig) -> None:
+    """Raise ConfigError for a flag that has no effect with this source."""
+    if options.output is not None and not source.startswith(_BATCH):
+        raise errors.ConfigError(
+            f"--output: has no effect with in={source}, only with in=batch:FILE"
+        )
+    is_asked_elsewhere = source == "http" or source.startswith(workers.REMOTE_PREFIX)
+    for name in ("max_tokens", "temperature"):
+        if is_asked_elsewhere and getattr(options, name) is not None:
+            raise errors.ConfigError(
+                f"--{name.replace('_', '-')}: has no effect with in={source}, where each request has its {name}"
+            )
 
 
 def refuse_flag(word: str) -> NoReturn:
@@ -162,8 +177,8 @@ def read_words(words: Sequence[str]) -> dict[str, str]:
     """Read `in=text out=native MODEL`, in any order, into fields of `RunPlan`. Raises ConfigError."""
     fields: dict[str, str] = {}
     for word in words:
-        key, _, value = word.partition("=")
-        name = {"in": "source", "out": "target"}.get(key, "model") if value else "model"
+        key, sign, value = word.partition("=")
+        name = {"in": "source", "out": "target"}.get(key, "model") if sign else "model"
         if name in fields:
             raise errors.ConfigError(f"{word!r} is one too many: expected in=..., out=..., MODEL")
         fields[name] = word if name == "model" else value
@@ -265,7 +280,8 @@ def _join(planned: RunPlan) -> contextlib.AbstractAsyncContextManager[component.
 
 
 async def _serve_http(planned: RunPlan) -> None:
-    """Serve the API from this process, with the workers of the plan, until a signal comes."""
+    """Serve the API from this process, with the workers of the plan, until a signal comes. Raises ConfigError."""
+    serve.check_port(planned.http_host, planned.http_port, other="--http-port")
     options = frontend_config.FrontendConfig(
         http_host=planned.http_host, http_port=planned.http_port
     )

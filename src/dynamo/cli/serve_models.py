@@ -7,7 +7,6 @@ and its KV cache.
 
 import asyncio
 import functools
-import json
 import os
 import re
 import shlex
@@ -15,11 +14,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, draining, errors
 from dynamo.cli import serve, waiting
-from dynamo.cli.serve import ServeConfig
+from dynamo.cli.serve_options import ServeConfig
+from dynamo.engine.native import model_files
 from dynamo.kvbm import host_memory
 from dynamo.launch import children, guard, state, supervisor
 from dynamo.planner import model_loader, model_turns
@@ -93,9 +94,10 @@ def _resolve(options: ServeConfig, typed: str) -> _Model:
 
 
 def _context_length(directory: Path) -> int:
-    """Return the context that the model's own settings name, in tokens; 0 if they name none."""
-    settings = json.loads((directory / "config.json").read_text("utf-8"))
-    length = settings.get("text_config", settings).get("max_position_embeddings")
+    """Return the context that the model's own settings name, in tokens; 0 if they name none. Raises ConfigError."""
+    settings = model_files.read_json(directory / "config.json", dict[str, Any]) or {}
+    own = settings.get("text_config")
+    length = (own if isinstance(own, dict) else settings).get("max_position_embeddings")
     return length if isinstance(length, int) else 0
 
 
@@ -118,6 +120,8 @@ def _check_options(options: ServeConfig, names: list[str]) -> None:
         )
     single = {"--model-name": options.model_name, "--planner": options.planner,
               "--prefill": options.prefill, "--workers": options.workers > 1,
+              "--cores-per-worker": options.cores_per_worker,
+              "--devices-per-worker": options.devices_per_worker,
               "--dry-run": options.dry_run}  # fmt: skip
     if wrong := [flag for flag, value in single.items() if value]:
         raise errors.ConfigError(

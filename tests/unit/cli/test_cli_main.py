@@ -49,6 +49,14 @@ def test_error_for_an_invalid_argument_is_one_sentence(monkeypatch, capsys, argu
     assert err.count("\n") == 1
 
 
+def test_model_whose_name_looks_like_a_graph_is_served_as_a_model(monkeypatch, capsys):
+    names = []
+    monkeypatch.setattr(serve, "serve", lambda options: names.append(options.model_name))
+    code, _, err = run(monkeypatch, capsys, "serve", "--model-name", "llama:latest")
+
+    assert (code, err, names) == (0, "", ["llama:latest"])
+
+
 def test_reader_that_has_gone_ends_the_command_without_a_word():
     reading, writing = os.pipe()
     os.close(reading)

@@ -97,6 +97,24 @@ def test_options_of_several_models_are_refused_with_one():
         serve.serve(serve.ServeConfig(pin=("storyteller",)))
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"planner_flags": "--ttft 300"}, "--planner-flags: has no effect without --planner"),
+        ({"planner_max_workers": 8}, "--planner-max-workers: has no effect without --planner"),
+        ({"planner_min_workers": 0}, "--planner-min-workers: has no effect without --planner"),
+        ({"planner": True, "workers": 2}, "--workers: has no effect with --planner"),
+        (
+            {"planner": True, "planner_min_workers": 5},
+            "--planner-min-workers 5: expected at most --planner-max-workers 4",
+        ),
+    ],
+)
+def test_flag_that_would_have_no_effect_is_refused(options, says):
+    with pytest.raises(errors.ConfigError, match=says):
+        serve.serve(serve.ServeConfig(engine="mocker", dry_run=True, **options))
+
+
 def test_port_of_the_planner_is_none_that_connections_take(monkeypatch, tmp_path, capsys):
     """The planner listens there seconds later, and again after a restart."""
     monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))

@@ -1,5 +1,7 @@
 """What `dynamo run` is told."""
 
+import socket
+
 import msgspec
 import pytest
 
@@ -35,6 +37,8 @@ def test_words_may_come_in_any_order(words, expected):
         (["in=dyn://a"], "is no endpoint"),
         (["a", "b"], "'b' is one too many"),
         (["in=text", "in=http"], "'in=http' is one too many"),
+        (["in="], "in=: expected one of text, stdin"),
+        (["out="], "out=: .*there are native, mocker"),
     ],
 )
 def test_unknown_words_are_refused(words, message):
@@ -69,6 +73,36 @@ def test_endpoint_as_source_is_the_command_of_a_worker(words, flags):
 def test_endpoint_as_source_refuses_what_is_no_single_worker(options, says):
     with pytest.raises(errors.ConfigError, match=says):
         run.worker_command(run.plan(run.RunConfig(**options)))
+
+
+@pytest.mark.parametrize(
+    ("word", "options", "says"),
+    [
+        (
+            "in=text",
+            {"output": "o"},
+            "--output: has no effect with in=text, only with in=batch:FILE",
+        ),
+        ("in=http", {"output": "o"}, "--output: has no effect with in=http"),
+        ("in=http", {"max_tokens": 5}, "--max-tokens: has no effect with in=http, where each req"),
+        (
+            "in=dyn://a.b.c",
+            {"temperature": 0.0},
+            "--temperature: has no effect with in=dyn://a.b.c",
+        ),
+    ],
+)
+def test_flag_without_effect_is_refused(word, options, says):
+    with pytest.raises(errors.ConfigError, match=says):
+        run.plan(run.RunConfig(words=(word,), **options))
+
+
+def test_port_in_use_is_named_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(run, "_join", lambda _: pytest.fail("it is loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(errors.ConfigError, match=f"port {port} is in use: .* --http-port$"):
+            run.run(run.RunConfig(words=("in=http", "out=mocker"), http_port=port))
 
 
 def test_flags_of_earlier_releases_name_the_model_and_its_length():

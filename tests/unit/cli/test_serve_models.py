@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.base import config, errors
 from dynamo.cli import serve_models
-from dynamo.cli.serve import ServeConfig
+from dynamo.cli.serve_options import ServeConfig
 from dynamo.engine import native
 from dynamo.worker import engines, model_source
 
@@ -27,6 +27,8 @@ def models(tmp_path):
         (["--pin", "gamma"], "--pin gamma: expected one of the models alpha, beta"),
         (["--planner"], "--planner is for one model, got 2"),
         (["--model-name", "m"], "--model-name is for one model, got 2"),
+        (["--cores-per-worker", "2"], "--cores-per-worker is for one model, got 2"),
+        (["--devices-per-worker", "1"], "--devices-per-worker is for one model, got 2"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_numbers(models, flags, message, unused_tcp_port):
@@ -78,3 +80,25 @@ def test_missing_engine_is_named_before_a_model_is_downloaded(typed, monkeypatch
 def fail(message):
     """Refuse as a package that is missing is refused."""
     raise errors.ConfigError(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        ('{"max_position_embeddings": 99}', 99),
+        ('{"text_config": {"max_position_embeddings": 99}}', 99),
+        ('{"text_config": null, "max_position_embeddings": 99}', 99),
+        ('{"max_position_embeddings": "long"}', 0),
+    ],
+)
+def test_context_of_a_model_is_what_its_settings_name(tmp_path, text, length):
+    (tmp_path / "config.json").write_text(text)
+
+    assert serve_models._context_length(tmp_path) == length
+
+
+@pytest.mark.parametrize("content", [b"{broken", b"[1]", b"\xff"])
+def test_damaged_settings_of_a_model_are_named(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(errors.ConfigError, match=r"config\.json: "):
+        serve_models._context_length(tmp_path)
