@@ -99,6 +99,10 @@ def check_output(path: Path, batch_path: Path) -> None:
     try:
         path.open("ab").close()
         is_batch = path.samefile(batch_path)
+        if path.is_file():
+            partial = _partial(path)
+            partial.touch()
+            partial.unlink()
     except OSError as error:
         raise errors.ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
     if is_batch:
@@ -109,13 +113,18 @@ def check_output(path: Path, batch_path: Path) -> None:
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write one line of JSON for each answer, all of them or none."""
-    partial = path.resolve().with_name(f".{path.name}.{os.getpid()}")
+    partial = _partial(path)
     partial.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     if path.is_file():
         partial.replace(path.resolve())
     else:  # a pipe or a device
         path.write_bytes(partial.read_bytes())
         partial.unlink()
+
+
+def _partial(path: Path) -> Path:
+    """Return the file that becomes the one of the answers when it is whole."""
+    return path.resolve().with_name(f".{path.name}.{os.getpid()}")
 
 
 async def _answer(

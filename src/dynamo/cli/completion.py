@@ -4,7 +4,6 @@ The script completes `dynamo …` and `python -m dynamo.x …`. It asks the prog
 (`base.config`), so that it never goes out of date.
 """
 
-import os
 from pathlib import Path
 
 from argcomplete import shell_integration
@@ -85,12 +84,11 @@ def install(shell: str, home: Path) -> Path:
             name, line = _LINE_BY_SHELL[shell]
             start_file = home / name
             line = line.format(script=path)
-            content = start_file.read_text() if start_file.exists() else ""
-            if line not in content.splitlines():
-                with start_file.open("a") as file:
-                    file.write(
-                        f"{os.linesep if content and content[-1] != chr(10) else ''}{line}\n"
-                    )
+            content = start_file.read_bytes() if start_file.exists() else b""
+            if line.encode() not in content.splitlines():
+                with start_file.open("ab") as file:
+                    before = b"\n" if content and not content.endswith(b"\n") else b""
+                    file.write(before + line.encode() + b"\n")
     except OSError as error:
         raise errors.ConfigError(
             f"{error.filename}: cannot be written: {error.strerror}"

@@ -19,7 +19,6 @@ from dynamo.launch import allocation, children, guard, state, supervisor
 from dynamo.protocols import instances
 from dynamo.sdk import commands, declaration, graph, settings
 
-_LAST_PORT = 65_535
 _LOOK_S = 1.0  # until it is looked again whether the joined `dynamo serve` runs
 
 
@@ -82,15 +81,12 @@ class LoadedGraph:
             serve.check_no_tls(command.argv, environ)
             flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
             flags.add_argument("--http-port", default=environ.get("DYN_HTTP_PORT", "8000"))
-            port = str(flags.parse_known_args(command.argv)[0].http_port)
-        elif root.methods("api"):
+            port = flags.parse_known_args(command.argv)[0].http_port
+            return settings.read_port(root.name, {"port": port})
+        if root.methods("api"):
             merged = settings.with_defaults(self.values, [root])
-            port = str(merged.section(root.name).get("port", 8000))
-        else:
-            return None
-        if not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
-            raise errors.ConfigError(f"{root.name}.port: expected 1 to {_LAST_PORT}, got {port!r}")
-        return int(port)
+            return settings.read_port(root.name, merged.section(root.name))
+        return None
 
 
 def load(options: GraphConfig) -> LoadedGraph:

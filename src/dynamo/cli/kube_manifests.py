@@ -35,8 +35,21 @@ def print_manifests(file: str) -> int:
 
 
 def apply_manifests(file: str) -> int:
-    """Apply the converted manifests to the cluster of the kubeconfig; return the exit code. Raises DynamoError."""
-    return asyncio.run(_apply(read_manifests(file)))
+    """Apply the converted manifests to the cluster of the kubeconfig; return the exit code. Raises DynamoError.
+
+    Nothing is applied if one of them is not whole.
+    """
+    manifests = read_manifests(file)
+    for number, manifest in enumerate(manifests, 1):
+        document, metadata = manifest.document, manifest.document.get("metadata")
+        fields = {name: document.get(name) for name in ("apiVersion", "kind")}
+        fields["metadata.name"] = metadata.get("name") if isinstance(metadata, dict) else None
+        for name, value in fields.items():
+            if not value or not isinstance(value, str):
+                raise errors.ConfigError(
+                    f"{file}, manifest {number}: {name}: expected a text, got {value!r:.60}"
+                )
+    return asyncio.run(_apply(manifests))
 
 
 async def _apply(manifests: list[manifest_forms.ConvertedManifest]) -> int:

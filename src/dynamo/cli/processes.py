@@ -79,8 +79,14 @@ def stop(options: StopConfig) -> int:
     limit_s = served.stop_timeout_s + _STOP_MARGIN_S
     if options.timeout is not None:
         limit_s = options.timeout
-    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+    try:
         os.kill(served.pid, signal.SIGTERM)
+    except ProcessLookupError:  # it has ended meanwhile
+        pass
+    except PermissionError as error:
+        raise errors.ConfigError(
+            f"{served.name}, process {served.pid}, belongs to another user, who can stop it"
+        ) from error
     print(
         f"stopping {served.name}: running requests finish first, within {served.stop_timeout_s:g} s;"
         f" waiting for at most {limit_s:g} s",
@@ -105,9 +111,9 @@ def show_logs(options: LogsConfig) -> int:
     path = state.log_path(name)
     try:
         file = _open_log(path)
-    except FileNotFoundError:
+    except OSError as error:
         raise errors.ConfigError(
-            f"no log of {name}: expected a name that `dynamo ps` shows"
+            f"no log of {name} ({error.strerror}): expected a name that `dynamo ps` shows"
         ) from None
     try:
         sys.stdout.writelines(deque(file, options.tail or None))

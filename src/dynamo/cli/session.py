@@ -195,8 +195,12 @@ class BackgroundLoop:
 
 
 def answer_standard_input(loop: BackgroundLoop, talk: Session, fields: dict[str, Any]) -> None:
-    """Answer all of standard input as one prompt. Raises ConfigError if it is empty."""
-    text = sys.stdin.read().strip() if sys.stdin else ""
+    """Answer all of standard input as one prompt. Raises ConfigError if it is empty, or no text."""
+    try:
+        text = sys.stdin.read().strip() if sys.stdin else ""
+        text.encode()  # some locales let bytes pass that are no UTF-8
+    except UnicodeError as error:
+        raise errors.ConfigError(f"in=stdin: expected text in UTF-8: {error}") from error
     if not text:
         raise errors.ConfigError("in=stdin: expected a prompt on standard input, got nothing")
     loop.call(talk.chat([{"role": "user", "content": text}], _print_piece, **fields))

@@ -48,8 +48,11 @@ class ServeState(msgspec.Struct, kw_only=True):
 
 
 def home() -> Path:
-    """Return the directory of the command's own files: DYNAMO_HOME, or ~/.dynamo."""
-    return Path(os.environ.get(HOME_VARIABLE) or "~/.dynamo").expanduser()
+    """Return the directory of the command's own files: DYNAMO_HOME, or ~/.dynamo. Raises ConfigError without a home."""
+    try:
+        return Path(os.environ.get(HOME_VARIABLE) or "~/.dynamo").expanduser()
+    except RuntimeError as error:
+        raise errors.ConfigError(f"{error} Name a directory by {HOME_VARIABLE}") from error
 
 
 def directory() -> Path:
@@ -57,7 +60,7 @@ def directory() -> Path:
     try:
         path = home() / "state"
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+    except OSError as error:
         raise errors.ConfigError(
             f"there is no directory for the states of `dynamo serve` ({error}): name one by {HOME_VARIABLE}"
         ) from error

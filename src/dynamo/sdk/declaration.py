@@ -14,6 +14,7 @@ MODULE`, with its configuration as flags; one with `inside` has no process, beca
 
 import dataclasses
 import inspect
+import typing
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -67,6 +68,7 @@ class DeclaredService:
             for name, attribute in self.methods(role).items():
                 where = f"{self.file}, {self.cls.__name__}.{attribute}"
                 method = getattr(self.cls, attribute)
+                self._check_annotations(method, where)
                 if inspect.isgeneratorfunction(method):
                     raise errors.ConfigError(
                         f"{where}: expected async def, got a generator that blocks all other requests"
@@ -83,6 +85,15 @@ class DeclaredService:
                         raise errors.ConfigError(
                             f"{where}: expected a name of a-z, 0-9, - and _, got {part!r}"
                         )
+
+    def _check_annotations(self, method: Callable[..., Any], where: str) -> None:
+        """Raise ConfigError for annotations that this process could not read for a request."""
+        if self.module is not None:  # another command answers
+            return
+        try:
+            typing.get_type_hints(method)
+        except (NameError, AttributeError, TypeError, SyntaxError) as error:
+            raise errors.ConfigError(f"{where}: an annotation cannot be read: {error}") from error
 
 
 def service(
@@ -103,12 +114,19 @@ def service(
 
     def decorate(cls: type) -> type:
         where = f"{inspect.getsourcefile(cls)}, class {cls.__name__}"
+        for argument, mapping in (("dynamo", dynamo), ("resources", resources)):
+            if not isinstance(mapping, Mapping | None):
+                raise errors.ConfigError(
+                    f"{where}, {argument}: expected keys with values, got {mapping!r:.60}"
+                )
         if unknown := {*(resources or {})} - {*RESOURCES}:
             raise errors.ConfigError(
                 f"{where}, resources: expected {', '.join(RESOURCES)}, got {min(unknown)!r}"
             )
-        if workers < 1:
-            raise errors.ConfigError(f"{where}, workers: expected at least 1, got {workers}")
+        if not isinstance(workers, int) or workers < 1:
+            raise errors.ConfigError(
+                f"{where}, workers: expected a number of at least 1, got {workers!r}"
+            )
         spec = DeclaredService(
             cls=cls,
             name=(dynamo or {}).get("component", cls.__name__),

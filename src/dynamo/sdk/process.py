@@ -21,7 +21,6 @@ from dynamo.runtime.http import browsers, exchange, server
 from dynamo.sdk import declaration, graph, settings
 
 FIND_S = 60.0  # for another service of the graph to be there
-DEFAULT_PORT = 8000
 _PAUSE_S = 0.1  # until the next worker is asked
 _PROG = "python -m dynamo.sdk"
 _TEXT = "text/plain; charset=utf-8"
@@ -118,7 +117,7 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
         try:
             if methods:
                 host = str(section.get("host", "127.0.0.1"))
-                await served.start(host, int(section.get("port", DEFAULT_PORT)))
+                await served.start(host, settings.read_port(spec.name, section))
             elif options.system_port is not None:
                 await served.start(
                     options.system_host, options.system_port, port_flag="--system-port"

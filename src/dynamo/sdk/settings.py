@@ -25,6 +25,7 @@ VARIABLE = "DYNAMO_SERVICE_CONFIG"
 COMMON, _SHARED, _ARGS = "Common", "common-configs", "ServiceArgs"
 _ARGS_WITH_KEYS = ("resources", "dynamo", "environment")
 _UNUSED = ("enabled", "name", "component", "component_type")  # the original's files have them
+DEFAULT_PORT, _LAST_PORT = 8000, 65_535
 Section = dict[str, Any]
 
 
@@ -139,6 +140,21 @@ class ServiceConfig(dict[str, Section]):
                 raise errors.ConfigError(
                     f"{source}, {name}.{_SHARED}: expected a list such as [{shared}], got {shared!r:.60}"
                 )
+            texts = {f"{_ARGS}.module": (args or {}).get("module")}
+            texts |= {f"{_SHARED}[{n}]": key for n, key in enumerate(shared or ())}
+            for place, value in texts.items():
+                if not isinstance(value, str | None):
+                    raise errors.ConfigError(
+                        f"{source}, {name}.{place}: expected a text, got {value!r:.60}"
+                    )
+
+
+def read_port(service: str, section: Mapping[str, Any]) -> int:
+    """Return the port of a service's HTTP API. Raises ConfigError for a value that is none."""
+    text = str(section.get("port", DEFAULT_PORT))
+    if not text.isdecimal() or not 0 < int(text) <= _LAST_PORT:
+        raise errors.ConfigError(f"{service}.port: expected 1 to {_LAST_PORT}, got {text!r}")
+    return int(text)
 
 
 def _check_keys(section: object, place: str) -> None:

@@ -1,5 +1,6 @@
 """The YAML file of a graph's configuration. The only module of the SDK that imports yaml."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise errors.ConfigError(f"-f {path}: expected a readable YAML file: {reason}") from error
+    try:
+        json.dumps(content)  # as the processes get it
+    except (TypeError, ValueError) as error:
+        raise errors.ConfigError(
+            f"-f {path}: expected values as in JSON: {error}; write a date in quotes"
+        ) from error
     if content is not None and not isinstance(content, dict):
         raise errors.ConfigError(f"-f {path}: expected sections by service, got {content!r:.60}")
     return content or {}

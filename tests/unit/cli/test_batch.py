@@ -75,6 +75,14 @@ def test_unwritable_output_is_refused(tmp_path):
         batch.check_output(tmp_path / "none" / "answers.jsonl", path)
 
 
+def test_output_whose_name_leaves_no_room_is_refused_before_the_work(tmp_path):
+    """Answers are written beside it, under a longer name, before they take its place."""
+    path = tmp_path / "batch.jsonl"
+    path.touch()
+    with pytest.raises(errors.ConfigError, match=r"--output .*: cannot be written: File name too"):
+        batch.check_output(tmp_path / ("a" * 250), path)
+
+
 @pytest.mark.parametrize("make_alias", ["symlink_to", "hardlink_to", None])
 def test_batch_is_not_overwritten_by_its_answers(tmp_path, make_alias):
     path, alias = tmp_path / "batch.jsonl", tmp_path / "alias.jsonl"

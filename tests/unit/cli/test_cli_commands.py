@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pathlib
+import pwd
 import socket
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -315,6 +316,21 @@ def test_name_that_kubernetes_refuses_is_refused_before(home, name):
             "expected --image with an image that has its sources",
         ),
         (lambda: deployment.manage(deployment.DeploymentConfig(action="get")), "expected a name"),
+        (
+            lambda: deployment.manage(
+                deployment.DeploymentConfig(action="delete", pipeline="a", dry_run=True)
+            ),
+            "--dry-run: expected create or update, got delete",
+        ),
+        (
+            lambda: deployment.manage(
+                deployment.DeploymentConfig(
+                    action="delete", pipeline="a", overrides=("--nmaespace=b",)
+                )
+            ),
+            "unrecognized argument of delete: --nmaespace=b",
+        ),
+        (lambda: processes.show_logs(processes.LogsConfig(name="x" * 300)), r"no log of x+ \(File"),
         (lambda: processes.stop(processes.StopConfig()), "no `dynamo serve` runs here"),
         (lambda: processes.show_logs(processes.LogsConfig(name="x")), "no log of x"),
         (lambda: models.remove(models.RemoveConfig(model="no/such")), "`dynamo list`"),
@@ -362,6 +378,29 @@ def test_home_that_is_a_file_is_named(home, monkeypatch):
     monkeypatch.setenv("DYNAMO_HOME", str(home / "file"))
     with pytest.raises(errors.ConfigError, match="name one by DYNAMO_HOME"):
         processes.list_processes(processes.ProcessListConfig())
+
+
+def test_user_without_a_home_is_told_to_name_a_directory(monkeypatch):
+    monkeypatch.delenv("DYNAMO_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["none"])
+    for look in (
+        lambda: package.get(package.GetConfig()),
+        lambda: processes.list_processes(processes.ProcessListConfig()),
+    ):
+        with pytest.raises(errors.ConfigError, match=r"home directory.*DYNAMO_HOME"):
+            look()
+
+
+def test_serve_of_another_user_is_named(home, monkeypatch):
+    def refuse(pid, number):
+        if number:
+            raise PermissionError(1, "Operation not permitted")
+
+    with state.registered("a", "m"):
+        monkeypatch.setattr(processes.os, "kill", refuse)
+        with pytest.raises(errors.ConfigError, match=r"a, process \d+, belongs to another user"):
+            processes.stop(processes.StopConfig())
 
 
 def test_what_cannot_be_listed_is_served_all_the_same(home, capsys):

@@ -112,6 +112,13 @@ def test_installing_twice_changes_the_start_file_once(tmp_path, shell):
         assert (tmp_path / ".bashrc").read_text() == f"alias l=ls\nsource '{path}'\n"
 
 
+def test_start_file_may_be_in_any_encoding(tmp_path):
+    (tmp_path / ".bashrc").write_bytes(b"# caf\xe9\n")
+    path = completion.install("bash", tmp_path)
+
+    assert (tmp_path / ".bashrc").read_bytes() == b"# caf\xe9\n" + f"source '{path}'\n".encode()
+
+
 def test_unknown_shell_is_refused_in_a_sentence():
     with pytest.raises(errors.ConfigError, match="expected one of the shells bash, zsh, fish, got"):
         completion.detect_shell({"SHELL": "/bin/tcsh"})

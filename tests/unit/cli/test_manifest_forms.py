@@ -202,6 +202,25 @@ def test_command_prints_what_a_cluster_serves(tmp_path, capsys):
     assert "spec.colour" in err
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kind: A", "apiVersion: expected a text, got None"),
+        ("apiVersion: v1", "kind: expected a text, got None"),
+        ("apiVersion: v1\nkind: [A]", r"kind: expected a text, got \['A'\]"),
+        ("apiVersion: v1\nkind: A", r"metadata\.name: expected a text, got None"),
+        ("apiVersion: v1\nkind: A\nmetadata: [1]", r"metadata\.name: expected a text, got None"),
+        ("apiVersion: v1\nkind: A\nmetadata: {name: 5}", r"metadata\.name: expected a text, got 5"),
+    ],
+)
+def test_manifest_that_is_not_whole_is_named_before_any_is_applied(tmp_path, text, says):
+    file = tmp_path / "part.yaml"
+    file.write_text(f"apiVersion: v1\nkind: Whole\nmetadata: {{name: a}}\n---\n{text}\n")
+
+    with pytest.raises(errors.ConfigError, match=rf"part\.yaml, manifest 2: {says}"):
+        kube.run(kube.KubeCommandConfig(action="apply", file=str(file)))
+
+
 @pytest.mark.parametrize("text", ["", "a: [", "- 1"])
 def test_file_without_manifests_is_refused(tmp_path, text):
     file = tmp_path / "bad.yaml"

@@ -162,6 +162,14 @@ def test_an_empty_standard_input_is_refused(monkeypatch, scripted_talk):
         session.answer_standard_input(Loop(), scripted_talk, {})
 
 
+@pytest.mark.parametrize("lenience", ["strict", "surrogateescape"])
+def test_standard_input_that_is_no_text_is_refused(monkeypatch, scripted_talk, lenience):
+    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=lenience)
+    monkeypatch.setattr("sys.stdin", piped)
+    with pytest.raises(errors.ConfigError, match="in=stdin: expected text in UTF-8: "):
+        session.answer_standard_input(Loop(), scripted_talk, {})
+
+
 def test_without_standard_input_there_is_no_prompt(monkeypatch, scripted_talk):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(errors.ConfigError, match="got nothing"):

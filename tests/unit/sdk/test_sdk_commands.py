@@ -211,8 +211,12 @@ def test_service_that_does_not_exist_is_named():
 def test_wrong_decorators_name_file_and_class():
     with pytest.raises(errors.ConfigError, match=r"test_sdk_commands\.py, class Bad, resources"):
         declaration.service(resources={"gpus": 1})(type("Bad", (), {"__module__": __name__}))
-    with pytest.raises(errors.ConfigError, match="workers: expected at least 1"):
-        declaration.service(workers=0)(type("Bad", (), {"__module__": __name__}))
+    for workers in (0, "2"):
+        with pytest.raises(errors.ConfigError, match="workers: expected a number of at least 1"):
+            declaration.service(workers=workers)(type("Bad", (), {"__module__": __name__}))
+    for argument, value in (("resources", ["gpu"]), ("resources", "gpu"), ("dynamo", "demo")):
+        with pytest.raises(errors.ConfigError, match=f"class Bad, {argument}: expected keys with"):
+            declaration.service(**{argument: value})(type("Bad", (), {"__module__": __name__}))
     with pytest.raises(errors.ConfigError, match="decorator @service"):
         declaration.depends(str)
 
@@ -266,6 +270,10 @@ async def named(self, request):
     yield request
 
 
+async def annotated(self, request: "Forgotten"):  # noqa: F821
+    yield request
+
+
 @pytest.mark.parametrize(
     ("method", "says"),
     [
@@ -278,6 +286,11 @@ async def named(self, request):
             declaration.endpoint("chat/completions")(named),
             "expected a name of a-z, 0-9, - and _, got 'chat/compl",
         ),
+        (
+            declaration.endpoint()(annotated),
+            "an annotation cannot be read: name 'Forgotten' is not defined",
+        ),
+        (declaration.api(annotated), "an annotation cannot be read: name 'Forgotten' is not defi"),
     ],
 )
 def test_method_that_cannot_answer_is_named_before_anything_starts(method, says):

@@ -10,7 +10,7 @@ import pytest
 from dynamo.base import config, errors
 from dynamo.runtime import component
 from dynamo.runtime.http import browsers
-from dynamo.sdk import declaration, depends, endpoint, process, service
+from dynamo.sdk import api, declaration, depends, endpoint, process, service
 from waiting import PATIENT_S
 
 
@@ -297,3 +297,16 @@ async def test_origin_that_is_none_is_refused_before_the_service_starts():
     options = process.ServiceProcessConfig(target="m:Asked", cors_allow_origin=("ours.example",))
     with pytest.raises(errors.ConfigError, match="--cors-allow-origin: expected an origin"):
         await process.run(options, [declaration.spec_of(Asked)])
+
+
+async def test_port_of_any_service_is_named_where_it_is_none(monkeypatch):
+    @service()
+    class Told:
+        @api
+        async def tell(self):
+            return "seen"
+
+    monkeypatch.setenv("DYNAMO_SERVICE_CONFIG", '{"Told": {"port": "x"}}')
+    options = process.ServiceProcessConfig(target="m:Told", discovery_backend="mem")
+    with pytest.raises(errors.ConfigError, match=r"Told\.port: expected 1 to 65535, got 'x'"):
+        await process.run(options, [declaration.spec_of(Told)])

@@ -111,6 +111,12 @@ def test_environment_holds_the_configuration(monkeypatch):
         ("A: {ServiceArgs: {resources: 1}}", r"A\.ServiceArgs\.resources: expected keys with"),
         ("A: {ServiceArgs: {resources: {gpus: 1}}}", "expected cpu, gpu, memory, got 'gpus'"),
         ("A: {ServiceArgs: {dynamo: {namespase: b}}}", "expected namespace, got 'namespase'"),
+        ("Common: {x: 1}\nA: {common-configs: [1]}", r"A\.common-configs\[0\]: expected a text"),
+        ("A: {ServiceArgs: {module: 5}}", r"A\.ServiceArgs\.module: expected a text, got 5"),
+        (
+            "A: {since: 2026-11-28}",
+            r"graph\.yaml: expected values as in JSON: .* date .* in quotes",
+        ),
         ("A: {common-configs: model}", r"A\.common-configs: expected a list such as \[model\]"),
         ("A: {on: 1}", "A: expected a word as key, got True: write it in quotes"),
         ("B: {}", "no service is called B; there are A"),
@@ -124,3 +130,14 @@ def test_mistake_in_a_file_is_one_sentence(tmp_path, text, says):
 
     with pytest.raises(errors.ConfigError, match=says):
         read()
+
+
+@pytest.mark.parametrize("port", ["x", 0, 70_000, 1.5, True, None])
+def test_port_that_is_none_names_its_service(port):
+    with pytest.raises(errors.ConfigError, match=r"A\.port: expected 1 to 65535, got "):
+        settings.read_port("A", {"port": port})
+
+
+def test_port_is_8000_or_the_one_that_is_named():
+    assert settings.read_port("A", {}) == 8000
+    assert settings.read_port("A", {"port": "9001"}) == settings.read_port("A", {"port": 9001})
