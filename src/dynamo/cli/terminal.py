@@ -118,11 +118,13 @@ class TerminalConversation:
         while True:
             try:
                 text = read_question()
+                text.encode()  # some locales let bytes pass that are no UTF-8
             except (EOFError, RuntimeError):  # the latter: there is no standard input at all
                 print()
                 return
-            except KeyboardInterrupt:
-                print(f"\n{HELP}")
+            except (KeyboardInterrupt, UnicodeError) as error:
+                is_text = isinstance(error, KeyboardInterrupt)
+                print(f"\n{HELP}" if is_text else f"(expected text in UTF-8: {error})")
                 continue
             if text == "/exit":
                 return
@@ -243,7 +245,12 @@ def read_question() -> str:
 def _path_of(text: str, command: str) -> Path:
     if not text:
         raise errors.InvalidRequest(f"{command}: expected the name of a file")
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise errors.InvalidRequest(
+            f"{command} {text}: {text.partition('/')[0]} is no user's home"
+        ) from error
 
 
 def _keep_history() -> None:
@@ -251,8 +258,8 @@ def _keep_history() -> None:
     if "readline" not in globals() or not (sys.stdin and sys.stdin.isatty()):
         return
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    path = Path(state).expanduser() / "dynamo" / "history"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
+        path = Path(state).expanduser() / "dynamo" / "history"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         readline.read_history_file(path)

@@ -60,7 +60,7 @@ def resolve(
     if model in (None, "", BUILT_IN):
         return built_in()
     assert model is not None
-    path = Path(model).expanduser()
+    path = _path_of(model)
     if path.is_dir():
         return _checked(path)
     if path.is_file() and path.suffix == GGUF_SUFFIX:
@@ -84,6 +84,19 @@ def resolve(
     return _checked(_from_hub(model, with_weights=with_weights, on_download=on_download))
 
 
+def _path_of(model: str) -> Path:
+    """Return the path that a model may be. Raises ConfigError for one that cannot be looked at."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~name` of no user
+        reason = getattr(error, "strerror", None) or f"{model.partition('/')[0]} is no user's home"
+        raise errors.ConfigError(
+            f"no such directory: {model} ({reason}; expected a model directory, or a hub name like Qwen/Qwen3-0.6B)"
+        ) from error
+    return path
+
+
 def built_in() -> Path:
     """Return the directory of the built-in model."""
     return _checked(Path(native.__path__[0]) / BUILT_IN)
@@ -100,10 +113,13 @@ def task(requested_task: str, directory: Path) -> str:
 
 
 def display_name(model: str | None) -> str:
-    """Return the default name of a model for clients: its directory's, its GGUF file's or its hub name."""
+    """Return the default name of a model for clients: its directory's, its GGUF file's or its hub name.
+
+    Raises ConfigError.
+    """
     if not model:
         return BUILT_IN
-    path = Path(model).expanduser()
+    path = _path_of(model)
     if path.suffix == GGUF_SUFFIX and path.is_file():
         return path.stem
     return path.resolve().name if path.is_dir() else model

@@ -84,7 +84,8 @@ def test_what_has_not_ended_in_its_time_is_named(draining, clock):
 
 
 def test_wait_is_bounded_by_its_flag(draining, clock):
+    bound_s = 20.0
     with pytest.raises(errors.EngineFailed, match="slow has not ended within 20 s"):
-        processes.stop(processes.StopConfig(timeout=20.0))
+        processes.stop(processes.StopConfig(timeout=bound_s))
 
     assert clock.time_s < 1060.0

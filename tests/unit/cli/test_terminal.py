@@ -72,6 +72,24 @@ def test_question_without_an_answer_is_not_in_the_conversation(say, scripted_tal
     assert scripted_talk.seen == [["one"], ["two"]]
 
 
+@pytest.mark.parametrize("line", ["caf\udce9", UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "bad")])
+def test_question_that_is_no_text_is_refused_and_the_next_one_answered(
+    say, scripted_talk, capsys, line
+):
+    say(line, "two")
+
+    assert scripted_talk.seen == [["two"]]
+    assert "(expected text in UTF-8: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["/save", "/load"])
+def test_file_of_no_users_home_is_refused(say, scripted_talk, capsys, command):
+    say(f"{command} ~nosuch/file", "two")
+
+    assert f"({command} ~nosuch/file: ~nosuch is no user's home)" in capsys.readouterr().out
+    assert scripted_talk.seen == [["two"]]
+
+
 def test_without_standard_input_there_is_no_conversation(say, scripted_talk):
     say(RuntimeError("input(): lost sys.stdin"))
 

@@ -50,6 +50,16 @@ def test_missing_path_is_not_searched_on_the_hub(model, monkeypatch):
     assert f"no such directory: {model}" in refusal(model)
 
 
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [("~nosuch/model", "~nosuch is no user's home"), ("a" * 300, "File name too")],
+)
+def test_path_that_cannot_be_looked_at_is_refused(model, reason):
+    assert f"no such directory: {model} ({reason}" in refusal(model)
+    with pytest.raises(errors.ConfigError, match="no such directory"):
+        model_source.display_name(model)
+
+
 def test_file_instead_of_a_directory_is_refused(tmp_path):
     (tmp_path / "model.bin").write_text("")
 
