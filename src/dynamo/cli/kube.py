@@ -58,6 +58,10 @@ def run(options: KubeCommandConfig) -> int:
     """Run the action and return the exit code. Raises ConfigError."""
     if options.action != "up":
         return _handle_manifests(options.action, options.file)
+    if options.file:
+        raise errors.ConfigError(
+            f"up: expected no file, got {options.file!r}; `dynamo kube apply FILE` applies one to a cluster that runs"
+        )
     module = distribution.load_extra(
         "dynamo.testing.kube.cluster", feature="dynamo kube", extra="kube"
     )

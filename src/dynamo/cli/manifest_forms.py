@@ -40,6 +40,7 @@ class _ShortSpec(msgspec.Struct):
     """The fields of the short form that have parts."""
 
     model: str | None = None
+    backend: str | None = None
     frontend: _ShortPart | None = None
     workers: _ShortPart | None = None
     kvbm: _ShortTiers | None = None
@@ -57,6 +58,11 @@ class ConvertedManifest:
 def convert(document: Document) -> ConvertedManifest:
     """Return a manifest in the form that a cluster serves; others than graphs stay. Raises ConfigError."""
     is_graph = document.get("kind") == "DynamoGraphDeployment"
+    metadata = document.get("metadata")
+    if is_graph and not isinstance(metadata, dict | None):
+        raise errors.ConfigError(
+            f"DynamoGraphDeployment: metadata: expected keys with values, got {metadata!r:.60}"
+        )
     if is_graph and document.get("apiVersion") == SHORT_VERSION:
         return _convert_short(document)
     if is_graph and document.get("apiVersion") == versions.BETA_API_VERSION:

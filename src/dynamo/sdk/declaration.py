@@ -114,10 +114,11 @@ def service(
 
     def decorate(cls: type) -> type:
         where = f"{inspect.getsourcefile(cls)}, class {cls.__name__}"
-        for argument, mapping in (("dynamo", dynamo), ("resources", resources)):
-            if not isinstance(mapping, Mapping | None):
+        mappings: dict[str, object] = {"dynamo": dynamo, "resources": resources}
+        for argument, value in mappings.items():
+            if not isinstance(value, Mapping | None):
                 raise errors.ConfigError(
-                    f"{where}, {argument}: expected keys with values, got {mapping!r:.60}"
+                    f"{where}, {argument}: expected keys with values, got {value!r:.60}"
                 )
         if unknown := {*(resources or {})} - {*RESOURCES}:
             raise errors.ConfigError(

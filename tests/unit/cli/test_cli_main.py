@@ -39,6 +39,7 @@ def test_the_version_is_printed(monkeypatch, capsys, flag):
         (("semantic",), "usage: dynamo semantic check|explain|replay"),
         (("kube",), "usage: dynamo kube up|convert|apply"),
         (("kube", "--port", "9001"), "expected up|convert|apply (up: run the cluster until"),
+        (("kube", "up", "agg.yaml"), "up: expected no file, got 'agg.yaml'; `dynamo kube apply"),
     ],
 )
 def test_error_for_an_invalid_argument_is_one_sentence(monkeypatch, capsys, arguments, expected):

@@ -230,3 +230,16 @@ def test_file_without_manifests_is_refused(tmp_path, text):
         kube_manifests.read_manifests(str(file))
     with pytest.raises(errors.ConfigError, match="expected a file"):
         kube.run(kube.KubeCommandConfig(action="apply"))
+
+
+@pytest.mark.parametrize("version", [SHORT["apiVersion"], "nvidia.com/v1beta1"])
+@pytest.mark.parametrize("metadata", ["x", 5, [1]])
+def test_graph_without_keys_in_its_metadata_is_refused(version, metadata):
+    with pytest.raises(errors.ConfigError, match="metadata: expected keys with values, got "):
+        manifest_forms.convert({**short(), "apiVersion": version, "metadata": metadata})
+
+
+@pytest.mark.parametrize("backend", [["vllm"], {"vllm": 1}])
+def test_engine_that_is_no_text_is_refused(backend):
+    with pytest.raises(errors.ConfigError, match=r"Expected `str \| null`, .* `spec\.backend`"):
+        manifest_forms.convert(short(backend=backend))
