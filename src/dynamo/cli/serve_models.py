@@ -127,6 +127,7 @@ def _check_options(options: ServeConfig, names: list[str]) -> None:
         raise errors.ConfigError(
             f"{wrong[0]} is for one model, got {len(names)}: leave it out, or serve them apart"
         )
+    options.check_planner()
 
 
 class _Run:

@@ -29,6 +29,7 @@ def models(tmp_path):
         (["--model-name", "m"], "--model-name is for one model, got 2"),
         (["--cores-per-worker", "2"], "--cores-per-worker is for one model, got 2"),
         (["--devices-per-worker", "1"], "--devices-per-worker is for one model, got 2"),
+        (["--planner-flags", "--ttft 300"], "--planner-flags: has no effect without --planner"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_numbers(models, flags, message, unused_tcp_port):
