@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, tasks
+from dynamo.base import draining, errors, tasks
 from dynamo.launch import children, guard
 from dynamo.planner import model_turns, traffic_source
 from dynamo.planner.connectors import RegisteredWorkers
@@ -197,7 +197,9 @@ class ModelLoader:
         decision = self._turns.decide(now, self._demand)
         for name in decision.unloads:
             self._turns.record_phase(name, "unloading", now)
-            self._running.start(f"unload {name}", self._children[name].stop(UNLOAD_S))
+            spec = self._children[name].spec
+            limit_s = draining.stop_timeout_s(spec.argv, spec.environ)
+            self._running.start(f"unload {name}", self._children[name].stop(limit_s))
         for name in decision.loads:
             self._turns.record_phase(name, "loading", now)
             spec = self._models[name].spec

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import sys
 
@@ -199,6 +200,29 @@ class Change:
 
     def fail(self, error):
         self.error = error
+
+
+async def test_unloaded_worker_is_not_killed_while_it_may_drain(make, monkeypatch):
+    limits_s, stop = [], children.Child.stop
+
+    async def note_limit(child, timeout_s):
+        limits_s.append(timeout_s)
+        await stop(child, timeout_s)
+
+    rig = await make(SLEEP, SLEEP)
+    model = rig.loader._models["m0"]
+    flags = ("--graceful-shutdown-timeout", "600", "--graceful-shutdown-timeout=900")
+    spec = dataclasses.replace(model.spec, argv=[*model.spec.argv, *flags])
+    rig.loader._models["m0"] = dataclasses.replace(model, spec=spec)
+    rig.loader.change(Change(model="m0", action="load"))
+    await rig.until(lambda: rig.started == ["m0"])
+    await rig.register(0)
+    await rig.until(lambda: rig.states.get("m0", "").startswith("loaded"))
+    monkeypatch.setattr(children.Child, "stop", note_limit)
+    rig.loader.change(Change(model="m0", action="unload"))
+    await rig.until(lambda: limits_s)
+
+    assert limits_s[0] > 900
 
 
 async def test_operator_loads_a_model_without_a_request(make):
