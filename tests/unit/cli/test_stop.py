@@ -1,5 +1,6 @@
 """`dynamo stop` waits until a `dynamo serve` has ended, as long as that may take."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -47,17 +48,16 @@ def draining(tmp_path, monkeypatch):
     """A process that SIGTERM does not end, listed as a `dynamo serve` whose processes may take 120 s."""
     monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
     process = subprocess.Popen([sys.executable, "-S", "-c", DEAF], stdout=subprocess.PIPE)
-    process.stdout.readline()
-    with process, state.registered("slow", "m") as registration:
+    with process, contextlib.ExitStack() as stack:
+        stack.callback(process.kill)
+        process.stdout.readline()
+        registration = stack.enter_context(state.registered("slow", "m"))
         registration.update(
             pid=process.pid,
             process_start=state.process_start(process.pid),
             stop_timeout_s=120.0,
         )
-        try:
-            yield process
-        finally:
-            process.kill()
+        yield process
 
 
 def end(process):
