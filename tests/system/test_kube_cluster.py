@@ -210,9 +210,7 @@ def test_service_account_may_do_what_its_roles_allow_and_grant_no_more(cluster):
 def test_kubeconfig_of_another_cluster_is_kept(tmp_path):
     file = tmp_path / "config"
     file.write_text("current-context: production\n")
-    options = kube.KubeCommandConfig(
-        action="up", kubeconfig=str(file), node=False, operator=False
-    )
+    options = kube.KubeCommandConfig(action="up", kubeconfig=str(file), node=False, operator=False)
 
     with pytest.raises(errors.ConfigError, match="name a new file"):
         kube.run(options)

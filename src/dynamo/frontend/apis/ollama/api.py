@@ -365,10 +365,10 @@ class OllamaHandlers:
         answers = self._handlers.pipeline
         try:
             turn = await answers.unknown.decode(client, decode)
-            if turn.keeps_alive or not answers.worker_wait.is_expected(turn.model):
+            may_see = self._handlers.rights.model_filter(client)
+            is_asleep = answers.worker_wait.is_expected(turn.model)
+            if turn.keeps_alive or not is_asleep or not (may_see is None or may_see(turn.model)):
                 await answers.find_model(turn.model, client)
-            else:
-                self._handlers.rights.check_may_see(client, turn.model)
         except errors.DynamoError as error:
             delivery.respond_error(client, error, _DIALECT)
         else:
