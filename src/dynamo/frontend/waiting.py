@@ -27,7 +27,7 @@ _decode_start = msgspec.json.Decoder(instances.WorkerStart).decode
 
 
 class WaitingMetrics:
-    """The metrics of requests that wait for a worker, and of models whose workers can be had when they are needed."""
+    """The metrics of requests that wait for a worker, and of models that get workers when they are needed."""
 
     def __init__(self, registry: metrics.Registry) -> None:
         self.waiting = registry.gauge(

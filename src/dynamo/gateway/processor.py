@@ -283,7 +283,7 @@ class StreamProcessor:
             self._end_answer()
 
     def _end_answer(self) -> None:
-        """Hand over an answer whose body, or the trailers behind it, have come."""
+        """Hand over an answer when its body, or the trailers behind it, have come."""
         if self._outcome is None or not self._has_begun:
             return
         if self._recorder is not None:

@@ -328,8 +328,8 @@ class TieredCache:
         Return their number; `waiting` goes on when the copy has ended. If the engine is busy, a sequence misses the
         step that begins now, unless its load is quick; of all sequences with such loads it computes `max_new` tokens.
         """
-        kept = [] if self._preparations is None else self._preparations.release(waiting)
-        from_disk = set(kept)
+        released = [] if self._preparations is None else self._preparations.release(waiting)
+        from_disk = set(released)
         entries = leading(map(self.host.find, sequence_hashes))
         self.counts["host_lookups"] += len(sequence_hashes)
         missing = sequence_hashes[len(entries) :]

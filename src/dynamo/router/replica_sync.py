@@ -46,7 +46,7 @@ class _Peer:
     next_number: int = 0  # of its messages
     is_asked: bool = False  # for its snapshot, until it has given one
     is_holding: bool = False  # its messages wait for the snapshot
-    held: list[events.Event] = field(default_factory=list)
+    messages: list[events.Event] = field(default_factory=list)  # that wait
     keys: set[str] = field(default_factory=set)  # of its requests in flight
 
 
@@ -208,8 +208,8 @@ class ReplicaSync:
 
     def _go_on(self, peer: _Peer) -> None:
         """Take the messages that were held back, and the next ones as they come."""
-        held, peer.held, peer.is_holding = peer.held, [], False
-        self._on_messages(held)
+        messages, peer.messages, peer.is_holding = peer.messages, [], False
+        self._on_messages(messages)
 
     def _on_messages(self, messages: Iterable[events.Event]) -> None:
         for message in messages:
@@ -219,8 +219,8 @@ class ReplicaSync:
             if message.number > peer.next_number and not peer.is_asked:
                 self._request_snapshot(message.publisher)
             if peer.is_holding:
-                peer.held.append(message)
-                del peer.held[:-MAX_HELD]
+                peer.messages.append(message)
+                del peer.messages[:-MAX_HELD]
             elif message.number >= peer.next_number:
                 peer.next_number = message.number + 1
                 self._apply_message(peer, message)

@@ -248,8 +248,8 @@ class ModelRegistry:
                     )
                 self._looked_at = began_at
         quoted = msgspec.json.encode(name)
-        found = (self._name_served(value, name) for value in self._cards_seen if quoted in value)
-        return next(filter(None, found), None)
+        names = (self._name_served(value, name) for value in self._cards_seen if quoted in value)
+        return next(filter(None, names), None)
 
     def _name_served(self, value: bytes, name: str) -> str | None:
         """Return the model that the worker of a card serves by this name or alias."""

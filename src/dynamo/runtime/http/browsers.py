@@ -124,10 +124,13 @@ class BrowserGuard:
             self._refuse(client, error)
             return None
         if client.cors_headers and is_preflight(request):
-            wanted = request.headers.get("access-control-request-headers", "")
+            asked_headers = request.headers.get("access-control-request-headers", "")
             permissions = [
                 ("access-control-allow-methods", _METHODS),
-                ("access-control-allow-headers", wanted[:_MAX_HEADER_NAMES] or "content-type"),
+                (
+                    "access-control-allow-headers",
+                    asked_headers[:_MAX_HEADER_NAMES] or "content-type",
+                ),
                 ("access-control-max-age", str(_PREFLIGHT_AGE_S)),
             ]
             if request.headers.get("access-control-request-private-network") == "true":

@@ -126,11 +126,11 @@ def read_exchanged(text: str) -> Iterator[str]:
 
     A text without one of `TELLING_WORDS` has none.
     """
-    taken = bytearray(len(text))  # a byte for each character
+    is_used = bytearray(len(text))  # a byte for each character
     stretches = (stretch for stretch in _find_stretches(text) if stretch.is_cipher)
     for stretch in sorted(stretches, key=lambda stretch: -stretch.num_words):
-        if taken.find(1, stretch.start, stretch.end) < 0:
-            taken[stretch.start : stretch.end] = b"\x01" * (stretch.end - stretch.start)
+        if is_used.find(1, stretch.start, stretch.end) < 0:
+            is_used[stretch.start : stretch.end] = b"\x01" * (stretch.end - stretch.start)
             piece = text[max(0, stretch.start - _BESIDE) : stretch.end + _BESIDE]
             yield from _CIPHERS[stretch.cipher](piece)
 

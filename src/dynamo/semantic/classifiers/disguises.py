@@ -260,8 +260,8 @@ def _decode_block(joined: str) -> str | None:
 
 
 def _decode_base32(digits: str) -> bytes:
-    whole = digits[: len(digits) // 8 * 8] if len(digits) % 8 in (1, 3, 6) else digits
-    return base64.b32decode(whole.upper() + "=" * (-len(whole) % 8))
+    groups = digits[: len(digits) // 8 * 8] if len(digits) % 8 in (1, 3, 6) else digits
+    return base64.b32decode(groups.upper() + "=" * (-len(groups) % 8))
 
 
 def _as_words(data: bytes) -> str | None:

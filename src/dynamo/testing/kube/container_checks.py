@@ -134,9 +134,9 @@ def _check_handlers(probe: Object, place: str) -> Iterator[failures.FieldError]:
             name = header.get("name", "")
             if not _HEADER.fullmatch(name):
                 yield failures.invalid_value(f"{where}.httpHeaders", _show(name), _HEADER_RULE)
-    for other in further:
+    for field in further:
         text = "may not specify more than 1 handler type"
-        yield failures.forbidden_value(f"{place}.{other}", text)
+        yield failures.forbidden_value(f"{place}.{field}", text)
 
 
 def _check_port(port: int | str | None, field: str) -> Iterator[failures.FieldError]:
