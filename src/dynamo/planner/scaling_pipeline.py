@@ -40,6 +40,7 @@ _LONGEST_PAUSE_S = 600.0
 _MOST_DOUBLINGS = 10  # of a pause
 PREFILL, DECODE = "prefill", "decode"
 _NONE = Replicas(0, 0)
+_UNSCALED = {"agg": PREFILL, "decode": PREFILL, "prefill": DECODE}  # by mode: left as it is
 _PLENTY = 1_000_000_000  # workers of a pool that does not shrink, for the question whether the others carry the load
 _SHARE_OF_CHANGES = 4
 
@@ -185,6 +186,9 @@ class ScalingPipeline:
         """Return how many starts to give up, and the reasons."""
         counts, notes = [], []
         for name, pool in ((PREFILL, observation.prefill), (DECODE, observation.decode)):
+            if name == _UNSCALED.get(self._targets.mode):
+                counts.append(0)
+                continue
             memory = self._memory[name]
             startup_s = pool.startup_s or self._limits.startup_s
             limit_s = _OVERDUE * startup_s
@@ -239,8 +243,10 @@ class ScalingPipeline:
     ) -> Replicas:
         """Return the target within minimum, maximum, back-off and the budget without what drains."""
         pools = (observation.prefill, observation.decode)
-        minimum = self._limits.min_workers
-        least = Replicas(0 if self._targets.mode in ("agg", "auto") else minimum, minimum)
+        minimum, mode = self._limits.min_workers, self._targets.mode
+        unscaled = _UNSCALED.get(mode)
+        fixed = {unscaled: getattr(observation.num_ordered, unscaled)} if unscaled else {}
+        least = Replicas(0 if mode == "auto" else minimum, minimum)._replace(**fixed)
         numbers = []
         for name, pool, number, lowest, num_withdrawn in zip(
             (PREFILL, DECODE), pools, target, least, withdrawals, strict=True
@@ -249,7 +255,8 @@ class ScalingPipeline:
             if observation.at < self._memory[name].retry_at:
                 bounded = min(bounded, pool.num_ordered - num_withdrawn)
             numbers.append(bounded)
-        return self._within_budget(Replicas(*numbers), least)
+        bounded_target = Replicas(*numbers)._replace(**fixed)
+        return self._within_budget(bounded_target, least)._replace(**fixed)
 
     def _replace_last_decode_worker(self, observation: Observation, target: Replicas) -> Replicas:
         """Return the target with a prefill worker that serves instead of the decode workers that have all gone.

@@ -196,6 +196,23 @@ def test_foreign_change_of_replicas_is_said():
     assert "2 decode workers where 1 were ordered" in pipeline.decide(observe(num_decode=2)).line
 
 
+@pytest.mark.parametrize("mode", ["agg", "decode"])
+def test_prefill_workers_that_are_not_scaled_stay_whatever_the_budget_and_their_starts(mode):
+    prefill = PoolState(num_ready=3, starting_since=(0.0,), startup_s=10.0)
+    decode = PoolState(num_ready=4)
+    pipeline = make(FixedPolicy(4, 4), mode=mode, max_gpus=6, max_workers=3)
+    decision = pipeline.decide(observe(at=100, prefill=prefill, decode=decode))
+
+    assert decision.replicas == (4, 2)
+    assert decision.withdrawals == (0, 0)
+
+
+def test_decode_workers_that_are_not_scaled_are_not_filled_up():
+    decision = make(FixedPolicy(2, 0), mode="prefill").decide(observe(num_decode=0))
+
+    assert decision.replicas == (2, 0)
+
+
 def test_advisory_decisions_are_marked():
     assert make(FixedPolicy(2, 2), is_advisory=True).decide(observe()).outcome == "advisory"
 
