@@ -198,7 +198,10 @@ class PlannerService:
     async def close(self) -> None:
         """Decide no more; the workers stay."""
         await self._running.close()
-        await self._leadership.leave()
+        try:
+            await self._leadership.leave()
+        except errors.DynamoError as error:  # the workers are to drain all the same
+            _logger.info("others learn by the end of a lease that this planner is gone: %s", error)
         await self._server.close()
 
     async def _decide_for_ever(self) -> None:

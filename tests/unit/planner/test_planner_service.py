@@ -364,6 +364,28 @@ async def test_traffic_while_discovery_was_away_is_not_that_of_one_interval(
         assert source.intervals[num_before:] == [20.0, 10.0]  # of which Prometheus is asked
 
 
+async def test_planner_closes_its_port_while_discovery_is_away(monkeypatch):
+    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
+    clock = clocks.SystemClock()
+    service = PlannerService(
+        ScalingConfig(),
+        Source(),
+        Orders(),
+        Leadership(registry, "n", 1, clock),
+        clock,
+        loads=(Load(), Load()),
+    )
+    port = await service.start("127.0.0.1", 0)
+
+    async def refuse(key):
+        raise errors.Unavailable("etcd is away")
+
+    monkeypatch.setattr(registry, "delete", refuse)
+    await service.close()
+    with pytest.raises(OSError, match="Connect call failed"):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
 async def test_decisions_are_json_for_people(parts):
     _, _, _, url = await parts()
 
