@@ -26,10 +26,12 @@ from dynamo.planner.connectors import (
     endpoints,
 )
 from dynamo.planner.traffic_source import (
+    Expand,
     FrontendSource,
     LoadSource,
     PrometheusSource,
     TrafficSource,
+    keep_url,
 )
 from dynamo.protocols import instances
 from dynamo.runtime import component, reachability
@@ -67,6 +69,7 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
             RegisteredWorkers(runtime.discovery, decode),
         )
         connector: Connector
+        expand: Expand = keep_url
         if settings.environment == "virtual":
             connector = VirtualConnector(
                 runtime.discovery,
@@ -80,7 +83,8 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
                 feature="--environment kubernetes",
                 extra="kubernetes",
             )
-            connector = module.open_connector(clock)
+            connector = opened = module.open_connector(clock)
+            expand = opened.find_frontends
         else:
             connector = LocalConnector(
                 WorkerCommand(settings, scaling.mode == "agg"),
@@ -90,7 +94,7 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
                 allocator=allocation.Allocator(children.machine_resources(os.environ)),
                 options=worker_options(settings, scaling, os.environ),
             )
-        planner = make_service(settings, scaling, runtime, connector, clock)
+        planner = make_service(settings, scaling, runtime, connector, clock, expand=expand)
         try:
             port = await planner.start(settings.planner_host, settings.planner_port)
             sys.stderr.write(
@@ -122,13 +126,15 @@ def make_service(
     runtime: component.DistributedRuntime,
     connector: Connector,
     clock: clocks.Clock,
+    *,
+    expand: Expand,
 ) -> service.PlannerService:
     """Make the service with the sources that the settings name. Raises ConfigError."""
     source: TrafficSource
     if settings.prometheus_url is not None:
         source = PrometheusSource(settings.prometheus_url, settings.model_name, clock)
     else:
-        source = FrontendSource(settings.frontend_url, settings.model_name, clock)
+        source = FrontendSource(settings.frontend_url, settings.model_name, clock, expand=expand)
     prefill_load, decode_load = (
         LoadSource(runtime.events, f"{name.namespace}/{name.component}/kv_metrics", clock)
         for name in endpoints(settings.namespace)

@@ -8,12 +8,14 @@ while it is deleted, and starts otherwise; one that cannot be scheduled or start
 
 import datetime
 import os
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib import parse
 
+from dynamo.base import addresses, errors
 from dynamo.base import clock as clocks
-from dynamo.base import errors
 from dynamo.planner.observation import PoolState
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.runtime.backends.kubernetes import connection
@@ -24,6 +26,8 @@ GRAPH = "DynamoGraphDeployment"
 ADAPTER = "DynamoGraphDeploymentScalingAdapter"
 _COMPONENT = "nvidia.com/dynamo-component"
 _OF_GRAPH = "nvidia.com/dynamo-graph-deployment-name"
+_SELECTOR = "nvidia.com/selector"  # has the name of the Service
+_SERVICE_HOST = re.compile(r"([a-z][-a-z0-9]*)(?:\.([-a-z0-9]+)(?:\.svc(?:\..*)?)?)?")
 _HARMLESS = ("ContainerCreating", "PodInitializing")  # reasons for which a container waits
 
 
@@ -47,7 +51,9 @@ class KubernetesConnector:
             )
         self._namespace = environ.get("DYN_PARENT_DGD_K8S_NAMESPACE") or kubernetes.namespace
         self._clock = clock
-        self._ordered_at: dict[str, float] = {}  # by service: the last order
+        # by service: when the last order was given, or no pod was missing
+        self._complete_at: dict[str, float] = {}
+        self._startups_s: dict[str, dict[str, float]] = {}  # by service and uid of a pod
 
     async def observe(self) -> tuple[PoolState, PoolState]:
         """Return the prefill pool and the decode pool. Raises Unavailable, ConfigError."""
@@ -62,7 +68,7 @@ class KubernetesConnector:
             if service is None or replicas == service[1].get("replicas", 1):
                 continue
             name, spec = service
-            self._ordered_at[name] = self._clock.now()
+            self._complete_at[name] = self._clock.now()
             if has_scaling_adapter(spec):
                 adapter = self._adapter_name(name)
                 await self._kubernetes.scale(
@@ -73,6 +79,22 @@ class KubernetesConnector:
                 await self._kubernetes.patch(
                     API_VERSION, GRAPH, self._graph_name, changes, self._namespace
                 )
+
+    async def find_frontends(self, url: str) -> Sequence[str]:
+        """Return the URLs of the ready pods behind a Service of this deployment; another URL as it is.
+
+        Raises Unavailable.
+        """
+        parts = parse.urlsplit(url)
+        host = _SERVICE_HOST.fullmatch(parts.hostname or "")
+        if host is None or host[2] not in (None, self._namespace):
+            return (url,)
+        labels = f"{_OF_GRAPH}={self._graph_name},{_SELECTOR}={host[1]}"
+        pods = await self._kubernetes.list("v1", "Pod", self._namespace, labels=labels)
+        ready = [pod for pod in pods if is_present(pod) and _ready_at(pod) is not None]
+        hosts = sorted(pod["status"]["podIP"] for pod in ready if pod["status"].get("podIP"))
+        port = parts.port or 80
+        return [f"{parts.scheme}://{addresses.join(each, port)}" for each in hosts] or (url,)
 
     async def close(self) -> None:
         """Leave the workers as they are."""
@@ -108,12 +130,15 @@ class KubernetesConnector:
         name, spec = service
         labels = f"{_OF_GRAPH}={self._graph_name},{_COMPONENT}={name}"
         pods = await self._kubernetes.list("v1", "Pod", self._namespace, labels=labels)
-        now = self._clock.now()
+        now, num_ordered = self._clock.now(), spec.get("replicas", 1)
+        if sum(map(is_present, pods)) >= num_ordered:
+            self._complete_at[name] = now
         return pool_state(
             pods,
-            num_ordered=spec.get("replicas", 1),
-            ordered_at=self._ordered_at.setdefault(name, now),
+            num_ordered=num_ordered,
+            ordered_at=self._complete_at.setdefault(name, now),
             started_at=now - self._clock.wall(),
+            startups_s=self._startups_s.setdefault(name, {}),
         )
 
 
@@ -134,7 +159,7 @@ def worker_services(graph: Object) -> tuple[Service | None, Service | None]:
     prefill: list[Service] = []
     decode: list[Service] = []
     for name, spec in (graph["spec"].get("services") or {}).items():
-        if spec.get("componentType") == "worker":
+        if str(spec.get("componentType") or "").lower() == "worker":
             kind = (spec.get("subComponentType") or name).lower()
             (prefill if "prefill" in kind else decode).append((name, spec))
     for pool in (prefill, decode):
@@ -153,26 +178,47 @@ def has_scaling_adapter(spec: Object) -> bool:
     return isinstance(adapter, dict) and bool(adapter.get("enabled"))
 
 
+def has_ended(pod: Object) -> bool:
+    """Return True for a pod that runs no more, such as an evicted one, of which the cluster keeps the object."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+def is_present(pod: Object) -> bool:
+    """Return True for a pod that runs or will, and is not being deleted."""
+    return "deletionTimestamp" not in pod["metadata"] and not has_ended(pod)
+
+
 def pool_state(
-    pods: Sequence[Object], *, num_ordered: int, ordered_at: float, started_at: float
+    pods: Sequence[Object],
+    *,
+    num_ordered: int,
+    ordered_at: float,
+    started_at: float,
+    startups_s: dict[str, float],
 ) -> PoolState:
     """Tell the pods of a service apart.
 
     `started_at` is the planner's clock at 1970, to bring the times of pods to it. Ordered replicas that have no pod yet
-    are starting since `ordered_at`; pods above the order, which are about to be deleted, count as draining.
+    are starting since `ordered_at`; pods above the order, which are about to be deleted, count as draining. Pods that
+    have ended hold nothing. `startups_s` keeps the seconds in which each ready pod has started, by its uid: the time at
+    which it is ready again, after a failed probe, says nothing of a start.
     """
-    present = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-    startups_s = [at - _created_at(pod) for pod in present if (at := _ready_at(pod)) is not None]
+    present = [pod for pod in pods if is_present(pod)]
     starting = [pod for pod in present if _ready_at(pod) is None]
-    num_ready = min(len(startups_s), num_ordered)
+    for pod in present:
+        if (ready_at := _ready_at(pod)) is not None:
+            startups_s.setdefault(pod["metadata"]["uid"], ready_at - _created_at(pod))
+    for uid in startups_s.keys() - {pod["metadata"]["uid"] for pod in present}:
+        del startups_s[uid]
+    num_ready = min(len(present) - len(starting), num_ordered)
     created_at = sorted(started_at + _created_at(pod) for pod in starting)
     num_starting = max(0, num_ordered - num_ready)
     missing = [ordered_at] * (num_starting - len(created_at))
     return PoolState(
         num_ready=num_ready,
         starting_since=tuple(sorted([*created_at[:num_starting], *missing])),
-        num_draining=len(pods) - min(len(present), num_ordered),
-        startup_s=statistics.median(startups_s) if startups_s else None,
+        num_draining=sum(not has_ended(pod) for pod in pods) - min(len(present), num_ordered),
+        startup_s=statistics.median(startups_s.values()) if startups_s else None,
         failure=next((text for pod in starting if (text := _failure(pod))), ""),
     )
 

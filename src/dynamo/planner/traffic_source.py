@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -146,36 +146,57 @@ class _Memory:
         return Stale(age_s, reason) if age_s > STALE_INTERVALS * interval_s else Missing(reason)
 
 
-class FrontendSource:
-    """Reads the /metrics of some frontends, all of which must answer; each is an http URL, else ConfigError."""
+Expand = Callable[[str], Awaitable[Sequence[str]]]
 
-    def __init__(self, urls: Sequence[str], model: str | None, clock: clocks.Clock) -> None:
+
+async def keep_url(url: str) -> Sequence[str]:
+    """Return a URL as that of the one frontend that it leads to."""
+    return (url,)
+
+
+class FrontendSource:
+    """Reads the /metrics of some frontends, all of which must answer; each is an http URL, else ConfigError.
+
+    `expand` returns the frontends behind a URL: that of a Service leads to any one of its pods, each of which counts by
+    itself.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str | None,
+        clock: clocks.Clock,
+        *,
+        expand: Expand = keep_url,
+    ) -> None:
         self.frontend_load = FrontendLoad()
-        self._urls = [url.rstrip("/") + "/metrics" for url in urls]
+        self._urls = urls
         for url in urls:
             client.split_url(url)
         self._model = model
+        self._expand = expand
         self._memory = _Memory(clock)
-        self._last: list[dict[str, float]] | None = None
+        self._last: dict[str, dict[str, float]] = {}  # by URL
 
     async def read(self, interval_s: float) -> Reading:
-        """Return the traffic of the interval that ends now."""
+        """Return the traffic of the interval that ends now, of all frontends that answered at its beginning, too."""
         try:
-            pages = await asyncio.gather(*(get(url) for url in self._urls))
+            urls = [frontend for url in self._urls for frontend in await self._expand(url)]
+            pages = await asyncio.gather(*(get(url.rstrip("/") + "/metrics") for url in urls))
             totals = [parse_metrics(page.decode("utf-8", "replace"), self._model) for page in pages]
         except errors.Unavailable as error:
-            self._last = None  # what comes until the next answer is no traffic of one interval
+            self._last = {}  # what comes until the next answer is no traffic of one interval
             return self._memory.describe_failure(str(error), interval_s)
-        last, self._last = self._last, totals
+        last, self._last = self._last, dict(zip(urls, totals, strict=True))
         self._memory.note_success()
         gauges = {name: sum(each.get(name, 0.0) for each in totals) for name in _GAUGES}
         self.frontend_load = frontend_load_of(gauges)
-        if last is None:
+        if not last.keys() & set(urls):
             return Missing("the first reading: an interval needs two")
         changes: dict[str, float] = {}
-        for before, after in zip(last, totals, strict=True):
-            for name, value in after.items():
-                rise = value - before.get(name, 0.0)
+        for url, after in zip(urls, totals, strict=True):
+            for name, value in after.items() if url in last else ():
+                rise = value - last[url].get(name, 0.0)
                 changes[name] = changes.get(name, 0.0) + (rise if rise >= 0 else value)
         return Fresh(traffic_of(changes))
 

@@ -7,6 +7,7 @@ from dynamo.base import errors
 from dynamo.planner import kubernetes_connector as connectors
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
+from dynamo.testing import clock as virtual
 from dynamo.testing.kube.memory_cluster import MemoryCluster
 
 WORKER = {"componentType": "worker"}
@@ -17,7 +18,7 @@ def pod(name, *conditions, created="1970-01-01T00:01:40Z", waiting=None, **metad
     if waiting:
         status["containerStatuses"] = [{"state": {"waiting": waiting}}]
     return {
-        "metadata": {"name": name, "creationTimestamp": created, **metadata},
+        "metadata": {"name": name, "uid": name, "creationTimestamp": created, **metadata},
         "status": status,
     }
 
@@ -31,8 +32,14 @@ UNSCHEDULABLE = {
 }
 
 
-def state(*pods, num_ordered):
-    return connectors.pool_state(pods, num_ordered=num_ordered, ordered_at=7.0, started_at=-90.0)
+def state(*pods, num_ordered, startups_s=None):
+    return connectors.pool_state(
+        pods,
+        num_ordered=num_ordered,
+        ordered_at=7.0,
+        started_at=-90.0,
+        startups_s={} if startups_s is None else startups_s,
+    )
 
 
 def test_ready_starting_and_draining_pods_are_told_apart():
@@ -51,6 +58,26 @@ def test_pods_above_the_order_count_as_draining():
     found = state(pod("a", READY), pod("b", READY), pod("c"), num_ordered=1)
 
     assert (found.num_ready, found.num_starting, found.num_draining) == (1, 0, 2)
+
+
+def test_pods_that_have_ended_hold_nothing():
+    """An evicted pod stays as an object for days, beside the one that replaced it."""
+    gone = pod("gone", created="1970-01-01T00:00:01Z")
+    gone["status"]["phase"] = "Failed"
+    found = state(gone, pod("a", READY), pod("b"), num_ordered=2)
+
+    assert (found.num_ready, found.starting_since, found.num_draining) == (1, (10.0,), 0)
+
+
+def test_pod_that_is_ready_again_after_a_failed_probe_has_not_started_so_long():
+    known = {}
+    state(pod("a", READY), num_ordered=1, startups_s=known)
+    later = {**READY, "lastTransitionTime": "1970-01-02T00:00:00Z"}
+    found = state(pod("a", later), num_ordered=1, startups_s=known)
+
+    assert found.startup_s == 30.0
+    assert state(pod("b"), num_ordered=1, startups_s=known).startup_s is None
+    assert known == {}
 
 
 @pytest.mark.parametrize(
@@ -84,6 +111,12 @@ def test_services_are_found_by_their_type_or_name():
 
     assert connectors.worker_services(named) == (("VllmPrefillWorker", WORKER), ("D", decode))
     assert connectors.worker_services(graph({"A": WORKER})) == (None, ("A", WORKER))
+
+
+def test_type_of_a_service_is_read_as_the_operator_reads_it():
+    spec = {"componentType": "Worker"}
+
+    assert connectors.worker_services(graph({"A": spec, "B": {}})) == (None, ("A", spec))
 
 
 def test_two_services_of_a_pool_are_refused():
@@ -150,6 +183,59 @@ async def test_pods_of_a_deployment_with_a_longer_name_are_not_counted():
     _, decode = await connector.observe()
 
     assert (decode.num_starting, decode.num_draining) == (2, 0)
+
+
+async def test_pod_that_is_missing_for_a_moment_is_not_missing_since_the_last_order():
+    """A pod was evicted, and its successor is not made yet."""
+    clock = virtual.VirtualClock()
+    server = MemoryCluster()
+    kubernetes = server.connect("k8s")
+    head = {"apiVersion": connectors.API_VERSION, "kind": connectors.GRAPH}
+    await kubernetes.create(graph({"Decode": WORKER | {"replicas": 1}}) | head)
+    labels = {
+        "nvidia.com/dynamo-component": "Decode",
+        "nvidia.com/dynamo-graph-deployment-name": "g",
+    }
+    spec = {"containers": [{"name": "main", "image": "none.invalid/none"}]}
+    metadata = {"name": "g-1", "labels": labels}
+    await kubernetes.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    environ = {"DYN_PARENT_DGD_K8S_NAME": "g"}
+    connector = connectors.KubernetesConnector(kubernetes, environ, clock=clock)
+    await connector.observe()
+    await clock.advance(3600)
+    await connector.observe()
+    server.remove_object("v1", "Pod", "k8s", "g-1")
+    last_seen_at = clock.now()
+    await clock.advance(10)
+    _, decode = await connector.observe()
+
+    assert decode.starting_since == (last_seen_at,)
+
+
+async def test_service_of_frontends_leads_to_each_of_their_pods():
+    server = MemoryCluster()
+    kubernetes = server.connect("k8s")
+    for number, labels in enumerate(("g-frontend", "g-frontend", "g-frontend", "g-other")):
+        metadata = {
+            "name": f"p{number}",
+            "namespace": "k8s",
+            "labels": {
+                "nvidia.com/dynamo-graph-deployment-name": "g",
+                "nvidia.com/selector": labels,
+            },
+        }
+        conditions = [READY] if number else []
+        status = {"conditions": conditions, "podIP": f"10.0.0.{number}"}
+        server.put_object(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": status}
+        )
+    environ = {"DYN_PARENT_DGD_K8S_NAME": "g"}
+    connector = connectors.KubernetesConnector(kubernetes, environ, clock=clocks.SystemClock())
+    pods = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+    for host in ("g-frontend", "g-frontend.k8s", "g-frontend.k8s.svc.cluster.local"):
+        assert await connector.find_frontends(f"http://{host}:8000") == pods
+    for host in ("g-frontend.elsewhere", "llm.example.com", "127.0.0.1", "[::1]", "g-absent"):
+        assert await connector.find_frontends(f"http://{host}:8000") == (f"http://{host}:8000",)
 
 
 async def test_missing_deployment_and_missing_variable_are_named():

@@ -2,6 +2,7 @@ import msgspec
 import pytest
 
 from dynamo.base import errors
+from dynamo.planner import traffic_source
 from dynamo.planner.observation import Fresh, Missing, ReportedLoad, Stale
 from dynamo.planner.traffic_source import (
     FrontendLoad,
@@ -110,6 +111,32 @@ async def test_no_request_is_a_measured_zero(page):
     await source.read(10)
 
     assert (await source.read(10)).value.num_requests == 0
+
+
+async def test_frontends_behind_one_address_are_read_one_by_one(monkeypatch):
+    """A Service leads to any one of them; the difference of two of their counters is no traffic."""
+    started = {"a": 1000, "b": 10}
+    urls = {"http://service:8000": ["http://a", "http://b"]}
+
+    async def get(url):
+        name = url.removeprefix("http://").removesuffix("/metrics")
+        return PAGE.format(started=started[name], tokens=0, cached=0).encode()
+
+    async def expand(url):
+        return urls[url]
+
+    monkeypatch.setattr(traffic_source, "get", get)
+    clock = virtual.VirtualClock()
+    source = FrontendSource(["http://service:8000"], "m", clock, expand=expand)
+    assert isinstance(await source.read(10), Missing)
+    started |= {"a": 1003, "b": 14}
+    assert (await source.read(10)).value.num_requests == 7
+    assert source.frontend_load.num_open == 6
+    started |= {"a": 1004, "b": 16, "c": 500}
+    urls["http://service:8000"] = ["http://b", "http://c"]
+    assert (await source.read(10)).value.num_requests == 2
+    started |= {"b": 17, "c": 505}
+    assert (await source.read(10)).value.num_requests == 6
 
 
 async def test_counter_that_fell_counts_from_zero(page):
