@@ -137,25 +137,45 @@ def test_rules_of_the_operator_name_each_verb_and_resource(platform):
             assert not {"list", "watch", "update", "delete"} & set(rule["verbs"])
 
 
-def test_operator_may_grant_what_it_grants(platform):
-    objects = render(platform, CLUSTER_WIDE)
-    rules = of_kind(objects, "ClusterRole")["dynamo-platform-dynamo-operator-manager"]["rules"]
-    held = {
+def rights_of(rules):
+    """Return each group, resource and verb that rules allow."""
+    return {
         (group, resource, verb)
         for rule in rules
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    granted = {
-        (group, resource, verb)
-        for rule in identity.PLANNER_RULES
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
+
+
+def rights_of_operator(platform):
+    roles = of_kind(render(platform, CLUSTER_WIDE), "ClusterRole")
+    return rights_of(roles["dynamo-platform-dynamo-operator-manager"]["rules"])
+
+
+def test_operator_may_grant_what_it_grants(platform):
+    assert rights_of(identity.PLANNER_RULES) <= rights_of_operator(platform)
+
+
+def test_operator_may_block_the_deletion_of_owners_where_a_cluster_asks_for_that(platform):
+    """The admission plugin OwnerReferencesPermissionEnforcement, which OpenShift has."""
+    owners = (
+        "dynamographdeployments",
+        "dynamocomponentdeployments",
+        "dynamographdeploymentrequests",
+    )
+
+    assert {("nvidia.com", f"{owner}/finalizers", "update") for owner in owners} <= (
+        rights_of_operator(platform)
+    )
+
+
+def test_operator_may_not_change_or_delete_claims(platform):
+    verbs = {
+        verb for _, kind, verb in rights_of_operator(platform) if kind == "persistentvolumeclaims"
     }
 
-    assert granted <= held
+    assert verbs == {"get", "list", "watch", "create"}
 
 
 def test_webhooks_are_those_that_the_operator_registers(platform):
