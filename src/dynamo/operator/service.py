@@ -98,6 +98,10 @@ class Controller:
                     _logger.warning("the operator waits for a definition: %s", error)
                     await self._clock.sleep(_MISSING_DEFINITION_S)
                     continue
+            except errors.Forbidden as error:
+                if kind not in _OPTIONAL:
+                    raise
+                _logger.warning("the operator does without %s: %s", kind, error)
             self._note_synced(kind, is_served=False)
             await self._clock.sleep(_MISSING_KIND_S)
 
