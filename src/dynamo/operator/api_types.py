@@ -435,7 +435,7 @@ class ModelSpec(Resource):
 class ModelStatus(Resource):
     """Which workers have the model."""
 
-    endpoints: OpenObjects | None = None
+    endpoints: list[OpenObject] | None = None
     ready_endpoints: Count | None = None
     total_endpoints: Count | None = None
     conditions: list[StatusCondition] | None = None
