@@ -134,11 +134,11 @@ class DictCluster:
     def actions(self, resource):
         """Return what one reconcile would do, as functions to call in order."""
         observed = self.observe()
+        token = f"token-{next(self._tokens)}" * 4
         if resource["kind"] == "DynamoGraphDeployment":
-            token = f"token-{next(self._tokens)}" * 4
             decision = graph.decide(resource, observed, self.settings, token)
         else:
-            decision = component.decide(resource, observed, self.settings)
+            decision = component.decide(resource, observed, self.settings, token)
         for item in decision.create:
             key = item["kind"], item["metadata"]["name"]
             yield lambda item=item, key=key: key in self.objects or self.put(item)

@@ -20,8 +20,8 @@ _MAX_LOG = 300
 
 # An earlier reason explains the later ones.
 _ORDER = (
-    "InvalidSpec", "VolumeMissing", "Unschedulable", "Evicted", "ImagePull", "ContainerConfig", "OutOfMemory",
-    "CrashLoop", "Completed", "Downloading", "Loading", "SecretMissing", "Starting", "Waiting",
+    "InvalidSpec", "PodsRefused", "VolumeMissing", "Unschedulable", "Evicted", "ImagePull", "ContainerConfig",
+    "OutOfMemory", "CrashLoop", "Completed", "Downloading", "Loading", "SecretMissing", "Starting", "Waiting",
 )  # fmt: skip
 
 
@@ -61,6 +61,9 @@ def first_cause(
         if objects.labels_of(pod).get(objects.TEMPLATE_LABEL) == template_hash
         and "deletionTimestamp" not in pod["metadata"]
     ]
+    living = [pod for pod in current if not objects.has_ended(pod)]
+    if len(living) >= num_wanted:  # what ended has been replaced
+        current = living
     causes = [*missing, *(cause for pod in current if (cause := pod_cause(pod)))]
     for pod in current:
         name = pod["metadata"]["name"]

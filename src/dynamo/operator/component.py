@@ -1,10 +1,11 @@
 """The objects of one DynamoComponentDeployment: Deployment, Service, Ingress, autoscaler; and its status."""  # decider
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.operator import api_types, causes, objects, pod_template
+from dynamo.operator import api_types, causes, identity, objects, pod_template
 from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.pod_template import ServiceComponent
 from dynamo.operator.settings import OperatorConfig
@@ -15,45 +16,81 @@ DISCOVERY_ANNOTATION = f"{api_types.GROUP}/dynamo-discovery-backend"
 ALL_READY = "all pods are ready"  # the message of a component that is available, before what is absent all the same
 GROVE_ANNOTATION = f"{api_types.GROUP}/enable-grove"
 _PRUNED = ("Deployment", "Service", "Ingress", "VirtualService", "HorizontalPodAutoscaler",
-           "LeaderWorkerSet", "PodCliqueSet", "Secret")  # fmt: skip
+           "LeaderWorkerSet", "PodCliqueSet")  # fmt: skip
+_SERVICE_NAME = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
 _CPU_PERCENT = 80
 _MAX_GROVE_NAME = 42  # Grove allows 45 characters of a set and a clique together
 
 
-def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Reconciliation:
-    """Decide what a component needs, and what its status is."""
+def find_token_name(resource: Object) -> str | None:
+    """Return the name of the Secret with the token of a component that stands alone; a graph has that of its own."""
+    if objects.GRAPH_LABEL in objects.labels_of(resource):
+        return None
+    namespace = resource["spec"].get("dynamoNamespace") or f"dynamo-{resource['metadata']['name']}"
+    return pod_template.token_secret_name(namespace)
+
+
+def decide(
+    resource: Object, observed: Observed, settings: OperatorConfig, token: str
+) -> Reconciliation:
+    """Decide what a component needs, and what its status is. `token` is for one that stands alone and has none yet."""
     try:
         component = read_component(resource, settings)
         uses_grove = can_use_grove(component, resource, observed)
-        desired = list(make_objects(component, resource, uses_grove=uses_grove))
+        desired = make_objects(component, resource, uses_grove=uses_grove)
     except errors.ConfigError as error:
         cause = causes.Cause("InvalidSpec", str(error))
         return Reconciliation(status=_status(resource, observed, None, cause, ()))
-    created = tuple(item for item in desired if item["kind"] == "PersistentVolumeClaim")
-    applied = tuple(item for item in desired if item["kind"] != "PersistentVolumeClaim")
+    created = [item for item in desired if item["kind"] == "PersistentVolumeClaim"]
+    applied = [
+        keep_replicas(item, observed) for item in desired if item["kind"] != "PersistentVolumeClaim"
+    ]
     names = {(item["kind"], item["metadata"]["name"]) for item in desired}
     leftover = tuple(
         objects.reference_of(existing)
         for kind in _PRUNED
         for existing in observed.owned_by(resource, kind)
-        if (kind, existing["metadata"]["name"]) not in names and "data" not in existing
+        if (kind, existing["metadata"]["name"]) not in names
     )
     workload = next((item for item in applied if item["kind"] in _WORKLOADS), None)
     waits_for = find_cause(component, observed, workload)
     notes = [entry.message for entry in find_missing(component, observed)]
+    adoptions: list[Object | None] = []
+    if token_name := find_token_name(resource):
+        applied[:0] = identity.make_accounts(
+            resource,
+            observed,
+            graph=component.graph,
+            discovers=component.discovery == "kubernetes",
+            has_planner=component.spec.role == "planner",
+        )
+        secret = observed.find("Secret", token_name)
+        created.append(identity.make_token_secret(resource, component.dynamo_namespace, token))
+        adoptions = [identity.adopt_secret(resource, secret)] if secret else []
     return Reconciliation(
         status=_status(resource, observed, workload, waits_for, notes),
-        apply=applied,
+        apply=tuple(applied),
+        patch=tuple(filter(None, adoptions)),
         create=tuple(
-            claim
-            for claim in created
-            if observed.find("PersistentVolumeClaim", claim["metadata"]["name"]) is None
+            item
+            for item in created
+            if observed.find(item["kind"], item["metadata"]["name"]) is None
         ),
         delete=leftover,
     )
 
 
 _WORKLOADS = ("Deployment", "LeaderWorkerSet", "PodCliqueSet")
+
+
+def keep_replicas(item: Object, observed: Observed) -> Object:
+    """Return a Deployment with its present replicas until its autoscaler sets them: what nobody sets becomes 1."""
+    existing = observed.find(item["kind"], item["metadata"]["name"])
+    if item["kind"] != "Deployment" or existing is None or "replicas" in item["spec"]:
+        return item
+    if objects.managers_of_replicas(existing) != [objects.FIELD_MANAGER]:
+        return item
+    return {**item, "spec": {**item["spec"], "replicas": existing["spec"]["replicas"]}}
 
 
 def _annotations(resource: Object, spec: api_types.ServiceFields) -> dict[str, str]:
@@ -95,6 +132,12 @@ def make_objects(
     """Return the objects of a component. Raises ConfigError for a spec that cannot run."""
     spec = component.spec
     desired: list[Object] = []
+    has_service = spec.role == "frontend" or component.discovery == "kubernetes"
+    if (has_service or spec.multinode) and not _SERVICE_NAME.fullmatch(component.name):
+        raise errors.ConfigError(
+            f"service {component.service}: {component.name} cannot be the name of a Service, which has letters, digits"
+            " and - and begins with a letter: rename the deployment"
+        )
     if spec.pvc is not None and spec.pvc.create:
         desired.append(make_claim(spec.pvc, owner, component.labels))
     if spec.multinode is not None:
@@ -104,7 +147,7 @@ def make_objects(
         desired.append(make_deployment(component, owner))
         if spec.autoscaling is not None and spec.autoscaling.enabled:
             desired.append(make_autoscaler(component, owner, spec.autoscaling))
-    if spec.role == "frontend" or component.discovery == "kubernetes":
+    if has_service:
         desired.append(_make_service(component, owner))
     if spec.ingress is not None and spec.ingress.enabled:
         make = _make_virtual_service if spec.ingress.use_virtual_service else _make_ingress
@@ -149,14 +192,19 @@ def _make(
 def make_deployment(component: ServiceComponent, owner: Object) -> Object:
     """Return the Deployment; an autoscaler sets its replicas where there is one."""
     annotations = _annotations(owner, component.spec)
+    surge, unavailable = (
+        read_share(annotations, name) for name in (SURGE_ANNOTATION, UNAVAILABLE_ANNOTATION)
+    )
+    if surge in (0, "0%") and unavailable in (0, "0%"):
+        raise errors.ConfigError(
+            f"annotations {SURGE_ANNOTATION} and {UNAVAILABLE_ANNOTATION}: one of them must be above 0, or no pod can"
+            " be replaced"
+        )
     spec: Object = {
         "selector": {"matchLabels": {objects.SELECTOR_LABEL: component.name}},
         "strategy": {
             "type": "RollingUpdate",
-            "rollingUpdate": {
-                "maxSurge": read_share(annotations, SURGE_ANNOTATION),
-                "maxUnavailable": read_share(annotations, UNAVAILABLE_ANNOTATION),
-            },
+            "rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable},
         },
         "template": pod_template.make_template(component),
     }
@@ -169,9 +217,10 @@ def make_deployment(component: ServiceComponent, owner: Object) -> Object:
 def read_share(annotations: dict[str, str], name: str) -> int | str:
     """Return a number of pods or a share such as 25%, the default. Raises ConfigError."""
     value = annotations.get(name, "25%")
-    if not value.removesuffix("%").isdecimal():
+    number = value.removesuffix("%")
+    if not number.isdecimal():
         raise errors.ConfigError(f"annotation {name}: expected 1 or 25%, got {value!r}")
-    return value if value.endswith("%") else int(value)
+    return f"{int(number)}%" if value.endswith("%") else int(number)
 
 
 def make_leader_worker_set(component: ServiceComponent, owner: Object, num_nodes: int) -> Object:
@@ -338,13 +387,18 @@ def find_cause(
     if workload is None:
         return None
     existing = observed.find(workload["kind"], component.name)
-    num_wanted = int((existing or workload)["spec"].get("replicas", 1))
-    if existing is not None and is_available(existing, num_wanted):
+    num_wanted = int({**(existing or {}).get("spec", {}), **workload["spec"]}.get("replicas", 1))
+    template_hash = _template_labels(workload)[objects.TEMPLATE_LABEL]
+    # what is about to be changed says nothing of its new form
+    is_current = existing is not None and (
+        _template_labels(existing).get(objects.TEMPLATE_LABEL) == template_hash
+    )
+    if existing is not None and is_current and is_available(existing, num_wanted):
         return None
     cause = causes.first_cause(
-        observed.pods_of(component.name),
-        template_hash=_template_labels(workload)[objects.TEMPLATE_LABEL],
-        missing=find_missing(component, observed),
+        observed.pods_of(component.name, with_ended=True),
+        template_hash=template_hash,
+        missing=[*find_refusals(existing), *find_missing(component, observed)],
         num_wanted=num_wanted,
         starts=observed.starts,
     )
@@ -360,6 +414,14 @@ def _template_labels(workload: Object) -> dict[str, str]:
         return dict(spec["template"]["cliques"][0]["labels"])
     template = spec.get("template") or spec["leaderWorkerTemplate"]["leaderTemplate"]
     return dict(template["metadata"]["labels"])
+
+
+def find_refusals(workload: Object | None) -> list[causes.Cause]:
+    """Return the cause for which the cluster makes no pods of a Deployment, such as a quota or a pod security level."""
+    refusal = objects.find_condition(workload, "ReplicaFailure")
+    if refusal.get("status") != "True":
+        return []
+    return [causes.Cause("PodsRefused", f"the cluster refuses pods: {refusal.get('message', '')}")]
 
 
 def find_missing(component: ServiceComponent, observed: Observed) -> list[causes.Cause]:
@@ -380,9 +442,12 @@ def find_missing(component: ServiceComponent, observed: Observed) -> list[causes
 def is_available(workload: Object, num_wanted: int) -> bool:
     """Return True if a workload has all its pods, in the present form of its template."""
     status = workload.get("status") or {}
+    generation = workload["metadata"].get("generation", 0)
+    # the controllers of earlier LeaderWorkerSets do not say which one they have seen
+    unsaid = generation if workload["kind"] == "LeaderWorkerSet" else 0
     num_available = status.get("availableReplicas", status.get("readyReplicas", 0))
     return bool(
-        status.get("observedGeneration", 0) >= workload["metadata"].get("generation", 0)
+        status.get("observedGeneration", unsaid) >= generation
         and min(status.get("updatedReplicas", 0), num_available) >= num_wanted
     )
 

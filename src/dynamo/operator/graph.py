@@ -81,7 +81,7 @@ class Graph:
         return f"{self.name}-{service.lower()}"
 
     def check_names(self) -> None:
-        """Raise ConfigError if the name of a component would not fit."""
+        """Raise ConfigError if the name of a component or of the dynamo namespace would not fit."""
         for service in self.services:
             name = self.base_name(service)
             if len(name) > api_types.MAX_DERIVED_NAME:
@@ -89,6 +89,7 @@ class Graph:
                     f"service {service}: the name {name} has {len(name)} characters; at most"
                     f" {api_types.MAX_DERIVED_NAME} fit: shorten the name of the deployment or of the service"
                 )
+        identity.check_namespace(self.dynamo_namespace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +99,6 @@ class WorkerGeneration:
     digits: str
     suffix: str  # of names and of the dynamo namespace: "" or - and the digits
     components: Mapping[str, Object]
-
-
-def find_token_name(resource: Object, observed: Observed, settings: OperatorConfig) -> str | None:
-    """Return the name of the Secret with a graph's cluster token; None for a graph that says something wrong."""
-    try:
-        graph = read_graph(resource, observed, settings)
-    except errors.ConfigError:
-        return None
-    return pod_template.token_secret_name(graph.dynamo_namespace)
 
 
 def decide(
@@ -147,7 +139,14 @@ def decide(
         for claim in graph.spec.pvcs or ()
         if claim.create
     ]
-    created = [*claims, *make_adapters(graph)]
+    needed_adapters = make_adapters(graph)
+    names = {item["metadata"]["name"] for item in needed_adapters}
+    unused_adapters = [
+        adapter
+        for adapter in observed.owned_by(resource, _ADAPTER)
+        if adapter["metadata"]["name"] not in names
+    ]
+    created = [*claims, *needed_adapters]
     absent = [
         item for item in created if observed.find(item["kind"], item["metadata"]["name"]) is None
     ]
@@ -155,7 +154,7 @@ def decide(
         create=(*([] if found_secret else [secret]), *absent),
         patch=(*([adoption] if adoption else []), *adapters),
         apply=(*accounts, *desired),
-        delete=tuple(objects.reference_of(existing) for existing in leftover),
+        delete=tuple(map(objects.reference_of, (*leftover, *unused_adapters))),
         status=make_status(graph, observed, desired, leftover),
         other_statuses=tuple(make_adapter_statuses(graph, observed, desired)),
     )
@@ -220,6 +219,7 @@ def make_components(graph: Graph, observed: Observed) -> list[Object]:
     generations = read_generations(graph, observed)
     current = next((entry for entry in generations if entry.digits == target), None)
     suffix = current.suffix if current else (f"-{target}" if generations else "")
+    identity.check_namespace(f"{graph.dynamo_namespace}{suffix}")
     autoscaled = find_autoscaled(graph, generations, target, observed)
     wanted = {name: autoscaled.get(name, graph.replicas[name]) for name in graph.workers}
     planned = rollout.plan(

@@ -5,9 +5,11 @@ their owners, and the last one takes them with it. A token is made once and neve
 """  # decider
 
 import base64
+import re
 from collections.abc import Iterator
 from typing import Any
 
+from dynamo.base import errors
 from dynamo.operator import api_types, objects, pod_template
 from dynamo.operator.objects import Object, Observed
 
@@ -39,6 +41,19 @@ PLANNER_RULES = [
     },
     {"apiGroups": ["apps"], "resources": ["deployments"], "verbs": _READ},
 ]
+
+
+_LABEL_VALUE = re.compile("[a-z0-9]([-_a-z0-9]*[a-z0-9])?")
+
+
+def check_namespace(dynamo_namespace: str) -> None:
+    """Raise ConfigError for a dynamo namespace that cannot be the value of a label, as which pods have it."""
+    if len(dynamo_namespace) > 63 or not _LABEL_VALUE.fullmatch(dynamo_namespace):
+        raise errors.ConfigError(
+            f"dynamoNamespace {dynamo_namespace}, by default dynamo- and the name of the deployment:"
+            " expected at most 63 lower-case letters, digits, - and _, the first and the last no - or _;"
+            " an update of workers adds nine"
+        )
 
 
 def make_accounts(

@@ -87,9 +87,14 @@ class Observed:
             if is_owned(item, owner) or (graph and find_adopter(item) == graph)
         ]
 
-    def pods_of(self, component: str) -> list[Object]:
-        """Return the pods of a component."""
-        return [pod for pod in self.pods if labels_of(pod).get(SELECTOR_LABEL) == component]
+    def pods_of(self, component: str, *, with_ended: bool = False) -> list[Object]:
+        """Return the pods of a component; those that run no more only if they are asked for."""
+        return [
+            pod
+            for pod in self.pods
+            if labels_of(pod).get(SELECTOR_LABEL) == component
+            and (with_ended or not has_ended(pod))
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,19 +141,27 @@ def explain_scaling(existing: Object, desired: Object) -> str | None:
     )  # a ConfigMap or an account has no spec
     if replicas is None or present in (None, replicas):
         return None
-    for entry in existing["metadata"].get("managedFields") or ():
-        fields = (entry.get("fieldsV1") or {}).get("f:spec") or {}
-        if entry.get("manager") != FIELD_MANAGER and "f:replicas" in fields:
+    for manager in managers_of_replicas(existing):
+        if manager != FIELD_MANAGER:
             labels = labels_of(desired)
             graph, service = labels.get(GRAPH_LABEL), labels.get(COMPONENT_LABEL, "")
             return (
-                f"{entry.get('manager')} set replicas to {present}, and the operator put back {replicas}:"
+                f"{manager} set replicas to {present}, and the operator put back {replicas}:"
                 f" change spec.services.{service}.replicas of DynamoGraphDeployment {graph}, which v1beta1 has in"
                 f" spec.components, or give the service"
                 f" `scalingAdapter: {{enabled: true}}` and kubectl scale dgdsa/{graph}-{service.lower()}"
                 f" --replicas={present}"
             )
     return None
+
+
+def managers_of_replicas(existing: Object) -> list[str]:
+    """Return the field managers that set the replicas of an object."""
+    return [
+        str(entry.get("manager"))
+        for entry in existing["metadata"].get("managedFields") or ()
+        if "f:replicas" in ((entry.get("fieldsV1") or {}).get("f:spec") or {})
+    ]
 
 
 def make_object(
@@ -252,6 +265,11 @@ def find_condition(resource: Object | None, kind: str) -> Object:
 def is_ready(pod: Object) -> bool:
     """Return whether a pod is ready."""
     return find_condition(pod, "Ready").get("status") == "True"
+
+
+def has_ended(pod: Object) -> bool:
+    """Return True for a pod that runs no more, such as an evicted one, of which the cluster keeps the object."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 def make_condition(

@@ -135,7 +135,6 @@ def make_template(component: ServiceComponent) -> Object:
         key: value for key, value in (spec.extra_pod_spec or {}).items() if key != "mainContainer"
     }
     pod = objects.merge(pod, extra)
-    pod["volumes"] = [volume for volume in pod["volumes"] if volume]
     metadata = spec.extra_pod_metadata or api_types.ExtraPodMetadata()
     labels = {**(metadata.labels or {}), **component.labels}
     template: Object = {"metadata": {"labels": labels}, "spec": pod}
@@ -160,7 +159,8 @@ def make_main_container(component: ServiceComponent) -> Object:
     if component.settings.restricted_security_context:
         defaults["securityContext"] = RESTRICTED_CONTAINER
     if spec.env_from_secret:
-        defaults["envFrom"] = [{"secretRef": {"name": spec.env_from_secret, "optional": True}}]
+        secret = {"name": spec.env_from_secret, "optional": True}
+        overrides["envFrom"] = [{"secretRef": secret}, *(overrides.get("envFrom") or ())]
     env = [
         *make_environment(component),
         *(entry.render() for entry in spec.envs or ()),

@@ -114,7 +114,19 @@ def decide(
         waiting = ("DeploymentReady", "NotApplied", text)
         return _report(resource, observed, "Ready", waiting, **status_change)
     found = observed.find(graph_deployment.KIND, generated["metadata"]["name"])
-    if found is None and status.get("state") in ("Deploying", "Ready", "DeploymentDeleted"):
+    was_made = status.get("state") in ("Deploying", "Ready", "DeploymentDeleted")
+    is_own = (
+        found
+        and objects.labels_of(found).get(objects.REQUEST_LABEL) == resource["metadata"]["name"]
+    )
+    if found is not None and not (was_made or is_own):
+        text = (
+            f"there is another deployment {generated['metadata']['name']}: delete it, or apply"
+            " status.generatedDeployment under another name"
+        )
+        taken = ("DeploymentReady", "NameTaken", text)
+        return _report(resource, observed, "Failed", taken, **status_change)
+    if found is None and was_made:
         text = f"the deployment {generated['metadata']['name']} was deleted"
         gone = ("DeploymentReady", "DeploymentDeleted", text)
         return _report(resource, observed, "DeploymentDeleted", gone, **status_change)

@@ -21,6 +21,7 @@ from dynamo.operator import (
     models,
     objects,
     pod_calls,
+    pod_template,
     profiling_requests,
 )
 from dynamo.operator.object_cache import Key, ObjectCache, key_of
@@ -83,16 +84,17 @@ class Reconciler:
         starting: dict[str, tuple[str, int]] = {}
         is_secret_absent = False
         if key[0] == "DynamoGraphDeployment":
-            token_name = graph.find_token_name(root, observed, self._settings)
+            token_name = find_token_name(root, observed, self._settings)
             await self._look_up_secret(key[1], token_name)
             decision = graph.decide(root, observed, self._settings, secrets.token_hex(32))
         else:
             secret = root["spec"].get("envFromSecret")
-            await self._look_up_secret(key[1], secret)
+            for name in (secret, component.find_token_name(root)):
+                await self._look_up_secret(key[1], name)
             is_secret_absent = bool(secret) and observed.find("Secret", secret) is None
             starting = find_starting(observed.pods_of(key[2]))
             observed = dataclasses.replace(observed, starts=await pod_calls.read_starts(starting))
-            decision = component.decide(root, observed, self._settings)
+            decision = component.decide(root, observed, self._settings, secrets.token_hex(32))
         await self._carry_out(root, decision, now)
         if is_updating:
             return _POLL_S
@@ -103,8 +105,10 @@ class Reconciler:
     async def _carry_out(self, root: Object, decision: Reconciliation, now: str) -> None:
         try:
             await self._act(decision, root["metadata"]["namespace"])
+        except errors.Conflict:  # something has changed meanwhile: the next look sees it
+            raise
         except errors.RequestError as error:
-            await self._write_failure(root, str(error), now)
+            await self._write_failure(root, decision, str(error), now)
             raise
         await self._write_status(root, decision.status)
         for item in decision.other_statuses:
@@ -165,15 +169,17 @@ class Reconciler:
                 _logger.debug("%s exists already", key_of(item))
         for item in decision.patch:
             metadata = item["metadata"]
-            self._cache.put(
-                await self._cluster.patch(
-                    item["apiVersion"],
-                    item["kind"],
-                    metadata["name"],
-                    {"metadata": metadata},
-                    metadata["namespace"],
+            address = item["apiVersion"], item["kind"], metadata["name"]
+            try:
+                patched = await self._cluster.patch(
+                    *address, {"metadata": metadata}, metadata["namespace"]
                 )
-            )
+            except (errors.Conflict, connection.ObjectMissing):
+                existing = self._cache.get(key_of(item))
+                if existing is not None and item["kind"] == "Secret":  # not watched: looked up anew
+                    self._cache.remove(existing)
+                raise
+            self._cache.put(patched)
         for item in decision.apply:
             await self._apply(item)
         for reference in decision.delete:
@@ -259,14 +265,22 @@ class Reconciler:
         except errors.DynamoError as error:
             _logger.info("no event for %s: %s", metadata["name"], error)
 
-    async def _write_failure(self, root: Object, message: str, now: str) -> None:
+    async def _write_failure(
+        self, root: Object, decision: Reconciliation, message: str, now: str
+    ) -> None:
         """Say in the condition what the cluster refuses; the caller tries again."""
+        if root["kind"] == "DynamoGraphDeploymentRequest":
+            *before, step = decision.status["conditions"]
+            refusal = objects.make_condition(step["type"], False, "Refused", message, root, now)
+            status = {**decision.status, "state": "Failed", "conditions": [*before, refusal]}
+            await self._write_status(root, status)
+            return
         is_graph = root["kind"] == "DynamoGraphDeployment"
         name, reason = (
             ("Ready", "failed_to_reconcile_the_resources") if is_graph else ("Available", "Refused")
         )
         condition = objects.make_condition(name, False, reason, message, root, now)
-        status: Object = {
+        status = {
             "conditions": [condition],
             "observedGeneration": root["metadata"].get("generation", 0),
         } | ({"state": "failed"} if is_graph else {})
@@ -286,6 +300,17 @@ class Reconciler:
         if existing is not None:
             head = {"apiVersion": "v1", "kind": "Secret"}
             self._cache.put({**head, "metadata": existing["metadata"]})
+
+
+def find_token_name(
+    root: Object, observed: objects.Observed, settings: OperatorConfig
+) -> str | None:
+    """Return the name of the Secret with a graph's cluster token; None for a graph that says something wrong."""
+    try:
+        namespace = graph.read_graph(root, observed, settings).dynamo_namespace
+    except errors.ConfigError:
+        return None
+    return pod_template.token_secret_name(namespace)
 
 
 def find_starting(pods: list[Object]) -> dict[str, tuple[str, int]]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.operator import component, graph, objects, versions
+from dynamo.operator import component, graph, identity, objects, versions
 from dynamo.operator.objects import Object
 from dynamo.operator.settings import OperatorConfig
 
@@ -97,7 +97,7 @@ def answer_validation(review: AdmissionReview, settings: OperatorConfig) -> Obje
     if written is None or (old is not None and written.get("spec") == old.get("spec")):
         return _answer(request, {"allowed": True})
     try:
-        _check(written, settings)
+        _check(written, settings, is_new=old is None)
     except errors.ConfigError as error:
         status = {
             "code": 422,
@@ -136,7 +136,7 @@ def answer_defaulting(review: AdmissionReview) -> Object:
     except msgspec.ValidationError:  # the schema refuses it, but later
         return _answer(request, {"allowed": True})
     patch = [
-        {"op": "add", "path": f"/spec/services/{name}/replicas", "value": 1}
+        {"op": "add", "path": f"/spec/services/{_escape(name)}/replicas", "value": 1}
         for name, service in ((spec and spec.services) or {}).items()
         if service.replicas is None and not service.is_scaled
     ]
@@ -147,6 +147,11 @@ def answer_defaulting(review: AdmissionReview) -> Object:
     return _answer(request, response)
 
 
+def _escape(name: str) -> str:
+    """Return a name as a part of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
 def _answer(request: AdmissionRequest, response: Object) -> Object:
     return {
         "apiVersion": "admission.k8s.io/v1",
@@ -155,13 +160,19 @@ def _answer(request: AdmissionRequest, response: Object) -> Object:
     }
 
 
-def _check(resource: Object, settings: OperatorConfig) -> None:
-    """Make the objects of a deployment as if nothing of it existed. Raises ConfigError."""
+def _check(resource: Object, settings: OperatorConfig, *, is_new: bool) -> None:
+    """Make the objects of a deployment as if nothing of it existed. Raises ConfigError.
+
+    A new one is checked for its later updates as well.
+    """
     metadata = resource["metadata"]
-    name = metadata.get("name") or metadata.get("generateName", "")
+    name = metadata.get("name") or f"{metadata.get('generateName', '')}00000"  # as many follow
     resource = {**resource, "metadata": {"uid": "", "namespace": "", **metadata, "name": name}}
     nothing = objects.Observed(now="")
-    for item in graph.make_components(graph.read_graph(resource, nothing, settings), nothing):
+    read_graph = graph.read_graph(resource, nothing, settings)
+    if is_new and read_graph.workers:
+        identity.check_namespace(f"{read_graph.dynamo_namespace}-{'0' * 8}")
+    for item in graph.make_components(read_graph, nothing):
         item["metadata"]["uid"] = ""
         read = component.read_component(
             item, settings

@@ -1,0 +1,283 @@
+"""What a cluster does that manifests do not say: evicted and refused pods, names that do not fit, autoscalers."""
+
+import base64
+import json
+
+import msgspec
+import pytest
+
+from dynamo.operator import (
+    api_types,
+    causes,
+    component,
+    models,
+    objects,
+    profiling_requests,
+    reviews,
+)
+from dynamo.operator.settings import OperatorConfig
+from operator_cluster import NOW, DictCluster, frontend, make_graph, worker
+
+DGD, DCD = "DynamoGraphDeployment", "DynamoComponentDeployment"
+ADAPTER = "DynamoGraphDeploymentScalingAdapter"
+
+
+def settled(resource, **settings):
+    cluster = DictCluster(OperatorConfig(**{"etcd_addr": "etcd:2379", **settings}))
+    cluster.put(resource)
+    cluster.settle()
+    return cluster
+
+
+def available(cluster, name):
+    return objects.find_condition(cluster.get(DCD, name), "Available")
+
+
+def with_image(image):
+    changed = frontend()
+    changed["extraPodSpec"] = {"mainContainer": {"image": image}}
+    return changed
+
+
+@pytest.mark.parametrize("changed", [with_image("other"), frontend(replicas=3)])
+def test_pods_of_the_former_form_do_not_make_a_changed_service_ready(changed):
+    cluster = settled(make_graph(services={"Frontend": frontend()}))
+    cluster.put(make_graph(services={"Frontend": changed}))
+    cluster.reconcile(DGD, "g")
+    cluster.reconcile(DCD, "g-frontend")
+    cluster.reconcile(DGD, "g")
+
+    assert available(cluster, "g-frontend")["status"] == "False"
+    assert cluster.ready()["status"] == "False"
+    cluster.settle()
+    assert cluster.ready()["status"] == "True"
+
+
+def test_pods_that_the_cluster_refuses_are_the_cause():
+    cluster = DictCluster()
+    cluster.put(make_graph(services={"Decode": worker()}))
+    for kind, name in ((DGD, "g"), (DCD, "g-decode")):
+        cluster.reconcile(kind, name)
+    text = 'pods "g-decode-" is forbidden: exceeded quota: gpus'
+    refusal = {"type": "ReplicaFailure", "status": "True", "message": text}
+    cluster.get("Deployment", "g-decode")["status"] = {"conditions": [refusal]}
+    cluster.reconcile(DCD, "g-decode")
+
+    found = available(cluster, "g-decode")
+    assert (found["reason"], found["message"]) == (
+        "PodsRefused",
+        f"the cluster refuses pods: {text}",
+    )
+
+
+def test_groups_of_nodes_whose_controller_says_no_generation_become_ready():
+    """As LeaderWorkerSets had none in their status in releases that are in use."""
+    spec = worker(multinode={"nodeCount": 2})
+    cluster = settled(make_graph(services={"Decode": spec}), enable_lws=True)
+    assert available(cluster, "g-decode")["status"] == "False"
+    groups = cluster.get("LeaderWorkerSet", "g-decode")
+    groups["status"] = {"replicas": 1, "readyReplicas": 1, "updatedReplicas": 1}
+    cluster.settle()
+
+    assert cluster.ready()["status"] == "True"
+
+
+def evicted(name, labels):
+    status = {"phase": "Failed", "reason": "Evicted", "message": "low on disk", "podIP": "10.0.0.1"}
+    return {"metadata": {"name": name, "labels": labels}, "status": status}
+
+
+def test_update_ends_beside_an_evicted_pod_of_the_former_workers():
+    cluster = settled(make_graph(services={"Decode": worker("--seed 1")}))
+    labels = cluster.get("Deployment", "g-decode")["spec"]["template"]["metadata"]["labels"]
+    cluster.pods["gone"] = {"pod": evicted("gone", labels), "deployment": "", "digits": ""}
+    cluster.put(make_graph(services={"Decode": worker("--seed 2")}))
+    cluster.settle()
+
+    assert len(cluster.of_kind(DCD)) == 1
+    assert cluster.ready()["status"] == "True"
+    assert cluster.get(DGD, "g")["status"]["services"]["Decode"]["replicas"] == 1
+
+
+def test_evicted_pod_that_was_replaced_explains_nothing():
+    labels = {objects.TEMPLATE_LABEL: "h"}
+    ended = {"terminated": {"exitCode": 1, "reason": "Error"}}
+    states = [{"name": "main", "state": {"waiting": {}}, "lastState": ended, "restartCount": 2}]
+    crashing = {
+        "metadata": {"name": "p", "labels": labels},
+        "status": {"containerStatuses": states},
+    }
+    pods = [evicted("gone", labels), crashing]
+    replaced, lacking = (
+        causes.first_cause(pods, template_hash="h", num_wanted=number) for number in (1, 2)
+    )
+
+    assert (replaced.reason, lacking.reason) == ("CrashLoop", "Evicted")
+
+
+def test_evicted_worker_is_not_waited_for_by_a_model():
+    labels = {objects.SELECTOR_LABEL: "g-decode", objects.TYPE_LABEL: "worker"}
+    served = {"kind": DCD, "metadata": {"name": "g-decode"}, "spec": {"modelRef": {"name": "m"}}}
+    pod = {**evicted("gone", labels), "spec": {"containers": []}}
+    observed = objects.Observed(now=NOW, objects={(DCD, "g-decode"): served}, pods=[pod])
+
+    assert models.find_endpoints("m", observed) == []
+
+
+def test_status_of_a_model_has_any_number_of_workers():
+    resource = {"metadata": {"name": "m"}, "spec": {"baseModelName": "base"}}
+    workers = [
+        models.ModelEndpoint(pod=f"p{n}", address="10.0.0.1", port=n, is_ready=True)
+        for n in range(300)
+    ]
+    status = models.make_status(resource, dict.fromkeys(workers, ""), NOW)
+
+    assert msgspec.convert(status, api_types.ModelStatus).total_endpoints == 300
+
+
+def test_secret_of_a_service_stays_beside_sources_of_the_container():
+    """The chart dynamo-vllm gives workers both: its ConfigMap, and the Secret with HF_TOKEN."""
+    source = {"configMapRef": {"name": "c"}}
+    service = worker(envFromSecret="hf")
+    service["extraPodSpec"]["mainContainer"]["envFrom"] = [source]
+    cluster = settled(make_graph(services={"Decode": service}))
+    template = cluster.get("Deployment", "g-decode")["spec"]["template"]
+
+    secret = {"secretRef": {"name": "hf", "optional": True}}
+    assert template["spec"]["containers"][0]["envFrom"] == [secret, source]
+
+
+def validate(written, old=None):
+    request = reviews.AdmissionRequest(uid="u", object=written, oldObject=old)
+    return reviews.answer_validation(reviews.AdmissionReview(request), OperatorConfig())["response"]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "7b"])
+def test_name_that_no_service_can_have_is_refused(name):
+    graph = make_graph(name, {"Frontend": frontend(dynamoNamespace="team")})
+
+    assert "rename the deployment" in validate(graph)["status"]["message"]
+    assert "rename the deployment" in settled(graph).ready(name)["message"]
+
+
+def test_name_that_is_no_dynamo_namespace_is_called_so():
+    refusal = validate(make_graph("qwen2.5"))["status"]["message"]
+
+    assert "dynamoNamespace dynamo-qwen2.5, by default dynamo- and the name of the" in refusal
+
+
+def in_namespace(namespace, flags=""):
+    return make_graph(services={"Decode": worker(flags, dynamoNamespace=namespace)})
+
+
+def test_namespace_that_is_no_label_or_leaves_no_room_for_an_update_is_refused():
+    longest, too_long = "n" * 54, "n" * 55
+    ended_by_dash = settled(in_namespace("team-"))
+
+    assert "dynamoNamespace team-, by default" in ended_by_dash.ready()["message"]
+    assert validate(in_namespace(longest))["allowed"]
+    assert "an update of workers adds nine" in validate(in_namespace(too_long))["status"]["message"]
+    assert validate(in_namespace(too_long, "--seed 2"), in_namespace(too_long))["allowed"]
+
+
+def test_update_in_a_namespace_without_room_says_so_and_keeps_what_serves():
+    cluster = settled(in_namespace("n" * 55))
+    cluster.put(in_namespace("n" * 55, "--seed 2"))
+    cluster.settle()
+
+    assert "expected at most 63 lower-case letters" in cluster.ready()["message"]
+    assert [item["metadata"]["name"] for item in cluster.of_kind("Deployment")] == ["g-decode"]
+
+
+def test_adapter_goes_with_the_wish_for_it():
+    cluster = settled(make_graph(services={"Decode": worker(scalingAdapter={"enabled": True})}))
+    assert cluster.get(ADAPTER, "g-decode")
+    cluster.put(make_graph(services={"Decode": worker(scalingAdapter={"enabled": False})}))
+    cluster.settle()
+
+    assert cluster.of_kind(ADAPTER) == []
+    assert cluster.ready()["status"] == "True"
+
+
+def test_component_that_stands_alone_has_its_token_and_account():
+    cluster = DictCluster(OperatorConfig())
+    cluster.put({**make_graph("solo"), "kind": DCD, "spec": frontend()})
+    cluster.settle()
+    pod = cluster.get("Deployment", "solo")["spec"]["template"]["spec"]
+    first = cluster.get("Secret", "dynamo-solo-cluster-token")
+    cluster.settle()
+
+    assert cluster.get("ServiceAccount", pod["serviceAccountName"])
+    assert first["data"]["token"]
+    assert cluster.get("Secret", "dynamo-solo-cluster-token") == first
+    cluster.delete(DCD, "solo")
+    assert cluster.of_kind("Secret") == []
+
+
+def test_components_of_a_graph_leave_the_token_to_it():
+    cluster = settled(make_graph(services={"Decode": worker()}))
+
+    assert [item["metadata"]["name"] for item in cluster.of_kind("Secret")] == [
+        "dynamo-g-cluster-token"
+    ]
+    assert component.find_token_name(cluster.get(DCD, "g-decode")) is None
+
+
+@pytest.mark.parametrize("shares", [("0", "0%"), ("0", "0")])
+def test_update_that_could_replace_no_pod_is_refused(shares):
+    graph = make_graph()
+    names = (component.SURGE_ANNOTATION, component.UNAVAILABLE_ANNOTATION)
+    graph["metadata"]["annotations"] = dict(zip(names, shares, strict=True))
+
+    assert "one of them must be above 0" in validate(graph)["status"]["message"]
+
+
+def applied_replicas(managers):
+    """Return the replicas that are applied to a Deployment of five when its service gets an autoscaler."""
+    cluster = settled(make_graph(services={"Decode": worker(replicas=5)}))
+    resource = cluster.get(DCD, "g-decode")
+    resource["spec"]["autoscaling"] = {"enabled": True, "minReplicas": 2, "maxReplicas": 9}
+    metadata = cluster.get("Deployment", "g-decode")["metadata"]
+    fields = {"f:spec": {"f:replicas": {}}}
+    metadata["managedFields"] = [{"manager": name, "fieldsV1": fields} for name in managers]
+    decision = component.decide(resource, cluster.observe(), cluster.settings, "")
+    deployment = next(item for item in decision.apply if item["kind"] == "Deployment")
+    return deployment["spec"].get("replicas")
+
+
+def test_workers_stay_until_their_new_autoscaler_sets_their_number():
+    assert applied_replicas([objects.FIELD_MANAGER]) == 5
+    assert applied_replicas(["kube-controller-manager"]) is None
+    assert applied_replicas([]) is None
+
+
+def test_default_of_a_service_whose_name_the_schema_will_refuse_is_a_valid_patch():
+    graph = make_graph(services={"a/b~c": {"componentType": "worker"}})
+    request = reviews.AdmissionRequest(uid="u", object=graph)
+    response = reviews.answer_defaulting(reviews.AdmissionReview(request))["response"]
+
+    assert json.loads(base64.b64decode(response["patch"])) == [
+        {"op": "add", "path": "/spec/services/a~1b~0c/replicas", "value": 1}
+    ]
+
+
+def test_deployment_of_another_with_the_name_of_a_recommendation_is_not_called_its_own():
+    request = {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "DynamoGraphDeploymentRequest",
+        "metadata": {"name": "r", "namespace": "default", "uid": "u", "generation": 1},
+        "spec": {"model": "m", "autoApply": True},
+    }
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    log = '{"mode":"agg","num_prefill":0,"num_decode":2}'
+
+    def decide(labels, status):
+        foreign = {"kind": DGD, "metadata": {"name": "r", "labels": labels}, "status": ready}
+        observed = objects.Observed(now=NOW, objects={(DGD, "r"): foreign})
+        resource = {**request, "status": status}
+        return profiling_requests.decide(resource, observed, OperatorConfig(), log).status
+
+    refused = decide({}, {})
+    assert (refused["state"], refused["conditions"][-1]["reason"]) == ("Failed", "NameTaken")
+    assert decide({objects.REQUEST_LABEL: "r"}, {})["state"] == "Ready"
+    assert decide({}, {"state": "Deploying"})["state"] == "Ready"

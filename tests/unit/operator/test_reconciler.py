@@ -1,0 +1,91 @@
+"""One look at an object: what a refusal becomes in the status, and what is read again after a conflict."""
+
+import asyncio
+
+import httpx2
+import pytest
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.operator import reconciler, service
+from dynamo.operator.object_cache import ObjectCache, key_of
+from dynamo.operator.settings import OperatorConfig
+from operator_cluster import make_graph
+
+API = "nvidia.com/v1alpha1"
+SECRET = ("v1", "Secret", "dynamo-g-cluster-token")
+
+
+def refuse(server, method, ending, code, message):
+    """Let the server refuse the requests whose path ends so."""
+    answer = server.handle_async_request
+
+    async def handle(request):
+        if request.method == method and request.url.path.endswith(ending):
+            return httpx2.Response(code, json={"message": message})
+        return await answer(request)
+
+    server.handle_async_request = handle
+
+
+def looking(cluster, cache):
+    settings = OperatorConfig(etcd_addr="etcd:2379")
+    return reconciler.Reconciler(cluster, cache, settings, clocks.SystemClock())
+
+
+async def test_secret_that_has_changed_is_read_again_and_no_failure_is_said(cluster):
+    cache = ObjectCache()
+    graph = await cluster.create(make_graph())
+    head = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET[2]}}
+    for item in (graph, await cluster.create({**head, "type": "Opaque"})):
+        cache.put(item)
+    await cluster.patch(*SECRET, {"metadata": {"labels": {"backup": "yes"}}})
+    look = looking(cluster, cache)
+    with pytest.raises(errors.Conflict):
+        await look.reconcile(key_of(graph))
+
+    assert "status" not in await cluster.get(API, graph["kind"], "g")
+    await look.reconcile(key_of(graph))
+    (owner,) = (await cluster.get(*SECRET))["metadata"]["ownerReferences"]
+    assert owner["name"] == "g"
+
+
+async def test_job_that_the_cluster_refuses_is_said_in_its_request(server, cluster):
+    cache = ObjectCache()
+    kind = "DynamoGraphDeploymentRequest"
+    resource = {"apiVersion": API, "kind": kind, "metadata": {"name": "r"}, "spec": {"model": "m"}}
+    request = await cluster.create(resource)
+    cache.put(request)
+    refuse(server, "POST", "/jobs", 403, "exceeded quota: gpus")
+    with pytest.raises(errors.Forbidden):
+        await looking(cluster, cache).reconcile(key_of(request))
+
+    status = (await cluster.get(API, kind, "r"))["status"]
+    assert status["state"] == "Failed"
+    assert status["conditions"][-1]["type"] == "Profiling"
+    assert "exceeded quota: gpus" in status["conditions"][-1]["message"]
+
+
+def istio():
+    names = {"kind": "VirtualService", "plural": "virtualservices", "singular": "virtualservice"}
+    schema = {"openAPIV3Schema": {"x-kubernetes-preserve-unknown-fields": True}}
+    version = {"name": "v1beta1", "served": True, "storage": True, "schema": schema}
+    names["listKind"] = "VirtualServiceList"
+    group = {"group": "networking.istio.io", "scope": "Namespaced", "names": names}
+    return {"spec": {**group, "versions": [version]}}
+
+
+async def test_kind_that_the_operator_may_not_read_is_one_that_it_does_without(server, cluster):
+    """The chart gives rights to VirtualServices only with istio.enabled; clusters have Istio all the same."""
+    server.define(istio())
+    refuse(server, "GET", "/virtualservices", 403, "virtualservices is forbidden")
+    clock, metrics = clocks.SystemClock(), service.OperatorMetrics()
+    controller = service.Controller(cluster, OperatorConfig(), clock, metrics, None)
+    kind = "VirtualService", "networking.istio.io/v1beta1"
+    watching = asyncio.create_task(controller._watch(*kind))
+    while kind[0] in controller._unsynced and not watching.done():
+        await asyncio.sleep(0)
+
+    assert not watching.done()
+    watching.cancel()
+    await asyncio.wait([watching])
