@@ -37,7 +37,7 @@ _decoder = msgspec.json.Decoder()
 
 @contextlib.contextmanager
 def refuse_deep_values() -> Iterator[None]:
-    """Raise InvalidRequest for a body with values that could just be decoded, and are nested too deeply for what reads them."""
+    """Raise InvalidRequest for a body that could just be decoded, and is nested too deeply for what reads it."""
     try:
         yield
     except RecursionError as error:

@@ -129,7 +129,7 @@ class FileDiscovery:
             self._view.replace(await asyncio.to_thread(self._directory.scan, with_keys=with_keys))
 
     def _restore(self) -> None:
-        """Put back what is missing on the disk; a caller that is cancelled leaves to the next one what follows of it."""
+        """Put back what is missing on the disk; what a cancelled caller leaves, the next one does."""
         if self._directory.restore():
             self._is_replaced = True
 
