@@ -150,7 +150,7 @@ class PrefillWorkers:
         while True:
             try:
                 engine_id = await self._engine.connect_peer(metadata, deadline_s=CONNECT_S)
-            except errors.TransferError as error:
+            except errors.DynamoError as error:  # of the link, or of our own agent, as a taken port
                 worker = f"{instance_id:x}"
                 self._log.warning(worker, "prefill worker %s cannot be used: %s", worker, error)
                 self._set_unreachable(self._unreachable | {instance_id})

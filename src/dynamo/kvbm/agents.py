@@ -146,7 +146,11 @@ class LocalAgent:
         async with self._start_lock:
             if self._agent is None:
                 agent = self._make(self._on_notification)
-                await self._start(agent)
+                try:
+                    await self._start(agent)
+                except errors.ConfigError:
+                    await agent.close()  # some of its backends may listen already
+                    raise
                 self._agent = agent
             return self._agent
 

@@ -21,11 +21,12 @@ class Engine:
 
     def __init__(self):
         self.connected, self.gone, self.unreachable, self.num_tried = [], [], set(), 0
+        self.error = errors.TransferError("nobody there")
 
     async def connect_peer(self, metadata, *, deadline_s):
         self.num_tried += 1
         if metadata in self.unreachable:
-            raise errors.TransferError("nobody there")
+            raise self.error
         self.connected.append(metadata.decode())
         return metadata.decode()
 
@@ -98,6 +99,19 @@ async def test_worker_is_used_from_its_connection_until_it_is_gone(world):
     await until(lambda: not world.workers.connected)
 
     assert world.engine.gone == ["e1"]
+
+
+async def test_worker_is_unreachable_until_our_own_agent_can_start(world):
+    """As long as another process has its port: else prompts would be computed there, and here as well."""
+    world.engine.error = errors.ConfigError("the port is taken")
+    world.engine.unreachable = {b"e1"}
+    await world.join(0x1F)
+    await until(lambda: world.published == [frozenset({0x1F})])
+    world.engine.unreachable = set()
+    await world.clock.advance(1)
+    await until(lambda: world.published[-1] == frozenset())
+
+    assert world.workers.connected == [0x1F]
 
 
 async def test_number_of_workers_is_logged_every_five_seconds(world, caplog):

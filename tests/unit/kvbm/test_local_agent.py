@@ -1,11 +1,15 @@
 """The backends of an engine's local agent."""
 
 import sys
+import threading
 
 import pytest
 
 from dynamo.base import errors
 from dynamo.kvbm import agents
+from dynamo.transfer import agent, descriptors
+from dynamo.transfer.backends import tcp
+from transfer_peer import LAYOUT
 
 
 def make(*backends):
@@ -23,3 +27,32 @@ def test_missing_nixl_is_refused_with_the_command_that_installs_it(monkeypatch):
 
     with pytest.raises(errors.ConfigError, match=r"make setup EXTRAS=nixl"):
         make("shm", "nixl")
+
+
+class TakenPort:
+    """A backend that cannot listen."""
+
+    name, is_same_host = "taken", False
+
+    def listen(self, exposed):
+        raise errors.ConfigError("the port is taken")
+
+    def close(self):
+        pass
+
+
+async def test_agent_that_cannot_start_listens_nowhere():
+    """It is made anew for each copy, and for each try to connect."""
+    own = agents.LocalAgent(
+        lambda hear: agent.TransferAgent("decode-0", backends=[tcp.TcpBackend(), TakenPort()]),
+        lambda *said: None,
+    )
+    memory = memoryview(bytearray(LAYOUT.num_bytes))
+    await own.set_region(descriptors.Region(memory=memory, layout=LAYOUT))
+    before = set(threading.enumerate())
+    with pytest.raises(errors.ConfigError, match="the port is taken"):
+        await own.get_started()
+
+    assert [
+        t.name for t in set(threading.enumerate()) - before if t.name == "transfer-accept"
+    ] == []
