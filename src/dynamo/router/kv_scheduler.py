@@ -151,7 +151,8 @@ class KvScheduler:
             if prompt.is_restricted and not prompt.allows(decision.worker):
                 self.free_request(key)
                 raise errors.NoWorkers("the last worker that could serve it was lost in the wait")
-        self._counts.count_request(decision.worker, prompt, decision.overlap_blocks)
+        if decision.worker in self.selector.active.loads:  # else it was lost in the wait
+            self._counts.count_request(decision.worker, prompt, decision.overlap_blocks)
         self._listener.add_sequence(key, decision, prompt)
         return decision
 

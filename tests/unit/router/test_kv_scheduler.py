@@ -1,5 +1,6 @@
 """What the scheduler of one model measures of its decisions, and what a policy that fails harms."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -8,30 +9,57 @@ from routing_rig import Receiver, request
 from dynamo.base import clock as clocks
 from dynamo.observability import metrics as observed
 from dynamo.router import api, config, kv_scheduler, metrics, prefix_index, worker_load
+from waiting import PATIENT_S
 
 
-async def test_time_of_a_decision_is_without_look_ups_for_estimates_before_it():
-    families = metrics.RouterMetrics(observed.Registry("x"), "r")
+def schedule(index_of, **facts):
+    """A scheduler of one worker with these facts, and the families of its metrics."""
+    families = metrics.RouterMetrics(registry := observed.Registry("x"), "r")
     counts = metrics.RouteMetrics(families, "m")
-
-    class SlowIndex(prefix_index.PrefixIndex):
-        def find_matches(self, names):
-            counts.observe_index_lookup(100.0)
-            return super().find_matches(names)
-
+    selector = config.make_selector(
+        config.RouterConfig(), index_of(counts), block_size=4, draw=lambda: 0.0
+    )
     scheduler = kv_scheduler.KvScheduler(
-        config.make_selector(config.RouterConfig(), SlowIndex(), block_size=4, draw=lambda: 0.0),
+        selector,
         block_size=4,
         counts=counts,
         clock=clocks.SystemClock(),
-        queue_timeout_s=1.0,
+        queue_timeout_s=PATIENT_S,
     )
-    scheduler.set_workers({api.Worker(1): worker_load.Capacity()})
-    prompt = api.Prompt(num_tokens=4, block_size=4, sequence_hashes=[1])
-    scheduler.estimate_load(prompt)
-    await scheduler.select("k", dataclasses.replace(prompt, is_prefilled=True), None)
+    scheduler.set_workers({api.Worker(1): worker_load.Capacity(**facts)})
+    return scheduler, families, registry
+
+
+PROMPT = api.Prompt(num_tokens=4, block_size=4, sequence_hashes=[1])
+
+
+async def test_time_of_a_decision_is_without_look_ups_for_estimates_before_it():
+    class SlowIndex(prefix_index.PrefixIndex):
+        def __init__(self, counts):
+            super().__init__()
+            self.counts = counts
+
+        def find_matches(self, names):
+            self.counts.observe_index_lookup(100.0)
+            return super().find_matches(names)
+
+    scheduler, families, _ = schedule(SlowIndex)
+    scheduler.estimate_load(PROMPT)
+    await scheduler.select("k", dataclasses.replace(PROMPT, is_prefilled=True), None)
 
     assert families.scheduling_ms.sum >= 0
+
+
+async def test_worker_that_is_lost_before_its_request_leaves_has_no_counter():
+    scheduler, _, registry = schedule(lambda counts: prefix_index.PrefixIndex(), max_num_seqs=1)
+    await scheduler.select("a", PROMPT, None)
+    waiting = asyncio.create_task(scheduler.select("b", PROMPT, None))
+    await asyncio.sleep(0)
+    scheduler.free_request("a")  # the other one may leave now
+    scheduler.set_workers({api.Worker(2): worker_load.Capacity()})
+
+    assert (await waiting).worker == api.Worker(1)
+    assert b'worker_id="1"' not in registry.render()
 
 
 async def test_request_ends_though_the_policy_fails_for_those_that_wait(world, monkeypatch):
