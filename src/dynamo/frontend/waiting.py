@@ -27,7 +27,7 @@ _decode_start = msgspec.json.Decoder(instances.WorkerStart).decode
 
 
 class WaitingMetrics:
-    """The metrics of requests that wait for a worker, and of models that get workers when they are needed."""
+    """The metrics of requests that wait for a worker, and of models that may lack workers on purpose."""
 
     def __init__(self, registry: metrics.Registry) -> None:
         self.waiting = registry.gauge(

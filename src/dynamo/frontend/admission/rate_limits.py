@@ -7,7 +7,7 @@ paid. Time is passed in.
 
 Several processes at one port (`--http-workers`) have accounts of the same names, and report to each other what was
 charged at each (`shared_usage`). What the others report is charged here, too, so all buckets have the same level but
-for the last second: what was too much in it is a debt.
+for the last second; what that granted beyond the limit is a debt.
 """  # decider
 
 from collections.abc import Iterable, Sequence
