@@ -12,6 +12,7 @@ import collections
 import contextlib
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ MAX_BODY = 2**20  # bytes of an answer that is cached
 _EXPLAIN_HEADER = "x-dynamo-explain"  # the answer explains how this very request was served
 _MOST_DELETED = 100
 _DIGEST_BYTES = 16
+# Indented lines, and quotes beside operators and brackets: there the signs say what the words do not.
+_CODE = re.compile(r"\n[ \t]+\S|[-+*/%=<>(){}\[\]]\s?[\"'`]|[\"'`]\s?[-+*/%=<>(){}\[\]]")
 _FREE_FIELDS = frozenset({"stream", "stream_options", "user", "metadata", "store"})
 # What decoding raises for an answer that is no completion.
 _UNREADABLE = (
@@ -91,7 +94,8 @@ def make_key(
     last = {k: v for k, v in view.messages[-1].items() if k != "content"}
     other_parts = _other_parts(view.messages[-1].get("content"))
     meaning = question_meaning.read_meaning(text)
-    exact = [tenant, fields, view.messages[:-1], last, other_parts, *meaning.key]
+    code = text if _CODE.search(text) else ""
+    exact = [tenant, fields, view.messages[:-1], last, other_parts, code, *meaning.key]
     digest = hashlib.blake2b(
         msgspec.json.encode(exact, order="deterministic"), digest_size=_DIGEST_BYTES
     )

@@ -87,6 +87,19 @@ def test_question_of_another_meaning_misses(question, other):
     assert store.find(key_of(chat(other)), 0.0) is None
 
 
+@pytest.mark.parametrize(
+    ("question", "other"),
+    [
+        ("What does print('3' * 2) print?", "What does print(3 * 2) print?"),
+        ('Is "1" + "2" a number?', "Is 1 + 2 a number?"),
+        ("What is x?\nfor i in y:\n    x += 1\n    x *= 2", "What is x?\nfor i in y:\n    x += 1\nx *= 2"),
+    ],
+)  # fmt: skip
+def test_quotes_and_indents_of_code_are_compared_exactly(question, other):
+    assert key_of(chat(question)).digest != key_of(chat(other)).digest
+    assert key_of(chat(question)).digest == key_of(chat(question)).digest
+
+
 def test_words_of_a_long_question_are_compared_as_they_are():
     text = "word " * 120
 
