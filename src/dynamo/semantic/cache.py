@@ -28,8 +28,10 @@ MAX_BODY = 2**20  # bytes of an answer that is cached
 _EXPLAIN_HEADER = "x-dynamo-explain"  # the answer explains how this very request was served
 _MOST_DELETED = 100
 _DIGEST_BYTES = 16
-# Indented lines, and quotes beside operators and brackets: there the signs say what the words do not.
-_CODE = re.compile(r"\n[ \t]+\S|[-+*/%=<>(){}\[\]]\s?[\"'`]|[\"'`]\s?[-+*/%=<>(){}\[\]]")
+# Indented lines, quotes beside operators and brackets, factorials: there the signs say what the words do not.
+_CODE = re.compile(
+    r"\n[ \t]+\S|[-+*/%=<>(){}\[\]]\s?[\"'`]|[\"'`]\s?[-+*/%=<>(){}\[\]]|[\d)]!\s?[-+*/^=)?]"
+)
 _FREE_FIELDS = frozenset({"stream", "stream_options", "user", "metadata", "store"})
 # What decoding raises for an answer that is no completion.
 _UNREADABLE = (

@@ -92,6 +92,8 @@ def test_question_of_another_meaning_misses(question, other):
     [
         ("What does print('3' * 2) print?", "What does print(3 * 2) print?"),
         ('Is "1" + "2" a number?', "Is 1 + 2 a number?"),
+        ("What is 5! / 3!?", "What is 5 / 3?"),
+        ("Let f(x) = x^2. What is f'(3)?", "Let f(x) = x^2. What is f(3)?"),
         ("What is x?\nfor i in y:\n    x += 1\n    x *= 2", "What is x?\nfor i in y:\n    x += 1\nx *= 2"),
     ],
 )  # fmt: skip
