@@ -218,6 +218,7 @@ async def test_unloaded_worker_is_not_killed_while_it_may_drain(make, monkeypatc
     await rig.until(lambda: rig.started == ["m0"])
     await rig.register(0)
     await rig.until(lambda: rig.states.get("m0", "").startswith("loaded"))
+    monkeypatch.setattr(model_turns, "MIN_STAY_S", 0.0)
     monkeypatch.setattr(children.Child, "stop", note_limit)
     rig.loader.change(Change(model="m0", action="unload"))
     await rig.until(lambda: limits_s)
