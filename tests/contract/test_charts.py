@@ -284,6 +284,15 @@ def test_typed_workers_are_disaggregated_and_only_prefill_is_flagged(services):
     assert "-prefill-worker" not in command_line(found["Decodeworker1"])
 
 
+def test_pods_are_replaced_when_a_value_changes_that_they_read_at_their_start(services):
+    before, after = services(""), services("logLevel=debug")
+
+    for name in ("Frontend", "Worker0"):
+        assert before[name]["extraPodMetadata"] != after[name]["extraPodMetadata"]
+        assert before[name]["extraPodSpec"] == after[name]["extraPodSpec"]
+    assert services("frontend.routerMode=random")["Worker0"] == before["Worker0"]
+
+
 def test_worker_without_a_model_is_refused_by_name(archives):
     chart = helm.Chart.load(archives["dynamo-vllm-0.4.1.tgz"])
 

@@ -16,3 +16,9 @@
 {{- if eq (toString .workerType) "prefill" }} --is-prefill-worker{{ end }} --connector {{ .connector | default "null" }}
 {{- range .extraArgs }} {{ . }}{{ end }}
 {{- end }}
+
+{{- /* Pods read the ConfigMap when they start. The router's mode stands in the frontend's command as well. */}}
+{{- define "vllm.podMetadata" -}}
+annotations:
+  checksum/config: {{ .Values.logLevel | toString | sha256sum }}
+{{- end }}
