@@ -396,7 +396,7 @@ def find_cause(
     if existing is not None and is_current and is_available(existing, num_wanted):
         return None
     cause = causes.first_cause(
-        observed.pods_of(component.name, with_ended=True),
+        observed.pods_of(component.name, is_each=True),
         template_hash=template_hash,
         missing=[*find_refusals(existing), *find_missing(component, observed)],
         num_wanted=num_wanted,

@@ -50,7 +50,7 @@ def find_endpoints(base_model: str, observed: Observed) -> list[ModelEndpoint]:
         if objects.labels_of(pod).get(objects.SELECTOR_LABEL) in components
         and pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "worker"
         and "deletionTimestamp" not in pod["metadata"]
-        and not objects.has_ended(pod)
+        and not (objects.has_ended(pod) or objects.is_follower(pod))
         and (pod.get("status") or {}).get("podIP")
     ]
 

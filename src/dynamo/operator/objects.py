@@ -87,13 +87,13 @@ class Observed:
             if is_owned(item, owner) or (graph and find_adopter(item) == graph)
         ]
 
-    def pods_of(self, component: str, *, with_ended: bool = False) -> list[Object]:
-        """Return the pods of a component; those that run no more only if they are asked for."""
+    def pods_of(self, component: str, *, is_each: bool = False) -> list[Object]:
+        """Return the pods that are replicas of a component; with `is_each` those that have ended or follow, too."""
         return [
             pod
             for pod in self.pods
             if labels_of(pod).get(SELECTOR_LABEL) == component
-            and (with_ended or not has_ended(pod))
+            and (is_each or not (has_ended(pod) or is_follower(pod)))
         ]
 
 
@@ -270,6 +270,13 @@ def is_ready(pod: Object) -> bool:
 def has_ended(pod: Object) -> bool:
     """Return True for a pod that runs no more, such as an evicted one, of which the cluster keeps the object."""
     return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def is_follower(pod: Object) -> bool:
+    """Return True for a further node of a group of pods, which is one replica together with its leader."""
+    labels = labels_of(pod)
+    is_in_set = labels.get("leaderworkerset.sigs.k8s.io/worker-index", "0") != "0"
+    return is_in_set or labels.get("grove.io/podclique", "").endswith("-wkr")
 
 
 def make_condition(

@@ -129,7 +129,8 @@ class KubernetesConnector:
             return PoolState()
         name, spec = service
         labels = f"{_OF_GRAPH}={self._graph_name},{_COMPONENT}={name}"
-        pods = await self._kubernetes.list("v1", "Pod", self._namespace, labels=labels)
+        listed = await self._kubernetes.list("v1", "Pod", self._namespace, labels=labels)
+        pods = [pod for pod in listed if not is_follower(pod)]
         now, num_ordered = self._clock.now(), spec.get("replicas", 1)
         if sum(map(is_present, pods)) >= num_ordered:
             self._complete_at[name] = now
@@ -181,6 +182,13 @@ def has_scaling_adapter(spec: Object) -> bool:
 def has_ended(pod: Object) -> bool:
     """Return True for a pod that runs no more, such as an evicted one, of which the cluster keeps the object."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+def is_follower(pod: Object) -> bool:
+    """Return True for a further node of a group of pods, which is one worker together with its leader."""
+    labels = pod["metadata"].get("labels") or {}
+    is_in_set = labels.get("leaderworkerset.sigs.k8s.io/worker-index", "0") != "0"
+    return is_in_set or labels.get("grove.io/podclique", "").endswith("-wkr")
 
 
 def is_present(pod: Object) -> bool:

@@ -124,6 +124,41 @@ def test_evicted_worker_is_not_waited_for_by_a_model():
     assert models.find_endpoints("m", observed) == []
 
 
+GROUPS = [
+    {"leaderworkerset.sigs.k8s.io/worker-index": "0"},
+    {"leaderworkerset.sigs.k8s.io/worker-index": "1"},
+    {"grove.io/podclique": "g-decode-0-ldr"},
+    {"grove.io/podclique": "g-decode-0-wkr"},
+]
+
+
+def test_nodes_of_a_group_are_one_replica():
+    pods = [
+        {"metadata": {"name": f"p{n}", "labels": {objects.SELECTOR_LABEL: "g-decode", **labels}}}
+        for n, labels in enumerate(GROUPS)
+    ]
+    observed = objects.Observed(now=NOW, pods=pods)
+
+    assert [pod["metadata"]["name"] for pod in observed.pods_of("g-decode")] == ["p0", "p2"]
+    assert len(observed.pods_of("g-decode", is_each=True)) == 4
+
+
+def test_model_is_asked_of_the_leaders_alone():
+    served = {"kind": DCD, "metadata": {"name": "g-decode"}, "spec": {"modelRef": {"name": "m"}}}
+    own = {objects.SELECTOR_LABEL: "g-decode", objects.TYPE_LABEL: "worker"}
+    pods = [
+        {
+            "metadata": {"name": f"p{n}", "labels": {**own, **labels}},
+            "spec": {"containers": []},
+            "status": {"podIP": "10.0.0.1"},
+        }
+        for n, labels in enumerate(GROUPS)
+    ]
+    observed = objects.Observed(now=NOW, objects={(DCD, "g-decode"): served}, pods=pods)
+
+    assert [endpoint.pod for endpoint in models.find_endpoints("m", observed)] == ["p0", "p2"]
+
+
 def test_status_of_a_model_has_any_number_of_workers():
     resource = {"metadata": {"name": "m"}, "spec": {"baseModelName": "base"}}
     workers = [

@@ -212,6 +212,32 @@ async def test_pod_that_is_missing_for_a_moment_is_not_missing_since_the_last_or
     assert decode.starting_since == (last_seen_at,)
 
 
+async def test_nodes_of_a_group_are_one_worker():
+    """A further node has no probe, and would be counted as ready, or as one that drains, for ever."""
+    server = MemoryCluster()
+    kubernetes = server.connect("k8s")
+    head = {"apiVersion": connectors.API_VERSION, "kind": connectors.GRAPH}
+    spec = WORKER | {"replicas": 2, "multinode": {"nodeCount": 2}}
+    await kubernetes.create(graph({"Decode": spec}) | head)
+    index, clique = "leaderworkerset.sigs.k8s.io/worker-index", "grove.io/podclique"
+    groups = [{index: "0"}, {index: "1"}, {clique: "g-decode-1-ldr"}, {clique: "g-decode-1-wkr"}]
+    for number, labels in enumerate(groups):
+        own = {
+            "nvidia.com/dynamo-component": "Decode",
+            "nvidia.com/dynamo-graph-deployment-name": "g",
+        }
+        metadata = {"name": f"p{number}", "namespace": "k8s", "labels": {**own, **labels}}
+        status = {"conditions": [READY] if number != 2 else []}
+        server.put_object(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": status}
+        )
+    environ = {"DYN_PARENT_DGD_K8S_NAME": "g"}
+    connector = connectors.KubernetesConnector(kubernetes, environ, clock=clocks.SystemClock())
+    _, decode = await connector.observe()
+
+    assert (decode.num_ready, decode.num_starting, decode.num_draining) == (1, 1, 0)
+
+
 async def test_service_of_frontends_leads_to_each_of_their_pods():
     server = MemoryCluster()
     kubernetes = server.connect("k8s")
