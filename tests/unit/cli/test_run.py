@@ -99,6 +99,7 @@ def test_flag_without_effect_is_refused(word, options, says):
 
 def test_port_in_use_is_named_before_a_model_is_loaded(monkeypatch):
     monkeypatch.setattr(run, "_join", lambda _: pytest.fail("it is loaded"))
+    monkeypatch.setattr(run.logs, "configure", lambda _: None)  # of the whole process
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(errors.ConfigError, match=f"port {port} is in use: .* --http-port$"):
