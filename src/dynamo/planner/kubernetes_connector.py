@@ -188,7 +188,8 @@ def is_follower(pod: Object) -> bool:
     """Return True for a further node of a group of pods, which is one worker together with its leader."""
     labels = pod["metadata"].get("labels") or {}
     is_in_set = labels.get("leaderworkerset.sigs.k8s.io/worker-index", "0") != "0"
-    return is_in_set or labels.get("grove.io/podclique", "").endswith("-wkr")
+    clique = str(labels.get("grove.io/podclique", ""))
+    return is_in_set or clique.endswith("-wkr")
 
 
 def is_present(pod: Object) -> bool:
