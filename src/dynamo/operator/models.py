@@ -12,6 +12,7 @@ from dynamo.base import addresses
 from dynamo.operator import api_types, objects
 from dynamo.operator.objects import Object, Observed
 from dynamo.operator.pod_template import SYSTEM_PORT
+from dynamo.protocols import pod_states
 
 FINALIZER = f"{api_types.GROUP}/unload-adapter"
 
@@ -50,7 +51,7 @@ def find_endpoints(base_model: str, observed: Observed) -> list[ModelEndpoint]:
         if objects.labels_of(pod).get(objects.SELECTOR_LABEL) in components
         and pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "worker"
         and "deletionTimestamp" not in pod["metadata"]
-        and not (objects.has_ended(pod) or objects.is_follower(pod))
+        and not (pod_states.has_ended(pod) or pod_states.is_follower(pod))
         and (pod.get("status") or {}).get("podIP")
     ]
 

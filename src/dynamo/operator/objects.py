@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.operator import api_types
+from dynamo.protocols import pod_states
 
 Object = dict[str, Any]
 FIELD_MANAGER = "dynamo-operator"
@@ -93,7 +94,7 @@ class Observed:
             pod
             for pod in self.pods
             if labels_of(pod).get(SELECTOR_LABEL) == component
-            and (is_each or not (has_ended(pod) or is_follower(pod)))
+            and (is_each or not (pod_states.has_ended(pod) or pod_states.is_follower(pod)))
         ]
 
 
@@ -265,18 +266,6 @@ def find_condition(resource: Object | None, kind: str) -> Object:
 def is_ready(pod: Object) -> bool:
     """Return whether a pod is ready."""
     return find_condition(pod, "Ready").get("status") == "True"
-
-
-def has_ended(pod: Object) -> bool:
-    """Return True for a pod that runs no more, such as an evicted one, of which the cluster keeps the object."""
-    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-
-
-def is_follower(pod: Object) -> bool:
-    """Return True for a further node of a group of pods, which is one replica together with its leader."""
-    labels = labels_of(pod)
-    is_in_set = labels.get("leaderworkerset.sigs.k8s.io/worker-index", "0") != "0"
-    return is_in_set or labels.get("grove.io/podclique", "").endswith("-wkr")
 
 
 def make_condition(

@@ -18,6 +18,7 @@ from dynamo.base import addresses, errors
 from dynamo.base import clock as clocks
 from dynamo.planner.observation import PoolState
 from dynamo.planner.scaling_pipeline import Decision
+from dynamo.protocols import pod_states
 from dynamo.runtime.backends.kubernetes import connection
 
 Object = dict[str, Any]
@@ -130,7 +131,7 @@ class KubernetesConnector:
         name, spec = service
         labels = f"{_OF_GRAPH}={self._graph_name},{_COMPONENT}={name}"
         listed = await self._kubernetes.list("v1", "Pod", self._namespace, labels=labels)
-        pods = [pod for pod in listed if not is_follower(pod)]
+        pods = [pod for pod in listed if not pod_states.is_follower(pod)]
         now, num_ordered = self._clock.now(), spec.get("replicas", 1)
         if sum(map(is_present, pods)) >= num_ordered:
             self._complete_at[name] = now
@@ -179,22 +180,9 @@ def has_scaling_adapter(spec: Object) -> bool:
     return isinstance(adapter, dict) and bool(adapter.get("enabled"))
 
 
-def has_ended(pod: Object) -> bool:
-    """Return True for a pod that runs no more, such as an evicted one, of which the cluster keeps the object."""
-    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-
-
-def is_follower(pod: Object) -> bool:
-    """Return True for a further node of a group of pods, which is one worker together with its leader."""
-    labels = pod["metadata"].get("labels") or {}
-    is_in_set = labels.get("leaderworkerset.sigs.k8s.io/worker-index", "0") != "0"
-    clique = str(labels.get("grove.io/podclique", ""))
-    return is_in_set or clique.endswith("-wkr")
-
-
 def is_present(pod: Object) -> bool:
     """Return True for a pod that runs or will, and is not being deleted."""
-    return "deletionTimestamp" not in pod["metadata"] and not has_ended(pod)
+    return "deletionTimestamp" not in pod["metadata"] and not pod_states.has_ended(pod)
 
 
 def pool_state(
@@ -226,7 +214,8 @@ def pool_state(
     return PoolState(
         num_ready=num_ready,
         starting_since=tuple(sorted([*created_at[:num_starting], *missing])),
-        num_draining=sum(not has_ended(pod) for pod in pods) - min(len(present), num_ordered),
+        num_draining=sum(not pod_states.has_ended(pod) for pod in pods)
+        - min(len(present), num_ordered),
         startup_s=statistics.median(startups_s.values()) if startups_s else None,
         failure=next((text for pod in starting if (text := _failure(pod))), ""),
     )
