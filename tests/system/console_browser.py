@@ -53,6 +53,7 @@ def ask(page, question, *, num_tokens=48):
         page.get_by_text("Parameters").click()
         page.get_by_label("Most tokens").fill(str(num_tokens))
     page.fill("#question", question)
+    page.locator(".ask button[type=submit]:enabled").wait_for()  # once the page knows the models
     page.keyboard.press("Enter")
     page.locator(".turn.assistant .figures").nth(number).get_by_text(
         "prompt tokens cached"
