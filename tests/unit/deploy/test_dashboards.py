@@ -93,7 +93,10 @@ def test_errors_of_clients_are_no_reason_for_the_alert_on_failed_requests(error)
     assert frontend_metrics._error_type(errors.Overloaded("x")) not in excluded
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool of Prometheus")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="needs promtool: as root on Debian, tests/install_services.sh",
+)
 def test_model_that_sleeps_on_purpose_is_no_reason_for_the_alert_on_models_without_workers(
     tmp_path,
 ):
@@ -174,7 +177,10 @@ def test_pod_monitor_names_a_port_and_labels_that_the_pods_have(path):
         assert labels == {objects.TYPE_LABEL: path.stem, objects.METRICS_LABEL: "true"}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool of Prometheus")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="needs promtool: as root on Debian, tests/install_services.sh",
+)
 def test_prometheus_accepts_rules_and_expressions(tmp_path):
     queries = [
         {"record": f"test:{number}", "expr": expression.replace("$__rate_interval", "1m")}

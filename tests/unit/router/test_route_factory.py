@@ -73,21 +73,23 @@ async def test_block_size_is_that_of_the_workers(workers_size, option, expected,
         )
 
 
+async def join(stack, cluster):
+    """A process in the cluster, until the stack ends."""
+    runtime = component.DistributedRuntime.in_memory(cluster, item_type=generate.Output)
+    return await stack.enter_async_context(await runtime)
+
+
 async def test_end_of_a_request_leaves_those_of_another_model_counted_at_the_other_routers():
     async with contextlib.AsyncExitStack() as stack:
         cluster = component.MemoryCluster()
 
-        async def join():
-            runtime = component.DistributedRuntime.in_memory(cluster, item_type=generate.Output)
-            return await stack.enter_async_context(await runtime)
-
-        workers = [routing_rig.Worker(await join(), {}) for _ in range(2)]
+        workers = [routing_rig.Worker(await join(stack, cluster), {}) for _ in range(2)]
         cards = [routing_rig.card(), msgspec.structs.replace(routing_rig.card(), display_name="n")]
         for worker in workers:
             await worker.join()
 
         async def open_routes():
-            runtime = await join()
+            runtime = await join(stack, cluster)
             made = route_factory.RouteFactory(
                 config.RoutingConfig(router_mode="kv", router_replica_sync=True),
                 runtime,
@@ -143,14 +145,10 @@ async def test_worker_that_leaves_one_route_for_another_keeps_its_blocks_in_the_
     async with contextlib.AsyncExitStack() as stack:
         cluster = component.MemoryCluster()
 
-        async def join():
-            runtime = component.DistributedRuntime.in_memory(cluster, item_type=generate.Output)
-            return await stack.enter_async_context(await runtime)
-
-        worker = routing_rig.Worker(await join(), {})
+        worker = routing_rig.Worker(await join(stack, cluster), {})
         await worker.join()
         names = await offer_blocks(worker.runtime)
-        runtime = await join()
+        runtime = await join(stack, cluster)
         made = route_factory.RouteFactory(
             config.RoutingConfig(router_mode="kv"),
             runtime,
