@@ -124,7 +124,7 @@ def run(options: GraphConfig) -> int:
         raise errors.ConfigError(
             f"namespace: expected a name of a-z, 0-9, - and _, got {requested_namespace!r}"
         )
-    joined = state.find(options.join) if options.join is not None else None
+    joined = _find_joined(options)
     with (
         state.registered(requested_namespace, options.target) as registration,
         guard.Guard() as guardian,
@@ -171,6 +171,19 @@ def run(options: GraphConfig) -> int:
         serving = _Serving(options, plan, registration, port, guardian, joined)
         with state.logged(name):
             return asyncio.run(serving.run(loaded.specs[0]))
+
+
+def _find_joined(options: GraphConfig) -> state.ServeState | None:
+    """Return the `dynamo serve` in which this one takes part, if any. Raises ConfigError for a namespace of its own."""
+    if options.join is None:
+        return None
+    joined = state.find(options.join)
+    if options.namespace not in (None, joined.namespace):
+        raise errors.ConfigError(
+            f"--namespace: expected none beside --join, or {joined.namespace}, which {joined.name} has,"
+            f" got {options.namespace}"
+        )
+    return joined
 
 
 class _Serving:

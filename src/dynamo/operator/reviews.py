@@ -20,6 +20,7 @@ from dynamo.operator.settings import OperatorConfig
 _FIELDS_OF_BETA = (
     (r"extraPodSpec\.mainContainer", "podTemplate.spec.containers[name=main]"),
     (r"spec\.services\.([^. ]+)\.componentType", r"spec.components[name=\1].type"),
+    (r"spec\.services\.([^. ]+)\.autoscaling", r"spec.components[name=\1].autoscaling"),
     (r"spec\.services: expected at least one service", "spec.components: expected at least one"),
 )
 _TYPES = ("frontend", "worker", "planner")
@@ -105,7 +106,8 @@ def answer_validation(review: AdmissionReview, settings: OperatorConfig) -> Obje
             "message": _in_written_version(request, str(error)),
         }
         return _answer(request, {"allowed": False, "status": status})
-    warnings = [_in_written_version(request, text) for text in _find_doubtful_types(written)]
+    doubts = (*_find_doubtful_types(written), *_find_idle_autoscalers(written))
+    warnings = [_in_written_version(request, text) for text in doubts]
     return _answer(request, {"allowed": True} | ({"warnings": warnings} if warnings else {}))
 
 
@@ -126,6 +128,14 @@ def _find_doubtful_types(resource: Object) -> Iterator[str]:
         if close and given.lower() not in _TYPES:
             field = f"spec.services.{name}.componentType"
             yield f"{field}: {given} is none of {', '.join(_TYPES)}; did you mean {close[0]}?"
+
+
+def _find_idle_autoscalers(resource: Object) -> Iterator[str]:
+    """Yield a warning for each multinode service with an autoscaler, of which none is made: it scales Deployments."""
+    for name, service in resource["spec"]["services"].items():
+        if service.get("multinode") and (service.get("autoscaling") or {}).get("enabled"):
+            field = f"spec.services.{name}.autoscaling"
+            yield f"{field}: has no effect on a multinode service; its replicas are those of the spec or the planner's"
 
 
 def answer_defaulting(review: AdmissionReview) -> Object:

@@ -71,6 +71,15 @@ def test_namespace_that_no_endpoint_can_have_is_named(bare, tmp_path, monkeypatc
         serve_hello(namespace=namespace)
 
 
+def test_namespace_that_is_not_the_joined_one_is_named(listed, capsys):
+    listed.update(namespace="a")
+    with pytest.raises(errors.ConfigError, match=r"--namespace: .* or a, which leaves has, got b"):
+        serve_hello(namespace="b", join="leaves", dry_run=True)
+
+    assert serve_hello(namespace="a", join="leaves", dry_run=True) == 0
+    assert "DYN_NAMESPACE=a" in capsys.readouterr().out
+
+
 def test_port_in_use_is_named_with_the_flag_of_the_graph(bare, tmp_path, monkeypatch):
     monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:

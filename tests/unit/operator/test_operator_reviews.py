@@ -36,6 +36,18 @@ def test_component_type_with_a_typing_error_gets_a_warning():
     ]
 
 
+def test_autoscaler_of_a_multinode_service_gets_a_warning():
+    scaled = {"autoscaling": {"enabled": True, "maxReplicas": 3}}
+    services = {"A": worker(multinode={"nodeCount": 2}, **scaled), "B": worker(**scaled)}
+    graph = make_graph(services=services)
+    (warning,), (beta,) = (
+        validate(graph, version=version)["warnings"] for version in ("v1alpha1", "v1beta1")
+    )
+
+    assert warning.startswith("spec.services.A.autoscaling: has no effect on a multinode service")
+    assert beta.startswith("spec.components[name=A].autoscaling: has no effect")
+
+
 def test_mistake_is_refused_in_the_words_of_the_status():
     graph = make_graph(
         services={"A": {**frontend(), "ingress": {"enabled": True, "useVirtualService": True}}}
