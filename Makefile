@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi test-busy test-kubernetes test-operator-chaos test-vllm-kubernetes bench-before kserve-messages ext-proc-messages etcd-messages
+.PHONY: help setup setup-vllm run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi test-busy test-kubernetes test-operator-chaos test-vllm-kubernetes bench-before kserve-messages ext-proc-messages etcd-messages
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -69,6 +69,8 @@ test-wheel: $(VENV)/.run wheel  ## install the wheel into an empty environment (
 test-build: $(VENV)/.run wheel  ## dynamo build, its archive served in an empty environment over the simulated engine, the article's curl
 	@$(BIN)/python -m pip install --quiet --editable '.[sdk]'
 	@tests/build_and_serve.sh dist/*.whl $(BIN)/python
+
+setup-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## create .venv-vllm and install vLLM for CPU into it (minutes; VLLM=0.28.0 for the oldest)
 
 # pytest is told not to look for what others forget to close: vLLM leaves sockets to the garbage collector.
 test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (8 GB; VLLM=0.28.0 for the oldest)
