@@ -39,7 +39,8 @@ def load(target: str, directory: Path) -> list[declaration.DeclaredService]:
                 f"{target}: importing {module_name} in {directory} failed: {error}"
             ) from error
         raise errors.ConfigError(
-            f"{target}: there is no module {module_name} in {directory} (--working-dir names another directory)"
+            f"{target} is read as a graph, module:Class, but there is no module {module_name} in {directory}"
+            " (--working-dir names another directory); a model is a directory or a hub name, without a tag"
         ) from error
     except (SyntaxError, *_ERRORS_OF_MODULES, *_ERRORS_OF_VALUES) as error:
         raise errors.ConfigError(

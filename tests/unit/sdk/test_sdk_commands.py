@@ -182,6 +182,7 @@ def test_workers_beside_those_of_the_planner_are_refused(monkeypatch):
     ("target", "says"),
     [
         ("no_such_module:A", "there is no module no_such_module"),
+        ("llama3:latest", "llama3:latest is read as a graph, .* a hub name, without a tag"),
         ("graphs.agg:Nobody", "has no class Nobody"),
         ("graphs.agg:links", "has no class links"),
         ("nonsense", "expected a graph, module:Class"),
