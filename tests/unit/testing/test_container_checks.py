@@ -147,3 +147,85 @@ def test_init_container_has_probes_if_it_goes_on():
     assert findings(init=probes) == [
         f"spec.initContainers[0].{kind}: {PLAIN_INIT}" for kind in builtin_rules.PROBES
     ]
+
+
+GPU, MEMORY = "nvidia.com/gpu", "memory"
+
+
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        (
+            {"requests": {MEMORY: "2048Mi"}, "limits": {MEMORY: "1Gi"}},
+            'requests: Invalid value: "2Gi": must be less than or equal to memory limit of 1Gi',
+        ),
+        (
+            {"requests": {GPU: "1"}, "limits": {GPU: "2"}},
+            'requests: Invalid value: "1": must be equal to nvidia.com/gpu limit of 2',
+        ),
+        (
+            {"requests": {GPU: "1"}},
+            "limits: Required value: Limit must be set for non overcommitable resources",
+        ),
+    ],
+)
+def test_request_that_its_limit_does_not_allow_is_refused(resources, expected):
+    assert findings(resources=resources) == [f"spec.containers[0].resources.{expected}"]
+
+
+def test_requests_within_their_limits_pass():
+    amounts = {"cpu": "1", MEMORY: "1Gi", "ephemeral-storage": "1Gi"}
+    limits = {"cpu": "1000m", MEMORY: "2Gi", GPU: "1"}
+
+    assert findings(resources={"requests": {**amounts, GPU: 1}, "limits": limits}) == []
+
+
+def test_names_of_containers_are_unique():
+    assert findings(init={"name": "main"}) == [
+        'spec.initContainers[0].name: Duplicate value: "main"'
+    ]
+
+
+def test_ports_have_numbers_and_short_names_of_their_own():
+    ports = [
+        {"name": "http", "containerPort": 8000},
+        {"name": "http", "containerPort": 8001},
+        {"name": "metrics-and-health"},
+        {"containerPort": 70_000, "protocol": "HTTP"},
+    ]
+
+    assert findings(ports=ports) == [
+        'spec.containers[0].ports[1].name: Duplicate value: "http"',
+        'spec.containers[0].ports[2].name: Invalid value: "metrics-and-health": must be no more than 15 bytes',
+        "spec.containers[0].ports[2].containerPort: Required value",
+        "spec.containers[0].ports[3].containerPort: Invalid value: 70000: must be between 1 and 65535, inclusive",
+        'spec.containers[0].ports[3].protocol: Unsupported value: "HTTP": supported values: "SCTP", "TCP", "UDP"',
+    ]
+
+
+def test_variable_has_one_source():
+    source = {"fieldRef": {"fieldPath": "metadata.name"}}
+
+    assert findings(env=[{"name": "A", "value": "x", "valueFrom": source}]) == [
+        'spec.containers[0].env[0].valueFrom: Invalid value: "": may not be specified when `value` is not empty'
+    ]
+
+
+def test_policy_of_pulls_is_one_of_three():
+    assert findings(imagePullPolicy="IfAbsent") == [
+        'spec.containers[0].imagePullPolicy: Unsupported value: "IfAbsent": supported values: "Always",'
+        ' "IfNotPresent", "Never"'
+    ]
+
+
+def test_volumes_have_names_and_mounts_have_places_of_their_own():
+    mounts = [{"name": "a", "mountPath": "/a"}, {"name": "a", "mountPath": "/a"}, {"name": "a"}]
+    container = {"name": "main", "image": "x:1", "volumeMounts": mounts}
+    spec = {"containers": [container], "volumes": [{"name": "a"}, {"name": "a"}, {}]}
+
+    assert [f"{each.field}: {each.message}" for each in container_checks.check(spec, "spec")] == [
+        'spec.volumes[1].name: Duplicate value: "a"',
+        "spec.volumes[2].name: Required value",
+        'spec.containers[0].volumeMounts[1].mountPath: Invalid value: "/a": must be unique',
+        "spec.containers[0].volumeMounts[2].mountPath: Required value",
+    ]

@@ -23,6 +23,17 @@ _FIXED_POD = (
     "`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing tolerations),"
     "`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously negative)"
 )
+_FIXED_STATEFUL_SET = (
+    "updates to statefulset spec for fields other than 'replicas', 'ordinals', 'template', 'updateStrategy',"
+    " 'revisionHistoryLimit', 'persistentVolumeClaimRetentionPolicy' and 'minReadySeconds' are forbidden"
+)
+_CHANGEABLE_OF_STATEFUL_SET = re.findall(r"'(\w+)'", _FIXED_STATEFUL_SET)
+_ACCESS_MODES = ("ReadOnlyMany", "ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod")
+_DATA_KEY = re.compile(r"[-._a-zA-Z0-9]+")
+_DATA_KEY_RULE = (
+    "a valid config key must consist of alphanumeric characters, '-', '_' or '.' (e.g. 'key.name',  or 'KEY_NAME',"
+    "  or 'key-name', regex used for validation is '[-._a-zA-Z0-9]+')"
+)
 _MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6,9}(Z|[+-]\d\d:\d\d)")
 
 
@@ -32,7 +43,7 @@ def check(
     """Yield the mistakes of a built-in object that are checked here; not all that a real server checks."""
     spec = item.get("spec") or {}
     if (resource.group == "apps" and "spec" in item) or resource.plural == "jobs":
-        yield from _check_workload(spec, (old or {}).get("spec"))
+        yield from _check_workload(spec, (old or {}).get("spec"), resource.plural)
     if resource.plural == "pods":
         yield from _check_pod(item, old)
     if resource.plural == "customresourcedefinitions":
@@ -42,12 +53,12 @@ def check(
         yield from webhooks.check_configuration(item)
     if resource.plural == "services":
         yield from _check_service(spec, (old or {}).get("spec"))
-    if resource.plural == "ingresses":
-        yield from _check_ingress(spec)
+    if resource.plural in _SPEC_CHECKS:
+        yield from _SPEC_CHECKS[resource.plural](spec)
+    if resource.plural in ("rolebindings", "clusterrolebindings") and old is not None:
+        yield from _check_role_reference(item, old)
     if resource.plural in ("configmaps", "secrets"):
         yield from _check_data(item, old)
-    if resource.plural == "leases":
-        yield from _check_lease(spec)
     if resource.plural == "events" and resource.group in ("", "events.k8s.io"):
         yield from _check_event(item, is_new_form=bool(resource.group), is_created=old is None)
 
@@ -128,7 +139,7 @@ def _check_event(
             yield failures.invalid_value("type", json.dumps(shown), f"has invalid value: {shown}")
 
 
-def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
+def _check_workload(spec: Object, old: Object | None, plural: str) -> Iterator[failures.FieldError]:
     template, selector = spec.get("template") or {}, spec.get("selector")
     labels = (template.get("metadata") or {}).get("labels")
     if not selector:
@@ -137,9 +148,15 @@ def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.Field
         shown = json.dumps(labels, separators=(",", ":"))
         text = "`selector` does not match template `labels`"
         yield failures.invalid_value("spec.template.metadata.labels", shown, text)
-    if old is not None and old.get("selector") != selector:
-        shown = json.dumps(selector, separators=(",", ":"))
-        yield failures.invalid_value("spec.selector", shown, "field is immutable")
+    if old is not None and plural == "statefulsets":
+        before, after = (
+            {name: part for name, part in each.items() if name not in _CHANGEABLE_OF_STATEFUL_SET}
+            for each in (old, spec)
+        )
+        if _without_empty(before) != _without_empty(after):
+            yield failures.forbidden_value("spec", _FIXED_STATEFUL_SET)
+    elif old is not None and old.get("selector") != selector:
+        yield _immutable("spec.selector", selector)
     replicas = spec.get("replicas", 0)
     if replicas < 0:
         text = "must be greater than or equal to 0"
@@ -151,6 +168,80 @@ def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.Field
         yield failures.invalid_value(field, json.dumps(rolling["maxUnavailable"]), text)
     claims = {claim["metadata"].get("name") for claim in spec.get("volumeClaimTemplates") or ()}
     yield from container_checks.check(template.get("spec") or {}, "spec.template.spec", claims)
+    policy = (template.get("spec") or {}).get("restartPolicy")
+    if plural == "jobs":
+        yield from _check_job(spec, old, policy)
+    elif policy not in (None, "Always"):
+        field, shown = "spec.template.spec.restartPolicy", json.dumps(policy)
+        yield failures.unsupported(field, shown, '"Always"')
+
+
+def _check_job(
+    spec: Object, old: Object | None, policy: str | None
+) -> Iterator[failures.FieldError]:
+    if policy not in ("OnFailure", "Never"):
+        text = 'valid values: "OnFailure", "Never"'
+        yield failures.required("spec.template.spec.restartPolicy", text)
+    if old is None or old.get("suspend"):  # of one that is suspended some of it may change
+        return
+    template = spec.get("template")
+    if _without_empty(old.get("template")) != _without_empty(template):
+        yield _immutable("spec.template", template)
+    if spec.get("completionMode") != "Indexed" and old.get("completions") != spec.get(
+        "completions"
+    ):
+        yield _immutable("spec.completions", spec.get("completions"))
+
+
+def _immutable(field: str, value: Any) -> failures.FieldError:
+    shown = json.dumps(value, separators=(",", ":"))
+    return failures.invalid_value(field, shown, "field is immutable")
+
+
+def _without_empty(value: Any) -> Any:
+    """Return a value without what is null, false, 0 or empty, which may well mean the same as absent."""
+    if isinstance(value, list):
+        return [_without_empty(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _without_empty(child) for name, child in value.items()}
+    return {name: child for name, child in kept.items() if child}
+
+
+def _check_claim(spec: Object) -> Iterator[failures.FieldError]:
+    if not spec.get("accessModes"):
+        yield failures.required("spec.accessModes", "at least 1 access mode is required")
+    for mode in spec.get("accessModes") or ():
+        if mode not in _ACCESS_MODES:
+            choices = ", ".join(map(json.dumps, _ACCESS_MODES))
+            yield failures.unsupported("spec.accessModes", json.dumps(mode), choices)
+    if not ((spec.get("resources") or {}).get("requests") or {}).get("storage"):
+        yield failures.required("spec.resources[storage]")
+
+
+def _check_autoscaler(spec: Object) -> Iterator[failures.FieldError]:
+    least, most = spec["minReplicas"], spec.get("maxReplicas") or 0
+    if least < 1:
+        text = "must be greater than or equal to 1"
+        yield failures.invalid_value("spec.minReplicas", str(least), text)
+    if most < 1:
+        yield failures.invalid_value("spec.maxReplicas", str(most), "must be greater than 0")
+    if most < least:
+        text = "must be greater than or equal to `minReplicas`"
+        yield failures.invalid_value("spec.maxReplicas", str(most), text)
+    for name in ("kind", "name"):
+        if not (spec.get("scaleTargetRef") or {}).get(name):
+            yield failures.required(f"spec.scaleTargetRef.{name}")
+
+
+def _check_role_reference(item: Object, old: Object) -> Iterator[failures.FieldError]:
+    before, after = (
+        {name: (each.get("roleRef") or {}).get(name) for name in ("kind", "name")}
+        for each in (old, item)
+    )
+    if before != after:
+        shown = json.dumps(item.get("roleRef"), separators=(",", ":"))
+        yield failures.invalid_value("roleRef", shown, "cannot change roleRef")
 
 
 def _check_service(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
@@ -167,6 +258,7 @@ def _check_service(spec: Object, old: Object | None) -> Iterator[failures.FieldE
 
 
 def _check_data(item: Object, old: Object | None) -> Iterator[failures.FieldError]:
+    yield from _check_keys(item)
     size = sum(len(name) + len(value) for name, value in (item.get("data") or {}).items())
     if size > _MAX_DATA_BYTES:
         message = f"Too long: may not be more than {_MAX_DATA_BYTES} bytes"
@@ -183,3 +275,17 @@ def _check_data(item: Object, old: Object | None) -> Iterator[failures.FieldErro
             yield failures.forbidden_value("immutable", text)
         if item.get("data") != old.get("data"):
             yield failures.forbidden_value("data", text)
+
+
+def _check_keys(item: Object) -> Iterator[failures.FieldError]:
+    for field in ("data", "binaryData"):
+        for name in item.get(field) or ():
+            if not _DATA_KEY.fullmatch(name):
+                where = f"{field}[{name}]"
+                yield failures.invalid_value(where, json.dumps(name), _DATA_KEY_RULE)
+
+
+_SPEC_CHECKS = {
+    "persistentvolumeclaims": _check_claim, "horizontalpodautoscalers": _check_autoscaler,
+    "ingresses": _check_ingress, "leases": _check_lease,
+}  # fmt: skip

@@ -1,11 +1,11 @@
-"""The checks of a pod's containers: variables, probes, mounts, resources.
+"""The checks of a pod's containers: names, ports, variables, probes, volumes and their mounts, resources.
 
 The messages are those of a real API server (1.36). Defaults of probes are filled in before (`builtin_rules`).
 """
 
 import json
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from dynamo.testing.kube import builtin_rules, failures, metadata
@@ -24,6 +24,7 @@ _COUNTS = (
     *("initialDelaySeconds", "timeoutSeconds", "periodSeconds"),
     *("successThreshold", "failureThreshold"),
 )
+_PROTOCOLS, _PULL_POLICIES = ("SCTP", "TCP", "UDP"), ("Always", "IfNotPresent", "Never")
 _LAST_PORT, _MAX_PORT_NAME_BYTES = 65_535, 15
 
 
@@ -31,13 +32,32 @@ def check(spec: Object, path: str, claims: Set[str] = frozenset()) -> Iterator[f
     """Yield the mistakes in the containers of a pod's specification at `path`; `claims` are further volumes."""
     if not spec.get("containers"):
         yield failures.required(f"{path}.containers")
+    yield from _check_volumes(spec.get("volumes") or (), f"{path}.volumes")
     volumes = claims | {volume.get("name") for volume in spec.get("volumes") or ()}
-    for field in ("initContainers", "containers"):
+    regular_names = [container.get("name") for container in spec.get("containers") or ()]
+    for field, other_names in (("initContainers", regular_names), ("containers", [])):
+        names = {*other_names}
         for n, container in enumerate(spec.get(field) or ()):
-            place = f"{path}.{field}[{n}]"
+            place, name = f"{path}.{field}[{n}]", container.get("name")
             yield from _check_container(container, place, volumes)
+            if name and name in names:
+                yield failures.duplicate(f"{place}.name", _show(name))
+            names.add(name)
             has_probes = field == "containers" or container.get("restartPolicy") == "Always"
             yield from _check_probes(container, place, has_probes=has_probes)
+
+
+def _check_volumes(volumes: Sequence[Object], path: str) -> Iterator[failures.FieldError]:
+    names = set()
+    for n, volume in enumerate(volumes):
+        name, where = volume.get("name"), f"{path}[{n}].name"
+        if not name:
+            yield failures.required(where)
+            continue
+        yield from metadata.check_label_name(name, where)
+        if name in names:
+            yield failures.duplicate(where, _show(name))
+        names.add(name)
 
 
 def _check_container(
@@ -50,20 +70,70 @@ def _check_container(
     yield from _check_resources(container.get("resources") or {}, f"{place}.resources")
     if not container.get("image"):
         yield failures.required(f"{place}.image")
+    yield from _check_choice(container, "imagePullPolicy", _PULL_POLICIES, place)
+    yield from _check_ports(container.get("ports") or (), f"{place}.ports")
+    yield from _check_variables(container, place)
+    yield from _check_mounts(container.get("volumeMounts") or (), f"{place}.volumeMounts", volumes)
+
+
+def _check_variables(container: Object, place: str) -> Iterator[failures.FieldError]:
     for n, variable in enumerate(container.get("env") or ()):
         where = f"{place}.env[{n}].name"
         if not variable.get("name"):
             yield failures.required(where)
         else:
             yield from _check_variable(variable["name"], where)
+        if variable.get("value") and variable.get("valueFrom"):
+            where, text = (
+                f"{place}.env[{n}].valueFrom",
+                "may not be specified when `value` is not empty",
+            )
+            yield failures.invalid_value(where, '""', text)
     for n, source in enumerate(container.get("envFrom") or ()):
         if source.get("prefix"):
             yield from _check_variable(source["prefix"], f"{place}.envFrom[{n}].prefix")
-    for n, mount in enumerate(container.get("volumeMounts") or ()):
+
+
+def _check_mounts(
+    mounts: Sequence[Object], path: str, volumes: Set[str | None]
+) -> Iterator[failures.FieldError]:
+    paths = set()
+    for n, mount in enumerate(mounts):
+        where, target = f"{path}[{n}]", mount.get("mountPath")
         if mount.get("name") not in volumes:
-            where = f"{place}.volumeMounts[{n}].name"
             shown = _show(mount.get("name"))
-            yield failures.FieldError("FieldValueNotFound", where, f"Not found: {shown}")
+            yield failures.FieldError("FieldValueNotFound", f"{where}.name", f"Not found: {shown}")
+        if not target:
+            yield failures.required(f"{where}.mountPath")
+        elif target in paths:
+            yield failures.invalid_value(f"{where}.mountPath", _show(target), "must be unique")
+        paths.add(target)
+
+
+def _check_choice(
+    owner: Object, name: str, choices: Sequence[str], place: str
+) -> Iterator[failures.FieldError]:
+    """Yield the mistake of a field that has a value which is none of the choices."""
+    if owner.get(name) not in (None, *choices):
+        listed = ", ".join(map(json.dumps, choices))
+        yield failures.unsupported(f"{place}.{name}", _show(owner[name]), listed)
+
+
+def _check_ports(ports: Sequence[Object], path: str) -> Iterator[failures.FieldError]:
+    names = set()
+    for n, port in enumerate(ports):
+        where, name = f"{path}[{n}]", port.get("name")
+        if name:
+            mistakes = list(_check_port(name, f"{where}.name"))
+            yield from mistakes
+            if not mistakes and name in names:
+                yield failures.duplicate(f"{where}.name", _show(name))
+            names.add(name)
+        if not port.get("containerPort"):
+            yield failures.required(f"{where}.containerPort")
+        else:
+            yield from _check_port(port["containerPort"], f"{where}.containerPort")
+        yield from _check_choice(port, "protocol", _PROTOCOLS, where)
 
 
 def _check_variable(name: str, field: str) -> Iterator[failures.FieldError]:
@@ -82,6 +152,29 @@ def _check_resources(amounts: Object, path: str) -> Iterator[failures.FieldError
                 continue
             if "/" in name and not is_whole:
                 yield failures.invalid_value(place, shown, "must be an integer")
+            if field == "requests":
+                yield from _check_request(name, amount, amounts.get("limits") or {}, path)
+
+
+def _check_request(
+    name: str, amount: Any, limits: Object, path: str
+) -> Iterator[failures.FieldError]:
+    """Yield the mistake of a request beyond its limit; what cannot be shared, such as GPUs, needs an equal one."""
+    is_shared = "/" not in name or "kubernetes.io/" in name
+    if limits.get(name) is None:
+        if not is_shared:
+            text = "Limit must be set for non overcommitable resources"
+            yield failures.required(f"{path}.limits", text)
+        return
+    try:
+        excess = builtin_rules.parse_quantity(amount) - builtin_rules.parse_quantity(limits[name])
+    except (ValueError, ArithmeticError):
+        return  # the limit is told of above
+    if excess > 0 or (excess and not is_shared):
+        relation = "less than or equal" if is_shared else "equal"
+        text = f"must be {relation} to {name} limit of {builtin_rules.canonical(limits[name])}"
+        shown = json.dumps(builtin_rules.canonical(amount))
+        yield failures.invalid_value(f"{path}.requests", shown, text)
 
 
 def _check_probes(
@@ -140,7 +233,7 @@ def _check_handlers(probe: Object, place: str) -> Iterator[failures.FieldError]:
 
 
 def _check_port(port: int | str | None, field: str) -> Iterator[failures.FieldError]:
-    """Yield the mistakes of a port's number, or of the name of one of the container's ports."""
+    """Yield the mistakes of a port's number, or of its name."""
     if not isinstance(port, str):
         if not 0 < (port or 0) <= _LAST_PORT:
             text = f"must be between 1 and {_LAST_PORT}, inclusive"

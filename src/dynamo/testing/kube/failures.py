@@ -69,6 +69,11 @@ def unsupported(field: str, shown: str, choices: str) -> FieldError:
     return FieldError("FieldValueNotSupported", field, message)
 
 
+def duplicate(field: str, shown: str) -> FieldError:
+    """Return the error of a value that another item of the same list has; `shown` is the value as JSON."""
+    return FieldError("FieldValueDuplicate", field, f"Duplicate value: {shown}")
+
+
 def forbidden_value(field: str, message: str) -> FieldError:
     """Return the error of a field that may not be set here."""
     return FieldError("FieldValueForbidden", field, f"Forbidden: {message}")

@@ -170,6 +170,11 @@ def check_labels(labels: Object, field: str) -> Iterator[failures.FieldError]:
         prefix, slash, name = key.rpartition("/")
         if not re.fullmatch(_NAME, name) or "/" in prefix or (slash and not prefix):
             yield failures.invalid_value(field, json.dumps(key), _KEY_RULE)
+        elif len(name) > 63:
+            text = "name part must be no more than 63 bytes"
+            yield failures.invalid_value(field, json.dumps(key), text)
+        elif prefix and not re.fullmatch(_SUBDOMAIN, prefix):
+            yield failures.invalid_value(field, json.dumps(key), f"prefix part {_SUBDOMAIN_RULE}")
         if not re.fullmatch(f"({_NAME})?", value):
             yield failures.invalid_value(field, json.dumps(value), _VALUE_RULE)
         elif len(value) > 63:
