@@ -102,7 +102,9 @@ class _Sweep:
     def __init__(self, settings: ProfilerConfig, targets: Targets, guardian: guard.Guard) -> None:
         self._settings, self._targets, self._guard = settings, targets, guardian
         self._directory = Path(settings.output)
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._deployment = Path(settings.deployment or self._directory / "deployment.yaml")
+        _make_folder("--output", self._directory)
+        _make_folder("--deployment", self._deployment.parent)
         self._num_gpus = profile_sweep.count_gpus(shlex.split(settings.worker_flags))
         self._results = self._read_results()
         self._clock = clocks.SystemClock()
@@ -292,7 +294,7 @@ class _Sweep:
         )
         text = describe(choice, settings, has_gpus=bool(machine.devices))
         (self._directory / "recommendation.txt").write_text(text, "utf-8")
-        file = Path(settings.deployment or self._directory / "deployment.yaml")
+        file = self._deployment
         graph = make_deployment(choice, settings, has_gpus=bool(machine.devices))
         profile_files.write_deployment(graph, text, file)
         if settings.report == "json":
@@ -307,6 +309,14 @@ class _Sweep:
             }
             plots.draw(profile, self._directory / "profile.png", **targets_ms)
         _say(f"wrote {self._directory}; on Kubernetes: kubectl apply -f {shlex.quote(str(file))}")
+
+
+def _make_folder(flag: str, folder: Path) -> None:
+    """Make a folder for results before anything is measured. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise errors.ConfigError(f"{flag} {folder}: cannot be made: {error.strerror}") from error
 
 
 def describe(

@@ -88,7 +88,7 @@ def _read_azure(path: Path, limit: int | None) -> list[Request]:
             rows = csv.DictReader(file)
             for row in rows:
                 where = f"{path}:{rows.line_num}"
-                moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
+                moment = datetime.datetime.fromisoformat(row["TIMESTAMP"])
                 begin = begin or moment
                 requests.append(
                     Request(

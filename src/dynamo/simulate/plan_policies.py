@@ -95,7 +95,7 @@ def make_decide(
             policy = regression_policy.RegressionPolicy(targets)
             stabilization_s = scenario.startup_s + scenario.interval_s
         case "hpa":
-            return functools.partial(_hpa, scenario.max_gpus)
+            return functools.partial(_hpa, scenario.max_gpus, targets.mode)
         case _:
             raise errors.ConfigError(f"--policy {name}: expected one of {', '.join(NAMES)}")
     limits = scaling_pipeline.Limits(
@@ -120,7 +120,7 @@ def make_decide(
     return decide
 
 
-def _hpa(max_gpus: int, observed: observation.Observation) -> WorkerOrder:
+def _hpa(max_gpus: int, mode: policies.Mode, observed: observation.Observation) -> WorkerOrder:
     """Scale each pool as Kubernetes' HPA does for a queue of one request per worker, with its tolerance of 10 %."""
     numbers = []
     for pool, load in (
@@ -131,6 +131,8 @@ def _hpa(max_gpus: int, observed: observation.Observation) -> WorkerOrder:
         is_steady = abs(ratio - 1) <= 0.1
         number = pool.num_ordered if is_steady else math.ceil(pool.num_ready * ratio)
         numbers.append(max(1, number))
+    if mode == "agg":
+        numbers[0] = 0
     while sum(numbers) > max_gpus:
         numbers[numbers.index(max(numbers))] -= 1
     return WorkerOrder(observation.Replicas(*numbers))

@@ -103,7 +103,8 @@ def run(
                 cluster.events.append(PlanEvent(tick_at, "decision", order.reason))
             cluster.scale(order.replicas, order.role_changes, order.withdrawals)
         tick_at += scenario.interval_s
-    cluster.now = max((r.ended_at for r in requests if r.ended_at < math.inf), default=cluster.now)
+    if cluster.num_ended == len(requests):  # else workers were held for the others until now
+        cluster.now = max(request.ended_at for request in requests)
     cluster.stop()
     samples = _samples(scenario, requests, observations)
     return replace(summarise(scenario, name, requests, cluster), samples=samples)

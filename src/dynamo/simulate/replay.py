@@ -96,6 +96,8 @@ def run(
         num_failed = sum(request.error_type is not None for request in traffic.requests)
         trace = traffic.trace
     else:
+        if len(paths) > 1:
+            raise errors.ConfigError("--trace: expected one file in Mooncake's format")
         trace = workload.read_trace(
             paths[0], limit=settings.limit, block_size=settings.trace_block_size
         )

@@ -214,7 +214,8 @@ def _make_workers(
     return {
         worker: FcfsWorker(
             tokens_per_s=rate,
-            num_blocks=settings.cache_tokens // workload.block_size,
+            num_blocks=settings.cache_tokens
+            and max(1, settings.cache_tokens // workload.block_size),
             block_size=workload.block_size,
         )
         for worker in ids

@@ -35,7 +35,7 @@ def cells(summary: PolicySummary) -> tuple[str, ...]:
     return (
         summary.policy,
         f"{summary.num_requests:,}",
-        f"{summary.num_requests / max(1e-9, summary.simulated_s):.1f}",
+        f"{summary.requests_per_s:.1f}",
         f"{summary.mean_ttft:.3f}",
         f"{summary.p50_ttft:.3f}",
         f"{summary.p99_ttft:.3f}",

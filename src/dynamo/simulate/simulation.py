@@ -171,7 +171,7 @@ class PolicySummary:
     p50_ttft: float
     p99_ttft: float
     max_ttft: float
-    mean_itl: float
+    mean_itl: float  # of answers with two tokens or more; 0 without any
     requests_per_s: float  # from the first arrival to the last end
     hit_rate: float  # cached prompt tokens over prompt tokens
     imbalance: float  # computed prompt tokens: those of the busiest worker over the mean
@@ -186,6 +186,7 @@ def summarise(
 ) -> PolicySummary:
     """Compute the figures of a run with at least one request."""
     ttfts = sorted(outcome.ttft for outcome in record.outcomes)
+    itls = sorted(o.itl for o in record.outcomes if o.arrival.num_output > 1)
     computed: Counter[api.Worker | None] = Counter()
     for outcome in record.outcomes:
         computed[outcome.worker] += outcome.arrival.num_tokens - outcome.num_cached
@@ -198,7 +199,7 @@ def summarise(
         p50_ttft=quantile(ttfts, 0.5),
         p99_ttft=quantile(ttfts, 0.99),
         max_ttft=ttfts[-1],
-        mean_itl=statistics.fmean(outcome.itl for outcome in record.outcomes),
+        mean_itl=statistics.fmean(itls or (0.0,)),
         requests_per_s=len(ttfts)
         / (max(o.ended_at for o in record.outcomes) - record.outcomes[0].arrival.at),
         hit_rate=sum(o.num_cached for o in record.outcomes)
@@ -209,7 +210,7 @@ def summarise(
         elapsed_s=elapsed_s,
         curves=Curves(
             ttfts=ttfts,
-            itls=sorted(o.itl for o in record.outcomes if o.arrival.num_output > 1),
+            itls=itls,
             hit_rates=_hit_rates(record),
             shares=shares,
         ),

@@ -110,14 +110,21 @@ def simulate(settings: TiersConfig, host_bytes_per_s: float | None) -> Rounds:
 def run(settings: TiersConfig, draw: DrawRounds | None) -> None:
     """Simulate all cells, and print each round with its change. Raises ConfigError."""
     screen.check_output("--report-json", settings.report_json, is_directory=False)
+    longest = settings.rounds * (settings.turn_tokens + settings.answer_tokens)
+    if longest > settings.cache_tokens:
+        raise errors.ConfigError(
+            f"--cache-tokens {settings.cache_tokens}: expected room for the longest request, {longest:,}"
+            " tokens with its answer"
+        )
     cells: dict[str, Rounds] = {"without": simulate(settings, None)}
     for text in settings.host_gb_per_s:
         try:
-            cells[f"{float(text):g} GB/s"] = simulate(settings, float(text) * 1e9)
-        except (ValueError, ZeroDivisionError):
-            raise errors.ConfigError(
-                f"--host-gb-per-s: expected numbers above 0, got {text!r}"
-            ) from None
+            rate = float(text)
+        except ValueError:
+            rate = math.nan
+        if not 0 < rate < math.inf:
+            raise errors.ConfigError(f"--host-gb-per-s: expected numbers above 0, got {text!r}")
+        cells[f"{rate:g} GB/s"] = simulate(settings, rate * 1e9)
     caption = (
         f"{settings.users} users, {settings.rounds} rounds of {settings.turn_tokens} + {settings.answer_tokens} tokens;"
         f" {settings.cache_tokens:,} tokens in the engine, {settings.host_tokens:,} in host memory"

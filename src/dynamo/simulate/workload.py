@@ -81,7 +81,7 @@ class _Line(msgspec.Struct):
 def read_trace(
     path: Path, *, limit: int | None = None, block_size: int = TRACE_BLOCK_SIZE
 ) -> Trace:
-    """Read a trace file, at most `limit` lines of it. Raises ConfigError, which names file and line."""
+    """Read a trace file, at most `limit` lines of it; times begin at 0. Raises ConfigError, which names the line."""
     arrivals: list[SimulatedRequest] = []
     try:
         with path.open("rb") as file:
@@ -94,7 +94,8 @@ def read_trace(
         raise errors.ConfigError(f"--trace {path}: cannot be read: {error.strerror}") from error
     if len(arrivals) < 2 or arrivals[0].at == arrivals[-1].at:
         raise errors.ConfigError(f"--trace {path}: expected requests at two times at least")
-    return Trace(arrivals, block_size)
+    begin = arrivals[0].at  # a part of a trace, or one with times of day, begins later than at 0
+    return Trace([replace(each, at=each.at - begin) for each in arrivals], block_size)
 
 
 def _read_line(

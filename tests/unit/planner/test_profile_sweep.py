@@ -201,3 +201,12 @@ def test_serve_line_gives_each_worker_its_gpus():
     assert "per GPU, with 4 GPUs per worker" in text
     assert text.endswith(" --devices-per-worker 4 --worker-flags '-tp 4'\n")
     assert "--devices-per-worker" not in profiling.describe(choice, settings, has_gpus=False)
+
+
+@pytest.mark.parametrize("flag", ["--output", "--deployment"])
+def test_folder_that_cannot_be_made_is_refused_before_anything_is_measured(flag, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    argv = ["--output", str(tmp_path / "results"), flag, str(tmp_path / "file" / "x" / "y")]
+
+    assert profiling.main(argv) == 2
+    assert f"{flag} {tmp_path / 'file' / 'x'}" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import pytest
 from dynamo.planner import profile_files
 from dynamo.planner.observation import Replicas
 from dynamo.simulate import __main__ as command
-from dynamo.simulate import plan_arrivals, plan_oracle, plan_policies, plan_run
+from dynamo.simulate import plan_arrivals, plan_cluster, plan_oracle, plan_policies, plan_run
 from dynamo.simulate.plan_cluster import WorkerOrder
 from dynamo.simulate.plan_run import PlanScenario
 from dynamo.simulate.plan_worker import Request, h100_8b
@@ -153,6 +153,50 @@ def test_trace_of_azure_that_cannot_be_used_is_refused(tmp_path, capsys, rows, c
 
     assert command.main(["plan", "--trace", str(path), "--policy", "fixed"]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_times_of_azures_traces_may_have_a_zone_and_whole_seconds(tmp_path):
+    path = tmp_path / "azure.csv"
+    times = (
+        "2024-05-10 00:00:00.5099306+00:00",
+        "2024-05-10 00:00:01+00:00",
+        "2024-05-10 02:00:02+02:00",
+    )
+    rows = "".join(f"{time},100,5\n" for time in times)
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+
+    requests = plan_arrivals.read_trace(path, limit=None).requests
+    assert [request.at for request in requests] == pytest.approx([0.0, 0.49007, 1.49007])
+
+
+def test_autoscaler_of_aggregated_workers_orders_no_prefill_workers():
+    scenario = PlanScenario(
+        requests=[Request(at=0.0, num_prompt=100, num_output=2)],
+        times=TIMES,
+        initial=Replicas(0, 2),
+        is_aggregated=True,
+    )
+    profile = plan_policies.sample_profile(TIMES)
+    decide = plan_policies.make_decide("hpa", scenario, profile, "constant")
+    cluster = scenario.cluster()
+    cluster.add_ready(scenario.initial)
+
+    assert decide(cluster.observe(10.0)).replicas == Replicas(0, 1)
+
+
+def test_workers_of_lost_requests_are_billed_as_long_as_they_were_held():
+    scenario = PlanScenario(
+        requests=[Request(at=1.0 + 19 * i, num_prompt=100, num_output=2) for i in range(2)],
+        times=TIMES,
+        initial=Replicas(0, 1),
+        is_aggregated=True,
+        deaths=[plan_cluster.WorkerDeath(at=5.0, role="decode")],
+        num_hanging_starts=1,
+    )
+    result = plan_run.run_fixed(scenario, Replicas(0, 1))
+
+    assert result.num_lost == 1
+    assert result.gpu_seconds > 36_000  # the start that hangs is waited for to the end
 
 
 def test_sinusoidal_rate_swings_between_5_and_20():

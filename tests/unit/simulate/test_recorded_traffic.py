@@ -144,6 +144,17 @@ def test_mooncakes_traces_are_replayed_too(tmp_path, capsys):
     assert "recorded" not in capsys.readouterr().out
 
 
+def test_second_trace_of_mooncakes_format_is_refused(tmp_path, capsys):
+    rows = [
+        {"timestamp": 500 * i, "input_length": 600, "output_length": 2, "hash_ids": [0, i]}
+        for i in range(1, 3)
+    ]
+    path = write(tmp_path / "t.jsonl", rows)
+
+    assert replay("--trace", path, path, "--policy", "random") == 2
+    assert "expected one file in Mooncake's format" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["replay", "routing"])
 def test_trace_of_mooncakes_format_may_have_other_blocks(tmp_path, capsys, name):
     rows = [

@@ -41,7 +41,24 @@ def test_command_draws_a_plot(tmp_path, capsys):
     assert "wrote" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("bandwidth", ["fast", "0"])
+@pytest.mark.parametrize("bandwidth", ["fast", "0", "nan", "inf", "1,-5"])
 def test_bandwidth_that_is_none_is_refused(bandwidth, capsys):
-    assert command.main(["tiers", *SMALL, "--host-gb-per-s", bandwidth]) == 2
+    assert command.main(["tiers", *SMALL, f"--host-gb-per-s={bandwidth}"]) == 2
     assert "--host-gb-per-s: expected numbers above 0" in capsys.readouterr().err
+
+
+def test_requests_that_do_not_fit_into_the_engine_are_refused(capsys):
+    argv = [
+        "tiers",
+        "--users",
+        "1",
+        "--rounds",
+        "2",
+        "--turn-tokens",
+        "100",
+        "--answer-tokens",
+        "10",
+    ]
+
+    assert command.main([*argv, "--cache-tokens", "192"]) == 2
+    assert "expected room for the longest request, 220 tokens" in capsys.readouterr().err

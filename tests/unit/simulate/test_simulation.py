@@ -173,3 +173,25 @@ def test_outcome_has_the_time_between_its_tokens():
     outcome = simulation.Outcome(arrival=arrival, first_output_at=2.0, ended_at=4.0)
 
     assert outcome.itl == 0.5
+
+
+def test_time_between_tokens_is_that_of_answers_with_two_tokens_or_more():
+    outcomes = [
+        simulation.Outcome(
+            arrival=workload.SimulatedRequest(at=0.0, num_tokens=1, num_output=number, names=[0]),
+            worker=Worker(0),
+            first_output_at=1.0,
+            ended_at=float(number),
+        )
+        for number in (1, 3)
+    ]
+    record = simulation.RunRecord(outcomes=outcomes)
+
+    assert simulation.summarise("x", record, [Worker(0)], 1.0).mean_itl == 1.0
+
+
+def test_cache_smaller_than_a_block_is_not_unlimited():
+    trace = traces.conversations(60)
+
+    assert run("round-robin", trace, workers=1, cache_tokens=1).hit_rate < 0.1
+    assert run("round-robin", trace, workers=1, cache_tokens=0).hit_rate > 0.3

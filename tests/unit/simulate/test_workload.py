@@ -22,6 +22,13 @@ def test_trace_is_read_from_its_file(tmp_path):
     assert (trace.num_tokens, trace.duration_s) == (1200, 3.0)
 
 
+def test_times_begin_at_the_first_request_of_a_trace(tmp_path):
+    noon_ms = 1_700_000_000_000
+    path = written(tmp_path, LINE % (noon_ms, 1), LINE % (noon_ms + 2500, 2))
+
+    assert [arrival.at for arrival in workload.read_trace(path).arrivals] == [0.0, 2.5]
+
+
 def test_trace_is_read_up_to_the_limit(tmp_path):
     path = written(tmp_path, LINE % (0, 1), LINE % (1, 2), "nonsense")
 

@@ -16,11 +16,11 @@ def template(**fields):
     return {"metadata": {"labels": LABELS}, "spec": {"containers": containers, **fields}}
 
 
-def findings(group, plural, spec, old_spec=None, **fields):
+def findings(group, plural, spec, old_spec=None, version="v1"):
     """Return the mistakes of an object with this spec, after a former one if there is one."""
-    resource = resources.ResourceRegistry().require(group, plural)
+    resource = resources.ResourceRegistry().require(group, plural, version)
     items = [
-        {"metadata": {"name": "x"}, **fields, "spec": copy.deepcopy(each)}
+        {"metadata": {"name": "x"}, "spec": copy.deepcopy(each)}
         for each in (spec, old_spec)
         if each is not None
     ]
@@ -128,7 +128,7 @@ def test_claim_says_its_access_and_its_size():
 def test_limits_of_an_autoscaler_agree(limits, expected):
     spec = {"scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "x"}}
 
-    found = findings("autoscaling", "horizontalpodautoscalers", {**spec, **limits})
+    found = findings("autoscaling", "horizontalpodautoscalers", spec | limits, version="v2")
     assert found == [f"spec.{each}" for each in expected]
 
 
