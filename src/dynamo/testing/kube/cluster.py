@@ -57,15 +57,19 @@ class Cluster:
     def write_kubeconfig(self, path: Path) -> None:
         """Write a file that kubectl and client libraries take as KUBECONFIG; only this user may read its token.
 
-        Raises ConfigError for a file of another cluster, which would be lost.
+        Raises ConfigError for a file of another cluster, which would be lost, and for one that cannot be written.
         """
-        if path.exists() and _CONTEXT not in path.read_text("utf-8", "replace"):
-            raise errors.ConfigError(
-                f"--kubeconfig {path}: expected no file, or one of an earlier dynamo kube up, got another"
-                " cluster's; name a new file"
-            )
-        path.unlink(missing_ok=True)  # the mode of a file that is there would stay
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if path.exists() and _CONTEXT not in path.read_text("utf-8", "replace"):
+                raise errors.ConfigError(
+                    f"--kubeconfig {path}: expected no file, or one of an earlier dynamo kube up, got another"
+                    " cluster's; name a new file"
+                )
+            path.unlink(missing_ok=True)  # the mode of a file that is there would stay
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            text = f"--kubeconfig {path}: cannot be written: {error.strerror}"
+            raise errors.ConfigError(text) from error
         with os.fdopen(descriptor, "w") as file:
             json.dump(self.kubeconfig(self.token, "default"), file, indent=2)
 

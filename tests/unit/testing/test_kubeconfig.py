@@ -1,0 +1,24 @@
+"""The file by which clients find the laptop's cluster."""
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.testing.kube import cluster
+
+
+@pytest.mark.parametrize("name", ["none/kubeconfig", "file/kubeconfig", "folder"])
+def test_file_that_cannot_be_written_is_named(name, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    running = cluster.Cluster(None, None, "https://x", b"", "token")
+
+    with pytest.raises(errors.ConfigError, match=f"--kubeconfig {tmp_path / name}: cannot be"):
+        running.write_kubeconfig(tmp_path / name)
+
+
+def test_file_of_a_cluster_is_written_again(tmp_path):
+    running = cluster.Cluster(None, None, "https://x", b"", "token")
+    for _ in range(2):
+        running.write_kubeconfig(tmp_path / "kubeconfig")
+
+    assert (tmp_path / "kubeconfig").stat().st_mode & 0o777 == 0o600
