@@ -204,8 +204,8 @@ def _without_empty(value: Any) -> Any:
         return [_without_empty(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {name: _without_empty(child) for name, child in value.items()}
-    return {name: child for name, child in kept.items() if child}
+    children = {name: _without_empty(child) for name, child in value.items()}
+    return {name: child for name, child in children.items() if child}
 
 
 def _check_claim(spec: Object) -> Iterator[failures.FieldError]:
