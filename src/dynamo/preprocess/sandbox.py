@@ -7,12 +7,16 @@ then, and a filter always does.
 No value is ever large: whatever makes a larger value from smaller ones (repetition, concatenation, padding, formatting,
 joining, replacing, lists in lists) is refused before or right after it does. A list counts with all that is in it, as
 often as it is in it, so that its text cannot be much longer. The templates of known models do little of that, and
-pay for a check only where they do.
+pay for a check only where they do. Nor are there many long values: those that operators, slices, filters and calls
+return are summed up, dropped or not. Nothing of it happens before a rendering begins: jinja computes a filter of
+constants when it compiles, unless the filter wants the context, as all do here.
 """
 
 import functools
 import itertools
+import operator
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +30,9 @@ import jinja2.utils
 
 MAX_VALUE = 32 * 2**20  # characters of a text, or of the texts in a nested value
 MAX_INT_BITS = 4096
+MAX_BYTES = 2**29  # of all long values of a rendering together
+_LONG = 4096  # characters or items; shorter values are not summed up
+_ITEM_BYTES = 64  # of an item that a function made for its list
 _ITEM_CHARS = 32  # that an item of a list counts, beside its text
 _MAX_ITEMS = MAX_VALUE // _ITEM_CHARS
 _MAX_WIDTH = 10_000  # to which a text is padded or indented
@@ -35,8 +42,14 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 _PADDING_FILTERS = ("center", "indent", "batch", "slice")  # may make much of little
 _SLOW_FILTERS = ("pprint", "urlize", "wordwrap")  # may take minutes for a long text or list
 _FILTERS_OF_ITEMS = ("map", "select", "reject", "selectattr", "rejectattr")
+# Filters that take a text apart, some of them into its characters.
+_FILTERS_OF_PARTS = frozenset(
+    ("batch", "groupby", "join", "list", "slice", "sort", "striptags", "title", "urlencode", "wordcount")
+)  # fmt: skip
 _PARTS_PER_STEP = 1000  # of what a filter compares with each item
-_FORBIDDEN = frozenset(("translate", "to_bytes", "format_map", "fromkeys"))
+# `encode`: bytes have the methods of texts, and formats, none of them with bounds
+_FORBIDDEN = frozenset(("translate", "encode", "to_bytes", "format_map", "fromkeys", "striptags"))
+_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 # in a format: a width of five digits, or from an argument
 _WIDE = re.compile(r"\d{5}|\*|\{[^{}]*\{")
 
@@ -46,11 +59,12 @@ class LimitExceeded(Exception):
 
 
 class Budget:
-    """The steps and the time of one rendering."""
+    """The steps, the time and the long values of one rendering."""
 
     def __init__(self, max_steps: int, max_s: float, now: Callable[[], float]) -> None:
         self._max_steps, self._max_s, self._now = max_steps, max_s, now
         self.num_steps = 0
+        self._num_bytes = 0
         self._ends_at = now() + max_s
 
     def count_step(self) -> bool:
@@ -67,6 +81,25 @@ class Budget:
         if self._now() > self._ends_at:
             raise LimitExceeded(f"it exceeds {self._max_s:g} s")
         return True
+
+    def count(self, value: Any, item_bytes: int = 8) -> Any:
+        """Return a new value. Raises LimitExceeded if it is too long, or all long ones are too large together."""
+        if isinstance(value, str | list | tuple) and len(value) > _LONG:
+            check_length(value)
+            is_text = isinstance(value, str)
+            self._num_bytes += sys.getsizeof(value) if is_text else len(value) * item_bytes
+            if self._num_bytes > MAX_BYTES:
+                raise LimitExceeded(f"all its values together exceed {MAX_BYTES} bytes")
+            self.look()
+        return value
+
+    def check_sum(self, total: Any) -> Any:
+        """Return a sum of a few values. Raises LimitExceeded if it is too long."""
+        return self.count(total if type(total) is str else check_parts(total))
+
+    def concat(self, parts: Iterable[str]) -> Any:
+        """Return the output of a macro, or texts that are concatenated. Raises LimitExceeded if it is too long."""
+        return self.count(join_texts("", list(parts)))
 
 
 class Context(jinja2.runtime.Context):
@@ -102,11 +135,27 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         node.body.insert(0, jinja2.nodes.ExprStmt(jinja2.nodes.ContextReference()))
         return super().macro_body(node, frame)
 
+    def write_commons(self) -> None:
+        super().write_commons()
+        self.writeline("concat = context.budget.concat")
+
+    def signature(
+        self,
+        node: jinja2.nodes.Call | jinja2.nodes.Filter | jinja2.nodes.Test,
+        frame: jinja2.compiler.Frame,
+        extra_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if node.dyn_args is not None:
+            check = jinja2.nodes.EnvironmentAttribute("check_items")
+            node.dyn_args = jinja2.nodes.Call(check, [node.dyn_args], [], None, None)
+        super().signature(node, frame, extra_kwargs)
+
     @jinja2.compiler.optimizeconst
-    def visit_Filter(self, node: jinja2.nodes.Filter, frame: jinja2.compiler.Frame) -> None:
-        self.write("(context.budget.look() and ")
-        super().visit_Filter(node, frame)
-        self.write(")")
+    def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: jinja2.compiler.Frame) -> None:
+        is_slice = isinstance(node.arg, jinja2.nodes.Slice)
+        self.write("context.budget.count(" if is_slice else "")
+        super().visit_Getitem(node, frame)
+        self.write(")" if is_slice else "")
 
     @jinja2.compiler.optimizeconst
     def visit_Add(self, node: jinja2.nodes.BinExpr, frame: jinja2.compiler.Frame) -> None:
@@ -115,7 +164,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         while isinstance(left, jinja2.nodes.Add) and len(operands) < _CHAIN:
             operands.append(left.right)
             left = left.left
-        self.write("environment.check_sum(")
+        self.write("context.budget.check_sum(")
         self.visit(left, frame)
         for operand in reversed(operands):
             self.write(" + ")
@@ -124,7 +173,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
     @jinja2.compiler.optimizeconst
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
-        self.write("environment.concat(map(str, (")
+        self.write("context.budget.concat(map(str, (")
         for operand in node.nodes:
             self.visit(operand, frame)
             self.write(", ")
@@ -167,7 +216,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     context_class = Context
     intercepted_binops = frozenset(("*", "**", "%"))
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+        """`filters` are further ones, or take the place of jinja's."""
         super().__init__(**options)
         del self.globals["lipsum"]  # writes as many words as it is told to
         self.globals |= {
@@ -181,12 +231,14 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             "format": lambda text, *args, **kwargs: self._modulo(str(text), kwargs or args),
             "replace": lambda text, *args: _replace(str(text), *args),
             "join": self._join,
+            **filters,
         }
+        self.filters = {name: _watched(name, made) for name, made in self.filters.items()}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
-            if type(obj) is str and attribute in _GROWING:
-                return functools.partial(_GROWING[attribute], obj)
+            if isinstance(obj, str) and attribute in _GROWING:
+                return functools.partial(_GROWING[attribute], str(obj))
             return super().getattr(obj, attribute)
         try:
             return obj[attribute]
@@ -194,7 +246,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return self.undefined(obj=obj, name=attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if attr in _FORBIDDEN or (attr in _GROWING and type(obj) is str):
+        if attr in _FORBIDDEN or (attr in _GROWING and isinstance(obj, str)):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
@@ -206,15 +258,14 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         form: str = value.__self__
 
         def checked(*args: Any, **kwargs: Any) -> str:
-            check_width(form)
-            check_parts((args, kwargs))
+            check_format(form, form.count("{"), (args, kwargs))
             return wrapped(*args, **kwargs)
 
         return checked
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%":
-            return self._modulo(left, right)
+            return context.budget.count(self._modulo(left, right))
         if operator == "**":
             if isinstance(left, int) and isinstance(right, int):
                 check_int_bits(left.bit_length() * abs(right))
@@ -225,16 +276,15 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             check_length(left, right)
         elif isinstance(right, str | Sequence) and isinstance(left, int):
             check_length(right, left)
-        return check_parts(left * right)
+        return context.budget.check_sum(left * right)
 
-    @staticmethod
-    def check_sum(total: Any) -> Any:
-        """Return a sum of a few values. Raises LimitExceeded if it is too long."""
-        if type(total) is str:
-            if len(total) > MAX_VALUE:
-                check_length(total)
-            return total
-        return check_parts(total)
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        context.budget.look()
+        return context.budget.count(super().call(context, obj, *args, **kwargs), _ITEM_BYTES)
+
+    def check_items(self, value: Any) -> Any:
+        """Return the arguments of a call that stand in a list. Raises LimitExceeded for a long text."""
+        return check_items(value)
 
     @staticmethod
     def check_parts(value: Any) -> Any:
@@ -242,13 +292,12 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return check_parts(value)
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Return the output of a macro, or texts that are concatenated. Raises LimitExceeded if it is too long."""
+        """Return the output of a block. Raises LimitExceeded if it is too long."""
         return join_texts("", list(parts))
 
     def _modulo(self, left: Any, right: Any) -> Any:
         if isinstance(left, str):
-            check_width(left)
-            check_length("x", len(left) + left.count("%") * count_parts(right))
+            check_format(left, left.count("%"), right)
         return left % right
 
     def _join(self, values: Any, d: str = "", attribute: str | None = None) -> str:
@@ -273,6 +322,30 @@ def _checked(function: Callable[..., Any], *, is_slow: bool = False) -> Callable
         return function(value, *args, **kwargs)
 
     return checked
+
+
+# What a filter of jinja's may want beside its arguments.
+_PASSED: Mapping[str, Callable[[Any], Any]] = {
+    "context": lambda context: context,
+    "eval_context": operator.attrgetter("eval_ctx"),
+    "environment": operator.attrgetter("environment"),
+}
+
+
+def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that looks at the clock first, and counts what it makes."""
+    passed = getattr(function, "jinja_pass_arg", None)
+
+    @jinja2.pass_context
+    @functools.wraps(function)
+    def watched(context: Context, *args: Any, **kwargs: Any) -> Any:
+        context.budget.look()
+        if name in _FILTERS_OF_PARTS:
+            check_items(args[0])
+        first = () if passed is None else (_PASSED[passed.name](context),)
+        return context.budget.count(function(*first, *args, **kwargs), _ITEM_BYTES)
+
+    return watched
 
 
 def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,11 +398,36 @@ def _pad(name: str) -> Callable[..., str]:
     return padded
 
 
-# The methods that make a long text of a short one.
-_GROWING: Mapping[str, Callable[..., str]] = {
-    **{name: _pad(name) for name in ("ljust", "rjust", "center", "zfill", "expandtabs")},
+def _expand_tabs(text: str, tabsize: int = 8) -> str:
+    check_numbers((tabsize,))
+    check_length("x", len(text) + text.count("\t") * _width(tabsize))
+    return text.expandtabs(tabsize)
+
+
+def _split(name: str) -> Callable[..., Any]:
+    """Return a method of texts that makes at most one part more than a list may have."""
+    method = getattr(str, name)
+
+    def split(text: str, sep: str | None = None, maxsplit: int = -1) -> Any:
+        return method(text, sep, maxsplit if 0 <= maxsplit < _MAX_ITEMS else _MAX_ITEMS)
+
+    return split
+
+
+def _split_lines(text: str, keepends: bool = False) -> list[str]:
+    if len(text) > _MAX_ITEMS:
+        check_length(range(sum(map(text.count, _LINE_ENDS))))
+    return text.splitlines(keepends)
+
+
+# The methods that make a long text or a long list of a short text.
+_GROWING: Mapping[str, Callable[..., Any]] = {
+    **{name: _pad(name) for name in ("ljust", "rjust", "center", "zfill")},
+    **{name: _split(name) for name in ("split", "rsplit")},
+    "splitlines": _split_lines,
+    "expandtabs": _expand_tabs,
     "replace": _replace,
-    "join": lambda text, parts: join_texts(text, list(parts)),
+    "join": lambda text, parts: join_texts(text, list(check_items(parts))),
 }
 
 
@@ -348,10 +446,18 @@ def check_int_bits(num_bits: int) -> None:
         raise LimitExceeded(f"a number of it exceeds {MAX_INT_BITS} bits")
 
 
-def check_width(form: str) -> None:
-    """Raise LimitExceeded for a format that may pad by more than four digits say."""
+def check_items(value: Any) -> Any:
+    """Return what is taken apart. Raises LimitExceeded for a text of too many characters."""
+    if isinstance(value, str):
+        check_length(range(len(value)))
+    return value
+
+
+def check_format(form: str, num_fields: int, values: Any) -> None:
+    """Raise LimitExceeded for a format that may pad by more than four digits say, or whose text may be too long."""
     if _WIDE.search(form):
         raise LimitExceeded(f"a width of it exceeds {_MAX_WIDTH - 1} characters")
+    check_length("x", len(form) + num_fields * (_MAX_WIDTH + count_parts(values)))
 
 
 def check_numbers(arguments: Sequence[Any]) -> None:

@@ -17,7 +17,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -76,6 +76,7 @@ class ChatTemplate:
         self._others: dict[str, ChatTemplate] = {}  # by their source
         self._now = clock.now
         self._slow_turn = asyncio.Lock()
+        self._others_turn = asyncio.Lock()  # of all templates of requests together
         self._is_trusted = True  # as far as to be rendered on the event loop
         self._was_quick = True
         self._constants = {**environment.globals, **special_tokens, "documents": None}
@@ -92,15 +93,16 @@ class ChatTemplate:
     async def replaced_by(self, source: str) -> "ChatTemplate":
         """Return the template that a request brings, with this model's special tokens. Raises InvalidRequest."""
         if source not in self._others:
-            async with self._slow_turn:
-                try:
-                    other = await _run_in_thread(
-                        lambda: ChatTemplate(
-                            source, special_tokens=self._special_tokens, clock=self._clock
-                        )
-                    )
-                except errors.ConfigError as error:
-                    raise errors.InvalidRequest(str(error), param="chat_template") from error
+            try:
+                other = await _run_in_turn(
+                    self._others_turn,
+                    lambda: ChatTemplate(
+                        source, special_tokens=self._special_tokens, clock=self._clock
+                    ),
+                )
+            except errors.ConfigError as error:
+                raise errors.InvalidRequest(str(error), param="chat_template") from error
+            other._slow_turn = self._others_turn
             other._is_trusted = False  # one filter of a large list takes a second
             if len(self._others) >= MAX_OTHERS:
                 self._others.clear()
@@ -131,26 +133,43 @@ class ChatTemplate:
                     return _join(template, variables, budget)
                 except sandbox.LimitExceeded:
                     self._was_quick = False
-            async with self._slow_turn:
-                budget = sandbox.Budget(MAX_STEPS, MAX_RENDER_S, self._now)
-                prompt = await _run_in_thread(lambda: _join(template, variables, budget))
-                self._was_quick = budget.num_steps <= QUICK_STEPS
-                return prompt
+            return await self._render_in_thread(template, variables)
         except (sandbox.LimitExceeded, *_RUNTIME_ERRORS) as error:
             raise errors.InvalidRequest(
                 f"messages: the model's chat template cannot take these: {error or type(error).__name__}",
                 param="messages",
             ) from error
 
+    async def _render_in_thread(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        def render() -> tuple[str, int]:
+            budget = sandbox.Budget(MAX_STEPS, MAX_RENDER_S, self._now)
+            return _join(template, variables, budget), budget.num_steps
 
-async def _run_in_thread(work: Callable[[], T]) -> T:
-    """Return the result of work in a thread that does not keep the process from ending."""
+        prompt, num_steps = await _run_in_turn(self._slow_turn, render)
+        self._was_quick = num_steps <= QUICK_STEPS
+        return prompt
+
+
+async def _run_in_turn(turn: asyncio.Lock, work: Callable[[], T]) -> T:
+    """Return the result of work in a thread. Its turn ends with the work, even if nobody waits for it any more."""
+    await turn.acquire()
+    try:
+        running = _start_in_thread(work)
+    except RuntimeError:  # there is no thread
+        turn.release()
+        raise
+    running.add_done_callback(lambda _: turn.release())
+    return await asyncio.shield(running)
+
+
+def _start_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Begin work in a thread that does not keep the process from ending; return its future result."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def finish(result: T | None, error: Exception | None) -> None:
         if future.done():
-            return  # its request was cancelled
+            return  # the process ends
         if error is not None:
             future.set_exception(error)
         elif result is not None:
@@ -166,7 +185,7 @@ async def _run_in_thread(work: Callable[[], T]) -> T:
             loop.call_soon_threadsafe(finish, result, failure)
 
     threading.Thread(target=run, name="chat template", daemon=True).start()
-    return await future
+    return future
 
 
 def _join(template: jinja2.Template, variables: dict[str, Any], budget: sandbox.Budget) -> str:
@@ -176,16 +195,21 @@ def _join(template: jinja2.Template, variables: dict[str, Any], budget: sandbox.
     )
     assert isinstance(context, sandbox.Context)
     context.budget = budget
-    pieces, num_chars = [], 0
     try:
-        for piece in template.root_render_func(context):
-            pieces.append(piece)
-            num_chars += len(piece)
-            if num_chars > MAX_PROMPT_CHARS:
-                raise sandbox.LimitExceeded(f"the prompt exceeds {MAX_PROMPT_CHARS} characters")
-        return "".join(pieces)
+        return _join_pieces(template.root_render_func(context), "the prompt")
     finally:
         context.vars.clear()  # a macro refers to the context: all messages would wait for the garbage collector
+
+
+def _join_pieces(pieces: Iterable[str], name: str) -> str:
+    """Return the pieces as one text. Raises LimitExceeded before it is too long."""
+    taken, num_chars = [], 0
+    for piece in pieces:
+        taken.append(piece)
+        num_chars += len(piece)
+        if num_chars > MAX_PROMPT_CHARS:
+            raise sandbox.LimitExceeded(f"{name} exceeds {MAX_PROMPT_CHARS} characters")
+    return "".join(taken)
 
 
 def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
@@ -208,13 +232,15 @@ def _variables(environment: jinja2.Environment, source: str) -> frozenset[str]:
 
 def _environment(clock: clock.Clock) -> jinja2.Environment:
     environment = sandbox.Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+        {"tojson": _tojson},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _Generation],
     )
 
     def strftime_now(form: str) -> str:
         return datetime.fromtimestamp(clock.wall(), tz=UTC).astimezone().strftime(form)
 
-    environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": strftime_now}
     return environment
 
@@ -231,13 +257,12 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     sandbox.check_numbers((indent, *(separators or ())))
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    if indent is None and separators is None:
+        return encoder.encode(value)
+    return _join_pieces(encoder.iterencode(value), "a text of it")  # either may stand at each item
 
 
 class _Generation(jinja2.ext.Extension):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 from datetime import datetime
 
@@ -127,6 +128,16 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}xx{% endfor %}{% 
         ("{{ '{:{}}'.format(1, 5000000000) }}", "width"),
         ("{{ [1]|tojson(indent=5000000000) }}", "width"),
         ("{{ ('a\n' * 10000)|indent(9999) }}", "characters"),
+        ("{{ ('a'|e).ljust(99999) }}", "width"),
+        ("{{ 'a'.encode().ljust(99999) }}", "encode"),
+        ("{{ ('\t' * 9999).expandtabs(9999) }}", "characters"),
+        ("{{ ('%(a)9999d' * 9999) % {'a': 1} }}", "characters"),
+        ("{{ ('{0:9999}' * 9999).format(1) }}", "characters"),
+        ("{{ ([0] * 9999)|tojson(indent=9999) }}", "characters"),
+        ("{{ ('好' * 1100000)|list }}", "items"),
+        ("{{ ('a ' * 1100000).split() }}", "items"),
+        ("{{ ('a\n' * 1100000).splitlines() }}", "items"),
+        ("{{ namespace(*('好' * 1100000)) }}", "items"),
         ("{{ ('a' * 1000000)|wordwrap(1) }}", "width"),
         ("{{ ('a ' * 16000000)|urlize }}", "width"),
         ("{{ ([0] * 300000)|pprint }}", "width"),
@@ -177,6 +188,31 @@ def test_value_that_grows_with_every_iteration_is_bounded(start, longer):
     check_growth(start, longer, "ns.x")
 
 
+def test_filters_of_constants_are_bounded_and_not_computed_by_the_compiler(monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_VALUE", 2**14)
+    chat_template = chat_templates.compiled(
+        "{{ '\\\\'" + "|tojson" * 16 + " }}"
+    )  # doubles each time
+
+    with pytest.raises(errors.InvalidRequest, match="exceeds 16384 characters"):
+        asyncio.run(chat_template.render([]))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x * 9", "x + 'a'", "x ~ 'a'", "x[1:]", "x.upper()", "x|upper", "[0] * 9999"],
+)
+@pytest.mark.parametrize("block", [False, True])
+def test_long_values_are_bounded_together(monkeypatch, value, block):
+    monkeypatch.setattr(sandbox, "MAX_BYTES", 2**19)
+    names = [f"v{number}" for number in range(99)]
+    wanted = "{% set NAME %}{{ VALUE }}a{% endset %}" if block else "{% set NAME = VALUE %}"
+    source = "".join(wanted.replace("NAME", name) for name in names).replace("VALUE", value)
+
+    with pytest.raises(errors.InvalidRequest, match="together exceed 524288 bytes"):
+        render("{% set x = 'ab' * 4000 %}" + source)
+
+
 @pytest.mark.parametrize("longer", ["[ns.x, ns.x]", "{'a': ns.x, 'b': ns.x}"])
 @pytest.mark.parametrize(
     "output", ["ns.x", "ns.x|tojson", "ns.x|string", "'%s' % [ns.x]", "'' ~ ns.x", "[ns.x]|join"]
@@ -218,6 +254,32 @@ async def test_template_of_a_request_is_never_rendered_on_the_event_loop():
 
     assert await sorting == "200000"
     assert num_turns > 3
+
+
+async def test_one_template_of_a_request_at_a_time_is_rendered_even_if_requests_are_cancelled(
+    monkeypatch,
+):
+    model = chat_templates.compiled("")
+    others = [await model.replaced_by(f"{number}") for number in range(3)]
+    running, may_end = [], threading.Event()
+
+    def render_slowly(*_):
+        running.append(1)
+        may_end.wait(60)
+        return "prompt"
+
+    monkeypatch.setattr(template, "_join", render_slowly)
+    tasks = [asyncio.create_task(other.render([])) for other in others]
+    while not running:
+        await asyncio.sleep(0)
+    tasks[0].cancel()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    num_running = len(running)
+    may_end.set()
+
+    assert num_running == 1
+    assert await asyncio.gather(*tasks[1:]) == ["prompt", "prompt"]
 
 
 async def test_event_loop_goes_on_while_a_template_takes_long():
