@@ -6,6 +6,8 @@ of a tool call are an object, and an absent value is a missing key rather than n
 `developer`.
 """  # decider
 
+import itertools
+import json
 from typing import Annotated, Any
 
 import msgspec
@@ -95,16 +97,49 @@ def custom_input(arguments: str) -> str:
 
 
 def adapt_for_template(
-    messages: list[dict[str, Any]], *, knows_developer: bool = False, wants_parts: bool = False
+    messages: list[dict[str, Any]],
+    *,
+    knows_developer: bool = False,
+    wants_text_arguments: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the messages in the form of chat templates, without changing any in place.
 
-    A message with images has a list of parts, all messages have one with `wants_parts`.
+    A message with images has a list of parts; with `wants_text_arguments` the arguments of a call are a text of JSON.
     """
-    adapted = [
-        message if _is_plain(message) else _adapt(message, knows_developer) for message in messages
+    return [
+        message if _is_plain(message) else _adapt(message, knows_developer, wants_text_arguments)
+        for message in messages
     ]
-    return list(map(_with_parts, adapted)) if wants_parts else adapted
+
+
+def split_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with a list of parts in the place of each text, as some templates for images want them."""
+    return list(map(_with_parts, messages))
+
+
+def name_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with ids of calls that name the tool and count all calls, as `functions.weather:0` does.
+
+    Kimi's templates write the id in the place of the name: a model that reads another one does not learn what was
+    called, and writes such ids itself.
+    """
+    numbers = itertools.count()
+    names: dict[str, str] = {}  # by the client's id
+    named = []
+    for message in messages:
+        call_id = message.get("tool_call_id")
+        if isinstance(call_id, str):
+            message = {**message, "tool_call_id": names.get(call_id, call_id)}
+        if calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": [_named(call, next(numbers)) for call in calls]}
+            pairs = zip(calls, message["tool_calls"], strict=True)
+            names |= {old["id"]: new["id"] for old, new in pairs if isinstance(old.get("id"), str)}
+        named.append(message)
+    return named
+
+
+def _named(call: dict[str, Any], number: int) -> dict[str, Any]:
+    return {**call, "id": f"functions.{call['function']['name']}:{number}"}
 
 
 def text_of(content: Any) -> str:
@@ -230,7 +265,9 @@ def _is_plain(message: dict[str, Any]) -> bool:
     )
 
 
-def _adapt(message: dict[str, Any], knows_developer: bool) -> dict[str, Any]:
+def _adapt(
+    message: dict[str, Any], knows_developer: bool, wants_text_arguments: bool
+) -> dict[str, Any]:
     adapted = {
         key: value for key, value in message.items() if value is not None or key == "content"
     }
@@ -239,7 +276,7 @@ def _adapt(message: dict[str, Any], knows_developer: bool) -> dict[str, Any]:
     if isinstance(content := adapted.get("content"), list):
         adapted["content"] = _adapt_parts(content)
     if calls := adapted.get("tool_calls"):
-        adapted["tool_calls"] = list(map(_adapt_call, calls))
+        adapted["tool_calls"] = [_adapt_call(call, wants_text_arguments) for call in calls]
     elif calls is not None:
         del adapted["tool_calls"]
     return adapted
@@ -264,12 +301,22 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def _adapt_call(call: dict[str, Any]) -> dict[str, Any]:
+def _adapt_call(call: dict[str, Any], wants_text_arguments: bool) -> dict[str, Any]:
     if custom := call.get("custom"):
         function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
-        return {"id": call.get("id"), "type": "function", "function": function}
-    function = call["function"]
-    arguments = function.get("arguments") or {}
+        call = {"id": call.get("id"), "type": "function"}
+    else:
+        function = call["function"]
+    arguments: Any = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = _parse_arguments(arguments)
+    if wants_text_arguments:
+        arguments = _write_arguments(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _write_arguments(arguments: dict[str, Any]) -> str:
+    try:
+        return json.dumps(arguments, ensure_ascii=False)
+    except RecursionError:
+        return "{}"

@@ -303,21 +303,22 @@ class Preprocessor:
         messages = conversation.adapt_for_template(
             request.messages,
             knows_developer=chat_template.knows_developer,
-            wants_parts=self._images.max_images > 0 and chat_template.needs_parts,
+            wants_text_arguments=chat_template.needs_text_arguments,
         )
-        tools = (request.allowed_tools or None) if request.tools else None
-        if request.continue_final_message:
-            marked = conversation.mark_end(messages)
-            rendered = await chat_template.render(
-                marked, tools=tools, add_generation_prompt=False, args=args
-            )
-            return conversation.cut_at_mark(rendered)
-        return await chat_template.render(
+        if chat_template.writes_call_ids:
+            messages = conversation.name_calls(messages)
+        is_continued = bool(request.continue_final_message)
+        if is_continued:
+            messages = conversation.mark_end(messages)
+        if self._images.max_images > 0 and chat_template.needs_parts:
+            messages = conversation.split_texts(messages)
+        prompt = await chat_template.render(
             messages,
-            tools=tools,
-            add_generation_prompt=request.add_generation_prompt is not False,
+            tools=(request.allowed_tools or None) if request.tools else None,
+            add_generation_prompt=not is_continued and request.add_generation_prompt is not False,
             args=args,
         )
+        return conversation.cut_at_mark(prompt) if is_continued else prompt
 
     async def _tokenize_all(
         self, prompts: Sequence[inputs.Prompt], param: str, *, add_special_tokens: bool = True

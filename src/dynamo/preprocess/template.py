@@ -86,9 +86,10 @@ class ChatTemplate:
         )
         self.knows_developer = "developer" in source
         self.needs_parts = _PART_TYPE.search(source) is not None and "is string" not in source
-        self.variables = _variables(environment, source) | _variables(
-            environment, source_with_tools or ""
-        )
+        sources = (source, source_with_tools or "")
+        self.writes_call_ids = "<|tool_call_argument_begin|>" in "".join(sources)  # as Kimi's do
+        self.needs_text_arguments = any(_adds_arguments(environment, each) for each in sources)
+        self.variables = frozenset().union(*(_variables(environment, each) for each in sources))
 
     async def replaced_by(self, source: str) -> "ChatTemplate":
         """Return the template that a request brings, with this model's special tokens. Raises InvalidRequest."""
@@ -228,6 +229,19 @@ def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
 def _variables(environment: jinja2.Environment, source: str) -> frozenset[str]:
     """Return the variables that the template reads and does not set; it has been compiled."""
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+
+
+def _adds_arguments(environment: jinja2.Environment, source: str) -> bool:
+    """Return whether the template adds the arguments of a call to texts, as DeepSeek's do; so they must be a text."""
+    sums = environment.parse(source).find_all(jinja2.nodes.Add)
+    return any(_is_arguments(term) for each in sums for term in (each.left, each.right))
+
+
+def _is_arguments(node: jinja2.nodes.Node) -> bool:
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr == "arguments"
+    key = node.arg if isinstance(node, jinja2.nodes.Getitem) else None
+    return isinstance(key, jinja2.nodes.Const) and key.value == "arguments"
 
 
 def _environment(clock: clock.Clock) -> jinja2.Environment:

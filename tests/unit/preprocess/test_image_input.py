@@ -122,6 +122,18 @@ async def test_template_that_knows_parts_only_gets_parts(make_model):
     assert prepared.prompt == "Be brief.大丈夫What is it?"
 
 
+async def test_answer_is_continued_by_a_template_that_knows_parts_only(make_model):
+    request = openai_chat.ChatRequest(
+        model="m",
+        messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It is"}],
+        continue_final_message=True,
+    )
+    request.check()
+    prepared = await make_model(source=PARTS_ONLY).prepare_conversation(request, "r")
+
+    assert prepared.prompt == "HiIt is"
+
+
 async def test_model_of_text_refuses_an_image_by_its_place(make_model):
     param, sentence = await refused(make_model(max_images=0), text("x"), image())
 

@@ -126,6 +126,52 @@ async def test_empty_tool_list_is_none_in_the_template(byte_level):
     assert (await model.prepare_conversation(chat(tools=[]), "r")).prompt == "True"
 
 
+def called(call_id, name, arguments):
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+CALLING = [
+    {"role": "user", "content": "Hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [called("a", "sun", '{"city": "Zürich"}'), called("b", "time", {})],
+    },
+    {"role": "tool", "tool_call_id": "b", "content": "3"},
+    {"role": "tool", "tool_call_id": "a", "content": "4"},
+    {"role": "tool", "tool_call_id": "z", "content": "5"},
+    {"role": "assistant", "content": None, "tool_calls": [called("a", "rain", '{"n":1}')]},
+    {"role": "tool", "tool_call_id": "a", "content": "6"},
+]
+# As DeepSeek's templates up to V3.1.
+ADDED = (
+    "{% for m in messages %}{% for t in m.tool_calls or [] %}"
+    "{{ t['function']['name'] + '<sep>' + t['function']['arguments'] + ';' }}{% endfor %}{% endfor %}"
+)
+# As Kimi's.
+WITH_IDS = (
+    "{% for m in messages %}{% for t in m.tool_calls or [] %}"
+    "{{ t['id'] }}<|tool_call_argument_begin|>{{ t['function']['arguments'] | tojson }};"
+    "{% endfor %}{% if m.role == 'tool' %}{{ m.tool_call_id }}={{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+async def test_arguments_are_a_text_for_a_template_that_adds_them_to_texts(byte_level):
+    prepared = await made_of(byte_level, ADDED).prepare_conversation(chat(messages=CALLING), "r")
+
+    assert prepared.prompt == 'sun<sep>{"city": "Zürich"};time<sep>{};rain<sep>{"n": 1};'
+
+
+async def test_ids_of_calls_name_the_tool_for_a_template_that_writes_no_names(byte_level):
+    prepared = await made_of(byte_level, WITH_IDS).prepare_conversation(chat(messages=CALLING), "r")
+
+    assert prepared.prompt.replace("<|tool_call_argument_begin|>", " ") == (
+        'functions.sun:0 {"city": "Zürich"};functions.time:1 {};functions.time:1=3;functions.sun:0=4;'
+        'z=5;functions.rain:2 {"n": 1};functions.rain:2=6;'
+    )
+
+
 async def test_completion_prompt_gets_the_tokenizers_special_tokens(sentencepiece_like):
     (prepared,) = await completions.prepare(made_of(sentencepiece_like), completion("The cat"), "r")
     first = blocks.unpack(prepared.request.token_ids)[0]
