@@ -44,7 +44,8 @@ class LogRing(logging.Handler):
             at=record.created,
             level=record.levelname,
             target=record.name,
-            message=message[:_MAX_CHARS],
+            # a name of a file may have bytes that are no text, which no JSON holds
+            message=message[:_MAX_CHARS].encode(errors="backslashreplace").decode(),
             request_id=(context.request_id or "") if context is not None else "",
         )
         self._lines.append(line)

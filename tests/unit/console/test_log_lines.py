@@ -2,6 +2,8 @@
 
 import logging
 
+import msgspec
+
 from dynamo.console.log_lines import MAX_LINES, LogRing
 from dynamo.observability import logs
 
@@ -39,3 +41,10 @@ def test_line_with_wrong_arguments_is_kept_and_harms_nobody():
     ring.handle(logging.LogRecord("library", logging.INFO, "f", 1, "deprecated", (Warning,), None))
 
     assert [line.message for line in ring.after()] == ["deprecated"]
+
+
+def test_line_with_half_a_surrogate_pair_can_be_sent():
+    ring = LogRing()
+    emit(ring, "cannot read caf\udce9.json")
+
+    assert b"cannot read caf\\\\udce9.json" in msgspec.json.encode(ring.after())

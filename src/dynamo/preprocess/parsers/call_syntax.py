@@ -249,7 +249,8 @@ _NAME = re.compile(r"[\w.]+")
 
 def parse_python_lines(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
     """Parse the calls that stand in lines of their own before `</function_calls>`."""
-    lines = [line for line in text.removesuffix("</function_calls>").splitlines() if line.strip()]
+    calls = _escape_line_ends(text.removesuffix("</function_calls>"))
+    lines = [line for line in calls.split("\n") if line.strip()]
     return parse_python_calls(f"[{', '.join(lines)}]", tools)
 
 
@@ -279,11 +280,18 @@ def _parse_python(text: str) -> ast.expr:
         try:
             return ast.parse(text, mode="eval").body
         except SyntaxError:
-            one_line = _PYTHON_STRING.sub(lambda match: match[0].replace("\n", "\\n"), text)
-            return ast.parse(one_line, mode="eval").body
+            return ast.parse(_escape_line_ends(text), mode="eval").body
 
 
-_PYTHON_STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+# Possessive, and without a need for its end: of many quotes none is looked at twice.
+_PYTHON_STRING = re.compile(r"""'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\\.)*+"?""", re.DOTALL)
+
+
+def _escape_line_ends(text: str) -> str:
+    """Return the same Python with escaped line ends in its strings."""
+    return _PYTHON_STRING.sub(
+        lambda match: match[0].replace("\r", "\\r").replace("\n", "\\n"), text
+    )
 
 
 def _python_call(node: ast.expr) -> parser.ToolCall:
@@ -293,10 +301,10 @@ def _python_call(node: ast.expr) -> parser.ToolCall:
     name = ast.unparse(node.func)
     if not _NAME.fullmatch(name):
         raise ValueError("no name of a tool")
-    arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
-    if None in arguments:
+    if any(word.arg is None for word in node.keywords):
         raise ValueError("no name for an argument")
-    return parser.ToolCall(name, dump(arguments))
+    members = [f"{dump(word.arg)}: {dump(ast.literal_eval(word.value))}" for word in node.keywords]
+    return parser.ToolCall(name, "{" + ", ".join(members) + "}")  # one that comes twice stays so
 
 
 class TaggedCallReader:

@@ -233,6 +233,34 @@ def test_python_string_may_have_line_breaks():
     assert with_whole_calls(read(make_parser("lfm2", whole_tools=()), *text)) == expected
 
 
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\u2028", "\x85", "\f"])
+def test_line_ends_in_strings_of_calls_in_lines_are_kept(line_end):
+    text = f'<function_calls>\nget_weather(city="New{line_end}York")\nget_time()\n</function_calls>'
+    city = call_syntax.dump(f"New{line_end}York")
+    expected = [
+        parser.ToolCall("get_weather", f'{{"city": {city}}}'),
+        parser.ToolCall("get_time", "{}"),
+    ]
+
+    assert read(make_parser("olmo3"), text) == expected
+    assert with_whole_calls(read(make_parser("olmo3", whole_tools=()), *text)) == expected
+
+
+def test_python_argument_that_comes_twice_does_so_in_a_stream_and_whole():
+    text = "[get_weather(city='a', days=1, city='b')]"
+    expected = [parser.ToolCall("get_weather", '{"city": "a", "days": 1, "city": "b"}')]
+
+    assert read(make_parser("pythonic"), text) == expected
+    assert with_whole_calls(read(make_parser("pythonic", whole_tools=()), *text)) == expected
+
+
+def test_value_of_many_quotes_takes_no_time():
+    began_s = time.process_time()
+
+    assert call_syntax.read_literal("[" + "\\'" * 20_000) is None
+    assert time.process_time() - began_s < 1.0
+
+
 @pytest.mark.parametrize("value", ["soon", "1e999"])
 def test_tagged_value_that_does_not_fit_its_schema_is_a_text(value):
     text = f"<function=get_weather><parameter=days>{value}</parameter></function>"
