@@ -89,7 +89,7 @@ class ChatTemplate:
         sources = (source, source_with_tools or "")
         self.writes_call_ids = "<|tool_call_argument_begin|>" in "".join(sources)  # as Kimi's do
         self.needs_text_arguments = any(_adds_arguments(environment, each) for each in sources)
-        self.variables = frozenset().union(*(_variables(environment, each) for each in sources))
+        self.variables = _variables(environment, source) | _variables(environment, sources[1])
 
     async def replaced_by(self, source: str) -> "ChatTemplate":
         """Return the template that a request brings, with this model's special tokens. Raises InvalidRequest."""

@@ -84,6 +84,7 @@ class JsonPreview(CallPreview):
         self._is_quoted = False
         self._is_shown = False  # a call of this object
         self._shows = False  # the nested value, which is arguments
+        self._after: Step | None = JsonPreview._read_key  # the nested value
 
     def _read_key(self) -> bool:
         self._take(_BETWEEN)
@@ -132,7 +133,7 @@ class JsonPreview(CallPreview):
         if self._shows:
             self._emit(call_syntax.escape_controls(part[0]) if self._is_quoted else part[0])
         if not self._depth:
-            self._step = JsonPreview._read_key
+            self._step = self._after
         return True
 
 
@@ -167,6 +168,7 @@ class JsonBodyPreview(JsonPreview):
         super().__init__(is_by_key=True)
         self._key = name
         self._step = JsonPreview._read_value
+        self._after = None  # another object would be no call of another tool
 
 
 class TaggedPreview(CallPreview):

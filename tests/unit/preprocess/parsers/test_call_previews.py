@@ -131,6 +131,13 @@ def test_several_calls_in_one_array_come_in_parts():
     ]
 
 
+def test_second_object_of_a_message_is_no_call():
+    text = '<|channel|>commentary to=functions.f<|message|>{"a": 1}{"b": {"c": 2}}<|call|>'
+    events = read(make_parser("harmony", whole_tools=()), *text)
+
+    assert events == [parser.CallBegin("f"), parser.CallArguments('{"a": 1}')]
+
+
 @pytest.mark.parametrize(
     "text",
     [
