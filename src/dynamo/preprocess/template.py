@@ -152,7 +152,7 @@ class ChatTemplate:
 
 
 async def _run_in_turn(turn: asyncio.Lock, work: Callable[[], T]) -> T:
-    """Return the result of work in a thread. Its turn ends with the work, even if nobody waits for it any more."""
+    """Return the result of work in a thread. Its turn ends with the work, also if the caller is cancelled."""
     await turn.acquire()
     try:
         running = _start_in_thread(work)
