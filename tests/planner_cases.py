@@ -50,12 +50,17 @@ def observe(
     return Observation(at=at, interval_s=interval_s, **(values | pools))
 
 
-def make_steady_profile(prompt_tokens_per_s: float = 1e4) -> WorkerProfile:
+def make_steady_profile(
+    prompt_tokens_per_s: float = 1e4, max_kv_tokens: int = 100_000
+) -> WorkerProfile:
     """Decode that hardly slows down as the cache fills: prompts computed beside it are what an ITL suffers from."""
     isl = (100.0, 1000.0, 10_000.0)
     points = [
         DecodePoint(
-            usage, 1000.0, 0.01 + 0.002 * usage, 100_000 * usage / 1000 / (0.01 + 0.002 * usage)
+            usage,
+            1000.0,
+            0.01 + 0.002 * usage,
+            max_kv_tokens * usage / 1000 / (0.01 + 0.002 * usage),
         )
         for usage in (0.05, 0.5, 1.0)
     ]
@@ -65,5 +70,5 @@ def make_steady_profile(prompt_tokens_per_s: float = 1e4) -> WorkerProfile:
             ttft_s=tuple(n / prompt_tokens_per_s for n in isl),
             throughput=(prompt_tokens_per_s,) * 3,
         ),
-        decode=DecodeSurface(points, max_kv_tokens=100_000),
+        decode=DecodeSurface(points, max_kv_tokens=max_kv_tokens),
     )
