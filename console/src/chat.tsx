@@ -9,9 +9,14 @@ interface Turn {
   role: "user" | "assistant";
   content: string;
   reasoning?: string;
-  calls?: string; // tool calls, as JSON
+  calls?: Call[];
   figures?: Figures;
   problem?: string;
+}
+
+interface Call {
+  name: string;
+  arguments: string; // JSON, or as much of it as has come
 }
 
 interface Figures {
@@ -55,6 +60,16 @@ function makeBody(model: string, turns: Turn[], parameters: Parameters): Record<
   if (parameters.stop) body.stop = parameters.stop.split(",");
   if (parameters.tools.trim()) body.tools = JSON.parse(parameters.tools);
   return body;
+}
+
+/** The calls with parts that follow: the name of a call comes once, its arguments bit by bit. */
+function addCalls(calls: Call[], parts: { index: number; function?: Partial<Call> }[]): Call[] {
+  const longer = [...calls];
+  for (const { index, function: part } of parts) {
+    const call = longer[index] ?? { name: "", arguments: "" };
+    longer[index] = { name: call.name + (part?.name ?? ""), arguments: call.arguments + (part?.arguments ?? "") };
+  }
+  return longer;
 }
 
 function newId(): string {
@@ -133,7 +148,7 @@ export function Chat(_: ViewProps) {
             ...turn,
             content: turn.content + (delta.content ?? ""),
             reasoning: (turn.reasoning ?? "") + (delta.reasoning_content ?? ""),
-            calls: delta.tool_calls ? (turn.calls ?? "") + JSON.stringify(delta.tool_calls.map((call: any) => call.function)) : turn.calls,
+            calls: delta.tool_calls ? addCalls(turn.calls ?? [], delta.tool_calls) : turn.calls,
           }));
         }
         // ids of workers have 64 bits, more than a number of JavaScript: they are read from the text
@@ -304,7 +319,7 @@ function Conversation(props: { turns: Turn[]; isBusy: boolean }) {
             <details><summary>Reasoning</summary><p class="text muted">{turn.reasoning}</p></details>
           )}
           <p class="text">{turn.content || (props.isBusy && place === props.turns.length - 1 && !turn.reasoning ? "…" : "")}</p>
-          {turn.calls && <pre tabIndex={0}>{turn.calls}</pre>}
+          {turn.calls && <pre tabIndex={0}>{turn.calls.map((call) => `${call.name}(${call.arguments})`).join("\n")}</pre>}
           {turn.problem && <p class="notice bad" role="alert">{turn.problem}</p>}
           {turn.figures && <FigureLine figures={turn.figures} />}
         </article>

@@ -12,21 +12,33 @@ const STAGES: { field: "prepare_ms" | "route_ms" | "prefill_ms" | "decode_ms"; n
 const PART_CLASSES = ["part-0", "part-1", "part-2", "part-3", "part-4"];
 
 export function Requests({ rest }: ViewProps) {
-  return rest ? <Detail id={decodeURIComponent(rest)} /> : <List />;
+  return rest ? <Detail id={decoded(rest)} /> : <List />;
+}
+
+/** A part of an address as it was before its encoding; as it stands if it was typed by hand and has none. */
+function decoded(text: string): string {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
 }
 
 function List() {
   const [offset, setOffset] = useState(0);
   const [older, setOlder] = useState<RequestPage | null>(null);
   const [state, setState] = useState("");
+  const [problem, setProblem] = useState("");
   const live = useLive<{ requests?: RequestPage }>(["requests"], {});
   const isLive = offset === 0 && state === "";
   useEffect(() => {
+    setProblem("");
     if (isLive) return setOlder(null);
     let isOver = false;
-    void getJson<RequestPage>(`/console/api/requests?offset=${offset}&limit=50&state=${state}`).then((page) => {
-      if (!isOver) setOlder(page);
-    });
+    void getJson<RequestPage>(`/console/api/requests?offset=${offset}&limit=50&state=${state}`).then(
+      (page) => isOver || setOlder(page),
+      (error) => isOver || setProblem(error.message),
+    );
     return () => {
       isOver = true;
     };
@@ -51,6 +63,7 @@ function List() {
         </label>
         <Legend />
       </div>
+      {problem && <Notice kind="bad">{problem}</Notice>}
       {page && !page.rows.length && <Notice>No request yet. Ask something in <a href="#/chat">Chat</a>.</Notice>}
       {page && page.rows.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Requests">

@@ -200,8 +200,13 @@ def test_reasoning_is_folded_and_calls_of_tools_are_shown(deployment, page, tmp_
     assert answer.locator("details p").is_hidden()
     answer.get_by_text("Reasoning", exact=True).click()
     assert answer.locator("details p").inner_text() == "first the river"
-    assert '"name":"look"' in answer.locator("pre").inner_text()
+    assert answer.locator("pre").inner_text() == 'look({"at": "the river"})'
     page.get_by_label("Tools (JSON)").fill("{")
     page.fill("#question", "hi")
     page.keyboard.press("Enter")
     page.get_by_text("Tools: expected a JSON list").wait_for()
+    page.evaluate("location.hash = '#/requests/%'")  # typed by hand, and no encoded id
+    page.get_by_role("link", name="All requests").wait_for()
+    (problem,) = page.problems
+    assert problem.endswith("404 (Not Found)")
+    page.problems.clear()
