@@ -281,4 +281,11 @@ class JsonFormatter(_Formatter):
             row |= context.fields()
         if record.exc_info:
             row["error"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(row).decode()
+        try:
+            return msgspec.json.encode(row).decode()
+        except UnicodeEncodeError:  # the name of a file may hold what is no text
+            escaped = {
+                key: str(value).encode(errors="backslashreplace").decode()
+                for key, value in row.items()
+            }
+            return msgspec.json.encode(escaped | {"line": record.lineno}).decode()

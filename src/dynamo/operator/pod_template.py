@@ -333,20 +333,20 @@ def ingress_host(component: ServiceComponent) -> str:
 
 
 def render_resources(demand: api_types.ResourceDemand) -> Object:
-    """Return the resources of a container; devices are limited to what is requested."""
-    rendered = {}
-    for name, amounts in (("requests", demand.requests), ("limits", demand.limits)):
-        if amounts is None:
-            continue
-        values = {"cpu": amounts.cpu, "memory": amounts.memory, "nvidia.com/gpu": amounts.gpu}
-        values |= amounts.custom or {}
-        rendered[name] = {key: value for key, value in values.items() if value is not None}
-    gpus = rendered.get("limits", {}).get("nvidia.com/gpu") or rendered.get("requests", {}).get(
-        "nvidia.com/gpu"
-    )
-    if gpus:  # a device must be limited, and requests may not differ from limits
-        rendered.setdefault("limits", {})["nvidia.com/gpu"] = gpus
-    return {name: values for name, values in rendered.items() if values}
+    """Return the resources of a container. A device must be limited, and its request may not differ from its limit."""
+    requests: dict[str, str] = {}
+    limits: dict[str, str] = {}
+    for rendered, amounts in ((requests, demand.requests), (limits, demand.limits)):
+        if amounts is not None:
+            values = {"cpu": amounts.cpu, "memory": amounts.memory, "nvidia.com/gpu": amounts.gpu}
+            values |= amounts.custom or {}
+            rendered |= {name: value for name, value in values.items() if value is not None}
+    for name in {**requests, **limits}:
+        if "/" in name and "kubernetes.io/" not in name:
+            limits[name] = limits.get(name) or requests[name]
+            if name in requests:
+                requests[name] = limits[name]
+    return {name: values for name, values in (("requests", requests), ("limits", limits)) if values}
 
 
 def make_volumes(component: ServiceComponent) -> list[Object]:

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import logging
+import os
 import pathlib
 import time
 
@@ -69,6 +70,15 @@ def test_json_line_has_the_fields_of_the_original():
 
     assert (row["level"], row["target"], row["message"]) == ("INFO", "dynamo.worker.host", "ready")
     assert row["time"].endswith("Z")
+
+
+def test_json_line_with_a_name_of_a_file_that_is_no_text_is_written():
+    name = os.fsdecode(b"caf\xe9.json")
+    line = written({"DYN_LOGGING_JSONL": "1"}, ("dynamo.x", logging.WARNING, f"{name}: é"))
+    row = json.loads(line)
+
+    assert row["message"] == "caf\\udce9.json: é"
+    assert isinstance(row["line"], int)
 
 
 def test_json_lines_follow_the_schema_of_the_documents():

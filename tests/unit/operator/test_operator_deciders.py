@@ -297,6 +297,32 @@ def test_shared_memory_is_a_quarter_of_the_limit(memory, shared_memory, expected
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("resources", "requests", "limits"),
+    [
+        (
+            {"requests": {"custom": {"amd.com/gpu": "2"}}},
+            {"amd.com/gpu": "2"},
+            {"amd.com/gpu": "2"},
+        ),
+        (
+            {"requests": {"gpu": "1", "cpu": "2"}, "limits": {"gpu": "4", "cpu": "8"}},
+            {"nvidia.com/gpu": "4", "cpu": "2"},
+            {"nvidia.com/gpu": "4", "cpu": "8"},
+        ),
+        ({"requests": {"memory": "1Gi"}}, {"memory": "1Gi"}, None),
+    ],
+)
+def test_device_is_limited_to_what_is_requested_and_requested_as_it_is_limited(
+    resources, requests, limits
+):
+    cluster = settled(make_graph(services={"Decode": worker(resources=resources)}))
+    pod = cluster.get("Deployment", "g-decode")["spec"]["template"]["spec"]
+    rendered = pod["containers"][0]["resources"]
+
+    assert (rendered["requests"], rendered.get("limits")) == (requests, limits)
+
+
 def test_shared_memory_of_the_user_stays():
     disabled = worker(sharedMemory={"disabled": True})
     own = worker()

@@ -72,7 +72,7 @@ class Api(writes.ObjectWrites):
                 if media_type == APPLY_PATCH:
                     return await self._apply(resource, namespace, name, patch, options)
                 old = await self.get(resource, namespace, name)
-                body = self._patched(resource, old, media_type, patch)
+                body = self.apply_patch(resource, old, media_type, patch)
                 self._check_patched(resource, old, body)
                 if options.field_validation == "Strict":
                     shown = patch if media_type == STRATEGIC_PATCH else body
@@ -108,9 +108,10 @@ class Api(writes.ObjectWrites):
         home = meta.get("namespace", "")
         await self.patch(resource, home, meta["name"], MERGE_PATCH, change, options)
 
-    def _patched(
+    def apply_patch(
         self, resource: resources.ApiResource, old: Object, media_type: str, patch: Any
     ) -> Object:
+        """Return an object with a patch applied, which is not stored. Raises ApiError."""
         if media_type == JSON_PATCH:
             if len(patch) > patches.MAX_OPERATIONS:
                 text = f"The allowed maximum operations in a JSON patch is {patches.MAX_OPERATIONS}, got {len(patch)}"

@@ -16,7 +16,6 @@ from dynamo.testing.kube import (
     calls,
     discovery,
     failures,
-    patches,
     resources,
     rights,
     tables,
@@ -340,10 +339,9 @@ class HttpFront:
                     "autoscaling/v1"
                 )
                 raise failures.ApiError(500, "", text)
-            if media_type == api.JSON_PATCH:
-                body = patches.apply_operations(current, body)
-            else:
-                body = patches.merge(current, body)
+            # a scale has no lists that a strategic patch could merge
+            kind = api.JSON_PATCH if media_type == api.JSON_PATCH else api.MERGE_PATCH
+            body = self.api.apply_patch(resource, current, kind, body)
         elif method == "PUT":
             body = call.decode(resource)
         else:
