@@ -225,8 +225,8 @@ def test_manifest_of_several_nodes_stops_at_its_groups(cluster):
             for role in ("leaderTemplate", "workerTemplate")
         ]
         assert template["size"] == 2
-        assert lines[0].startswith("ray start --head --port=6379 && python3 -m dynamo.vllm ")
-        assert lines[1] == "ray start --address=$(LWS_LEADER_ADDRESS):6379 --block"
+        assert lines[0].startswith("ray start --head --port=6379 && exec python3 -m dynamo.vllm ")
+        assert lines[1] == "exec ray start --address=$(LWS_LEADER_ADDRESS):6379 --block"
 
 
 def test_operator_of_one_namespace_serves_it_without_rights_in_the_cluster(tmp_path):
