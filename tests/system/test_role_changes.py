@@ -19,7 +19,8 @@ def change(worker, role):
 def test_workers_change_roles_under_load_and_no_answer_is_cut(deployment):
     split = Split(deployment)
     first, second, prefill = split.decode(), split.decode(), split.prefill(*ALWAYS)
-    split.ready(first)
+    for worker in (first, second):
+        split.ready(worker)
     prompts = [prompt(length, seed) for seed, length in enumerate((20, 70, 150, 220) * 2)]
     expected = dict(enumerate(split.ask_all(prompts, max_tokens=24)))
     enough, answers = threading.Event(), []

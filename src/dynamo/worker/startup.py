@@ -30,6 +30,9 @@ from dynamo.runtime.http import server
 _logger = logging.getLogger(__name__)
 _LEAST_CPU_S = 3.0  # that count as work: a process that only waits uses less in minutes
 _LEAST_BYTES = 2**20
+_MAX_COMMAND_BYTES = (
+    64 * 1024
+)  # that are read: bytes left unread would break the answer's connection
 _CLIENT_S = 2.0  # for a client of the early port to send its request
 
 
@@ -239,6 +242,12 @@ class _StartHandler(http.server.BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        """Refuse a command for the worker, which may come again."""
+        num_bytes = int(self.headers.get("content-length", 0))
+        self.rfile.read(max(0, min(num_bytes, _MAX_COMMAND_BYTES)))
+        self.do_GET()
 
     def log_message(self, *args: Any) -> None:
         """Log nothing: probes come every few seconds."""

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 
+import httpx
 import pytest
 
 from dynamo.base import addresses, errors
@@ -150,6 +151,17 @@ def test_system_port_at_an_address_of_a_single_link_is_refused_by_name(clock):
         startup.early_port("fe80::1%eth0", addresses.ANY_PORT, progress),
     ):
         pass
+
+
+def test_command_for_a_worker_that_starts_is_refused_in_a_sentence(progress):
+    listener = startup.open_listener("127.0.0.1", addresses.PortRange(0, 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/engine/role"
+    early = startup.StartPort(listener, progress)
+    answer = httpx.post(url, json={"role": "prefill"}, timeout=PATIENT_S)
+    early.release().close()
+
+    assert answer.status_code == 503
+    assert "the worker starts" in answer.text
 
 
 async def test_early_port_hands_its_socket_over_without_refusing_a_connection(clock):
