@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from dynamo.base import config
-from dynamo.worker import model_source
+from dynamo.base import config, errors
+from dynamo.worker import hub_models, model_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ def list_models(_: ModelListConfig) -> int:
     """Print a line for each model, the built-in one first."""
     print(f"{'MODEL':<48} {'SIZE':>10}")
     print(f"{model_source.BUILT_IN:<48} {'built in':>10}")
-    for name, num_bytes in model_source.cached_models().items():
+    for name, num_bytes in hub_models.cached_models().items():
         print(f"{name:<48} {num_bytes / 1e9:>7.2f} GB")
     return 0
 
@@ -41,7 +41,11 @@ def pull(options: PullConfig) -> int:
 
 
 def remove(options: RemoveConfig) -> int:
-    """Remove a model. Raises ConfigError if it is not there."""
-    freed = model_source.remove_cached(options.model)
+    """Remove a model. Raises ConfigError if it is not there, or built in."""
+    if options.model == model_source.BUILT_IN:
+        raise errors.ConfigError(
+            f"{options.model} is built in: expected a model that was downloaded"
+        )
+    freed = hub_models.remove_cached(options.model)
     print(f"removed {options.model}: {freed / 1e9:.2f} GB are free again")
     return 0

@@ -6,46 +6,27 @@
     what looks like a path       refused: no such directory
     a hub name (org/name)        the local Hugging Face cache; else the hub, if it answers within seconds
 
-With `hub_download`, the only module that imports `huggingface_hub`. Every failure is one ConfigError that says what to
-do; no call waits for a hub that does not answer.
+Every failure is one ConfigError that says what to do; no call waits for a hub that does not answer.
 """
 
-import contextlib
-import fnmatch
 import os
 import re
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
-
-import huggingface_hub.constants
-from huggingface_hub import errors as hub_errors
 
 from dynamo.base import distribution, errors
 from dynamo.engine import native
 from dynamo.engine.native import model_files
-from dynamo.worker import card, hub_download
+from dynamo.worker import card
 
 BUILT_IN = "storyteller"
 GGUF_SUFFIX = ".gguf"
-HUB_TIMEOUT_S = 5.0
-_ABANDONED_S = 3600.0
-# A file grows, so a download is seen to move, by this much at a time: of 10 MiB a slow line brings none in minutes.
-huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 2**18
 REQUIRED = ("config.json", "tokenizer.json")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-_HUB_FAILURES = (
-    hub_errors.HTTPError,  # type: ignore[attr-defined]  # base of its HTTP client's errors, whichever client it is
-    OSError,
-    ValueError,
-)
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
 
 OnDownload = Callable[[str, Path, int | None], None]
 
@@ -81,7 +62,14 @@ def resolve(
         raise errors.ConfigError(
             f"no such directory: {model} (expected a model directory, or a hub name like Qwen/Qwen3-0.6B)"
         )
-    return _checked(_from_hub(model, with_weights=with_weights, on_download=on_download))
+    from dynamo.worker import hub_models  # 0.15 s of processor time, for names of the hub alone
+
+    patterns = _CONFIG_FILES + _WEIGHTS if with_weights else _CONFIG_FILES
+
+    def is_whole(directory: Path) -> bool:
+        return not _missing(directory) and (not with_weights or has_all_weights(directory))
+
+    return _checked(hub_models.find(model, patterns, is_whole=is_whole, on_download=on_download))
 
 
 def _path_of(model: str) -> Path:
@@ -134,13 +122,16 @@ def aliases(model: str | None) -> tuple[str, ...]:
 
 
 def _checked(directory: Path) -> Path:
-    missing = [name for name in REQUIRED if not (directory / name).is_file()]
-    if missing:
+    if missing := _missing(directory):
         raise errors.ConfigError(
             f"{directory} is no model directory: {' and '.join(missing)} missing "
             "(expected what Hugging Face's save_pretrained writes)"
         )
     return directory
+
+
+def _missing(directory: Path) -> list[str]:
+    return [name for name in REQUIRED if not (directory / name).is_file()]
 
 
 def has_all_weights(directory: Path) -> bool:
@@ -155,120 +146,3 @@ def has_all_weights(directory: Path) -> bool:
             if f"{head}-{shard:0{len(number)}}-of-{count}.safetensors" not in names:
                 return False
     return any(name.endswith(_WEIGHT_SUFFIXES) for name in names)
-
-
-def _from_hub(name: str, *, with_weights: bool, on_download: OnDownload | None) -> Path:
-    patterns = _CONFIG_FILES + _WEIGHTS if with_weights else _CONFIG_FILES
-    try:
-        directory = _checked(Path(_snapshot(name, patterns, cached=True)))
-        if not with_weights or has_all_weights(directory):
-            return directory
-    except (errors.ConfigError, hub_errors.LocalEntryNotFoundError, ValueError):
-        pass  # not in the cache, or not all of it
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        raise errors.ConfigError(
-            f"model {name!r} is not in the local cache, and HF_HUB_OFFLINE forbids to download it"
-        )
-    sys.stderr.write(f"Looking for {name} at {huggingface_hub.constants.ENDPOINT}\n")
-    folder = _folder(name)
-    _remove_abandoned(folder)
-    files = _files_at_hub(name, patterns)
-    if on_download is not None:
-        on_download(name, folder, (files and sum(files.sizes.values())) or None)
-    try:
-        if files is not None:
-            hub_download.fetch_large_files(name, files.commit, list(files.sizes), folder)
-        return Path(_snapshot(name, patterns, cached=False))
-    except hub_errors.GatedRepoError as error:
-        raise errors.ConfigError(
-            f"model {name!r} needs its owner's permission: accept its terms on the hub and set HF_TOKEN"
-        ) from error
-    except hub_errors.RepositoryNotFoundError as error:
-        raise errors.ConfigError(
-            f"no such model: neither a directory nor a hub model is called {name!r} "
-            "(a private one needs HF_TOKEN)"
-        ) from error
-    except _HUB_FAILURES as error:
-        innermost: BaseException = error
-        while innermost.__cause__ is not None:
-            innermost = innermost.__cause__
-        reason = " ".join(str(innermost).split()) or type(innermost).__name__
-        raise errors.ConfigError(
-            f"model {name!r} is not in the local cache and cannot be downloaded: {reason}; "
-            "give a model directory, or none for the built-in model"
-        ) from error
-
-
-def _folder(name: str) -> Path:
-    """Return the folder of a model in the hub's local cache."""
-    return Path(huggingface_hub.constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what downloads that were cut off an hour ago or earlier have left: each of them begins a file anew."""
-    for path in folder.glob("blobs/*.incomplete"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                path.unlink()
-
-
-class _HubFiles(NamedTuple):
-    commit: str
-    sizes: dict[str, int]  # in bytes, by path
-
-
-def _files_at_hub(name: str, patterns: tuple[str, ...]) -> _HubFiles | None:
-    """Return the newest commit of a model and the bytes of its files, None if the hub does not tell."""
-    try:
-        model = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=HUB_TIMEOUT_S)
-    except _HUB_FAILURES:  # the download says what is wrong
-        return None
-    sizes = {
-        sibling.rfilename: sibling.size or 0
-        for sibling in model.siblings or ()
-        if any(fnmatch.fnmatch(sibling.rfilename, pattern) for pattern in patterns)
-    }
-    return _HubFiles(commit=model.sha or "main", sizes=sizes)
-
-
-def _snapshot(name: str, patterns: tuple[str, ...], *, cached: bool) -> str:
-    return huggingface_hub.snapshot_download(
-        name,
-        allow_patterns=list(patterns),
-        etag_timeout=HUB_TIMEOUT_S,
-        local_files_only=cached,
-    )
-
-
-def cached_models() -> dict[str, int]:
-    """Return the size in bytes of each model in the hub's local cache, by name."""
-    try:
-        cache = huggingface_hub.scan_cache_dir()
-    except hub_errors.CacheNotFound:
-        return {}
-    sizes = {repo.repo_id: repo.size_on_disk for repo in cache.repos if repo.repo_type == "model"}
-    return dict(sorted(sizes.items()))
-
-
-def remove_cached(name: str) -> int:
-    """Remove a model from the hub's local cache; return the bytes that are free then. Raises ConfigError."""
-    if name == BUILT_IN:
-        raise errors.ConfigError(f"{name} is built in: expected a model that was downloaded")
-    freed = 0
-    for part in _folder(name).glob(f"blobs/*{hub_download.PART}"):  # of a download that was cut off
-        freed += part.stat().st_size
-        part.unlink()
-    if name not in cached_models():
-        if freed:
-            return freed
-        raise errors.ConfigError(f"{name!r} is not in the local cache; `dynamo list` shows what is")
-    cache = huggingface_hub.scan_cache_dir()
-    revisions = [
-        revision.commit_hash
-        for repo in cache.repos
-        if repo.repo_id == name and repo.repo_type == "model"
-        for revision in repo.revisions
-    ]
-    removal = cache.delete_revisions(*revisions)
-    removal.execute()
-    return freed + int(removal.expected_freed_size)

@@ -15,7 +15,7 @@ from rich import console
 from dynamo.base import distribution, errors
 from dynamo.cli import bench, deployment, main, models, package, processes, top, waiting
 from dynamo.launch import state
-from dynamo.worker import model_source
+from dynamo.worker import hub_models
 from waiting import eventually
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
@@ -443,7 +443,7 @@ def test_log_is_followed_where_it_begins_anew(home, monkeypatch, capsys):
 
 
 def test_models_of_the_cache_are_listed(monkeypatch, capsys):
-    monkeypatch.setattr(model_source, "cached_models", lambda: {"Qwen/Qwen3-0.6B": 1_500_000_000})
+    monkeypatch.setattr(hub_models, "cached_models", lambda: {"Qwen/Qwen3-0.6B": 1_500_000_000})
     models.list_models(models.ModelListConfig())
     printed = capsys.readouterr().out
 

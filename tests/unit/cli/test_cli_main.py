@@ -137,14 +137,23 @@ def test_summary_of_a_command_is_that_of_its_options(name):
     assert callable(getattr(command._imported, command.function_name))
 
 
-def test_help_does_not_load_the_servers():
-    loaded = "import sys; from dynamo.cli import main; print(*sys.modules)"
+@pytest.mark.parametrize(
+    ("process", "unneeded"),
+    [
+        (
+            "dynamo.cli.main",
+            {"dynamo.frontend.service", "dynamo.worker.main", "torch", "tokenizers"},
+        ),
+        ("dynamo.worker.main", {"huggingface_hub", "torch", "tokenizers"}),
+    ],
+)
+def test_process_starts_without_what_only_some_calls_need(process, unneeded):
     modules = subprocess.run(
-        [sys.executable, "-c", loaded],
+        [sys.executable, "-c", f"import sys, {process}; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,
         timeout=PATIENT_S,
     ).stdout.split()
 
-    assert not {"dynamo.frontend.service", "dynamo.worker.main", "torch", "tokenizers"} & {*modules}
+    assert not unneeded & {*modules}
