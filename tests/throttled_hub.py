@@ -14,6 +14,8 @@ import re
 import threading
 import time
 
+from waiting import PATIENT_S
+
 COMMIT = "1" * 40
 _PIECES = 40
 
@@ -44,7 +46,12 @@ class ThrottledHub:
 
     def environ(self, home: pathlib.Path) -> dict[str, str]:
         """Return the variables of a process that uses this hub, with its cache in `home`."""
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_ETAG_TIMEOUT": str(int(PATIENT_S)),
+        }
 
 
 class _HubHandler(http.server.BaseHTTPRequestHandler):

@@ -19,6 +19,7 @@ HOLD_S = 3.0
 SHORT_HOLD = ("--kv-hold-s", str(HOLD_S))
 # Of many prompts the last ones are computed late on a busy machine, and a worker that leaves has to wait for them.
 LATE_PREFILLS = ("--prefill-timeout-s", str(PATIENT_S))
+LATE_READS = ("--kv-hold-s", str(PATIENT_S))
 LATE_EXIT = ("--graceful-shutdown-timeout", str(PATIENT_S))
 
 
@@ -43,7 +44,7 @@ def test_32_concurrent_answers_equal_those_of_an_aggregated_worker(split, backen
     way = ("--model", str(long_model), "--kv-transfer-backends", backend)
     named = (*way, "--model-name", MODEL)
     decode = split.decode(*named, *LATE_PREFILLS)
-    prefill, _ = split.prefill(*named), split.alone(*way)
+    prefill, _ = split.prefill(*named, *LATE_READS), split.alone(*way)
     split.ready(decode, models=[ALONE, MODEL])
     prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 2049, 4000, 6000)]
     prompts += [prompt(160) + prompt(i * 37 % 300 + 1, i) for i in range(21)]
@@ -59,7 +60,7 @@ def test_32_concurrent_answers_equal_those_of_an_aggregated_worker(split, backen
 
 def test_sampled_answers_equal_those_of_an_aggregated_worker(split):
     decode = split.decode(*LATE_PREFILLS)
-    prefill, _ = split.prefill(), split.alone()
+    prefill, _ = split.prefill(*LATE_READS), split.alone()
     split.ready(decode, models=[ALONE, MODEL])
     ways = [
         {"temperature": 1.0, "seed": 5},
@@ -126,7 +127,7 @@ def test_restarting_prefill_workers_lose_no_request(split):
 
 
 def test_terminated_prefill_worker_waits_until_its_blocks_are_read(split):
-    decode, leaving = split.decode(*LATE_PREFILLS), split.prefill(*LATE_EXIT)
+    decode, leaving = split.decode(*LATE_PREFILLS), split.prefill(*LATE_READS, *LATE_EXIT)
     split.ready(decode)
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         asked = [threads.submit(split.ask, prompt(1500, i)) for i in range(8)]

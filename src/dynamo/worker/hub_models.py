@@ -5,6 +5,7 @@ With `hub_download`, the only module that imports `huggingface_hub`.
 
 import contextlib
 import fnmatch
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from huggingface_hub import errors as hub_errors
 from dynamo.base import errors
 from dynamo.worker import hub_download
 
-HUB_TIMEOUT_S = 5.0
+# The hub's own tools wait 10 s; a worker whose model is in the cache, or whose hub is down, should begin or say so.
+HUB_TIMEOUT_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 5)
 _ABANDONED_S = 3600.0
 # A file grows, so a download is seen to move, by this much at a time: of 10 MiB a slow line brings none in minutes.
 huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 2**18
