@@ -18,7 +18,7 @@ from huggingface_hub import errors as hub_errors
 from dynamo.base import errors
 from dynamo.worker import hub_download
 
-# The hub's own tools wait 10 s; a worker whose model is in the cache, or whose hub is down, should begin or say so.
+# The hub's own tools wait 10 s; where it is down, a worker says so sooner.
 HUB_TIMEOUT_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 5)
 _ABANDONED_S = 3600.0
 # A file grows, so a download is seen to move, by this much at a time: of 10 MiB a slow line brings none in minutes.
