@@ -41,7 +41,6 @@ def collected_garbage():
 _UNTRACED = {
     "test_engine_llamacpp",
     "test_operator_service",
-    "test_planner_command",
     "test_simulation",
 }
 # Of the processes, those of these modules count; tracing makes each process half as expensive again.
