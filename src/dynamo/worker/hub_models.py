@@ -1,6 +1,6 @@
 """Models of the Hugging Face hub, in its local cache: found there, downloaded, listed and removed.
 
-With `hub_download`, the only module that imports `huggingface_hub`.
+With `hub_download`, the only module of the workers that imports `huggingface_hub`.
 """
 
 import contextlib
@@ -29,15 +29,13 @@ _HUB_FAILURES = (
     ValueError,
 )
 
-OnDownload = Callable[[str, Path, int | None], None]
-
 
 def find(
     name: str,
     patterns: tuple[str, ...],
     *,
     is_whole: Callable[[Path], bool],
-    on_download: OnDownload | None = None,
+    on_download: Callable[[str, Path, int | None], None] | None = None,
 ) -> Path:
     """Return the directory of a model with the files that match these patterns. Raises ConfigError.
 
