@@ -11,6 +11,7 @@ import signal
 import threading
 from multiprocessing import connection
 
+import hosts
 import msgspec
 import pytest
 
@@ -84,13 +85,14 @@ class Worker:
 
 
 class ProcessPeer:
-    """A worker in another process; what is asked of it blocks, briefly."""
+    """A worker in another process, on the host where it is made; what is asked of it blocks, briefly."""
 
     def __init__(self, backend, *, seed=2, options=None, changes=None):
         self._control, theirs = FORKSERVER.Pipe()
+        place = hosts.own_namespace(), dict(os.environ)
         self._process = FORKSERVER.Process(
             target=run,
-            args=(theirs, dict(os.environ), backend, seed, options or {}, changes or {}),
+            args=(theirs, place, backend, seed, options or {}, changes or {}),
             daemon=True,
         )
         self._process.start()
@@ -178,8 +180,10 @@ def nixl_backend(**options):
     return importlib.import_module("dynamo.transfer.backends.nixl").NixlBackend(**options)
 
 
-def run(control, environ, backend, seed, options, changes):
-    """The process."""
+def run(control, place, backend, seed, options, changes):
+    """The process: the server that forked it may stand on another host, with other variables."""
+    namespace, environ = place
+    hosts.move_into(namespace)
     os.environ.update(environ)
     asyncio.run(_run(control, backend, seed, options, changes))
 

@@ -367,9 +367,11 @@ async def give_up_a_stalled_nixl_peer():
 def test_stalled_nixl_peer_times_out_and_writes_nothing_afterwards():
     """In a process of its own: UCX may end one (abort) whose peer comes back after it was given up."""
     story = "import asyncio, test_transfer as t; asyncio.run(t.give_up_a_stalled_nixl_peer())"
-    here = pathlib.Path(__file__).parent
-    path = os.pathsep.join((str(here), str(here.parent), os.environ.get("PYTHONPATH", "")))
-    over_tcp = {"UCX_TLS": "tcp", "PYTHONPATH": path}  # there the peer must send what we read
+    path = [str(pathlib.Path(__file__).parent), *sys.path]
+    over_tcp = {
+        "UCX_TLS": "tcp",
+        "PYTHONPATH": os.pathsep.join(path),
+    }  # there the peer must send what we read
     done = subprocess.run(
         [sys.executable, "-c", story], env=os.environ | over_tcp, capture_output=True, text=True, timeout=PATIENT_S
     )  # fmt: skip

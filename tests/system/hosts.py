@@ -203,7 +203,7 @@ def _dotted(text: str) -> str:
 
 @contextlib.contextmanager
 def standing_in(name: str) -> Iterator[None]:
-    """The calling thread, and the processes that it starts, in this namespace."""
+    """The calling thread, and the processes that it starts, in this namespace (not those that a server forks)."""
     assert threading.current_thread() is threading.main_thread()
     before = os.open(_OWN, os.O_RDONLY)
     there = os.open(f"/run/netns/{name}", os.O_RDONLY)
@@ -220,6 +220,19 @@ def _enter(namespace: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
+
+
+def own_namespace() -> str:
+    """The path of the calling thread's network namespace, for `move_into` of another process."""
+    return f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net"
+
+
+def move_into(namespace: str) -> None:
+    """Move the calling thread into this network namespace, which needs root where it is another."""
+    if not os.path.samefile(namespace, _OWN):
+        there = os.open(namespace, os.O_RDONLY)
+        _enter(there)
+        os.close(there)
 
 
 def _ip(*argv: str) -> None:
