@@ -14,7 +14,7 @@ from waiting import PATIENT_S, eventually
 
 pytestmark = pytest.mark.system
 FLAGS = (
-    *("--isl", "64", "--osl", "16", "--workers", "3", "--backend", "mocker"),
+    *("--isl", "64", "--osl", "16", "--workers", "3", "--backend", "mocker", "--measurements", "1"),
     *("--worker-flags", "--max-num-seqs 2 --num-gpu-blocks-override 64 --speedup-ratio 20"),
 )
 
@@ -66,7 +66,7 @@ def test_sweep_measures_what_an_interrupted_one_left_and_recommends(tmp_path):
     second = profile(tmp_path, "--budget-minutes", "2")
 
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert "3 of them measured before" in second.stderr
+    assert "3 of them made before" in second.stderr
     assert len(file.read_bytes().splitlines()) == len(lines) + 1
     assert "dynamo serve --engine mocker" in second.stdout
     graph = yaml.safe_load((tmp_path / "deployment.yaml").read_text())
@@ -74,6 +74,18 @@ def test_sweep_measures_what_an_interrupted_one_left_and_recommends(tmp_path):
     assert sum(worker["replicas"] for worker in workers) == 3
     assert f"kubectl apply -f {tmp_path}/deployment.yaml" in second.stderr
     assert profile_files.read_profile(tmp_path).prefill.prompt_s(64) > 0
+
+
+def test_each_cell_is_measured_as_often_as_asked_after_all_others(tmp_path):
+    first = profile(tmp_path)
+    cells = [result["cell"] for result in read_cells(tmp_path / "cells.jsonl")]
+    second = profile(tmp_path, "--measurements", "3")
+    measured = [result["cell"] for result in read_cells(tmp_path / "cells.jsonl")]
+
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert measured == 3 * cells
+    said = f"{3 * len(cells)} measurements of {len(cells)} cells, {len(cells)} of them made before"
+    assert said in second.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -103,7 +115,7 @@ def test_killed_worker_costs_one_cell_which_the_next_run_measures(tmp_path):
     assert sweep.returncode == second.returncode == 0, printed + second.stderr
     assert "dynamo serve" in recommendation
     assert ["worker was killed by SIGKILL" in failure for failure in failures] == [True]
-    assert f"{num_cells} cells, {num_cells - 1} of them measured before" in second.stderr
+    assert f"{num_cells} cells, {num_cells - 1} of them made before" in second.stderr
     assert not read_cells(file)[-1]["failure"]
 
 

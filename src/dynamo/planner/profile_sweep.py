@@ -8,6 +8,7 @@ The sweep's client streams prompts of exact length to a frontend, and takes the 
 """
 
 import asyncio
+import collections
 import itertools
 import math
 import random
@@ -148,23 +149,32 @@ def find_missing(results: Sequence[CellResult], cells: Sequence[Cell], isl: int)
     return missing
 
 
+def find_medians(results: Sequence[CellResult]) -> dict[Cell, float]:
+    """Return the median seconds of each cell; measurements that failed are left out."""
+    seconds = collections.defaultdict(list)
+    for result in results:
+        if not result.failure:
+            seconds[result.cell].append(result.seconds)
+    return {cell: statistics.median(each) for cell, each in seconds.items()}
+
+
 def make_profile(results: Sequence[CellResult], size: EngineSize, osl: int) -> WorkerProfile | None:
-    """Return the profile of the cells that were measured; None while prefill or decode has none."""
-    good = [result for result in results if not result.failure]
-    prefill = sorted((r for r in good if r.cell.kind == "prefill"), key=lambda r: r.cell.context)
+    """Return the profile of the medians of all cells; None while prefill or decode has none."""
+    measured = find_medians(results)
+    prefill = sorted((cell.context, s) for cell, s in measured.items() if cell.kind == "prefill")
     points = []
-    for result in good:
-        if result.cell.kind == "decode":
-            context = result.cell.context + osl / 2
-            usage = result.cell.concurrency * context / size.num_kv_tokens
-            rate = result.cell.concurrency / result.seconds / size.num_gpus
-            points.append(DecodePoint(min(1.0, usage), context, result.seconds, rate))
+    for cell, seconds in measured.items():
+        if cell.kind == "decode":
+            context = cell.context + osl / 2
+            usage = cell.concurrency * context / size.num_kv_tokens
+            rate = cell.concurrency / seconds / size.num_gpus
+            points.append(DecodePoint(min(1.0, usage), context, seconds, rate))
     if not prefill or not points:
         return None
     curve = PrefillCurve(
-        isl=tuple(float(r.cell.context) for r in prefill),
-        ttft_s=tuple(r.seconds for r in prefill),
-        throughput=tuple(r.cell.context / r.seconds / size.num_gpus for r in prefill),
+        isl=tuple(float(length) for length, _ in prefill),
+        ttft_s=tuple(seconds for _, seconds in prefill),
+        throughput=tuple(length / seconds / size.num_gpus for length, seconds in prefill),
     )
     return WorkerProfile(
         prefill=curve, decode=DecodeSurface(points, max_kv_tokens=size.num_kv_tokens)

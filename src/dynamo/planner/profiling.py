@@ -1,13 +1,14 @@
 """The command `python -m dynamo.profiler`: a sweep of one real worker, its profile, and a recommended deployment.
 
-It starts a frontend and a worker, measures cell after cell until its budget ends, and appends each result to
-`cells.jsonl`: the next run of the same command goes on there. As soon as there are cells enough for a recommendation,
-the profile is written after each one, so that an interrupted sweep leaves it.
+It starts a frontend and a worker, measures all cells, and all of them again, until its budget ends, and appends each
+result to `cells.jsonl`: the next run of the same command goes on there. As soon as there are cells enough for a
+recommendation, the profile is written after each one, so that an interrupted sweep leaves it.
 
 A worker that is lost in a cell costs that cell, which the next run tries again; frontend and worker are started anew.
 """
 
 import asyncio
+import collections
 import functools
 import importlib
 import importlib.util
@@ -60,6 +61,11 @@ class ProfilerConfig:
     ttft: str = config.option("200", help="target time to first token: milliseconds, or 0.2s")
     itl: str = config.option("20", help="target time between two tokens: milliseconds, or 0.02s")
     budget_minutes: float = config.option(30.0, help="minutes until the sweep ends", least=0.01)
+    measurements: int = config.option(
+        3,
+        help="how often each cell is measured, if the minutes suffice: all, then all again; the median counts",
+        least=1,
+    )
     workers: int | None = config.option(
         None,
         help="workers of the recommendation (default: as many as fit this machine's GPUs, else its cores)",
@@ -210,11 +216,16 @@ class _Sweep:
         settings, results = self._settings, self._results
         client = ProfileClient("127.0.0.1", self._port, _MODEL, self._clock)
         cells = profile_sweep.plan_cells(size, settings.isl, settings.osl)
-        measured = {result.cell for result in results}
-        _say(f"{len(cells)} cells, {len(measured & set(cells))} of them measured before")
+        order = settings.measurements * cells
+        measured = collections.Counter(result.cell for result in results)
+        num_before = sum(min(measured[cell], settings.measurements) for cell in cells)
+        _say(f"{len(order)} measurements of {len(cells)} cells, {num_before} of them made before")
         loss = ""
-        for number, cell in enumerate(cells, 1):
-            if cell in measured or profile_sweep.must_fail(cell, results):
+        for number, cell in enumerate(order, 1):
+            if measured[cell]:
+                measured[cell] -= 1
+                continue
+            if profile_sweep.must_fail(cell, results):
                 continue
             if self._clock.now() > deadline:
                 _say(f"the budget of {settings.budget_minutes:g} minutes is used up")
@@ -228,7 +239,7 @@ class _Sweep:
                 file.write(msgspec.json.encode([self._fingerprint, result]) + b"\n")
             outcome = result.failure or f"{result.seconds * 1e3:.1f} ms"
             _say(
-                f"[{number}/{len(cells)}] {cell.kind} {cell.concurrency} x {cell.context}: {outcome}"
+                f"[{number}/{len(order)}] {cell.kind} {cell.concurrency} x {cell.context}: {outcome}"
             )
             profile = profile_sweep.make_profile(results, size, settings.osl)
             if profile and not profile_sweep.find_missing(results, cells, settings.isl):

@@ -105,6 +105,17 @@ def test_failed_cell_costs_that_cell_only():
     assert profile.decode.points[0].throughput == pytest.approx(500)
 
 
+def test_median_of_what_was_measured_of_a_cell_counts():
+    prefill, decode = Cell("prefill", 1000), Cell("decode", 1000, 10)
+    results = [CellResult(cell=prefill, seconds=s) for s in (0.4, 0.1, 0.2)]
+    results += [CellResult(cell=decode, seconds=s) for s in (0.02, 0.09)]
+    results += [CellResult(cell=decode, failure="no memory")]
+    profile = profile_sweep.make_profile(results, SIZE, osl=100)
+
+    assert (profile.prefill.isl, profile.prefill.ttft_s) == ((1000,), (0.2,))
+    assert [point.itl_s for point in profile.decode.points] == [pytest.approx(0.055)]
+
+
 def test_no_profile_without_a_decode_cell():
     results = [CellResult(cell=Cell("prefill", 1000), seconds=0.1)]
 
