@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -50,6 +51,8 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     process_setup.collect_garbage_rarely()
+    for note in routing.find_mode_notes():
+        logging.getLogger(__name__).warning("%s", note)
     if routing.router_replica_sync:  # the routers of other frontends connect to this one
         settings = reachability.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(
