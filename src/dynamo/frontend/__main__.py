@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import logging
 import os
 import signal
 import sys
@@ -51,8 +50,6 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     process_setup.collect_garbage_rarely()
-    for note in routing.find_mode_notes():
-        logging.getLogger(__name__).warning("%s", note)
     if routing.router_replica_sync:  # the routers of other frontends connect to this one
         settings = reachability.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(
