@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ def reference() -> str:
 def _settings(command: str, *parts: type) -> Iterator[str]:
     yield f"## `{command}`\n"
     fields = [field for part in parts for field in dataclasses.fields(part)]
-    rows = [_row(field) for field in fields if not field.metadata.get("takes_rest")]
+    hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
+    rows = [_row(f, hints[f.name]) for f in fields if not f.metadata.get("takes_rest")]
     if rows:
         yield "| flag | variable | default | meaning |\n|---|---|---|---|"
         yield from (*rows, "")
@@ -139,7 +141,7 @@ def _settings(command: str, *parts: type) -> Iterator[str]:
             yield f"{field.metadata['help']}\n"
 
 
-def _row(field: dataclasses.Field[Any]) -> str:
+def _row(field: dataclasses.Field[Any], hint: Any) -> str:
     flag = field.metadata.get("flag")
     flags = [flag if flag is not None else "--" + field.name.replace("_", "-")]
     flags = flags if flags[0] else [field.name.upper()]  # a positional argument
@@ -148,8 +150,16 @@ def _row(field: dataclasses.Field[Any]) -> str:
     env = f"`{variable}`" if variable else ""
     value = ",".join(field.default) if isinstance(field.default, tuple) else field.default
     default = "" if value in (None, "", dataclasses.MISSING) else f"`{value}`"
-    text = field.metadata["help"].replace("|", "\\|")
+    text = (field.metadata["help"] + _choices(field, hint)).replace("|", "\\|")
     return f"| {', '.join(f'`{flag}`' for flag in flags)} | {env} | {default} | {text} |"
+
+
+def _choices(field: dataclasses.Field[Any], hint: Any) -> str:
+    """Return the values that an option may have, where its help does not name all of them but the default."""
+    kinds = (hint, *typing.get_args(hint))  # with `| None`, the second
+    values = next((typing.get_args(k) for k in kinds if typing.get_origin(k) is typing.Literal), ())
+    is_told = all(value == field.default or value in field.metadata["help"] for value in values)
+    return "" if is_told else f" (one of {', '.join(f'`{value}`' for value in values)})"
 
 
 def _frontend_registry() -> prometheus_client.CollectorRegistry:

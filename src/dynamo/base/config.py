@@ -190,6 +190,11 @@ def _flag_of(field: dataclasses.Field[Any]) -> str:
     return flag if flag is not None else "--" + field.name.replace("_", "-")
 
 
+def _key_of(field: dataclasses.Field[Any]) -> str:
+    """Return the key of an option in a file: its flag with _ for -, or the field's name without one."""
+    return _flag_of(field).removeprefix("--").replace("-", "_") or field.name
+
+
 def variable_of(field: dataclasses.Field[Any]) -> str:
     """Return the environment variable that sets an option; "" if there is none."""
     return (field.metadata["env"] or "").replace("*", field.name.upper())
@@ -381,14 +386,15 @@ def _read_file(argument: str) -> tuple[str, dict[str, Any]]:
 def _from_file(
     source: str, content: Mapping[str, Any], fields: Mapping[str, Any], hints: Mapping[str, Any]
 ) -> dict[str, Any]:
-    unknown = sorted(content.keys() - fields.keys())
-    if unknown:
+    keys = {_key_of(field): name for name, field in fields.items()}
+    names = {name: name for name in fields} | keys
+    if unknown := sorted(content.keys() - names.keys()):
         raise errors.ConfigError(
-            f"{source}: unknown key {unknown[0]!r}; expected one of {', '.join(sorted(fields))}"
+            f"{source}: unknown key {unknown[0]!r}; expected one of {', '.join(sorted(keys))}"
         )
     return {
-        name: _read(fields[name], hints[name], value, f"{name} in {source}")
-        for name, value in content.items()
+        names[key]: _read(fields[names[key]], hints[names[key]], value, f"{key} in {source}")
+        for key, value in content.items()
     }
 
 

@@ -105,6 +105,8 @@ class Frontend:
         )
         self._metrics.follow(runtime)
 
+        for note in routing.find_mode_notes():
+            _logger.warning("%s", note)
         self._routes = route_factory.RouteFactory(routing, runtime, self._clock, metrics_registry)
         self._prefill_route = self._make_prefill_route(
             routing, prefill or prefill_config.PrefillRoutingConfig(), runtime, metrics_registry

@@ -74,7 +74,7 @@ class TierConfig:
     kvbm_nvme_path: str | None = config.option(
         None,
         env="DYN_KVBM_DISK_CACHE_DIR",
-        help="directory of the disk tier's file, on a local disk; each worker needs one of its own",
+        help="directory of the disk tier's file, on a local disk; one a worker, unless --kvbm-sharing-workers",
     )
     kvbm_object_store: str | None = config.setting(
         None,

@@ -40,6 +40,10 @@ MODE_HELP = (
     "how a worker is selected; kv: by its cached prefixes and its load (see --router-policy)"
 )
 _TEMPERED = ("dynamo", "lmetric")  # the policies that use --router-temperature
+PUSH_MODES: dict[str, Literal["round-robin", "random"]] = {  # that know neither load nor sessions
+    "round-robin": "round-robin",
+    "random": "random",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +273,17 @@ class RoutingConfig(RouterConfig):
         if self.router_mode == "kv":
             return self
         return dataclasses.replace(self, router_policy=self.router_mode)
+
+    def find_mode_notes(self) -> list[str]:
+        """Return which of the options that are set this router mode ignores, for an operator."""
+        is_push, has_ttl = self.router_mode in PUSH_MODES, self.router_session_affinity_ttl_secs
+        ignored = {
+            "--router-policy": self.router_policy is not None and self.router_mode != "kv",
+            "--router-session-affinity-ttl-secs": is_push and has_ttl is not None,
+            "--router-replica-sync": is_push and self.router_replica_sync,
+        }
+        reason = f"has no effect in the router mode {self.router_mode}: expected --router-mode kv"
+        return [f"{flag} {reason}" for flag, is_ignored in ignored.items() if is_ignored]
 
     @property
     def uses_kv_events(self) -> bool:

@@ -28,7 +28,6 @@ from dynamo.router import (
 from dynamo.runtime import client, component
 
 _logger = logging.getLogger(__name__)
-_PUSH_MODES: dict[str, client.Mode] = {"round-robin": "round-robin", "random": "random"}
 
 
 class RouteFactory:
@@ -65,7 +64,7 @@ class RouteFactory:
         self, endpoint_client: client.EndpointClient, card: model_card.ModelCard
     ) -> route.Route:
         """Make the route to the instances of an endpoint that serve the model of the card."""
-        mode = _PUSH_MODES.get(self._settings.router_mode)
+        mode = config.PUSH_MODES.get(self._settings.router_mode)
         if card.embedding is not None:  # such workers cache nothing and publish no load
             return route.PushRouter(endpoint_client, mode or "round-robin")
         if mode is not None:

@@ -145,7 +145,7 @@ class WorkerConfig(component.RuntimeConfig):
     )
     system_enabled: bool | None = config.setting(
         None,
-        help=f"true: serve the system port, at {DEFAULT_SYSTEM_PORT} if --system-port names none; false: serve none",
+        help=f"serve the system port, at {DEFAULT_SYSTEM_PORT} without --system-port; --no-system-enabled: serve none",
     )
     startup_stall_timeout: float = config.setting(
         300.0,

@@ -42,6 +42,11 @@ def test_flags_override_the_environment_which_overrides_the_file(tmp_path):
     assert (loaded.port, loaded.mode, loaded.wait_s) == (3, "random", 2.0)
 
 
+@pytest.mark.parametrize("key", ["max_limit", "limit"])
+def test_file_names_an_option_by_its_flag_or_its_field(tmp_path, key):
+    assert load(*toml(tmp_path, f"{key} = 7")).limit == 7
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LampConfig:
     """A lamp for tests."""
@@ -119,7 +124,7 @@ def test_invalid_option_is_refused_in_one_sentence(argv, environ, says):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("prot = 1", "unknown key 'prot'; expected one of limit, mode"),
+        ("prot = 1", "unknown key 'prot'; expected one of max_limit, mode"),
         ("port = 1.5", "port in {path}: expected a whole number, got 1.5"),
         ("port = true", "port in {path}: expected a whole number, got True"),
         ("port = 70000", "port in {path}: expected 0 to 65535, got 70000"),

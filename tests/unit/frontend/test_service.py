@@ -12,6 +12,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.frontend import config, service
 from dynamo.protocols import generate
+from dynamo.router import config as router_config
 from dynamo.runtime import component
 from waiting import PATIENT_S
 
@@ -24,6 +25,12 @@ async def test_draining_frontend_is_live_unhealthy_and_refuses_requests(rig):
     assert (health.status_code, live.status_code, answer.status_code) == (503, 200, 503)
     assert "shutting down" in answer.json()["error"]["message"]
     assert answer.headers["connection"] == "close"
+
+
+async def test_frontend_says_which_options_its_router_mode_ignores(bare, caplog):
+    await bare.start(router_config.RoutingConfig(router_policy="dynamo"))
+
+    assert "--router-policy has no effect in the router mode round-robin" in caplog.text
 
 
 async def test_frontend_that_leaves_takes_requests_for_its_grace_period(bare, monkeypatch):

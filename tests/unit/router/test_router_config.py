@@ -36,6 +36,25 @@ def test_options_of_the_second_article_reach_dynamos_policy():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        ({"router_mode": "kv", "router_policy": "dynamo", "router_replica_sync": True}, []),
+        ({"router_mode": "direct", "router_replica_sync": True}, []),
+        ({"router_policy": "dynamo"}, ["--router-policy"]),
+        ({"router_mode": "least-loaded", "router_policy": "dynamo"}, ["--router-policy"]),
+        (
+            {"router_session_affinity_ttl_secs": 60.0, "router_replica_sync": True},
+            ["--router-session-affinity-ttl-secs", "--router-replica-sync"],
+        ),
+    ],
+)
+def test_operator_is_told_which_options_the_router_mode_ignores(options, expected):
+    notes = config.RoutingConfig(**options).find_mode_notes()
+
+    assert [note.partition(" has no effect in the router mode ")[0] for note in notes] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
         ({}, []),
         ({"router_policy": "dynamo", "kv_overlap_score_weight": 2.0}, []),
         ({"router_temperature": 0.8}, ["selected by --router-policy dynamo"]),

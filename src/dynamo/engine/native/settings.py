@@ -31,7 +31,7 @@ class NativeConfig(tier_setup.KvbmConfig):
     max_num_batched_tokens: int | None = config.option(
         None,
         help="tokens that one step may compute; requests that arrive during a step wait for its end, so lower it for"
-        " a shorter time to first token (default: 512 on a CPU, 2048 elsewhere)",
+        " a shorter time to first token (default: 512 on a CPU, 2048 elsewhere, 8192 for embeddings)",
     )
     max_model_len: int | None = config.option(
         None,
