@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, distribution, draining, errors
-from dynamo.cli import serve, waiting
+from dynamo.cli import serve, serve_options, waiting
 from dynamo.launch import allocation, children, guard, state, supervisor
 from dynamo.protocols import instances
 from dynamo.sdk import commands, declaration, graph, settings
@@ -70,8 +70,8 @@ class LoadedGraph:
                 return str(name)
         return "dynamo"
 
-    def port_in(self, plan: commands.GraphPlan) -> int | None:
-        """Return the HTTP port of the first service, if it has one and is started. Raises ConfigError."""
+    def address_in(self, plan: commands.GraphPlan) -> serve_options.HttpConfig | None:
+        """Return where the first service answers HTTP, if it does and is started. Raises ConfigError."""
         root = self.specs[0]
         command = next((each for each in plan.commands if each.service == root.name), None)
         if command is None:
@@ -81,11 +81,17 @@ class LoadedGraph:
             serve.check_no_tls(command.argv, environ)
             flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
             flags.add_argument("--http-port", default=environ.get("DYN_HTTP_PORT", "8000"))
-            port = flags.parse_known_args(command.argv)[0].http_port
-            return settings.read_port(root.name, {"port": port})
+            flags.add_argument("--http-host", default=environ.get("DYN_HTTP_HOST", "127.0.0.1"))
+            found = flags.parse_known_args(command.argv)[0]
+            port = settings.read_port(root.name, {"port": found.http_port})
+            host = found.http_host.removeprefix("[").removesuffix("]")  # as the frontend does
+            return serve_options.HttpConfig(http_host=host, http_port=port)
         if root.methods("api"):
-            merged = settings.with_defaults(self.values, [root])
-            return settings.read_port(root.name, merged.section(root.name))
+            section = settings.with_defaults(self.values, [root]).section(root.name)
+            port = settings.read_port(root.name, section)
+            return serve_options.HttpConfig(
+                http_host=str(section.get("host", "127.0.0.1")), http_port=port
+            )
         return None
 
 
@@ -155,20 +161,21 @@ def run(options: GraphConfig) -> int:
                 f"nothing to start: {'; '.join(plan.notes)}; expected a service with a process"
             )
         notes = [*loaded.notes, *plan.notes]
-        port = loaded.port_in(plan)
+        address = loaded.address_in(plan)
         if options.dry_run:
             for note in notes:
                 print(f"# {note}")
             for command in plan.commands:
                 print(f"# {command.name}\n{command.shell()}\n")
             return 0
-        if port is not None:
-            serve.check_port("127.0.0.1", port, other=f"--{loaded.specs[0].name}.port=...")
+        if address is not None:
+            other = f"--{loaded.specs[0].name}.port=..."
+            serve.check_port(address.http_host, address.http_port, other=other)
         for note in notes:
             waiting.say(note)
         variables = environ | {serve.NAMESPACE: namespace}
         registration.update(namespace=namespace, variables=variables)
-        serving = _Serving(options, plan, registration, port, guardian, joined)
+        serving = _Serving(options, plan, registration, address, guardian, joined)
         with state.logged(name):
             return asyncio.run(serving.run(loaded.specs[0]))
 
@@ -194,12 +201,12 @@ class _Serving:
         options: GraphConfig,
         plan: commands.GraphPlan,
         registration: state.Registration,
-        port: int | None,
+        address: serve_options.HttpConfig | None,
         guardian: guard.Guard,
         joined: state.ServeState | None = None,
     ) -> None:
         self._options, self._plan = options, plan
-        self._registration, self._port = registration, port
+        self._registration, self._address = registration, address
         self._joined = joined
         self._clock = clocks.SystemClock()
         self._shells = {command.name: command.shell() for command in plan.commands}
@@ -234,14 +241,15 @@ class _Serving:
             )
             await self._supervisor.start(child)
 
-        service = root.name if self._port is not None else self._plan.commands[0].service
+        address = self._address
+        service = self._plan.commands[0].service if address is None else root.name
 
         async def probe() -> bool:
-            if self._port is None:
+            if address is None:
                 return True
             if root.module is None:
-                return await serve.is_healthy("127.0.0.1", self._port)
-            return await serve.lists_models("127.0.0.1", self._port, ())
+                return await serve.is_healthy(address.http_host, address.http_port)
+            return await serve.lists_models(address.http_host, address.http_port, ())
 
         if await serve.wait_until_answers(
             self._supervisor, self._clock, service, probe, self._options.ready_timeout
@@ -266,7 +274,7 @@ class _Serving:
 
     def _announce(self, root: declaration.DeclaredService) -> None:
         """Show in the state, and print, where the graph answers."""
-        url = f"http://127.0.0.1:{self._port}" if self._port is not None else ""
+        url = "" if self._address is None else self._address.url
         self._registration.update(url=url)
         name, namespace = self._registration.state.name, self._registration.state.namespace
         started = self._supervisor.child_by_name

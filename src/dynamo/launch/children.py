@@ -15,7 +15,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import tasks
 from dynamo.launch import allocation, guard, prepare_child
 
-_LINE_BYTES = 2**20
+LINE_BYTES = 2**20
 _EXIT_POLL_S = 0.5  # asyncio may report an exit only when all have closed the output
 _GROUP_S = 2.0  # for the rest of a group to end by itself
 _OUTPUT_S = 10.0  # for the output to end, which a process in another session may keep open
@@ -151,12 +151,24 @@ class Child:
     async def _relay(self) -> None:
         if self._process.stdout is None:  # it writes where its parent writes
             return
-        async for line in self._process.stdout:
+        async for line in _read_lines(self._process.stdout):
             text = line.decode("utf-8", "replace").rstrip()
             self.last_line = text or self.last_line
             with contextlib.suppress(OSError):  # a closed terminal must not harm the child
                 sys.stderr.write(f"[{self.spec.name}] {text}\n")
                 sys.stderr.flush()
+
+
+async def _read_lines(output: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines of an output until it ends, but not what is longer than LINE_BYTES."""
+    while True:
+        try:
+            line = await output.readline()
+        except ValueError:  # a program may redraw its progress for hours without a line feed
+            continue
+        if not line:
+            return
+        yield line
 
 
 async def start(
@@ -182,7 +194,7 @@ async def start(
         stderr=asyncio.subprocess.STDOUT if spec.is_relayed else None,
         process_group=0,
         pass_fds=(guardian.lifeline,),
-        limit=_LINE_BYTES,
+        limit=LINE_BYTES,
     )
     return Child(spec, process, guardian, running, clock)
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dynamo.base import errors
+from dynamo.base import draining, errors
 from dynamo.operator import api_types, objects
 from dynamo.operator.objects import Object
 from dynamo.operator.settings import OperatorConfig
@@ -402,19 +402,19 @@ def shared_memory_size(spec: api_types.ServiceSpec) -> str:
 def grace_period_s(main: Mapping[str, Any]) -> int:
     """Return the seconds that a pod gets to end: what it takes to drain, and some to spare."""
     values = {entry.get("name"): entry.get("value") for entry in main.get("env", ())}
+    words = join_command({**main}).split()
 
-    def seconds(name: str, default: float = 0.0) -> int:
+    def read_s(setting: draining.DrainSetting, default_s: float = 0.0) -> int:
+        value: Any = values.get(setting.variable) or default_s
         try:
-            return round(float(values.get(name) or default))
+            value = setting.read_s(words, {setting.variable: str(float(value))})
+            return round(value)
         except (ValueError, OverflowError) as error:  # infinity is one, too
-            raise errors.ConfigError(f"{name}: expected seconds, got {values[name]!r}") from error
+            names = f"{setting.variable}, {setting.flag}"
+            raise errors.ConfigError(f"{names}: expected seconds, got {value!r}") from error
 
-    drain_s = max(
-        seconds("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", _DRAIN_S),
-        seconds("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"),
-    )
-    leave_s = seconds("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS")
-    return max(_LEAST_GRACE_S, drain_s + leave_s + _MARGIN_S)
+    drain_s = max(read_s(draining.WORKER, _DRAIN_S), read_s(draining.FRONTEND))
+    return max(_LEAST_GRACE_S, drain_s + read_s(draining.GRACE) + _MARGIN_S)
 
 
 _MODULE = re.compile(r"(?s)(?>.*?python[0-9.]*(?=\s)).*(?<=\s)-m\s++dynamo\.(vllm|sglang|trtllm)\b")

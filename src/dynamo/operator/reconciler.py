@@ -107,7 +107,7 @@ class Reconciler:
             await self._act(decision, root["metadata"]["namespace"])
         except errors.Conflict:  # something has changed meanwhile: the next look sees it
             raise
-        except errors.RequestError as error:
+        except (errors.RequestError, connection.KindMissing) as error:
             await self._write_failure(root, decision, str(error), now)
             raise
         await self._write_status(root, decision.status)

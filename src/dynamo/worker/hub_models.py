@@ -12,11 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import huggingface_hub.constants
-from huggingface_hub import errors as hub_errors
-
 from dynamo.base import errors
-from dynamo.worker import hub_download
+
+try:
+    import huggingface_hub.constants
+    from huggingface_hub import errors as hub_errors
+
+    from dynamo.worker import hub_download
+except ValueError as error:  # it reads them as it is loaded
+    raise errors.ConfigError(
+        f"HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT: expected whole numbers of seconds: {error}"
+    ) from error
 
 # The hub's own tools wait 10 s; where it is down, a worker says so sooner.
 HUB_TIMEOUT_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 5)

@@ -88,8 +88,8 @@ def test_port_in_use_is_named_with_the_flag_of_the_graph(bare, tmp_path, monkeyp
             serve_hello(f"--Frontend.port={port}")
 
 
-def port_of_frontend(*flags):
-    """Return the port of a graph that begins with our frontend, which has these flags."""
+def address_of_frontend(*flags):
+    """Return the address of a graph that begins with our frontend, which has these flags."""
     root = SimpleNamespace(name="Root", module="dynamo.frontend")
     plan = commands.GraphPlan(
         commands=(dataclasses.replace(command("Root"), argv=("python", *flags)),), notes=()
@@ -97,12 +97,34 @@ def port_of_frontend(*flags):
     loaded = graph.LoadedGraph(
         specs=[root], values=settings.ServiceConfig(), directory=pathlib.Path(), notes=()
     )
-    return loaded.port_in(plan)
+    address = loaded.address_in(plan)
+    return address.http_host, address.http_port
+
+
+def port_of_frontend(*flags):
+    _, port = address_of_frontend(*flags)
+    return port
 
 
 @pytest.mark.parametrize("words", [("--http-port", "9001"), ("--http-port=9001",)])
 def test_frontend_of_a_graph_is_asked_at_the_port_of_its_last_flag(bare, words):
     assert port_of_frontend("--http-port", "8000", "--router-mode", "kv", *words) == 9001
+
+
+def test_frontend_of_a_graph_is_asked_at_its_own_host(bare, monkeypatch):
+    by_flag = address_of_frontend("--http-host", "192.0.2.7")
+    monkeypatch.setenv("DYN_HTTP_HOST", "192.0.2.8")
+
+    assert by_flag == ("192.0.2.7", 8000)
+    assert address_of_frontend() == ("192.0.2.8", 8000)
+
+
+def test_class_that_listens_elsewhere_is_looked_for_there(bare, tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(errors.ConfigError, match=f"port {port} is in use"):
+            serve_hello("--Frontend.host=127.0.0.2", f"--Frontend.port={port}")
 
 
 def test_frontend_of_a_graph_without_a_port_is_asked_at_that_of_the_environment(bare, monkeypatch):

@@ -152,3 +152,19 @@ def test_process_that_ran_long_starts_with_the_first_pause_again():
         policy.pause_s(1)
 
     assert policy.pause_s(supervisor.STABLE_S + 1) == 0.5
+
+
+async def test_line_without_an_end_ends_nothing(started):
+    """Such as the progress of a download, which a program redraws for hours without a line feed."""
+    owner, start, reports = started
+    redraw = f"import sys; sys.stdout.write('\\r' * {2 * children.LINE_BYTES + 1}); print('\\ndone', flush=True)"
+    await start("worker", f"{redraw}; {FOREVER}")
+    owner.watch("worker")
+    serving = asyncio.ensure_future(owner.run())
+    async with asyncio.timeout(PATIENT_S):
+        while not serving.done() and owner.child_by_name["worker"].last_line != "done":
+            await asyncio.sleep(0.01)
+
+    assert not serving.done(), serving
+    assert not reports
+    serving.cancel()

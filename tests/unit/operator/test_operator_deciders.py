@@ -276,6 +276,25 @@ def test_grace_period_follows_from_the_drain_limit():
 
 
 @pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--graceful-shutdown-timeout", "600"], 630),
+        (["--graceful-shutdown-timeout=600", "--graceful-shutdown-grace-period", "5"], 635),
+        (["--http-graceful-shutdown-timeout-secs", "300"], 330),
+        (["--graceful-shutdown-timeout", "$LIMIT"], 60),
+    ],
+)
+def test_grace_period_follows_from_the_flags_of_the_command(words, expected):
+    command = ["python3", "-m", "dynamo.vllm"]
+    line = " ".join([*command, *words])
+    for container in (
+        {"command": command, "args": words},
+        {"command": ["sh", "-c"], "args": [line]},
+    ):
+        assert pod_template.grace_period_s(container) == expected
+
+
+@pytest.mark.parametrize(
     ("memory", "shared_memory", "expected"),
     [
         (None, None, "512Mi"),

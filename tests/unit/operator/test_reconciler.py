@@ -10,7 +10,8 @@ from dynamo.base import errors
 from dynamo.operator import reconciler, service
 from dynamo.operator.object_cache import ObjectCache, key_of
 from dynamo.operator.settings import OperatorConfig
-from operator_cluster import make_graph
+from dynamo.runtime.backends.kubernetes import connection
+from operator_cluster import make_graph, worker
 
 API = "nvidia.com/v1alpha1"
 SECRET = ("v1", "Secret", "dynamo-g-cluster-token")
@@ -64,6 +65,23 @@ async def test_job_that_the_cluster_refuses_is_said_in_its_request(server, clust
     assert status["state"] == "Failed"
     assert status["conditions"][-1]["type"] == "Profiling"
     assert "exceeded quota: gpus" in status["conditions"][-1]["message"]
+
+
+async def test_kind_that_the_cluster_lacks_is_said_in_the_status(cluster):
+    """Such as LeaderWorkerSets for --enable-lws, whose controller was never installed."""
+    cache = ObjectCache()
+    spec = {**worker(), "multinode": {"nodeCount": 2}}
+    head = {"apiVersion": API, "kind": "DynamoComponentDeployment"}
+    component = await cluster.create({**head, "metadata": {"name": "w"}, "spec": spec})
+    cache.put(component)
+    settings = OperatorConfig(etcd_addr="etcd:2379", enable_lws=True)
+    look = reconciler.Reconciler(cluster, cache, settings, clocks.SystemClock())
+    with pytest.raises(connection.KindMissing):
+        await look.reconcile(key_of(component))
+
+    status = (await cluster.get(API, component["kind"], "w"))["status"]
+    assert status["conditions"][0]["reason"] == "Refused"
+    assert "no kind LeaderWorkerSet" in status["conditions"][0]["message"]
 
 
 def istio():

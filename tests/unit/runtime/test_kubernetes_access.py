@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.runtime.backends.kubernetes import access
+from dynamo.runtime.backends.kubernetes import access, connection
 
 CONFIG = """
 apiVersion: v1
@@ -61,3 +61,21 @@ def test_wrong_kubeconfig_is_refused_in_one_sentence(tmp_path, content, message)
     with pytest.raises(errors.ConfigError, match=message) as refusal:
         access.open_client({"KUBECONFIG": str(path)})
     assert "set KUBECONFIG" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("no-such-program", "no-such-program"),
+        ("/bin/false", "Exec /bin/false returned 1"),
+        ("echo", "JSON"),
+    ],
+)
+async def test_program_that_gives_no_credentials_is_one_sentence(tmp_path, command, reason):
+    """Also later: what it gave has ended, and a watch waits until it gives some again."""
+    path = tmp_path / "config"
+    path.write_text(CONFIG.rpartition("clusters:")[0] + USERS.replace("echo", command))
+    message = f"no credentials for the cluster at https://192.0.2.2:6443: .*{reason}"
+    async with connection.KubernetesConnection.open({"KUBECONFIG": str(path)}) as cluster:
+        with pytest.raises(errors.Unavailable, match=message):
+            await cluster.check()

@@ -1,5 +1,7 @@
 """What a process does by itself when NATS has dismissed it; `tests/contract` has the rest with a real server."""
 
+import nats.errors
+
 from dynamo.base import clock
 from dynamo.runtime.backends.nats import access, connection
 
@@ -35,3 +37,16 @@ async def test_subscription_that_is_closed_while_nats_is_joined_again_stays_clos
     await joined._join_again()
 
     assert len(client.subjects) == len(joined._subscriptions) == 1
+
+
+async def test_server_that_came_back_and_refuses_the_credentials_is_quoted(caplog):
+    """Else the log says for ever that it is gone."""
+    joined = connection.NatsConnection(
+        access.NatsAccess(urls=(), addresses="n:4222"), "n", clock.SystemClock()
+    )
+    joined._is_joined = True
+    for _ in range(3):  # nats-py tries again four times a second
+        await joined._report_error(nats.errors.Error("nats: 'Authorization Violation'"))
+
+    (record,) = caplog.records
+    assert record.getMessage() == "NATS at n:4222: Error nats: 'Authorization Violation'"

@@ -1,5 +1,7 @@
 """From what the user typed to a directory, or to one sentence."""
 
+import sys
+
 import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub_errors
@@ -110,6 +112,17 @@ def test_unreachable_hub_is_reported(monkeypatch, unused_tcp_port, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
 
     assert "cannot be downloaded" in refusal("org/no-such-model")
+
+
+@pytest.mark.parametrize("value", ["abc", "2.5", ""])
+def test_variable_of_the_hub_that_is_no_whole_number_is_refused(monkeypatch, value):
+    """The hub's library reads it as it is loaded, and raises an error that does not name it."""
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", value)
+    for module in ("huggingface_hub.constants", "dynamo.worker.hub_models"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delattr("dynamo.worker.hub_models", raising=False)
+
+    assert "HF_HUB_ETAG_TIMEOUT" in refusal("org/model")
 
 
 def test_built_in_model_is_named_storyteller():

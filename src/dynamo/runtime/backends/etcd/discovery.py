@@ -66,6 +66,7 @@ class EtcdDiscovery:
         self._is_answering = asyncio.Event()
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outage: errors.DynamoError | None = None  # its cause, while etcd is away
+        self._is_refused = False  # since etcd answered last
         self._is_open = True
 
     @classmethod
@@ -204,15 +205,17 @@ class EtcdDiscovery:
     def _report_answer(self, etcd: connection.EtcdConnection) -> None:
         if self._outage is not None:
             log.info("etcd at %s answers", etcd.address)
-        self._etcd, self._outage = etcd, None
+        self._etcd, self._outage, self._is_refused = etcd, None, False
         self._is_answering.set()
         if not self._started.done():
             self._started.set_result(None)
 
     def _report_outage(self, error: errors.DynamoError, start_timeout_s: float) -> None:
-        """Log an outage once; at the start, a refusal is final."""
-        is_new, self._outage = self._outage is None, error
-        if not self._started.done() and isinstance(error, errors.ConfigError):
+        """Log an outage once, and once that etcd answers with a refusal; at the start, that is final."""
+        is_refusal = isinstance(error, errors.ConfigError)
+        is_new = self._outage is None or (is_refusal and not self._is_refused)
+        self._outage, self._is_refused = error, self._is_refused or is_refusal
+        if not self._started.done() and is_refusal:
             self._started.set_exception(error)
         elif not self._started.done() and is_new:
             log.warning("%s; trying for %g s. %s", error, start_timeout_s, _ADVICE)

@@ -6,9 +6,10 @@ credential programs. What it asks for and does not find is said in one sentence 
 """
 
 import asyncio
+import contextlib
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpcore2
@@ -37,11 +38,38 @@ def open_client(environ: Mapping[str, str] | None = None) -> tuple[httpx2.AsyncC
         parameters = client_adapter.ConnectionParams(
             timeout=httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
         )
-        client = httpx2.AsyncClient(limits=_CONNECTIONS, **parameters.httpx_params(config))
+        options = parameters.httpx_params(config)
+        if options["auth"] is not None:
+            options["auth"] = _Credentials(options["auth"], config.cluster.server)
+        client = httpx2.AsyncClient(limits=_CONNECTIONS, **options)
     except _UNUSABLE as error:
         raise _no_cluster(error) from error
     client._transport._pool._network_backend = _ClosingBackend()  # type: ignore[attr-defined]
     return client, config.namespace
+
+
+class _Credentials(httpx2.Auth):
+    """Raises Unavailable while the program or file of the kubeconfig gives no credentials, of which some end."""
+
+    def __init__(self, given: httpx2.Auth, address: str) -> None:
+        self._given, self._address = given, address
+
+    async def async_auth_flow(
+        self, request: httpx2.Request
+    ) -> AsyncGenerator[httpx2.Request, httpx2.Response]:
+        response: Any = None
+        async with contextlib.aclosing(self._given.async_auth_flow(request)) as flow:
+            while True:
+                try:
+                    following = await flow.asend(response)
+                except StopAsyncIteration:
+                    return
+                except _UNUSABLE as error:
+                    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    raise errors.Unavailable(
+                        f"no credentials for the cluster at {self._address}: {reason}"
+                    ) from error
+                response = yield following
 
 
 class _ClosingBackend(httpcore2.AnyIOBackend):

@@ -253,7 +253,7 @@ class NatsConnection:
                 self._log_problem(f"could not send {len(data)} bytes to {subject}: {error}")
 
     async def _report_error(self, error: Exception) -> None:
-        if "authorization violation" in str(error).lower() and not self._is_connected.is_set():
+        if "authorization violation" in str(error).lower() and not self._is_joined:
             if not self._refusal.done():
                 self._refusal.set_result(None)
             return
