@@ -39,6 +39,7 @@ def test_default_options_are_neutral():
     for name in (
         "seed",
         "logit_bias",
+        "allowed_token_ids",
         "max_tokens",
         "logprobs",
         "structured_outputs",
@@ -60,6 +61,7 @@ def test_every_sampling_option_is_passed_on():
     }
 
     assert told.items() <= fields(options=told).items()
+    assert fields(options={"allowed_token_ids": (5, 6)})["allowed_token_ids"] == [5, 6]
 
 
 def test_top_p_of_zero_is_greedy():

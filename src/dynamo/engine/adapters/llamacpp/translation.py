@@ -65,7 +65,7 @@ def completion_options(
         "repeat_penalty": sampling.repetition_penalty,
         "repeat_last_n": context_length,
         "samplers": list(_SAMPLERS),
-        "logit_bias": [[token, bias] for token, bias in sampling.logit_bias.items()],
+        "logit_bias": [[token, bias] for token, bias in translation.biases(sampling).items()],
         "ignore_eos": stop.ignore_eos,
         "stream": True,
         "verbose": True,
