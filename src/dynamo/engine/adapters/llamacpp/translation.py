@@ -78,6 +78,8 @@ def completion_options(
         options["n_probs"] = max(1, request.output_options.logprobs)
     if sampling.guided_decoding is not None:
         translation.refuse_resumed_guided(request, _NAME)
+        refuse(_NAME, "min_tokens", "cannot hold a guided answer to it: its grammar would begin anew after so many",
+               is_used=bool(stop.min_tokens))  # fmt: skip
         options["grammar"] = compose_grammar(sampling.guided_decoding)
     return options
 
