@@ -81,6 +81,7 @@ def _check_tokens(request: generate.Request, vocab_size: int) -> None:
     named = {
         "prompt": blocks.unpack(request.token_ids),
         "logit_bias": request.sampling_options.logit_bias,
+        "allowed_token_ids": request.sampling_options.allowed_token_ids,
         "stop_token_ids": request.stop_conditions.stop_token_ids,
         "eos_token_ids": request.eos_token_ids,
     }

@@ -20,7 +20,6 @@ from dynamo.protocols import generate, limits
 
 MAX_TOOLS = 1024
 MAX_TEMPLATE_CHARS = 2**16  # of one that a request brings
-MAX_ALLOWED_IDS = 1024
 MAX_BAD_WORDS = 256
 Hint = Any  # of a parameter without effect here
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -42,7 +41,7 @@ Metadata = Annotated[
 ]
 GuideText = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_CHARS)]
 FormatName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-zA-Z0-9_-]+$")]
-TokenIds = Annotated[list[UInt32], msgspec.Meta(min_length=1, max_length=MAX_ALLOWED_IDS)]
+TokenIds = Annotated[list[UInt32], msgspec.Meta(min_length=1, max_length=limits.MAX_ALLOWED_IDS)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 CacheRetention = Literal["in_memory", "in-memory", "24h"]  # the second in OpenAI's older clients
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "standard_only"]

@@ -19,7 +19,7 @@ from dynamo.preprocess.parsers import formats
 from dynamo.protocols import generate, model_errors
 
 T = TypeVar("T")
-EXCLUSIVE_BIAS = 100.0  # of a token: no other comes, or, below zero, it does not
+BAN_BIAS = -100.0  # of a token that does not come
 MIN_TEXT_CHARS = 2**18  # that any text may have, however short the context
 CHARS_PER_TOKEN = 16  # more than any language has on average; three to five are usual
 MAX_EMBEDDING_TOKENS = 300_000  # of all inputs of a request together, OpenAI's limit
@@ -68,15 +68,9 @@ def make_sampling(
     extensions = request.extensions
     if request.logit_bias:
         check_ids(request.logit_bias, vocab_size, "logit_bias")
-    logit_bias = dict(request.logit_bias or {})
     if request.allowed_token_ids is not None:
         check_ids(request.allowed_token_ids, vocab_size, "allowed_token_ids")
-        biases = {token_id: logit_bias.get(token_id, 0.0) for token_id in request.allowed_token_ids}
-        shift = EXCLUSIVE_BIAS - min(
-            biases.values()
-        )  # among the allowed tokens biases count as ever
-        logit_bias = {token_id: bias + shift for token_id, bias in biases.items()}
-    logit_bias |= dict.fromkeys(banned_ids, -EXCLUSIVE_BIAS)
+    logit_bias = (request.logit_bias or {}) | dict.fromkeys(banned_ids, BAN_BIAS)
     return generate.SamplingOptions(
         n=request.num_drawn,
         temperature=0.0
@@ -94,6 +88,7 @@ def make_sampling(
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=request.seed,
         logit_bias=logit_bias,
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
         guided_decoding=guided,
     )
 

@@ -89,6 +89,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()  # no other token comes; empty: all may come
     guided_decoding: GuidedDecoding | None = None
 
 

@@ -29,6 +29,7 @@ MAX_DEPTH = 128  # of a schema as JSON: two for each level of properties
 MAX_DIGITS = 5  # of multipleOf, leading and trailing zeros aside
 MAX_PATTERNS = 8  # of one allOf
 MAX_STOP_IDS = 256
+MAX_ALLOWED_IDS = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
 MAX_MARKS = 16
@@ -87,6 +88,8 @@ def _numbers(request: generate.Request) -> Iterator[tuple[str, str, int, range]]
     yield "eos_token_ids", " ids", len(request.eos_token_ids), range(MAX_STOP_IDS + 1)
     yield "stop_token_ids", " ids", len(stops.stop_token_ids), range(MAX_STOP_IDS + 1)
     yield "stop", " strings", len(stops.stop), range(MAX_STOPS + 1)
+    num_allowed = len(request.sampling_options.allowed_token_ids)
+    yield "allowed_token_ids", " ids", num_allowed, range(MAX_ALLOWED_IDS + 1)
     longest = max(map(len, stops.stop), default=0)
     yield "stop", " characters in each", longest, range(MAX_STOP_CHARS + 1)
     if thinking is not None:

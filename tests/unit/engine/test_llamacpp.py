@@ -142,6 +142,15 @@ def test_guided_answers_become_grammars():
         ({"sampling_options": generate.SamplingOptions(presence_penalty=1.0)}, "presence_penalty"),
         ({"output_options": generate.OutputOptions(prompt_logprobs=1)}, "prompt_logprobs"),
         (
+            {
+                "sampling_options": generate.SamplingOptions(
+                    guided_decoding=generate.GuidedDecoding(regex="a+")
+                ),
+                "stop_conditions": generate.StopConditions(min_tokens=2),
+            },
+            "min_tokens",
+        ),
+        (
             {"thinking": generate.ThinkingLimit(max_tokens=1, close_ids=(1,))},
             "nvext.max_thinking_tokens",
         ),

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 from dynamo.base import errors
 from dynamo.engine.native import sampler
 from dynamo.engine.native.sequence import Sequence
+from dynamo.preprocess import inputs
+from dynamo.preprocess import options as request_options
 from dynamo.protocols import blocks, generate
 
 VOCAB = 200
@@ -181,6 +184,34 @@ def test_logit_bias_changes_the_drawn_token():
     assert answer.token_id == runner_up
 
 
+def test_only_allowed_tokens_come():
+    best, *_, a, b, c, d = LOGITS.argsort(descending=True).tolist()
+    allowed, bias = (a, b, c, d), {c: 50.0, best: 100.0}
+
+    (greedy,) = sample(
+        LOGITS[None], make_sequence(temperature=0, allowed_token_ids=allowed, logit_bias=bias)
+    )
+    drawn = sample(
+        torch.stack([LOGITS] * 50),
+        *(make_sequence(temperature=5.0, seed=n, allowed_token_ids=allowed) for n in range(50)),
+    )
+
+    assert greedy.token_id == c
+    assert {answer.token_id for answer in drawn} == set(allowed)
+
+
+def test_penalties_count_among_allowed_tokens_as_among_all():
+    logits = torch.full((VOCAB,), -10.0)
+    logits[5], logits[6] = 8.0, 7.0
+    asked = inputs.GenerationInput(
+        model="m", temperature=0, repetition_penalty=1.1, allowed_token_ids=[5, 6]
+    )
+    made = request_options.make_sampling(asked, request_options.GenerationDefaults(), VOCAB)
+
+    (answer,) = sample(logits[None], make_sequence([5], **msgspec.structs.asdict(made)))
+    assert answer.token_id == 5  # 8 / 1.1 > 7
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -295,6 +326,14 @@ def test_sequence_that_cannot_be_drawn_fails_alone():
 
     assert [first, third] == alone
     assert isinstance(failed, errors.EngineFailed)
+
+
+def test_allowed_tokens_that_are_all_excluded_are_named():
+    options = {"allowed_token_ids": (3,), "logit_bias": {3: -math.inf}}
+    (result,) = sample(LOGITS[None], make_sequence(**options))
+
+    assert isinstance(result, errors.InvalidRequest)
+    assert result.param == "allowed_token_ids"
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1])

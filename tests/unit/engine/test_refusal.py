@@ -59,6 +59,7 @@ def test_top_p_of_zero_is_accepted():
         ("logit_bias", {50: 1.0}),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: math.nan}),
+        ("allowed_token_ids", (1, 50)),
     ],
 )
 def test_a_sampling_option_out_of_range_is_refused_by_name(name, value):

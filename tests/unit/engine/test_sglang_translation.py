@@ -46,6 +46,12 @@ def test_every_option_has_sglangs_name():
     assert made["ignore_eos"] is False
 
 
+def test_allowed_tokens_become_biases_among_which_those_of_the_request_count():
+    made = params(options={"allowed_token_ids": (7, 8), "logit_bias": {7: -50.0, 9: 100.0}})
+
+    assert made["logit_bias"] == {"7": 100.0, "8": 150.0}
+
+
 def test_top_k_of_all_tokens_is_minus_one():
     assert params()["top_k"] == -1
 

@@ -79,6 +79,7 @@ def test_one_end_token_can_be_held_back():
     [
         ("min_tokens", {"stop": {"min_tokens": 3}}),
         ("logit_bias", {"options": {"logit_bias": {5: 1.0}}}),
+        ("allowed_token_ids", {"options": {"allowed_token_ids": (5,)}}),
         ("prompt_logprobs", {"report": {"prompt_logprobs": 0}}),
         ("nvext.max_thinking_tokens", {"thinking": generate.ThinkingLimit(max_tokens=4, close_ids=(3,))}),
         ("kv_transfer_params", {"kv_transfer_params": kv_transfer.PREFILL_ONLY}),

@@ -39,6 +39,7 @@ def test_default_options_are_neutral():
     for name in (
         "seed",
         "logit_bias",
+        "allowed_token_ids",
         "max_tokens",
         "logprobs",
         "structured_outputs",
@@ -60,6 +61,7 @@ def test_every_sampling_option_is_passed_on():
     }
 
     assert told.items() <= fields(options=told).items()
+    assert fields(options={"allowed_token_ids": (5, 6)})["allowed_token_ids"] == [5, 6]
 
 
 def test_top_p_of_zero_is_greedy():
@@ -79,6 +81,40 @@ def test_ignore_eos_drops_the_end_tokens():
     made = fields(stop={"stop_token_ids": (7,), "ignore_eos": True}, eos_token_ids=(8, 9))
 
     assert made["stop_token_ids"] == [7]
+
+
+@pytest.mark.parametrize(
+    ("param", "most", "too_many"),
+    [
+        (
+            "logit_bias",
+            {"options": {"logit_bias": dict.fromkeys(range(1024), -100.0)}},
+            {"options": {"logit_bias": dict.fromkeys(range(1025), -100.0)}},
+        ),
+        (
+            "stop_token_ids",
+            {"stop": {"min_tokens": 1, "stop_token_ids": tuple(range(128))}, "eos_token_ids": (5,)},
+            {"stop": {"min_tokens": 1, "stop_token_ids": tuple(range(128))}, "eos_token_ids": (900,)},
+        ),
+    ],
+)  # fmt: skip
+def test_more_than_vllms_sampler_has_room_for_is_refused_by_name(param, most, too_many):
+    assert fields(**most)
+    with pytest.raises(errors.InvalidRequest, match=f"{param}: vLLM takes at most") as refusal:
+        fields(**too_many)
+
+    assert refusal.value.param == param
+
+
+def test_end_tokens_that_are_never_held_back_may_be_many():
+    made = fields(stop={"stop_token_ids": tuple(range(128))}, eos_token_ids=(900,))
+
+    assert len(made["stop_token_ids"]) == 129
+
+
+def test_vllm_without_a_limit_of_logprobs_reports_all():
+    assert translation.max_top_logprobs(-1, 32_000) == 32_000
+    assert translation.max_top_logprobs(20, 32_000) == 20
 
 
 def test_choices_and_resumed_answers_have_different_seeds():

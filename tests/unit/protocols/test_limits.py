@@ -114,6 +114,7 @@ def request(stops=None, sampling=None, **fields):
         (request(sampling={"frequency_penalty": -1e300}), "frequency_penalty"),
         (request(sampling={"logit_bias": {1: 1e39}}), "logit_bias"),
         (request(sampling={"logit_bias": {1: 0.0, 2: math.nan}}), "logit_bias"),
+        (request(sampling={"allowed_token_ids": (1,) * 1025}), "allowed_token_ids"),
         (request(sampling={"seed": 2**64}), "seed"),
         (request({"max_tokens": 2**40}), "max_tokens"),
         (request({"min_tokens": -1}), "min_tokens"),

@@ -83,7 +83,8 @@ def _sampling_params(request: generate.Request, index: int) -> dict[str, Any]:
     params = {
         **translation.sampling_fields(request, index, "sglang"),
         "top_k": options.top_k or _ALL_TOKENS,
-        "logit_bias": {str(token): bias for token, bias in options.logit_bias.items()} or None,
+        "logit_bias": {str(token): bias for token, bias in translation.biases(options).items()}
+        or None,
         "ignore_eos": request.stop_conditions.ignore_eos,
     }
     if options.guided_decoding is None:

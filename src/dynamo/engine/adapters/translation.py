@@ -15,6 +15,7 @@ from dynamo.engine import api
 from dynamo.protocols import generate, load
 
 MAX_SEED = 2**63
+_EXCLUSIVE_BIAS = 100.0  # of a token: no other comes
 _RESUMED_STEP = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: far from every choice's seed
 TOKENS_ONLY = generate.OutputOptions()  # an output reports its tokens and nothing else
 Alternatives = Mapping[
@@ -53,6 +54,10 @@ _OPTIONS = (
     _plain("frequency_penalty"),
     OptionRow(lambda request, index: choice_seed(request, index), "seed", "sampling_seed", "seed"),
     OptionRow(lambda request, _: request.sampling_options.logit_bias or None, "logit_bias", None, None),
+    OptionRow(
+        lambda request, _: [*request.sampling_options.allowed_token_ids] or None,
+        "allowed_token_ids", None, None,
+    ),
     OptionRow(lambda request, _: request.stop_conditions.max_tokens, "max_tokens", "max_new_tokens", None),
     OptionRow(lambda request, _: request.stop_conditions.min_tokens, "min_tokens", "min_new_tokens", None),
     OptionRow(lambda request, _: stop_token_ids(request), "stop_token_ids", "stop_token_ids", None),
@@ -70,6 +75,15 @@ def sampling_fields(
 def is_greedy(options: generate.SamplingOptions) -> bool:
     """Return whether these options always choose the likeliest token."""
     return options.temperature == 0 or options.top_p == 0
+
+
+def biases(options: generate.SamplingOptions) -> dict[int, float]:
+    """Return the biases for a library without allowed tokens: these get so much more that no other token comes."""
+    if not options.allowed_token_ids:
+        return options.logit_bias
+    allowed = {token: options.logit_bias.get(token, 0.0) for token in options.allowed_token_ids}
+    shift = _EXCLUSIVE_BIAS - min(allowed.values())
+    return {token: bias + shift for token, bias in allowed.items()}
 
 
 def stop_token_ids(request: generate.Request) -> list[int]:

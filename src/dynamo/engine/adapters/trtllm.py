@@ -83,6 +83,10 @@ def _refuse_unsupported(request: generate.Request, stop_ids: list[int]) -> None:
         is_used=bool(request.sampling_options.logit_bias),
     )  # fmt: skip
     translation.refuse_param(
+        _NAME, "allowed_token_ids", "cannot hold an answer to some tokens here",
+        is_used=bool(request.sampling_options.allowed_token_ids),
+    )  # fmt: skip
+    translation.refuse_param(
         _NAME, "prompt_logprobs", "has no prompt logprobs here",
         is_used=request.output_options.prompt_logprobs is not None,
     )  # fmt: skip

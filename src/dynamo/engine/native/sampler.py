@@ -3,7 +3,7 @@
 Log probabilities are reported from the model's own logits, as OpenAI's users expect; tokens are drawn from adjusted
 logits, in this order:
 
-    banned ids (min_tokens) → logit bias → penalties → temperature → min-p → top-k → top-p
+    allowed ids → banned ids (min_tokens) → logit bias → penalties → temperature → min-p → top-k → top-p
 
 A draw takes one number u in [0, 1) per token and walks the distribution until its sum exceeds u: of the whole
 vocabulary in order of id, or of the candidates in order of probability where top-k or top-p cut. u is a hash of (seed,
@@ -79,12 +79,9 @@ class SamplingState:
         self.has_penalties = self.penalties != (1.0, 0.0, 0.0)
         limit = sequence.request.thinking
         self.thinking_budget = ThinkingBudget(sequence, limit) if limit else None
-        self.is_adjusted = (
-            self.has_penalties
-            or self.thinking_budget is not None
-            or bool(options.logit_bias)
-            or bool(self.min_tokens and self.ending_ids)
-        )
+        bans = self.min_tokens and self.ending_ids
+        adjustments = (bans, limit, options.logit_bias, options.allowed_token_ids)
+        self.is_adjusted = self.has_penalties or any(adjustments)
 
     @property
     def uniform(self) -> float:
@@ -221,8 +218,7 @@ class Sampler:
         logits = logits.clone()
         for i in changed:
             _ban_and_bias(logits[i], states[i])
-        penalized = [i for i in changed if states[i].has_penalties]
-        if penalized:
+        if penalized := [i for i in changed if states[i].has_penalties]:
             rows = torch.tensor(penalized, device=logits.device)
             logits[rows] = self._penalize(logits[rows], [states[i] for i in penalized])
         return logits
@@ -382,10 +378,13 @@ def _first_beyond(sums: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def _ban_and_bias(logits: torch.Tensor, state: SamplingState) -> None:
     """Change the logits of one row in place."""
-    bias = state.options.logit_bias
-    if bias:
+    if bias := state.options.logit_bias:
         token_ids = torch.tensor(list(bias), device=logits.device)
         logits.index_add_(0, token_ids, logits.new_tensor(list(bias.values())))
+    if allowed := list(state.options.allowed_token_ids):
+        kept = logits[allowed]
+        logits.fill_(-torch.inf)
+        logits[allowed] = kept
     if banned := state.banned_ids:
         logits[banned] = -torch.inf
     budget = state.thinking_budget
@@ -492,9 +491,10 @@ def _no_token(peak: float, state: SamplingState, guide: Guide | None) -> errors.
     is_free = guide is None and not state.is_adjusted
     if is_free or peak != -math.inf:
         return errors.EngineFailed("no token can be drawn: the model's logits are not finite")
-    param = "min_tokens" if state.banned_ids else "logit_bias"
+    limits = {"min_tokens": state.banned_ids, "allowed_token_ids": state.options.allowed_token_ids}
+    param = next((name for name, token_ids in limits.items() if token_ids), "logit_bias")
     return errors.InvalidRequest(
-        f"{param}: expected at least one token that may come next, got none, as min_tokens, logit_bias"
-        " and the grammar together exclude all",
+        f"{param}: expected at least one token that may come next, got none, as min_tokens, logit_bias,"
+        " allowed_token_ids and the grammar together exclude all",
         param=param,
     )

@@ -65,7 +65,7 @@ def completion_options(
         "repeat_penalty": sampling.repetition_penalty,
         "repeat_last_n": context_length,
         "samplers": list(_SAMPLERS),
-        "logit_bias": [[token, bias] for token, bias in sampling.logit_bias.items()],
+        "logit_bias": [[token, bias] for token, bias in translation.biases(sampling).items()],
         "ignore_eos": stop.ignore_eos,
         "stream": True,
         "verbose": True,
@@ -78,6 +78,8 @@ def completion_options(
         options["n_probs"] = max(1, request.output_options.logprobs)
     if sampling.guided_decoding is not None:
         translation.refuse_resumed_guided(request, _NAME)
+        refuse(_NAME, "min_tokens", "cannot hold a guided answer to it: its grammar would begin anew after so many",
+               is_used=bool(stop.min_tokens))  # fmt: skip
         options["grammar"] = compose_grammar(sampling.guided_decoding)
     return options
 

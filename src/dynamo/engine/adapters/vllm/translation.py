@@ -21,6 +21,8 @@ from dynamo.kvbm import tier_report
 from dynamo.observability import tracing
 from dynamo.protocols import generate, load
 
+# Of one request. vLLM itself does not look: with more, the sampler of its GPU ends the engine process (vllm #55164).
+_MAX_BIASES, _MAX_END_IDS = 1024, 128
 _FINISH_REASONS = {
     "repetition": generate.FinishReason.STOP,
     "length": generate.FinishReason.LENGTH,
@@ -41,6 +43,7 @@ def sampling_fields(
     is_traced = is_first and tracing.stage_record.get() is not None
     if guided is not None:
         translation.refuse_resumed_guided(request, "vLLM")
+    _refuse_too_many(request)
     return {
         **translation.sampling_fields(request, index, "vllm"),
         "structured_outputs": guided and translation.structured_output_fields(guided, support),
@@ -57,6 +60,26 @@ def sampling_fields(
         }
         or None,
     }
+
+
+def _refuse_too_many(request: generate.Request) -> None:
+    """Raise InvalidRequest for so many biases or end tokens that vLLM's engine would end, with all its requests."""
+    stop = request.stop_conditions
+    # vLLM counts the model's own in any case
+    end_ids = {*stop.stop_token_ids, *request.eos_token_ids}
+    translation.refuse_param(
+        "vLLM", "logit_bias", f"takes at most {_MAX_BIASES}, those of bad_words included",
+        is_used=len(request.sampling_options.logit_bias) > _MAX_BIASES,
+    )  # fmt: skip
+    translation.refuse_param(
+        "vLLM", "stop_token_ids", f"takes at most {_MAX_END_IDS} with min_tokens, the model's own included",
+        is_used=stop.min_tokens > 0 and len(end_ids) > _MAX_END_IDS,
+    )  # fmt: skip
+
+
+def max_top_logprobs(max_logprobs: int, vocab_size: int) -> int:
+    """Return the most alternatives of a token, of which `--max-logprobs -1` allows all."""
+    return vocab_size if max_logprobs == -1 else max_logprobs
 
 
 def translate_output(
