@@ -127,6 +127,24 @@ async def test_thoughts_and_calls_are_fields_of_the_message(rig, stream):
     ]
 
 
+async def test_call_that_a_model_writes_in_several_lines_is_in_one_line_of_the_stream(rig):
+    worker = await rig.worker("p", runtime_config=PARSED)
+    arguments = '{\n  "at": "x\\n",\n  "all": [\n    true\n  ]\n}'
+    call = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+    worker.script = outputs(call, "eos")
+    first, _ = lines(await ask(rig, "/api/chat", CHAT, model="p", tools=TOOLS))
+    (called,) = first["message"]["tool_calls"]
+
+    assert called["function"]["arguments"] == {"at": "x\n", "all": [True]}
+
+
+async def test_line_separators_in_a_text_end_no_line_of_the_stream(rig):
+    rig.one.script = outputs("a\u2028b\u2029c\x85d", "eos")
+    found = lines(await ask(rig, "/api/chat", CHAT))  # cut as Ollama's client cuts them
+
+    assert "".join(line["message"]["content"] for line in found) == "a\u2028b\u2029c\x85d"
+
+
 async def test_call_that_breaks_off_is_text_in_a_stream_too(rig):
     worker = await rig.worker("p", runtime_config=PARSED)
     worker.script = outputs(CALL[:-20], "length")

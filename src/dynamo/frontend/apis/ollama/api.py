@@ -36,6 +36,11 @@ from dynamo.runtime.http import exchange
 
 NS_PER_S = 10**9
 _REASONS = {"length": "length"}  # all others are "stop"
+# Characters at which a line ends for Ollama's Python client. The first two stand between the arguments of a call, as
+# its model wrote them, the others in texts.
+_IN_ONE_LINE = str.maketrans(
+    {"\n": " ", "\r": " ", "\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+)
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -149,7 +154,7 @@ class OllamaFormatter:
         return {**self._head, **content, **(ending or {"done": False})}
 
     def _line(self, data: dict[str, Any]) -> bytes:
-        return sse.encode(data) + b"\n"
+        return sse.encode(data).decode().translate(_IN_ONE_LINE).encode() + b"\n"
 
     def _ending(self, finish_reason: str, usage: sse.Usage) -> dict[str, Any]:
         now = self._clock.now()
