@@ -103,6 +103,15 @@ async def test_batch_answers_each_line_in_the_order_of_its_file(start):
     assert batch["metadata"] == {"a": "b"}
 
 
+async def test_answer_with_line_separators_is_one_row_for_its_reader(start):
+    rig = await start()
+    rig.one.script = outputs("a\u2028b\x85c")
+    batch = await ended(rig, await begin(rig, [chat_line(1)]))
+    (row,) = await rows(rig, batch["output_file_id"])
+
+    assert row["response"]["body"]["choices"][0]["message"]["content"] == "a\u2028b\x85c"
+
+
 async def test_lines_wait_behind_requests_of_clients(start):
     rig = await start()
     await ended(rig, await begin(rig, [chat_line(1)]))

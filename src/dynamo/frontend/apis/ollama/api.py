@@ -36,11 +36,6 @@ from dynamo.runtime.http import exchange
 
 NS_PER_S = 10**9
 _REASONS = {"length": "length"}  # all others are "stop"
-# Characters at which a line ends for Ollama's Python client. The first two stand between the arguments of a call, as
-# its model wrote them, the others in texts.
-_IN_ONE_LINE = str.maketrans(
-    {"\n": " ", "\r": " ", "\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-)
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -115,14 +110,14 @@ class OllamaFormatter:
             self._calls.append(piece)
             return b""
         if isinstance(piece, str):
-            return self._take_calls() + self._line(self._object(piece))
-        return self._take_calls() + self._line(self._object(thoughts=piece.text))
+            return self._take_calls() + sse.encode_line(self._object(piece))
+        return self._take_calls() + sse.encode_line(self._object(thoughts=piece.text))
 
     def end(self, finish_reason: str, stop_string: str | None, usage: sse.Usage) -> bytes:
         """Return the last line, which has no text."""
         del stop_string
         last = self._object(ending=self._ending(finish_reason, usage))
-        return self._take_calls() + self._line(last)
+        return self._take_calls() + sse.encode_line(last)
 
     def error(self, error: errors.DynamoError) -> bytes:
         """Return the last line of a failed stream."""
@@ -131,7 +126,7 @@ class OllamaFormatter:
     def _take_calls(self) -> bytes:
         """Return the line of the calls that were collected, if there are any."""
         calls, self._calls = self._calls, []
-        return self._line(self._object(calls=calls)) if calls else b""
+        return sse.encode_line(self._object(calls=calls)) if calls else b""
 
     def _object(
         self,
@@ -152,9 +147,6 @@ class OllamaFormatter:
         if self._turn.is_chat:
             content = {"message": {"role": "assistant", "content": text, **shown}}
         return {**self._head, **content, **(ending or {"done": False})}
-
-    def _line(self, data: dict[str, Any]) -> bytes:
-        return sse.encode(data).decode().translate(_IN_ONE_LINE).encode() + b"\n"
 
     def _ending(self, finish_reason: str, usage: sse.Usage) -> dict[str, Any]:
         now = self._clock.now()
