@@ -6,7 +6,7 @@ import pytest
 from frontend_rig import outputs
 
 from dynamo.base import clock, errors
-from dynamo.protocols import generate, model_card
+from dynamo.protocols import blocks, generate, model_card
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"model": "m", "prompt": "hi"}
@@ -139,10 +139,13 @@ async def test_call_that_a_model_writes_in_several_lines_is_in_one_line_of_the_s
 
 
 async def test_line_separators_in_a_text_end_no_line_of_the_stream(rig):
-    rig.one.script = outputs("a\u2028b\u2029c\x85d", "eos")
+    text = "a\u2028b\u2029c\x85d"
+    await rig.complete(text)
+    rig.one.script = [generate.Output((one,)) for one in blocks.unpack(rig.one.requests[0].token_ids)]
+    rig.one.script += outputs("!", "eos")
     found = lines(await ask(rig, "/api/chat", CHAT))  # cut as Ollama's client cuts them
 
-    assert "".join(line["message"]["content"] for line in found) == "a\u2028b\u2029c\x85d"
+    assert "".join(line["message"]["content"] for line in found) == text + "!"
 
 
 async def test_call_that_breaks_off_is_text_in_a_stream_too(rig):
