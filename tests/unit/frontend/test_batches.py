@@ -11,7 +11,7 @@ from frontend_rig import outputs
 from dynamo.frontend import config
 from dynamo.frontend.batches import journal, runner
 from dynamo.frontend.batches import lines as batch_lines
-from dynamo.protocols import blocks, generate, model_errors
+from dynamo.protocols import model_errors
 from dynamo.testing.clock import VirtualClock
 from waiting import PATIENT_S
 
@@ -101,18 +101,6 @@ async def test_batch_answers_each_line_in_the_order_of_its_file(start):
     assert (batch["status"], batch["error_file_id"]) == ("completed", None)
     assert batch["request_counts"] == {"total": 50, "completed": 50, "failed": 0}
     assert batch["metadata"] == {"a": "b"}
-
-
-async def test_answer_with_line_separators_is_one_row_for_its_reader(start):
-    rig = await start()
-    text = "a\u2028b\x85c"
-    await rig.complete(text)
-    token_ids = tuple(blocks.unpack(rig.one.requests[0].token_ids))
-    rig.one.script = [generate.Output(token_ids, generate.FinishReason.LENGTH)]
-    batch = await ended(rig, await begin(rig, [chat_line(1)]))
-    (row,) = await rows(rig, batch["output_file_id"])  # cut as `splitlines` cuts them
-
-    assert row["response"]["body"]["choices"][0]["message"]["content"] == text
 
 
 async def test_lines_wait_behind_requests_of_clients(start):

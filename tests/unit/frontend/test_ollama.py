@@ -141,7 +141,9 @@ async def test_call_that_a_model_writes_in_several_lines_is_in_one_line_of_the_s
 async def test_line_separators_in_a_text_end_no_line_of_the_stream(rig):
     text = "a\u2028b\u2029c\x85d"
     await rig.complete(text)
-    rig.one.script = [generate.Output((one,)) for one in blocks.unpack(rig.one.requests[0].token_ids)]
+    rig.one.script = [
+        generate.Output((one,)) for one in blocks.unpack(rig.one.requests[0].token_ids)
+    ]
     rig.one.script += outputs("!", "eos")
     found = lines(await ask(rig, "/api/chat", CHAT))  # cut as Ollama's client cuts them
 
