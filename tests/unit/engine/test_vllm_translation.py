@@ -30,6 +30,12 @@ def fields(index=0, *, stop=None, options=None, report=None, **request):
     return translation.sampling_fields(made, index, shared.GuidedSupport())
 
 
+def test_vllm_without_a_limit_reports_as_many_logprobs_as_an_api_asks_for():
+    assert translation.most_logprobs(0) == 0
+    assert translation.most_logprobs(20) == 20
+    assert translation.most_logprobs(-1) >= 20
+
+
 def test_default_options_are_neutral():
     made = fields()
 

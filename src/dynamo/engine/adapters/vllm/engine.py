@@ -410,7 +410,7 @@ def _facts(config: versions.VllmConfig, lora_names: tuple[str, ...]) -> api.Engi
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         data_parallel_size=num_ranks,
-        max_top_logprobs=config.model_config.max_logprobs,
+        max_top_logprobs=translation.most_logprobs(config.model_config.max_logprobs),
         supports_guided=not config.model_config.skip_tokenizer_init,
         lora_names=lora_names,
         max_images=versions.max_images(config),

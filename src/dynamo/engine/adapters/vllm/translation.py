@@ -28,6 +28,11 @@ _FINISH_REASONS = {
 }
 
 
+def most_logprobs(max_logprobs: int) -> int:
+    """Return the most alternatives of a token that vLLM reports, by its setting, where -1 is no limit."""
+    return max_logprobs if max_logprobs >= 0 else 2**31 - 1
+
+
 def sampling_fields(
     request: generate.Request, index: int, support: translation.GuidedSupport
 ) -> dict[str, Any]:
