@@ -462,7 +462,7 @@ def _check_logprobs(model: RegisteredModel, request: inputs.GenerationInput) -> 
             param="logprobs",
         )
     if num_logprobs > facts.max_top_logprobs:
+        name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
         raise errors.InvalidRequest(
-            f"top_logprobs: expected at most {facts.max_top_logprobs}, got {num_logprobs}",
-            param="top_logprobs",
+            f"{name}: expected at most {facts.max_top_logprobs}, got {num_logprobs}", param=name
         )

@@ -39,8 +39,18 @@ def _from_guides(request: inputs.GenerationInput) -> generate.GuidedDecoding | N
         and _get_guides(request) == _NO_GUIDES
     ):  # nearly always so
         return None
-    if request.structured_outputs is not None:
-        return _from_structured_outputs(request.structured_outputs)
+    guide = _from_guided_fields(request)
+    if request.structured_outputs is None:
+        return guide
+    structured = _from_structured_outputs(request.structured_outputs, _backend(request))
+    if guide is not None and guide != msgspec.structs.replace(structured, param=guide.param):
+        raise errors.InvalidRequest(
+            f"{guide.param}: not together with structured_outputs, which differs", param=guide.param
+        )
+    return structured
+
+
+def _from_guided_fields(request: inputs.GenerationInput) -> generate.GuidedDecoding | None:
     names = [name for name in _GUIDES if _read_field(request, name) is not None]
     if not names:
         return None
@@ -61,7 +71,9 @@ def _from_guides(request: inputs.GenerationInput) -> generate.GuidedDecoding | N
     return generate.GuidedDecoding(**{kind: value}, backend=_backend(request), param=name)
 
 
-def _from_structured_outputs(outputs: inputs.StructuredOutputs) -> generate.GuidedDecoding | None:
+def _from_structured_outputs(
+    outputs: inputs.StructuredOutputs, backend: str | None
+) -> generate.GuidedDecoding:
     """Return what vLLM's `structured_outputs` ask for. Raises InvalidRequest unless exactly one form is set."""
     forms = {
         kind: value
@@ -82,7 +94,8 @@ def _from_structured_outputs(outputs: inputs.StructuredOutputs) -> generate.Guid
         value = msgspec.json.encode(value).decode()
     if kind == "choice":
         value = tuple(value)
-    return generate.GuidedDecoding(**{kind.removesuffix("_object"): value}, param=param)
+    form = {kind.removesuffix("_object"): value}
+    return generate.GuidedDecoding(**form, backend=backend, param=param)
 
 
 def from_conversation(

@@ -108,9 +108,10 @@ class Preprocessor:
             context_length=self.context_length,
             param=param,
         )
-        guided = self._guide(request, prompt)
+        ending = self._find_ending(request, prompt)
+        guided = self._guide(request, ending)
         limit = options.make_thinking_limit(
-            request, prompt, self._answer_format, self._tokenizer.id_of
+            request, ending, self._answer_format, self._tokenizer.id_of
         )
         engine_request = self._assemble(request, request_id, token_ids, max_tokens, guided, limit)
         if files:
@@ -121,7 +122,7 @@ class Preprocessor:
         return Prepared(
             engine_request,
             prompt,
-            parsers=self._select_parsers(request, prompt),
+            parsers=self._select_parsers(request, ending),
             is_single_call=request.parallel_tool_calls is False or request.forced_tool is not None,
         )
 
@@ -239,6 +240,17 @@ class Preprocessor:
             if most is None
             else token_ids[max(0, len(token_ids) - most * blocks.TOKEN_BYTES) :]
         )
+
+    def _find_ending(self, request: inputs.Conversation, prompt: str) -> str:
+        """Return the end of the prompt, which says whether the answer begins with a thought.
+
+        An answer that continues a message does not, unless the message breaks off within one.
+        """
+        marks = self._answer_format.thought_marks
+        if marks is None or not request.continue_final_message:
+            return prompt
+        message = conversation.text_of(request.messages[-1].get("content"))
+        return prompt if marks.breaks_off_in(message) else marks.closes[0]
 
     def _guide(self, request: inputs.Conversation, prompt: str) -> generate.GuidedDecoding | None:
         """Return the grammar of the answer and the thoughts that may precede it. Raises InvalidRequest."""

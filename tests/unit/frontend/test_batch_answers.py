@@ -1,9 +1,10 @@
-"""Answers of lines are kept in memory while the journal cannot take them."""
+"""Answers of lines are rows of one line, and are kept in memory while the journal cannot take them."""
 
 import asyncio
+import json
 
 from dynamo.base import errors
-from dynamo.frontend.batches import journal, runner
+from dynamo.frontend.batches import journal, lines, runner
 from dynamo.testing.clock import VirtualClock
 
 
@@ -32,3 +33,11 @@ async def test_answers_are_written_once_there_is_room_again(caplog):
     assert full.num_refused == 3
     assert sorted(full.answers) == answers
     assert "batch_1 waits to write answers: database or disk is full" in caplog.text
+
+
+def test_row_is_one_line_for_readers_that_split_at_line_separators():
+    body = {"text": "a\u2028b\u2029c\x85d"}
+    row = lines.answer_row("id", "one", 200, json.dumps(body, ensure_ascii=False).encode())
+    (line,) = row.decode().splitlines()
+
+    assert json.loads(line)["response"]["body"] == body

@@ -6,7 +6,7 @@ import pytest
 from frontend_rig import outputs
 
 from dynamo.base import clock, errors
-from dynamo.protocols import generate, model_card
+from dynamo.protocols import blocks, generate, model_card
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"model": "m", "prompt": "hi"}
@@ -125,6 +125,29 @@ async def test_thoughts_and_calls_are_fields_of_the_message(rig, stream):
     assert [call for message in messages for call in message.get("tool_calls", ())] == [
         {"function": {"name": "look", "arguments": {"at": "x"}}}
     ]
+
+
+async def test_call_that_a_model_writes_in_several_lines_is_in_one_line_of_the_stream(rig):
+    worker = await rig.worker("p", runtime_config=PARSED)
+    arguments = '{\n  "at": "x\\n",\n  "all": [\n    true\n  ]\n}'
+    call = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+    worker.script = outputs(call, "eos")
+    first, _ = lines(await ask(rig, "/api/chat", CHAT, model="p", tools=TOOLS))
+    (called,) = first["message"]["tool_calls"]
+
+    assert called["function"]["arguments"] == {"at": "x\n", "all": [True]}
+
+
+async def test_line_separators_in_a_text_end_no_line_of_the_stream(rig):
+    text = "a\u2028b\u2029c\x85d"
+    await rig.complete(text)
+    rig.one.script = [
+        generate.Output((one,)) for one in blocks.unpack(rig.one.requests[0].token_ids)
+    ]
+    rig.one.script += outputs("!", "eos")
+    found = lines(await ask(rig, "/api/chat", CHAT))  # cut as Ollama's client cuts them
+
+    assert "".join(line["message"]["content"] for line in found) == text + "!"
 
 
 async def test_call_that_breaks_off_is_text_in_a_stream_too(rig):

@@ -4,7 +4,9 @@ import json
 
 import anthropic
 import pytest
-from frontend_rig import SAID, add_parsed_worker
+from frontend_rig import SAID, add_parsed_worker, outputs
+
+from dynamo.protocols import model_card
 
 SAY = [{"role": "user", "content": "hi"}]
 TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("look", "see")]
@@ -55,6 +57,17 @@ async def test_streamed_message_equals_the_whole_message(client):
     assert comparable(without_ids(streamed)) == comparable(without_ids(whole))
     assert streamed.stop_reason == "tool_use"
     assert streamed.usage.output_tokens == whole.usage.output_tokens
+
+
+async def test_answer_that_continues_a_text_is_no_thought_of_a_model_that_always_thinks(rig):
+    facts = model_card.ModelRuntimeConfig(reasoning_parser="deepseek_r1")
+    worker = await rig.worker("r", runtime_config=facts)
+    worker.script = outputs(", a city", "eos")
+    async with anthropic.AsyncAnthropic(base_url=rig.frontend.url, api_key="none") as made:
+        prefill = {"role": "assistant", "content": "It is Paris"}
+        message = await ask(made, model="r", max_tokens=9, messages=[*SAY, prefill], tools=[])
+
+    assert [(block.type, block.text) for block in message.content] == [("text", ", a city")]
 
 
 async def test_content_blocks_are_streamed_sequentially(client, rig):

@@ -68,10 +68,11 @@ async def test_logprobs_that_the_engine_does_not_have_are_refused(rig):
 
 async def test_more_alternatives_than_the_engine_has_are_refused(rig):
     await rig.worker("small", runtime_config=model_card.ModelRuntimeConfig(max_top_logprobs=1))
-    answer = await rig.chat(model="small", logprobs=True, top_logprobs=2)
+    chat = (await rig.chat(model="small", logprobs=True, top_logprobs=2)).json()["error"]
+    completion = (await rig.complete("a", model="small", logprobs=2)).json()["error"]
 
-    assert answer.status_code == 400
-    assert "at most 1" in answer.json()["error"]["message"]
+    assert chat["message"] == "top_logprobs: expected at most 1, got 2"
+    assert (chat["param"], completion["param"]) == ("top_logprobs", "logprobs")
 
 
 async def test_request_before_any_worker_is_a_503(bare):

@@ -83,6 +83,14 @@ async def test_invalid_field_is_a_400_with_its_name(rig, path, body, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("path", scores.RANK_PATHS)
+async def test_error_of_the_server_itself_has_the_form_of_the_apis_errors(rig, path):
+    answer = await rig.client.get(path)
+
+    assert answer.status_code == 405
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
 async def test_requests_are_counted_by_their_api(rig):
     await rig.client.post("/v1/rerank", json={"model": "e", "query": "a", "documents": ["b"]})
     counts = await rig.metrics()

@@ -94,6 +94,29 @@ def test_structured_outputs_have_exactly_one_form(outputs, got):
     assert str(error).endswith(f"got {got}")
 
 
+@pytest.mark.parametrize("place", ["root", "nvext"])
+def test_structured_outputs_that_contradict_a_guided_field_are_refused_by_both_names(place):
+    fields = {"guided_regex": "b"}
+    error = refused(
+        structured_outputs={"regex": "a"}, **(fields if place == "root" else {"nvext": fields})
+    )
+
+    assert error.param == "guided_regex"
+    assert "structured_outputs" in str(error)
+
+
+def test_structured_outputs_may_repeat_a_guided_field():
+    told = guide(structured_outputs={"json": NUMBER}, guided_json=NUMBER)
+
+    assert told == guide(structured_outputs={"json": NUMBER})
+
+
+def test_structured_outputs_are_enforced_by_the_library_of_the_request():
+    told = guide(structured_outputs={"regex": "a"}, guided_decoding_backend="x")
+
+    assert told.backend == "x"
+
+
 def test_root_field_overrides_nvext():
     told = guide(guided_regex="a", nvext={"guided_regex": "b", "guided_decoding_backend": "auto"})
 

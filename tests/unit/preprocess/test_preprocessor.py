@@ -20,7 +20,7 @@ from dynamo.protocols import blocks, generate, model_errors
 CONTEXT = 400
 
 
-def made_of(tokenizer, source=chat_templates.CHATML):
+def made_of(tokenizer, source=chat_templates.CHATML, reasoning="none"):
     return preprocessor.Preprocessor(
         tokenizer=tokenizer,
         chat_template=chat_templates.compiled(source),
@@ -28,7 +28,7 @@ def made_of(tokenizer, source=chat_templates.CHATML):
         vocab_size=tokenizer.num_ids,
         eos_token_ids=(2,),
         defaults=options.GenerationDefaults(),
-        answer_format=formats.AnswerFormat(),
+        answer_format=formats.select_format("none", reasoning, ""),
     )
 
 
@@ -330,6 +330,22 @@ async def test_template_kwargs_of_the_request_override_the_effort(byte_level):
 
     assert told.prompt == "low True"
     assert over.prompt == "low False"
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts"),
+    [("It is", None), ("<think>hm", generate.GuidedReasoning(closes=("</think>",)))],
+)
+async def test_grammar_waits_for_no_thought_where_a_text_is_continued(byte_level, text, thoughts):
+    model = made_of(byte_level, reasoning="deepseek_r1")
+    request = chat(
+        messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}],
+        continue_final_message=True,
+        response_format={"type": "json_object"},
+    )
+    prepared = await model.prepare_conversation(request, "id")
+
+    assert prepared.request.sampling_options.guided_decoding.thoughts == thoughts
 
 
 async def test_hints_go_to_the_engine(byte_level_model):

@@ -78,6 +78,7 @@ class App:
             for entry in self.operations
             if entry.dialect is not error_dialects.OPENAI
         }
+        self._dialect_by_path = {entry.path: entry.dialect for entry in self.operations}
         self._body_factor_by_path = {entry.path: entry.body_factor for entry in self.operations}
         self.routes = exchange.HttpRouter(
             {(entry.method, entry.path): entry.handler for entry in self.operations},
@@ -94,6 +95,8 @@ class App:
 
     def dialect_of(self, path: str) -> delivery.ErrorDialect:
         """Return how the API at this path encodes errors."""
+        if path in self._dialect_by_path:  # `/v2/rerank` is none of KServe's
+            return self._dialect_by_path[path]
         for prefix, dialect in self._dialect_by_prefix.items():
             if path.startswith(prefix):
                 return dialect

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from dynamo.base import errors
+from dynamo.frontend.delivery import sse
 from dynamo.protocols import model_errors
 
 DAY_S = 24 * 3600
@@ -304,7 +305,7 @@ def answer_row(line_id: str, custom_id: str, status: int, body: bytes) -> bytes:
     """Return the row of an answer with this status and JSON body, for the output file or the error file."""
     response = {"status_code": status, "request_id": line_id, "body": msgspec.Raw(body)}
     row = {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
-    return _encode(row) + b"\n"
+    return sse.encode_line(row)
 
 
 def expired_row(line_id: str, custom_id: str) -> bytes:
@@ -314,4 +315,4 @@ def expired_row(line_id: str, custom_id: str) -> bytes:
         "message": "the batch expired before this line was answered: ask for it in another batch",
     }
     row = {"id": line_id, "custom_id": custom_id, "response": None, "error": error}
-    return _encode(row) + b"\n"
+    return sse.encode_line(row)

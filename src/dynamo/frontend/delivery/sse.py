@@ -22,6 +22,15 @@ from dynamo.protocols import generate, model_card
 CONTENT_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
+# What ends a line for clients: a line break between the arguments of a call, as its model wrote them, and in a text
+# U+0085, U+2028 and U+2029, for those that use Python's `splitlines` or httpx's `iter_lines`.
+_LINE_ENDS = (
+    (b"\n", b" "),
+    (b"\r", b" "),
+    (b"\xc2\x85", rb"\u0085"),
+    (b"\xe2\x80\xa8", rb"\u2028"),
+    (b"\xe2\x80\xa9", rb"\u2029"),
+)
 _TEXT_MARK = "\u0000"
 _MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 _FINISH_REASONS = {
@@ -127,6 +136,14 @@ class EventFormatter(AnswerFormatter, Protocol):
     def error(self, error: errors.DynamoError) -> bytes:
         """Return the last event of a failed stream."""
         ...
+
+
+def encode_line(data: Any) -> bytes:
+    """Return a line of JSON, which no character in it ends."""
+    line = encode(data)
+    for end, escaped in _LINE_ENDS:
+        line = line.replace(end, escaped)
+    return line + b"\n"
 
 
 def event(data: Any) -> bytes:

@@ -34,6 +34,10 @@ class ReasoningFormat:
         end = prompt[-_PROMPT_END:].rstrip()
         return end.endswith(self.opens) or (self.is_forced and not end.endswith(self.closes))
 
+    def breaks_off_in(self, message: str) -> bool:
+        """Return whether a message that an answer continues ends within reasoning."""
+        return max(map(message.rfind, self.opens)) > max(map(message.rfind, self.closes))
+
     def parsers(self, prompt: str) -> parser.ParserFactory:
         """Return the parsers for answers to this prompt."""
         if self.begins_in(prompt):

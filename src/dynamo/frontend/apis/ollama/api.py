@@ -110,14 +110,14 @@ class OllamaFormatter:
             self._calls.append(piece)
             return b""
         if isinstance(piece, str):
-            return self._take_calls() + self._line(self._object(piece))
-        return self._take_calls() + self._line(self._object(thoughts=piece.text))
+            return self._take_calls() + sse.encode_line(self._object(piece))
+        return self._take_calls() + sse.encode_line(self._object(thoughts=piece.text))
 
     def end(self, finish_reason: str, stop_string: str | None, usage: sse.Usage) -> bytes:
         """Return the last line, which has no text."""
         del stop_string
         last = self._object(ending=self._ending(finish_reason, usage))
-        return self._take_calls() + self._line(last)
+        return self._take_calls() + sse.encode_line(last)
 
     def error(self, error: errors.DynamoError) -> bytes:
         """Return the last line of a failed stream."""
@@ -126,7 +126,7 @@ class OllamaFormatter:
     def _take_calls(self) -> bytes:
         """Return the line of the calls that were collected, if there are any."""
         calls, self._calls = self._calls, []
-        return self._line(self._object(calls=calls)) if calls else b""
+        return sse.encode_line(self._object(calls=calls)) if calls else b""
 
     def _object(
         self,
@@ -147,9 +147,6 @@ class OllamaFormatter:
         if self._turn.is_chat:
             content = {"message": {"role": "assistant", "content": text, **shown}}
         return {**self._head, **content, **(ending or {"done": False})}
-
-    def _line(self, data: dict[str, Any]) -> bytes:
-        return sse.encode(data) + b"\n"
 
     def _ending(self, finish_reason: str, usage: sse.Usage) -> dict[str, Any]:
         now = self._clock.now()
