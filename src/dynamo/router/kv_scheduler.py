@@ -107,9 +107,17 @@ class KvScheduler:
         return f"{self._counts.router_id}-{number}"
 
     def make_prompt(
-        self, request: generate.Request, instance_id: int | None, usable: Sequence[int]
+        self,
+        request: generate.Request,
+        instance_id: int | None,
+        usable: Sequence[int],
+        *,
+        is_restricted: bool = False,
     ) -> Prompt:
-        """Hash the prompt's blocks, and pin it to the instance that its caller names, or to its session's worker."""
+        """Hash the prompt's blocks, and pin it to the instance that its caller names, or to its session's worker.
+
+        `is_restricted`: no instance but those that its caller allows can ever serve it.
+        """
         began_at = self._clock.now()
         local_hashes = blocks.local_hashes(request.hashed_ids, self.block_size, request.hash_seed)
         locally_hashed_at = self._clock.now()
@@ -130,7 +138,7 @@ class KvScheduler:
             sequence_hashes=sequence_hashes,
             priority=request.priority,
             pinned=pinned,
-            is_restricted=request.lora_name is not None,
+            is_restricted=is_restricted or request.lora_name is not None,
             dp_rank=request.data_parallel_rank,
             is_prefilled=kv_transfer.is_prefilled(request.kv_transfer_params),
         )

@@ -431,19 +431,26 @@ def prompt_of(world, lora_name):
     return world.made._make_prompt(request(*LONG, lora_name=lora_name), route.DEFAULT_OPTIONS)
 
 
-async def test_queued_request_is_refused_when_the_last_worker_of_its_adapter_is_lost(world):
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [({"lora_name": "poet"}, {}), ({}, {"is_restricted": True})],
+    ids=["of an adapter", "that goes on with the weights with which it began"],
+)
+async def test_queued_request_is_refused_when_the_last_worker_that_can_serve_it_is_lost(
+    world, fields, options
+):
     full = {"max_num_batched_tokens": 100}
     await world.route(2, full, router_queue_threshold=1.0, router_queue_timeout_secs=30.0)
     for turn in range(2):
         await world.open(*range(turn * 1000, turn * 1000 + 400))
-    poet, other = world.workers
-    terms = route.RoutingOptions(allowed_instances={poet.id})
+    able, other = world.workers
+    terms = route.RoutingOptions(allowed_instances={able.id}, **options)
     waiting = asyncio.ensure_future(
-        world.made.open_stream(request(*LONG, lora_name="poet"), Receiver(), terms)
+        world.made.open_stream(request(*LONG, **fields), Receiver(), terms)
     )
     await world.until(lambda: world.made.scheduler.selector.num_waiting == 1)
     num_before = len(other.calls)
-    await poet.runtime.close()
+    await able.runtime.close()
     for number in range(num_before):
         other.answer(number)
         other.finish(number)
