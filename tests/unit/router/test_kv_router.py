@@ -241,6 +241,28 @@ async def test_named_rank_is_used_and_an_unknown_one_refused(world):
         await world.open(data_parallel_rank=2)
 
 
+@pytest.mark.parametrize("mode", ["kv", "direct"])
+async def test_requests_for_a_named_worker_are_spread_over_its_ranks(world, mode):
+    await world.route(2, facts={"data_parallel_size": 2}, router_mode=mode)
+    named = world.workers[0]
+
+    for number in range(4):
+        await world.open(*range(number * 1000, number * 1000 + 100), instance_id=named.id)
+
+    assert sorted(one.data_parallel_rank for one in named.requests) == [0, 0, 1, 1]
+    await world.open(instance_id=named.id, data_parallel_rank=0)
+    assert named.requests[-1].data_parallel_rank == 0
+
+
+async def test_named_rank_comes_before_that_of_the_session(world):
+    await world.route(1, facts={"data_parallel_size": 2}, router_session_affinity_ttl_secs=60.0)
+    await world.open(session_id="s", data_parallel_rank=0)
+    await world.open(session_id="s", data_parallel_rank=1)
+    await world.open(session_id="s")
+
+    assert [one.data_parallel_rank for one in world.workers[0].requests] == [0, 1, 1]
+
+
 async def test_worker_with_one_rank_gets_no_rank(world):
     await world.route(1)
 
