@@ -88,6 +88,11 @@ class KvRouter:
         return self.scheduler.preview(self._make_prompt(request, options)).worker.instance_id
 
     @property
+    def cards(self) -> Mapping[int, model_card.ModelCard]:
+        """Return the model cards of its workers, by instance id."""
+        return self._cards
+
+    @property
     def instance_ids(self) -> frozenset[int]:
         """Return the instances that are registered and have a model card."""
         return frozenset(self._client.instances.keys() & self._cards.keys())

@@ -383,6 +383,29 @@ async def test_prefill_workers_are_not_used_in_other_router_modes(rig, caplog):
     assert rig.one.requests[0].kv_transfer_params is None
 
 
+async def test_prefill_workers_are_used_after_an_update_of_the_weights(bare):
+    await bare.start(
+        routing=config.RoutingConfig(router_mode="kv"),
+        prefill=disagg_config.PrefillRoutingConfig(max_local_prefill_length=0),
+    )
+    models, workers = bare.frontend.models, []
+    for weights in ("old", "new"):
+        kind = model_card.WorkerType.DECODE
+        decode = await bare.worker(worker_type=kind, kv_cache_block_size=1, weights=weights)
+        workers.append((await prefill_worker(bare, weights=weights), decode))
+    await bare.until(lambda: len(models.prefill_workers) == 2)
+    for old in workers[0]:
+        await old.runtime.close()
+    await bare.until(lambda: len(models.prefill_workers) == 1)
+    await bare.until(lambda: not (models._changed_names or models._refreshing_names))
+    answer = await bare.chat()
+
+    prefill, decode = workers[1]
+    assert answer.status_code == 200
+    assert len(prefill.requests) == 1
+    assert [one.kv_transfer_params for one in decode.requests] == [PARAMS]
+
+
 async def test_prefill_worker_with_other_files_or_namespace_is_not_used(pools, caplog):
     there = instances.EndpointName("elsewhere", "prefill", "generate")
     await prefill_worker(pools, there)

@@ -89,12 +89,13 @@ class PrefillPools:
     ) -> tuple[instances.EndpointName | None, _CardsByInstance]:
         """Return the endpoint of the model's oldest prefill worker, and the cards of all workers at it."""
         endpoint, cards = None, {}
+        of_any_weights = msgspec.structs.replace(model.card, weights="")  # which the route compares
         for record in self._records.values():
             name = instances.EndpointName(record.namespace, record.component, record.endpoint)
             card = record.card_json
             if card.display_name != model.name or record.namespace != namespace:
                 continue
-            difference = card.find_difference(model.card)
+            difference = card.find_difference(of_any_weights)
             if difference is not None or name != (endpoint or name):
                 reason = "another endpoint" if difference is None else f"{difference} differs"
                 _logger.warning(
