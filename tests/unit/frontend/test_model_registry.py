@@ -199,6 +199,24 @@ async def test_router_takes_the_block_size_of_new_workers_when_the_old_ones_are_
     assert (await bare.chat()).status_code == 200
 
 
+async def test_model_is_as_the_oldest_worker_that_is_left_describes_it(rig):
+    def limits():
+        (model,) = rig.frontend.models.ready
+        return model.card.context_length, model.preparer.context_length
+
+    before, (route,) = limits(), rig.frontend.models.ready[0].replicas.values()
+    await rig.worker(context_length=before[0] * 2)
+    during = limits()
+    await rig.one.runtime.close()
+    await rig.until(lambda: limits() != before)
+
+    assert during == before
+    assert limits() == (before[0] * 2,) * 2
+    (left,) = rig.frontend.models.ready[0].replicas.values()
+    assert left.route is route.route
+    assert (await rig.chat()).status_code == 200
+
+
 @pytest.fixture
 def other_dir(model_dir, tmp_path):
     """A model of other files."""
