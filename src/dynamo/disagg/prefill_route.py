@@ -73,18 +73,30 @@ class PrefillRoute:
         self._prefill: kv_router.KvRouter | None = None
         self._hung = prefill_queue.HungWorkers(self._send_probe, self._is_prefill_worker, clock)
         self._decoders = decode_workers.DecodeWorkers()
+        self._limits: policy.LocalPrefillLimits | None = None  # of the oldest answering worker
         self.preview_instance = decode.preview_instance
         self._bind_open()
 
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
         """Set the model cards of the answering workers, by instance id."""
         self._decode.set_model_cards(cards)
+        self._update_limits(cards)
         former = self._decoders.unreachable
         self._decoders.set_cards(cards)
         if (current := self._decoders.unreachable) != former:
             pairs = [f"{i:x} from {p:x}" for i, ids in current.items() for p in sorted(ids)]
             _logger.info("decode workers that cannot copy: %s", ", ".join(pairs) or "none")
         self._bind_open()
+
+    def _update_limits(self, cards: Mapping[int, model_card.ModelCard]) -> None:
+        """Follow the limits of the oldest worker when it has been replaced by one with others."""
+        oldest = next(iter(cards.values()), None)
+        if oldest is None or not isinstance(self._policy, policy.LengthPolicy):
+            return
+        limits = self._settings.limits_for(oldest)
+        if self._limits not in (None, limits):  # the policy began with the first ones
+            self._policy.set_default(limits)
+        self._limits = limits
 
     def set_prefill_router(self, prefill: kv_router.KvRouter | None) -> None:
         """Set the router to the prefill workers, anew whenever these change; None if there are none."""

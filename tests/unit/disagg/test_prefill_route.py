@@ -74,9 +74,10 @@ class World:
         self.registry, self.clock = registries.Registry("x"), clocks.VirtualClock()
         self.decode, self.prefill = Router(DECODE, PLAIN), Router(PREFILL, OTHER_PREFILL)
         self.prefill.script = [PARAMS]
+        self.lengths = policy.LengthPolicy(policy.LocalPrefillLimits(max_local_prefill_length=8))
         self.made = prefill_route.PrefillRoute(
             self.decode,
-            policy.LengthPolicy(policy.LocalPrefillLimits(max_local_prefill_length=8)),
+            self.lengths,
             config.PrefillRoutingConfig(prefill_timeout_s=timeout_s, enforce_disagg=is_enforced),
             metrics.ModelPrefillRouteMetrics(metrics.PrefillRouteMetrics(self.registry), "M"),
             self.clock,
@@ -571,3 +572,21 @@ async def test_answer_restricted_to_workers_goes_to_no_other_decode_worker(world
     await world.open(allowed_instances={PLAIN}, is_restricted=True)
 
     assert all(options.allowed_instances == {PLAIN} for _, _, options in world.decode.asked)
+
+
+def with_limit(length):
+    runtime = model_card.ModelRuntimeConfig(runtime_data={kv_transfer.LOCAL_LENGTH_KEY: length})
+    return msgspec.structs.replace(card(model_card.WorkerType.DECODE), runtime_config=runtime)
+
+
+async def test_limit_is_that_of_the_workers_which_are_left_unless_discovery_has_one(world):
+    limits = []
+    for length, change in ((20, None), (9, None), (9, 5), (30, 5)):
+        world.made.set_model_cards({DECODE: with_limit(length)})
+        if change is not None:
+            world.lengths.change_limits(policy.LimitsChange(max_local_prefill_length=change))
+        limits.append(world.lengths.limits.max_local_prefill_length)
+    world.lengths.change_limits(policy.LimitsChange())
+    limits.append(world.lengths.limits.max_local_prefill_length)
+
+    assert limits == [20, 9, 5, 5, 30]
