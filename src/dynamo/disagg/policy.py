@@ -101,10 +101,15 @@ class LengthPolicy:
 
     def __init__(self, limits: LocalPrefillLimits) -> None:
         self._default = self.limits = limits
+        self._change = LimitsChange()
+
+    def set_default(self, limits: LocalPrefillLimits) -> None:
+        """Replace the limits of construction; a change of them stays."""
+        self._default, self.limits = limits, limits.with_change(self._change)
 
     def change_limits(self, change: LimitsChange) -> None:
-        """Set the limits to those of construction with this change."""
-        self.limits = self._default.with_change(change)
+        """Set the limits to the default ones with this change."""
+        self._change, self.limits = change, self._default.with_change(change)
 
     def may_be_remote(self, prompt_len: int, queue_size: int) -> bool:
         """Return whether the whole prompt is longer than the limit."""

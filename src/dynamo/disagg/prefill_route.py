@@ -12,7 +12,8 @@ once; then the answering worker computes the prompt.
 
 A decode worker that cannot copy from a prefill worker, because their link is slow or broken, has that on its model card
 (`prefill_workers`). No prompt goes to a prefill worker from which the decode worker that would answer now cannot copy,
-and its answer goes to no decode worker that cannot copy from there.
+and its answer goes to no decode worker that cannot copy from there. Likewise for workers with other weights, as there
+are while a model is updated: blocks are never taken from those.
 
 While a model has prefill workers, the limits of its local prefill are followed in discovery.
 """
@@ -27,7 +28,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.disagg import config, metrics, policy, prefill_queue
+from dynamo.disagg import config, decode_workers, metrics, policy, prefill_queue
 from dynamo.observability import metrics as registries
 from dynamo.protocols import generate, kv_transfer, model_card, model_errors
 from dynamo.router import explanation, kv_router, route, route_factory
@@ -71,36 +72,42 @@ class PrefillRoute:
         self._clock = clock
         self._prefill: kv_router.KvRouter | None = None
         self._hung = prefill_queue.HungWorkers(self._send_probe, self._is_prefill_worker, clock)
-        self._decoders: frozenset[int] = frozenset()  # workers that can copy from prefill workers
-        self._imports_choices = True  # all of them copy the blocks of several choices, too
-        self._unreachable: Mapping[int, frozenset[int]] = {}  # prefill workers, by decode worker
+        self._decoders = decode_workers.DecodeWorkers()
+        self._limits: policy.LocalPrefillLimits | None = None  # of the oldest answering worker
         self.preview_instance = decode.preview_instance
         self._bind_open()
 
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
         """Set the model cards of the answering workers, by instance id."""
         self._decode.set_model_cards(cards)
-        self._decoders = frozenset(i for i, card in cards.items() if _is_decode_worker(card))
-        self._imports_choices = all(_imports_choices(cards[i]) for i in self._decoders)
-        unreachable = {i: _unreachable_from(cards[i]) for i in self._decoders}
-        self._set_unreachable({i: ids for i, ids in unreachable.items() if ids})
+        self._update_limits(cards)
+        former = self._decoders.unreachable
+        self._decoders.set_cards(cards)
+        if (current := self._decoders.unreachable) != former:
+            pairs = [f"{i:x} from {p:x}" for i, ids in current.items() for p in sorted(ids)]
+            _logger.info("decode workers that cannot copy: %s", ", ".join(pairs) or "none")
         self._bind_open()
 
-    def _set_unreachable(self, unreachable: Mapping[int, frozenset[int]]) -> None:
-        if unreachable != self._unreachable:
-            pairs = [f"{i:x} from {p:x}" for i, ids in unreachable.items() for p in sorted(ids)]
-            _logger.info("decode workers that cannot copy: %s", ", ".join(pairs) or "none")
-        self._unreachable = unreachable
+    def _update_limits(self, cards: Mapping[int, model_card.ModelCard]) -> None:
+        """Follow the limits of the oldest worker when it has been replaced by one with others."""
+        oldest = next(iter(cards.values()), None)
+        if oldest is None or not isinstance(self._policy, policy.LengthPolicy):
+            return
+        limits = self._settings.limits_for(oldest)
+        if self._limits not in (None, limits):  # the policy began with the first ones
+            self._policy.set_default(limits)
+        self._limits = limits
 
     def set_prefill_router(self, prefill: kv_router.KvRouter | None) -> None:
-        """Set the router to the prefill workers; None if there are none."""
+        """Set the router to the prefill workers, anew whenever these change; None if there are none."""
         self._prefill = prefill
+        self._decoders.set_prefill_cards({} if prefill is None else prefill.cards)
         self._bind_open()
 
     def _bind_open(self) -> None:
         """Bind `open_stream` to what it has to do now, so that a request without prefill workers pays nothing."""
         self.open_stream: OpenRoute = self._decode.open_stream
-        if self._prefill is not None and self._decoders:
+        if self._prefill is not None and self._decoders.ids:
             self.open_stream = self._open
         elif self._settings.is_enforced:
             self.open_stream = _refuse
@@ -119,12 +126,17 @@ class PrefillRoute:
             )
             self._counters.local.inc()
             return await self._decode.open_stream(_with_local_prefill(request), receiver, options)
-        began_at = self._clock.now()
+        began_at, cards = self._clock.now(), prefill.cards
         tried: list[int] = []
         params = await self._prefill_in_time(prefill, request, options, tried)
         if params is not None:
             remaining = _shorten_timeout(options, self._clock.now() - began_at)
-            stream = await self._open_decode(request, params, tried[-1], receiver, remaining)
+            computed_by = tried[-1]
+            card = cards.get(computed_by) or prefill.cards.get(computed_by)  # it may have left
+            foreign = self._decoders.ids_without("" if card is None else card.weights)
+            stream = await self._open_decode(
+                request, params, computed_by, foreign, receiver, remaining
+            )
             if stream is not None:
                 self._counters.remote.inc()
                 return stream
@@ -147,9 +159,9 @@ class PrefillRoute:
             obstacle = (
                 "log probabilities of a prompt, and images, are computed by the answering worker"
             )
-        elif request.sampling_options.n > 1 and not self._imports_choices:
+        elif request.sampling_options.n > 1 and not self._decoders.imports_choices:
             obstacle = "the answering worker computes the prompt of several choices"
-        elif not self._can_import(options):
+        elif not self._decoders.can_answer(options.instance_id, options.allowed_instances):
             obstacle = "no worker that may answer can copy from a prefill worker"
         else:
             num_waiting = max(0, num_requests - 1)  # a prompt that is being computed does not wait
@@ -189,27 +201,37 @@ class PrefillRoute:
     ) -> frozenset[int] | None:
         """Return the prefill workers to choose among, None for all.
 
-        If the rules allow that, those that hang are left out, and those from which the worker that would answer now
-        cannot copy.
+        Those with other weights than the worker that would answer now are left out; and if the rules allow that, those
+        that hang, and those from which it cannot copy.
         """
         candidates = prefill.instances_with_lora(request.lora_name)
         present = prefill.instance_ids if candidates is None else candidates
-        usable = frozenset(self._hung.without(present)) - self._find_unreachable(request, options)
+        unreachable, foreign = self._find_obstacles(request, options)
+        if foreign:
+            candidates = present = present - foreign
+        usable = frozenset(self._hung.without(present)) - unreachable
         if len(usable) == len(present) or (self._settings.is_enforced and not usable):
             return candidates
         return usable
 
-    def _find_unreachable(
+    def _find_obstacles(
         self, request: generate.Request, options: route.RoutingOptions
-    ) -> frozenset[int]:
-        """Return the prefill workers from which the worker that would answer now cannot copy."""
-        if not self._unreachable or not self._can_import(options):
-            return frozenset()
-        decoders = self._accepted_decoders(request, options)
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the prefill workers that the worker that would answer now cannot copy from, and with other weights."""
+        workers = self._decoders
+        can_answer = workers.can_answer(options.instance_id, options.allowed_instances)
+        if not workers.has_obstacles or not can_answer:
+            return frozenset(), frozenset()
         answering = self._decode.preview_instance(
-            request, msgspec.structs.replace(options, allowed_instances=decoders)
+            request,
+            msgspec.structs.replace(options, allowed_instances=self._accepted(request, options)),
         )
-        return self._unreachable.get(answering, frozenset())
+        return workers.unreachable_from(answering), workers.foreign_to(answering)
+
+    def _accepted(self, request: generate.Request, options: route.RoutingOptions) -> frozenset[int]:
+        """Return the decode workers that may answer the request."""
+        is_restricted = options.is_restricted or request.lora_name is not None
+        return self._decoders.accepted(options.allowed_instances, is_restricted=is_restricted)
 
     def _is_prefill_worker(self, instance_id: int) -> bool:
         return self._prefill is not None and instance_id in self._prefill.instance_ids
@@ -222,23 +244,6 @@ class PrefillRoute:
     async def close(self) -> None:
         """Stop probing hung prefill workers."""
         await self._hung.close()
-
-    def _can_import(self, options: route.RoutingOptions) -> bool:
-        """Return whether a worker that the caller accepts can copy blocks from others."""
-        if options.instance_id is not None:
-            return options.instance_id in self._decoders
-        return options.allowed_instances is None or not self._decoders.isdisjoint(
-            options.allowed_instances
-        )
-
-    def _accepted_decoders(
-        self, request: generate.Request, options: route.RoutingOptions
-    ) -> frozenset[int]:
-        """Return the decode workers that may answer the request."""
-        accepted = self._decoders.intersection(options.allowed_instances or self._decoders)
-        if request.lora_name is None:  # for an adapter, only the accepted ones have it
-            accepted = accepted or self._decoders
-        return accepted
 
     async def _prefill_in_time(
         self,
@@ -332,13 +337,24 @@ class PrefillRoute:
         request: generate.Request,
         params: kv_transfer.KvTransferParams,
         prefill_id: int,
+        foreign: frozenset[int],
         receiver: requests.Receiver,
         options: route.RoutingOptions,
     ) -> requests.Stream | None:
-        """Begin the answer; None if that took so long that the lease may have expired."""
-        candidates = self._accepted_decoders(request, options)
-        if self._unreachable and options.instance_id is None:
-            cut_off = {i for i, ids in self._unreachable.items() if prefill_id in ids}
+        """Begin the answer, at none of the `foreign` workers, which have other weights than the prefill worker.
+
+        None if that took so long that the lease may have expired, or if no other worker is left.
+        """
+        workers = self._decoders
+        candidates = self._accepted(request, options) - foreign
+        if not candidates or options.instance_id in foreign:
+            error = errors.WorkerLost(
+                "no decode worker with the weights of its prefill worker is left"
+            )
+            self._fall_back(request, error)
+            return None
+        if options.instance_id is None:
+            cut_off = {i for i in workers.ids if prefill_id in workers.unreachable_from(i)}
             candidates = candidates - cut_off or candidates
         try:
             async with self._clock.timeout(DELIVERY_S):
@@ -428,24 +444,6 @@ class PrefillRouteFactory:
         return self._lengths.setdefault(
             card.display_name, policy.LengthPolicy(self._options.limits_for(card))
         )
-
-
-def _unreachable_from(card: model_card.ModelCard) -> frozenset[int]:
-    """Return the prefill workers from which a worker cannot copy; what another version wrote there is ignored."""
-    ids = card.runtime_config.runtime_data.get(kv_transfer.UNREACHABLE_KEY)
-    return frozenset(i for i in ids if isinstance(i, int)) if isinstance(ids, list) else frozenset()
-
-
-def _imports_choices(card: model_card.ModelCard) -> bool:
-    return card.runtime_config.runtime_data.get(kv_transfer.CHOICES_KEY) is not False
-
-
-def _is_decode_worker(card: model_card.ModelCard) -> bool:
-    """Return whether a worker copies blocks from prefill workers: by its role, or because it has none and can."""
-    return (
-        card.worker_type is model_card.WorkerType.DECODE
-        or card.runtime_config.runtime_data.get(kv_transfer.IMPORTS_KEY) is True
-    )
 
 
 async def _request_prefill(

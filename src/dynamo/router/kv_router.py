@@ -63,7 +63,7 @@ class KvRouter:
     ) -> requests.Stream:
         key = self.scheduler.start_request(request.prompt_len)
         usable = self._client.usable(options.allowed_instances)
-        prompt = self.scheduler.make_prompt(request, options.instance_id, usable)
+        prompt = self._prompt_of(request, options, usable)
         failed_instances: set[int] = set()
         while True:
             prompt = self._restrict(prompt, usable)
@@ -86,6 +86,11 @@ class KvRouter:
         self, request: generate.Request, options: route.RoutingOptions = route.DEFAULT_OPTIONS
     ) -> int:
         return self.scheduler.preview(self._make_prompt(request, options)).worker.instance_id
+
+    @property
+    def cards(self) -> Mapping[int, model_card.ModelCard]:
+        """Return the model cards of its workers, by instance id."""
+        return self._cards
 
     @property
     def instance_ids(self) -> frozenset[int]:
@@ -111,8 +116,14 @@ class KvRouter:
     def _make_prompt(self, request: generate.Request, options: route.RoutingOptions) -> api.Prompt:
         """Return the prompt with the instances that it may go to now. Raises NoWorkers if there are none."""
         usable = self._client.usable(options.allowed_instances)
-        prompt = self.scheduler.make_prompt(request, options.instance_id, usable)
-        return self._restrict(prompt, usable)
+        return self._restrict(self._prompt_of(request, options, usable), usable)
+
+    def _prompt_of(
+        self, request: generate.Request, options: route.RoutingOptions, usable: Sequence[int]
+    ) -> api.Prompt:
+        return self.scheduler.make_prompt(
+            request, options.instance_id, usable, is_restricted=options.is_restricted
+        )
 
     def _restrict(self, prompt: api.Prompt, usable: Sequence[int]) -> api.Prompt:
         """Limit the prompt to the usable instances, unless these are all. Raises NoWorkers if there are none."""

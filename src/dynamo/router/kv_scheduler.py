@@ -107,9 +107,17 @@ class KvScheduler:
         return f"{self._counts.router_id}-{number}"
 
     def make_prompt(
-        self, request: generate.Request, instance_id: int | None, usable: Sequence[int]
+        self,
+        request: generate.Request,
+        instance_id: int | None,
+        usable: Sequence[int],
+        *,
+        is_restricted: bool = False,
     ) -> Prompt:
-        """Hash the prompt's blocks, and pin it to the instance that its caller names, or to its session's worker."""
+        """Hash the prompt's blocks, and pin it to the instance that its caller names, or to its session's worker.
+
+        `is_restricted`: no instance but those that its caller allows can ever serve it.
+        """
         began_at = self._clock.now()
         local_hashes = blocks.local_hashes(request.hashed_ids, self.block_size, request.hash_seed)
         locally_hashed_at = self._clock.now()
@@ -117,23 +125,41 @@ class KvScheduler:
         self._counts.observe_hashing(
             locally_hashed_at - began_at, self._clock.now() - locally_hashed_at
         )
-        pinned: api.Worker | None = None
-        if instance_id is not None:
-            pinned = api.Worker(instance_id, request.data_parallel_rank or 0)
-        elif self._sessions is not None and request.session_id is not None:
-            live_ids = frozenset(usable)
-            live_workers = [w for w in self.selector.active.loads if w.instance_id in live_ids]
-            pinned = self._sessions.find_worker(request.session_id, live_workers, self._clock.now())
-        return Prompt(
+        prompt = Prompt(
             num_tokens=request.prompt_len,
             block_size=self.block_size,
             sequence_hashes=sequence_hashes,
             priority=request.priority,
-            pinned=pinned,
-            is_restricted=request.lora_name is not None,
+            is_restricted=is_restricted or request.lora_name is not None,
             dp_rank=request.data_parallel_rank,
             is_prefilled=kv_transfer.is_prefilled(request.kv_transfer_params),
         )
+        pinned = self._find_pinned(request, prompt, instance_id, usable)
+        return prompt if pinned is None else dataclasses.replace(prompt, pinned=pinned)
+
+    def _find_pinned(
+        self,
+        request: generate.Request,
+        prompt: Prompt,
+        instance_id: int | None,
+        usable: Sequence[int],
+    ) -> api.Worker | None:
+        """Return the only worker that a request may go to, None if the policy may choose."""
+        workers, rank = self.selector.active.loads, request.data_parallel_rank
+        if instance_id is not None:
+            num_ranks = sum(worker.instance_id == instance_id for worker in workers)
+            if rank is None and num_ranks > 1:
+                return self.selector.choose_rank(prompt, instance_id, self._clock.now())
+            return api.Worker(instance_id, rank or 0)
+        if self._sessions is None or request.session_id is None:
+            return None
+        live_ids = frozenset(usable)
+        live_workers = [
+            worker
+            for worker in workers
+            if worker.instance_id in live_ids and rank in (None, worker.dp_rank)
+        ]
+        return self._sessions.find_worker(request.session_id, live_workers, self._clock.now())
 
     async def select(
         self, key: str, prompt: Prompt, add_callback: route.AddDisconnectCallback | None

@@ -30,6 +30,7 @@ No clock, no loop, no I/O: frontend, standalone router and simulator run the sam
 """  # decider
 
 import bisect
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +46,7 @@ AGING = 2.0
 _DEFAULT_DEADLINE_S = 10.0
 _LOOKAHEAD = 32  # queued requests that one `admit` plans for: keeps it short under overload
 _NO_BLOCKS: Mapping[api.Worker, int] = {}
+_RANK_POLICY = policies.EstimatedTtft()  # among the ranks of one instance, whatever the policy is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +188,11 @@ class Selector:
         """Return the decision without a queue and without counting the request. Raises as `select`."""
         self._check(prompt)
         return self._choose(prompt, self._candidates(prompt), now)
+
+    def choose_rank(self, prompt: Prompt, instance_id: int, now: float) -> api.Worker:
+        """Return the rank for a prompt that is for an instance with several, and for none of them by name."""
+        allowed = dataclasses.replace(prompt, allowed_instances=frozenset((instance_id,)))
+        return _RANK_POLICY.select_worker(allowed, self._candidates(allowed), now).worker
 
     def explain(self, prompt: Prompt, now: float) -> explanation.RoutingExplanation:
         """Explain the decision that `select` would make now, without making it."""

@@ -82,6 +82,7 @@ class RouterService:
         self._client = runtime.client(target)
         self._cards: dict[int, model_card.ModelCard] = {}
         self._router: kv_router.KvRouter | None = None
+        self._block_size = 0  # of the oldest worker, for which the router was made
         self._tasks = tasks.Tasks()
 
     async def start(self) -> None:
@@ -130,8 +131,14 @@ class RouterService:
             self._cards.pop(instance_id, None)
         else:
             self._cards[instance_id] = card
-            if self._router is None:
-                self._router = self._factory.make_kv_router(self._client, card)
+        oldest = next(iter(self._cards.values()), None)
+        if oldest is not None and (
+            self._router is None or oldest.kv_cache_block_size != self._block_size
+        ):
+            if self._router is not None:  # two would show, and remove, the load of one worker
+                self._router.set_model_cards({})
+            self._block_size = oldest.kv_cache_block_size
+            self._router = self._factory.make_kv_router(self._client, oldest)
         if self._router is not None:
             self._router.set_model_cards(self._cards)
 

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -33,6 +33,7 @@ from dynamo.worker import health, host, settings, startup
 
 Role = Literal["prefill", "decode"]
 MakeHost = Callable[[api.Engine, component.DistributedRuntime, Role], host.Host]
+CachedBlocks = Callable[[], Iterable[tuple[int, Sequence[kv_events.KvEvent]]]]
 _ROLE_BY_SIGNAL: dict[signal.Signals, Role] = {signal.SIGUSR1: "prefill", signal.SIGUSR2: "decode"}
 _logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class KeptEngine:
         self._sink: _PresentSink | None = None
         self._facts: api.EngineFacts | None = None
         self._is_ending = False
+        self.cached_blocks: CachedBlocks = lambda: ()  # as the host before has published them
         self.capabilities = engine.capabilities
         self.submit, self.abort, self.abort_choice = (
             engine.submit,
@@ -78,6 +80,8 @@ class KeptEngine:
         if self._sink.death is not None:  # no host heard of it
             raise self._sink.death
         self._sink.present = sink
+        for dp_rank, stored in self.cached_blocks():  # whatever stands in front learns them, too
+            sink.kv_events(stored, dp_rank)
         store = self.capabilities.lora_adapters
         names = self._facts.lora_names if store is None else store.lora_names
         return dataclasses.replace(self._facts, lora_names=names)
@@ -181,10 +185,8 @@ class RoleHost:
             if stop.is_set():
                 return
             self._role = "decode" if self._role == "prefill" else "prefill"
-            former = self._host
+            self._engine.cached_blocks = self._host.cached_blocks
             self._open_host()
-            for dp_rank, stored in former.cached_blocks():
-                self._host.kv_events(stored, dp_rank)
             await self._host.start()
             _logger.info("became a %s worker in %.2f s", self._role, self._clock.now() - began_at)
             self._change.set_result(None)

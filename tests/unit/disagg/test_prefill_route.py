@@ -34,7 +34,7 @@ class Router:
         self.num_new, self.script = 1000, []
         self.asked, self.streams = [], []
         self.with_adapter = frozenset()
-        self.previewed = DECODE
+        self.previewed, self.cards = DECODE, {}
 
     def set_model_cards(self, cards):
         self.cards = cards
@@ -74,9 +74,10 @@ class World:
         self.registry, self.clock = registries.Registry("x"), clocks.VirtualClock()
         self.decode, self.prefill = Router(DECODE, PLAIN), Router(PREFILL, OTHER_PREFILL)
         self.prefill.script = [PARAMS]
+        self.lengths = policy.LengthPolicy(policy.LocalPrefillLimits(max_local_prefill_length=8))
         self.made = prefill_route.PrefillRoute(
             self.decode,
-            policy.LengthPolicy(policy.LocalPrefillLimits(max_local_prefill_length=8)),
+            self.lengths,
             config.PrefillRoutingConfig(prefill_timeout_s=timeout_s, enforce_disagg=is_enforced),
             metrics.ModelPrefillRouteMetrics(metrics.PrefillRouteMetrics(self.registry), "M"),
             self.clock,
@@ -498,3 +499,94 @@ async def test_reachability_in_another_form_is_ignored(world):
     await world.open()
 
     assert world.prefill.asked[0][0] == PREFILL
+
+
+def with_weights(name, kind=model_card.WorkerType.DECODE):
+    return msgspec.structs.replace(card(kind), weights=name)
+
+
+@pytest.fixture
+def updated(world):
+    """While the model is updated: a prefill and a decode worker with the old weights, and each one with new ones."""
+    old, new = (with_weights(name, model_card.WorkerType.PREFILL) for name in ("old", "new"))
+    world.prefill.set_model_cards({PREFILL: old, OTHER_PREFILL: new})
+    world.made.set_model_cards({DECODE: with_weights("old"), OTHER_DECODE: with_weights("new")})
+    world.made.set_prefill_router(world.prefill)
+    return world
+
+
+@pytest.mark.parametrize(
+    ("answering", "computed_by"), [(DECODE, PREFILL), (OTHER_DECODE, OTHER_PREFILL)]
+)
+async def test_prompt_is_computed_and_answered_with_the_same_weights(
+    updated, answering, computed_by
+):
+    updated.decode.previewed = answering
+    await updated.open()
+
+    assert [asked for asked, _, _ in updated.prefill.asked] == [computed_by]
+    assert updated.decode.asked[-1][2].allowed_instances == {answering}
+
+
+async def test_prompt_is_local_where_no_prefill_worker_has_the_weights():
+    for is_enforced in (False, True):
+        world = World(is_enforced=is_enforced)
+        old = with_weights("old", model_card.WorkerType.PREFILL)
+        world.prefill.set_model_cards({PREFILL: old, OTHER_PREFILL: old})
+        world.made.set_model_cards({DECODE: with_weights("new")})
+        world.made.set_prefill_router(world.prefill)
+        if is_enforced:
+            with pytest.raises(errors.NoWorkers, match="no prefill worker"):
+                await world.open()
+        else:
+            await world.open()
+            assert world.answered == (DECODE, kv_transfer.COMPUTE_LOCALLY)
+        assert not world.prefill.asked
+
+
+async def test_prompt_whose_decode_workers_left_meanwhile_is_computed_with_the_weights_left(
+    updated,
+):
+    async def lose_the_old_workers(options):
+        new = with_weights("new", model_card.WorkerType.PREFILL)
+        updated.prefill.set_model_cards({OTHER_PREFILL: new})
+        updated.made.set_model_cards({OTHER_DECODE: with_weights("new")})
+        updated.made.set_prefill_router(updated.prefill)
+        return PARAMS
+
+    updated.prefill.script = [lose_the_old_workers]
+    await updated.open()
+
+    assert [asked for asked, _, _ in updated.prefill.asked] == [PREFILL]
+    assert updated.answered[1] == kv_transfer.COMPUTE_LOCALLY
+
+
+async def test_answer_restricted_to_workers_goes_to_no_other_decode_worker(world):
+    world.made.set_model_cards({i: card(model_card.WorkerType.DECODE) for i in (DECODE, PLAIN)})
+
+    async def lose_the_only_worker(options):
+        world.made.set_model_cards({DECODE: card(model_card.WorkerType.DECODE)})
+        return PARAMS
+
+    world.prefill.script = [lose_the_only_worker]
+    await world.open(allowed_instances={PLAIN}, is_restricted=True)
+
+    assert all(options.allowed_instances == {PLAIN} for _, _, options in world.decode.asked)
+
+
+def with_limit(length):
+    runtime = model_card.ModelRuntimeConfig(runtime_data={kv_transfer.LOCAL_LENGTH_KEY: length})
+    return msgspec.structs.replace(card(model_card.WorkerType.DECODE), runtime_config=runtime)
+
+
+async def test_limit_is_that_of_the_workers_which_are_left_unless_discovery_has_one(world):
+    limits = []
+    for length, change in ((20, None), (9, None), (9, 5), (30, 5)):
+        world.made.set_model_cards({DECODE: with_limit(length)})
+        if change is not None:
+            world.lengths.change_limits(policy.LimitsChange(max_local_prefill_length=change))
+        limits.append(world.lengths.limits.max_local_prefill_length)
+    world.lengths.change_limits(policy.LimitsChange())
+    limits.append(world.lengths.limits.max_local_prefill_length)
+
+    assert limits == [20, 9, 5, 5, 30]

@@ -199,6 +199,24 @@ async def test_router_takes_the_block_size_of_new_workers_when_the_old_ones_are_
     assert (await bare.chat()).status_code == 200
 
 
+async def test_model_is_as_the_oldest_worker_that_is_left_describes_it(rig):
+    def limits():
+        (model,) = rig.frontend.models.ready
+        return model.card.context_length, model.preparer.context_length
+
+    before, (route,) = limits(), rig.frontend.models.ready[0].replicas.values()
+    await rig.worker(context_length=before[0] * 2)
+    during = limits()
+    await rig.one.runtime.close()
+    await rig.until(lambda: limits() != before)
+
+    assert during == before
+    assert limits() == (before[0] * 2,) * 2
+    (left,) = rig.frontend.models.ready[0].replicas.values()
+    assert left.route is route.route
+    assert (await rig.chat()).status_code == 200
+
+
 @pytest.fixture
 def other_dir(model_dir, tmp_path):
     """A model of other files."""
@@ -381,6 +399,29 @@ async def test_prefill_workers_are_not_used_in_other_router_modes(rig, caplog):
 
     assert not worker.requests
     assert rig.one.requests[0].kv_transfer_params is None
+
+
+async def test_prefill_workers_are_used_after_an_update_of_the_weights(bare):
+    await bare.start(
+        routing=config.RoutingConfig(router_mode="kv"),
+        prefill=disagg_config.PrefillRoutingConfig(max_local_prefill_length=0),
+    )
+    models, workers = bare.frontend.models, []
+    for weights in ("old", "new"):
+        kind = model_card.WorkerType.DECODE
+        decode = await bare.worker(worker_type=kind, kv_cache_block_size=1, weights=weights)
+        workers.append((await prefill_worker(bare, weights=weights), decode))
+    await bare.until(lambda: len(models.prefill_workers) == 2)
+    for old in workers[0]:
+        await old.runtime.close()
+    await bare.until(lambda: len(models.prefill_workers) == 1)
+    await bare.until(lambda: not (models._changed_names or models._refreshing_names))
+    answer = await bare.chat()
+
+    prefill, decode = workers[1]
+    assert answer.status_code == 200
+    assert len(prefill.requests) == 1
+    assert [one.kv_transfer_params for one in decode.requests] == [PARAMS]
 
 
 async def test_prefill_worker_with_other_files_or_namespace_is_not_used(pools, caplog):

@@ -241,6 +241,28 @@ async def test_named_rank_is_used_and_an_unknown_one_refused(world):
         await world.open(data_parallel_rank=2)
 
 
+@pytest.mark.parametrize("mode", ["kv", "direct"])
+async def test_requests_for_a_named_worker_are_spread_over_its_ranks(world, mode):
+    await world.route(2, facts={"data_parallel_size": 2}, router_mode=mode)
+    named = world.workers[0]
+
+    for number in range(4):
+        await world.open(*range(number * 1000, number * 1000 + 100), instance_id=named.id)
+
+    assert sorted(one.data_parallel_rank for one in named.requests) == [0, 0, 1, 1]
+    await world.open(instance_id=named.id, data_parallel_rank=0)
+    assert named.requests[-1].data_parallel_rank == 0
+
+
+async def test_named_rank_comes_before_that_of_the_session(world):
+    await world.route(1, facts={"data_parallel_size": 2}, router_session_affinity_ttl_secs=60.0)
+    await world.open(session_id="s", data_parallel_rank=0)
+    await world.open(session_id="s", data_parallel_rank=1)
+    await world.open(session_id="s")
+
+    assert [one.data_parallel_rank for one in world.workers[0].requests] == [0, 1, 1]
+
+
 async def test_worker_with_one_rank_gets_no_rank(world):
     await world.route(1)
 
@@ -431,19 +453,26 @@ def prompt_of(world, lora_name):
     return world.made._make_prompt(request(*LONG, lora_name=lora_name), route.DEFAULT_OPTIONS)
 
 
-async def test_queued_request_is_refused_when_the_last_worker_of_its_adapter_is_lost(world):
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [({"lora_name": "poet"}, {}), ({}, {"is_restricted": True})],
+    ids=["of an adapter", "that goes on with the weights with which it began"],
+)
+async def test_queued_request_is_refused_when_the_last_worker_that_can_serve_it_is_lost(
+    world, fields, options
+):
     full = {"max_num_batched_tokens": 100}
     await world.route(2, full, router_queue_threshold=1.0, router_queue_timeout_secs=30.0)
     for turn in range(2):
         await world.open(*range(turn * 1000, turn * 1000 + 400))
-    poet, other = world.workers
-    terms = route.RoutingOptions(allowed_instances={poet.id})
+    able, other = world.workers
+    terms = route.RoutingOptions(allowed_instances={able.id}, **options)
     waiting = asyncio.ensure_future(
-        world.made.open_stream(request(*LONG, lora_name="poet"), Receiver(), terms)
+        world.made.open_stream(request(*LONG, **fields), Receiver(), terms)
     )
     await world.until(lambda: world.made.scheduler.selector.num_waiting == 1)
     num_before = len(other.calls)
-    await poet.runtime.close()
+    await able.runtime.close()
     for number in range(num_before):
         other.answer(number)
         other.finish(number)

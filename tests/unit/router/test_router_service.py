@@ -102,6 +102,24 @@ async def test_best_worker_for_what_is_no_token_is_refused(served, token_ids):
         await served.ask("best_worker_id", {"token_ids": token_ids}, msgspec.Raw)
 
 
+async def test_router_takes_the_block_size_of_the_workers_that_are_left(served):
+    newer = await served.runtime()
+    facts = msgspec.structs.replace(card(), kv_cache_block_size=8)
+    await newer.register(NAME, served.workers[0].take, facts.record_for)
+    await served.until(lambda: len(served.service._cards) == 3)
+    former = served.service._router
+    sizes = [former.scheduler.block_size]
+    for older in served.workers:
+        await older.runtime.close()
+    await served.until(lambda: len(served.service._cards) == 1)
+    sizes.append(served.service._router.scheduler.block_size)
+    await served.until(lambda: served.service._router.instance_ids)
+
+    assert sizes == [4, 8]
+    assert not former.instance_ids
+    assert (await served.best(range(100))).worker_id == newer.instance_id
+
+
 async def test_generate_forwards_request_and_response(served):
     client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
     await client.wait_for_instances(PATIENT_S)

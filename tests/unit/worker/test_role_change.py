@@ -169,6 +169,19 @@ async def test_blocks_stay_cached_and_the_new_role_publishes_them(world):
     assert published_blocks(world) == before
 
 
+async def test_decode_worker_knows_the_prompts_that_it_computed_in_its_former_role(world):
+    tokens = blocks.pack(range(40))
+    await world.host.change("prefill")
+    world.engine.submit(
+        generate.Request(id="r", model="m", token_ids=tokens, stop_conditions=ONE_TOKEN)
+    )
+    await until(lambda: published_blocks(world))
+    await world.host.change("decode")
+
+    assert world.host._host._engine._cached.count_tokens(tokens, 16) == 32
+    assert len(published_blocks(world)) == 2
+
+
 @pytest.mark.parametrize(
     ("fields", "engine_can", "can"),
     [

@@ -84,6 +84,10 @@ class RegisteredModel:
         adapter_names = () if base is None else (card.display_name,)
         self.fingerprint = sse.fingerprint(card, *adapter_names)
 
+    def is_described_by(self, card: model_card.ModelCard) -> bool:
+        """Return whether requests are checked and prepared by this card as by the one that the model was loaded by."""
+        return _facts_of(card) == _facts_of(self.card)
+
     def make_adapter(self, name: str) -> "RegisteredModel":
         """Return a LoRA adapter of this model, without instances."""
         card = msgspec.structs.replace(self.card, display_name=name, lora_names=())
@@ -238,6 +242,16 @@ class RegisteredModel:
         if instance_id is not None:
             raise errors.NoWorkers(f"no instance {instance_id:x} serves the model {self.name!r}")
         raise errors.NoWorkers(f"the model {self.name!r} has no worker now: try again shortly")
+
+
+def _facts_of(card: model_card.ModelCard) -> tuple[object, ...]:
+    """Return what a card says of requests; the sizes of an engine may differ between workers."""
+    sizes = {"total_kv_blocks": 0, "max_num_seqs": 0, "max_num_batched_tokens": 0}
+    engine = msgspec.structs.replace(
+        card.runtime_config, **sizes, data_parallel_size=1, runtime_data={}
+    )
+    kinds = card.model_type, card.embedding
+    return card.context_length, card.migration_limit, card.user_data, engine, *kinds
 
 
 def list_adapters(

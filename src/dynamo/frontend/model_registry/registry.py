@@ -89,12 +89,13 @@ class PrefillPools:
     ) -> tuple[instances.EndpointName | None, _CardsByInstance]:
         """Return the endpoint of the model's oldest prefill worker, and the cards of all workers at it."""
         endpoint, cards = None, {}
+        of_any_weights = msgspec.structs.replace(model.card, weights="")  # which the route compares
         for record in self._records.values():
             name = instances.EndpointName(record.namespace, record.component, record.endpoint)
             card = record.card_json
             if card.display_name != model.name or record.namespace != namespace:
                 continue
-            difference = card.find_difference(model.card)
+            difference = card.find_difference(of_any_weights)
             if difference is not None or name != (endpoint or name):
                 reason = "another endpoint" if difference is None else f"{difference} differs"
                 _logger.warning(
@@ -321,11 +322,14 @@ class ModelRegistry:
         """Make the model of this name agree with the records."""
         records = self._records_of(name)
         model = self._models.get(name)
-        is_loaded = model is not None and model.is_loaded
-        is_current = any(model and _has_same_files(each.card_json, model.card) for each in records)
-        if records and not (is_loaded and is_current):
+        loaded = model if model is not None and model.is_loaded else None
+        current = [r for r in records if loaded and _has_same_files(r.card_json, loaded.card)]
+        if records and not (loaded and current and loaded.is_described_by(current[0].card_json)):
             async with self._may_load:
-                model = await self._load(records)
+                model = await self._load(current or records)
+            if loaded and current:  # the rest stays as it is
+                model.replicas = loaded.replicas
+                model = model if model.is_loaded else loaded
             records = self._records_of(name)  # they may have changed meanwhile
         if not records or model is None:
             lost = self._models.pop(name, None)
@@ -342,9 +346,7 @@ class ModelRegistry:
         self._update_metrics(model)
 
     def _records_of(self, name: str) -> list[model_card.CardRecord]:
-        return [
-            record for record in self._records.values() if record.card_json.display_name == name
-        ]
+        return [each for each in self._records.values() if each.card_json.display_name == name]
 
     def _refresh_adapters(self, unloaded_names: Collection[str]) -> None:
         """Make the LoRA adapters agree with the cards of the base models, the model of the oldest card first."""
