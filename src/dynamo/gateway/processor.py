@@ -31,7 +31,8 @@ _APIS: dict[str, rewriting.RequestApi] = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
     "/api/chat": "ollama",
-    "/api/generate": "ollama",
+    "/api/generate": "ollama_generate",
+    "/v1/completions": "completions",
 }
 _STREAMED, _FULL_DUPLEX = 1, 4
 _UNUSABLE_MODES = {0: "NONE", 1: "STREAMED", 3: "BUFFERED_PARTIAL"}  # no whole body comes
@@ -203,7 +204,7 @@ class StreamProcessor:
         try:
             if api == "chat":
                 await self._routing.recall(body, headers, tenant)
-            classifiers = await self._routing.ask_encoders(body)
+            classifiers = await self._routing.ask_encoders(body, api)
             outcome = await exchange.decode_apart(
                 body,
                 lambda data: self._routing.route(data, headers, tenant, None, classifiers, api=api),

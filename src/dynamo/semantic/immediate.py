@@ -127,7 +127,7 @@ def refuse(
     if api == "messages":
         kind = "api_error" if status >= 500 else _ANTHROPIC_KINDS.get(status, kind)
         body = {"type": "error", "error": {"type": kind, "message": message}}
-    elif api in ("ollama", "kserve"):
+    elif api in ("ollama", "ollama_generate", "kserve"):
         body = {"error": message}
     return ImmediateAnswer(
         status=status, content_type=_JSON, body=_encode(body), headers=list(headers)

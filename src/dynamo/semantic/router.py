@@ -112,7 +112,7 @@ class SemanticRouter:
         completions are cached, and each has its own field for reasoning.
         """
         classifiers = classifiers or self._classifiers
-        view = request_view.RequestView(body)
+        view = request_view.RequestView(body, api)
         if not view.model:
             raise errors.InvalidRequest(
                 f'"model": expected the name of a model, or "{self.settings.auto_model_name}" to have one chosen',

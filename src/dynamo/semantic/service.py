@@ -267,13 +267,15 @@ class RoutingService:
             number = max(number, await self._milvus.invalidate(tenant))
         return number
 
-    async def ask_encoders(self, body: bytes) -> guards.RequestClassifiers | None:
+    async def ask_encoders(
+        self, body: bytes, api: rewriting.RequestApi = "chat"
+    ) -> guards.RequestClassifiers | None:
         """Return the classifiers for a request, once the encoders have read its texts; None: the shipped ones."""
         if not self.router.loaded.uses_encoders:
             return None
         try:
             inputs = await exchange.decode_apart(
-                body, lambda data: self.router.list_inputs(request_view.RequestView(data))
+                body, lambda data: self.router.list_inputs(request_view.RequestView(data, api))
             )
         except errors.InvalidRequest:
             return None  # `route` refuses the request

@@ -10,7 +10,7 @@ from dynamo.gateway import processor
 from dynamo.observability import metrics
 from dynamo.semantic import service
 from dynamo.testing import clock
-from semantic_configs import ATTACK, COMPLETION, CONFIG, SUM, chat
+from semantic_configs import ATTACK, CARD, COMPLETION, CONFIG, SUM, chat
 
 DUPLEX = messages.ProtocolConfiguration(request_body_mode=4, response_body_mode=4)
 
@@ -120,6 +120,9 @@ async def test_attack_is_answered_at_once(stream, protocol):
         ("/api/chat", chat(ATTACK), 403),
         ("/api/generate", chat(ATTACK), 403),
         ("/invocations", chat(ATTACK), 403),
+        ("/v1/completions", chat("hello", prompt=f"{SUM} {CARD}"), 403),
+        ("/api/generate", chat("hello", prompt=f"{SUM} {CARD}"), 403),
+        ("/v1/responses", chat("hello", input=f"{SUM} {CARD}"), 403),
         ("/v2/models/m/infer", b'{"inputs": []}', 403),
         ("/v1/batches", b'{"input_file_id": "file-1"}', 403),
         ("/v2/models/m/versions/1/generate_stream", b'{"text_input": "hello"}', 403),

@@ -195,12 +195,41 @@ ESCAPED_CALL = {"function": {"name": "f", "arguments": f'{{"a": "{ESCAPES}"}}'}}
         {"messages": [{"role": "user", "content": [{"type": "text", "text": sign} for sign in ATTACK]}]},
         {"messages": [HARMLESS], "system": [{"type": "text", "text": sign} for sign in ATTACK]},
         {"input": [{"type": "reasoning", "summary": [{"text": ATTACK}]}, HARMLESS]},
+        {"messages": [HARMLESS, {"role": "tool", "tool_name": ATTACK, "content": "1"}]},
+        {"messages": [HARMLESS, {"role": "assistant", "tool_plan": ATTACK}]},
+        {"messages": [{**HARMLESS, "note": ATTACK}], "chat_template": "{{ messages[0].note }}"},
     ],
 )  # fmt: skip
 def test_attack_is_found_wherever_a_model_would_see_it(fields):
     body = msgspec.json.encode({"model": "general", **fields})
 
     assert make_router().route(body, {}).explanation.path == "blocked"
+
+
+@pytest.mark.parametrize(
+    ("api", "field", "others"),
+    [
+        ("completions", "prompt", {"messages": [HARMLESS]}),
+        ("ollama_generate", "prompt", {"messages": [HARMLESS]}),
+        ("responses", "input", {"messages": None}),
+        ("responses", "input", {"messages": [HARMLESS], "prompt": "hello"}),
+        ("other", "prompt", {"messages": None, "input": "hello"}),
+    ],
+)
+def test_fields_that_a_server_passes_over_do_not_choose_the_decision(api, field, others):
+    fields = {"model": "auto", **others, field: f"{SUM} my card is {CARD}"}
+
+    outcome = make_router().route(msgspec.json.encode(fields), {}, api=api)
+
+    assert outcome.explanation.decision == "sums_decision"
+    assert outcome.explanation.path == "blocked"
+
+
+@pytest.mark.parametrize("field", ["system", "instructions"])
+def test_field_of_another_api_does_not_take_the_system_prompt(field):
+    outcome = make_router().route(chat(SUM, **{field: ""}), {})
+
+    assert fields_of(outcome)["messages"][0] == {"role": "system", "content": "You calculate."}
 
 
 def test_ids_of_servers_are_no_text():
