@@ -397,10 +397,15 @@ class RoutingService:
         if recorder is None:
             self._record_end(outcome, None, None)
         else:
-            self._record_end(outcome, recorder.body(), recorder.usage)
+            self._record_end(outcome, recorder.body(), recorder.usage, is_stream=True)
 
     def _record_end(
-        self, outcome: routing_outcome.RoutedRequest, body: bytes | None, usage: Any
+        self,
+        outcome: routing_outcome.RoutedRequest,
+        body: bytes | None,
+        usage: Any,
+        *,
+        is_stream: bool = False,
     ) -> None:
         model, ended_at = self._label_of(outcome.explanation.model), self._clock.now()
         self.metrics.record_end(model, ended_at - outcome.routed_at)
@@ -416,7 +421,7 @@ class RoutingService:
         except (KeyError, TypeError, ValueError):
             _logger.debug("an answer without usage")
             return
-        if num_written > 1 and outcome.begun_at is not None:
+        if is_stream and num_written > 1 and outcome.begun_at is not None:
             seconds = (ended_at - outcome.begun_at) / (num_written - 1)
             self.metrics.record_token_time(model, seconds)
         entry = self.router.settings.model_config.get(outcome.explanation.model)

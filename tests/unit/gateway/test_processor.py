@@ -251,6 +251,41 @@ async def test_response_gets_headers_and_event_streams_are_not_buffered(stream):
     assert reply.mode_override.response_body_mode == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "content_type", "mode"),
+    [
+        ("/api/chat", "application/x-ndjson", 1),
+        ("/api/pull", "application/x-ndjson", 1),
+        ("/events", "text/event-stream", 1),
+        ("/v1/chat/completions", "application/json", 0),
+    ],
+)
+async def test_streams_of_every_path_and_type_are_not_buffered(stream, path, content_type, mode):
+    await ask(stream, chat("python"), **{":path": path})
+
+    (reply,) = await answer(stream, content_type=content_type)
+
+    assert reply.mode_override.response_body_mode == mode
+
+
+async def test_answer_whose_trailers_come_behind_its_whole_body_is_counted_once(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    registry = metrics.Registry("llm")
+    made = service.RoutingService(tmp_path / "config.yaml", registry, clock.VirtualClock())
+    stream = processor.StreamProcessor(made, 10_000)
+    await ask(stream, chat("python"))
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    await answer(stream, msgspec.json.encode({"choices": [], "usage": usage}))
+    await stream.process(messages.ProcessingRequest(response_trailers=messages.HttpTrailers()))
+
+    lines = registry.render().decode()
+
+    assert 'llm_model_prompt_tokens_total{model="coder"} 3.0' in lines
+    assert 'llm_model_completion_latency_seconds_count{model="coder"} 1.0' in lines
+    # when a whole answer began to be written is not known
+    assert "llm_model_tpot_seconds_count" not in lines
+
+
 @pytest.mark.parametrize("protocol", [None, DUPLEX])
 async def test_answer_fills_the_cache_for_the_next_request(routing, protocol):
     first = processor.StreamProcessor(routing, 10_000)
