@@ -31,11 +31,11 @@ class ConfiguredModels:
     """Takes every model for served, with the limits of the configuration: behind a gateway no worker is visible."""
 
     def __init__(self, settings: config.SemanticConfig) -> None:
-        self._models = settings.model_config
+        self._settings = settings
 
     def find_served(self, model: str) -> ServedModel | None:
         """Return what the configuration says of a model."""
-        entry = self._models.get(model)
+        entry = self._settings.find_model(model)
         return ServedModel() if entry is None else limits_of(entry)
 
 
@@ -59,7 +59,7 @@ def refusal_of(
     live = served.find_served(model)
     if live is None:
         return "no live worker"
-    entry = settings.model_config.get(model)
+    entry = settings.find_model(model)
     for limits in (live,) if entry is None else (live, limits_of(entry)):
         if view.has_images and not limits.accepts_images:
             return "it takes no images"

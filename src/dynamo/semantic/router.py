@@ -455,7 +455,7 @@ class SemanticRouter:
         api: rewriting.RequestApi,
     ) -> None:
         """Switch reasoning on or off in the body, in the way of the model's family, if the API has a field for it."""
-        entry = self.settings.model_config.get(reference.model)
+        entry = self.settings.find_model(reference.model)
         name = (entry.reasoning_family if entry is not None else None) or ""
         family = self.settings.reasoning_families.get(name)
         if not rewriting.can_set_reasoning(api, view.fields, family):
@@ -480,7 +480,7 @@ class SemanticRouter:
         """Change the body for the model that was chosen."""
         explanation = outcome.explanation
         body = rewriting.set_model(outcome.body, reference.served_name)
-        entry = self.settings.model_config.get(reference.model)
+        entry = self.settings.find_model(reference.model)
         if match is not None:
             prompt = plugins.get("system_prompt")
             if (

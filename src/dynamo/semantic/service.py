@@ -424,7 +424,7 @@ class RoutingService:
         if is_stream and num_written > 1 and outcome.begun_at is not None:
             seconds = (ended_at - outcome.begun_at) / (num_written - 1)
             self.metrics.record_token_time(model, seconds)
-        entry = self.router.settings.model_config.get(outcome.explanation.model)
+        entry = self.router.settings.find_model(outcome.explanation.model)
         if entry is not None and (price := entry.pricing) is not None:
             cost = num_prompt * price.prompt_per_1m + num_written * price.completion_per_1m
             self.metrics.record_cost(model, cost / 1e6, price.currency)

@@ -45,6 +45,16 @@ def test_model_that_is_not_configured_has_no_limits():
     assert model_choice.refusal_of("other", view, served, SETTINGS) is None
 
 
+def test_adapter_has_the_limits_of_the_model_that_it_changes():
+    reference = config.ModelReference(model="plain", lora_name="sql")
+    decision = config.DecisionSettings(name="d", modelRefs=[reference])
+    settings = msgspec.structs.replace(SETTINGS, decisions=[decision])
+    view = request_view.RequestView(chat("hi", tools=[{}]))
+    served = model_choice.ConfiguredModels(settings)
+
+    assert model_choice.refusal_of("sql", view, served, settings) == "it calls no tools"
+
+
 def test_oldest_conversation_is_forgotten():
     settings = config.Conversations(max_conversations=2)
     memory = model_choice.ConversationMemory(settings, clock.VirtualClock())

@@ -53,6 +53,15 @@ def test_name_that_is_no_header_is_not_made_one(name):
     assert outcome.upstream_headers == []
 
 
+def test_adapter_is_asked_at_the_address_of_its_model():
+    text = semantic_configs.CONFIG.replace("{model: mathy,", "{model: mathy, lora_name: sums,")
+
+    outcome = make_router(text).route(chat(SUM), {})
+
+    assert fields_of(outcome)["model"] == "sums"
+    assert ("x-vsr-destination-endpoint", "10.0.0.1:8000") in outcome.upstream_headers
+
+
 def test_header_says_whether_a_request_had_a_place_for_the_system_prompt():
     prompt = msgspec.json.encode({"model": "MoM", "prompt": SUM})
     plain = make_router().route(prompt, {}, api="other")
