@@ -163,15 +163,30 @@ class RequestView:
         """Return whether the request brings the result of a tool call that the model asked for."""
         last = self.messages[-1] if self.messages else {}
         kinds = {part.get("type") for part in _parts(last.get("content")) if isinstance(part, dict)}
-        is_result = last.get("role") == "tool" or last.get("type") == "function_call_output"
+        is_result = last.get("role") == "tool" or last.get("type") in _RESULT_ITEMS
         return is_result or "tool_result" in kinds
 
     def history_hash(self, num_messages: int) -> str:
         """Return a hash of the first messages, the same in every later turn of a conversation."""
-        data = msgspec.json.encode(
-            [self.fields.get("system"), self.messages[:num_messages]], order="deterministic"
-        )
+        history: list[Any] = [self.fields.get("system"), self.messages[:num_messages]]
+        if b'"cache_control"' in self.body:
+            history = _without_marks(history)
+        data = msgspec.json.encode(history, order="deterministic")
         return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _without_marks(value: Any) -> Any:
+    """Return a value of JSON without the marks of what a server is to cache, and a text alone in a list as a text.
+
+    Clients of Anthropic's API set the mark in the newest messages of each turn, which they write as lists for it.
+    """
+    if isinstance(value, dict):
+        return {k: _without_marks(inner) for k, inner in value.items() if k != "cache_control"}
+    if not isinstance(value, list):
+        return value
+    items = [_without_marks(inner) for inner in value]
+    is_text = len(items) == 1 and isinstance(items[0], dict) and items[0].keys() == {"type", "text"}
+    return items[0]["text"] if is_text else items
 
 
 def text_of(message: dict[str, Any]) -> str:

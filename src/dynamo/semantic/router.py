@@ -129,7 +129,7 @@ class SemanticRouter:
         matches = list(self._table.matches(signals))
         if matches and matches[0].settings.mode == "observe":
             explanation.observed = matches[0].settings.name
-            matches = [match for match in matches if match.settings.mode == "enforce"]
+        matches = [match for match in matches if match.settings.mode == "enforce"]
         is_auto = view.model in self.settings.auto_names
         match, kept = matches[0] if matches else None, ""
         earlier, present = model_choice.conversation_keys(view, headers, tenant)

@@ -399,6 +399,15 @@ def test_conversation_keeps_no_decision_that_is_only_observed_by_now():
     assert fields_of(outcome)["messages"][0]["role"] == "user"
 
 
+def test_observed_decision_holds_no_conversation():
+    rules = "rules: {conditions: [{type: keyword, name: code}]}, modelRefs: [{model: mathy}]"
+    trial = f"  - {{name: trial, mode: observe, {rules}}}\nprompt_guard:"
+    made = make_router(semantic_configs.CONFIG.replace("prompt_guard:", trial))
+    made.route(chat(SUM, user="u"), {})
+
+    assert fields_of(made.route(chat("python", user="u"), {}))["model"] == "coder"
+
+
 def test_conversation_switches_for_a_much_better_model():
     made = make_router()
     made.route(chat("Sort a list in python", user="u"), {})
