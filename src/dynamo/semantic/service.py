@@ -200,7 +200,7 @@ class RoutingService:
             )
         if not settings.semantic_cache.directory:
             return
-        directory = Path(settings.semantic_cache.directory).expanduser()
+        directory = config.find_file("semantic_cache.directory", settings.semantic_cache.directory)
         self._cache_file = cache_file.CacheFile(directory, self._clock)
         self._cache_file.follow(self.router.cache, cache_file.make_origin(settings))
 
