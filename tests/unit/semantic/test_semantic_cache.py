@@ -146,7 +146,13 @@ def test_parts_beside_the_text_are_compared_exactly(part):
     assert key_of(chat(text["text"])).digest == keys[2].digest
 
 
-@pytest.mark.parametrize("fields", [{"tools": [{}]}, {"seed": 1}, {"n": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"tools": [{}]}, {"seed": 1}, {"seed": 0}, {"n": 2}),
+        *({"return_token_ids": True}, {"prompt_logprobs": 0}, {"echo": True}),
+    ],
+)
 def test_request_with_side_effects_has_no_key(fields):
     assert key_of(chat("hello", **fields)) is None
 
