@@ -202,9 +202,11 @@ class SemanticMetrics:
             self._verdicts.labels(verdict.guard, verdict.action).inc()
         if not verdict.is_complete:
             self._unread.labels(verdict.guard).inc()
-        if verdict.guard == "pii":
+        has_failed = guards.FAILURE in verdict.labels
+        if verdict.guard == "pii" and not has_failed:
             for label in verdict.labels:
                 self._pii.labels(model, label).inc()
         if verdict.action == "block":
             reason = "pii_policy_denied" if verdict.guard == "pii" else "jailbreak_block"
+            reason = "classification_failed" if has_failed else reason
             self._errors.labels(model, reason).inc()

@@ -333,16 +333,14 @@ class SemanticRouter:
         explanation: routing_outcome.Explanation,
         view: request_view.RequestView,
     ) -> immediate.ImmediateAnswer:
-        created = int(self._clock.wall())
+        created, is_stream = int(self._clock.wall()), view.is_stream
         if verdict.guard == "pii":
+            name, category = decision or FALLBACK, explanation.category
             return immediate.refuse_pii(
-                verdict.labels,
-                decision or FALLBACK,
-                explanation.category,
-                created,
-                is_stream=view.is_stream,
+                verdict.labels, name, category, created, is_stream=is_stream
             )
-        return immediate.refuse_attack("jailbreak", verdict.risk, created, is_stream=view.is_stream)
+        kind = guards.FAILURE if guards.FAILURE in verdict.labels else "jailbreak"
+        return immediate.refuse_attack(kind, verdict.risk, created, is_stream=is_stream)
 
     def _keep_conversation(
         self,

@@ -432,7 +432,7 @@ class RoutingService:
     def _log(self, outcome: routing_outcome.RoutedRequest, seconds: float) -> None:
         explanation = outcome.explanation
         for verdict in explanation.verdicts:
-            if verdict.action != "none" or "error" in verdict.labels:
+            if verdict.action != "none" or guards.FAILURE in verdict.labels:
                 _logger.warning(
                     "security_block: guard %s, action %s, decision %r, labels %s, %s",
                     verdict.guard,

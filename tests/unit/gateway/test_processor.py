@@ -416,3 +416,18 @@ async def test_metrics_and_log_name_what_is_only_observed_and_unread(tmp_path, c
     assert 'llm_model_requests_total{model="unknown"} 3.0' in lines
     assert "nobody knows" not in lines
     assert "observed_decision: 'code_decision'" in caplog.text
+
+
+def test_failed_guard_has_found_no_personal_data(tmp_path, monkeypatch):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("pii_types_allowed", "on_error: block, pii_types_allowed"))
+    registry = metrics.Registry("llm")
+    made = service.RoutingService(path, registry, clock.VirtualClock())
+    monkeypatch.setattr(made.router._classifiers, "find_pii", lambda _: 1 / 0)
+
+    answer = made.route(chat(SUM), {}).answer
+
+    assert b"has failed" in answer.body
+    lines = registry.render().decode()
+    assert 'llm_request_errors_total{model="unknown",reason="classification_failed"} 1.0' in lines
+    assert "llm_pii_violations_total{" not in lines

@@ -318,7 +318,9 @@ def test_failing_guard_follows_the_configuration(on_error, is_blocked, monkeypat
     )
     monkeypatch.setattr(made._classifiers, "classify_attack", lambda _: 1 / 0)
 
-    assert (made.route(chat("python"), {}).answer is not None) == is_blocked
+    answer = made.route(chat("python"), {}).answer
+    assert (answer is not None) == is_blocked
+    assert answer is None or b"guard that reads it first has failed" in answer.body
 
 
 class Served:
