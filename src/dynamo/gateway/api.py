@@ -132,9 +132,9 @@ class ClassificationApi:
     ) -> dict[str, Any]:
         """Return the personal data in a text, without the data itself."""
         start = self._clock.now()
-        found, is_complete = classifiers.find_pii(text)
+        all_spans, is_complete = classifiers.find_pii(text)
         threshold = self._routing.router.settings.classifier.pii_model.threshold
-        spans = [span for span in found if span.confidence >= threshold]
+        spans = [span for span in all_spans if span.confidence >= threshold]
         entities = [
             {
                 "type": span.type,
@@ -300,8 +300,8 @@ class ClassificationApi:
         """Return the first model of the decision that is followed, or the default one."""
         router = self._routing.router
         matches = router.matches(router.find_signals(text, classifiers))
-        followed = [match.settings for match in matches if match.settings.mode == "enforce"]
-        references = followed[0].modelRefs if followed else []
+        decisions = [match.settings for match in matches if match.settings.mode == "enforce"]
+        references = decisions[0].modelRefs if decisions else []
         return references[0].served_name if references else router.settings.default_model
 
     def _elapsed_ms(self, classifier: str, start: float) -> float:

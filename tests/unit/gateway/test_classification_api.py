@@ -86,7 +86,7 @@ async def test_personal_data_below_the_threshold_of_the_guard_is_none(tmp_path):
 )
 async def test_recommended_model_is_that_of_the_decision_that_is_followed(tmp_path, old, new):
     path = tmp_path / "config.yaml"
-    rules = "rules: {conditions: [{type: domain, name: other}]}, modelRefs: [{model: mathy}]"
+    rules = "rules: {conditions: [{type: keyword, name: code}]}, modelRefs: [{model: mathy}]"
     path.write_text(
         CONFIG.replace(old, new).replace(
             "prompt_guard:", f"  - {{name: rest, {rules}}}\nprompt_guard:"

@@ -429,5 +429,5 @@ def test_failed_guard_has_found_no_personal_data(tmp_path, monkeypatch):
 
     assert b"has failed" in answer.body
     lines = registry.render().decode()
-    assert 'llm_request_errors_total{model="unknown",reason="classification_failed"} 1.0' in lines
+    assert 'llm_request_errors_total{model="auto",reason="classification_failed"} 1.0' in lines
     assert "llm_pii_violations_total{" not in lines

@@ -206,7 +206,6 @@ ESCAPED_CALL = {"function": {"name": "f", "arguments": f'{{"a": "{ESCAPES}"}}'}}
         {"input": [{"type": "reasoning", "summary": [{"text": ATTACK}]}, HARMLESS]},
         {"messages": [HARMLESS, {"role": "tool", "tool_name": ATTACK, "content": "1"}]},
         {"messages": [HARMLESS, {"role": "assistant", "tool_plan": ATTACK}]},
-        {"messages": [{**HARMLESS, "note": ATTACK}], "chat_template": "{{ messages[0].note }}"},
     ],
 )  # fmt: skip
 def test_attack_is_found_wherever_a_model_would_see_it(fields):
@@ -239,6 +238,12 @@ def test_field_of_another_api_does_not_take_the_system_prompt(field):
     outcome = make_router().route(chat(SUM, **{field: ""}), {})
 
     assert fields_of(outcome)["messages"][0] == {"role": "system", "content": "You calculate."}
+
+
+def test_all_that_a_template_of_the_request_may_write_is_read():
+    fields = {"messages": [{**HARMLESS, "note": CARD}], "chat_template": "{{ messages[0].note }}"}
+
+    assert CARD in request_view.RequestView(msgspec.json.encode(fields)).texts
 
 
 def test_ids_of_servers_are_no_text():
