@@ -81,7 +81,7 @@ RULE_TABLE = (
     (r"^at (?:what|which) temperature (?:do|does) (.+) (boil|freeze|melt)\W*$", r"\2 point \1"),
     (r"\b(boil|freez|melt)ing point\b", r"\1 point"),
     (r"\bfreeze point\b", "freez point"),
-    (rf"^(?:for )?how long (?:should|do|does|must|can|will|would) (?:{_I} )?(?:it take to )?", "duration "),
+    (rf"^(?:for )?how long (?:should|do|does|must|will|would) (?:{_I} )?(?:it take to )?", "duration "),
     (r"^how long does it take to\b", "duration"),
     (rf"\bhow many (?:people|inhabitants) (?:live in|{_IS} there in|does|{_IS} in)\b", "population"),
     (r"^(?:how much does|what does) (.+) (?:cost)\b", r"price \1"),

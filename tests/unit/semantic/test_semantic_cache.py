@@ -86,6 +86,7 @@ def test_same_question_in_other_words_hits(question, other):
         ("What is a form in HTML?", "What is HTML?"),
         ("What is the term of a patent?", "What is a patent?"),
         ("What is my IP address?", "What is an IP address?"),
+        ("How long should I fast?", "How long can I fast?"),
         ("Who is the greatest player?", "Who is the biggest player?"),
         ("Is the difference between in and on big?", "Is the difference between at and on big?"),
         (
