@@ -121,6 +121,19 @@ class SemanticMetrics:
         explanation = outcome.explanation
         self._latency.observe(seconds)
         self._entries.set(num_entries)
+        if not explanation.failed:  # else it was counted when it went to the model that failed
+            self._record_signals(outcome, model)
+        if outcome.answer is not None:
+            return
+        self._requests.labels(model).inc()
+        self._reasons.labels(explanation.decision or router.FALLBACK, model).inc()
+        self._reasoning.labels(explanation.category, model, explanation.reasoning).inc()
+        if model != requested_model:
+            self._changes.labels(requested_model, model).inc()
+
+    def _record_signals(self, outcome: routing_outcome.RoutedRequest, model: str) -> None:
+        """Count what a request says, once for all models that it goes to."""
+        explanation = outcome.explanation
         if explanation.category:
             self._categories.labels(explanation.category).inc()
         if explanation.observed:
@@ -131,13 +144,6 @@ class SemanticMetrics:
             self._hits.inc()
         elif outcome.cache_key is not None:
             self._misses.inc()
-        if outcome.answer is not None:
-            return
-        self._requests.labels(model).inc()
-        self._reasons.labels(explanation.decision or router.FALLBACK, model).inc()
-        self._reasoning.labels(explanation.category, model, explanation.reasoning).inc()
-        if model != requested_model:
-            self._changes.labels(requested_model, model).inc()
 
     def record_refusal(self, model: str, reason: str) -> None:
         """Count a request that could not be routed."""

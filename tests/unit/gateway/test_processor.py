@@ -431,3 +431,17 @@ def test_failed_guard_has_found_no_personal_data(tmp_path, monkeypatch):
     lines = registry.render().decode()
     assert 'llm_request_errors_total{model="auto",reason="classification_failed"} 1.0' in lines
     assert "llm_pii_violations_total{" not in lines
+
+
+def test_request_that_goes_to_a_second_model_is_one_question_to_the_cache(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    registry = metrics.Registry("llm")
+    made = service.RoutingService(tmp_path / "config.yaml", registry, clock.VirtualClock())
+    for failed in ({}, {"mathy": "failed before its first token"}):
+        made.route(chat(SUM), {}, "", failed)
+
+    lines = registry.render().decode()
+
+    assert "llm_cache_misses_total 1.0" in lines
+    assert 'llm_model_requests_total{model="mathy"} 1.0' in lines
+    assert 'llm_model_requests_total{model="general"} 1.0' in lines
