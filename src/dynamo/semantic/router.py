@@ -402,6 +402,7 @@ class SemanticRouter:
             outcome.cache_key = key
             return False
         explanation.path, explanation.similarity = "cache", hit.similarity
+        model_choice.remember_cached(self.conversations, view, headers, outcome)
         outcome.answer = immediate.replay(
             hit.body,
             int(self._clock.wall()),

@@ -406,6 +406,14 @@ def test_conversation_keeps_no_decision_that_is_only_observed_by_now():
     assert fields_of(outcome)["messages"][0]["role"] == "user"
 
 
+def test_conversation_that_begins_with_a_cached_answer_keeps_its_model():
+    made, session = make_router(), {"x-session-id": "1"}
+    made.cache.store(made.route(chat(SUM), {}).cache_key, semantic_configs.COMPLETION)
+
+    assert made.route(chat(SUM), session).explanation.path == "cache"
+    assert fields_of(made.route(chat("and now?"), session))["model"] == "mathy"
+
+
 def test_observed_decision_holds_no_conversation():
     rules = "rules: {conditions: [{type: keyword, name: code}]}, modelRefs: [{model: mathy}]"
     trial = f"  - {{name: trial, mode: observe, {rules}}}\nprompt_guard:"
