@@ -33,7 +33,8 @@ _APIS: dict[str, rewriting.RequestApi] = {
     "responses": "responses",
     "messages": "messages",
     "ollama_chat": "ollama",
-    "ollama_generate": "ollama",
+    "ollama_generate": "ollama_generate",
+    "completions": "completions",
 }
 
 
@@ -113,7 +114,7 @@ class SemanticRouting:
         barred = self._barred_models(client)
         if api == "chat":
             await self._service.recall(original, headers, tenant)
-        classifiers = await self._service.ask_encoders(original)
+        classifiers = await self._service.ask_encoders(original, api)
 
         def route(body: bytes) -> routing_outcome.RoutedRequest:
             return self._service.route(body, headers, tenant, None, classifiers, barred, api)

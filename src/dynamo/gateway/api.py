@@ -132,7 +132,9 @@ class ClassificationApi:
     ) -> dict[str, Any]:
         """Return the personal data in a text, without the data itself."""
         start = self._clock.now()
-        spans, is_complete = classifiers.find_pii(text)
+        all_spans, is_complete = classifiers.find_pii(text)
+        threshold = self._routing.router.settings.classifier.pii_model.threshold
+        spans = [span for span in all_spans if span.confidence >= threshold]
         entities = [
             {
                 "type": span.type,
@@ -295,12 +297,12 @@ class ClassificationApi:
         }
 
     def _recommend(self, text: str, classifiers: guards.RequestClassifiers) -> str:
-        """Return the first model of the decision that applies, or the default one."""
+        """Return the first model of the decision that is followed, or the default one."""
         router = self._routing.router
-        for match in router.matches(router.find_signals(text, classifiers)):
-            for reference in match.settings.modelRefs[:1]:
-                return reference.served_name
-        return router.settings.default_model
+        matches = router.matches(router.find_signals(text, classifiers))
+        decisions = [match.settings for match in matches if match.settings.mode == "enforce"]
+        references = decisions[0].modelRefs if decisions else []
+        return references[0].served_name if references else router.settings.default_model
 
     def _elapsed_ms(self, classifier: str, start: float) -> float:
         seconds = self._clock.now() - start

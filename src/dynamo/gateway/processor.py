@@ -31,9 +31,11 @@ _APIS: dict[str, rewriting.RequestApi] = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
     "/api/chat": "ollama",
-    "/api/generate": "ollama",
+    "/api/generate": "ollama_generate",
+    "/v1/completions": "completions",
 }
 _STREAMED, _FULL_DUPLEX = 1, 4
+_STREAM_TYPES = (immediate.EVENT_STREAM, "application/x-ndjson")  # the second is Ollama's
 _UNUSABLE_MODES = {0: "NONE", 1: "STREAMED", 3: "BUFFERED_PARTIAL"}  # no whole body comes
 # The router's word to a gateway; a client that sends them would choose the server.
 _ROUTER_HEADERS = ("x-vsr-destination-endpoint", "x-selected-model")
@@ -203,7 +205,7 @@ class StreamProcessor:
         try:
             if api == "chat":
                 await self._routing.recall(body, headers, tenant)
-            classifiers = await self._routing.ask_encoders(body)
+            classifiers = await self._routing.ask_encoders(body, api)
             outcome = await exchange.decode_apart(
                 body,
                 lambda data: self._routing.route(data, headers, tenant, None, classifiers, api=api),
@@ -250,16 +252,17 @@ class StreamProcessor:
         response = messages.ProcessingResponse(
             response_headers=messages.HeadersResponse(response=common)
         )
+        content_type = received.get("content-type", "")
+        if content_type.startswith(_STREAM_TYPES) and not self._is_duplex_response:
+            response.mode_override.response_body_mode = _STREAMED
         if self._outcome is None:
             return response
         if self._is_success:
             common.header_mutation.CopyFrom(make_mutation(self._outcome.explanation.headers()))
             response.response_headers.response.CopyFrom(common)
-        if received.get("content-type", "").startswith(immediate.EVENT_STREAM):
+        if content_type.startswith(immediate.EVENT_STREAM):
             keeps_text = self._outcome.cache_key is not None
             self._recorder = cache.StreamRecorder(keeps_text=keeps_text)
-            if not self._is_duplex_response:
-                response.mode_override.response_body_mode = _STREAMED
         return response
 
     def _take_response_body(self, body: Any) -> list[Any]:
@@ -283,13 +286,14 @@ class StreamProcessor:
             self._end_answer()
 
     def _end_answer(self) -> None:
-        """Hand over an answer when its body, or the trailers behind it, have come."""
-        if self._outcome is None or not self._has_begun:
+        """Hand over an answer when its body, or the trailers behind it, have come: once, if both say so."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is None or not self._has_begun:
             return
         if self._recorder is not None:
-            self._routing.record_stream(self._outcome, self._recorder)
+            self._routing.record_stream(outcome, self._recorder)
         else:
-            self._routing.record_answer(self._outcome, bytes(self._answer_body) or None)
+            self._routing.record_answer(outcome, bytes(self._answer_body) or None)
 
     @property
     def path(self) -> str:

@@ -39,7 +39,10 @@ _UNREADABLE = (
     *(KeyError, TypeError, AttributeError),
 )
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning")  # of an answer
-_SIDE_EFFECTS = ("tools", "functions", "seed", "previous_response_id", "logprobs", "nvext")
+_SIDE_EFFECTS = (
+    *("tools", "functions", "seed", "previous_response_id", "nvext", "echo"),
+    *("logprobs", "prompt_logprobs", "return_token_ids"),  # of tokens a stored answer says nothing
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,8 @@ def make_key(
     text = view.user_text
     if not is_plain or view.has_images or not 0 < len(text) <= MAX_TEXT:
         return None
-    if any(view.fields.get(name) not in (None, False) for name in _SIDE_EFFECTS):
+    values = map(view.fields.get, _SIDE_EFFECTS)
+    if any(value is not None and value is not False for value in values):
         return None
     if view.fields.get("n") not in (None, 1):
         return None

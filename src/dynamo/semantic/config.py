@@ -6,10 +6,12 @@ Keys of our own, all optional: `default_plugins`, `mode`, `route_to` and `on_err
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dynamo.base import errors
 from dynamo.semantic import milvus_config
 
 GuardMode = Literal["enforce", "observe", "route"]
@@ -393,6 +395,28 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
     def compares_by_embedding(self) -> bool:
         """Return whether rules or tools are compared with a text by embedding."""
         return bool(self.embedding_rules) or self.tools.enabled
+
+    def find_model(self, served_name: str) -> ModelSettings | None:
+        """Return the settings of a model, or for the name of an adapter those of the model that it changes."""
+        references = (ref for decision in self.decisions for ref in decision.modelRefs)
+        bases = (ref.model for ref in references if ref.lora_name == served_name)
+        names = (served_name, *bases)
+        return next((self.model_config[name] for name in names if name in self.model_config), None)
+
+
+def find_file(key: str, name: str, directory: Path | None = None) -> Path:
+    """Return the file, or the folder, of a path that stands in a configuration and may be below `directory`.
+
+    Raises ConfigError, which names the key, for a path of no file system or in the home of an unknown user.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except OSError:  # it is not there, or is to be made
+        return path if directory is None else directory / path
+    except (RuntimeError, ValueError) as error:
+        raise errors.ConfigError(f"{key}: expected a path, got {name!r}: {error}") from error
+    return path
 
 
 def list_models(

@@ -238,18 +238,16 @@ def _read_backend_file(tree: dict[str, Any], directory: Path | None) -> list[str
         return ["semantic_cache.backend_config_path: accepted, it has no effect here"]
     if section.get("milvus"):
         return []
-    path = Path(str(section["backend_config_path"])).expanduser()
-    if directory is not None and not path.is_file():
-        path = directory / path
+    key = "semantic_cache.backend_config_path"
+    path = config.find_file(key, str(section["backend_config_path"]), directory)
     try:
         with path.open("rb") as file:
             section["milvus"] = _read_yaml(file.read(MAX_BYTES + 1))
     except OSError as error:
-        raise errors.ConfigError(
-            f"semantic_cache.backend_config_path: {path}: expected a readable file: {error.strerror}"
-        ) from error
+        text = f"{key}: {path}: expected a readable file: {error.strerror}"
+        raise errors.ConfigError(text) from error
     except errors.ConfigError as error:
-        raise errors.ConfigError(f"semantic_cache.backend_config_path: {path}: {error}") from error
+        raise errors.ConfigError(f"{key}: {path}: {error}") from error
     return []
 
 
@@ -381,6 +379,8 @@ def _decode_plugins(listed: list[config.Plugin], notes: list[str], place: str) -
                 f"{path}: the plugin {plugin.type} is not supported; "
                 f"expected one of {', '.join(config.PLUGIN_TYPES)}"
             )
+        if plugin.type in plugins:  # the first would be forgotten
+            raise errors.ConfigError(f"{path}: the plugin {plugin.type} stands twice")
         try:
             plugins[plugin.type] = msgspec.convert(plugin.configuration, kind)
         except msgspec.ValidationError as error:

@@ -145,6 +145,7 @@ def _decisions(routing: _Tree, signals: _Tree, result: _Tree, notes: list[str]) 
     }
     kept: list[_Tree] = []
     added: list[_Tree] = []  # plugins for every decision that is kept
+    blocked_kinds: set[str] = set()
     for decision in _list(routing, "decisions", "routing.decisions"):
         path = f"routing.decisions.{decision.get('name')}"
         conditions = _list(_section(decision, "rules", path), "conditions", path)
@@ -154,6 +155,12 @@ def _decisions(routing: _Tree, signals: _Tree, result: _Tree, notes: list[str]) 
             kept.append({**decision, "plugins": list(_plugins(path, decision))})
             continue
         added += _guard_plugins(path, decision, conditions, guards, result)
+        kind = conditions[0]["type"]
+        if kind in blocked_kinds:  # the first would be forgotten
+            raise errors.ConfigError(
+                f"{path}: a second decision that blocks by {kind}; expected one, which becomes the guard"
+            )
+        blocked_kinds.add(kind)
         notes.append(f"{path}: it blocks in the router's own words, as the guards of v0.1 do")
     for decision in kept:
         decision["plugins"] += added

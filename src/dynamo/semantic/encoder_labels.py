@@ -162,7 +162,7 @@ def read_labels(
 def _find_directory(
     key: str, model_id: str, directory: Path | None, find_hub_model: FindHubModel
 ) -> Path | None:
-    path = Path(model_id).expanduser()
+    path = config.find_file(key, model_id)
     candidates: list[Path] = [path] if directory is None else [path, directory / path]
     for candidate in candidates:
         if candidate.is_dir():

@@ -11,10 +11,11 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dynamo.semantic import config
+from dynamo.semantic import config, immediate
 from dynamo.semantic.classifiers import attacks, pii, profile
 
 Action = Literal["none", "observe", "route", "block"]
+FAILURE = immediate.FAILURE  # the label of a guard that failed
 
 
 class GuardClassifiers(Protocol):
@@ -140,7 +141,7 @@ def _failed(
     return GuardVerdict(
         guard=guard,
         action=action,
-        labels=("error",),
+        labels=(FAILURE,),
         reason=f"the guard failed: {type(error).__name__}",
         is_complete=False,
     )

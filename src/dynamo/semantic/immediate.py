@@ -15,6 +15,10 @@ NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 _ANTHROPIC_KINDS = {413: "request_too_large"}
 SERVER_FIELDS = ("system_fingerprint", "service_tier")  # of an answer and of each of its chunks
 _encode = msgspec.json.encode
+FAILURE = "error"  # the label of a guard that failed
+_UNREAD = (
+    "This request was not processed: the guard that reads it first has failed. Ask again later."
+)
 
 
 class ImmediateAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +39,8 @@ def refuse_pii(
         f"This request was not processed: it contains personal data [{kinds}], which the privacy policy of "
         f"{decision} does not allow. Remove it and ask again."
     )
+    if FAILURE in labels:
+        content = _UNREAD
     headers = [
         ("x-vsr-pii-violation", "true"),
         ("x-vsr-pii-types", ",".join(labels)),
@@ -53,6 +59,8 @@ def refuse_attack(
         f"This request was not processed: it looks like an attack on the model's instructions "
         f"({kind}, confidence {confidence:.3f}). Rephrase it and ask again."
     )
+    if kind == FAILURE:
+        content = _UNREAD
     headers = [
         ("x-vsr-jailbreak-blocked", "true"),
         ("x-vsr-jailbreak-type", kind),
@@ -127,7 +135,7 @@ def refuse(
     if api == "messages":
         kind = "api_error" if status >= 500 else _ANTHROPIC_KINDS.get(status, kind)
         body = {"type": "error", "error": {"type": kind, "message": message}}
-    elif api in ("ollama", "kserve"):
+    elif api in ("ollama", "ollama_generate", "kserve"):
         body = {"error": message}
     return ImmediateAnswer(
         status=status, content_type=_JSON, body=_encode(body), headers=list(headers)

@@ -121,6 +121,19 @@ class SemanticMetrics:
         explanation = outcome.explanation
         self._latency.observe(seconds)
         self._entries.set(num_entries)
+        if not explanation.failed:  # else it was counted when it went to the model that failed
+            self._record_signals(outcome, model)
+        if outcome.answer is not None:
+            return
+        self._requests.labels(model).inc()
+        self._reasons.labels(explanation.decision or router.FALLBACK, model).inc()
+        self._reasoning.labels(explanation.category, model, explanation.reasoning).inc()
+        if model != requested_model:
+            self._changes.labels(requested_model, model).inc()
+
+    def _record_signals(self, outcome: routing_outcome.RoutedRequest, model: str) -> None:
+        """Count what a request says, once for all models that it goes to."""
+        explanation = outcome.explanation
         if explanation.category:
             self._categories.labels(explanation.category).inc()
         if explanation.observed:
@@ -131,13 +144,6 @@ class SemanticMetrics:
             self._hits.inc()
         elif outcome.cache_key is not None:
             self._misses.inc()
-        if outcome.answer is not None:
-            return
-        self._requests.labels(model).inc()
-        self._reasons.labels(explanation.decision or router.FALLBACK, model).inc()
-        self._reasoning.labels(explanation.category, model, explanation.reasoning).inc()
-        if model != requested_model:
-            self._changes.labels(requested_model, model).inc()
 
     def record_refusal(self, model: str, reason: str) -> None:
         """Count a request that could not be routed."""
@@ -202,9 +208,11 @@ class SemanticMetrics:
             self._verdicts.labels(verdict.guard, verdict.action).inc()
         if not verdict.is_complete:
             self._unread.labels(verdict.guard).inc()
-        if verdict.guard == "pii":
+        has_failed = guards.FAILURE in verdict.labels
+        if verdict.guard == "pii" and not has_failed:
             for label in verdict.labels:
                 self._pii.labels(model, label).inc()
         if verdict.action == "block":
             reason = "pii_policy_denied" if verdict.guard == "pii" else "jailbreak_block"
+            reason = "classification_failed" if has_failed else reason
             self._errors.labels(model, reason).inc()

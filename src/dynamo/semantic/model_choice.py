@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo.base import clock as clocks
-from dynamo.semantic import config, decisions, request_view
+from dynamo.semantic import config, decisions, request_view, routing_outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,11 @@ class ConfiguredModels:
     """Takes every model for served, with the limits of the configuration: behind a gateway no worker is visible."""
 
     def __init__(self, settings: config.SemanticConfig) -> None:
-        self._models = settings.model_config
+        self._settings = settings
 
     def find_served(self, model: str) -> ServedModel | None:
         """Return what the configuration says of a model."""
-        entry = self._models.get(model)
+        entry = self._settings.find_model(model)
         return ServedModel() if entry is None else limits_of(entry)
 
 
@@ -59,7 +59,7 @@ def refusal_of(
     live = served.find_served(model)
     if live is None:
         return "no live worker"
-    entry = settings.model_config.get(model)
+    entry = settings.find_model(model)
     for limits in (live,) if entry is None else (live, limits_of(entry)):
         if view.has_images and not limits.accepts_images:
             return "it takes no images"
@@ -136,6 +136,26 @@ def conversation_keys(
     if len(users) > 1:
         earlier.append(f"{tenant}\n{view.history_hash(users[-2] + 1)}")
     return earlier, [present]
+
+
+def remember_cached(
+    memory: ConversationMemory,
+    view: request_view.RequestView,
+    headers: Mapping[str, str],
+    outcome: routing_outcome.RoutedRequest,
+) -> None:
+    """Note a turn that the cache has answered: at the first model of its decision, unless it has one already."""
+    explanation, settings = outcome.explanation, outcome.settings
+    is_routed = any(verdict.action == "route" for verdict in explanation.verdicts)
+    if settings is None or is_routed or view.model not in settings.auto_names:
+        return
+    _, present = conversation_keys(view, headers, outcome.tenant)
+    turn = memory.previous_turn(present)
+    if turn is not None and turn.decision == explanation.decision:
+        return
+    for decision in settings.decisions:
+        if decision.name == explanation.decision and decision.modelRefs:
+            memory.remember(present, decision.name, decision.modelRefs[0].served_name)
 
 
 def stays_with(

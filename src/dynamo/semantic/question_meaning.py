@@ -28,9 +28,11 @@ RULE_TABLE = (
     (r"\bcan(?:'t|not)\b", "can not"),
     (r"\bwon't\b", "will not"),
     (r"n't\b", " not"),
-    (r"\b(?:please|kindly|thanks|thank you)\b|\b(?:to|for) me\W*$", " "),
+    (r"[,.!?]\s*(?:please|thanks|thank you)\W*$|\b(?:to|for) me\W*$", " "),
+    (rf"^(what|who|when|where) {_IS} my\b", r"\1 is mine"),
     (
-        r"^(?:\s*(?:hi|hello|hey|so|(?:can|could|would|will) you|do you know|i(?:'d| would) (?:like|love) to know|"
+        r"^(?:\s*(?:hi|hello|hey|so|please|kindly|(?:can|could|would|will) you|do you know|"
+        r"i(?:'d| would) (?:like|love) to know|"
         r"i(?: want| need)? to know|i(?: am| are)? wondering|(?:tell|give|show|teach|remind) me|explain(?: to me)?|"
         r"describe(?: to me)?|help me(?: to)?(?= (?:write|make|find|understand))|understand)\b[\s,!.:]*)+",
         "",
@@ -38,12 +40,13 @@ RULE_TABLE = (
     (r"^((?:write|list|make|compose|create) )me\b", r"\1"),
     (r"\b(?:each|every|per|in a|a) (day|week|month|year)\b", r"per \1"),
     (r"\bdaily\b", "per day"),
+    (r"\bget (.*\b(?:stains?|marks?|smells?|gum|wax)) (?:out of|off of|off|from)\b", r"remove \1 from"),
     (r"\b(?:out of|off of)\b", "from"),
     (r"\b(?:into|onto)\b", "to"),
     (r"\bget rid of\b", "remove"),
-    (r"\bget (.+) from\b", r"remove \1 from"),
     (r"\b(?:set up|setting up)\b", "configure"),
-    (r"\b(?:the |a )?(?:form|concept|notion|idea|term|phenomenon)(?: of)?\b", ""),
+    (r"\b(?:the |a )?(?:concept|notion|idea|phenomenon) of\b", ""),
+    (r"\b(plural|singular) form\b", r"\1"),
     # what a thing is
     (r"^(?:what )?(?:does|do) (.+) (?:mean|stand for)\W*$", r"\1"),
     (r"^what is meant by (?:the )?", ""),
@@ -78,7 +81,7 @@ RULE_TABLE = (
     (r"^at (?:what|which) temperature (?:do|does) (.+) (boil|freeze|melt)\W*$", r"\2 point \1"),
     (r"\b(boil|freez|melt)ing point\b", r"\1 point"),
     (r"\bfreeze point\b", "freez point"),
-    (rf"^(?:for )?how long (?:should|do|does|must|can|will|would) (?:{_I} )?(?:it take to )?", "duration "),
+    (rf"^(?:for )?how long (?:should|do|does|must|will|would) (?:{_I} )?(?:it take to )?", "duration "),
     (r"^how long does it take to\b", "duration"),
     (rf"\bhow many (?:people|inhabitants) (?:live in|{_IS} there in|does|{_IS} in)\b", "population"),
     (r"^(?:how much does|what does) (.+) (?:cost)\b", r"price \1"),
@@ -129,7 +132,7 @@ RULE_TABLE = (
 )  # fmt: skip
 _RULES = tuple((re.compile(pattern), replacement) for pattern, replacement in RULE_TABLE)
 _GROUPS = """
-large big huge|small little|largest biggest greatest|start begin|end finish|buy purchase|fix repair|car automobile
+large big huge|small little|largest biggest|start begin|end finish|buy purchase|fix repair|car automobile
 movie film|photo picture|child kid|doctor physician|lawyer attorney|phone telephone|tv TV television|bike bicycle
 help assist|reduce decrease|increase raise|symptom sign|sick ill|hard difficult|easy simple|rich wealthy
 disease illness|choose select pick|need require|convert transform|merge combine|folder directory|apartment flat
@@ -174,6 +177,8 @@ _FREE, _ATTACHES, _DIRECTS, _ASKS = (frozenset(row.split()) for row in _WORDS_BY
 _LIGHT = _FREE | _ATTACHES
 _FUNCTION_WORDS = _LIGHT | _DIRECTS | _ASKS
 _IS_SYMMETRIC = frozenset({"distance", "difference"})
+_JOINS = frozenset({"and", "or", "between", "vs", "versus", ""})  # and nothing: the end
+_BOUNDS = _JOINS | _ATTACHES | {"to"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +228,17 @@ def read_meaning(text: str) -> QuestionMeaning:
     asks, attached, owners = set(), set(), set()
     weights: dict[str, float] = {}
     before, relation = "", ""
-    for position, token in enumerate(tokens):
-        is_last = position == len(tokens) - 1
+    previous = "-"
+    for token, following in zip(tokens, [*tokens[1:], ""], strict=False):
+        is_last = not following
         stem = _stem(token)
+        # such a word is asked about: the difference between "in" and "on"
+        is_named = previous in _JOINS and following in _BOUNDS and token in _FUNCTION_WORDS
+        previous = token
         weights[stem] = weights.get(stem, 0.0) + (0.25 if token in _LIGHT else 1.0)
-        if token in _ASKS:
+        if is_named:
+            words.append(stem)
+        elif token in _ASKS:
             asks.add(token)
         elif token in _DIRECTS and not is_last:
             relation = "" if is_symmetric else f"{token} "

@@ -9,18 +9,25 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from dynamo.base import errors
 
+RequestApi = Literal[
+    "chat", "responses", "messages", "completions", "ollama", "ollama_generate", "other"
+]
+# The field of the messages or the prompt; of other APIs it is `messages`, if they have them.
+_FIELD_BY_API = {"responses": "input", "completions": "prompt", "ollama_generate": "prompt"}
+_RESULT_ITEMS = ("function_call_output", "custom_tool_call_output")
 _IMAGE_KINDS = ("image_url", "input_image", "image")
 # What a model sees of a message or a part, beside its calls of tools; `input` and `arguments` may be JSON objects.
 _TEXT_FIELDS = (
     "text", "content", "output", "refusal", "reasoning_content", "reasoning", "thinking", "arguments", "input",
-    "title", "context", "summary",
+    "title", "context", "summary", "tool_plan",
 )  # fmt: skip
+_NAME_FIELDS = ("name", "tool_name", "role")
 _ID_FIELDS = ("id", "tool_call_id", "tool_use_id", "call_id")
 _MESSAGE_FIELDS = ("messages", "input", "prompt", "text_input")
 # Beside the messages; a template may write all of the last three into the prompt.
@@ -49,7 +56,8 @@ def refuse_deep_values() -> Iterator[None]:
 class RequestView:
     """The parts of one request that decide its route. Raises InvalidRequest for a body that is no JSON object."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, api: RequestApi = "chat") -> None:
+        """`api` is what the request asks: a server passes over the fields of other APIs that a body has as well."""
         try:
             fields = _decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -62,9 +70,8 @@ class RequestView:
         self.model: str = model if isinstance(model, str) else ""
         self.has_tools = bool(fields.get("tools"))  # or those that the router adds
         self.is_stream: bool = fields.get("stream") is True
-        self.messages_field = next(
-            (name for name in ("messages", "input", "prompt") if name in fields), "messages"
-        )
+        names = (_FIELD_BY_API.get(api, "messages"), "messages", "prompt", "input")
+        self.messages_field = next((n for n in names if fields.get(n) is not None), "messages")
         raw = fields.get(self.messages_field)
         if isinstance(raw, str):
             raw = [{"role": "user", "content": raw}]
@@ -101,6 +108,8 @@ class RequestView:
                 texts += _strings(value)
             elif name != self.messages_field:
                 texts += [*_texts(value), _join_short(_parts(value))]
+        if isinstance(self.fields.get("chat_template"), str):  # it may write what no other does
+            texts += _strings(self.messages)
         return [text for text in texts if text]
 
     @property
@@ -154,15 +163,30 @@ class RequestView:
         """Return whether the request brings the result of a tool call that the model asked for."""
         last = self.messages[-1] if self.messages else {}
         kinds = {part.get("type") for part in _parts(last.get("content")) if isinstance(part, dict)}
-        is_result = last.get("role") == "tool" or last.get("type") == "function_call_output"
+        is_result = last.get("role") == "tool" or last.get("type") in _RESULT_ITEMS
         return is_result or "tool_result" in kinds
 
     def history_hash(self, num_messages: int) -> str:
         """Return a hash of the first messages, the same in every later turn of a conversation."""
-        data = msgspec.json.encode(
-            [self.fields.get("system"), self.messages[:num_messages]], order="deterministic"
-        )
+        history: list[Any] = [self.fields.get("system"), self.messages[:num_messages]]
+        if b'"cache_control"' in self.body:
+            history = _without_marks(history)
+        data = msgspec.json.encode(history, order="deterministic")
         return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _without_marks(value: Any) -> Any:
+    """Return a value of JSON without the marks of what a server is to cache, and a text alone in a list as a text.
+
+    Clients of Anthropic's API set the mark in the newest messages of each turn, which they write as lists for it.
+    """
+    if isinstance(value, dict):
+        return {k: _without_marks(inner) for k, inner in value.items() if k != "cache_control"}
+    if not isinstance(value, list):
+        return value
+    items = [_without_marks(inner) for inner in value]
+    is_text = len(items) == 1 and isinstance(items[0], dict) and items[0].keys() == {"type", "text"}
+    return items[0]["text"] if is_text else items
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -187,7 +211,7 @@ def _texts(value: Any) -> Iterator[str]:
             if isinstance(source, dict) and source.get("type") in ("text", "content"):
                 yield from _texts([source.get("data"), source.get("content")])
             calls = [call for call in _parts(value.get("tool_calls")) if isinstance(call, dict)]
-            yield from _unusual_names([value.get("name"), value.get("role")])
+            yield from _unusual_names(value.get(name) for name in _NAME_FIELDS)
             ids = [value.get(name) for name in _ID_FIELDS]
             yield from _unusual_names([*ids, *(call.get("id") for call in calls)], _USUAL_ID)
             functions = [call.get(kind) for call in calls for kind in ("function", "custom")]

@@ -1,13 +1,14 @@
 """Changes of a request's JSON: model, reasoning, system prompt and tools. All else stays byte for byte."""  # decider
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from dynamo.semantic import config, json_splice, request_view
 
-RequestApi = Literal["chat", "responses", "messages", "ollama", "other"]
+RequestApi = request_view.RequestApi
+_OLLAMA = ("ollama", "ollama_generate")
 _encode = msgspec.json.encode
 _SWITCHES = ("enable_thinking", "thinking")  # of templates; servers set these for the other APIs
 # Efforts that an API has no word for, and the next one that it has.
@@ -28,7 +29,7 @@ def can_set_reasoning(
     Chat completions take any argument of a template. The other APIs have a switch of their own, which their servers
     translate to the usual ones.
     """
-    if api == "other" or (api == "ollama" and fields.get("raw") is True):
+    if api in ("completions", "other") or (api in _OLLAMA and fields.get("raw") is True):
         return False
     is_usual = family is None or family.type == "reasoning_effort" or family.parameter in _SWITCHES
     return api == "chat" or is_usual
@@ -55,7 +56,7 @@ def set_reasoning(
         return _change_member(body, "reasoning", {"effort": _encode(level)})
     if api == "messages":
         return _set_thinking(body, fields, effort, has_switch=switch is not None)
-    if api == "ollama":
+    if api in _OLLAMA:
         think = fields.get("think")
         level = effort or (think if isinstance(think, str) else "low")
         value = effort is not None if switch else _OLLAMA_EFFORTS.get(level, level)
@@ -120,17 +121,15 @@ def set_system_prompt(
     It is the very object that came if the request has no place for one.
     """
     is_generation = view.messages_field == "prompt"
-    if is_generation and (api != "ollama" or view.fields.get("raw") is True):
+    if is_generation and (api not in _OLLAMA or view.fields.get("raw") is True):
         return body  # a plain completion has no system prompt
-    usual = {
-        "instructions": view.messages_field == "input",
-        "system": is_generation or api == "messages",  # it knows no role of that name
-    }
-    for name, is_usual in usual.items():
-        if name in view.fields or is_usual:
-            raw = _member(body, name) or b'""'
-            changed = _content(raw, prompt, is_inserted=is_inserted)
-            return json_splice.change_object(body, {name: changed})
+    field = "instructions" if view.messages_field == "input" else ""
+    if is_generation or api == "messages":  # it knows no role of that name
+        field = "system"
+    if field:
+        raw = _member(body, field) or b'""'
+        changed = _content(raw, prompt, is_inserted=is_inserted)
+        return json_splice.change_object(body, {field: changed})
     messages = _member(body, "messages")
     if messages is None or not messages.startswith(b"["):
         return body

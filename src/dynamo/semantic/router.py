@@ -112,7 +112,7 @@ class SemanticRouter:
         completions are cached, and each has its own field for reasoning.
         """
         classifiers = classifiers or self._classifiers
-        view = request_view.RequestView(body)
+        view = request_view.RequestView(body, api)
         if not view.model:
             raise errors.InvalidRequest(
                 f'"model": expected the name of a model, or "{self.settings.auto_model_name}" to have one chosen',
@@ -129,7 +129,7 @@ class SemanticRouter:
         matches = list(self._table.matches(signals))
         if matches and matches[0].settings.mode == "observe":
             explanation.observed = matches[0].settings.name
-            matches = [match for match in matches if match.settings.mode == "enforce"]
+        matches = [match for match in matches if match.settings.mode == "enforce"]
         is_auto = view.model in self.settings.auto_names
         match, kept = matches[0] if matches else None, ""
         earlier, present = model_choice.conversation_keys(view, headers, tenant)
@@ -333,16 +333,14 @@ class SemanticRouter:
         explanation: routing_outcome.Explanation,
         view: request_view.RequestView,
     ) -> immediate.ImmediateAnswer:
-        created = int(self._clock.wall())
+        created, is_stream = int(self._clock.wall()), view.is_stream
         if verdict.guard == "pii":
+            name, category = decision or FALLBACK, explanation.category
             return immediate.refuse_pii(
-                verdict.labels,
-                decision or FALLBACK,
-                explanation.category,
-                created,
-                is_stream=view.is_stream,
+                verdict.labels, name, category, created, is_stream=is_stream
             )
-        return immediate.refuse_attack("jailbreak", verdict.risk, created, is_stream=view.is_stream)
+        kind = guards.FAILURE if guards.FAILURE in verdict.labels else "jailbreak"
+        return immediate.refuse_attack(kind, verdict.risk, created, is_stream=is_stream)
 
     def _keep_conversation(
         self,
@@ -404,6 +402,7 @@ class SemanticRouter:
             outcome.cache_key = key
             return False
         explanation.path, explanation.similarity = "cache", hit.similarity
+        model_choice.remember_cached(self.conversations, view, headers, outcome)
         outcome.answer = immediate.replay(
             hit.body,
             int(self._clock.wall()),
@@ -455,7 +454,7 @@ class SemanticRouter:
         api: rewriting.RequestApi,
     ) -> None:
         """Switch reasoning on or off in the body, in the way of the model's family, if the API has a field for it."""
-        entry = self.settings.model_config.get(reference.model)
+        entry = self.settings.find_model(reference.model)
         name = (entry.reasoning_family if entry is not None else None) or ""
         family = self.settings.reasoning_families.get(name)
         if not rewriting.can_set_reasoning(api, view.fields, family):
@@ -480,7 +479,7 @@ class SemanticRouter:
         """Change the body for the model that was chosen."""
         explanation = outcome.explanation
         body = rewriting.set_model(outcome.body, reference.served_name)
-        entry = self.settings.model_config.get(reference.model)
+        entry = self.settings.find_model(reference.model)
         if match is not None:
             prompt = plugins.get("system_prompt")
             if (

@@ -107,7 +107,7 @@ class RoutedRequest:
     ) -> None:
         """Add the headers for the model's server: its address, its name, and what the decision sets."""
         model = self.explanation.model
-        entry = settings.model_config.get(model)
+        entry = settings.find_model(model)
         addresses = {e.name: f"{e.address}:{e.port}" for e in settings.vllm_endpoints}
         for name in entry.preferred_endpoints[:1] if entry is not None else ():
             self.explanation.endpoint = addresses[name]

@@ -200,7 +200,7 @@ class RoutingService:
             )
         if not settings.semantic_cache.directory:
             return
-        directory = Path(settings.semantic_cache.directory).expanduser()
+        directory = config.find_file("semantic_cache.directory", settings.semantic_cache.directory)
         self._cache_file = cache_file.CacheFile(directory, self._clock)
         self._cache_file.follow(self.router.cache, cache_file.make_origin(settings))
 
@@ -267,13 +267,15 @@ class RoutingService:
             number = max(number, await self._milvus.invalidate(tenant))
         return number
 
-    async def ask_encoders(self, body: bytes) -> guards.RequestClassifiers | None:
+    async def ask_encoders(
+        self, body: bytes, api: rewriting.RequestApi = "chat"
+    ) -> guards.RequestClassifiers | None:
         """Return the classifiers for a request, once the encoders have read its texts; None: the shipped ones."""
         if not self.router.loaded.uses_encoders:
             return None
         try:
             inputs = await exchange.decode_apart(
-                body, lambda data: self.router.list_inputs(request_view.RequestView(data))
+                body, lambda data: self.router.list_inputs(request_view.RequestView(data, api))
             )
         except errors.InvalidRequest:
             return None  # `route` refuses the request
@@ -395,10 +397,15 @@ class RoutingService:
         if recorder is None:
             self._record_end(outcome, None, None)
         else:
-            self._record_end(outcome, recorder.body(), recorder.usage)
+            self._record_end(outcome, recorder.body(), recorder.usage, is_stream=True)
 
     def _record_end(
-        self, outcome: routing_outcome.RoutedRequest, body: bytes | None, usage: Any
+        self,
+        outcome: routing_outcome.RoutedRequest,
+        body: bytes | None,
+        usage: Any,
+        *,
+        is_stream: bool = False,
     ) -> None:
         model, ended_at = self._label_of(outcome.explanation.model), self._clock.now()
         self.metrics.record_end(model, ended_at - outcome.routed_at)
@@ -414,10 +421,10 @@ class RoutingService:
         except (KeyError, TypeError, ValueError):
             _logger.debug("an answer without usage")
             return
-        if num_written > 1 and outcome.begun_at is not None:
+        if is_stream and num_written > 1 and outcome.begun_at is not None:
             seconds = (ended_at - outcome.begun_at) / (num_written - 1)
             self.metrics.record_token_time(model, seconds)
-        entry = self.router.settings.model_config.get(outcome.explanation.model)
+        entry = self.router.settings.find_model(outcome.explanation.model)
         if entry is not None and (price := entry.pricing) is not None:
             cost = num_prompt * price.prompt_per_1m + num_written * price.completion_per_1m
             self.metrics.record_cost(model, cost / 1e6, price.currency)
@@ -425,7 +432,7 @@ class RoutingService:
     def _log(self, outcome: routing_outcome.RoutedRequest, seconds: float) -> None:
         explanation = outcome.explanation
         for verdict in explanation.verdicts:
-            if verdict.action != "none" or "error" in verdict.labels:
+            if verdict.action != "none" or guards.FAILURE in verdict.labels:
                 _logger.warning(
                     "security_block: guard %s, action %s, decision %r, labels %s, %s",
                     verdict.guard,

@@ -53,9 +53,7 @@ def read_database(settings: config.ToolSettings, directory: Path | None) -> list
         return []
     if not settings.tools_db_path:
         raise errors.ConfigError("tools.tools_db_path: expected the file of the tools, got none")
-    path = Path(settings.tools_db_path).expanduser()
-    if directory is not None and not path.is_file():
-        path = directory / path
+    path = config.find_file("tools.tools_db_path", settings.tools_db_path, directory)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

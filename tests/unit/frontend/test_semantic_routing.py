@@ -104,6 +104,18 @@ async def test_answers_of_the_router_carry_the_id_of_the_request(routed):
     assert {answer.headers["x-dynamo-request-id"] for answer in answers} == {"mine"}
 
 
+async def test_parameter_that_is_passed_over_does_not_choose_the_decision(routed):
+    body = {
+        "model": "auto",
+        "prompt": f"python {CARD}",
+        "messages": [{"role": "user", "content": "hello"}],
+    }
+    answer = await routed.client.post("/v1/completions", json=body)
+
+    assert answer.status_code == 403
+    assert routed.general.requests == []
+
+
 async def test_personal_data_is_refused_by_its_decision(routed):
     answer = await routed.chat(f"python {CARD}", model="auto")
 

@@ -64,6 +64,42 @@ async def test_personal_data_is_located_and_not_repeated(client):
     )
 
 
+async def test_personal_data_below_the_threshold_of_the_guard_is_none(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{CONFIG}classifier: {{pii_model: {{threshold: 0.99}}}}\n")
+    made = service.RoutingService(path, metrics.Registry("llm"), clock.SystemClock())
+    async with running_api(made) as client:
+        answers = [
+            await classify(client, "pii", text=text)
+            for text in ("from 203.0.113.9", f"card {CARD}")
+        ]
+
+    assert [answer["security_recommendation"] for answer in answers] == ["allow", "block"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("priority: 20", "priority: 20\n    mode: observe"),
+        ("    modelRefs: [{model: coder", "    # "),
+    ],
+)
+async def test_recommended_model_is_that_of_the_decision_that_is_followed(tmp_path, old, new):
+    path = tmp_path / "config.yaml"
+    rules = "rules: {conditions: [{type: keyword, name: code}]}, modelRefs: [{model: mathy}]"
+    path.write_text(
+        CONFIG.replace(old, new).replace(
+            "prompt_guard:", f"  - {{name: rest, {rules}}}\nprompt_guard:"
+        )
+    )
+    made = service.RoutingService(path, metrics.Registry("llm"), clock.SystemClock())
+    routed = made.route(chat("python"), {}).explanation.model
+    async with running_api(made) as client:
+        answer = await classify(client, "intent", text="python")
+
+    assert answer["recommended_model"] == routed
+
+
 async def test_risk_is_the_probability_of_an_attack(client):
     attack = await classify(client, "security", text=ATTACK)
     harmless = await classify(client, "security", text="What is the capital of France?")

@@ -10,7 +10,7 @@ from dynamo.gateway import processor
 from dynamo.observability import metrics
 from dynamo.semantic import service
 from dynamo.testing import clock
-from semantic_configs import ATTACK, COMPLETION, CONFIG, SUM, chat
+from semantic_configs import ATTACK, CARD, COMPLETION, CONFIG, SUM, chat
 
 DUPLEX = messages.ProtocolConfiguration(request_body_mode=4, response_body_mode=4)
 
@@ -120,6 +120,9 @@ async def test_attack_is_answered_at_once(stream, protocol):
         ("/api/chat", chat(ATTACK), 403),
         ("/api/generate", chat(ATTACK), 403),
         ("/invocations", chat(ATTACK), 403),
+        ("/v1/completions", chat("hello", prompt=f"{SUM} {CARD}"), 403),
+        ("/api/generate", chat("hello", prompt=f"{SUM} {CARD}"), 403),
+        ("/v1/responses", chat("hello", input=f"{SUM} {CARD}"), 403),
         ("/v2/models/m/infer", b'{"inputs": []}', 403),
         ("/v1/batches", b'{"input_file_id": "file-1"}', 403),
         ("/v2/models/m/versions/1/generate_stream", b'{"text_input": "hello"}', 403),
@@ -246,6 +249,41 @@ async def test_response_gets_headers_and_event_streams_are_not_buffered(stream):
     mutation = reply.response_headers.response.header_mutation
     assert pairs_of(mutation)["x-vsr-selected-decision"] == "code_decision"
     assert reply.mode_override.response_body_mode == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type", "mode"),
+    [
+        ("/api/chat", "application/x-ndjson", 1),
+        ("/api/pull", "application/x-ndjson", 1),
+        ("/events", "text/event-stream", 1),
+        ("/v1/chat/completions", "application/json", 0),
+    ],
+)
+async def test_streams_of_every_path_and_type_are_not_buffered(stream, path, content_type, mode):
+    await ask(stream, chat("python"), **{":path": path})
+
+    (reply,) = await answer(stream, content_type=content_type)
+
+    assert reply.mode_override.response_body_mode == mode
+
+
+async def test_answer_whose_trailers_come_behind_its_whole_body_is_counted_once(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    registry = metrics.Registry("llm")
+    made = service.RoutingService(tmp_path / "config.yaml", registry, clock.VirtualClock())
+    stream = processor.StreamProcessor(made, 10_000)
+    await ask(stream, chat("python"))
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    await answer(stream, msgspec.json.encode({"choices": [], "usage": usage}))
+    await stream.process(messages.ProcessingRequest(response_trailers=messages.HttpTrailers()))
+
+    lines = registry.render().decode()
+
+    assert 'llm_model_prompt_tokens_total{model="coder"} 3.0' in lines
+    assert 'llm_model_completion_latency_seconds_count{model="coder"} 1.0' in lines
+    # when a whole answer began to be written is not known
+    assert "llm_model_tpot_seconds_count" not in lines
 
 
 @pytest.mark.parametrize("protocol", [None, DUPLEX])
@@ -378,3 +416,32 @@ async def test_metrics_and_log_name_what_is_only_observed_and_unread(tmp_path, c
     assert 'llm_model_requests_total{model="unknown"} 3.0' in lines
     assert "nobody knows" not in lines
     assert "observed_decision: 'code_decision'" in caplog.text
+
+
+def test_failed_guard_has_found_no_personal_data(tmp_path, monkeypatch):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("pii_types_allowed", "on_error: block, pii_types_allowed"))
+    registry = metrics.Registry("llm")
+    made = service.RoutingService(path, registry, clock.VirtualClock())
+    monkeypatch.setattr(made.router._classifiers, "find_pii", lambda _: 1 / 0)
+
+    answer = made.route(chat(SUM), {}).answer
+
+    assert b"has failed" in answer.body
+    lines = registry.render().decode()
+    assert 'llm_request_errors_total{model="auto",reason="classification_failed"} 1.0' in lines
+    assert "llm_pii_violations_total{" not in lines
+
+
+def test_request_that_goes_to_a_second_model_is_one_question_to_the_cache(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    registry = metrics.Registry("llm")
+    made = service.RoutingService(tmp_path / "config.yaml", registry, clock.VirtualClock())
+    for failed in ({}, {"mathy": "failed before its first token"}):
+        made.route(chat(SUM), {}, "", failed)
+
+    lines = registry.render().decode()
+
+    assert "llm_cache_misses_total 1.0" in lines
+    assert 'llm_model_requests_total{model="mathy"} 1.0' in lines
+    assert 'llm_model_requests_total{model="general"} 1.0' in lines

@@ -269,10 +269,27 @@ def test_key_that_stands_twice_is_refused_with_its_lines(text):
         ("{type: pii, configuration: {mode: route}}", "default_plugins: pii: mode: route"),
         ("{type: pii, configuration: {pii_types_allowed: [X]}}", "default_plugins: pii_types"),
         ("{type: other}", "default_plugins[0]: the plugin other"),
+        ("{type: pii}, {type: pii}", "default_plugins[1]: the plugin pii stands twice"),
     ],
 )
 def test_plugin_that_is_no_guard_needs_a_decision(plugin, message):
     assert message in refusal_of(f"default_plugins: [{plugin}]")
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", '"x\\0"'])
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("tools.tools_db_path", "tools: {enabled: true, tools_db_path: %s}"),
+        (
+            "semantic_cache.backend_config_path",
+            "semantic_cache: {enabled: true, backend_type: milvus, backend_config_path: %s}",
+        ),
+        ("prompt_guard.model_id", "prompt_guard: {enabled: true, model_id: %s}"),
+    ],
+)
+def test_path_of_no_file_system_is_refused_by_its_key(key, text, path):
+    assert f"{key}: expected a path" in refusal_of(text % path)
 
 
 def test_merged_key_may_be_overridden():

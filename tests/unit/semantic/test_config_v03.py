@@ -71,6 +71,13 @@ decisions:
 """
 
 
+BLOCK = {
+    "name": "refuse",
+    "rules": {"conditions": [{"type": "jailbreak", "name": "attack"}]},
+    "plugins": [{"type": "fast_response"}],
+}
+
+
 def load(text):
     return config_file.parse(text.encode(), FAST.categories)
 
@@ -129,6 +136,7 @@ def test_keys_without_effect_are_named():
         ("routing.signals.keywords", [{"name": "x", "method": "bm25"}], "method: bm25"),
         ("routing.signals.jailbreak", [{"name": "other"}], "routing.decisions.refuse"),
         ("routing.decisions", "all", "routing.decisions: expected a list"),
+        ("routing.decisions", [BLOCK, {**BLOCK, "name": "again"}], "again: a second decision"),
         ("routing.signals", [1], "routing.signals: expected keys"),
         ("global.stores.memory", {"enabled": True}, "global.stores.memory"),
         ("global.integrations", {"looper": {"enabled": True}}, "global.integrations.looper"),

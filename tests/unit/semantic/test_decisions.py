@@ -99,6 +99,18 @@ def test_keyword_is_found_where_a_script_sets_no_spaces(text, keyword):
     assert match_keywords(text, keywords=[keyword]) == "r"
 
 
+@pytest.mark.parametrize(
+    ("text", "keyword", "rule"),
+    [
+        ("the cafe\u0301 is open", "caf\u00e9", "r"),
+        ("the caf\u00e9 is open", "cafe\u0301", "r"),
+        ("the cafe\u0301 is open", "cafe", None),
+    ],
+)
+def test_letter_and_its_accent_may_be_one_character_or_two(text, keyword, rule):
+    assert match_keywords(text, keywords=[keyword]) == rule
+
+
 def test_all_or_none_of_the_keywords_may_be_asked_for():
     assert match_keywords("a b", keywords=["a", "b"], operator="AND") == "r"
     assert match_keywords("a", keywords=["a", "b"], operator="AND") is None

@@ -45,6 +45,16 @@ def test_model_that_is_not_configured_has_no_limits():
     assert model_choice.refusal_of("other", view, served, SETTINGS) is None
 
 
+def test_adapter_has_the_limits_of_the_model_that_it_changes():
+    reference = config.ModelReference(model="plain", lora_name="sql")
+    decision = config.DecisionSettings(name="d", modelRefs=[reference])
+    settings = msgspec.structs.replace(SETTINGS, decisions=[decision])
+    view = request_view.RequestView(chat("hi", tools=[{}]))
+    served = model_choice.ConfiguredModels(settings)
+
+    assert model_choice.refusal_of("sql", view, served, settings) == "it calls no tools"
+
+
 def test_oldest_conversation_is_forgotten():
     settings = config.Conversations(max_conversations=2)
     memory = model_choice.ConversationMemory(settings, clock.VirtualClock())
@@ -93,3 +103,24 @@ def test_texts_of_all_parts_and_tool_calls_are_read():
 
     assert sorted(view.texts) == ["four", "one", "three", "two"]
     assert view.is_tool_result
+
+
+def test_mark_that_moves_along_with_the_turns_does_not_end_a_conversation():
+    def say(text):
+        mark = {"cache_control": {"type": "ephemeral"}}
+        return {"role": "user", "content": [{"type": "text", "text": text, **mark}]}
+
+    earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    first, second = (
+        request_view.RequestView(chat(messages)) for messages in ([say("a")], [*earlier, say("c")])
+    )
+
+    _, noted = model_choice.conversation_keys(first, {}, "")
+    assert model_choice.conversation_keys(second, {}, "")[0] == noted
+
+
+@pytest.mark.parametrize("kind", ["function_call_output", "custom_tool_call_output"])
+def test_result_of_each_kind_of_call_is_a_result(kind):
+    body = msgspec.json.encode({"input": [{"type": kind, "call_id": "c", "output": "x"}]})
+
+    assert request_view.RequestView(body, "responses").is_tool_result

@@ -142,7 +142,7 @@ def test_other_apis_have_their_own_field():
     messages = chat("hi", system="Old.")
 
     assert prompt(answers, is_inserted=True)["instructions"] == "New."
-    assert prompt(messages, is_inserted=True)["system"] == "New.\n\nOld."
+    assert prompt(messages, is_inserted=True, api="messages")["system"] == "New.\n\nOld."
 
 
 @pytest.mark.parametrize(

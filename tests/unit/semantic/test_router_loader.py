@@ -37,6 +37,14 @@ def test_wrong_file_keeps_the_old_one_and_says_why(path):
     assert "strategy" in loader.last_error
 
 
+def test_folder_that_cannot_be_is_logged_at_a_reload_and_ends_nothing(path, caplog):
+    routing = service.RoutingService(path, metrics.Registry("llm"), clock.VirtualClock())
+    path.write_text("semantic_cache: {enabled: true, directory: ~nobody-of-this-name/x}\n")
+
+    assert routing.loader.reload_if_changed()
+    assert "semantic_cache.directory: expected a path" in caplog.text
+
+
 def test_unchanged_file_is_not_read_again(path):
     assert not service.RouterLoader(path, clock.VirtualClock()).reload_if_changed()
 

@@ -53,6 +53,15 @@ def test_name_that_is_no_header_is_not_made_one(name):
     assert outcome.upstream_headers == []
 
 
+def test_adapter_is_asked_at_the_address_of_its_model():
+    text = semantic_configs.CONFIG.replace("{model: mathy,", "{model: mathy, lora_name: sums,")
+
+    outcome = make_router(text).route(chat(SUM), {})
+
+    assert fields_of(outcome)["model"] == "sums"
+    assert ("x-vsr-destination-endpoint", "10.0.0.1:8000") in outcome.upstream_headers
+
+
 def test_header_says_whether_a_request_had_a_place_for_the_system_prompt():
     prompt = msgspec.json.encode({"model": "MoM", "prompt": SUM})
     plain = make_router().route(prompt, {}, api="other")
@@ -195,12 +204,46 @@ ESCAPED_CALL = {"function": {"name": "f", "arguments": f'{{"a": "{ESCAPES}"}}'}}
         {"messages": [{"role": "user", "content": [{"type": "text", "text": sign} for sign in ATTACK]}]},
         {"messages": [HARMLESS], "system": [{"type": "text", "text": sign} for sign in ATTACK]},
         {"input": [{"type": "reasoning", "summary": [{"text": ATTACK}]}, HARMLESS]},
+        {"messages": [HARMLESS, {"role": "tool", "tool_name": ATTACK, "content": "1"}]},
+        {"messages": [HARMLESS, {"role": "assistant", "tool_plan": ATTACK}]},
     ],
 )  # fmt: skip
 def test_attack_is_found_wherever_a_model_would_see_it(fields):
     body = msgspec.json.encode({"model": "general", **fields})
 
     assert make_router().route(body, {}).explanation.path == "blocked"
+
+
+@pytest.mark.parametrize(
+    ("api", "field", "others"),
+    [
+        ("completions", "prompt", {"messages": [HARMLESS]}),
+        ("ollama_generate", "prompt", {"messages": [HARMLESS]}),
+        ("responses", "input", {"messages": None}),
+        ("responses", "input", {"messages": [HARMLESS], "prompt": "hello"}),
+        ("other", "prompt", {"messages": None, "input": "hello"}),
+    ],
+)
+def test_fields_that_a_server_passes_over_do_not_choose_the_decision(api, field, others):
+    fields = {"model": "auto", **others, field: f"{SUM} my card is {CARD}"}
+
+    outcome = make_router().route(msgspec.json.encode(fields), {}, api=api)
+
+    assert outcome.explanation.decision == "sums_decision"
+    assert outcome.explanation.path == "blocked"
+
+
+@pytest.mark.parametrize("field", ["system", "instructions"])
+def test_field_of_another_api_does_not_take_the_system_prompt(field):
+    outcome = make_router().route(chat(SUM, **{field: ""}), {})
+
+    assert fields_of(outcome)["messages"][0] == {"role": "system", "content": "You calculate."}
+
+
+def test_all_that_a_template_of_the_request_may_write_is_read():
+    fields = {"messages": [{**HARMLESS, "note": CARD}], "chat_template": "{{ messages[0].note }}"}
+
+    assert CARD in request_view.RequestView(msgspec.json.encode(fields)).texts
 
 
 def test_ids_of_servers_are_no_text():
@@ -280,7 +323,9 @@ def test_failing_guard_follows_the_configuration(on_error, is_blocked, monkeypat
     )
     monkeypatch.setattr(made._classifiers, "classify_attack", lambda _: 1 / 0)
 
-    assert (made.route(chat("python"), {}).answer is not None) == is_blocked
+    answer = made.route(chat("python"), {}).answer
+    assert (answer is not None) == is_blocked
+    assert answer is None or b"guard that reads it first has failed" in answer.body
 
 
 class Served:
@@ -359,6 +404,23 @@ def test_conversation_keeps_no_decision_that_is_only_observed_by_now():
 
     assert outcome.explanation.decision == ""
     assert fields_of(outcome)["messages"][0]["role"] == "user"
+
+
+def test_conversation_that_begins_with_a_cached_answer_keeps_its_model():
+    made, session = make_router(), {"x-session-id": "1"}
+    made.cache.store(made.route(chat(SUM), {}).cache_key, semantic_configs.COMPLETION)
+
+    assert made.route(chat(SUM), session).explanation.path == "cache"
+    assert fields_of(made.route(chat("and now?"), session))["model"] == "mathy"
+
+
+def test_observed_decision_holds_no_conversation():
+    rules = "rules: {conditions: [{type: keyword, name: code}]}, modelRefs: [{model: mathy}]"
+    trial = f"  - {{name: trial, mode: observe, {rules}}}\nprompt_guard:"
+    made = make_router(semantic_configs.CONFIG.replace("prompt_guard:", trial))
+    made.route(chat(SUM, user="u"), {})
+
+    assert fields_of(made.route(chat("python", user="u"), {}))["model"] == "coder"
 
 
 def test_conversation_switches_for_a_much_better_model():
