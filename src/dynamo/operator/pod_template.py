@@ -408,7 +408,7 @@ def grace_period_s(main: Mapping[str, Any]) -> int:
         value: Any = values.get(setting.variable) or default_s
         try:
             value = setting.read_s(words, {setting.variable: str(float(value))})
-            return round(value)
+            return round(float(value))
         except (ValueError, OverflowError) as error:  # infinity is one, too
             names = f"{setting.variable}, {setting.flag}"
             raise errors.ConfigError(f"{names}: expected seconds, got {value!r}") from error
