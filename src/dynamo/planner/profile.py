@@ -122,6 +122,15 @@ class DecodeSurface:
         """Return the seconds between two tokens of a sequence."""
         return self._interpolate(self._itls, kv_usage, context)
 
+    def step_s(self, num_sequences: float, context: float) -> float:
+        """Return the seconds in which so many sequences of this length get a token each.
+
+        A step's time is linear in the length for a number of sequences, and not for a share of the KV cache.
+        """
+        usages = [min(1.0, num_sequences * each / self.max_kv_tokens) for each in self._contexts]
+        curves = zip(self._usages, self._itls, usages, strict=True)
+        return interpolate(self._contexts, [interpolate(*curve) for curve in curves], context)
+
     def throughput(self, kv_usage: float, context: float) -> float:
         """Return the output tokens that a GPU writes in a second."""
         return self._interpolate(self._throughputs, kv_usage, context)

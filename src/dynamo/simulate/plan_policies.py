@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo.base import errors
@@ -49,12 +50,48 @@ def sample_profile(times: StepTimes, factor: float = 1.0) -> profile.WorkerProfi
     return profile.WorkerProfile(prefill=prefill.scaled(factor), decode=decode.scaled(factor))
 
 
-def step_times(profile: profile.WorkerProfile, *, context: float) -> StepTimes:
-    """Return the step times that a measured profile implies for sequences of this length."""
-    return StepTimes(
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledTimes(StepTimes):
+    """The times of steps by a measured profile.
+
+    Decoding is looked up at the tokens that a sequence has of the KV cache: where sequences share blocks, as many
+    tokens in use mean more sequences. A profile has prompts and decoding measured apart, each with what any step takes;
+    a step that does both takes that once.
+    """
+
+    surface: profile.DecodeSurface
+
+    def step_s(
+        self,
+        prompts: Sequence[tuple[int, int]],
+        num_decoding: int,
+        num_active: int,
+        num_prefilling: int = 0,
+    ) -> float:
+        """Return the seconds of a step: the tokens in use are taken for spread evenly over its sequences."""
+        num_new = sum(end - start for start, end in prompts)
+        if not num_decoding:
+            return self.prefill_s(num_new)
+        context = num_active / (num_decoding + len(prompts))
+        decode_s = self.surface.step_s(num_decoding, context)
+        if not prompts:
+            return decode_s
+        prompts_s = self.prefill_s(num_new)
+        return max(prompts_s, decode_s, prompts_s + decode_s - self.surface.itl_s(0.0, 0.0))
+
+    def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
+        """Return the seconds of so many steps, one after the other, in which nothing but decoding happens."""
+        context = num_active / num_decoding
+        return [self.surface.step_s(num_decoding, context + i) for i in range(num_steps)]
+
+
+def step_times(profile: profile.WorkerProfile, *, context: float) -> ProfiledTimes:
+    """Return the step times that a measured profile implies; `context` is the mean length of sequences."""
+    return ProfiledTimes(
         prefill_s=profile.prefill.prompt_s,
         decode_s=lambda share: profile.decode.itl_s(share, context),
         num_kv_tokens=profile.decode.max_kv_tokens,
+        surface=profile.decode,
     )
 
 

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.engine.mock import timing
+from dynamo.planner import profile
 from dynamo.router.worker_load import Capacity
+from dynamo.simulate import plan_policies
 from dynamo.simulate.plan_worker import PlanWorker, Request, ReservedTokens, StepTimes, h100_8b
 from dynamo.simulate.workers import BatchWorker
 from dynamo.simulate.workload import SimulatedRequest
@@ -191,6 +193,38 @@ def test_tokens_in_use_are_those_of_different_blocks_and_of_tails(rows):
         full = {name for r in running for name in r.names[: (r.num_prompt - 1) // 16]}
         num_tails = sum((r.num_prompt - 1) % 16 + 1 for r in running)
         assert num_active == 16 * len(full) + num_tails
+
+
+def make_profiled_times():
+    """A step takes 2 ms, 1 ms more for 100 new tokens, 0.1 ms for a sequence and 1 ms for 1,000 tokens in use."""
+    points = [
+        profile.DecodePoint(n * context / 1e5, context, (2 + 0.1 * n + n * context / 1e3) / 1e3, 1)
+        for context in (1.0, 100.0, 1000.0)
+        for n in (0, 100)
+    ]
+    lengths = (1.0, 1000.0)
+    curve = profile.PrefillCurve(
+        isl=lengths, ttft_s=tuple((2 + n / 100) / 1e3 for n in lengths), throughput=(1.0, 1.0)
+    )
+    surface = profile.DecodeSurface(points, max_kv_tokens=100_000)
+    measured = profile.WorkerProfile(prefill=curve, decode=surface)
+    return plan_policies.step_times(measured, context=100.0)
+
+
+def test_sequences_that_share_their_tokens_take_time_for_each_of_them():
+    times = make_profiled_times()
+
+    assert times.step_s((), 10, 10_000) == pytest.approx(0.013)
+    assert times.step_s((), 100, 10_000) == pytest.approx(0.022)
+    assert times.decode_steps_s(2, 100, 10_000) == pytest.approx([0.022, 0.0221])
+
+
+def test_what_any_step_takes_counts_once_where_prompts_and_answers_are_computed_together():
+    times = make_profiled_times()
+
+    assert times.step_s([(0, 500)], 0, 500) == pytest.approx(0.007)
+    assert times.step_s([(0, 100)], 9, 1000) == pytest.approx(0.0048)
+    assert times.step_s([(0, 500)], 1, 2) == pytest.approx(0.007101)
 
 
 def test_worker_takes_about_as_long_as_the_simulated_engine():
