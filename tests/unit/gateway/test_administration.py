@@ -162,7 +162,7 @@ async def test_system_prompt_is_switched_and_moved(client, routing):
     ]
 
     await client.put(PROMPTS_PATH, json={"category": "sums_decision", "mode": "insert"})
-    inserted = routing.route(chat(SUM, system="Be brief."), {})
+    inserted = routing.route(chat(SUM, system="Be brief."), {}, api="messages")
     off = await client.put(PROMPTS_PATH, json={"enabled": False})
 
     assert json.loads(inserted.body)["system"] == "You calculate.\n\nBe brief."
