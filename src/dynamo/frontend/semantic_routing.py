@@ -20,7 +20,6 @@ from dynamo.runtime.http import exchange
 from dynamo.semantic import (
     cache,
     encoder_client,
-    immediate,
     model_choice,
     rewriting,
     routing_outcome,
@@ -225,8 +224,9 @@ class RoutedExchange(exchange.WrappedExchange):
     def start_stream(
         self, status: int, *, content_type: str, headers: exchange.Headers = ()
     ) -> None:
-        if status == 200 and content_type.startswith(immediate.EVENT_STREAM):
-            self._recorder = cache.StreamRecorder(keeps_text=self._outcome.cache_key is not None)
+        if status == 200:
+            keeps_text = self._outcome.cache_key is not None
+            self._recorder = cache.make_recorder(content_type, keeps_text=keeps_text)
         all_headers = (*headers, *self._outcome.explanation.headers())
         self._inner.start_stream(status, content_type=content_type, headers=all_headers)
 

@@ -35,7 +35,6 @@ _APIS: dict[str, rewriting.RequestApi] = {
     "/v1/completions": "completions",
 }
 _STREAMED, _FULL_DUPLEX = 1, 4
-_STREAM_TYPES = (immediate.EVENT_STREAM, "application/x-ndjson")  # the second is Ollama's
 _UNUSABLE_MODES = {0: "NONE", 1: "STREAMED", 3: "BUFFERED_PARTIAL"}  # no whole body comes
 # The router's word to a gateway; a client that sends them would choose the server.
 _ROUTER_HEADERS = ("x-vsr-destination-endpoint", "x-selected-model")
@@ -253,16 +252,15 @@ class StreamProcessor:
             response_headers=messages.HeadersResponse(response=common)
         )
         content_type = received.get("content-type", "")
-        if content_type.startswith(_STREAM_TYPES) and not self._is_duplex_response:
+        if content_type.startswith(cache.STREAM_TYPES) and not self._is_duplex_response:
             response.mode_override.response_body_mode = _STREAMED
         if self._outcome is None:
             return response
         if self._is_success:
             common.header_mutation.CopyFrom(make_mutation(self._outcome.explanation.headers()))
             response.response_headers.response.CopyFrom(common)
-        if content_type.startswith(immediate.EVENT_STREAM):
-            keeps_text = self._outcome.cache_key is not None
-            self._recorder = cache.StreamRecorder(keeps_text=keeps_text)
+        keeps_text = self._outcome.cache_key is not None
+        self._recorder = cache.make_recorder(content_type, keeps_text=keeps_text)
         return response
 
     def _take_response_body(self, body: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.semantic import config, immediate, question_meaning, request_view
+from dynamo.semantic import answer_usage, config, immediate, question_meaning, request_view
 
 MAX_TEXT = 20_000  # characters of a question that is cached
 DELETE_HEADER = "x-vsr-cache-delete"  # names of entries to delete before the request is answered
@@ -32,6 +32,7 @@ _DIGEST_BYTES = 16
 _CODE = re.compile(
     r"\n[ \t]+\S|[-+*/%=<>(){}\[\]]\s?[\"'`]|[\"'`]\s?[-+*/%=<>(){}\[\]]|[\d)]!\s?[-+*/^=)?]"
 )
+STREAM_TYPES = (immediate.EVENT_STREAM, "application/x-ndjson")  # the second is Ollama's
 _FREE_FIELDS = frozenset({"stream", "stream_options", "user", "metadata", "store"})
 # What decoding raises for an answer that is no completion.
 _UNREADABLE = (
@@ -272,16 +273,31 @@ def _is_plain(choice: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
     return is_text and isinstance(choice["index"], int) and filled <= {"role", *_TEXT_FIELDS}
 
 
+def _find_data(event: bytes) -> bytes:
+    """Return the data of an event; nothing for one without."""
+    lines = event.strip().split(b"\n")
+    return next((line[5:] for line in lines if line.startswith(b"data:")), b"")
+
+
+def make_recorder(content_type: str, *, keeps_text: bool) -> "StreamRecorder | None":
+    """Return what follows an answer of this type; None if it is no stream."""
+    if not content_type.startswith(STREAM_TYPES):
+        return None
+    is_lines = not content_type.startswith(immediate.EVENT_STREAM)
+    return StreamRecorder(keeps_text=keeps_text and not is_lines, is_lines=is_lines)
+
+
 class StreamRecorder:
     """Joins the events of a streamed answer into the body that the whole answer would have had."""
 
-    def __init__(self, *, keeps_text: bool = True) -> None:
-        """Without `keeps_text` only the usage is read."""
+    def __init__(self, *, keeps_text: bool = True, is_lines: bool = False) -> None:
+        """Without `keeps_text` only the usage is read; `is_lines`: each line is JSON, as Ollama streams."""
+        self._is_lines = is_lines
         self._buffer = b""
         self._num_bytes = 0
         self._head: dict[str, object] = {}
         self._texts: dict[tuple[int, str], list[str]] = {}  # by choice and field
-        self.usage: dict[str, Any] | None = None  # if the answer reports it
+        self.usage: dict[str, Any] = {}  # what the answer has reported
         self._finish: dict[int, str] = {}
         self._is_done = False
         self._is_plain = keeps_text
@@ -293,9 +309,10 @@ class StreamRecorder:
             self._is_plain = False
             self._texts.clear()  # the usage comes last
         # a server may end its lines in either way
-        *events, self._buffer = (self._buffer + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        separator = b"\n" if self._is_lines else b"\n\n"
+        *events, self._buffer = (self._buffer + data).replace(b"\r\n", b"\n").split(separator)
         for event in events:
-            self._take(event.strip())
+            self._take(event if self._is_lines else _find_data(event))
         if len(self._buffer) > MAX_BODY:  # of this event nothing is known any more
             self._buffer, self._is_plain = b"", False
             self._texts.clear()
@@ -320,17 +337,15 @@ class StreamRecorder:
     def _message(self, index: int) -> dict[str, str]:
         return {name: "".join(texts) for (n, name), texts in self._texts.items() if n == index}
 
-    def _take(self, event: bytes) -> None:
-        name, _, value = event.partition(b":")
-        if name != b"data" or not (self._is_plain or b'"usage"' in value):
+    def _take(self, value: bytes) -> None:
+        if not value or not (self._is_plain or any(mark in value for mark in answer_usage.MARKS)):
             return
         if value.strip() == b"[DONE]":
             self._is_done = True
             return
         try:
             chunk = msgspec.json.decode(value)
-            if isinstance(chunk.get("usage"), dict):
-                self.usage = chunk["usage"]
+            self.usage |= answer_usage.read_fields(chunk)
             if self._is_plain:
                 self._take_texts(chunk)
         except _UNREADABLE:

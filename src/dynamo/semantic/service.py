@@ -22,6 +22,7 @@ from dynamo.observability import metrics as observed
 from dynamo.protocols import encoders
 from dynamo.runtime.http import exchange
 from dynamo.semantic import (
+    answer_usage,
     cache,
     cache_file,
     config,
@@ -385,9 +386,9 @@ class RoutingService:
     def record_answer(self, outcome: routing_outcome.RoutedRequest, body: bytes | None) -> None:
         """Count the time and usage of a complete answer, and store it where the request's decision caches."""
         try:
-            usage = None if body is None else msgspec.json.decode(body)["usage"]
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError, RecursionError):
-            usage = None
+            usage = {} if body is None else answer_usage.read_fields(msgspec.json.decode(body))
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            usage = {}
         self._record_end(outcome, body, usage)
 
     def record_stream(
@@ -395,7 +396,7 @@ class RoutingService:
     ) -> None:
         """Do the same for a stream that has ended; None if nothing of it was read."""
         if recorder is None:
-            self._record_end(outcome, None, None)
+            self._record_end(outcome, None, {})
         else:
             self._record_end(outcome, recorder.body(), recorder.usage, is_stream=True)
 
@@ -403,7 +404,7 @@ class RoutingService:
         self,
         outcome: routing_outcome.RoutedRequest,
         body: bytes | None,
-        usage: Any,
+        usage: Mapping[str, Any],
         *,
         is_stream: bool = False,
     ) -> None:
@@ -415,12 +416,11 @@ class RoutingService:
             is_stored = self.router.cache.store(outcome.cache_key, body, self._local_s)
             if is_stored and self._milvus is not None:
                 self._milvus.put(outcome.cache_key, body)
-        try:
-            num_prompt, num_written = usage["prompt_tokens"], usage["completion_tokens"]
-            self.metrics.record_usage(model, num_prompt, num_written)
-        except (KeyError, TypeError, ValueError):
+        if (counted := answer_usage.count(usage)) is None:
             _logger.debug("an answer without usage")
             return
+        num_prompt, num_written = counted
+        self.metrics.record_usage(model, num_prompt, num_written)
         if is_stream and num_written > 1 and outcome.begun_at is not None:
             seconds = (ended_at - outcome.begun_at) / (num_written - 1)
             self.metrics.record_token_time(model, seconds)
