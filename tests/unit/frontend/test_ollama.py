@@ -107,6 +107,13 @@ async def test_options_reach_the_engine(rig):
     assert request.stop_conditions.stop == ("x",)
 
 
+async def test_seed_of_minus_one_is_none(rig):
+    for seed in (-1, 0):
+        await ask(rig, "/api/chat", CHAT, options={"seed": seed}, stream=False)
+
+    assert [each.sampling_options.seed for each in rig.one.requests] == [None, 0]
+
+
 async def test_number_of_tokens_below_one_is_no_limit(rig):
     await ask(rig, "/api/chat", CHAT, options={"num_predict": -1}, stream=False)
 

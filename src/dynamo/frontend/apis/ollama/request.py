@@ -30,7 +30,7 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     top_p: inputs.Probability | None = None
     min_p: inputs.Probability | None = None
-    seed: inputs.Int64 | None = None
+    seed: inputs.Int64 | None = None  # -1: none, which is Ollama's default
     stop: inputs.Stop | inputs.StopList | None = None
     num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None = (
         None  # below 1: no limit
@@ -102,7 +102,7 @@ class OllamaInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             top_k=chosen.top_k,
             top_p=chosen.top_p,
             min_p=chosen.min_p,
-            seed=chosen.seed,
+            seed=None if chosen.seed == -1 else chosen.seed,
             stop=chosen.stop,
             max_tokens=None if (chosen.num_predict or 0) < 1 else chosen.num_predict,
             repetition_penalty=chosen.repeat_penalty,
