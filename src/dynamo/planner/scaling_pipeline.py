@@ -306,12 +306,16 @@ class ScalingPipeline:
         return giving, max(0, min(num_spare, -surplus[1 - giving]))
 
     def _within_budget(self, target: Replicas, least: Replicas) -> Replicas:
-        """Return the target scaled down to the budget in proportion, as the original does."""
+        """Return the target scaled down to the budget in proportion, as the original does.
+
+        Of a pool that is asked for one worker stays, because without it those of the other pool serve nobody.
+        """
         gpus = (self._targets.prefill_gpus, self._targets.decode_gpus)
         budget = self._limits.max_gpus
         total = target.prefill * gpus[0] + target.decode * gpus[1]
         if total <= budget:
             return target
+        least = Replicas(*(max(low, min(1, n)) for low, n in zip(least, target, strict=True)))
         num_prefill = max(least.prefill, round(target.prefill * budget / total))
         num_prefill = min(num_prefill, (budget - least.decode * gpus[1]) // gpus[0])
         num_decode = min(target.decode, (budget - num_prefill * gpus[0]) // gpus[1])
