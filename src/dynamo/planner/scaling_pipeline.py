@@ -140,6 +140,7 @@ class ScalingPipeline:
                 notes.insert(0, f"skipped, no metrics: {reason}")
             case Stale(age_s, reason):
                 target = present
+                self._observing_since = None  # the load may have risen and fallen meanwhile
                 notes.insert(0, f"skipped, metrics are {age_s:.0f} s old: {reason}")
         target = self._constrain(observation, target, withdrawals)
         target = self._replace_last_decode_worker(observation, target)
@@ -216,8 +217,8 @@ class ScalingPipeline:
     def _shrink_slowly(self, observation: Observation, proposal: Proposal) -> Replicas:
         """Return the proposal, but no fewer workers than the most that were proposed in the window.
 
-        Before a whole window was observed nothing shrinks: a planner that has just started knows no peak. Neither holds
-        for workers that change their role.
+        Before a whole window was observed nothing shrinks: a planner that has just started, or had no metrics for long,
+        knows no peak. Neither holds for workers that change their role.
         """
         numbers = []
         if self._observing_since is None:

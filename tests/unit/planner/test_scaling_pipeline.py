@@ -131,6 +131,17 @@ def test_pool_shrinks_to_the_most_that_was_proposed_in_the_window():
     assert later.replicas.decode == 2
 
 
+def test_window_begins_anew_after_metrics_were_stale():
+    pipeline = make(FixedPolicy(1, 2), stabilization_s=60)
+    for at in range(0, 40, 10):
+        pipeline.decide(observe(at=at, num_decode=4))
+    for at in range(40, 300, 10):
+        pipeline.decide(observe(at=at, num_decode=4, traffic=Stale(float(at - 30))))
+    after = [pipeline.decide(observe(at=at, num_decode=4)) for at in (300, 350, 360)]
+
+    assert [decision.replicas.decode for decision in after] == [4, 4, 2]
+
+
 def test_firm_proposal_shrinks_a_pool_at_once():
     policy = FixedPolicy(1, 4)
     pipeline = make(policy, stabilization_s=60)
