@@ -356,7 +356,13 @@ def simulate(
     startup_s: float,
 ) -> Iterator[tuple[Observation, Decision]]:
     """Yield the first decision, and each that changes the number of workers; times begin at 0."""
-    pools = [PoolState(num_ready=pool.num_ready) for pool in (last.prefill, last.decode)]
+    pools = [
+        PoolState(
+            num_ready=pool.num_ready,
+            starting_since=tuple(since - last.at for since in pool.starting_since),
+        )
+        for pool in (last.prefill, last.decode)
+    ]
     loads = (last.prefill_load, last.decode_load)
     num_ready = [max(1, pool.num_ready) for pool in pools]
     scaled_traffic = dataclasses.replace(traffic, num_requests=traffic.num_requests * factor)
