@@ -3,7 +3,7 @@
 The workers are decode workers, which compute all prompts as long as there are no prefill workers: aggregated is a
 deployment of decode workers alone. A move is therefore a change of the two pools, and loses no request. Each form has a
 predictive policy of its own over the same traffic. The other form is taken when it has needed fewer GPUs, or has been
-the only one that can hold the targets, for `settle_s` seconds without interruption.
+the only one that can hold the targets, for `settle_s` seconds without interruption; after a move, from the beginning.
 """  # decider
 
 import dataclasses
@@ -31,7 +31,8 @@ class AutoPolicy:
         }
         self._settle_s = settle_s
         self._form: Form = "agg"
-        self._better_since: float | None = None
+        self._better: Form | None = None  # than the present one, in the last interval
+        self._better_since = 0.0
 
     def propose(self, observation: Observation, traffic: Traffic) -> Proposal:
         """Return the workers of the present form, or of the other one once it has been better for long enough."""
@@ -48,10 +49,10 @@ class AutoPolicy:
             return present
         rate = proposal.prediction.requests_per_s
         if self._cost(other, rate) >= self._cost(self._form, rate):
-            self._better_since = None
+            self._better = None
             return present
-        if self._better_since is None:
-            self._better_since = observation.at
+        if self._better != other:
+            self._better, self._better_since = other, observation.at
         if observation.at - self._better_since < self._settle_s:
             return present
         replicas = self._policies[other].workers(rate)

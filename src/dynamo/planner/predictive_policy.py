@@ -57,7 +57,10 @@ class RequestShape:
 
 
 class Forecast:
-    """The series of prompt tokens, the slow means of lengths, and how far earlier forecasts were too low."""
+    """The series of prompt tokens, the slow means of lengths, and how far earlier forecasts were too low.
+
+    The series is one of tokens per second: the seconds of its values change with the measured start-up time.
+    """
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
@@ -68,6 +71,7 @@ class Forecast:
         self._work: deque[float] = deque(maxlen=20)  # prompt tokens of an interval
         self._pending: deque[tuple[int, float]] = deque()  # forecasts, by the interval they are for
         self._outcomes: deque[tuple[float, float]] = deque(maxlen=_NUM_OUTCOMES)  # foretold, actual
+        self._interval_s = 0.0  # of the values in `_work`
         self._num_intervals = 0
         self._open_work = self._open_s = 0.0  # of the interval that is not complete
 
@@ -86,28 +90,31 @@ class Forecast:
         self._open_s += elapsed_s
         if self._open_s < 0.99 * interval_s and self._num_intervals:
             return
-        work = self._open_work * interval_s / self._open_s
+        tokens_per_s = self._open_work / self._open_s
         self._open_work = self._open_s = 0.0
-        self._work.append(work)
-        self._predictor.add(work)
+        if not 2 / 3 < self._interval_s / interval_s < 3 / 2:
+            self._work.clear()  # a jump from one length to the other is no burst
+            self._interval_s = interval_s
+        self._work.append(tokens_per_s * interval_s)
+        self._predictor.add(tokens_per_s)
         self._num_intervals += 1
         while self._pending and self._pending[0][0] <= self._num_intervals:
             _, expected = self._pending.popleft()
             if expected > 0:
-                self._outcomes.append((expected, work))
+                self._outcomes.append((expected, tokens_per_s))
 
-    def rates(self, num_steps: int, interval_s: float) -> list[float]:
+    def rates(self, num_steps: int) -> list[float]:
         """Return the requests per second of the next intervals."""
         basis = self._predictor.basis
-        work = self._predictor.forecast(num_steps)
+        tokens_per_s = self._predictor.forecast(num_steps)
         if self._predictor.basis != basis:
             self._pending.clear()
             self._outcomes.clear()
         lead = max(1, num_steps - 1)
         due = self._num_intervals + lead
         if not self._pending or self._pending[-1][0] < due:
-            self._pending.append((due, work[lead - 1]))
-        return [tokens / (self._isl or 1.0) / interval_s for tokens in work]
+            self._pending.append((due, tokens_per_s[lead - 1]))
+        return [each / (self._isl or 1.0) for each in tokens_per_s]
 
     @property
     def is_periodic(self) -> bool:
@@ -119,7 +126,7 @@ class Forecast:
         """Return the factor that eight of ten forecasts would have needed, at least 1."""
         if len(self._outcomes) < 5:
             return 1.0 if self.is_periodic else _FIRST_MARGIN  # a period has foretold well already
-        ratios = sorted(work / expected for expected, work in self._outcomes)
+        ratios = sorted(actual / expected for expected, actual in self._outcomes)
         return min(_MOST_MARGIN, max(1.0, ratios[len(ratios) * 8 // 10]))
 
     @property
@@ -212,7 +219,7 @@ class PredictivePolicy:
             profile, self._targets, self._headroom, shape, self._forecast.burstiness
         )
         num_steps = max(1, math.ceil(lead_s / interval_s))
-        rates = self._forecast.rates(num_steps + 1, interval_s)
+        rates = self._forecast.rates(num_steps + 1)
         backlog = self._backlog(observation, sizing, rates, interval_s, num_waiting)
         margin = 1.0 if sizing.unreachable else self._forecast.margin
         later_rate = max(rates[num_steps - 1 :])

@@ -144,15 +144,23 @@ class RegressionPolicy:
         )
 
     def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:
-        """Return True if this number of workers would hold the target with the whole load."""
+        """Return True if this number of workers would hold the target with the whole load.
+
+        A pool that does not shrink may miss its own target.
+        """
         if not has_load(observation, traffic):
             return True
         is_aggregated = self._targets.mode == "agg"
         entry = observation.decode if is_aggregated else observation.prefill
-        prompts = self._foretell(observation, traffic)
-        return self._holds_prompts(
-            prompts, entry.num_ready, fewer.decode if is_aggregated else fewer.prefill
-        ) and self._holds_answers(prompts.itls_s, observation.decode.num_ready, fewer.decode)
+        num_entry = fewer.decode if is_aggregated else fewer.prefill
+        prompts, decode = self._foretell(observation, traffic), observation.decode
+        return (
+            num_entry >= entry.num_ordered
+            or self._holds_prompts(prompts, entry.num_ready, num_entry)
+        ) and (
+            fewer.decode >= decode.num_ordered
+            or self._holds_answers(prompts.itls_s, decode.num_ready, fewer.decode)
+        )
 
     def _foretell(self, observation: Observation, traffic: Traffic) -> _Foretold:
         entry_load = (

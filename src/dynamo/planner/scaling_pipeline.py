@@ -140,6 +140,7 @@ class ScalingPipeline:
                 notes.insert(0, f"skipped, no metrics: {reason}")
             case Stale(age_s, reason):
                 target = present
+                self._observing_since = None  # the load may have risen and fallen meanwhile
                 notes.insert(0, f"skipped, metrics are {age_s:.0f} s old: {reason}")
         target = self._constrain(observation, target, withdrawals)
         target = self._replace_last_decode_worker(observation, target)
@@ -216,8 +217,8 @@ class ScalingPipeline:
     def _shrink_slowly(self, observation: Observation, proposal: Proposal) -> Replicas:
         """Return the proposal, but no fewer workers than the most that were proposed in the window.
 
-        Before a whole window was observed nothing shrinks: a planner that has just started knows no peak. Neither holds
-        for workers that change their role.
+        Before a whole window was observed nothing shrinks: a planner that has just started, or had no metrics for long,
+        knows no peak. Neither holds for workers that change their role.
         """
         numbers = []
         if self._observing_since is None:
@@ -306,12 +307,16 @@ class ScalingPipeline:
         return giving, max(0, min(num_spare, -surplus[1 - giving]))
 
     def _within_budget(self, target: Replicas, least: Replicas) -> Replicas:
-        """Return the target scaled down to the budget in proportion, as the original does."""
+        """Return the target scaled down to the budget in proportion, as the original does.
+
+        Of a pool that is asked for one worker stays, because without it those of the other pool serve nobody.
+        """
         gpus = (self._targets.prefill_gpus, self._targets.decode_gpus)
         budget = self._limits.max_gpus
         total = target.prefill * gpus[0] + target.decode * gpus[1]
         if total <= budget:
             return target
+        least = Replicas(*(max(low, min(1, n)) for low, n in zip(least, target, strict=True)))
         num_prefill = max(least.prefill, round(target.prefill * budget / total))
         num_prefill = min(num_prefill, (budget - least.decode * gpus[1]) // gpus[0])
         num_decode = min(target.decode, (budget - num_prefill * gpus[0]) // gpus[1])
@@ -351,7 +356,13 @@ def simulate(
     startup_s: float,
 ) -> Iterator[tuple[Observation, Decision]]:
     """Yield the first decision, and each that changes the number of workers; times begin at 0."""
-    pools = [PoolState(num_ready=pool.num_ready) for pool in (last.prefill, last.decode)]
+    pools = [
+        PoolState(
+            num_ready=pool.num_ready,
+            starting_since=tuple(since - last.at for since in pool.starting_since),
+        )
+        for pool in (last.prefill, last.decode)
+    ]
     loads = (last.prefill_load, last.decode_load)
     num_ready = [max(1, pool.num_ready) for pool in pools]
     scaled_traffic = dataclasses.replace(traffic, num_requests=traffic.num_requests * factor)

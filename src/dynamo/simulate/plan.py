@@ -145,6 +145,11 @@ class PlanConfig:
             raise errors.ConfigError(
                 f"--fixed-workers {self.fixed_workers}: expected at least {least} in mode {self.mode}"
             )
+        flag = next((name for name in ("model", "limit") if getattr(self, name) is not None), None)
+        if flag is not None and self.trace in _SYNTHETIC:
+            raise errors.ConfigError(
+                f"--{flag} {getattr(self, flag)}: expected --trace FILE, {self.trace} has no requests to choose from"
+            )
         if sum(self.initial_replicas) > self.max_gpu_budget:
             raise errors.ConfigError(
                 f"--initial {self.initial}: expected at most --max-gpu-budget {self.max_gpu_budget}"

@@ -59,9 +59,11 @@ class TraceRequests:
 
 def read_trace(path: Path, *, limit: int | None, model: str | None = None) -> TraceRequests:
     """Read a trace in Mooncake's format (JSON lines), in Azure's (CSV), or a frontend's. Raises ConfigError."""
+    is_own = path.suffix != ".csv" and recorded.is_recorded(path)
+    if model is not None and not is_own:
+        raise errors.ConfigError(f"--model {model}: expected a frontend's trace, {path} names none")
     if path.suffix == ".csv":
         return TraceRequests(_read_azure(path, limit))
-    is_own = recorded.is_recorded(path)
     if is_own:
         trace = recorded.read_traffic([path], model=model, limit=limit).trace
     else:

@@ -86,11 +86,17 @@ class ProfiledTimes(StepTimes):
 
 
 def step_times(profile: profile.WorkerProfile, *, context: float) -> ProfiledTimes:
-    """Return the step times that a measured profile implies; `context` is the mean length of sequences."""
+    """Return the step times that a measured profile implies; `context` is the mean length of sequences.
+
+    A worker runs no more sequences at once than were measured: what a step with more of them takes is not known.
+    """
+    num_kv_tokens = profile.decode.max_kv_tokens
+    nums = [p.kv_usage * num_kv_tokens / p.context for p in profile.decode.points if p.context > 0]
     return ProfiledTimes(
         prefill_s=profile.prefill.prompt_s,
         decode_s=lambda share: profile.decode.itl_s(share, context),
-        num_kv_tokens=profile.decode.max_kv_tokens,
+        num_kv_tokens=num_kv_tokens,
+        max_num_seqs=max(1, round(max(nums, default=1))),
         surface=profile.decode,
     )
 

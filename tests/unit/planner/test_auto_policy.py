@@ -60,6 +60,15 @@ def test_form_stays_where_the_other_is_better_for_moments_only():
     assert not any(forms)
 
 
+def test_form_that_was_just_taken_is_not_left_before_the_other_has_been_better_for_as_long():
+    policy = make_policy()
+    propose_until(policy, 20, MANY)
+    moved = [observe(at, FEW, num_prefill=2, num_decode=1) for at in (30, 40, 50)]
+    proposals = [policy.propose(each, each.traffic.value) for each in moved]
+
+    assert [each.is_firm for each in proposals] == [False, False, True]
+
+
 def test_all_workers_and_their_load_are_one_pool_where_they_are_aggregated():
     observation = as_aggregated(
         observe(

@@ -103,7 +103,7 @@ def test_cached_prefixes_need_fewer_workers():
 
 
 class Numbered:
-    """A predictor that foretells a million tokens for each interval that there was, and that follows."""
+    """A predictor that foretells 100,000 tokens a second for each interval that there was, and that follows."""
 
     basis = None
     num_values = 0
@@ -112,14 +112,14 @@ class Numbered:
         self.num_values += 1
 
     def forecast(self, number):
-        return [1e6 * (self.num_values + k) for k in range(1, number + 1)]
+        return [1e5 * (self.num_values + k) for k in range(1, number + 1)]
 
 
 def forecast_too_low(predictor, num_steps=1, num_intervals=29):
     forecast = Forecast(predictor)
     for number in range(1, num_intervals + 1):  # work of 1.1 million tokens, 2.2, 3.3 …
         forecast.add(Traffic(num_requests=1100 * number, isl=1000), 10.0, 10.0)
-        forecast.rates(num_steps, 10.0)
+        forecast.rates(num_steps)
     return forecast
 
 
@@ -138,7 +138,7 @@ def test_margin_forgets_the_errors_of_forecasts_on_another_basis():
         return original(number)
 
     predictor.forecast = forecast_by_period
-    forecast.rates(1, 10.0)
+    forecast.rates(1)
 
     assert forecast.margin == 1.0
 
@@ -219,6 +219,19 @@ def test_noise_of_short_intervals_adds_no_workers():
         proposals.append(propose(policy, observation).replicas.prefill)
 
     assert max(proposals[20:]) <= 3
+
+
+@pytest.mark.parametrize(("before_s", "after_s"), [(60.0, 150.0), (60.0, 600.0), (600.0, 60.0)])
+def test_steady_load_is_foretold_as_it_is_when_another_start_up_time_is_measured(before_s, after_s):
+    policy = make_policy()
+    for number in range(60):
+        startup_s = before_s if number < 30 else after_s
+        pools = {
+            name: PoolState(num_ready=4, startup_s=startup_s) for name in ("prefill", "decode")
+        }
+        proposal = propose(policy, observe(10.0 * number, num_requests=200, **pools))
+
+        assert proposal.prediction.requests_per_s == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize("mode", ["agg", "decode", "disagg"])

@@ -180,6 +180,18 @@ def test_all_may_go_when_there_are_no_requests():
     assert policy.survivors_hold(observation, observation.traffic.value, Replicas(1, 1))
 
 
+def test_answers_that_miss_their_target_keep_no_prefill_worker():
+    """10 ms of a pass are within the target of 12 ms, but not a fifth below it, with any number of decode workers."""
+    observation = observe(
+        num_requests=1, num_prefill=2, prefill_load=prefill(0, 0), decode_load=decode(1000)
+    )
+    policy, traffic = RegressionPolicy(Targets(mode="disagg", itl_s=0.012)), Traffic(num_requests=1)
+
+    assert policy.propose(observation, traffic).replicas == Replicas(1, 1)
+    assert policy.survivors_hold(observation, traffic, Replicas(1, 10**9))
+    assert not policy.survivors_hold(observation, traffic, Replicas(1, 0))
+
+
 def test_pool_does_not_grow_while_a_worker_starts():
     starting = PoolState(num_ready=1, starting_since=(0.0,))
     observation = observe(

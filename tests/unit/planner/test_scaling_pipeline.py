@@ -75,6 +75,16 @@ def test_new_workers_never_exceed_the_budget(prefill, decode, ready_p, ready_d, 
     assert sum(replicas) <= max(budget, 2)
 
 
+@pytest.mark.parametrize(
+    ("proposed", "decided"),
+    [((7, 1), (2, 1)), ((1, 7), (1, 2)), ((0, 7), (0, 3)), ((1, 1), (1, 1))],
+)
+def test_budget_leaves_each_pool_a_worker_that_it_is_asked_for(proposed, decided):
+    pipeline = make(FixedPolicy(*proposed), max_gpus=3, min_workers=0)
+
+    assert pipeline.decide(observe(num_prefill=0, num_decode=0)).replicas == decided
+
+
 def test_change_of_two_pools_takes_away_before_it_gives():
     pipeline = make(FixedPolicy(3, 1), max_gpus=4)
     first = pipeline.decide(observe(num_prefill=2, num_decode=2))
@@ -119,6 +129,17 @@ def test_pool_shrinks_to_the_most_that_was_proposed_in_the_window():
 
     assert soon.replicas.decode == 4
     assert later.replicas.decode == 2
+
+
+def test_window_begins_anew_after_metrics_were_stale():
+    pipeline = make(FixedPolicy(1, 2), stabilization_s=60)
+    for at in range(0, 40, 10):
+        pipeline.decide(observe(at=at, num_decode=4))
+    for at in range(40, 300, 10):
+        pipeline.decide(observe(at=at, num_decode=4, traffic=Stale(float(at - 30))))
+    after = [pipeline.decide(observe(at=at, num_decode=4)) for at in (300, 350, 360)]
+
+    assert [decision.replicas.decode for decision in after] == [4, 4, 2]
 
 
 def test_firm_proposal_shrinks_a_pool_at_once():

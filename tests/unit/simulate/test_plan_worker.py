@@ -227,6 +227,15 @@ def test_what_any_step_takes_counts_once_where_prompts_and_answers_are_computed_
     assert times.step_s([(0, 500)], 1, 2) == pytest.approx(0.007101)
 
 
+def test_no_more_sequences_run_at_once_than_were_measured():
+    worker = PlanWorker("agg", make_profiled_times())
+    for _ in range(120):
+        worker.submit(request(num_prompt=1, num_output=9), 0.0)
+    worker.advance(0.0)
+
+    assert (worker.num_running, worker.num_waiting) == (100, 20)
+
+
 def test_worker_takes_about_as_long_as_the_simulated_engine():
     """They plan batches apart: the engine makes each step, and the worker of the planner skips over decode steps."""
     times = StepTimes(

@@ -124,6 +124,19 @@ def test_targets_that_look_like_seconds_are_refused_as_by_the_planner(flags, com
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("trace", "flag", "complaint"),
+    [
+        ("sin", "--limit=100", "--limit 100: expected --trace FILE, sin has no requests"),
+        ("idle", "--model=one", "--model one: expected --trace FILE, idle has no requests"),
+        ("azure.csv", "--model=one", "--model one: expected a frontend's trace, azure.csv names"),
+    ],
+)
+def test_flags_that_choose_nothing_are_refused(trace, flag, complaint, capsys):
+    assert command.main(["plan", "--trace", trace, flag]) == 2
+    assert complaint in capsys.readouterr().err
+
+
 def test_targets_may_have_units(capsys):
     argv = ["plan", "--seeds", "1", "--policy", "fixed", "--fixed-workers", "2"]
 
