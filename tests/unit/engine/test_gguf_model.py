@@ -116,6 +116,15 @@ def test_tokenizer_beside_the_file_replaces_its_own(tmp_path):
     assert (model_source.resolve(str(path)) / "tokenizer.json").read_bytes() == own
 
 
+def test_template_for_tools_beside_the_file_is_copied(tmp_path):
+    path = gguf_models.write_model(tmp_path / "m.gguf")
+    name = "additional_chat_templates/tool_use.jinja"
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("<tool_call>")
+
+    assert (model_source.resolve(str(path)) / name).read_text() == "<tool_call>"
+
+
 def test_file_that_is_no_gguf_file_is_refused(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"no model")
 

@@ -78,6 +78,9 @@ def test_model_type_stands_in_for_a_missing_architecture():
         (
             {
                 "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
                 "use_sliding_window": True,
                 "sliding_window": 1024,
                 "max_window_layers": 2,

@@ -85,7 +85,9 @@ def unpack(path: Path, file_names: Sequence[str]) -> Path:
             for file_name, content in contents.items():
                 (draft / file_name).write_text(content, "utf-8")
             for file in own_files:
-                shutil.copyfile(file, draft / file.name)
+                copy = draft / file.relative_to(path.parent)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
             (draft / "model.gguf").symlink_to(path)
             with contextlib.suppress(FileExistsError):  # another worker was quicker
                 draft.rename(directory)
