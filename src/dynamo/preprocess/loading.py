@@ -106,6 +106,7 @@ def load_preprocessor(
         or tokenizer_config.get("chat_template")
         or ""
     )
+    with_tools = files.read_text("additional_chat_templates/tool_use.jinja") or with_tools
     special_tokens = _special_tokens(tokenizer_config)
     chat_template = None
     if plain:

@@ -29,6 +29,7 @@ FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
 )
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt")
 _HEAD_BYTES = 64 * 1024

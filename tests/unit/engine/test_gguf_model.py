@@ -116,6 +116,30 @@ def test_tokenizer_beside_the_file_replaces_its_own(tmp_path):
     assert (model_source.resolve(str(path)) / "tokenizer.json").read_bytes() == own
 
 
+def test_template_for_tools_in_the_file_is_read_unless_a_template_lies_beside_it(tmp_path):
+    named = {"default": "plain", "tool_use": "<tool_call>"}
+    templates = [{"name": name, "template": text} for name, text in named.items()]
+    path = str(gguf_models.write_model(tmp_path / "m.gguf", template=templates))
+    with_tools = "additional_chat_templates/tool_use.jinja"
+
+    assert (model_source.resolve(path) / "chat_template.jinja").read_text() == "plain"
+    assert (model_source.resolve(path) / with_tools).read_text() == "<tool_call>"
+
+    (tmp_path / "chat_template.jinja").write_text("own")
+
+    assert (model_source.resolve(path) / "chat_template.jinja").read_text() == "own"
+    assert not (model_source.resolve(path) / with_tools).exists()
+
+
+def test_template_for_tools_beside_the_file_is_copied(tmp_path):
+    path = gguf_models.write_model(tmp_path / "m.gguf")
+    name = "additional_chat_templates/tool_use.jinja"
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("<tool_call>")
+
+    assert (model_source.resolve(str(path)) / name).read_text() == "<tool_call>"
+
+
 def test_file_that_is_no_gguf_file_is_refused(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"no model")
 

@@ -75,6 +75,18 @@ def test_model_type_stands_in_for_a_missing_architecture():
             "sliding-window",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        (
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+                "use_sliding_window": True,
+                "sliding_window": 1024,
+                "max_window_layers": 2,
+            },
+            "sliding-window",
+        ),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
@@ -122,6 +134,23 @@ def test_both_spellings_of_the_rope_configuration_are_read():
     new = config.parse(fields | {"rope_parameters": parameters}).rope
 
     assert old.frequencies().tolist() == new.frequencies().tolist()
+
+
+def test_spellings_of_the_rope_configuration_that_differ_are_refused():
+    parameters = {"rope_type": "default", "rope_theta": 500000.0}
+    added = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+    with pytest.raises(errors.ConfigError, match=r"rope_parameters and rope_scaling .* rope_type"):
+        config.parse(LLAMA | {"rope_parameters": parameters, "rope_scaling": added})
+
+
+def test_spellings_of_the_rope_configuration_that_agree_are_read():
+    scaling = {"type": "linear", "factor": 2.0}
+    parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 40000.0}
+
+    parsed = config.parse(LLAMA | {"rope_parameters": parameters, "rope_scaling": scaling}).rope
+
+    assert (parsed.scaling, parsed.parameters["factor"], parsed.theta) == ("linear", 2.0, 40000.0)
 
 
 def test_yarn_stretches_the_context():

@@ -1,6 +1,9 @@
 """The runner against transformers: the same checkpoint must give the same logits, however a prompt is cut."""
 
+import json
+
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -115,6 +118,27 @@ def test_logits_are_those_of_transformers_whole_in_chunks_and_token_by_token(pat
         start += count
 
         torch.testing.assert_close(logits, expected[start - 1], rtol=1e-4, atol=2e-4)
+
+
+def test_tied_output_layer_of_its_own_is_refused(tmp_path):
+    path = make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=False)
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+
+    with pytest.raises(errors.ConfigError, match=r"lm_head\.weight.* tie_word_embeddings"):
+        make_runner(path)
+
+
+def test_tied_output_layer_that_is_stored_as_well_is_accepted(tmp_path):
+    path = make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True)
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    sequence = make_sequence(20)
+
+    (logits,) = make_runner(path).logits([chunk(sequence, 0, 20)])
+
+    torch.testing.assert_close(logits, expected_logits(path, sequence)[-1], rtol=1e-4, atol=2e-4)
 
 
 def test_sequences_in_one_batch_keep_their_logits(qwen3_path):

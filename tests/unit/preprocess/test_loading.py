@@ -83,6 +83,17 @@ async def test_named_template_for_tools_is_used_with_tools(model):
     assert await prompt_of(model, openai_chat.ChatRequest(**both, tool_choice="none")) == "plain"
 
 
+async def test_template_for_tools_in_a_file_of_its_own_is_used_with_tools(model):
+    (model / "chat_template.jinja").write_text("plain")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>")
+    tool = {"type": "function", "function": {"name": "f"}}
+    with_tools = openai_chat.ChatRequest(model="m", messages=HELLO.messages, tools=[tool])
+
+    assert await prompt_of(model) == "plain"
+    assert await prompt_of(model, with_tools) == "<tool_call>"
+
+
 @pytest.mark.parametrize("wrong", [[{"name": "x", "template": "y"}], 5, [1]])
 def test_templates_without_a_default_are_refused(model, wrong):
     write(model, "tokenizer_config.json", chat_template=wrong)

@@ -40,6 +40,15 @@ def test_weights_are_not_on_the_card(directory):
     assert set(build(directory).files) == {"config.json", "tokenizer.json"}
 
 
+def test_template_for_tools_is_on_the_card(directory):
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>")
+
+    described = build(directory).files["additional_chat_templates/tool_use.jinja"]
+
+    assert described.path == str(directory / "additional_chat_templates" / "tool_use.jinja")
+
+
 def test_fingerprint_of_the_weights_tells_names_sizes_and_contents_apart(directory):
     weights = directory / "model.safetensors"
     contents = (b"weights", b"weighty", b"weights ", bytes(1 << 20), bytes((1 << 20) - 1) + b"x")

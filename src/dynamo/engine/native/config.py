@@ -157,7 +157,7 @@ def _refuse_unsupported(fields: dict[str, Any], family: str) -> None:
     unsupported = {
         "a mixture of experts (num_experts)": family != "qwen3_moe"
         and bool(fields.get("num_experts") or fields.get("num_local_experts")),
-        "sliding-window attention": _has_sliding_window(fields),
+        "sliding-window attention": _has_sliding_window(fields, family),
         f"the activation {fields.get('hidden_act')}": fields.get("hidden_act", "silu")
         not in ACTIVATIONS,
     }
@@ -169,7 +169,9 @@ def _refuse_unsupported(fields: dict[str, Any], family: str) -> None:
         raise errors.ConfigError(f"{feature} is not supported; {SUPPORTED}")
 
 
-def _has_sliding_window(fields: dict[str, Any]) -> bool:
+def _has_sliding_window(fields: dict[str, Any], family: str) -> bool:
+    if family == "qwen3_moe":  # in all of its layers, whatever the other fields say
+        return bool(fields.get("use_sliding_window") and fields.get("sliding_window", True))
     kinds = fields.get("layer_types")
     if kinds is not None:
         return any(kind != "full_attention" for kind in kinds)

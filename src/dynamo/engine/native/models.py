@@ -306,6 +306,7 @@ class Decoder(Body):
         """Take all tensors of the checkpoint. Raises ConfigError."""
         super().__init__(config, checkpoint)
         if config.is_tied:
+            checkpoint.drop_copy("lm_head.weight", self._embedding)
             self._output = Linear([self._embedding], [])
             checkpoint.refuse_rest("lm_head.weight")
         else:

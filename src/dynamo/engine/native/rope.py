@@ -105,8 +105,8 @@ class Rope:
 
 
 def parse(fields: dict[str, Any], *, head_dim: int, max_context: int) -> Rope:
-    """Read either spelling: `rope_theta` and `rope_scaling`, or `rope_parameters`. Raises ConfigError."""
-    parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    """Read `rope_theta` and `rope_scaling`, or `rope_parameters`; both must agree. Raises ConfigError."""
+    parameters = _merge_spellings(fields)
     scaling = parameters.get("rope_type") or parameters.get("type") or "default"
     if scaling not in SCALINGS:
         raise errors.ConfigError(
@@ -128,6 +128,21 @@ def parse(fields: dict[str, Any], *, head_dim: int, max_context: int) -> Rope:
         parameters=parameters,
         original_context=original or max_context,
     )
+
+
+def _merge_spellings(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of both spellings. One may be an addition by hand, whose omission would go unnoticed."""
+    new, old = (
+        {"rope_type": given.get("type", "default"), **given} if given else {}
+        for given in (fields.get("rope_parameters"), fields.get("rope_scaling"))
+    )
+    for name in new.keys() & old.keys():
+        if new[name] != old[name]:
+            raise errors.ConfigError(
+                f"rope_parameters and rope_scaling have different {name}: {new[name]!r} and {old[name]!r}; "
+                "expected one of them, as rope_parameters with its rope_theta"
+            )
+    return new | old
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, out: torch.Tensor) -> None:

@@ -59,6 +59,16 @@ class Checkpoint:
         """Leave a tensor out that another takes the place of; an unknown name is no error."""
         self._file_by_tensor.pop(name, None)
 
+    def drop_copy(self, name: str, original: torch.Tensor) -> None:
+        """Leave a tensor out that a tied model need not have. Raises ConfigError if it is no copy of the original."""
+        if name in self._file_by_tensor and not torch.equal(
+            self.take(name, *original.shape), original
+        ):
+            raise errors.ConfigError(
+                f"{self._path}: {name} is not the embedding to which tie_word_embeddings in config.json ties it; "
+                "set that to false to compute with the tensor, or remove the tensor"
+            )
+
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Return the tensor of this name, in the engine's type and on its device. Raises ConfigError."""
         file = self._file_by_tensor.pop(name, None)

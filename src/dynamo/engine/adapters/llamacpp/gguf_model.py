@@ -23,8 +23,9 @@ import gguf
 
 from dynamo.base import errors
 
-_FORMAT = "1"  # of what is written; part of the directory's name
+_FORMAT = "2"  # of what is written; part of the directory's name
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
+_TEMPLATE, _TOOL_TEMPLATE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
 _KV_BYTES = 2  # of a number in the KV cache, which is float16
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -78,14 +79,17 @@ def unpack(path: Path, file_names: Sequence[str]) -> Path:
         raise errors.ConfigError(f"{path}: expected a GGUF file: {error}") from error
     has_tokenizer = any(file.name == "tokenizer.json" for file in own_files)
     contents = model_files(fields, has_tokenizer=has_tokenizer)
+    if any(file.name == _TEMPLATE for file in own_files):
+        contents.pop(_TOOL_TEMPLATE, None)
     try:
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = Path(tempfile.mkdtemp(dir=cache, prefix=".draft-"))
         try:
+            (draft / _TOOL_TEMPLATE).parent.mkdir()
             for file_name, content in contents.items():
                 (draft / file_name).write_text(content, "utf-8")
             for file in own_files:
-                shutil.copyfile(file, draft / file.name)
+                shutil.copyfile(file, draft / file.relative_to(path.parent))
             (draft / "model.gguf").symlink_to(path)
             with contextlib.suppress(FileExistsError):  # another worker was quicker
                 draft.rename(directory)
@@ -132,7 +136,9 @@ def model_files(fields: Mapping[str, Any], *, has_tokenizer: bool = False) -> di
     }
     contents = {"config.json": json.dumps(config), "tokenizer_config.json": json.dumps(special)}
     if template := fields.get("tokenizer.chat_template"):
-        contents["chat_template.jinja"] = template
+        contents[_TEMPLATE] = template
+        if template_with_tools := fields.get("tokenizer.chat_template.tool_use"):
+            contents[_TOOL_TEMPLATE] = template_with_tools
     if not has_tokenizer:
         contents["tokenizer.json"] = json.dumps(vocabulary.definition())
     return contents
