@@ -213,7 +213,8 @@ def encode_row(row: AuditRow) -> bytes:
 
 def _format_events(stream: bytes) -> list[msgspec.Raw]:
     lines = (line for event in stream.split(_EVENT_END) for line in event.split(b"\n"))
-    events = (line.removeprefix(_DATA) for line in lines if line.startswith(_DATA))
+    # of Ollama's streams each line is an object
+    events = (line.removeprefix(_DATA) for line in lines if line.startswith((_DATA, b"{")))
     return [_compact(data) for data in events if data != _END_OF_STREAM]
 
 

@@ -51,6 +51,14 @@ async def test_row_of_a_stream_has_its_events(audited):
     assert "".join(said) == "hey"
 
 
+async def test_row_of_a_stream_of_lines_has_its_lines(audited):
+    audited.one.script = outputs("hey")
+    answer = await audited.client.post("/api/chat", json=body(store=True))
+    (row,) = await rows(audited)
+
+    assert row["response"] == [json.loads(line) for line in answer.text.splitlines()]
+
+
 async def test_refused_request_is_recorded(audited):
     await audited.client.post(CHAT, json=body(store=True, temperature=9))
     (row,) = await rows(audited)

@@ -353,15 +353,17 @@ async def test_client_that_does_not_read_its_stream_is_disconnected():
 
 async def test_requests_behind_an_answer_that_is_not_read_are_not_taken_in():
     big = b"x" * 20_000_000
-    async with serving(lambda x: x.respond(200, big)) as running:
-        async with connected(running, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n") as (reader, writer):
-            await until(lambda: running.connections)
-            (connection,) = running.connections
-            await until(lambda: connection._write_paused)
-            writer.write(last())
-            await until(lambda: connection._pending)
-            is_reading = connection._transport.is_reading()
-            text = await reader.read()
+    async with (
+        serving(lambda x: x.respond(200, big)) as running,
+        connected(running, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n") as (reader, writer),
+    ):
+        await until(lambda: running.connections)
+        (connection,) = running.connections
+        await until(lambda: connection._write_paused)
+        writer.write(last())
+        await until(lambda: connection._pending)
+        is_reading = connection._transport.is_reading()
+        text = await reader.read()
 
     assert not is_reading
     assert text.count(b"HTTP/1.1 200 OK") == 2
