@@ -67,6 +67,15 @@ async def test_refused_request_is_recorded(audited):
     assert row["response"]["error"]["param"] == "temperature"
 
 
+async def test_refused_body_that_is_no_text_leaves_the_rows_readable(audited):
+    await audited.client.post(CHAT, json=body(store=True))
+    await audited.client.post(CHAT, content=b'{"store": true, "model": "m", "user": "\xff"}')
+    rows_by_status = {row["status"]: row for row in await rows(audited)}
+
+    assert rows_by_status.keys() == {200, 400}
+    assert rows_by_status[400]["request"]["user"] == "\N{REPLACEMENT CHARACTER}"
+
+
 @pytest.mark.parametrize("fields", [{}, {"store": False}, {"store": None}])
 async def test_request_without_store_is_not_recorded(audited, fields):
     await audited.client.post(CHAT, json=body(**fields))
