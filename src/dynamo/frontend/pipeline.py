@@ -278,6 +278,8 @@ class Pipeline:
         """Answer a request for no known model with an error."""
         unknown = self.metrics.for_model(metrics.UNKNOWN_MODEL)
         meter = metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival)
+        if client.is_closed:  # it went away while it waited for its model
+            meter.record_disconnect()
         meter.record_failure(error)
         delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
 

@@ -38,7 +38,6 @@ from dynamo.runtime.http import exchange
 
 WatchExchange = Callable[[exchange.Exchange], exchange.Exchange]
 MAX_RESPONSE_BYTES = 16 * 2**20
-_EVENT_END = b"\n\n"
 _DATA = b"data: "
 _END_OF_STREAM = b"[DONE]"
 
@@ -212,14 +211,15 @@ def encode_row(row: AuditRow) -> bytes:
 
 
 def _format_events(stream: bytes) -> list[msgspec.Raw]:
-    lines = (line for event in stream.split(_EVENT_END) for line in event.split(b"\n"))
-    events = (line.removeprefix(_DATA) for line in lines if line.startswith(_DATA))
+    lines = stream.split(b"\n")
+    data_starts = (_DATA, b"{")  # of Ollama's streams each line is an object
+    events = (line.removeprefix(_DATA) for line in lines if line.startswith(data_starts))
     return [_compact(data) for data in events if data != _END_OF_STREAM]
 
 
 def _compact(text: bytes) -> msgspec.Raw:
-    """Return the same JSON on one line."""
-    return msgspec.Raw(msgspec.json.format(text, indent=-1))
+    """Return the same JSON on one line, with U+FFFD for what is no UTF-8, such as in the body of a refused request."""
+    return msgspec.Raw(msgspec.json.format(text.decode(errors="replace"), indent=-1))
 
 
 SCHEMA = "dynamo.request.trace.v1"

@@ -51,12 +51,29 @@ async def test_row_of_a_stream_has_its_events(audited):
     assert "".join(said) == "hey"
 
 
+async def test_row_of_a_stream_of_lines_has_its_lines(audited):
+    audited.one.script = outputs("hey")
+    answer = await audited.client.post("/api/chat", json=body(store=True))
+    (row,) = await rows(audited)
+
+    assert row["response"] == [json.loads(line) for line in answer.text.splitlines()]
+
+
 async def test_refused_request_is_recorded(audited):
     await audited.client.post(CHAT, json=body(store=True, temperature=9))
     (row,) = await rows(audited)
 
     assert row["status"] == 400
     assert row["response"]["error"]["param"] == "temperature"
+
+
+async def test_refused_body_that_is_no_text_leaves_the_rows_readable(audited):
+    await audited.client.post(CHAT, json=body(store=True))
+    await audited.client.post(CHAT, content=b'{"store": true, "model": "m", "user": "\xff"}')
+    rows_by_status = {row["status"]: row for row in await rows(audited)}
+
+    assert rows_by_status.keys() == {200, 400}
+    assert rows_by_status[400]["request"]["user"] == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("fields", [{}, {"store": False}, {"store": None}])

@@ -183,6 +183,23 @@ async def test_new_request_waits_for_the_first_worker(bare):
     assert (await answer).status_code == 200
 
 
+@pytest.mark.parametrize("ask", ["chat", "embed"])
+async def test_client_that_leaves_before_its_model_is_there_counts_as_disconnected(bare, ask):
+    await bare.start(worker_wait_secs=60)
+    asking = bare.start_task(bare.chat() if ask == "chat" else bare.embed("a"))
+    waiting_ones = bare.frontend._dispatcher.worker_wait._waiting
+    await bare.until(lambda: waiting_ones)
+    asking.cancel()
+    await bare.until(lambda: not waiting_ones)
+    counts = await bare.metrics()
+    num_rejected = [
+        count for name, count in counts.items() if "model_rejection_total" in name and count
+    ]
+
+    assert counts["dynamo_frontend_disconnected_clients"] == 1
+    assert num_rejected == []
+
+
 async def test_new_request_waits_for_a_restarted_worker(rig):
     await rig.one.runtime.close()
     await rig.until(lambda: not rig.instances)

@@ -1,6 +1,7 @@
 """Bytes in, requests out; whatever the bytes are."""
 
 import itertools
+import tracemalloc
 
 import pytest
 from hypothesis import example, given
@@ -197,6 +198,54 @@ def test_endless_header_line_is_refused_once():
     items = [item for _ in range(30) for item in reader.feed(b"b" * 100)]
 
     assert [item.status for item in items] == [431]
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_trailers_are_no_headers():
+    requests = parse(
+        CHUNKED + b"1\r\na\r\n0\r\nx-api-key: k\r\nhost: other\r\n\r\n",
+        b"GET /next HTTP/1.1\r\nhost: h\r\n\r\n",
+    )
+
+    assert [request.headers for request in requests] == [
+        {"host": "h", "transfer-encoding": "chunked"},
+        {"host": "h"},
+    ]
+    assert requests[0].body == b"a"
+
+
+@pytest.mark.parametrize("line", [b"0\r\nx-trailer: ", b"1;extension="])
+def test_endless_line_between_chunks_is_refused_once(line):
+    pieces = [CHUNKED + b"1\r\na\r\n" + line, *[b"a" * 500] * 10]
+
+    (refusal,) = parse(*pieces)
+
+    assert refusal.status == 431
+
+
+def test_lines_of_many_chunks_that_come_by_themselves_are_not_refused():
+    pieces = [CHUNKED, *[b"1\r\n", b"a\r\n"] * 1000, b"0\r\n\r\n"]
+    limit = parser.HttpLimits(header_bytes=1000, body_bytes=1000)
+
+    (request,) = parse(*pieces, limit=limit)
+
+    assert request.body == b"a" * 1000
+
+
+def test_tiny_chunks_take_no_more_memory_than_their_bytes():
+    reader = parser.RequestParser(parser.HttpLimits(), "peer")
+    reader.feed(CHUNKED)
+    pieces = b"2\r\nab\r\n" * 5000
+    tracemalloc.start()
+    try:
+        reader.feed(pieces)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert num_bytes < 40_000
 
 
 def test_a_long_body_does_not_count_as_head():

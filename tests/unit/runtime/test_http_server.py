@@ -351,6 +351,41 @@ async def test_client_that_does_not_read_its_stream_is_disconnected():
         await until(lambda: not running.connections)
 
 
+async def test_requests_behind_an_answer_that_is_not_read_are_not_taken_in():
+    big = b"x" * 20_000_000
+    async with (
+        serving(lambda x: x.respond(200, big)) as running,
+        connected(running, b"GET / HTTP/1.1\r\nhost: h\r\n\r\n") as (reader, writer),
+    ):
+        await until(lambda: running.connections)
+        (connection,) = running.connections
+        await until(lambda: connection._write_paused)
+        writer.write(last())
+        await until(lambda: connection._pending)
+        is_reading = connection._transport.is_reading()
+        text = await reader.read()
+
+    assert not is_reading
+    assert text.count(b"HTTP/1.1 200 OK") == 2
+
+
+async def test_client_that_sends_and_reads_no_more_is_cut_off():
+    begun = []
+
+    def handle(client):
+        client.start_stream(200, content_type="text/plain")
+        client.write(b"x" * 20_000_000)
+        begun.append(client)
+
+    limit = parser.HttpLimits(request_s=0.05, sweep_s=0.01, write_buffer_bytes=2**25)
+    request = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n"
+    async with serving(handle, limit) as running, connected(running, request) as (_, writer):
+        await until(lambda: begun)
+        writer.write_eof()
+        await until(lambda: begun[0].is_closed)
+        await until(lambda: not running.connections)
+
+
 async def test_a_large_answer_reaches_a_slow_reader_whole():
     big = b"x" * 20_000_000
     async with serving(lambda x: x.respond(200, big)) as running:

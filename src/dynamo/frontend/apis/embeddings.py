@@ -279,7 +279,10 @@ class EmbeddingPipeline:
             request = await self._pipeline.unknown.decode(client, api.decode)
             model = await self._pipeline.find_model(request.model, client)
         except errors.DynamoError as error:
-            self._meter(metrics.UNKNOWN_MODEL, arrival, api).record_failure(error)
+            meter = self._meter(metrics.UNKNOWN_MODEL, arrival, api)
+            if client.is_closed:  # it went away while it waited for its model
+                meter.record_disconnect()
+            meter.record_failure(error)
             delivery.respond_error(client, error, api.dialect, headers)
             return
         meter = self._meter(model.name, arrival, api)

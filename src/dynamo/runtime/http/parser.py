@@ -121,7 +121,7 @@ class RequestParser:
         self._url = b""
         self._headers: dict[str, str] = {}
         self._raw_headers: list[tuple[bytes, bytes]] = []
-        self._body: list[bytes] = []
+        self._body = bytearray()  # a list of tiny chunks would take many times their length
         self._body_bytes = 0
         self._max_body_bytes = self._limit.body_bytes
         if self._sink is not None:
@@ -138,9 +138,11 @@ class RequestParser:
         if self._dead:
             return []
         self._ready = []
+        was_in_body, earlier = self._in_body, self._body_bytes
         try:
             self._feed(data)
-            self._count_unfinished_head(len(data))
+            if self._in_body == was_in_body and self._body_bytes == earlier:
+                self._count_unfinished_line(len(data))
         except httptools.HttpParserCallbackError as error:
             self._refuse(error.__context__)
         except (httptools.HttpParserError, RequestRefused) as error:
@@ -191,9 +193,9 @@ class RequestParser:
             lines.append(b"connection: close")
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
-    def _count_unfinished_head(self, length: int) -> None:
-        """A header line without end is never reported by httptools, so count what it swallows."""
-        if not self._in_body and not self._ready:
+    def _count_unfinished_line(self, length: int) -> None:
+        """A header or trailer without end is never reported by httptools, so count what it swallows."""
+        if not self._ready:
             self._head_bytes += length
             if self._head_bytes > 2 * self._limit.header_bytes:
                 raise self._head_too_large()
@@ -216,6 +218,8 @@ class RequestParser:
             raise RequestRefused(414, f"the request's URL exceeds {self._limit.header_bytes} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:  # a trailer, which no one has checked as a header (RFC 9110, 6.5.1)
+            return
         self._raw_headers.append((name, value))
         self._head_bytes += len(name) + len(value)
         if len(self._raw_headers) > self._limit.num_headers:
@@ -266,6 +270,7 @@ class RequestParser:
 
     def on_body(self, piece: bytes) -> None:
         self.wants_continue = False
+        self._head_bytes = 0  # what comes behind it may be a trailer
         earlier, self._body_bytes = self._body_bytes, self._body_bytes + len(piece)
         if self._body_bytes > self._max_body_bytes:
             raise self._body_too_large()
@@ -276,7 +281,7 @@ class RequestParser:
             counted_bytes(self._body_bytes) - counted_bytes(earlier)
         ):
             raise RequestRefused(NO_ROOM.status, NO_ROOM.message, headers=NO_ROOM.headers)
-        self._body.append(piece)
+        self._body += piece
 
     def _body_too_large(self) -> RequestRefused:
         return RequestRefused(
@@ -286,8 +291,7 @@ class RequestParser:
     def on_message_complete(self) -> None:
         if self._is_offer:
             return
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        request = self._request.with_body(body) if body else self._request
+        request = self._request.with_body(bytes(self._body)) if self._body else self._request
         if self._sink is not None:
             request, self._sink = msgspec.structs.replace(request, sink=self._sink), None
         self._ready.append(request)

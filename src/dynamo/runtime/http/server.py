@@ -255,19 +255,20 @@ class _Connection(asyncio.Protocol):
             self._receiver(data)
         if self._lingering or self._receiver is not None:
             return
-        was_midway = self._parser.is_midway
+        was_midway, was_idle = self._parser.is_midway, self._active is None
         self._pending.extend(self._parser.feed(data))
-        if self._active is None:
+        if was_idle:
             if self._parser.is_midway and (self._parser.has_sink or not was_midway):
                 self.deadline = self._loop.time() + self._server.limits.request_s
             self._advance()
-        elif self._pending and not self._read_paused:
+        if self._pending and not self._read_paused and (not was_idle or self._is_blocked()):
             self._read_paused = True
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
-        """A client that will send nothing more counts as gone; asyncio then closes."""
+        """A client that will send nothing more counts as gone; asyncio then closes, once the client has read."""
         self._drop()
+        self.deadline = min(self.deadline, self._loop.time() + self._server.limits.request_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
