@@ -303,13 +303,13 @@ class ScalingPipeline:
         is_quicker = taker.role_change_s is not None and taker.role_change_s < startup_s
         if not is_quicker or self._targets.prefill_gpus != self._targets.decode_gpus:
             return giving, 0
-        num_spare = giver.num_ready - target[giving]  # those that start serve nobody yet
+        num_spare = giver.num_ready - target[giving]  # those that start answer no request yet
         return giving, max(0, min(num_spare, -surplus[1 - giving]))
 
     def _within_budget(self, target: Replicas, least: Replicas) -> Replicas:
         """Return the target scaled down to the budget in proportion, as the original does.
 
-        Of a pool that is asked for one worker stays, because without it those of the other pool serve nobody.
+        Of a pool that is asked for one worker stays, because without it those of the other pool answer no request.
         """
         gpus = (self._targets.prefill_gpus, self._targets.decode_gpus)
         budget = self._limits.max_gpus

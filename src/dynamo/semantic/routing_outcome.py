@@ -90,7 +90,7 @@ class RoutedRequest:
     upstream_headers: list[tuple[str, str]] = field(default_factory=list)
     removed_headers: list[str] = field(default_factory=list)
     is_chosen: bool = False  # the router has chosen the model, so another may take its place
-    tenant: str = ""  # whose request it is
+    tenant: str = ""  # of the request
     routed_at: float = 0.0  # by the monotonic clock
     begun_at: float | None = None  # when the first piece of its answer came
     cache_key: cache.CacheKey | None = None  # under which the answer is to be stored
