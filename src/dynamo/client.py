@@ -10,6 +10,7 @@ client needs one with `admin = true` to see all. The number of workers belongs t
 a planner (`read_planners` returns its decisions), or a cluster.
 """
 
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -88,6 +89,13 @@ class HttpClient:
             self.url + path, data=content, method=method, headers=headers
         )
         try:
+            return self._read_answer(request)
+        except (OSError, http.client.HTTPException) as error:  # the latter: cut off, or no HTTP
+            raise errors.Unavailable(f"{self.url} does not answer: {error}") from error
+
+    def _read_answer(self, request: urllib.request.Request) -> bytes:
+        """Return the body of an answer. Raises a DynamoError for a status that is an error."""
+        try:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
                 page: bytes = answer.read()
                 return page
@@ -95,9 +103,8 @@ class HttpClient:
             text = error.read().decode(errors="replace")
             default = errors.InvalidRequest if error.code < 500 else errors.Unavailable
             raised = _ERROR_BY_STATUS.get(error.code, default)
-            raise raised(f"{method} {self.url}{path}: {error.code}: {text[:500]}") from error
-        except OSError as error:
-            raise errors.Unavailable(f"{self.url} does not answer: {error}") from error
+            message = f"{request.method} {request.full_url}: {error.code}: {text[:500]}"
+            raise raised(message) from error
 
 
 class Client(HttpClient):

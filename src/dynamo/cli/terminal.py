@@ -264,9 +264,14 @@ def _keep_history() -> None:
         path.touch(mode=0o600)
         readline.read_history_file(path)
         readline.set_history_length(MAX_HISTORY)
-        atexit.register(_write_history, path)
+        atexit.register(_write_history, path, readline.get_current_history_length())
 
 
-def _write_history(path: Path) -> None:
+def _write_history(path: Path, num_read: int) -> None:
+    """Add what was typed after `num_read` lines, behind what conversations in other windows have written."""
     with contextlib.suppress(OSError):
-        readline.write_history_file(path)
+        path.touch(mode=0o600)
+        if hasattr(readline, "append_history_file"):
+            readline.append_history_file(readline.get_current_history_length() - num_read, path)
+        else:  # libedit
+            readline.write_history_file(path)

@@ -1,6 +1,8 @@
 """A conversation in the terminal: questions, commands, and what is shown of answers."""
 
 import json
+import readline
+import sys
 
 import pytest
 from tests.unit.cli.scripted_talks import Loop, Talk
@@ -184,3 +186,22 @@ def test_unknown_command_is_named_with_the_known_ones(say, scripted_talk, capsys
     assert "(/hepl: expected one of /help, /clear" in shown
     assert "/save FILE" in shown
     assert scripted_talk.seen == []
+
+
+def test_history_keeps_what_was_typed_in_another_window(say, monkeypatch, tmp_path):
+    path, at_exit = tmp_path / "dynamo" / "history", []
+    path.parent.mkdir()
+    path.write_text("earlier\n")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
+    readline.clear_history()
+
+    say("/exit")
+    path.write_text("earlier\nof the other window\n")
+    readline.add_history("of this window")
+    for function, *arguments in at_exit:
+        function(*arguments)
+    readline.clear_history()
+
+    assert path.read_text().splitlines() == ["earlier", "of the other window", "of this window"]
