@@ -95,10 +95,13 @@ def compare(before: Samples, after: Samples, elapsed_s: float) -> list[tuple[str
     """Return a row of `_COLUMNS` for each model."""
     rows: list[tuple[str, ...]] = []
     for model in sorted({model for _, model in after}):
+        counters = (key for key in before if key[1] == model and key[0].endswith("_total"))
+        is_restarted = any(after.get(key, 0.0) < before[key] for key in counters)
+        earlier: Samples = {} if is_restarted else before  # a new process counts from zero
 
-        def grown(name: str, model: str = model) -> float:
+        def grown(name: str, model: str = model, earlier: Samples = earlier) -> float:
             key = (f"dynamo_frontend_{name}", model)
-            return after.get(key, 0.0) - before.get(key, 0.0)
+            return after.get(key, 0.0) - earlier.get(key, 0.0)
 
         def mean_ms(name: str, model: str = model) -> str:
             count = grown(f"{name}_count", model)

@@ -552,3 +552,12 @@ def test_deployment_is_ready_when_its_present_form_is():
     assert deployment.is_ready({"metadata": {"generation": 2}, "status": ready})
     assert not deployment.is_ready({"metadata": {"generation": 3}, "status": ready})
     assert not deployment.is_ready({"metadata": {"generation": 1}})
+
+
+def test_top_counts_from_zero_after_the_frontend_was_restarted():
+    names = [f"dynamo_frontend_{name}_total" for name in ("requests", "output_tokens")]
+    before, after = ({(name, "m"): value for name in names} for value in (500.0, 20.0))
+
+    ((_, _, _, requests_per_s, tokens_per_s, *_),) = top.compare(before, after, 10.0)
+
+    assert (requests_per_s, tokens_per_s) == ("2.0", "2.0")
