@@ -284,6 +284,27 @@ def test_typed_workers_are_disaggregated_and_only_prefill_is_flagged(services):
     assert "-prefill-worker" not in command_line(found["Decodeworker1"])
 
 
+def test_values_of_a_file_reach_workers_as_they_are_written(archives):
+    worker = {
+        "model": {"path": "m"},
+        "maxModelLen": 1_048_576,
+        "extraArgs": ["--seed", 2_000_000, "--swap-space", 0.5],
+    }
+    values = {
+        "workers": [worker, {"model": {"path": "m"}, "maxModelLen": "128k"}],
+        "dynamoNamespace": "2026",
+        "huggingface": {"existingSecret": "1234"},
+    }
+    objects = render(archives["dynamo-vllm-0.4.1.tgz"], values, name="dynamo-vllm")
+    found = of_kind(objects, "DynamoGraphDeployment")["dynamo-vllm"]["spec"]["services"]
+
+    assert "--max-model-len 1048576 " in command_line(found["Worker0"])
+    assert command_line(found["Worker0"]).endswith(" --seed 2000000 --swap-space 0.5")
+    assert "--max-model-len 128k " in command_line(found["Worker1"])
+    assert {service["dynamoNamespace"] for service in found.values()} == {"2026"}
+    assert found["Worker0"]["envFromSecret"] == "1234"
+
+
 def test_pods_are_replaced_when_a_value_changes_that_they_read_at_their_start(services):
     before, after = services(""), services("logLevel=debug")
 

@@ -10,7 +10,7 @@ import ssl
 import pytest
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, tasks
+from dynamo.base import errors, tasks, tls
 from dynamo.observability import metrics
 from dynamo.operator import webhooks
 from dynamo.operator.settings import OperatorConfig
@@ -183,3 +183,48 @@ async def test_stopped_operator_leaves_the_definition_to_its_successor(tmp_path)
 
     assert urls[0] != urls[1]
     assert (after_first, after_second) == (urls[1], False)
+
+
+async def test_folder_in_the_middle_of_a_rotation_is_read_again(tmp_path, caplog):
+    first, second = [await tls.make_certificate(["127.0.0.1"]) for _ in range(2)]
+    folder = tmp_path / "certificate"
+    folder.mkdir()
+    (folder / "tls.key").write_bytes(first.key)
+    for name in ("tls.crt", "ca.crt"):
+        (folder / name).write_bytes(first.certificate)
+    settings = OperatorConfig(
+        webhook_bind_address="127.0.0.1:0", webhook_certificate_dir=str(folder)
+    )
+
+    async def read_config():
+        webhook = (await cluster.get(*CRD))["spec"].get("conversion", {}).get("webhook")
+        return webhook and webhook["clientConfig"]
+
+    async def presented():
+        address = config["url"].removeprefix("https://").partition("/")[0]
+        host, port = address.split(":")
+        return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
+
+    async def is_replaced():
+        return (await presented()) == second.certificate.decode()
+
+    async with connecting(tmp_path) as cluster, asyncio.TaskGroup() as running:
+        service = webhooks.WebhookService(cluster, settings, ShiftedClock())
+        await service.start()
+        keeping = running.create_task(service.keep_certificate())
+        first_term = running.create_task(service.keep_registered())
+        config = await until(read_config)
+        first_term.cancel()
+        for name in ("tls.crt", "ca.crt"):
+            (folder / name).write_bytes(second.certificate)
+        second_term = running.create_task(service.keep_registered())
+        await until(lambda: "the certificate cannot be used" in caplog.text)
+        during = await presented()
+        (folder / "tls.key").write_bytes(second.key)
+        await until(is_replaced)
+        bundle = base64.b64decode((await read_config())["caBundle"])
+        for task in (keeping, second_term):
+            task.cancel()
+        await service.close(is_stopped=False)
+
+    assert (during, bundle) == (first.certificate.decode(), second.certificate)

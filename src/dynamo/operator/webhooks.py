@@ -142,7 +142,7 @@ class WebhookService:
                     if event in ("ADDED", "MODIFIED"):
                         await self._load_certificate()  # another operator may have renewed it
                         await self._change_definition(definition, is_served=True)
-            except (errors.Unavailable, errors.Conflict) as error:
+            except (errors.Unavailable, errors.Conflict, errors.ConfigError) as error:
                 _logger.warning("the webhooks are to be registered: %s", error)
                 await self._clock.sleep(_WAIT_S)
 
@@ -202,18 +202,22 @@ class WebhookService:
     # The certificate.
 
     async def _load_certificate(self) -> None:
-        """Present the present certificate; the API server is told first if there was another."""
+        """Present the present certificate; the API server is told first if there was another.
+
+        Raises ConfigError for a folder that is read in the middle of a rotation; the former one is presented then.
+        """
         folder = self._settings.webhook_certificate_dir
         content = _read_folder(Path(folder)) if folder else await self._read_secret()
         if content["tls.crt"] == self._certificate:
             return
+        certificate = tls.ServerCertificate(content["tls.crt"], content["tls.key"])
+        certificate.open_context()  # half a rotation must not replace the key that is in use
         self._bundle = content["ca.crt"]
         if self._certificate:
             await self._register_admission()
             definition = await self._cluster.get(*_CRD, _DEFINITION)
             if definition is not None:
                 await self._change_definition(definition, is_served=True)
-        certificate = tls.ServerCertificate(content["tls.crt"], content["tls.key"])
         certificate.load_into(self._context)
         self._certificate = content["tls.crt"]
 
