@@ -44,8 +44,7 @@ class SuspectRequest(errors.DynamoError):
     code = "suspect_request"
 
 
-# No name is read again from its middle: the message of an engine may quote a request, which may be long.
-_START = r"(?<![\w-])(?<![\w-]\.)"
+_START = r"(?<![\w-])(?<![\w-]\.)"  # of a name: a long message is not read again from each middle
 _INNER_NAMES = re.compile(
     r"(?<![\w+])[a-z0-9+]++://[^\s'\",;]+"  # URLs
     r"|\[[0-9a-fA-F:.]+\](?::\d+)?|\b(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?"  # addresses, with or without a port
@@ -60,6 +59,5 @@ _INNER_NAMES = re.compile(
 
 def client_message(error: errors.DynamoError) -> str:
     """Return the message for a client; where the fault is ours, without addresses and paths, which the log has."""
-    return (
-        str(error) if isinstance(error, errors.RequestError) else _INNER_NAMES.sub("…", str(error))
-    )
+    text = str(error)
+    return text if isinstance(error, errors.RequestError) else _INNER_NAMES.sub("…", text)
