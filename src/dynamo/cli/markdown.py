@@ -1,10 +1,12 @@
 """Markdown on a terminal, word by word as it is written: styles for its marks, and lines that break between words.
 
 A word is shown when it is complete, so it stands whole on one line; a word that is longer than a line is broken.
-Within code nothing is broken, because its lines are its meaning. Without styles the marks stay as they are.
+Within code nothing is broken, because its lines are its meaning. Without styles the marks stay as they are. Control
+characters are left out, because a terminal obeys them.
 """
 
 import re
+import unicodedata
 
 from rich import cells
 
@@ -47,6 +49,8 @@ class MarkdownWriter:
             shown = self._end_word()
             self._blanks += char
             return shown
+        if unicodedata.category(char) == "Cc":
+            return ""
         if cells.cell_len(char) > 1 and not self._is_fenced:  # each may stand alone in a line
             return self._end_word() + self._place(char, char)
         self._word += char

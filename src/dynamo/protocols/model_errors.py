@@ -44,13 +44,14 @@ class SuspectRequest(errors.DynamoError):
     code = "suspect_request"
 
 
+_START = r"(?<![\w-])(?<![\w-]\.)"  # of a name: a long message is not read again from each middle
 _INNER_NAMES = re.compile(
-    r"\b[a-z0-9+]+://[^\s'\",;]+"  # URLs
+    r"(?<![\w+])[a-z0-9+]++://[^\s'\",;]+"  # URLs
     r"|\[[0-9a-fA-F:.]+\](?::\d+)?|\b(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?"  # addresses, with or without a port
     r"|(?<![\w.:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])"  # of IPv6, without brackets
-    r"|\b[\w-]+(?:\.[\w-]+)*:\d{2,5}\b"  # names with a port
-    r"|\b[A-Za-z0-9][\w-]*(?:\.[\w-]+)*\.(?:internal|local|localdomain|lan|svc)\b\.?"  # of private domains
-    r"|\b[A-Za-z0-9][\w-]*(?:\.[\w-]+)+\.[A-Za-z]{2,}\b"  # of three parts, without a port
+    rf"|{_START}[\w-]++(?:\.[\w-]++)*+:\d{{2,5}}\b"  # names with a port
+    rf"|{_START}[\w-]++(?:\.[\w-]++)*\.(?:internal|local|localdomain|lan|svc)\b\.?"  # of private domains
+    rf"|{_START}[\w-]++(?:\.[\w-]++)+\.[A-Za-z]{{2,}}\b"  # of three parts, without a port
     r"|(?<=not valid for ')[^']+"  # the name in OpenSSL's words for a certificate of another host
     r"|(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]*"  # absolute paths
 )
@@ -58,6 +59,5 @@ _INNER_NAMES = re.compile(
 
 def client_message(error: errors.DynamoError) -> str:
     """Return the message for a client; where the fault is ours, without addresses and paths, which the log has."""
-    return (
-        str(error) if isinstance(error, errors.RequestError) else _INNER_NAMES.sub("…", str(error))
-    )
+    text = str(error)
+    return text if isinstance(error, errors.RequestError) else _INNER_NAMES.sub("…", text)

@@ -83,3 +83,10 @@ def test_no_line_is_longer_than_the_terminal_and_no_text_is_lost(text, width):
 
     assert re.sub(r"\s", "", written) == re.sub(r"\s", "", text)
     assert all(len(line.rstrip()) <= width for line in written.splitlines())
+
+
+@pytest.mark.parametrize("mark", ["", "```\n"])
+def test_control_characters_of_an_answer_command_no_terminal(mark):
+    answer = f"{mark}a\x1b]52;c;aGk=\x07b\x9b2J\r\n\x7fc\x00 d"
+
+    assert shown(answer, has_styles=False) == f"{mark}a]52;c;aGk=b2J\nc d"

@@ -1,6 +1,7 @@
 """Ollama's API: chats, prompts, embeddings and lists of models; `tests/clients` has its real client."""
 
 import json
+import time
 
 import pytest
 from frontend_rig import outputs
@@ -228,6 +229,15 @@ async def test_request_without_a_prompt_unloads_a_model_that_is_not_kept(
 
     assert (line["done"], line["done_reason"]) == (True, reason)
     assert missing.status_code == 404
+
+
+@pytest.mark.parametrize("endless", ["0" * 20_000, "." + "0" * 20_000, "0s" * 20_000])
+async def test_duration_without_end_takes_no_time(rig, endless):
+    began_s = time.process_time()
+    (line,) = lines(await ask(rig, "/api/chat", {"model": "m"}, keep_alive=f"{endless}x"))
+
+    assert line["done_reason"] == "load"
+    assert time.process_time() - began_s < 2.0
 
 
 async def test_prompt_of_a_model_that_is_not_kept_is_answered(rig):

@@ -241,3 +241,13 @@ async def test_log_names_what_the_client_is_not_told(rig, caplog, monkeypatch):
     assert answer.status_code == 500
     assert "10.0.0.7" not in answer.text
     assert "a request failed: EngineFailed: lost 10.0.0.7:41327" in caplog.text
+
+
+@pytest.mark.parametrize("repeated", ["a-", "a.", "a.-", "a+", "a:", "a..", "/a", "1."])
+def test_long_message_of_an_engine_is_told_without_delay(repeated):
+    error = errors.EngineFailed(f"TensorRT-LLM: no grammar: {repeated * 10_000}! at 10.0.0.7:80")
+    began_s = time.process_time()
+    message = model_errors.client_message(error)
+
+    assert time.process_time() - began_s < 2.0
+    assert "10.0.0.7" not in message

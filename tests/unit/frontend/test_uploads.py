@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 
 import pytest
 from hypothesis import given
@@ -137,6 +138,24 @@ def test_boundary_that_is_too_long_is_refused_and_leaves_nothing(files):
 
     assert refused.value.refusal.status == 400
     assert not files.folder.exists()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_other_users_read_neither_files_nor_the_journal(tmp_path, files, is_there):
+    tmp_path.chmod(0o755)
+    if is_there:  # made by an administrator, for all to enter
+        files.folder.mkdir(0o755)
+    former_mask = os.umask(0o022)
+    try:
+        files.prepare()
+        with files.in_use():  # SQLite's log is there, too
+            modes = {path.name: path.stat().st_mode & 0o077 for path in files.folder.iterdir()}
+    finally:
+        os.umask(former_mask)
+
+    assert modes.keys() >= {"content", "partial", "journal.sqlite3", "journal.sqlite3-wal"}
+    assert set(modes.values()) == {0}
+    assert files.folder.stat().st_mode & 0o077 == (0o055 if is_there else 0)
 
 
 def test_folder_that_cannot_be_written_is_named(tmp_path):

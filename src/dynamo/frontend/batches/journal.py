@@ -87,8 +87,9 @@ class BatchJournal:
     def prepare(self) -> None:
         """Make the folder. Raises Unavailable if it cannot be written."""
         try:
-            for name in ("content", "partial"):
+            for name in ("", "content", "partial"):
                 (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.folder / "journal.sqlite3").touch(mode=0o600)  # SQLite asks 0644
             with self._open() as database:
                 database.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
@@ -393,8 +394,7 @@ class BatchJournal:
             database.executemany("DELETE FROM files WHERE id = ?", gone)
             database.execute("DELETE FROM batches WHERE is_ended AND expires_at <= ?", (now,))
             known = {file_id for (file_id,) in database.execute("SELECT id FROM files")}
-            # within the transaction: no other process adds a file meanwhile
-            for content in (self.folder / "content").iterdir():
+            for content in (self.folder / "content").iterdir():  # no process adds a file meanwhile
                 if content.name not in known:
                     content.unlink(missing_ok=True)
         for partial in (self.folder / "partial").iterdir():

@@ -20,7 +20,8 @@ _Messages = conversation.Messages
 Think = bool | Literal["low", "medium", "high", "max"]
 Nothing = Annotated[list[Any], msgspec.Meta(max_length=0)] | None
 EmptyText = Literal[""] | None
-_NO_TIME = re.compile(r"[+-]?(0|((0+\.?0*|\.0+)(ns|us|µs|μs|ms|s|m|h))+)")  # as Go writes durations
+# As Go writes durations; possessive, because a client may send zeros without end.
+_NO_TIME = re.compile(r"[+-]?(0|((0++(\.0*+)?|\.0++)(ns|us|µs|μs|ms|s|m|h))+)")
 
 
 class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
