@@ -3,7 +3,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { ask, getJson, type ModelRow, readEvents } from "./api";
 import type { ViewProps } from "./main";
-import { duration, Notice, short, useLive } from "./parts";
+import { duration, forget, Notice, recall, short, useKept, useLive } from "./parts";
 
 interface Turn {
   role: "user" | "assistant";
@@ -40,6 +40,7 @@ interface Parameters {
   tools: string;
 }
 
+const ABORTS = "chat.aborts";
 const NO_PARAMETERS: Parameters = { system: "", temperature: "", top_p: "", max_tokens: "512", seed: "", stop: "", tools: "" };
 const NUMBERS: { name: keyof Parameters; label: string; step: string }[] = [
   { name: "temperature", label: "Temperature", step: "0.1" },
@@ -77,14 +78,21 @@ function newId(): string {
   return "console-" + Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
+/** Stop the answers, and forget the conversations: the next user of this tab may be another one. */
+export function forgetChat() {
+  for (const abort of recall<AbortController[]>(ABORTS) ?? []) abort.abort();
+  forget();
+}
+
 export function Chat(_: ViewProps) {
   const [models, setModels] = useState<ModelRow[] | null>(null);
   const [problem, setProblem] = useState("");
-  const [chosen, setChosen] = useState<string[]>([]);
-  const [turns, setTurns] = useState<Turn[][]>([[], []]);
-  const [text, setText] = useState("");
-  const [parameters, setParameters] = useState(NO_PARAMETERS);
-  const [aborts, setAborts] = useState<AbortController[]>([]);
+  // an answer goes on while another view is shown
+  const [chosen, setChosen] = useKept<string[]>("chat.chosen", []);
+  const [turns, setTurns] = useKept<Turn[][]>("chat.turns", [[], []]);
+  const [text, setText] = useKept("chat.text", "");
+  const [parameters, setParameters] = useKept("chat.parameters", NO_PARAMETERS);
+  const [aborts, setAborts] = useKept<AbortController[]>(ABORTS, []);
   const [copied, setCopied] = useState("");
   useLive(["metrics"], {}); // while a console is open, the router explains its decisions
   const input = useRef<HTMLTextAreaElement>(null);
@@ -118,7 +126,7 @@ export function Chat(_: ViewProps) {
   }
 
   function patch(pane: number, change: (turn: Turn) => Turn) {
-    setTurns((old) => old.map((list, place) => (place === pane ? [...list.slice(0, -1), change(list[list.length - 1]!)] : list)));
+    setTurns((old) => old.map((list, place) => (place === pane && list.length ? [...list.slice(0, -1), change(list[list.length - 1]!)] : list)));
   }
 
   async function answer(pane: number, model: string, earlier: Turn[], abort: AbortController) {

@@ -5,7 +5,7 @@ import type { ComponentType } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { apiKey, getJson, type Session, setApiKey, whenSignedOut } from "./api";
 import { Cache } from "./cache";
-import { Chat } from "./chat";
+import { Chat, forgetChat } from "./chat";
 import { Logs } from "./logs";
 import { Metrics } from "./metrics";
 import { Models } from "./models";
@@ -119,7 +119,7 @@ function App() {
             </select>
           </label>
           {session.key && (
-            <button type="button" onClick={() => { setApiKey(""); setSession(null); setNeedsKey(true); }}>
+            <button type="button" onClick={() => { forgetChat(); setApiKey(""); setSession(null); setNeedsKey(true); }}>
               Sign out {session.key}
             </button>
           )}

@@ -54,6 +54,36 @@ export function Bar(props: { share: number; label: string }) {
   );
 }
 
+const kept = new Map<string, unknown>();
+const redraws = new Set<() => void>();
+
+/** State of a view that outlives it: as long as the page, or until `forget`. */
+export function useKept<T>(name: string, initial: T): [T, (next: T | ((old: T) => T)) => void] {
+  const [, redraw] = useState({});
+  useEffect(() => {
+    const draw = () => redraw({});
+    redraws.add(draw);
+    return () => {
+      redraws.delete(draw);
+    };
+  }, []);
+  const read = () => (kept.has(name) ? (kept.get(name) as T) : initial);
+  const change = (next: T | ((old: T) => T)) => {
+    kept.set(name, typeof next === "function" ? (next as (old: T) => T)(read()) : next);
+    for (const draw of redraws) draw();
+  };
+  return [read(), change];
+}
+
+export function recall<T>(name: string): T | undefined {
+  return kept.get(name) as T | undefined;
+}
+
+export function forget() {
+  kept.clear();
+  for (const draw of redraws) draw();
+}
+
 export interface Live<T> {
   value: T;
   isConnected: boolean;

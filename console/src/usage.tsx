@@ -10,8 +10,10 @@ export function Usage({ session }: ViewProps) {
   const [problem, setProblem] = useState("");
   const [days, setDays] = useState("30");
   useEffect(() => {
-    const since = new Date(Date.now() - Number(days) * 86_400_000).toISOString().slice(0, 10);
-    const load = () => getJson<{ rows: UsageRow[] }>(`/usage?since=${since}`).then((page) => { setRows(page.rows); setProblem(""); }, (error: Error) => setProblem(error.message));
+    const load = () => {
+      const since = new Date(Date.now() - (Number(days) - 1) * 86_400_000).toISOString().slice(0, 10); // today is the last of so many days
+      return getJson<{ rows: UsageRow[] }>(`/usage?since=${since}`).then((page) => { setRows(page.rows); setProblem(""); }, (error: Error) => setProblem(error.message));
+    };
     void load();
     const timer = setInterval(load, 10_000);
     return () => clearInterval(timer);
@@ -32,10 +34,10 @@ export function Usage({ session }: ViewProps) {
       <div class="tools">
         <label>Days{" "}
           <select value={days} onChange={(event) => setDays(event.currentTarget.value)}>
-            <option value="0">today</option><option value="7">7</option><option value="30">30</option><option value="400">all</option>
+            <option value="1">today</option><option value="7">7</option><option value="30">30</option><option value="401">all</option>
           </select>
         </label>
-        <button type="button" onClick={save}>Save as CSV</button>
+        <button type="button" onClick={() => void save().catch((error: Error) => setProblem(error.message))}>Save as CSV</button>
         {!session.keeps_usage && <span class="muted small">Since the start of this process; <code>--usage-file</code> keeps it over restarts.</span>}
       </div>
       <div class="tiles">

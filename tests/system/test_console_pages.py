@@ -267,6 +267,13 @@ def test_nothing_is_shown_without_a_key_and_a_key_sees_its_own(deployment, page,
     assert "alice" in page.locator("tr[data-request]").inner_text()
     assert page.get_by_role("link", name="Logs").count() == 0
 
+    page.get_by_role("button", name="Sign out alice").click()
+    page.get_by_label("API key").fill("sk-root-1")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="Chat").click()
+    page.locator("#question").wait_for()
+    assert page.locator(".turn").count() == 0  # alice's conversation
+
 
 def test_view_is_marked_in_the_row_of_views_of_a_phone(deployment, page):
     frontend = deployment.frontend()

@@ -161,6 +161,22 @@ def test_answer_is_stopped_and_copied_as_commands_that_run(served, page):
         assert done.stdout.strip()
 
 
+def test_conversation_and_its_running_answer_outlive_another_view(served, page):
+    page.get_by_label("Most tokens").fill("60")
+    page.fill("#question", "Go on")
+    page.keyboard.press("Enter")
+    page.locator(".turn.assistant .text").nth(2).filter(has_text=re.compile(r"\w\w")).wait_for()
+    page.locator(".figures a").first.click()
+    page.locator("[data-candidate]").first.wait_for()
+    assert get(served, "requests")["num_open"] == 1
+    page.get_by_role("link", name="Chat").click()
+    page.locator(".turn.assistant .figures").nth(2).get_by_text("60 tokens").wait_for()
+
+    asked = [each.inner_text() for each in page.locator(".turn.user .text").all()]
+    assert asked == [QUESTION, "And then?", "Go on"]
+    assert page.get_by_label("Most tokens").input_value() == "60"
+
+
 def test_question_that_failed_is_not_asked_again_with_the_next_one(served, page):
     bodies = []
     page.on("request", lambda each: each.method == "POST" and bodies.append(each.post_data_json))

@@ -227,7 +227,7 @@ async def test_refused_body_takes_no_memory_while_its_client_lingers():
         (connection,) = running.connections
 
         assert answer.startswith(b"HTTP/1.1 503")
-        assert connection._parser._body == []
+        assert connection._parser._body == b""
 
 
 async def test_request_without_a_right_gets_no_continue_and_its_answer_at_once():
