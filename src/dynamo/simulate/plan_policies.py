@@ -55,8 +55,7 @@ class ProfiledTimes(StepTimes):
     """The times of steps by a measured profile.
 
     Decoding is looked up at the tokens that a sequence has of the KV cache: where sequences share blocks, as many
-    tokens in use mean more sequences. A profile has prompts and decoding measured apart, each with what any step takes;
-    a step that does both takes that once.
+    tokens in use mean more sequences.
     """
 
     surface: profile.DecodeSurface
@@ -69,15 +68,11 @@ class ProfiledTimes(StepTimes):
         num_prefilling: int = 0,
     ) -> float:
         """Return the seconds of a step: the tokens in use are taken for spread evenly over its sequences."""
-        num_new = sum(end - start for start, end in prompts)
+        prompts_s = self.prefill_s(sum(end - start for start, end in prompts)) if prompts else 0.0
         if not num_decoding:
-            return self.prefill_s(num_new)
+            return prompts_s
         context = num_active / (num_decoding + len(prompts))
-        decode_s = self.surface.step_s(num_decoding, context)
-        if not prompts:
-            return decode_s
-        prompts_s = self.prefill_s(num_new)
-        return max(prompts_s, decode_s, prompts_s + decode_s - self.surface.itl_s(0.0, 0.0))
+        return prompts_s + self.surface.step_s(num_decoding, context)
 
     def decode_steps_s(self, num_steps: int, num_decoding: int, num_active: int) -> list[float]:
         """Return the seconds of so many steps, one after the other, in which nothing but decoding happens."""
