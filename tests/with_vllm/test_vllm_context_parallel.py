@@ -48,7 +48,10 @@ def test_engine_reports_blocks_of_the_size_that_vllms_events_have(monkeypatch):
             parallel_config=SimpleNamespace(data_parallel_size=1, decode_context_parallel_size=2),
             cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=50),
             model_config=SimpleNamespace(
-                max_model_len=512, max_logprobs=20, skip_tokenizer_init=False
+                max_model_len=512,
+                max_logprobs=20,
+                get_vocab_size=lambda: 100,
+                skip_tokenizer_init=False,
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=512),
         ),
