@@ -308,6 +308,7 @@ def test_planner_shows_its_decisions_and_a_simulated_future(deployment, page):
         "--frontend-url", frontend.url, "--planner-port", "0", "--adjustment-interval", "0.5",
         "--max-workers", "4", "--worker-flags", "--num-gpu-blocks-override 40 --block-size 64 --tick-ms 100",
         "--startup-time", "20",
+        "--prefill-queue-scale-up-threshold", "99",  # one prompt must not start a second worker beforehand
     )  # fmt: skip
     frontend.others = [planner]
     frontend.await_models([MODEL])
