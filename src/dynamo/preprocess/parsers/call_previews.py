@@ -354,6 +354,11 @@ class BareKeyPreview(CallPreview):
     def _read_body(self) -> bool:
         match = self._marks.find(self._text)
         at = match.start if match else len(self._text) - self._marks.num_open(self._text)
+        plain_at = -1 if self._is_quoted else self._text.find('"', 0, at)
+        if plain_at >= 0:  # a string of JSON, in which a model may write a line break as it is
+            self._emit(call_syntax.quote_keys(self._text[:plain_at]))
+            self._step = None
+            return False
         tail = None if match or self._is_quoted else _BARE_TAIL.search(self._text, 0, at)
         at = tail.start() if tail else at
         text, self._text = self._text[:at], self._text[at:]

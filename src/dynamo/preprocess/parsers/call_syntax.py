@@ -436,12 +436,12 @@ class BareKeyReader:
 
 
 _BARE_NAME = re.compile(r"call:(?P<name>[\w.-]+)")
-_BARE_KEY = re.compile(r"([{,]\s*)([\w.-]+)\s*:\s*")
+_BARE_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*)([\w.-]+)\s*:\s*', re.DOTALL)
 
 
 def quote_keys(text: str) -> str:
-    """Return JSON without its strings, with the bare keys quoted."""
-    return _BARE_KEY.sub(r'\1"\2": ', text)
+    """Return JSON without the strings between marks, with the bare keys quoted; strings of JSON stay as they are."""
+    return _BARE_KEY.sub(lambda match: match[1] or f'{match[2]}"{match[3]}": ', text)
 
 
 def dump(value: Any) -> str:

@@ -87,6 +87,16 @@ def test_call_in_parts_is_the_whole_call_however_its_text_is_cut(name, arguments
         assert with_whole_calls(streamed) == whole
 
 
+@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize("value", ["a\nb", "Paris, note: wet {city: Rome"])
+def test_json_strings_of_a_format_with_marks_of_its_own_are_read(name, value):
+    text = written(name, {"city": [value]}, dump_loosely)
+
+    for options in ({}, {"whole_tools": ()}):
+        (call,) = with_whole_calls(read(make_parser(name, **options), text))
+        assert json.loads(call.arguments) == {"city": [value]}
+
+
 @pytest.mark.parametrize("name", ONE_CALL)
 def test_arguments_come_before_the_call_ends(name):
     city = "Par\n\u00e9 " * 50
