@@ -233,7 +233,8 @@ def recommend(
     )
 
 
-_NUM_PROMPTS = 3  # of a prefill cell; the median counts
+_NUM_PROMPTS = 3  # of a prefill cell, at least; the median counts
+_LEAST_S = 0.5  # of a cell: for shorter, other work on the machine decides
 _DECODE_TOKENS, _MOST_TOKENS = 48, 384  # of an answer, first and at last
 _CELL_S = 300.0  # a cell that takes longer has failed
 _SHORT_PROMPT_S = 10.0
@@ -272,23 +273,30 @@ class ProfileClient:
         return True
 
     async def _measure_prefill(self, length: int) -> float:
-        times = [await self._stream(self._make_prompt(length), 1) for _ in range(_NUM_PROMPTS)]
-        return statistics.median(first_at - sent_at for sent_at, first_at, *_ in times)
+        until, times = self._clock.now() + _LEAST_S, list[float]()
+        while len(times) < _NUM_PROMPTS or self._clock.now() < until:
+            sent_at, first_at, *_ = await self._stream(self._make_prompt(length), 1)
+            times.append(first_at - sent_at)
+        return statistics.median(times)
 
     async def _measure_decode(self, context: int, concurrency: int) -> float:
         """Time the tokens while all sequences decode. Their prompts stay in the prefix cache for larger cells."""
         prompts = self._prompts.setdefault(context, [])
         prompts += [self._make_prompt(context) for _ in range(concurrency - len(prompts))]
+        until, seconds, num_gaps = self._clock.now() + _LEAST_S, 0.0, 0
         num_tokens = _DECODE_TOKENS
-        while num_tokens <= _MOST_TOKENS:
+        while not num_gaps or self._clock.now() < until:
             streams = [self._stream(prompt, num_tokens) for prompt in prompts[:concurrency]]
             times = await asyncio.gather(*streams)
             begin, end = max(each[1] for each in times), min(each[-1] for each in times)
-            num_gaps = sum(begin < at <= end for each in times for at in each[1:])
-            if end > begin and num_gaps >= 8 * concurrency:
-                return (end - begin) * concurrency / num_gaps
-            num_tokens *= 2  # the first ended before the last began
-        raise errors.Unavailable("the sequences never decoded all together")
+            num_new = sum(begin < at <= end for each in times for at in each[1:])
+            if end > begin and num_new >= 8 * concurrency:
+                seconds, num_gaps = seconds + end - begin, num_gaps + num_new
+            elif num_tokens < _MOST_TOKENS:
+                num_tokens *= 2  # the first ended before the last began
+            elif not num_gaps:
+                raise errors.Unavailable("the sequences never decoded all together")
+        return seconds * concurrency / num_gaps
 
     def _make_prompt(self, length: int) -> list[int]:
         return self._random.choices(_TOKEN_IDS, k=length)

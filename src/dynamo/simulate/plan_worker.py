@@ -307,8 +307,7 @@ class PlanWorker:
         if request.is_prefilled:
             self._computed.append(request)
         else:
-            request.num_cached = self.cached_tokens(request)
-            request.num_left = request.num_prompt - request.num_cached
+            self._look_up(request)
             self.num_queued_tokens += request.num_left
             self._waiting.append(request)
         if self.next_time == math.inf:
@@ -316,6 +315,11 @@ class PlanWorker:
         elif len(self._ends) > 1:
             del self._ends[bisect_left(self._ends, now) + 1 :]
             self.next_time = self._ends[-1]
+
+    def _look_up(self, request: Request) -> None:
+        """Leave out what is in the cache of a prompt of which nothing is computed yet."""
+        request.num_cached = self.cached_tokens(request)
+        request.num_left = request.num_prompt - request.num_cached
 
     def withdraw_waiting(self) -> list[Request]:
         """Remove the requests of which nothing is computed yet, and return them."""
@@ -441,6 +445,9 @@ class PlanWorker:
         for request in self._prefilling:
             budget -= self._plan_chunk(request, budget)
         while budget > 0 and (admitted := self._admit(self._waiting)) is not None:
+            self.num_queued_tokens -= admitted.num_left
+            self._look_up(admitted)  # others may have computed its beginning since it came
+            self.num_queued_tokens += admitted.num_left
             self._prefilling.append(admitted)
             budget -= self._plan_chunk(admitted, budget)
         return [

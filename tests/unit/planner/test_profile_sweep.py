@@ -1,3 +1,5 @@
+import asyncio
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -221,3 +223,35 @@ def test_folder_that_cannot_be_made_is_refused_before_anything_is_measured(flag,
 
     assert profiling.main(argv) == 2
     assert f"{flag} {tmp_path / 'file' / 'x'}" in capsys.readouterr().err
+
+
+class Clock:
+    time = 0.0
+
+    def now(self):
+        return self.time
+
+
+class StreamedClient(profile_sweep.ProfileClient):
+    """A client of an engine whose steps all take `step_s`, on the engine's clock."""
+
+    def __init__(self, step_s):
+        self.clock, self.step_s, self.num_streams = Clock(), step_s, 0
+        super().__init__("127.0.0.1", 1, "m", self.clock)
+
+    async def _stream(self, prompt, num_tokens):
+        self.num_streams += 1
+        times = [self.clock.time + step * self.step_s for step in range(num_tokens + 1)]
+        self.clock.time = times[-1]
+        return times
+
+
+@pytest.mark.parametrize(
+    ("kind", "step_s", "num_streams"),
+    [("prefill", 0.03, 17), ("prefill", 1.0, 3), ("decode", 0.002, 6), ("decode", 0.1, 1)],
+)
+def test_quick_cell_is_measured_for_half_a_second(kind, step_s, num_streams):
+    client = StreamedClient(step_s)
+
+    assert asyncio.run(client.measure(Cell(kind, 100))) == pytest.approx(step_s)
+    assert client.num_streams == num_streams

@@ -74,6 +74,16 @@ def test_cached_prefix_is_not_computed_again():
     assert prompts[1].ttft_s == pytest.approx(TIMES.prefill_s(1))
 
 
+def test_prompt_that_waited_finds_what_was_computed_meanwhile():
+    worker = PlanWorker("prefill", replace(TIMES, max_num_batched_tokens=1024))
+    prompts = [request(num_prompt=1024, names=(1, 2), block_size=512) for _ in range(3)]
+    serve(worker, prompts)
+
+    assert [each.num_cached for each in prompts] == [0, 1023, 1023]
+    assert prompts[2].ttft_s == pytest.approx(TIMES.prefill_s(1024) + TIMES.prefill_s(2))
+    assert worker.num_queued_tokens == 0
+
+
 def test_full_cache_makes_requests_wait():
     worker = PlanWorker("agg", TIMES)
     requests = [request(num_prompt=300_000, num_output=10) for _ in range(2)]
