@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.operator import api_types, causes, objects, pod_template
+from dynamo.operator import api_types, causes, objects, pod_template, reviews
 from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.settings import OperatorConfig
 from dynamo.protocols import graph_deployment
 
+_LARGEST = graph_deployment.ProfiledSize(mode="disagg", num_prefill=1, num_decode=1)
 _CONDITIONS = ("Validation", "Profiling", "SpecGenerated", "DeploymentReady")
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -88,7 +89,7 @@ def decide(
     try:
         spec = api_types.read_spec(resource, api_types.RequestSpec)
         job = make_job(resource, spec, settings)
-        _read_part(spec.deployment_overrides, _Overrides, "deploymentOverrides")
+        _check_deployment(resource, spec, settings)
     except errors.ConfigError as error:
         return _report(resource, observed, "Failed", ("Validation", "InvalidSpec", str(error)))
     generated = status.get("generatedDeployment")
@@ -217,6 +218,20 @@ def make_deployment(
         has_gpus=not spec.use_mocker,
     )
     return graph_deployment.make_graph(own, worker, size)
+
+
+def _check_deployment(
+    resource: Object, spec: api_types.RequestSpec, settings: OperatorConfig
+) -> None:
+    """Raise ConfigError if no recommendation could be applied, as under this name: it need not be measured."""
+    largest = make_deployment(resource, spec, _LARGEST)
+    if (resource.get("status") or {}).get("generatedDeployment"):
+        return
+    try:
+        reviews.check_graph(largest, settings, is_new=True)
+    except errors.ConfigError as error:
+        text = f"{error}; spec.deploymentOverrides.name gives the deployment another name"
+        raise errors.ConfigError(text) from error
 
 
 def _find_failure(job: Object | None, observed: Observed, resource: Object) -> str | None:

@@ -179,3 +179,18 @@ def test_target_or_name_that_cannot_be_is_refused_before_a_worker_is_measured(sp
     assert last_condition(decision)["type"] == "Validation"
     assert says in last_condition(decision)["message"]
     assert not decision.create
+
+
+def test_name_of_a_request_that_no_service_can_have_is_refused_before_a_worker_is_measured():
+    request = make_request()
+    request["metadata"]["name"] = "qwen2.5"
+    decision = decide(request)
+
+    assert last_condition(decision)["type"] == "Validation"
+    assert "dynamo-qwen2.5, by default" in last_condition(decision)["message"]
+    assert not decision.create
+    request["spec"]["deploymentOverrides"] = {"name": "qwen"}
+    assert decide(request).create
+    request["spec"]["deploymentOverrides"] = {}
+    request["status"] = {"generatedDeployment": {"kind": "DynamoGraphDeployment"}}
+    assert decide(request).status["state"] == "Ready"  # it was measured before
