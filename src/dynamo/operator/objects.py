@@ -252,6 +252,12 @@ def merge_lists(defaults: Iterable[Object], overrides: Iterable[Object], key: st
     return list(merged.values())
 
 
+def name_ports(ports: Iterable[Object], known: Iterable[Object]) -> list[Object]:
+    """Return ports with the names of known ports: one without its name would stand in a merged list twice."""
+    name_by_number = {entry["containerPort"]: {"name": entry["name"]} for entry in known}
+    return [{**name_by_number.get(entry.get("containerPort"), {}), **entry} for entry in ports]
+
+
 def format_time(wall: float) -> str:
     """Return seconds since 1970 as objects have times: RFC 3339, in UTC."""
     return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
