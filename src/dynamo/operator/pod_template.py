@@ -400,7 +400,7 @@ def shared_memory_size(spec: api_types.ServiceSpec) -> str:
 
 def grace_period_s(main: Mapping[str, Any]) -> int:
     """Return the seconds that a pod gets to end: what it takes to drain, and some to spare."""
-    values = {entry.get("name"): entry.get("value") for entry in main.get("env", ())}
+    values = {str(entry.get("name")): entry.get("value") for entry in main.get("env", ())}
     words = join_command({**main}).split()
 
     def read_s(setting: draining.DrainSetting, default_s: float = 0.0) -> int:
@@ -408,7 +408,7 @@ def grace_period_s(main: Mapping[str, Any]) -> int:
         try:
             value = setting.read_s(words, {setting.variable: str(float(value))})
             return round(float(value))
-        except (ValueError, OverflowError) as error:  # infinity is one, too
+        except (TypeError, ValueError, OverflowError) as error:  # infinity is one, too
             names = f"{setting.variable}, {setting.flag}"
             raise errors.ConfigError(f"{names}: expected seconds, got {value!r}") from error
 

@@ -373,3 +373,19 @@ def test_frontend_whose_pod_is_being_prepared_does_not_wait_for_workers():
 
     message = available(cluster, "g-frontend")["message"]
     assert message.endswith("(container fetch) runs and is not ready yet")
+
+
+def test_names_in_lists_of_a_wrong_type_are_left_to_the_cluster_to_refuse():
+    service = worker()
+    wrong = [{"name": {"a": 1}}, {"name": ["b"], "containerPort": ["c"], "mountPath": {}}]
+    service["extraPodSpec"]["mainContainer"] |= {"env": wrong, "ports": wrong}
+    service["extraPodSpec"]["volumes"] = wrong
+    pod = pod_of(settled(make_graph(services={"Decode": service})), "g-decode")
+
+    for given in (pod["volumes"], pod["containers"][0]["env"], pod["containers"][0]["ports"]):
+        assert given[-2:] == wrong
+    variable = {"name": "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", "value": ["30"]}
+    service["extraPodSpec"]["mainContainer"]["env"] = [variable]
+    message = settled(make_graph(services={"Decode": service})).ready()["message"]
+    assert "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT, " in message
+    assert message.endswith("expected seconds, got ['30']")
