@@ -254,9 +254,11 @@ def merge_lists(defaults: Iterable[Object], overrides: Iterable[Object], key: st
     return list(merged.values())
 
 
-def name_ports(ports: Iterable[Object], known: Iterable[Object]) -> list[Object]:
-    """Return ports with the names of known ports: one without its name would stand in a merged list twice."""
-    name_by_number = {repr(entry["containerPort"]): {"name": entry["name"]} for entry in known}
+def name_ports(ports: Iterable[Object], named_ports: Iterable[Object]) -> list[Object]:
+    """Return ports, nameless ones with the name of their number, under which a merged list would hold a second one."""
+    name_by_number = {
+        repr(entry["containerPort"]): {"name": entry["name"]} for entry in named_ports
+    }
     return [
         {**name_by_number.get(repr(entry.get("containerPort")), {}), **entry} for entry in ports
     ]
