@@ -170,6 +170,29 @@ def test_operator_may_block_the_deletion_of_owners_where_a_cluster_asks_for_that
     )
 
 
+def test_operator_may_register_webhooks_that_were_deleted(platform):
+    """An apply that makes an object needs the right to create, which can be had for one name: the path says it."""
+    roles = of_kind(render(platform, CLUSTER_WIDE), "ClusterRole")
+    name = "dynamo-platform-dynamo-operator"
+    (rule,) = (
+        rule
+        for rule in roles[f"{name}-manager"]["rules"]
+        if rule["apiGroups"] == ["admissionregistration.k8s.io"]
+    )
+
+    assert rule["resourceNames"] == [name]
+    assert {"get", "create", "patch"} == set(rule["verbs"])
+
+
+def test_job_after_an_uninstallation_runs_where_the_operator_may(platform):
+    tolerations = [{"key": "dedicated", "operator": "Exists"}]
+    manager = {"controllerManager": {"tolerations": tolerations}}
+    objects = render(platform, {"dynamo-operator": {**CLUSTER_WIDE["dynamo-operator"], **manager}})
+    (job,) = of_kind(objects, "Job").values()
+
+    assert job["spec"]["template"]["spec"]["tolerations"] == tolerations
+
+
 def test_operator_may_not_change_or_delete_claims(platform):
     verbs = {
         verb for _, kind, verb in rights_of_operator(platform) if kind == "persistentvolumeclaims"
@@ -303,6 +326,15 @@ def test_values_of_a_file_reach_workers_as_they_are_written(archives):
     assert "--max-model-len 128k " in command_line(found["Worker1"])
     assert {service["dynamoNamespace"] for service in found.values()} == {"2026"}
     assert found["Worker0"]["envFromSecret"] == "1234"
+
+
+@pytest.mark.parametrize("argument", ["--hf-overrides '{\"a\": 1}'", "--chat-template 'a #b'"])
+def test_arguments_with_characters_of_yaml_reach_workers(archives, argument):
+    values = {"workers": [{"model": {"path": "m"}, "extraArgs": [argument]}]}
+    objects = render(archives["dynamo-vllm-0.4.1.tgz"], values, name="dynamo-vllm")
+    found = of_kind(objects, "DynamoGraphDeployment")["dynamo-vllm"]["spec"]["services"]
+
+    assert command_line(found["Worker0"]).endswith(f" {argument}")
 
 
 def test_pods_are_replaced_when_a_value_changes_that_they_read_at_their_start(services):

@@ -302,11 +302,14 @@ async def _apply(cluster: Connection, made: Sequence[Object], options: DeployCon
     try:
         with waiting.say_regularly(lambda: f"{name} is not ready: {_cause(stored)}"):
             async with asyncio.timeout(options.timeout):
-                async for _, each in cluster.watch(API_VERSION, KIND, namespace):
+                is_gone = True  # until it is listed
+                async for event, each in cluster.watch(API_VERSION, KIND, namespace):
                     if each.get("metadata", {}).get("name") == name:
-                        stored = each
-                        if is_ready(stored):
+                        stored, is_gone = each, event == "DELETED"
+                        if is_ready(stored) and not is_gone:
                             break
+                    if is_gone and event in ("SYNCED", "DELETED"):
+                        raise errors.Conflict(f"{name} was deleted before it was ready")
     except TimeoutError:
         raise errors.DeadlineExceeded(
             f"{name} is not ready after {options.timeout:g} s; `dynamo deployment get {name}` shows why"

@@ -256,7 +256,7 @@ def _make_node_templates(
 ) -> list[Object]:
     """Return the pod templates of the leader and of the other nodes of a replica."""
     template = pod_template.make_template(component)
-    main = next(c for c in template["spec"]["containers"] if c["name"] == pod_template.MAIN)
+    main = template["spec"]["containers"][0]  # whatever name the user gives it
     containers = pod_template.spread_over_nodes(component, main, num_nodes, join)
     return [
         objects.merge(template, {"spec": {"containers": [container]}}) for container in containers
@@ -402,7 +402,10 @@ def find_cause(
         num_wanted=num_wanted,
         starts=observed.starts,
     )
-    if component.spec.role == "frontend" and "runs and is not ready" in cause.message:
+    is_main = (
+        "(container " not in cause.message
+    )  # not one that prepares the frontend or stands beside it
+    if component.spec.role == "frontend" and is_main and "runs and is not ready" in cause.message:
         return causes.Cause("Waiting", "the frontend waits for the first worker of a model")
     return cause
 

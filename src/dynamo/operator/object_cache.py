@@ -72,8 +72,8 @@ class ObjectCache:
             self._objects[namespace][kind, name] = resource
             if kind in ROOTS:
                 self._roots[kind].add((kind, namespace, name))
-            for owner in _owners_of(present) if present else ():
-                self._owned.get(owner, set()).discard((kind, name))
+            if present is not None:
+                self._drop_owned(present)
             for owner in _owners_of(resource):
                 self._owned[owner].add((kind, name))
         return True
@@ -90,8 +90,15 @@ class ObjectCache:
             del self._objects[namespace][kind, name]
             self._roots.get(kind, set()).discard((kind, namespace, name))
             self._owned.pop(present["metadata"].get("uid"), None)
-            for owner in _owners_of(present):
-                self._owned.get(owner, set()).discard((kind, name))
+            self._drop_owned(present)
+
+    def _drop_owned(self, resource: Object) -> None:
+        """Take an object from those that its owners own; an owner of nothing is forgotten."""
+        for owner in _owners_of(resource):
+            owned = self._owned.get(owner, set())
+            owned.discard((resource["kind"], resource["metadata"]["name"]))
+            if not owned:
+                self._owned.pop(owner, None)
 
     def get(self, key: Key) -> Object | None:
         """Return an object, or None if there is none."""

@@ -246,10 +246,22 @@ def merge(defaults: Any, overrides: Any, key: str = "") -> Any:
 
 def merge_lists(defaults: Iterable[Object], overrides: Iterable[Object], key: str) -> list[Object]:
     """Return the items of both lists; of two with the same key the second replaces the first, in its place."""
-    merged = {item.get(key): item for item in defaults}
+    merged = {
+        repr(item.get(key)): item for item in defaults
+    }  # a key of any type: the cluster refuses it
     for item in overrides:
-        merged[item.get(key)] = item
+        merged[repr(item.get(key))] = item
     return list(merged.values())
+
+
+def name_ports(ports: Iterable[Object], named_ports: Iterable[Object]) -> list[Object]:
+    """Return ports, nameless ones with the name of their number, under which a merged list would hold a second one."""
+    name_by_number = {
+        repr(entry["containerPort"]): {"name": entry["name"]} for entry in named_ports
+    }
+    return [
+        {**name_by_number.get(repr(entry.get("containerPort")), {}), **entry} for entry in ports
+    ]
 
 
 def format_time(wall: float) -> str:

@@ -23,9 +23,7 @@ from dynamo.operator.settings import OperatorConfig
 
 HTTP_PORT, SYSTEM_PORT, PLANNER_PORT = 8000, 9090, 9085
 PLANNER_ACCOUNT = "planner-serviceaccount"
-MAIN = "main"
-SHARED_MEMORY = "shared-memory"
-TOKEN_KEY = "token"
+MAIN, SHARED_MEMORY, TOKEN_KEY = "main", "shared-memory", "token"
 _MIB = 2**20
 _LEAST_SHM, _MOST_SHM = 512 * _MIB, 8192 * _MIB
 _UNITS = {"": 1, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
@@ -172,6 +170,7 @@ def make_main_container(component: ServiceComponent) -> Object:
             f"service {component.service}: expected an image in extraPodSpec.mainContainer.image;"
             " there is a default only where backendFramework or the command names the engine"
         )
+    overrides["ports"] = objects.name_ports(overrides.get("ports") or (), defaults["ports"])
     container = objects.merge(defaults, overrides)
     container["image"] = component.settings.substitute_image(image)
     container["env"] = objects.merge_lists(env, (), "name")
@@ -319,9 +318,9 @@ def service_host_names(component: ServiceComponent) -> list[str]:
     for domain in (component.namespace, "svc", "cluster", "local"):
         names.append(f"{names[-1]}.{domain}")
     ingress = component.spec.ingress
-    if ingress and ingress.enabled and ingress.host:
+    if ingress and ingress.enabled:
         names.append(ingress_host(component))
-    return [name for name in names if not name.endswith(".cluster")]
+    return [name for name in dict.fromkeys(names) if not name.endswith(".cluster")]
 
 
 def ingress_host(component: ServiceComponent) -> str:
@@ -343,7 +342,7 @@ def render_resources(demand: api_types.ResourceDemand) -> Object:
             rendered |= {name: value for name, value in values.items() if value is not None}
     for name in {**requests, **limits}:
         if "/" in name and "kubernetes.io/" not in name:
-            limits[name] = limits.get(name) or requests[name]
+            limits[name] = limits.get(name) or requests.get(name, "")
             if name in requests:
                 requests[name] = limits[name]
     return {name: values for name, values in (("requests", requests), ("limits", limits)) if values}
@@ -401,7 +400,7 @@ def shared_memory_size(spec: api_types.ServiceSpec) -> str:
 
 def grace_period_s(main: Mapping[str, Any]) -> int:
     """Return the seconds that a pod gets to end: what it takes to drain, and some to spare."""
-    values = {entry.get("name"): entry.get("value") for entry in main.get("env", ())}
+    values = {str(entry.get("name")): entry.get("value") for entry in main.get("env", ())}
     words = join_command({**main}).split()
 
     def read_s(setting: draining.DrainSetting, default_s: float = 0.0) -> int:
@@ -409,7 +408,7 @@ def grace_period_s(main: Mapping[str, Any]) -> int:
         try:
             value = setting.read_s(words, {setting.variable: str(float(value))})
             return round(float(value))
-        except (ValueError, OverflowError) as error:  # infinity is one, too
+        except (TypeError, ValueError, OverflowError) as error:  # infinity is one, too
             names = f"{setting.variable}, {setting.flag}"
             raise errors.ConfigError(f"{names}: expected seconds, got {value!r}") from error
 

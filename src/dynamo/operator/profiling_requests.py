@@ -12,11 +12,14 @@ from typing import Annotated, Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.operator import api_types, causes, objects, pod_template
+from dynamo.operator import api_types, causes, objects, pod_template, reviews
 from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.settings import OperatorConfig
 from dynamo.protocols import graph_deployment
 
+_LARGEST = graph_deployment.ProfiledSize(mode="disagg", num_prefill=1, num_decode=1)
+_MEASURED_FIELDS = ("model", "backend", "useMocker", "profilingConfig")
+_MEASURED_ANNOTATION = f"{api_types.GROUP}/profiled-spec-hash"  # of the Job and its pods
 _CONDITIONS = ("Validation", "Profiling", "SpecGenerated", "DeploymentReady")
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -75,9 +78,22 @@ def find_finished_pod(resource: Object, observed: Observed) -> str | None:
     name = resource["metadata"]["name"]
     for pod in observed.pods:
         phase = (pod.get("status") or {}).get("phase")
-        if objects.labels_of(pod).get(objects.REQUEST_LABEL) == name and phase == "Succeeded":
+        is_own = objects.labels_of(pod).get(objects.REQUEST_LABEL) == name
+        if is_own and phase == "Succeeded" and not _is_of_former_spec(pod, resource):
             return str(pod["metadata"]["name"])
     return None
+
+
+def _digest_measured(resource: Object) -> str:
+    """Return the digest of the part of a request that its Job measures."""
+    spec = resource.get("spec") or {}
+    return objects.digest({name: spec.get(name) for name in _MEASURED_FIELDS})
+
+
+def _is_of_former_spec(item: Object, resource: Object) -> bool:
+    """Return True for a Job, or a pod of one, that measures what the request asked for before a change."""
+    digest = _digest_measured(resource)
+    return objects.annotations_of(item).get(_MEASURED_ANNOTATION, digest) != digest
 
 
 def decide(
@@ -88,7 +104,7 @@ def decide(
     try:
         spec = api_types.read_spec(resource, api_types.RequestSpec)
         job = make_job(resource, spec, settings)
-        _read_part(spec.deployment_overrides, _Overrides, "deploymentOverrides")
+        _check_deployment(resource, spec, settings)
     except errors.ConfigError as error:
         return _report(resource, observed, "Failed", ("Validation", "InvalidSpec", str(error)))
     generated = status.get("generatedDeployment")
@@ -185,10 +201,10 @@ def make_job(resource: Object, spec: api_types.RequestSpec, settings: OperatorCo
         pod["securityContext"] = pod_template.RESTRICTED_POD
         container["securityContext"] = pod_template.RESTRICTED_CONTAINER
     labels = {objects.REQUEST_LABEL: name, objects.MANAGED_BY: objects.FIELD_MANAGER}
-    template = {"metadata": {"labels": labels}, "spec": pod}
-    job_spec = {"backoffLimit": 1, "template": template}
+    marks = {"labels": labels, "annotations": {_MEASURED_ANNOTATION: _digest_measured(resource)}}
+    job_spec = {"backoffLimit": 1, "template": {"metadata": marks, "spec": pod}}
     return objects.make_object(
-        "batch/v1", "Job", f"{name}-profile", resource, labels=labels, spec=job_spec
+        "batch/v1", "Job", f"{name}-profile", resource, **marks, spec=job_spec
     )
 
 
@@ -219,12 +235,31 @@ def make_deployment(
     return graph_deployment.make_graph(own, worker, size)
 
 
+def _check_deployment(
+    resource: Object, spec: api_types.RequestSpec, settings: OperatorConfig
+) -> None:
+    """Raise ConfigError if no recommendation could be applied, as under this name: it need not be measured."""
+    largest = make_deployment(resource, spec, _LARGEST)
+    if (resource.get("status") or {}).get("generatedDeployment"):
+        return
+    try:
+        reviews.check_graph(largest, settings, is_new=True)
+    except errors.ConfigError as error:
+        text = f"{error}; spec.deploymentOverrides.name gives the deployment another name"
+        raise errors.ConfigError(text) from error
+
+
 def _find_failure(job: Object | None, observed: Observed, resource: Object) -> str | None:
     """Return why profiling has failed, or None if it has not."""
     name = resource["metadata"]["name"]
     pods = [
         pod for pod in observed.pods if objects.labels_of(pod).get(objects.REQUEST_LABEL) == name
     ]
+    if job and _is_of_former_spec(job, resource):
+        return (
+            "the profiler measured the request before it was changed;"
+            f" after kubectl delete job {job['metadata']['name']} it measures it as it is"
+        )
     if job and not pods and objects.find_condition(job, "Complete").get("status") == "True":
         job_name = job["metadata"]["name"]
         return (

@@ -98,7 +98,7 @@ def answer_validation(review: AdmissionReview, settings: OperatorConfig) -> Obje
     if written is None or (old is not None and written.get("spec") == old.get("spec")):
         return _answer(request, {"allowed": True})
     try:
-        _check(written, settings, is_new=old is None)
+        check_graph(written, settings, is_new=old is None)
     except errors.ConfigError as error:
         status = {
             "code": 422,
@@ -170,7 +170,7 @@ def _answer(request: AdmissionRequest, response: Object) -> Object:
     }
 
 
-def _check(resource: Object, settings: OperatorConfig, *, is_new: bool) -> None:
+def check_graph(resource: Object, settings: OperatorConfig, *, is_new: bool) -> None:
     """Make the objects of a deployment as if nothing of it existed. Raises ConfigError.
 
     A new one is checked for its later updates as well.

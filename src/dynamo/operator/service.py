@@ -27,6 +27,8 @@ _MISSING_KIND_S = 300.0  # between two looks whether an optional kind has been i
 _MISSING_DEFINITION_S = 10.0  # the same of a kind that the operator needs
 _OPTIONAL = ("LeaderWorkerSet", "PodCliqueSet", "VirtualService")
 _ALL = (*ROOTS, "DynamoGraphDeploymentScalingAdapter", "PersistentVolumeClaim")  # watched whole
+_MANAGED = f"{objects.MANAGED_BY}={objects.FIELD_MANAGER}"
+_PODS = f"{objects.MANAGED_BY} in ({objects.FIELD_MANAGER},grove-operator)"  # Grove writes its name over ours
 _logger = logging.getLogger(__name__)
 
 
@@ -85,7 +87,7 @@ class Controller:
         return {running.start(name, coroutine) for name, coroutine in work.items()}
 
     async def _watch(self, kind: str, api_version: str) -> None:
-        labels = "" if kind in _ALL else f"{objects.MANAGED_BY}={objects.FIELD_MANAGER}"
+        labels = "" if kind in _ALL else _PODS if kind == "Pod" else _MANAGED
         namespace = self._settings.restricted_namespace or None
         while True:
             try:

@@ -191,9 +191,9 @@ class Cluster:
         return self.objects[metadata["name"]]
 
     async def watch(self, api_version, kind, namespace):
-        yield "SYNCED", {}
         for each in list(self.objects.values()):
             yield "ADDED", each
+        yield "SYNCED", {}
 
     async def list(self, api_version, kind, namespace, *, labels=""):
         found = [each for each in self.objects.values() if each["kind"] == kind]
@@ -247,6 +247,28 @@ async def test_deployment_that_is_not_ready_is_said_with_its_cause(home, monkeyp
     await deployment._apply(SlowCluster(), deployment.make_objects(options), options)
 
     assert told[-1] == "frontend is not ready: Backend has 0 of 1 pods (0 s)"
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_deployment_that_somebody_deletes_is_not_waited_for(home, is_listed):
+    class EmptiedCluster(Cluster):
+        async def watch(self, api_version, kind, namespace):
+            (stored,) = self.objects.values()
+            other = {"metadata": {"name": "other"}}
+            waiting = {**stored, "status": {}}
+            yield "ADDED", other
+            if is_listed:
+                yield "ADDED", waiting
+            yield "SYNCED", {}
+            yield "DELETED", other
+            yield "DELETED", {**waiting, "status": stored["status"]}
+            raise AssertionError("it waits on")
+
+    options = deployment.DeployConfig(
+        pipeline="hello_world:Frontend", image="i:1", working_dir=HELLO["working_dir"]
+    )
+    with pytest.raises(errors.Conflict, match="frontend was deleted before it was ready"):
+        await deployment._apply(EmptiedCluster(), deployment.make_objects(options), options)
 
 
 async def test_sources_go_along_and_former_ones_are_deleted(home, tmp_path):

@@ -61,6 +61,20 @@ def test_object_that_goes_while_others_are_asked_is_passed_over():
     assert observed.owned_by(component(1), "Deployment") == []
 
 
+def test_nothing_of_an_owner_and_its_objects_is_kept_when_all_are_gone():
+    owners = [{"kind": KEY[0], "name": KEY[2], "uid": "u1"}]
+    metadata = {"name": "w", "namespace": KEY[1], "uid": "u2", "ownerReferences": owners}
+    cache = object_cache.ObjectCache()
+    cache.apply_event("ADDED", component(1))
+    for event, revision in (("ADDED", "2"), ("MODIFIED", "4"), ("DELETED", "5")):
+        deployment = {"kind": "Deployment", "metadata": {**metadata, "resourceVersion": revision}}
+        if event == "MODIFIED":  # as it ends after its owner
+            cache.apply_event("DELETED", component(3))
+        cache.apply_event(event, deployment)
+
+    assert not cache._owned
+
+
 def test_object_without_a_spec_has_no_replicas_that_an_apply_puts_back():
     sources = {"kind": "ConfigMap", "metadata": {"name": "sources"}, "data": {"a": "b"}}
 

@@ -316,3 +316,76 @@ def test_deployment_of_another_with_the_name_of_a_recommendation_is_not_called_i
     assert (refused["state"], refused["conditions"][-1]["reason"]) == ("Failed", "NameTaken")
     assert decide({objects.REQUEST_LABEL: "r"}, {})["state"] == "Ready"
     assert decide({}, {"state": "Deploying"})["state"] == "Ready"
+
+
+def test_page_of_an_ingress_without_a_host_of_its_own_is_allowed():
+    services = {"Frontend": frontend(ingress={"enabled": True})}
+    cluster = settled(make_graph(services=services), ingress_host_suffix="example.com")
+    (rule,) = cluster.get("Ingress", "g-frontend")["spec"]["rules"]
+    (main,) = pod_of(cluster, "g-frontend")["containers"]
+    allowed_hosts = {entry["name"]: entry.get("value") for entry in main["env"]}[
+        "DYN_ALLOWED_HOSTS"
+    ]
+
+    assert rule["host"] == "g-frontend.example.com"
+    assert rule["host"] in allowed_hosts.split(",")
+
+
+def pod_of(cluster, name):
+    return cluster.get("Deployment", name)["spec"]["template"]["spec"]
+
+
+def test_main_container_of_another_name_is_spread_over_nodes():
+    service = worker(multinode={"nodeCount": 2})
+    service["extraPodSpec"]["mainContainer"]["name"] = "engine"
+    cluster = settled(make_graph(services={"Decode": service}), enable_lws=True)
+    template = cluster.get("LeaderWorkerSet", "g-decode")["spec"]["leaderWorkerTemplate"]
+    (main,) = template["leaderTemplate"]["spec"]["containers"]
+
+    assert (main["name"], "ray start --head" in main["args"][0]) == ("engine", True)
+
+
+def test_empty_number_of_devices_is_left_to_the_cluster_to_refuse():
+    cluster = settled(make_graph(services={"Decode": worker(resources={"limits": {"gpu": ""}})}))
+
+    assert pod_of(cluster, "g-decode")["containers"][0]["resources"] == {
+        "limits": {"nvidia.com/gpu": ""}
+    }
+
+
+def test_port_that_the_user_names_again_stands_there_once():
+    service = frontend()
+    ports = [{"containerPort": 8000}, {"containerPort": 7000}]
+    service["extraPodSpec"] = {"mainContainer": {"image": "i", "ports": ports}}
+    (main,) = pod_of(settled(make_graph(services={"F": service})), "g-f")["containers"]
+
+    assert main["ports"] == [{"name": "http", "containerPort": 8000}, {"containerPort": 7000}]
+
+
+def test_frontend_whose_pod_is_being_prepared_does_not_wait_for_workers():
+    cluster = DictCluster()
+    cluster.put(make_graph(services={"Frontend": frontend()}))
+    cluster.settle(becomes_ready=lambda pod: False)
+    (entry,) = cluster.pods.values()
+    fetching = {"name": "fetch", "started": True, "state": {"running": {}}}
+    entry["pod"]["status"] = {"initContainerStatuses": [fetching]}
+    cluster.settle(becomes_ready=lambda pod: False)
+
+    message = available(cluster, "g-frontend")["message"]
+    assert message.endswith("(container fetch) runs and is not ready yet")
+
+
+def test_names_in_lists_of_a_wrong_type_are_left_to_the_cluster_to_refuse():
+    service = worker()
+    wrong = [{"name": {"a": 1}}, {"name": ["b"], "containerPort": ["c"], "mountPath": {}}]
+    service["extraPodSpec"]["mainContainer"] |= {"env": wrong, "ports": wrong}
+    service["extraPodSpec"]["volumes"] = wrong
+    pod = pod_of(settled(make_graph(services={"Decode": service})), "g-decode")
+
+    for given in (pod["volumes"], pod["containers"][0]["env"], pod["containers"][0]["ports"]):
+        assert given[-2:] == wrong
+    variable = {"name": "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", "value": ["30"]}
+    service["extraPodSpec"]["mainContainer"]["env"] = [variable]
+    message = settled(make_graph(services={"Decode": service})).ready()["message"]
+    assert "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT, " in message
+    assert message.endswith("expected seconds, got ['30']")

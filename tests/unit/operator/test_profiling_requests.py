@@ -179,3 +179,36 @@ def test_target_or_name_that_cannot_be_is_refused_before_a_worker_is_measured(sp
     assert last_condition(decision)["type"] == "Validation"
     assert says in last_condition(decision)["message"]
     assert not decision.create
+
+
+def test_name_of_a_request_that_no_service_can_have_is_refused_before_a_worker_is_measured():
+    request = make_request()
+    request["metadata"]["name"] = "qwen2.5"
+    decision = decide(request)
+
+    assert last_condition(decision)["type"] == "Validation"
+    assert "dynamo-qwen2.5, by default" in last_condition(decision)["message"]
+    assert not decision.create
+    request["spec"]["deploymentOverrides"] = {"name": "qwen"}
+    assert decide(request).create
+    request["spec"]["deploymentOverrides"] = {}
+    request["status"] = {"generatedDeployment": {"kind": "DynamoGraphDeployment"}}
+    assert decide(request).status["state"] == "Ready"  # it was measured before
+
+
+def test_request_that_was_changed_meanwhile_does_not_get_what_was_measured_before():
+    (job,) = decide(make_request()).create
+    pod = {**job["spec"]["template"], "status": {"phase": "Succeeded"}}
+    pod["metadata"] |= {"name": "p"}
+    changed = make_request()
+    changed["spec"]["model"] = "other"
+    both = objects.Observed(now="", objects={("Job", "r-profile"): job}, pods=[pod])
+    refused = profiling_requests.decide(changed, both, OperatorConfig(), "")
+
+    assert profiling_requests.find_finished_pod(make_request(), both) == "p"
+    assert profiling_requests.find_finished_pod(changed, both) is None
+    assert (refused.status["state"], refused.create) == ("Failed", ())
+    assert "kubectl delete job r-profile" in last_condition(refused)["message"]
+    after = objects.Observed(now="", pods=[pod])  # its pods go after the Job
+    (again,) = profiling_requests.decide(changed, after, OperatorConfig(), "").create
+    assert "other" in again["spec"]["template"]["spec"]["containers"][0]["args"]

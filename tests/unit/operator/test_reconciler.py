@@ -7,7 +7,7 @@ import pytest
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.operator import reconciler, service
+from dynamo.operator import objects, reconciler, service
 from dynamo.operator.object_cache import ObjectCache, key_of
 from dynamo.operator.settings import OperatorConfig
 from dynamo.runtime.backends.kubernetes import connection
@@ -107,3 +107,22 @@ async def test_kind_that_the_operator_may_not_read_is_one_that_it_does_without(s
     assert not watching.done()
     watching.cancel()
     await asyncio.wait([watching])
+
+
+async def test_pods_of_grove_are_seen_although_it_names_itself_their_manager(server, cluster):
+    """It lays its default labels over those of a clique: `getLabels` of its PodCliques."""
+    labels = {"app.kubernetes.io/managed-by": "grove-operator", objects.SELECTOR_LABEL: "g-decode"}
+    spec = {"containers": [{"name": "main", "image": "none.invalid/none"}]}
+    metadata = {"name": "g-decode-0-ldr-x", "labels": labels}
+    pod = await cluster.create(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    )
+    clock, metrics = clocks.SystemClock(), service.OperatorMetrics()
+    controller = service.Controller(cluster, OperatorConfig(), clock, metrics, None)
+    watching = asyncio.create_task(controller._watch("Pod", "v1"))
+    while "Pod" in controller._unsynced and not watching.done():
+        await asyncio.sleep(0)
+    watching.cancel()
+    await asyncio.wait([watching])
+
+    assert controller.cache.get(key_of(pod)) is not None
