@@ -1,7 +1,11 @@
 """Answers of lines are rows of one line, and are kept in memory while the journal cannot take them."""
 
 import asyncio
+import itertools
 import json
+import os
+
+import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.batches import journal, lines, runner
@@ -41,3 +45,33 @@ def test_row_is_one_line_for_readers_that_split_at_line_separators():
     (line,) = row.decode().splitlines()
 
     assert json.loads(line)["response"]["body"] == body
+
+
+@pytest.mark.parametrize("num_written", [0, 1])
+def test_answers_that_find_a_full_disk_leave_no_part_of_a_file(tmp_path, monkeypatch, num_written):
+    files = journal.BatchJournal(tmp_path / "files", VirtualClock(), max_bytes=10**9)
+    files.prepare()
+    partial = files.new_partial()
+    partial.write_bytes(b"{}")
+    file = files.add_file(partial, tenant="", filename="a.jsonl")
+    asked = lines.BatchRequest(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    batch = files.add_batch(asked, "", None)
+    answers = [journal.LineAnswer(number, number > 1, b"{}\n") for number in (1, 2)]
+    files.add_answers(batch.id, answers)
+    attempts = itertools.count()
+
+    def fsync(_descriptor):
+        if next(attempts) == num_written:
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="no space left"):
+        files.finish(batch.id, "completed")
+    left = list((files.folder / "partial").iterdir())
+    again = files.finish(batch.id, "completed")
+
+    assert left == []
+    assert again.output_file_id is not None
+    assert again.error_file_id is not None
