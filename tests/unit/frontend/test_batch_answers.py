@@ -47,6 +47,13 @@ def test_row_is_one_line_for_readers_that_split_at_line_separators():
     assert json.loads(line)["response"]["body"] == body
 
 
+def test_byte_order_mark_that_an_editor_writes_before_the_first_line_is_left_out():
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {}}
+    row = json.dumps(line).encode("utf-8-sig")
+
+    assert lines.parse(row, 1, "/v1/completions", 1000).custom_id == "one"
+
+
 @pytest.mark.parametrize("num_written", [0, 1])
 def test_answers_that_find_a_full_disk_leave_no_part_of_a_file(tmp_path, monkeypatch, num_written):
     files = journal.BatchJournal(tmp_path / "files", VirtualClock(), max_bytes=10**9)
