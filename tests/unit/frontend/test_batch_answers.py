@@ -54,17 +54,33 @@ def test_byte_order_mark_that_an_editor_writes_before_the_first_line_is_left_out
     assert lines.parse(row, 1, "/v1/completions", 1000).custom_id == "one"
 
 
-@pytest.mark.parametrize("num_written", [0, 1])
-def test_answers_that_find_a_full_disk_leave_no_part_of_a_file(tmp_path, monkeypatch, num_written):
-    files = journal.BatchJournal(tmp_path / "files", VirtualClock(), max_bytes=10**9)
+def begin_batch(folder):
+    """Return a journal, and a batch of one line that is in progress."""
+    files = journal.BatchJournal(folder / "files", VirtualClock(), max_bytes=10**9)
     files.prepare()
     partial = files.new_partial()
-    partial.write_bytes(b"{}")
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {}}
+    partial.write_text(json.dumps(line))
     file = files.add_file(partial, tenant="", filename="a.jsonl")
     asked = lines.BatchRequest(
         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
     )
-    batch = files.add_batch(asked, "", None)
+    return files, files.check_input(files.add_batch(asked, "", None).id, 1000)
+
+
+def test_batch_that_is_cancelled_as_its_last_line_is_answered_ends_as_cancelled(tmp_path):
+    files, batch = begin_batch(tmp_path)
+    files.add_answers(batch.id, [journal.LineAnswer(1, False, b"{}\n")])
+    files.cancel_batch(batch.id, "")
+    ended = files.finish(batch.id, "completed")
+
+    assert (batch.status, ended.status) == ("in_progress", "cancelled")
+    assert ended.output_file_id is not None
+
+
+@pytest.mark.parametrize("num_written", [0, 1])
+def test_answers_that_find_a_full_disk_leave_no_part_of_a_file(tmp_path, monkeypatch, num_written):
+    files, batch = begin_batch(tmp_path)
     answers = [journal.LineAnswer(number, number > 1, b"{}\n") for number in (1, 2)]
     files.add_answers(batch.id, answers)
     attempts = itertools.count()

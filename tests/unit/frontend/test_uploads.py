@@ -229,3 +229,21 @@ async def test_large_upload_and_download_are_not_held_to_the_limit_of_requests(b
 
     assert (file["bytes"], file["filename"]) == (len(content), "large.jsonl")
     assert got.content == content
+
+
+async def test_file_that_is_deleted_during_its_download_arrives_whole(bare, tmp_path):
+    await bare.start(files_dir=str(tmp_path / "files"))
+    content = b"0123456789abcdef" * 2**20
+    response = await bare.client.post(
+        "/v1/files", files={"file": ("large.jsonl", content)}, data={"purpose": "batch"}
+    )
+    path = f"/v1/files/{response.json()['id']}"
+    async with bare.client.stream("GET", f"{path}/content") as answer:
+        pieces = answer.aiter_bytes()
+        got = bytearray(await anext(pieces))
+        deleted = await bare.client.delete(path)
+        async for piece in pieces:
+            got += piece
+
+    assert deleted.status_code == 200
+    assert got == content

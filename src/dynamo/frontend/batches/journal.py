@@ -177,14 +177,11 @@ class BatchJournal:
         """Return a file of a tenant. Raises ObjectNotFound."""
         return _decode_file(self._find("files", file_id, tenant))
 
-    def read_file(self, file_id: str, tenant: str, offset: int, num_bytes: int) -> bytes:
-        """Return bytes of the content of a file; none at its end. Raises ObjectNotFound."""
-        if not offset:
-            self.find_file(file_id, tenant)
+    def open_file(self, file_id: str, tenant: str) -> BinaryIO:
+        """Open the content of a file, to be read to its end though it is deleted meanwhile. Raises ObjectNotFound."""
+        self.find_file(file_id, tenant)
         try:
-            with self._content(file_id).open("rb") as content:
-                content.seek(offset)
-                return content.read(num_bytes)
+            return self._content(file_id).open("rb")
         except FileNotFoundError as error:
             raise _no_such("files", file_id) from error
 
@@ -335,11 +332,14 @@ class BatchJournal:
         self, batch_id: str, status: lines.Status, wrong: Sequence[lines.LineError] = ()
     ) -> lines.Batch:
         """End a batch, or fail it for `wrong`: write its answers into an output and an error file, in their order."""
+
+        def begin(batch: lines.Batch) -> lines.Batch:
+            is_cancelled = batch.status == "cancelling"
+            return batch if is_cancelled else batch.with_status("finalizing", self._clock.wall())
+
         # what is cancelled or expired keeps its reason, if this process dies here
-        if status == "completed":
-            self._change(
-                batch_id, lambda batch: batch.with_status("finalizing", self._clock.wall())
-            )
+        if status == "completed" and self._change(batch_id, begin).status == "cancelling":
+            status = "cancelled"
         with (
             self._answers_file(batch_id, False) as output,
             self._answers_file(batch_id, True) as failed,
