@@ -214,9 +214,11 @@ class FrontendConfig(AdmissionConfig):
         help="directory for tokenizer files fetched from other hosts (default: in the user's cache)",
     )
     response_store_items: int = config.setting(
-        10_000, help="responses of /v1/responses that are stored, to be continued from; 0: none"
+        10_000,
+        help="responses of /v1/responses that are stored, to be continued from; 0: none",
+        least=0,
     )
-    response_store_mb: int = config.setting(64, help="MiB of memory for stored responses")
+    response_store_mb: int = config.setting(64, help="MiB of memory for stored responses", least=0)
     request_timeout_secs: float = config.setting(
         3600.0,
         help="seconds after which an incomplete response ends with an error; 0: no limit",
@@ -277,15 +279,17 @@ class FrontendConfig(AdmissionConfig):
 
     @property
     def files_folder(self) -> Path:
-        """Return the folder of files and batches.
+        """Return the folder of files and batches. Raises ConfigError for one in the home of an unknown user.
 
         A user without a home, as a container may have, has it among the temporary files.
         """
-        if self.files_dir:
-            return Path(self.files_dir).expanduser()
         try:
+            if self.files_dir:
+                return Path(self.files_dir).expanduser()
             state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-        except RuntimeError:
+        except RuntimeError as error:
+            if self.files_dir:
+                raise errors.ConfigError(f"--files-dir {self.files_dir}: {error}") from error
             state = Path(tempfile.gettempdir()) / f"state-{os.getuid()}"
         return state / "dynamo" / "files" / (self.namespace or "all")
 

@@ -11,7 +11,9 @@ import pytest
 from frontend_rig import NAME, outputs
 
 from dynamo.base import errors
+from dynamo.frontend.batches import runner
 from dynamo.protocols import generate, load
+from dynamo.runtime.http import exchange
 from waiting import PATIENT_S, until
 
 KEYS = """
@@ -170,6 +172,34 @@ async def test_unknown_parameter_is_named_beside_the_rate_limit_headers(keyed):
 
     assert answer.headers["x-dynamo-ignored-parameters"] == "foo"
     assert answer.headers.get_list("x-ratelimit-remaining-requests") == ["1"]
+
+
+async def test_answer_without_a_worker_has_the_rate_limit_headers_and_its_id(keyed):
+    asked = {"model": "m", "prompt": "hi"}
+    answer = await keyed.client.post("/tokenize", json=asked, headers=BOB | {"x-request-id": "7"})
+
+    assert answer.headers.get_list("x-ratelimit-remaining-requests") == ["1"]
+    assert answer.headers.get_list("x-request-id") == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/responses", {"model": "m", "input": "hi"}), ("/v1/chat/completions", CHAT)],
+)
+async def test_line_of_a_batch_whose_key_was_removed_is_refused(keyed, path, body):
+    request = exchange.Request(
+        method="POST",
+        path=path,
+        query="",
+        headers=dict(keyed.frontend._admission.rights.headers_of("removed")),
+        body=json.dumps(body).encode(),
+        peer="batch",
+    )
+    line = runner.LineExchange(request)
+    await keyed.frontend._app.routes(line)
+
+    assert (await line.response).status == 401
+    assert keyed.one.requests == []
 
 
 async def test_tokens_of_prompt_and_output_are_charged(keyed):

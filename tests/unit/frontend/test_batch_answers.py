@@ -1,7 +1,11 @@
 """Answers of lines are rows of one line, and are kept in memory while the journal cannot take them."""
 
 import asyncio
+import itertools
 import json
+import os
+
+import pytest
 
 from dynamo.base import errors
 from dynamo.frontend.batches import journal, lines, runner
@@ -41,3 +45,56 @@ def test_row_is_one_line_for_readers_that_split_at_line_separators():
     (line,) = row.decode().splitlines()
 
     assert json.loads(line)["response"]["body"] == body
+
+
+def test_byte_order_mark_that_an_editor_writes_before_the_first_line_is_left_out():
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {}}
+    row = json.dumps(line).encode("utf-8-sig")
+
+    assert lines.parse(row, 1, "/v1/completions", 1000).custom_id == "one"
+
+
+def begin_batch(folder):
+    """Return a journal, and a batch of one line that is in progress."""
+    files = journal.BatchJournal(folder / "files", VirtualClock(), max_bytes=10**9)
+    files.prepare()
+    partial = files.new_partial()
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {}}
+    partial.write_text(json.dumps(line))
+    file = files.add_file(partial, tenant="", filename="a.jsonl")
+    asked = lines.BatchRequest(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    return files, files.check_input(files.add_batch(asked, "", None).id, 1000)
+
+
+def test_batch_that_is_cancelled_as_its_last_line_is_answered_ends_as_cancelled(tmp_path):
+    files, batch = begin_batch(tmp_path)
+    files.add_answers(batch.id, [journal.LineAnswer(1, False, b"{}\n")])
+    files.cancel_batch(batch.id, "")
+    ended = files.finish(batch.id, "completed")
+
+    assert (batch.status, ended.status) == ("in_progress", "cancelled")
+    assert ended.output_file_id is not None
+
+
+@pytest.mark.parametrize("num_written", [0, 1])
+def test_answers_that_find_a_full_disk_leave_no_part_of_a_file(tmp_path, monkeypatch, num_written):
+    files, batch = begin_batch(tmp_path)
+    answers = [journal.LineAnswer(number, number > 1, b"{}\n") for number in (1, 2)]
+    files.add_answers(batch.id, answers)
+    attempts = itertools.count()
+
+    def fsync(_descriptor):
+        if next(attempts) == num_written:
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="no space left"):
+        files.finish(batch.id, "completed")
+    left = list((files.folder / "partial").iterdir())
+    again = files.finish(batch.id, "completed")
+
+    assert left == []
+    assert again.output_file_id is not None
+    assert again.error_file_id is not None

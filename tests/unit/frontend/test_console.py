@@ -109,12 +109,12 @@ async def test_request_in_flight_is_listed_first_and_found_by_its_id(rig):
     rig.one.script = lambda call, _: call.send(generate.Output((104,)))
     asked = rig.start_task(
         rig.client.post(
-            "/v1/completions", json={"model": "m", "prompt": "x"}, headers={"x-request-id": "mine"}
+            "/v1/completions", json={"model": "m", "prompt": "x"}, headers={"x-request-id": "a/b?"}
         )
     )
     await rig.until(lambda: len(rig.one.calls) == 2)
     page = await get(rig, f"{API}/requests")
-    row = await get(rig, f"{API}/requests/mine")
+    row = await get(rig, f"{API}/requests/a%2Fb%3F")
     asked.cancel()
 
     assert [one["state"] for one in page["rows"]] == [row["state"], "done"]
@@ -482,6 +482,17 @@ async def test_log_and_cache_are_for_administrators(keyed):
         await get(keyed, f"{API}/{name}", "sk-root-1")
     assert (await get(keyed, f"{API}/session", "sk-root-1"))["may_administer"]
     assert not (await get(keyed, f"{API}/session", "sk-alice-1"))["may_administer"]
+
+
+@pytest.mark.parametrize("content", ["", KEYS.replace("admin = true", "")])
+async def test_stream_ends_when_its_key_may_no_longer_see_it(keyed, tmp_path, content):
+    following = keyed.start_task(follow(keyed, "log", 10**6, "sk-root-1"))
+    await keyed.until(lambda: keyed.frontend._recorder.num_viewers)
+    (tmp_path / "keys.toml").write_text(content)
+    keyed.frontend.reload_keys()
+    await keyed.until(following.done)
+
+    assert not keyed.frontend._recorder.num_viewers
 
 
 def test_query_of_a_url_is_decoded_by_type():

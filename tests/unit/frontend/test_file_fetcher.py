@@ -191,3 +191,8 @@ def test_user_without_a_home_has_the_cache_among_temporary_files(monkeypatch, tm
     name = f"cache-{os.getuid()}"
 
     assert file_fetcher.cache_directory(None) == tmp_path / name / "pydynamo" / "models"
+
+
+def test_cache_in_the_home_of_an_unknown_user_is_refused_in_a_sentence():
+    with pytest.raises(errors.ConfigError, match="--model-cache ~no-such-user/cache: "):
+        file_fetcher.cache_directory("~no-such-user/cache")

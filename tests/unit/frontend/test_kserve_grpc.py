@@ -1,6 +1,7 @@
 """KServe's gRPC service, asked by Triton's own client."""
 
 import asyncio
+import shutil
 import subprocess
 import sys
 
@@ -336,6 +337,50 @@ async def test_client_certificates_are_required_of_grpc_clients(bare, tmp_path):
                 found.append(error.status())
 
     assert found == ["StatusCode.UNAVAILABLE", True]
+
+
+async def test_changed_certificate_is_shown_to_grpc_clients_that_connect_then(bare, tmp_path):
+    for name in ("used", "first", "second"):
+        (tmp_path / name).mkdir()
+    (first, key), (second, other_key) = (
+        certificate(tmp_path / "first"),
+        certificate(tmp_path / "second"),
+    )
+    used = [shutil.copy(path, tmp_path / "used") for path in (first, key)]
+    await bare.start(
+        kserve_grpc_server=True,
+        kserve_grpc_port=0,
+        tls_cert_path=str(used[0]),
+        tls_key_path=str(used[1]),
+    )
+
+    async def trusting(authority):
+        """Whether a client that trusts this certificate alone is answered."""
+        credentials = grpc.ssl_channel_credentials(authority.read_bytes())
+        address = f"localhost:{bare.frontend.grpc_port}"
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.secure_channel(address, credentials, options) as channel:
+            try:
+                live = await service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(
+                    service_pb2.ServerLiveRequest()
+                )
+            except grpc.aio.AioRpcError:
+                return False
+            return live.live
+
+    found = [await trusting(first)]
+    shutil.copy(second, used[0])
+    found.append(await trusting(first))
+    shutil.copy(other_key, used[1])
+    found += [await trusting(second), await trusting(first)]
+
+    assert found == [True, True, True, False]
+
+
+async def test_bodies_may_be_larger_than_what_grpc_can_take(bare):
+    await bare.start(kserve_grpc_server=True, kserve_grpc_port=0, http_body_limit_mb=2048)
+
+    assert bare.frontend.grpc_port
 
 
 async def test_several_processes_need_a_grpc_port_to_share(bare):

@@ -9,7 +9,9 @@ from frontend_rig import NAME
 
 from dynamo.base import tasks
 from dynamo.frontend.admission import busy_workers, load_thresholds
+from dynamo.frontend.console import recorder as recording
 from dynamo.protocols import load
+from dynamo.runtime import events
 from dynamo.runtime.backends import memory
 from dynamo.testing import clock as virtual
 
@@ -103,3 +105,35 @@ async def test_load_of_a_silent_worker_is_dropped_and_waiting_requests_are_check
 
     assert len(rig.loads) == 0
     assert rig.num_changes > before
+
+
+def test_console_shows_the_load_of_all_ranks_of_a_worker():
+    recorder = recording.ConsoleRecorder(virtual.VirtualClock())
+    loads = [
+        load.ForwardPassMetrics(
+            worker_stats=load.WorkerStats(
+                request_active_slots=2 + rank,
+                request_total_slots=8,
+                num_requests_waiting=rank,
+                data_parallel_rank=rank,
+            ),
+            kv_stats=load.KvStats(
+                kv_active_blocks=40 + rank, kv_total_blocks=100, gpu_prefix_cache_hit_rate=rank / 2
+            ),
+        )
+        for rank in (0, 1, 1)
+    ]
+    payloads = [msgspec.msgpack.encode(load.LoadEvent(worker_id=7, data=one)) for one in loads]
+    recorder._receive_loads(
+        [
+            events.Event(topic=TOPIC, publisher=7, number=number, payload=payload)
+            for number, payload in enumerate(payloads)
+        ]
+    )
+    shown = recorder.load_of(7).data
+
+    assert shown.worker_stats.request_active_slots == 2 + 3
+    assert shown.worker_stats.num_requests_waiting == 1
+    assert shown.kv_stats == load.KvStats(
+        kv_active_blocks=81, kv_total_blocks=200, gpu_prefix_cache_hit_rate=0.25
+    )

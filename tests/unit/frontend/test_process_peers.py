@@ -34,6 +34,16 @@ async def three(tmp_path):
         yield made
 
 
+@pytest.mark.usefixtures("three")
+async def test_process_of_another_user_is_cut_off_without_a_trace(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(local_users, "is_own_user", lambda transport: False)
+    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "1.sock"))
+    assert await reader.read() == b""
+    writer.close()
+
+    assert caplog.text == ""
+
+
 async def test_peers_that_answer_are_collected(three):
     assert await three["1"].ask_all("POST", "/x", b"body") == {"2": b"POST body"}
     assert await three["2"].ask_all("GET", "/x") == {"1": b"GET "}

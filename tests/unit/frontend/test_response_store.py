@@ -1,8 +1,12 @@
 """Stored responses stay within bounds."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo.base import config as configuration
+from dynamo.base import errors
+from dynamo.frontend import config
 from dynamo.frontend.processes import response_store
 
 
@@ -62,3 +66,9 @@ def test_store_never_exceeds_its_limits(steps, max_items):
 
         assert len(store) == len(held) <= max_items
         assert sum(one.num_bytes for one in held) <= 10
+
+
+@pytest.mark.parametrize("flag", ["--response-store-items", "--response-store-mb"])
+def test_fewer_responses_than_none_are_refused_at_the_start(flag):
+    with pytest.raises(errors.ConfigError, match=f"{flag}: expected at least 0, got -1"):
+        configuration.load(config.FrontendConfig, prog="x", argv=[flag, "-1"], environ={})

@@ -3,12 +3,14 @@
 import asyncio
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import clock, errors
+from dynamo.frontend import config
 from dynamo.frontend.batches import journal, upload
 from dynamo.runtime.http import exchange, parser
 
@@ -166,6 +168,39 @@ def test_folder_that_cannot_be_written_is_named(tmp_path):
     assert refused.value.refusal.status == 503
 
 
+def test_folder_of_an_unknown_user_is_named():
+    settings = config.FrontendConfig(files_dir="~no-such-user/files")
+    with pytest.raises(errors.ConfigError, match="--files-dir ~no-such-user/files: "):
+        _ = settings.files_folder
+
+
+def fill_disk(arriving):
+    arriving._file.close()
+    arriving._file = Path("/dev/full").open("wb")  # noqa: SIM115 (the upload closes it)
+
+
+def test_upload_is_refused_and_leaves_nothing_when_the_disk_is_full(files):
+    arriving = open_upload(files)
+    fill_disk(arriving)
+    arriving.write(PURPOSE + (FILE % b"begins")[:-2])
+    with pytest.raises(parser.RequestRefused, match="cannot be written: No space left") as refused:
+        arriving.write(bytes(100_000))
+    arriving.close()
+
+    assert refused.value.refusal.status == 503
+    assert left(files) == []
+
+
+def test_upload_whose_last_bytes_find_a_full_disk_is_unavailable(files):
+    arriving = open_upload(files)
+    fill_disk(arriving)
+    with pytest.raises(errors.Unavailable, match="cannot be written: No space left"):
+        take(arriving, PURPOSE + FILE % b"short" + END)
+    arriving.close()
+
+    assert left(files) == []
+
+
 async def test_upload_that_breaks_off_leaves_nothing(bare, tmp_path):
     await bare.start(files_dir=str(tmp_path / "files"))
     _, writer = await asyncio.open_connection("127.0.0.1", bare.frontend.port)
@@ -194,3 +229,21 @@ async def test_large_upload_and_download_are_not_held_to_the_limit_of_requests(b
 
     assert (file["bytes"], file["filename"]) == (len(content), "large.jsonl")
     assert got.content == content
+
+
+async def test_file_that_is_deleted_during_its_download_arrives_whole(bare, tmp_path):
+    await bare.start(files_dir=str(tmp_path / "files"))
+    content = b"0123456789abcdef" * 2**20
+    response = await bare.client.post(
+        "/v1/files", files={"file": ("large.jsonl", content)}, data={"purpose": "batch"}
+    )
+    path = f"/v1/files/{response.json()['id']}"
+    async with bare.client.stream("GET", f"{path}/content") as answer:
+        pieces = answer.aiter_bytes()
+        got = bytearray(await anext(pieces))
+        deleted = await bare.client.delete(path)
+        async for piece in pieces:
+            got += piece
+
+    assert deleted.status_code == 200
+    assert got == content

@@ -123,18 +123,19 @@ def _declare_files(api: Operations, files: journal.BatchJournal, handlers: Reque
     )
     async def send_content(client: exchange.Exchange) -> None:
         """Send a file piece by piece, as fast as its client reads."""
-        read = functools.partial(files.read_file, _object_id(client), tenant_of(client))
+        file_id, tenant = _object_id(client), tenant_of(client)
         try:
-            piece = await asyncio.to_thread(read, 0, _PIECE_BYTES)
+            content = await asyncio.to_thread(files.open_file, file_id, tenant)
         except errors.DynamoError as error:
             delivery.respond_error(client, error, error_dialects.OPENAI)
             return
-        client.start_stream(200, content_type="application/octet-stream")
-        offset = 0
-        while piece and not client.is_closed:
-            await client.send(piece)
-            offset += len(piece)
-            piece = await asyncio.to_thread(read, offset, _PIECE_BYTES)
+        with content:
+            client.start_stream(200, content_type="application/octet-stream")
+            while not client.is_closed:
+                piece = await asyncio.to_thread(content.read, _PIECE_BYTES)
+                if not piece:
+                    break
+                await client.send(piece)
         client.end()
 
 

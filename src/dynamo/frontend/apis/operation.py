@@ -270,7 +270,7 @@ def add_request_id(handler: exchange.Handler) -> exchange.Handler:
 
     def handle(client: exchange.Exchange) -> Awaitable[None] | None:
         request_id = client_request_id(client) or ids.new_request_id()
-        client.headers = tuple((name, request_id) for name in REQUEST_ID_HEADERS)
+        client.headers = (*client.headers, *((name, request_id) for name in REQUEST_ID_HEADERS))
         return handler(client)
 
     return handle

@@ -41,6 +41,7 @@ _SUM_BYTES = """
 SELECT coalesce(sum(bytes), 0) FROM (SELECT bytes FROM files UNION ALL SELECT bytes FROM batches
   JOIN files ON files.id = json_extract(CAST(batches.json AS TEXT), '$.input_file_id') WHERE NOT is_ended);
 """
+_ANSWERS = "SELECT row FROM answers WHERE batch = ? AND is_error = ? ORDER BY line"
 _encode = msgspec.json.Encoder().encode
 _decode_file = msgspec.json.Decoder(lines.FileObject).decode
 _decode_batch = msgspec.json.Decoder(lines.Batch).decode
@@ -176,14 +177,11 @@ class BatchJournal:
         """Return a file of a tenant. Raises ObjectNotFound."""
         return _decode_file(self._find("files", file_id, tenant))
 
-    def read_file(self, file_id: str, tenant: str, offset: int, num_bytes: int) -> bytes:
-        """Return bytes of the content of a file; none at its end. Raises ObjectNotFound."""
-        if not offset:
-            self.find_file(file_id, tenant)
+    def open_file(self, file_id: str, tenant: str) -> BinaryIO:
+        """Open the content of a file, to be read to its end though it is deleted meanwhile. Raises ObjectNotFound."""
+        self.find_file(file_id, tenant)
         try:
-            with self._content(file_id).open("rb") as content:
-                content.seek(offset)
-                return content.read(num_bytes)
+            return self._content(file_id).open("rb")
         except FileNotFoundError as error:
             raise _no_such("files", file_id) from error
 
@@ -334,52 +332,54 @@ class BatchJournal:
         self, batch_id: str, status: lines.Status, wrong: Sequence[lines.LineError] = ()
     ) -> lines.Batch:
         """End a batch, or fail it for `wrong`: write its answers into an output and an error file, in their order."""
+
+        def begin(batch: lines.Batch) -> lines.Batch:
+            is_cancelled = batch.status == "cancelling"
+            return batch if is_cancelled else batch.with_status("finalizing", self._clock.wall())
+
         # what is cancelled or expired keeps its reason, if this process dies here
-        if status == "completed":
-            self._change(
-                batch_id, lambda batch: batch.with_status("finalizing", self._clock.wall())
-            )
-        written = [self._write_answers(batch_id, is_error) for is_error in (False, True)]
-        with self._exclusive() as database:
+        if status == "completed" and self._change(batch_id, begin).status == "cancelling":
+            status = "cancelled"
+        with (
+            self._answers_file(batch_id, False) as output,
+            self._answers_file(batch_id, True) as failed,
+            self._exclusive() as database,
+        ):
             row, tenant, kept_s = database.execute(
                 "SELECT json, tenant, output_s FROM batches WHERE id = ?", (batch_id,)
             ).fetchone()
             batch = self._counted(database, _decode_batch(row))
-            ids: list[str | None] = []
-            for name, partial in zip(("output", "errors"), written, strict=True):
-                ids.append(None)
+            ids: dict[str, str] = {}
+            for name, partial in (("output", output), ("errors", failed)):
                 if partial is not None:
                     filename = f"{batch_id}_{name}.jsonl"
-                    ids[-1] = self._insert_file(
+                    ids[name] = self._insert_file(
                         database, partial, tenant, filename, "batch_output", kept_s
                     ).id
             batch = batch.with_status(
                 status,
                 self._clock.wall(),
-                output_file_id=ids[0],
-                error_file_id=ids[1],
+                output_file_id=ids.get("output"),
+                error_file_id=ids.get("errors"),
                 errors=lines.LineErrors(data=[*wrong]) if wrong else None,
             )
             self._update(database, batch)
             database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
         return batch
 
-    def _write_answers(self, batch_id: str, is_error: bool) -> Path | None:
-        """Write the answers of one kind into a partial file; None if there are none."""
-        partial, num_rows = self.new_partial(), 0
-        with self._open() as database, open_private(partial) as output:
-            for (row,) in database.execute(
-                "SELECT row FROM answers WHERE batch = ? AND is_error = ? ORDER BY line",
-                (batch_id, is_error),
-            ):
-                output.write(row)
-                num_rows += 1
-            output.flush()
-            os.fsync(output.fileno())
-        if num_rows:
-            return partial
-        partial.unlink()
-        return None
+    @contextlib.contextmanager
+    def _answers_file(self, batch_id: str, is_error: bool) -> Iterator[Path | None]:
+        """Write the answers of one kind to a file that is deleted unless the block keeps it; None: there are none."""
+        partial = self.new_partial()
+        try:
+            with self._open() as database, open_private(partial) as output:
+                rows = database.execute(_ANSWERS, (batch_id, is_error))
+                output.writelines(row for (row,) in rows)
+                output.flush()
+                os.fsync(output.fileno())
+            yield partial if partial.stat().st_size else None
+        finally:
+            partial.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Delete files and ended batches that have expired, and content that belongs to none."""

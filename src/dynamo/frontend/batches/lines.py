@@ -4,6 +4,7 @@ A line of the input file is {"custom_id", "method": "POST", "url", "body"}; its 
 file has the same custom_id.
 """  # decider
 
+import codecs
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -220,7 +221,7 @@ def parse(row: bytes, number: int, endpoint: str, max_body_bytes: int) -> BatchL
         message = f"expected at most {max_body_bytes} bytes, got more"
         raise _invalid("line_too_large", message, number)
     try:
-        line = _decode_line(row)
+        line = _decode_line(row.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         message = f"expected a JSON object with custom_id, method, url and body: {error}"
         raise _invalid("invalid_json_line", message, number) from error

@@ -3,8 +3,9 @@
 One process of all that use a journal runs the batches: the one that holds the lock of its folder, which the system
 frees when the process ends, however it ends. The others look every `POLL_S` seconds whether the lock is free.
 
-A line is answered by the same handler as a client's request, behind the check of API keys, so nothing differs but its
-priority. A line without an answer in the journal is asked again by the next runner.
+A line is answered by the same handler as a client's request, behind the check of API keys: with the rights of the key
+that made the batch, and its limits of tokens and answers, but not as one of its requests per minute. A line without an
+answer in the journal is asked again by the next runner.
 
 Lines are bounded twice. Those that are asked hold slots of all batches. One that waits to be asked again, perhaps for
 hours until its model is back, holds none, so that other batches go on; but it is begun, as which it holds slots of its

@@ -3,6 +3,7 @@
 Pieces are written as they come, without a thread: some 64 kB at a time into the page cache take 30 µs.
 """
 
+import contextlib
 from typing import BinaryIO
 
 from python_multipart import exceptions, multipart
@@ -71,12 +72,13 @@ class FileUpload:
         except exceptions.FormParserError as error:
             raise parser.RequestRefused(400, f"expected a form ({_FORM}): {error}") from error
         except OSError as error:
-            raise parser.RequestRefused(
-                503, f"the file cannot be written: {error.strerror}"
-            ) from error
+            raise parser.RequestRefused(503, _describe(error)) from error
 
     def complete(self) -> int:
-        """Return how many seconds the file is to be kept, once all of the form is here. Raises InvalidRequest."""
+        """Return how many seconds the file is to be kept, once all of the form is here.
+
+        Raises InvalidRequest, or Unavailable if the last bytes cannot be written.
+        """
         if not self._is_complete:
             raise errors.InvalidRequest("expected a complete form, got a part of one", param="file")
         if self.filename is None:
@@ -96,12 +98,16 @@ class FileUpload:
             raise errors.InvalidRequest(
                 f"expected seconds from {lines.MIN_KEPT_S} to {lines.KEPT_S}", param=_EXPIRY
             )
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            raise errors.Unavailable(_describe(error)) from error
         return int(seconds)
 
     def close(self) -> None:
         """Delete what has arrived, unless it was kept. Idempotent."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written is tried once more
+            self._file.close()
         self.partial.unlink(missing_ok=True)
 
     # What the parser calls, in the order of a form.
@@ -149,3 +155,7 @@ class FileUpload:
 
     def _end(self) -> None:
         self._is_complete = True
+
+
+def _describe(error: OSError) -> str:
+    return f"the file cannot be written: {error.strerror}"

@@ -179,7 +179,7 @@ _FIRST_WORKERS = topology.WorkerQuery()
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Stream:
     client: exchange.Exchange
-    viewer: views.Viewer
+    authorize: Callable[[], views.Viewer]
     names: Sequence[str]
     last_line: int = field(default=0)  # of the log, that was sent
 
@@ -214,13 +214,21 @@ class Feed:
         self._tasks = tasks.Tasks()
         self._running: list[asyncio.Task[None]] = []
 
-    def open(self, client: exchange.Exchange, viewer: views.Viewer, names: Sequence[str]) -> None:
-        """Begin a stream of these views. Raises Overloaded if too many are open."""
+    def open(
+        self,
+        client: exchange.Exchange,
+        authorize: Callable[[], views.Viewer],
+        names: Sequence[str],
+    ) -> None:
+        """Begin a stream of these views; it ends when `authorize` raises RequestError.
+
+        Raises Overloaded if too many are open.
+        """
         if len(self._streams) >= MAX_STREAMS:
             raise errors.Overloaded(
                 f"{MAX_STREAMS} consoles are open already: close one, or try again later"
             )
-        stream = _Stream(client=client, viewer=viewer, names=names)
+        stream = _Stream(client=client, authorize=authorize, names=names)
         client.start_stream(
             200, content_type=sse.CONTENT_TYPE, headers=(("cache-control", "no-cache"),)
         )
@@ -266,6 +274,12 @@ class Feed:
     def _send(self, streams: Sequence[_Stream]) -> None:
         made: dict[tuple[str, views.Viewer], bytes] = {}
         for stream in streams:
+            try:
+                viewer = stream.authorize()
+            except errors.RequestError:  # its key was removed, or has fewer rights
+                stream.client.end()
+                self._remove(stream)
+                continue
             frame = b""
             for name in stream.names:
                 if name == "log":
@@ -273,9 +287,9 @@ class Feed:
                     stream.last_line = lines[-1].number if lines else stream.last_line
                     frame += _encode_event(name, lines) if lines else b""
                     continue
-                key = (name, stream.viewer)
+                key = (name, viewer)
                 if key not in made:
-                    made[key] = _encode_event(name, self._make(name)(stream.viewer))
+                    made[key] = _encode_event(name, self._make(name)(viewer))
                 frame += made[key]
             stream.client.write(frame or b": nothing new\n\n")
 

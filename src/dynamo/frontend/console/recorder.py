@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -45,7 +46,8 @@ class ConsoleRecorder:
         self.prompts = shared_prefixes.RecentPrompts()
         self.workers = topology.WorkerMemory()
         self.num_viewers = 0
-        self._loads: dict[int, tuple[load.LoadEvent, float]] = {}
+        # by worker and its data-parallel rank, with the time of the report
+        self._loads: dict[int, dict[int, tuple[load.LoadEvent, float]]] = {}
         self._explain_second, self._num_explained = 0.0, 0
         self._usage_file = Path(usage_file) if usage_file else None
         self._num_written = 0
@@ -158,11 +160,10 @@ class ConsoleRecorder:
             _logger.warning("the usage cannot be written to %s: %s", self._usage_file, error)
 
     def load_of(self, instance_id: int) -> load.LoadEvent | None:
-        """Return the load that a worker published last; None if that is too long ago."""
-        report = self._loads.get(instance_id)
-        if report is None or self.clock.now() - report[1] > _STALE_S:
-            return None
-        return report[0]
+        """Return the load that a worker published last, its ranks together; None if that is too long ago."""
+        now, ranks = self.clock.now(), self._loads.get(instance_id, {})
+        fresh = [report for report, at in ranks.values() if now - at <= _STALE_S]
+        return _add_ranks(fresh) if fresh else None
 
     async def follow_loads(
         self, models: registry.ModelRegistry, event_plane: events.EventPlane
@@ -192,7 +193,27 @@ class ConsoleRecorder:
         for event in batch:
             with contextlib.suppress(msgspec.MsgspecError):  # the load monitor reports it
                 report = _decode_load(event.payload)
-                self._loads[report.worker_id] = (report, now)
+                rank = report.data.worker_stats.data_parallel_rank
+                self._loads.setdefault(report.worker_id, {})[rank] = (report, now)
+
+
+def _add_ranks(reports: Sequence[load.LoadEvent]) -> load.LoadEvent:
+    """Return the load of one worker from those of its ranks; its hit rate is their mean."""
+    stats = [report.data.worker_stats for report in reports]
+    blocks = [report.data.kv_stats for report in reports]
+    data = load.ForwardPassMetrics(
+        worker_stats=load.WorkerStats(
+            request_active_slots=sum(rank.request_active_slots for rank in stats),
+            request_total_slots=sum(rank.request_total_slots for rank in stats),
+            num_requests_waiting=sum(rank.num_requests_waiting for rank in stats),
+        ),
+        kv_stats=load.KvStats(
+            kv_active_blocks=sum(rank.kv_active_blocks for rank in blocks),
+            kv_total_blocks=sum(rank.kv_total_blocks for rank in blocks),
+            gpu_prefix_cache_hit_rate=fmean(rank.gpu_prefix_cache_hit_rate for rank in blocks),
+        ),
+    )
+    return msgspec.structs.replace(reports[-1], data=data)
 
 
 def _buckets(histogram: observed.FastHistogram) -> metric_history.Buckets:

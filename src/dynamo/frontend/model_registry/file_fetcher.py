@@ -56,13 +56,15 @@ def cache_directory(configured: str | None) -> Path:
     """Return the directory for fetched files: as configured, or `pydynamo/models` in XDG_CACHE_HOME.
 
     A user without a home, as containers have with an id of their own, has it among the temporary files.
+    Raises ConfigError for one in the home of an unknown user.
     """
-    if configured:
-        return Path(configured).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        directory = Path(cache).expanduser()
-    except RuntimeError:
+        if configured:
+            return Path(configured).expanduser()
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        if configured:
+            raise errors.ConfigError(f"--model-cache {configured}: {error}") from error
         directory = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
     return directory / "pydynamo" / "models"
 

@@ -228,9 +228,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        if self._server.is_private and not local_users.is_own_user(transport):
-            self._transport.abort()
-            return
         self._parser = RequestParser(
             self._server.limits,
             listening.peer_name(transport),
@@ -239,6 +236,9 @@ class _Connection(asyncio.Protocol):
             self._server.open_sink,
         )
         self._parser.takes_upgrades = self._server.takes_upgrades
+        if self._server.is_private and not local_users.is_own_user(transport):
+            self._transport.abort()
+            return
         self._transport.set_write_buffer_limits(high=self._server.limits.write_buffer_bytes)
         num_over = len(self._server.connections) - self._server.limits.num_connections
         if num_over >= _MAX_REFUSED:  # of these, each takes one of the files in reserve

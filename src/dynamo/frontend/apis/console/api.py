@@ -20,7 +20,7 @@ from dynamo.frontend.admission import authentication
 from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
-    ANY_ID,
+    ANY_NAME,
     HTML,
     Operation,
     add_request_id,
@@ -36,7 +36,7 @@ API = "/console/api"
 EVENTS = f"{API}/events"
 USAGE = "/usage"
 _ADMIN_PATHS = frozenset((f"{API}/cache", f"{API}/log", f"{API}/planner"))
-_OTHER_ERRORS = {f"{API}/requests/{ANY_ID}": (404,), EVENTS: (503,)}
+_OTHER_ERRORS = {f"{API}/requests/{ANY_NAME}": (404,), EVENTS: (503,)}
 _FILES = {
     "/": ("index.html", HTML),
     "/console": ("index.html", HTML),
@@ -138,11 +138,7 @@ class ConsoleApi:
 
         def handle(client: exchange.Exchange) -> Awaitable[None] | None:
             try:
-                api_key = self._rights.api_key_of(client)
-                viewer = views.Viewer(
-                    entry=None if api_key is None else api_key.entry,
-                    is_local=membership.is_loopback(client.request.peer.rpartition(":")[0]),
-                )
+                viewer = self._find_viewer(client)
                 if for_admins:
                     _check_administrator(viewer, client.request.path)
                 result = answer(client, viewer, decode_query(client.request.query, query_type))
@@ -155,6 +151,14 @@ class ConsoleApi:
             return None
 
         return add_request_id(handle)
+
+    def _find_viewer(self, client: exchange.Exchange) -> views.Viewer:
+        """Return the viewer with the rights that the key has now. Raises Unauthenticated."""
+        api_key = self._rights.api_key_of(client)
+        return views.Viewer(
+            entry=None if api_key is None else api_key.entry,
+            is_local=membership.is_loopback(client.request.peer.rpartition(":")[0]),
+        )
 
     def show_session(
         self, _: exchange.Exchange, viewer: views.Viewer, __: NoQuery
@@ -252,10 +256,8 @@ class ConsoleApi:
         client.respond(200, usage.to_csv(rows).encode(), content_type="text/csv; charset=utf-8")
         return None
 
-    def open_events(
-        self, client: exchange.Exchange, viewer: views.Viewer, query: EventQuery
-    ) -> None:
-        """Begin a stream of views."""
+    def open_events(self, client: exchange.Exchange, _: views.Viewer, query: EventQuery) -> None:
+        """Begin a stream of views, which ends when the viewer may no longer see them."""
         names = tuple(dict.fromkeys(query.views.split(",")))
         for name in names:
             if name not in feed.VIEWS:
@@ -263,12 +265,18 @@ class ConsoleApi:
                     f"views: expected some of {', '.join(feed.VIEWS)}, got {name[:100]!r}",
                     param="views",
                 )
-            if name in feed.ADMIN_VIEWS:
+
+        def authorize() -> views.Viewer:
+            viewer = self._find_viewer(client)
+            for name in feed.ADMIN_VIEWS.intersection(names):
                 _check_administrator(viewer, f"the view {name!r}")
+            return viewer
+
+        authorize()
         if client.request.method == "HEAD":
             client.respond(200, b"", content_type=sse.CONTENT_TYPE)
         else:
-            self._console.feed.open(client, viewer, names)
+            self._console.feed.open(client, authorize, names)
 
 
 def operations(
@@ -283,7 +291,7 @@ def operations(
             request_rows.RequestQuery, api.list_requests, request_rows.RequestPage,
             "The requests in flight and the last ended ones",
         ),
-        f"{API}/requests/{ANY_ID}": (
+        f"{API}/requests/{ANY_NAME}": (
             NoQuery, api.show_request, request_rows.RequestRow, "One of them, with the router's decisions"
         ),
         f"{API}/metrics": (ModelQuery, api.show_metrics, views.MetricPage, "The last hour"),

@@ -50,21 +50,25 @@ def make_server(
         handler,
         check_head=check_head,
         max_message_bytes=settings.http_body_limit_mb * 2**20,
-        tls=_tls(settings, module.GrpcTls),
+        read_tls=_tls_reader(settings, module.GrpcTls),
         shares_port=settings.http_worker_socket is not None,
     )
     return server
 
 
-def _tls(settings: config.FrontendConfig, make: Callable[..., T]) -> T | None:
-    """Return the certificates of the HTTP server."""
+def _tls_reader(settings: config.FrontendConfig, make: Callable[..., T]) -> Callable[[], T] | None:
+    """Return what reads the certificates of the HTTP server, and raises ConfigError if they cannot be read."""
     if settings.tls_cert_path is None:
         return None
-    assert settings.tls_key_path is not None  # `settings.check` saw to it
-    authority = settings.tls_client_ca_cert_path
-    return make(
-        chain=_read(settings.tls_cert_path),
-        key=_read(settings.tls_key_path),
+    chain, key, authority = (
+        settings.tls_cert_path,
+        settings.tls_key_path,
+        settings.tls_client_ca_cert_path,
+    )
+    assert key is not None  # `settings.check` saw to it
+    return lambda: make(
+        chain=_read(chain),
+        key=_read(key),
         client_authority=_read(authority) if authority else None,
     )
 

@@ -47,7 +47,7 @@ class GrpcTls:
 
 
 class GrpcServer:
-    """Serves until stopped."""
+    """Serves until stopped; `read_tls` is called as each client connects. Raises ConfigError as it does."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class GrpcServer:
         *,
         check_head: parser.CheckHead,
         max_message_bytes: int,
-        tls: GrpcTls | None,
+        read_tls: Callable[[], GrpcTls] | None,
         shares_port: bool,
     ) -> None:
         self._inference = inference.Inference(handler)
         self._check_head = check_head
-        self._tls = tls
+        self._credentials = None if read_tls is None else _make_credentials(read_tls)
         self._options = [
-            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_receive_message_length", min(max_message_bytes, 2**31 - 1)),
             ("grpc.so_reuseport", int(shares_port)),
         ]
         self._server: grpc.aio.Server | None = None
@@ -77,7 +77,7 @@ class GrpcServer:
         server.add_generic_rpc_handlers((self._handlers(),))
         address = addresses.join(host, port)
         try:
-            bound_port = _add_port(server, address, self._tls)
+            bound_port = _add_port(server, address, self._credentials)
         except RuntimeError as error:
             raise errors.ConfigError(
                 f"--kserve-grpc-port: cannot listen on {address}: {error}"
@@ -204,15 +204,31 @@ class _HeadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # its
         return await continuation(details)
 
 
-def _add_port(server: grpc.aio.Server, address: str, tls: GrpcTls | None) -> int:
-    """Bind the server and return its port. Raises RuntimeError."""
-    if tls is None:
-        return int(server.add_insecure_port(address))
-    credentials = grpc.ssl_server_credentials(
-        [(tls.key, tls.chain)],
-        root_certificates=tls.client_authority,
-        require_client_auth=tls.client_authority is not None,
+def _make_credentials(read_tls: Callable[[], GrpcTls]) -> Any:
+    """Return credentials that follow the files; gRPC keeps the former while a certificate and a key do not fit."""
+    served = read_tls()
+
+    def fetch() -> Any:
+        nonlocal served
+        with contextlib.suppress(errors.ConfigError):
+            if (latest := read_tls()) != served:
+                served = latest
+                return configure()
+        return None
+
+    def configure() -> Any:
+        pairs = [(served.key, served.chain)]
+        return grpc.ssl_server_certificate_configuration(pairs, served.client_authority)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configure(), fetch, require_client_authentication=served.client_authority is not None
     )
+
+
+def _add_port(server: grpc.aio.Server, address: str, credentials: Any) -> int:
+    """Bind the server and return its port. Raises RuntimeError."""
+    if credentials is None:
+        return int(server.add_insecure_port(address))
     return int(server.add_secure_port(address, credentials))
 
 

@@ -69,7 +69,7 @@ class Responses:
         """Answer a request, and store the answer (`POST /v1/responses`)."""
         api = pipeline.GenerationApi(
             endpoint="responses",
-            decode=functools.partial(self.decode, self._tenant_of(client)),
+            decode=lambda body: self.decode(self._tenant_of(client), body),
             prepare=functools.partial(chat.prepare, param="input"),
             make_formatter=self._make_formatter,
             stream=streaming.EventDelivery,
@@ -85,7 +85,9 @@ class Responses:
         ) -> ResponseTokens:
             return ResponseTokens(await tokenize.count_tokens(conversation, model))
 
-        decode = functools.partial(self.decode_count, self._tenant_of(client))
+        def decode(body: bytes) -> inputs.Conversation:
+            return self.decode_count(self._tenant_of(client), body)
+
         return self._handlers.compute_by_model(decode, count)(client)
 
     def decode(self, tenant: str, body: bytes) -> ResponseConversation:
