@@ -8,7 +8,15 @@ from routing_rig import Receiver, request
 
 from dynamo.base import clock as clocks
 from dynamo.observability import metrics as observed
-from dynamo.router import api, config, kv_scheduler, metrics, prefix_index, worker_load
+from dynamo.router import (
+    api,
+    config,
+    kv_scheduler,
+    metrics,
+    prefix_index,
+    replica_sync,
+    worker_load,
+)
 from waiting import PATIENT_S
 
 
@@ -86,3 +94,25 @@ async def test_request_counts_as_waiting_no_longer_when_the_policy_fails_for_it(
     monkeypatch.undo()
 
     assert world.metric("dynamo_frontend_router_queue_pending_requests") == 0
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_queued_request_starts_when_a_request_of_another_router_ends(world, is_lost):
+    await world.route(1, {"max_num_seqs": 1}, router_replica_sync=True)
+    load = world.made.scheduler.selector.active.loads[api.Worker(world.workers[0].id)]
+    runtime = await world.runtime()
+    peer = replica_sync.ReplicaSync(
+        runtime, namespace="dynamo", component_name="backend", apply=lambda event: None
+    )
+    await peer.start()
+    peer.publish_add("k", api.Decision(api.Worker(world.workers[0].id), 0.0), PROMPT)
+    await world.until(lambda: load.num_requests == 1)
+    opening = asyncio.create_task(world.open())
+    await world.until(lambda: world.made.scheduler.selector.num_waiting == 1)
+    if is_lost:
+        await runtime.close()
+    else:
+        peer.publish_free("k")
+
+    await opening
+    await peer.close()
