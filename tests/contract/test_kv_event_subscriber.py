@@ -265,6 +265,17 @@ async def test_noise_on_the_topic_is_ignored(worker, router):
     await router.await_held({api.Worker(worker.id): names([1], [2])})
 
 
+async def test_noise_of_one_worker_is_logged_once(worker, router, caplog):
+    worker.store([1])
+    await router.await_held({api.Worker(worker.id): names([1])})
+    for _ in range(5):
+        worker.runtime.events.publish("n/backend/kv_events", b"noise")
+    worker.store([2])
+    await router.await_held({api.Worker(worker.id): names([1], [2])})
+
+    assert caplog.text.count("ignored a KV event") == 1
+
+
 async def test_malformed_replay_request_is_refused(worker, join):
     runtime = await join()
     client = runtime.client(instances.EndpointName("n", "backend", instances.KV_EVENTS_REPLAY))
