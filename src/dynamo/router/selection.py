@@ -323,8 +323,8 @@ class Selector:
     def _check(self, prompt: Prompt) -> None:
         loads = self.active.loads
         if prompt.dp_rank is not None:
-            named = None if prompt.pinned is None else prompt.pinned.instance_id
-            ranks = {w.dp_rank for w in loads if named in (None, w.instance_id)}
+            instance_id = None if prompt.pinned is None else prompt.pinned.instance_id
+            ranks = {w.dp_rank for w in loads if instance_id in (None, w.instance_id)}
             if ranks and prompt.dp_rank not in ranks:
                 raise errors.InvalidRequest(
                     f"data_parallel_rank: expected at most {max(ranks)}, got {prompt.dp_rank}",
