@@ -10,7 +10,7 @@ from dynamo.base import errors
 from dynamo.engine import api as engines
 from dynamo.protocols import blocks, generate, instances, kv_events, model_card
 from dynamo.router import api, kv_event_subscriber, prefix_index
-from dynamo.runtime import component
+from dynamo.runtime import component, events
 from dynamo.worker import host, kv_event_publisher
 from waiting import PATIENT_S, until
 
@@ -266,12 +266,9 @@ async def test_noise_on_the_topic_is_ignored(worker, router):
 
 
 async def test_noise_of_one_worker_is_logged_once(worker, router, caplog):
-    worker.store([1])
-    await router.await_held({api.Worker(worker.id): names([1])})
-    for _ in range(5):
-        worker.runtime.events.publish("n/backend/kv_events", b"noise")
-    worker.store([2])
-    await router.await_held({api.Worker(worker.id): names([1], [2])})
+    noise = [events.Event("n/backend/kv_events", worker.id, i, b"noise") for i in range(5)]
+    for event in noise:
+        router.feed._on_events([event])
 
     assert caplog.text.count("ignored a KV event") == 1
 

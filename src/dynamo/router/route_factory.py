@@ -136,10 +136,8 @@ class RouteFactory:
         matches: dict[str, dict[str, int]] = {}
         for state in self._components.values():
             for tier, by_worker in state.index.find_matches(sequence_hashes).by_tier.items():
-                lengths = matches.setdefault(tier, {})
-                for worker, num_blocks in by_worker.items():  # the rank that has most
-                    name = f"{worker.instance_id:x}"
-                    lengths[name] = max(num_blocks, lengths.get(name, 0))
+                for worker, num_blocks in by_worker.items():
+                    matches.setdefault(tier, {})[f"{worker.instance_id:x}"] = num_blocks
         return matches
 
     def tiers_by_worker(self) -> dict[int, list[kv_events.Tier]]:

@@ -170,16 +170,6 @@ async def test_worker_that_leaves_one_route_for_another_keeps_its_blocks_in_the_
         assert made.find_matches(names) == known
 
 
-async def test_blocks_shown_for_a_worker_are_those_of_the_rank_with_most_of_a_prompt(world):
-    await world.route(1, {"data_parallel_size": 2}, kv_events=False)
-    await world.open(*range(16), data_parallel_rank=0)
-    await world.open(*range(8), data_parallel_rank=1)
-    local = blocks.local_hashes(blocks.pack(range(16)), routing_rig.BLOCK)
-
-    found = world.routes.find_matches(blocks.sequence_hashes(local))
-    assert found == {"device": {f"{world.workers[0].id:x}": 4}}
-
-
 async def offer_blocks(runtime):
     """Have a worker answer that it has two blocks, one behind the other; return their names."""
     local = [11, 12]
