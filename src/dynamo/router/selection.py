@@ -158,6 +158,7 @@ class Selector:
         """Replace the set of workers; forget the blocks and the load of removed ones."""
         for worker in self.active.set_workers(workers):
             self._index.remove_worker(worker)
+        self._planned.clear()  # a queued request may go to a worker that is new
 
     def select(self, request_id: str, prompt: Prompt, now: float) -> Decision | None:
         """Select the worker of a new request, and count it there; return None if the request waits in the queue.

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 
 import pytest
-from routing_rig import Receiver, request
+from routing_rig import Receiver, Worker, card, request
 
 from dynamo.base import clock as clocks
 from dynamo.observability import metrics as observed
@@ -15,6 +15,7 @@ from dynamo.router import (
     metrics,
     prefix_index,
     replica_sync,
+    route,
     worker_load,
 )
 from waiting import PATIENT_S
@@ -116,3 +117,24 @@ async def test_queued_request_starts_when_a_request_of_another_router_ends(world
 
     await opening
     await peer.close()
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+async def test_queued_request_goes_to_a_worker_that_joins_in_its_wait(world, is_down):
+    facts = {"max_num_seqs": 1}
+    await world.route(2, facts)
+    busy, other = world.workers
+    if is_down:
+        world.client.report_down(other.id)
+    options = route.RoutingOptions(allowed_instances=None if is_down else frozenset((busy.id,)))
+    await world.open(instance_id=busy.id)
+    opening = asyncio.create_task(world.made.open_stream(request(), Receiver(), options))
+    await world.until(lambda: world.made.scheduler.selector.num_waiting == 1)
+    late = Worker(await world.runtime(), facts)
+    await late.join()
+    await world.until(lambda: late.id in world.client.instances)
+    world.made.set_model_cards({each.id: card(**facts) for each in (busy, other, late)})
+
+    await opening
+    await world.until(lambda: late.calls)
+    assert not other.calls
