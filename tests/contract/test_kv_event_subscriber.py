@@ -10,7 +10,7 @@ from dynamo.base import errors
 from dynamo.engine import api as engines
 from dynamo.protocols import blocks, generate, instances, kv_events, model_card
 from dynamo.router import api, kv_event_subscriber, prefix_index
-from dynamo.runtime import component
+from dynamo.runtime import component, events
 from dynamo.worker import host, kv_event_publisher
 from waiting import PATIENT_S, until
 
@@ -263,6 +263,14 @@ async def test_noise_on_the_topic_is_ignored(worker, router):
     worker.store([2])
 
     await router.await_held({api.Worker(worker.id): names([1], [2])})
+
+
+async def test_noise_of_one_worker_is_logged_once(worker, router, caplog):
+    for number in range(5):
+        noise = events.Event(topic="t", publisher=worker.id, number=number, payload=b"noise")
+        router.feed._on_events([noise])
+
+    assert caplog.text.count("ignored a KV event") == 1
 
 
 async def test_malformed_replay_request_is_refused(worker, join):

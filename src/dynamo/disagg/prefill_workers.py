@@ -127,7 +127,7 @@ class PrefillWorkers:
                     await self._forget_worker(instance_id)
                 else:
                     await self._read_card(instance_id, _decode_record(change.value).card_json)
-            except (ValueError, errors.TransferError) as error:  # msgspec's and base64's among them
+            except (ValueError, RecursionError, errors.TransferError) as error:  # msgspec's, too
                 _logger.warning("ignored the prefill worker %s: %s", change.key, error)
 
     async def _read_card(self, instance_id: int, card: model_card.ModelCard) -> None:

@@ -162,7 +162,7 @@ class KvImporter:
         `before_copy` simulates a slow or failing network: it may wait, or raise.
         """
         self._agent, self._peers = agent, peers
-        self._timeout_s, self._patience_s = timeout_s, patience_s
+        self._timeout_s, self._patience_s = min(timeout_s, transfer.MAX_DEADLINE_S), patience_s
         self._clock = clock
         self._before_copy = before_copy
         self._owner: BlockOwner | None = None

@@ -53,7 +53,8 @@ class SegmentQueue:
             if queued is None:
                 break
             segment = self._find_segment(queued.block.sequence_hash)
-            if queued.block.sequence_hash in self._below or not segment:
+            is_given_up = not segment or segment[-1].is_foreign  # or another worker writes it
+            if queued.block.sequence_hash in self._below or is_given_up:
                 continue
             if any(each.is_memory_only for each in segment):
                 self._counts["kept_off_disk"] += len(segment)

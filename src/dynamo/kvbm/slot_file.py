@@ -487,8 +487,8 @@ def parse_header(content: bytes) -> Header | None:
 
 def read_header(path: Path) -> Header | None:
     """Return the header of a file; None if there is none that can be read."""
-    try:
-        with path.open("rb") as file:
-            return parse_header(file.read(PAGE_BYTES))
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block
+        with os.fdopen(fd, "rb"):
+            return parse_header(os.pread(fd, PAGE_BYTES, 0))
+    return None

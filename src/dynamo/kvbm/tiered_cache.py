@@ -197,7 +197,6 @@ class TieredCache:
         tier = self.host if copy.path[1] is HOST else self.disk
         assert tier is not None
         if is_failed:
-            self._in_both.discard(target.block.sequence_hash)
             tier.drop(target)
             tier.release(target)
             return

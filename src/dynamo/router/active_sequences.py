@@ -201,6 +201,7 @@ class ActiveSequences:
         self._begin_decode(request, load, now)
         self.prefill_speed.observe(load.waiting[request_id], now - load.head_since)
         load.remove_prefill(request_id, now)
+        load.head_since = now  # perhaps one step computed it together with those before it
 
     def free(self, request_id: str, now: float) -> None:
         """Forget a request that has ended, for whatever reason."""

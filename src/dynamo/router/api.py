@@ -59,6 +59,7 @@ class Prompt:
     deadline: float | None = None  # when its first token is due, on the clock of `now`
     pinned: Worker | None = None  # the worker that the caller or the session has selected
     allowed_instances: frozenset[int] | None = None  # None: all
+    excluded_instances: frozenset[int] = frozenset()  # those that join later are allowed
     is_restricted: bool = False  # no instance outside `allowed_instances` can ever serve it
     dp_rank: int | None = None  # the rank that the caller asks for, of any instance; None: any
     is_prefilled: bool = False  # computed by a prefill worker: only room to decode matters
@@ -66,13 +67,16 @@ class Prompt:
     @property
     def is_unrestricted(self) -> bool:
         """Return True if every worker may be selected."""
-        return self.allowed_instances is None and self.dp_rank is None
+        is_limited = self.allowed_instances is not None or self.excluded_instances
+        return not is_limited and self.dp_rank is None
 
     def allows(self, worker: Worker) -> bool:
         """Return True if this worker may be selected."""
         return (
-            self.allowed_instances is None or worker.instance_id in self.allowed_instances
-        ) and (self.dp_rank is None or worker.dp_rank == self.dp_rank)
+            (self.allowed_instances is None or worker.instance_id in self.allowed_instances)
+            and worker.instance_id not in self.excluded_instances
+            and (self.dp_rank is None or worker.dp_rank == self.dp_rank)
+        )
 
     @classmethod
     def from_tokens(

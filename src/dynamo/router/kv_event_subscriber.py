@@ -107,7 +107,7 @@ class KvEventSubscriber:
             try:
                 batch = _decode_batch(event.payload)
             except wire.DECODE_ERRORS as error:
-                _logger.warning("ignored a KV event of %x: %s", event.publisher, error)
+                self._log_ignored(event.publisher, error)
                 continue
             if batch.worker_id not in self._orders:
                 continue  # it is lost; or it is about to appear, and will be asked for all blocks
@@ -129,9 +129,12 @@ class KvEventSubscriber:
             try:
                 self._index.apply(worker, event)
             except errors.RemoteProtocolError as error:
-                _logger.warning("ignored a KV event: %s", error)
+                self._log_ignored(worker.instance_id, error)
                 is_applied = False
             self._count_event(type(event).__name__.lower(), is_applied=is_applied)
+
+    def _log_ignored(self, instance_id: int, error: Exception) -> None:
+        self._log.warning(f"{instance_id:x}", "ignored a KV event of %x: %s", instance_id, error)
 
     def _order(self, instance_id: int, dp_rank: int) -> kv_event_order.KvEventOrder:
         return self._orders[instance_id].setdefault(dp_rank, kv_event_order.KvEventOrder())

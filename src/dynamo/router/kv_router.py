@@ -131,7 +131,10 @@ class KvRouter:
             return prompt
         if not usable:
             raise errors.NoWorkers(f"none of the instances of {self._client.name} can be reached")
-        return dataclasses.replace(prompt, allowed_instances=frozenset(usable))
+        if prompt.is_restricted:
+            return dataclasses.replace(prompt, allowed_instances=frozenset(usable))
+        excluded = frozenset(self._client.instances.keys() - set(usable))
+        return dataclasses.replace(prompt, excluded_instances=excluded)
 
     async def _send(
         self,

@@ -12,6 +12,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.protocols import blocks, generate, kv_transfer
+from dynamo.protocols import load as load_events
 from dynamo.router import api, metrics, route, selection
 from dynamo.router.api import Decision, Prompt
 from dynamo.router.worker_load import Capacity
@@ -235,6 +236,12 @@ class KvScheduler:
         self.selector.free(key, self._clock.now())
         self._listener.free_sequence(key)
         self._admit_queued()
+
+    def apply_peer_change(self, event: load_events.ActiveSequenceEvent) -> None:
+        """Apply a change of another router, and admit queued requests that now have room."""
+        self.selector.active.apply(event, self._clock.now())
+        if not isinstance(event.data, load_events.AddRequest):  # which takes room
+            self._admit_queued()
 
     def min_active_requests(self, usable: Collection[int]) -> int | None:
         """Return the number of requests in flight at the least busy of these instances; None if there are none."""

@@ -331,6 +331,7 @@ class ApproxIndex:
         self.num_guesses += len(used_at) - num_before
         self._expires_at.setdefault(worker, second + self._ttl_s)
         self._index.add_blocks(worker, kv_events.DEVICE, sequence_hashes)
+        self._index.sweep(_SWEPT_EDGES * (1 + len(sequence_hashes) // prefix_tree.MAX_EDGE_BLOCKS))
         self._prune(2 * len(sequence_hashes))
 
     def expire(self, now: float) -> None:

@@ -11,7 +11,6 @@ at a time, and the same prefix again only after `REST_S`.
 """  # decider
 
 import base64
-import binascii
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class PrefixSources:
             if data.get(kv_transfer.PREFIXES_KEY) is True and isinstance(encoded, str):
                 try:
                     self._metadata[instance_id] = base64.b64decode(encoded, validate=True)
-                except binascii.Error:
+                except ValueError:
                     continue
 
     def find_source(

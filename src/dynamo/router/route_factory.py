@@ -23,7 +23,6 @@ from dynamo.router import (
     prefix_index,
     replica_sync,
     route,
-    selection,
 )
 from dynamo.runtime import client, component
 
@@ -105,7 +104,6 @@ class RouteFactory:
             draw=random.random,
             counts_blocks=not is_prefill,
         )
-        state.selectors.append(selector)
         ttl_s = settings.router_session_affinity_ttl_secs
         scheduler = kv_scheduler.KvScheduler(
             selector,
@@ -117,6 +115,7 @@ class RouteFactory:
             sessions=None if ttl_s is None else kv_scheduler.SessionAffinity(ttl_s),
             listener=state,
         )
+        state.schedulers.append(scheduler)
         copies = prefix_copies.PrefixCopies(
             endpoint_client, selector, counts, self._clock, self._tasks.start
         )
@@ -209,7 +208,7 @@ class _ComponentState(kv_scheduler.SequenceListener):
     subscriber: kv_event_subscriber.KvEventSubscriber | None = None
     guesses: prefix_index.ApproxIndex | None = None
     sync: replica_sync.ReplicaSync | None = None
-    selectors: list[selection.Selector] = field(default_factory=list)
+    schedulers: list[kv_scheduler.KvScheduler] = field(default_factory=list)
 
     def add_sequence(self, key: str, decision: api.Decision, prompt: api.Prompt) -> None:
         self._record_guess(decision.worker, prompt.sequence_hashes)
@@ -230,9 +229,8 @@ class _ComponentState(kv_scheduler.SequenceListener):
 
     def apply(self, event: load.ActiveSequenceEvent) -> None:
         """Apply a change that another router published."""
-        now = self.clock.now()
-        for selector in self.selectors:  # all but one do not know the worker, and ignore it
-            selector.active.apply(event, now)
+        for scheduler in self.schedulers:  # all but one do not know the worker, and ignore it
+            scheduler.apply_peer_change(event)
         if isinstance(event.data, load.AddRequest):
             worker = api.Worker(event.worker_id, event.dp_rank)
             self._record_guess(worker, event.data.token_sequence)

@@ -158,6 +158,7 @@ class Selector:
         """Replace the set of workers; forget the blocks and the load of removed ones."""
         for worker in self.active.set_workers(workers):
             self._index.remove_worker(worker)
+        self._planned.clear()  # a queued request may go to a worker that is new
 
     def select(self, request_id: str, prompt: Prompt, now: float) -> Decision | None:
         """Select the worker of a new request, and count it there; return None if the request waits in the queue.
@@ -322,8 +323,9 @@ class Selector:
 
     def _check(self, prompt: Prompt) -> None:
         loads = self.active.loads
-        if prompt.dp_rank is not None and prompt.pinned is None:
-            ranks = {worker.dp_rank for worker in loads}
+        if prompt.dp_rank is not None:
+            instance_id = None if prompt.pinned is None else prompt.pinned.instance_id
+            ranks = {w.dp_rank for w in loads if instance_id in (None, w.instance_id)}
             if ranks and prompt.dp_rank not in ranks:
                 raise errors.InvalidRequest(
                     f"data_parallel_rank: expected at most {max(ranks)}, got {prompt.dp_rank}",

@@ -131,11 +131,10 @@ class WorkerLoad:
 
     def remove_prefill(self, request_id: str, now: float) -> None:
         """Remove a prompt that is computed or aborted. An unknown one is no error."""
-        num_tokens = self.waiting.pop(request_id, None)
-        if num_tokens is None:
-            return
-        self.prefill_tokens -= num_tokens
-        self.head_since = now
+        is_first = next(iter(self.waiting), None) == request_id
+        self.prefill_tokens -= self.waiting.pop(request_id, 0)
+        if is_first:
+            self.head_since = now
 
     def share_in_use(self, num_blocks: int) -> float | None:
         """Return the share of the worker's blocks in use with `num_blocks` more; None if their total is unknown."""

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 MAX_PENDING = 64
 MakeLink = Callable[[socket.socket], Link]
-_JOIN_S = 5.0
-_PAUSE_S = 0.1
+_JOIN_S, _PAUSE_S = 5.0, 0.1
+_UNTAKEN = "%s cannot take a peer's connection: %s"
 
 
 class TransferServer:
@@ -77,7 +77,7 @@ class TransferServer:
                 sock, address = self._sock.accept()
             except OSError as error:  # closed, or for a while there are no descriptors left
                 if not self._closed.wait(_PAUSE_S):
-                    log.warning("%s cannot take a peer's connection: %s", self._exposed.name, error)
+                    self._log.warning("", _UNTAKEN, self._exposed.name, error)
                 continue
             try:
                 link = self._make_link(sock)
@@ -104,7 +104,7 @@ class TransferServer:
             except RuntimeError as error:  # for a while there are no threads left
                 del self._links[link], self._pending[link]
                 link.close()
-                log.warning("%s cannot take a peer's connection: %s", self._exposed.name, error)
+                self._log.warning("", _UNTAKEN, self._exposed.name, error)
 
     def _make_room(self) -> None:
         """Drop the oldest pending connection if there are too many; its thread has ended when this returns."""

@@ -230,3 +230,10 @@ async def test_worker_whose_adapters_change_stays_connected(world):
     assert world.workers.connected == [1]
     assert world.engine.connected == ["e1"]
     assert world.engine.gone == []
+
+
+async def test_card_that_is_nested_without_end_is_left_out_and_the_next_one_read(world):
+    await world.registry.put(world.key(7), b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    await world.join(0x1F)
+
+    await until(lambda: world.workers.connected == [0x1F])

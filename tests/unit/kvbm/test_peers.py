@@ -1,12 +1,16 @@
 """The engines to engines from which blocks are copied, over an agent that only counts."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
 from dynamo.base import errors
-from dynamo.kvbm import agents
+from dynamo.kvbm import agents, exchange, sharing
+from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.testing import clock as clocks
+from dynamo.transfer import api
+from waiting import PATIENT_S
 
 LONG_S = 60
 
@@ -30,6 +34,9 @@ class Agent:
 
     async def disconnect(self, peer):
         self.closed.append(peer)
+
+    async def notify(self, peer, message, *, deadline_s):
+        pass
 
     async def probe(self, peer, num_bytes, *, deadline_s):
         self.probes.append((num_bytes, deadline_s))
@@ -181,3 +188,34 @@ async def test_engine_that_comes_back_is_not_forgotten(agent, engines, clock):
         pass
 
     assert agent.closed == agent.made[:1]
+
+
+async def test_time_limit_beyond_the_longest_of_a_transfer_counts_as_that(agent, engines, clock):
+    limits, has_ended = [], asyncio.Event()
+
+    async def before_copy(kv_import, limit_s):
+        limits.append(limit_s)
+        raise errors.TransferError("enough")
+
+    importer = exchange.KvImporter(
+        agent, engines, clock, timeout_s=1e4, patience_s=1.0, before_copy=before_copy
+    )
+    importer.set_owner(SimpleNamespace(end_import=lambda *_, **__: None), None)
+    importer.on_import(lambda report: has_ended.set())
+    await engines.connect(b"e", deadline_s=1)
+    request = generate.Request(id="r", model="m", token_ids=blocks.pack(range(8)))
+    remote = kv_transfer.RemoteBlocks(remote_block_ids=(0,), remote_hold_id=1, remote_engine_id="e")
+    importer.expect_import(request, remote)
+    importer.begin_imports(
+        [
+            sharing.KvImport(
+                import_id=1, request=request, remote=remote,
+                local_blocks=(0,), remote_blocks=(0,), num_tokens=4,
+            )
+        ]
+    )  # fmt: skip
+    async with asyncio.timeout(PATIENT_S):
+        await has_ended.wait()
+    await importer.close()
+
+    assert limits == [api.MAX_DEADLINE_S]

@@ -265,3 +265,10 @@ def test_workers_share_a_disk_file_by_parts(tmp_path):
     whole = storage.open_stored(tmp_path)
     assert whole.blocks == {0: (block(7),)}
     whole.close()
+
+
+def test_pipe_among_the_files_of_other_models_stops_no_start(directory):
+    directory.mkdir()
+    os.mkfifo(directory / "other.kv")
+
+    join(directory).close()

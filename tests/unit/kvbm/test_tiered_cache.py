@@ -452,6 +452,18 @@ def test_no_more_than_the_given_share_of_blocks_is_offloaded(ratio):
     assert rig.host.num_used == int(ratio * 32)
 
 
+def test_failed_copies_to_the_disk_do_not_raise_the_share_of_offloaded_blocks():
+    rig = Rig(num_device=16, num_host=32, num_disk=32, offload_ratio=0.5)
+    rig.compute(CHAINS[0])
+    rig.begin()
+    while rig.running:
+        copy = rig.running[0]
+        rig.end(copy, frozenset(range(len(copy.blocks)) if copy.path == (HOST, DISK) else ()))
+        rig.begin()
+
+    assert (rig.host.num_used, rig.disk.num_used) == (4, 0)
+
+
 def test_frequency_filter_copies_what_a_second_prompt_has():
     rig = Rig(num_disk=0, host_filter=tier_policy.FilterKind.FREQUENCY)
     rig.compute(CHAINS[0])
@@ -700,6 +712,20 @@ def test_segment_has_the_time_to_live_of_any_of_its_blocks():
     assert [(use.num_blocks, use.used_blocks, use.kept_blocks) for use in report.tiers[2:]] == [
         (16, 8, 8)
     ]
+
+
+def test_block_that_only_another_worker_still_has_is_left_to_it():
+    rig = Rig()
+    (block,) = rig.blocks(CHAINS[0][:1])
+    rig.compute(CHAINS[0][:1])
+    rig.begin()
+    rig.end(rig.running[0])  # now it waits for its copy to the disk
+    theirs = tiers.SharedChanges({100: block}, [], is_cleared=False)
+    rig.host.apply_changes(theirs)
+    rig.host.drop(rig.host.find(block.sequence_hash))
+
+    assert rig.host.find(block.sequence_hash).is_foreign
+    assert not rig.cache.take_copies()
 
 
 def test_chains_that_part_within_a_segment_have_their_common_blocks_twice():

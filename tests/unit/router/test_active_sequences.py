@@ -141,6 +141,16 @@ def test_prefill_speed_is_measured_on_completed_prompts():
     assert active.prefill_speed.tokens_per_s == pytest.approx(100 / 2, rel=0.05)
 
 
+def test_prompt_that_is_given_up_in_the_queue_leaves_the_speed_of_the_first_one():
+    active = tracker()
+    add(active, "a", WORKERS[0], [], isl=100)
+    add(active, "b", WORKERS[0], [], isl=100)
+    active.free("b", 1.9)
+    active.mark_prefill_completed("a", 2.0)
+
+    assert active.prefill_speed.tokens_per_s == pytest.approx(50)
+
+
 def test_replica_with_all_events_has_the_same_loads():
     rng, first, second = random.Random(3), tracker(), tracker()
     for i in range(50):

@@ -114,3 +114,14 @@ def test_prompt_without_a_full_block_is_not_recorded():
 
     assert index.num_guesses == 0
     assert index.find_matches([]).by_tier.get("device", {}) == {}
+
+
+def test_what_expired_guesses_occupied_is_freed():
+    index, now = make(), 100.0
+    for root in range(100):
+        index.record(ALICE, names(root, 1, 2), now)
+        now += 2 * TTL_S
+        index.expire(now)
+
+    assert index._index.num_blocks <= 6
+    assert len(index._index._worker_bits._workers) <= 3

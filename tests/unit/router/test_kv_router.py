@@ -241,6 +241,13 @@ async def test_named_rank_is_used_and_an_unknown_one_refused(world):
         await world.open(data_parallel_rank=2)
 
 
+async def test_unknown_rank_of_a_named_worker_is_refused_as_a_rank(world):
+    await world.route(2, facts={"data_parallel_size": 2})
+
+    with pytest.raises(errors.InvalidRequest, match="data_parallel_rank: expected at most 1"):
+        await world.open(instance_id=world.workers[0].id, data_parallel_rank=2)
+
+
 @pytest.mark.parametrize("mode", ["kv", "direct"])
 async def test_requests_for_a_named_worker_are_spread_over_its_ranks(world, mode):
     await world.route(2, facts={"data_parallel_size": 2}, router_mode=mode)

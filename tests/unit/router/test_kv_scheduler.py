@@ -4,11 +4,20 @@ import asyncio
 import dataclasses
 
 import pytest
-from routing_rig import Receiver, request
+from routing_rig import Receiver, Worker, card, request
 
 from dynamo.base import clock as clocks
 from dynamo.observability import metrics as observed
-from dynamo.router import api, config, kv_scheduler, metrics, prefix_index, worker_load
+from dynamo.router import (
+    api,
+    config,
+    kv_scheduler,
+    metrics,
+    prefix_index,
+    replica_sync,
+    route,
+    worker_load,
+)
 from waiting import PATIENT_S
 
 
@@ -86,3 +95,46 @@ async def test_request_counts_as_waiting_no_longer_when_the_policy_fails_for_it(
     monkeypatch.undo()
 
     assert world.metric("dynamo_frontend_router_queue_pending_requests") == 0
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_queued_request_starts_when_a_request_of_another_router_ends(world, is_lost):
+    await world.route(1, {"max_num_seqs": 1}, router_replica_sync=True)
+    load = world.made.scheduler.selector.active.loads[api.Worker(world.workers[0].id)]
+    runtime = await world.runtime()
+    peer = replica_sync.ReplicaSync(
+        runtime, namespace="dynamo", component_name="backend", apply=lambda event: None
+    )
+    await peer.start()
+    peer.publish_add("k", api.Decision(api.Worker(world.workers[0].id), 0.0), PROMPT)
+    await world.until(lambda: load.num_requests == 1)
+    opening = asyncio.create_task(world.open())
+    await world.until(lambda: world.made.scheduler.selector.num_waiting == 1)
+    if is_lost:
+        await runtime.close()
+    else:
+        peer.publish_free("k")
+
+    await opening
+    await peer.close()
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+async def test_queued_request_goes_to_a_worker_that_joins_in_its_wait(world, is_down):
+    facts = {"max_num_seqs": 1}
+    await world.route(2, facts)
+    busy, other = world.workers
+    if is_down:
+        world.client.report_down(other.id)
+    options = route.RoutingOptions(allowed_instances=None if is_down else frozenset((busy.id,)))
+    await world.open(instance_id=busy.id)
+    opening = asyncio.create_task(world.made.open_stream(request(), Receiver(), options))
+    await world.until(lambda: world.made.scheduler.selector.num_waiting == 1)
+    late = Worker(await world.runtime(), facts)
+    await late.join()
+    await world.until(lambda: late.id in world.client.instances)
+    world.made.set_model_cards({each.id: card(**facts) for each in (busy, other, late)})
+
+    await opening
+    await world.until(lambda: late.calls)
+    assert not other.calls

@@ -49,6 +49,7 @@ def test_worker_with_most_blocks_is_the_source():
         ({"a": card(), "b": card(exports=False)}, {B: 9}),
         ({"a": card(exports=False), "b": card()}, {B: 9}),
         ({"a": card(), "b": card(metadata="&")}, {B: 9}),
+        ({"a": card(), "b": card(metadata="é")}, {B: 9}),
         ({"a": card(), "b": card(weights="x")}, {B: 9}),  # another checkpoint
     ],
 )

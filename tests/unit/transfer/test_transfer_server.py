@@ -1,5 +1,6 @@
 """Strangers get seconds and a bounded number of places."""
 
+import errno
 import socket
 import threading
 
@@ -120,3 +121,29 @@ def test_connections_are_taken_again_after_a_moment_without_threads(serve, monke
 
     enter(dial).close()
     assert "can't start new thread" in caplog.text
+
+
+class FullSocket(socket.socket):
+    """Takes no connection, as where no file descriptors are left, and counts the attempts."""
+
+    def accept(self):
+        self.attempts.release()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_connections_that_cannot_be_taken_are_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(server, "_PAUSE_S", 0.0)
+    listening = FullSocket()
+    listening.attempts = threading.Semaphore(0)
+    listening.bind(("127.0.0.1", 0))
+    region = descriptors.Region(memory=memoryview(bytearray(16)), layout=LAYOUT)
+    exposed = api.Exposed(
+        name="prefill-0", epoch="e", region=region, descriptor=None, deliver=lambda *said: None
+    )
+    authenticator = new_authenticator(membership.NO_CREDENTIALS)
+    full = server.TransferServer(listening, exposed, authenticator=authenticator)
+    for _ in range(5):
+        assert listening.attempts.acquire(timeout=PATIENT_S)
+    full.close()
+
+    assert caplog.text.count("prefill-0 cannot take a peer's connection") == 1
