@@ -24,6 +24,9 @@ class _EndedProcess(Coroutine[Any, Any, None]):
     def throw(self, *error: Any) -> Any:
         raise StopIteration
 
+    def close(self) -> None:
+        """Do nothing: it has ended."""
+
     def __await__(self) -> Generator[Any, Any, None]:
         yield from ()
 
