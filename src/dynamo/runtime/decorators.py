@@ -71,6 +71,7 @@ def dynamo_endpoint(
     """Decorate a handler of `serve_endpoint`, to check its requests and the items of its answers against these types.
 
     It may be a method, and gets an object of `request_type`. A request of another shape fails by InvalidRequest.
+    Either may be a model of pydantic, as with NVIDIA Dynamo, where answers of such a type are not checked either.
     """
 
     def decorate(
@@ -79,12 +80,17 @@ def dynamo_endpoint(
         @functools.wraps(handler)
         async def checked(*args: Any) -> AsyncIterator[Any]:
             *owner, request = args
+            validate = getattr(request_type, "model_validate", None)
             try:
-                value = msgspec.convert(request, request_type)
-            except msgspec.ValidationError as error:
-                raise errors.InvalidRequest(f"the request does not fit: {error}") from error
+                value = validate(request) if validate else msgspec.convert(request, request_type)
+            except ValueError as error:  # of which both libraries' errors are
+                reason = " ".join(str(error).split())
+                raise errors.InvalidRequest(f"the request does not fit: {reason}") from error
             async for item in handler(*owner, value):
-                yield msgspec.convert(msgspec.to_builtins(item), response_type)
+                if hasattr(response_type, "model_validate"):
+                    yield item.model_dump(mode="json") if hasattr(item, "model_dump") else item
+                else:
+                    yield msgspec.convert(msgspec.to_builtins(item), response_type)
 
         return checked
 
