@@ -33,15 +33,19 @@ def write_model(
     head_dim=None,
     feed_forward=None,
     quantization=None,
+    part_tensors=0,
 ):
-    """Write a qwen3 model of random weights with this byte-level vocabulary, by default bytes and ASCII words."""
+    """Write a qwen3 model of random weights with this byte-level vocabulary, by default bytes and ASCII words.
+
+    With `part_tensors` it is in several files of so many tensors, as `…-00001-of-00003.gguf`.
+    """
     kv_heads, feed_forward = kv_heads or heads, feed_forward or hidden
     head_dim = head_dim or hidden // heads
     tokens = list(tokens or [*byte_letters(), "ab"])
     if vocab_size is not None:
         tokens += [f"w{n}" for n in range(vocab_size - len(tokens) - 2)]
     tokens += [BEGIN, END]
-    writer = gguf.GGUFWriter(path, "qwen3")
+    writer = gguf.GGUFWriter(path, "qwen3", split_max_tensors=part_tensors)
     for add_field, value in (
         (writer.add_context_length, context),
         (writer.add_embedding_length, hidden),

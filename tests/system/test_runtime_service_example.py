@@ -41,6 +41,47 @@ def test_client_of_the_example_gets_the_answer_of_its_server(environ):
     assert code == 0
 
 
+# In the form of NVIDIA Dynamo's own example, server and client in one process.
+HELLO_WORLD = """
+import asyncio
+from dynamo.runtime import DistributedRuntime, dynamo_endpoint, dynamo_worker
+
+class RequestHandler:
+    @dynamo_endpoint(str, str)
+    async def generate(self, request):
+        for word in request.split(","):
+            yield f"Hello {word}!"
+
+@dynamo_worker(static=False)
+async def worker(runtime: DistributedRuntime):
+    component = runtime.namespace("hello_world").component("backend")
+    await component.create_service()
+    endpoint = component.endpoint("generate")
+    serving = asyncio.create_task(endpoint.serve_endpoint(RequestHandler().generate))
+    client = await endpoint.client()
+    await client.wait_for_instances()
+    async for item in await client.generate("world,sun"):
+        print(item.data())
+    serving.cancel()
+
+asyncio.run(worker())
+"""
+
+
+def test_service_that_is_written_for_nvidia_dynamo_runs(environ):
+    answer = subprocess.run(
+        [sys.executable, "-c", HELLO_WORLD],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
+        check=False,
+    )
+
+    assert (answer.stdout.splitlines(), answer.stderr) == (["Hello world!", "Hello sun!"], "")
+    assert answer.returncode == 0
+
+
 def test_public_face_of_the_runtime_imports_nothing_until_a_name_is_used(environ):
     program = (
         "import sys, dynamo.runtime; assert 'asyncio' not in sys.modules;"

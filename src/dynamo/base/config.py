@@ -408,12 +408,17 @@ def _read(field: dataclasses.Field[Any], hint: Any, value: Any, source: str) -> 
             raise errors.ConfigError(
                 f"{source}: expected flags as in a shell, got {parsed!r} ({error})"
             ) from error
+    check_range(field, parsed, source)
+    return parsed
+
+
+def check_range(field: dataclasses.Field[Any], value: Any, source: str) -> None:
+    """Raise ConfigError that names the source for a number outside of the field's range."""
     least, most = field.metadata["range"]
-    is_inside = (least is None or parsed >= least) and (most is None or parsed <= most)
-    if is_inside:  # NaN never is
-        return parsed
-    expected = f"at least {least}" if most is None else f"{least} to {most}"
-    raise errors.ConfigError(f"{source}: expected {expected}, got {parsed}")
+    is_inside = (least is None or value >= least) and (most is None or value <= most)
+    if not is_inside:  # NaN never is
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
+        raise errors.ConfigError(f"{source}: expected {expected}, got {value}")
 
 
 def _parse(hint: Any, value: Any, source: str) -> Any:

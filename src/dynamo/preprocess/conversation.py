@@ -101,13 +101,17 @@ def adapt_for_template(
     *,
     knows_developer: bool = False,
     wants_text_arguments: bool = False,
+    reads_thinking: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the messages in the form of chat templates, without changing any in place.
 
-    A message with images has a list of parts; with `wants_text_arguments` the arguments of a call are a text of JSON.
+    A message with images has a list of parts; with `wants_text_arguments` the arguments of a call are a text of JSON;
+    with `reads_thinking` the thoughts of an answer are its `thinking`, too.
     """
     return [
-        message if _is_plain(message) else _adapt(message, knows_developer, wants_text_arguments)
+        message
+        if _is_plain(message)
+        else _adapt(message, knows_developer, wants_text_arguments, reads_thinking)
         for message in messages
     ]
 
@@ -266,7 +270,7 @@ def _is_plain(message: dict[str, Any]) -> bool:
 
 
 def _adapt(
-    message: dict[str, Any], knows_developer: bool, wants_text_arguments: bool
+    message: dict[str, Any], knows_developer: bool, wants_text_arguments: bool, reads_thinking: bool
 ) -> dict[str, Any]:
     adapted = {
         key: value for key, value in message.items() if value is not None or key == "content"
@@ -279,6 +283,13 @@ def _adapt(
         adapted["tool_calls"] = [_adapt_call(call, wants_text_arguments) for call in calls]
     elif calls is not None:
         del adapted["tool_calls"]
+    thoughts = adapted.get("reasoning_content") or adapted.get("reasoning")
+    if isinstance(thoughts, str) and thoughts:
+        names = ["reasoning_content", "reasoning"]  # vLLM has both, and templates read either
+        # gpt-oss's, which reads `thinking`, takes none beside the content of a message with calls
+        if reads_thinking and not (calls and adapted.get("content")):
+            names.append("thinking")
+        adapted |= {name: adapted.get(name) or thoughts for name in names}
     return adapted
 
 

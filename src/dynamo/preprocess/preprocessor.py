@@ -316,6 +316,7 @@ class Preprocessor:
             request.messages,
             knows_developer=chat_template.knows_developer,
             wants_text_arguments=chat_template.needs_text_arguments,
+            reads_thinking=chat_template.reads_thinking,
         )
         if chat_template.writes_call_ids:
             messages = conversation.name_calls(messages)

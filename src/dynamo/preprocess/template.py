@@ -54,6 +54,7 @@ _RUNTIME_ERRORS = (
 # And what the compilers of jinja and of Python raise for a template that is nested too deeply.
 _LOAD_ERRORS = (*_RUNTIME_ERRORS, SyntaxError)
 
+_THINKING = re.compile(r"""\.thinking\b|[\[(]['"]thinking['"]""")  # of a message
 _PART_TYPE = re.compile(r"""\.type\b|\[['"]type['"]\]|['"]type['"]""")  # of the parts of a content
 
 
@@ -88,6 +89,7 @@ class ChatTemplate:
         self.needs_parts = _PART_TYPE.search(source) is not None and "is string" not in source
         sources = (source, source_with_tools or "")
         self.writes_call_ids = "<|tool_call_argument_begin|>" in "".join(sources)  # as Kimi's do
+        self.reads_thinking = _THINKING.search("\n".join(sources)) is not None
         self.needs_text_arguments = any(_adds_arguments(environment, each) for each in sources)
         self.variables = _variables(environment, source) | _variables(environment, sources[1])
 

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from typing import Any
 
 import msgspec
@@ -15,17 +15,38 @@ DRAIN_S = 30.0
 Main = Callable[..., Coroutine[Any, Any, Any]]
 
 
-def dynamo_worker() -> Callable[[Main], Callable[..., None]]:
+class _EndedProcess(Coroutine[Any, Any, None]):
+    """A coroutine that is complete, for `asyncio.run(worker())`, as services for NVIDIA Dynamo have it."""
+
+    def send(self, value: Any) -> Any:
+        raise StopIteration
+
+    def throw(self, *error: Any) -> Any:
+        raise StopIteration
+
+    def close(self) -> None:
+        """Do nothing: it has ended."""
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from ()
+
+
+def dynamo_worker(static: bool = False) -> Callable[[Main], Callable[..., _EndedProcess]]:
     """Decorate `async def main(runtime, ...)`: the result is a function that runs it as a process of the cluster.
 
     The settings come from DYN_* variables. SIGTERM or SIGINT takes the process out of discovery, lets open requests end
     (30 s at most), and cancels `main`; a second signal ends the process at once. Raises ConfigError.
+
+    `static` is NVIDIA Dynamo's, for a process without discovery; here each has discovery.
     """
 
-    def decorate(main: Main) -> Callable[..., None]:
+    del static
+
+    def decorate(main: Main) -> Callable[..., _EndedProcess]:
         @functools.wraps(main)
-        def run(*args: Any, **keywords: Any) -> None:
+        def run(*args: Any, **keywords: Any) -> _EndedProcess:
             asyncio.run(_run(main, args, keywords))
+            return _EndedProcess()
 
         return run
 
@@ -46,23 +67,30 @@ async def _run(main: Main, args: tuple[Any, ...], keywords: dict[str, Any]) -> N
 
 def dynamo_endpoint(
     request_type: Any, response_type: Any
-) -> Callable[[Callable[[Any], AsyncIterator[Any]]], Callable[[Any], AsyncIterator[Any]]]:
+) -> Callable[[Callable[..., AsyncIterator[Any]]], Callable[..., AsyncIterator[Any]]]:
     """Decorate a handler of `serve_endpoint`, to check its requests and the items of its answers against these types.
 
-    The handler gets an object of `request_type`. A request of another shape fails by InvalidRequest.
+    It may be a method, and gets an object of `request_type`. A request of another shape fails by InvalidRequest.
+    Either may be a model of pydantic, as with NVIDIA Dynamo, where answers of such a type are not checked either.
     """
 
     def decorate(
-        handler: Callable[[Any], AsyncIterator[Any]],
-    ) -> Callable[[Any], AsyncIterator[Any]]:
+        handler: Callable[..., AsyncIterator[Any]],
+    ) -> Callable[..., AsyncIterator[Any]]:
         @functools.wraps(handler)
-        async def checked(request: Any) -> AsyncIterator[Any]:
+        async def checked(*args: Any) -> AsyncIterator[Any]:
+            *owner, request = args
+            validate = getattr(request_type, "model_validate", None)
             try:
-                value = msgspec.convert(request, request_type)
-            except msgspec.ValidationError as error:
-                raise errors.InvalidRequest(f"the request does not fit: {error}") from error
-            async for item in handler(value):
-                yield msgspec.convert(msgspec.to_builtins(item), response_type)
+                value = validate(request) if validate else msgspec.convert(request, request_type)
+            except ValueError as error:  # of which both libraries' errors are
+                reason = " ".join(str(error).split())
+                raise errors.InvalidRequest(f"the request does not fit: {reason}") from error
+            async for item in handler(*owner, value):
+                if hasattr(response_type, "model_validate"):
+                    yield item.model_dump(mode="json") if hasattr(item, "model_dump") else item
+                else:
+                    yield msgspec.convert(msgspec.to_builtins(item), response_type)
 
         return checked
 

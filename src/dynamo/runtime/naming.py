@@ -63,6 +63,9 @@ class Component:
         self._namespace = namespace
         self.name = name
 
+    async def create_service(self) -> None:
+        """Do nothing: an endpoint needs no more than to be served. NVIDIA Dynamo wanted this call before it."""
+
     def endpoint(self, name: str) -> "Endpoint":
         """Return an endpoint of this component. Raises ConfigError for a name with other than a-z, 0-9, - and _."""
         url = f"dyn://{self._namespace}.{self.name}.{name}"

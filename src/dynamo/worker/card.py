@@ -122,7 +122,11 @@ def fingerprint_weights(directory: Path) -> str:
     that were copied wrongly in a single byte may pass, other weights do not. A file costs 30 reads, whatever its size.
     """
     digest = hashlib.blake2b(digest_size=16)
-    paths = sorted(path for path in directory.glob("*") if path.suffix in _WEIGHT_SUFFIXES)
+    paths = sorted(
+        path
+        for path in directory.glob("*")
+        if path.suffix in _WEIGHT_SUFFIXES and path.is_file()  # no folder, nor a link to nothing
+    )
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())

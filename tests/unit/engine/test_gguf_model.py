@@ -140,6 +140,18 @@ def test_template_for_tools_beside_the_file_is_copied(tmp_path):
     assert (model_source.resolve(str(path)) / name).read_text() == "<tool_call>"
 
 
+def test_model_in_parts_keeps_the_name_by_which_its_parts_are_found(tmp_path):
+    gguf_models.write_model(tmp_path / "m.gguf", part_tensors=6)
+    for part in sorted(tmp_path.glob("m-*.gguf")):  # as in the hub's cache
+        blob = part.rename(tmp_path / f"blob of {part.stem}")
+        part.symlink_to(blob)
+    first = tmp_path / "m-00001-of-00003.gguf"
+
+    assert (model_source.resolve(str(first)) / "model.gguf").readlink() == first
+    with pytest.raises(errors.ConfigError, match=r"of a model in parts, name the first"):
+        model_source.resolve(str(tmp_path / "m-00002-of-00003.gguf"))
+
+
 def test_file_that_is_no_gguf_file_is_refused(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"no model")
 

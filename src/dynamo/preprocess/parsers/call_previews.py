@@ -180,6 +180,7 @@ class TaggedPreview(CallPreview):
         self._tools = tools
         self._types: Any = {}
         self._schema: Any = None
+        self._is_text = False  # the value is a text, which is returned as it comes
         self._num_arguments = 0
         self._closers = stop_strings.cached_markers(
             *filter(None, (reader.closing, reader.following, reader.end))
@@ -207,7 +208,6 @@ class TaggedPreview(CallPreview):
         self._schema = self._reader.schema_of(opening, self._types)
         self._emit((", " if self._num_arguments else "{") + call_syntax.dump(key) + ": ")
         self._num_arguments += 1
-        self._emit('"' if call_syntax.is_text(self._schema) else "")
         self._value, self._held = [], ""
         self._step = TaggedPreview._read_start
         return True
@@ -217,8 +217,11 @@ class TaggedPreview(CallPreview):
         if text.startswith(call_syntax.UNPARSED_TEXT):  # its end is part of no value
             self._step = None
             return False
-        if call_syntax.UNPARSED_TEXT.startswith(text):
+        nulls = call_syntax.NULLS if call_syntax.may_be_null(self._schema) else ()
+        if any(word.startswith(text) for word in (call_syntax.UNPARSED_TEXT, *nulls)):
             return False
+        self._is_text = call_syntax.is_text(self._schema) and not text.startswith(nulls)
+        self._emit('"' if self._is_text else "")
         self._text = text
         self._step = TaggedPreview._read_value
         return True
@@ -235,7 +238,7 @@ class TaggedPreview(CallPreview):
         if match.mark == self._reader.end:
             self._held = ""
         self._add(text[:num_certain] + self._held.removesuffix("\n" * self._reader.trims))
-        if call_syntax.is_text(self._schema):
+        if self._is_text:
             self._emit('"')
         else:
             self._emit(
@@ -247,7 +250,7 @@ class TaggedPreview(CallPreview):
         return True
 
     def _add(self, text: str) -> None:
-        if call_syntax.is_text(self._schema):
+        if self._is_text:
             self._emit(call_syntax.dump(text)[1:-1])
         else:
             self._value.append(text)

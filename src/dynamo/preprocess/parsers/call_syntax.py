@@ -383,30 +383,42 @@ class TaggedCallReader:
 
 
 UNPARSED_TEXT = "<![CDATA["
+NULLS = ("null", "None")
 
 
 def is_text(schema: Any) -> bool:
     """Return whether a value of the schema may be a text, or the schema does not say what it is."""
     if not isinstance(schema, dict) or "$ref" in schema:
         return not isinstance(schema, dict)
+    return _has_type(schema, "string")
+
+
+def may_be_null(schema: Any) -> bool:
+    """Return whether the schema says that a value may be null, as that of an optional argument does."""
+    return isinstance(schema, dict) and "$ref" not in schema and _has_type(schema, "null")
+
+
+def _has_type(schema: Mapping[str, Any], name: str) -> bool:
     options = schema.get("anyOf", schema.get("oneOf"))
-    if "type" not in schema and isinstance(options, list):
-        return any(not isinstance(each, dict) or _has_text_type(each) for each in options)
-    return _has_text_type(schema)
-
-
-def _has_text_type(schema: Mapping[str, Any]) -> bool:
-    kind = schema.get("type", "any" if "$ref" in schema else "string")
-    return kind == "string" or (isinstance(kind, list) and "string" in kind)
+    if "type" in schema or not isinstance(options, list):
+        options = [schema]
+    kinds = [
+        each.get("type", "any" if "$ref" in each else "string")
+        if isinstance(each, dict)
+        else "string"
+        for each in options
+    ]
+    return any(kind == name or (isinstance(kind, list) and name in kind) for kind in kinds)
 
 
 def convert_text(text: str, schema: Any) -> Any:
     """Return the value of a text; the text itself where the schema says so or says nothing, or it is no JSON.
 
-    Some templates write lists and objects as Python does, and so do their models.
+    Some templates write lists and objects as Python does, and so do their models. Where the schema allows a text and
+    null, the word is null.
     """
     if is_text(schema):
-        return text
+        return None if text in NULLS and may_be_null(schema) else text
     spelled = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
         return msgspec.json.decode(spelled)

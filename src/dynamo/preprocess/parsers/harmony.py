@@ -19,6 +19,9 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (_START, _MESSAGE, "<|channel|>", "<|constrain|>", *_ENDS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([\w.-]+)")
+_CUT_HEADER = re.compile(  # with every part of a header that the end of the answer may have cut off
+    r"(<\|start\|>\w*)?(\s*to=[\w.-]*)?(<\|channel\|>\s*\w*)?(\s*to=[\w.-]*)?(\s*<\|constrain\|>)?\s*\w*"
+)
 _HEADER_STARTS = stop_strings.MarkerSet(("<|channel|>", _START, " to=functions.", "to=functions."))
 _HEADER_END = stop_strings.MarkerSet((_MESSAGE,))
 _BODY_END = stop_strings.MarkerSet((*_ENDS, _START, "<|channel|>"))
@@ -56,7 +59,7 @@ class HarmonyParser(parser.StateMachineParser):
             self._end_call("")
         elif self._step is HarmonyParser._read_reasoning:
             self._emit(parser.Reasoning, self._text)
-        else:
+        elif self._step is not HarmonyParser._read_header or not _CUT_HEADER.fullmatch(self._text):
             self._emit(parser.Content, self._text)
 
     def _begin(self) -> bool:

@@ -143,6 +143,26 @@ def test_harmony_call_with_broken_arguments_is_content():
     assert read(make_parser("harmony"), text) == [content(text)]
 
 
+@pytest.mark.parametrize("tools", ["harmony", None])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|start|>",
+        "<|start|>assistant",
+        "<|start|>assistant<|channel|>",
+        "<|start|>assistant<|channel|>final",
+        "<|start|>assistant<|channel|>commentary to=functions.get_weather",
+        "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json",
+        "<|start|>assistant to=functions.get_weather<|channel|>commentary json",
+    ],
+)
+def test_harmony_header_that_the_end_cuts_off_is_no_content(header, tools):
+    text = "<|channel|>analysis<|message|>hm<|end|>" + header
+
+    assert read(make_parser(tools, "gpt_oss"), text) == [thought("hm")]
+    assert read(make_parser(tools, "gpt_oss"), header.removeprefix("<|start|>assistant")) == []
+
+
 def test_unfinished_harmony_analysis_is_reasoning():
     assert read(make_parser(reasoning="gpt_oss"), "<|channel|>analysis<|message|>hm") == [
         thought("hm")

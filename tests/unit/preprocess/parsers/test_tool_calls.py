@@ -214,6 +214,30 @@ def test_optional_value_has_the_type_of_its_schema(schema, expected):
     assert with_whole_calls(streamed) == whole
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "minicpm5"])
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"anyOf": [{"type": "string"}, NULL]}, "null", "null"),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"type": ["string", "null"]}, "nullable", '"nullable"'),
+        ({"type": ["string", "null"]}, "nu", '"nu"'),
+        ({"type": ["string", "null"]}, "", '""'),
+        ({"type": "string"}, "null", '"null"'),
+        ({}, "null", '"null"'),
+    ],
+)
+def test_null_is_null_where_the_schema_allows_it(name, schema, value, expected):
+    known = {"get_weather": {"type": "object", "properties": {"city": schema}}}
+    text = ONE_CALL[name].replace("Paris", value)
+    whole = read(make_parser(name, known=known), text)
+
+    assert whole == [parser.ToolCall("get_weather", f'{{"city": {expected}}}')]
+    for pieces in ([text], text):
+        streamed = read(make_parser(name, known=known, whole_tools=()), *pieces)
+        assert with_whole_calls(streamed) == whole
+
+
 def test_text_that_xml_leaves_unparsed_loses_its_marks():
     text = (
         '<function name="get_weather"><param name="city"><![CDATA[<b>\nA & B]]></param>'

@@ -195,7 +195,9 @@ class LlamaLibrary:
             raise errors.ConfigError(
                 f"{directory}: expected one GGUF file, got {len(paths)}; name the file itself"
             )
-        self._path, self._directory, self._settings = paths[0], directory, settings
+        # not by the link: llama.cpp finds the parts of a split model by the name of the first
+        self._path = directory / paths[0].readlink() if paths[0].is_symlink() else paths[0]
+        self._directory, self._settings = directory, settings
         self._config = json.loads((directory / "config.json").read_text("utf-8"))
         self._context_length = choose_context_length(self._config, settings)
         self._slots = slots.SlotTable(settings.max_num_seqs, settings.block_size)
@@ -230,7 +232,7 @@ class LlamaLibrary:
             self._server = await asyncio.to_thread(xllamacpp.Server, params)
         except (RuntimeError, ValueError) as error:
             raise errors.EngineFailed(
-                f"llama.cpp cannot load {self._path.resolve()}: {error} (its own words are above)"
+                f"llama.cpp cannot load {self._path}: {error} (its own words are above)"
             ) from error
         # Never destroyed: its destructor may wait for ever for a thread of its own. The memory ends with the process.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._server))

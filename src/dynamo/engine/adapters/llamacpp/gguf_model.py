@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from dynamo.base import errors
 _FORMAT = "2"  # of what is written; part of the directory's name
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _TEMPLATE, _TOOL_TEMPLATE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")  # in the name of one of a model's files
 _KV_BYTES = 2  # of a number in the KV cache, which is float16
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -62,7 +64,8 @@ def unpack(path: Path, file_names: Sequence[str]) -> Path:
 
     Files of these names that lie beside the file are copied into it.
     """
-    path = path.resolve()
+    # llama.cpp finds the other parts by the name, which a link of the hub's cache has and the file behind it has not
+    path = path.parent.resolve() / path.name if _PART.search(path.name) else path.resolve()
     status = path.stat()
     own_files = [path.parent / name for name in file_names if (path.parent / name).is_file()]
     key = [_FORMAT, str(path), status.st_size, status.st_mtime_ns]
@@ -109,8 +112,8 @@ def model_files(fields: Mapping[str, Any], *, has_tokenizer: bool = False) -> di
 
     Without tokenizer.json if there `has_tokenizer` already.
     """
-    architecture = fields["general.architecture"]
     vocabulary = _Vocabulary(fields)
+    architecture = fields["general.architecture"]
 
     def number(key: str, default: int = 0) -> int:
         value = fields.get(f"{architecture}.{key}", default)
@@ -152,7 +155,9 @@ class _Vocabulary:
         self.tokens: Sequence[str] = self._get("tokens") or ()
         self._types: Sequence[int] = self._get("token_type") or [_NORMAL] * len(self.tokens)
         if not self.tokens:
-            raise errors.ConfigError("expected a GGUF file with a vocabulary, got one without")
+            raise errors.ConfigError(
+                "expected a GGUF file with a vocabulary, got one without; of a model in parts, name the first"
+            )
 
     @property
     def end_ids(self) -> list[int]:
