@@ -116,7 +116,8 @@ class JsonPreview(CallPreview):
         value = self._take(_STRING if self._text[:1] == '"' else _SCALAR)
         if value is None:
             return False
-        if self._key in ("name", "tool_name") and value[0].startswith('"'):
+        is_name = self._key == "name" or (self._key == "tool_name" and not self._name)
+        if is_name and value[0].startswith('"'):
             self._name = msgspec.json.decode(value[0], type=str)
         self._step = JsonPreview._read_key
         return True

@@ -87,6 +87,17 @@ def test_call_in_parts_is_the_whole_call_however_its_text_is_cut(name, arguments
         assert with_whole_calls(streamed) == whole
 
 
+@pytest.mark.parametrize(
+    "names", ['"name": "f", "tool_name": "g"', '"tool_name": "g", "name": "f"']
+)
+def test_name_of_a_call_in_parts_is_that_of_the_whole_call_if_it_has_two(names):
+    text = f'<tool_call>\n{{{names}, "arguments": {{"city": "Rome"}}}}\n</tool_call>'
+
+    assert with_whole_calls(read(make_parser("hermes", whole_tools=()), text)) == [
+        parser.ToolCall("f", '{"city": "Rome"}')
+    ]
+
+
 @pytest.mark.parametrize("name", BARE)
 @pytest.mark.parametrize("value", ["a\nb", "Paris, note: wet {city: Rome"])
 def test_json_strings_of_a_format_with_marks_of_its_own_are_read(name, value):
