@@ -115,6 +115,24 @@ def test_flag_that_would_have_no_effect_is_refused(options, says):
         serve.serve(serve.ServeConfig(engine="mocker", dry_run=True, **options))
 
 
+@pytest.mark.parametrize("models", [(), ("a", "b")])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"frontend_flags": "--router-mode kv --http-port 9000"}, "--frontend-flags: --http-port"),
+        ({"frontend_flags": "--http-host=::"}, "--frontend-flags: --http-host"),
+        ({"worker_flags": "--served-model-name x"}, "--worker-flags: --served-model-name"),
+        ({"worker_flags": "--model-name=x"}, "--worker-flags: --model-name"),
+        ({"worker_flags": "--model /m"}, "--worker-flags: --model"),
+    ],
+)
+def test_flag_that_the_command_sets_itself_is_refused(models, options, says):
+    """It would wait for the other port or name in vain."""
+    chosen = serve.ServeConfig(models=models, engine="mocker", dry_run=not models, **options)
+    with pytest.raises(errors.ConfigError, match=f"{says}: is set by `dynamo serve` itself"):
+        serve_models.serve_any(chosen)
+
+
 def test_port_of_the_planner_is_none_that_connections_take(monkeypatch, tmp_path, capsys):
     """The planner listens there seconds later, and again after a restart."""
     monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
