@@ -73,6 +73,16 @@ def test_archives_beside_the_sources_are_not_packaged(home, tmp_path, capsys):
     assert first == second
 
 
+def test_archives_that_belong_to_the_sources_are_packaged(home, tmp_path):
+    (tmp_path / "small.py").write_text(
+        "from dynamo.sdk import service\n@service\nclass Small: pass\n"
+    )
+    (tmp_path / "data.tar.gz").write_bytes(b"1")
+    (tmp_path / "small-0123456789ab.tar.gz").write_bytes(b"2")  # of an earlier build
+
+    assert [name for name, _ in package.sources(tmp_path, tmp_path)] == ["data.tar.gz", "small.py"]
+
+
 def test_archive_that_cannot_be_written_or_read_is_named(home, capsys):
     (home / "file").write_text("in the way")
     with pytest.raises(errors.ConfigError, match=r"file: .*--output names another"):
@@ -86,6 +96,28 @@ def test_archive_that_cannot_be_written_or_read_is_named(home, capsys):
     printed = capsys.readouterr()
     assert "expected an archive of `dynamo build`: Compressed file ended" in printed.err
     assert "hello_world:Frontend" in printed.out
+
+
+@pytest.mark.parametrize("num_bytes", [1, 40, -600])  # with -600 the manifest is whole
+def test_tag_whose_archive_is_damaged_is_not_deployed(home, capsys, monkeypatch, num_bytes):
+    tag = build(capsys)
+    path = package.archive_path(tag, None)
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    monkeypatch.setattr(package.shutil, "which", lambda name: "/bin/true")
+    for work in (
+        lambda: deployment.deploy(deployment.DeployConfig(pipeline=tag, dry_run=True)),
+        lambda: package.containerize(package.ContainerizeConfig(tag=tag)),
+    ):
+        with pytest.raises(errors.ConfigError, match="expected an archive of `dynamo build`"):
+            work()
+
+
+def test_tag_may_be_copied_with_the_full_stop_behind_it(home, capsys):
+    tag = build(capsys)
+    [manifest] = deployment.make_objects(deployment.DeployConfig(pipeline=f"{tag}."))
+    pod = manifest["spec"]["services"]["Backend"]["extraPodSpec"]
+
+    assert pod["mainContainer"]["image"] == tag
 
 
 @pytest.mark.parametrize("ask", [bench.run, top.run])
