@@ -1,5 +1,6 @@
 """Manifests in forms that no cluster serves become ones that the operator takes, and nothing is lost in silence."""
 
+import io
 import pathlib
 import re
 
@@ -243,3 +244,11 @@ def test_graph_without_keys_in_its_metadata_is_refused(version, metadata):
 def test_engine_that_is_no_text_is_refused(backend):
     with pytest.raises(errors.ConfigError, match=r"Expected `str \| null`, .* `spec\.backend`"):
         manifest_forms.convert(short(backend=backend))
+
+
+def test_long_standard_input_is_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(kube_manifests, "_MOST_BYTES", 20, raising=False)
+    monkeypatch.setattr("sys.stdin", io.StringIO("kind: Secret\n---\nkind: Service\n"))
+
+    documents = [each.document for each in kube_manifests.read_manifests("-")]
+    assert documents == [{"kind": "Secret"}, {"kind": "Service"}]
