@@ -24,6 +24,10 @@ class HttpConfig:
         "127.0.0.1", help="address of the API; 0.0.0.0 to serve other machines, too"
     )
 
+    def __post_init__(self) -> None:
+        host = self.http_host.removeprefix("[").removesuffix("]")  # of an IPv6 address
+        object.__setattr__(self, "http_host", host)
+
     @property
     def url(self) -> str:
         """The address of the API on this machine."""

@@ -116,8 +116,9 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
         served = _make_server(methods, health, policy)
         try:
             if methods:
-                host = str(section.get("host", "127.0.0.1"))
-                await served.start(host, settings.read_port(spec.name, section))
+                host = str(section.get("host", "127.0.0.1")).strip("[]")
+                port = settings.read_port(spec.name, section)
+                await served.start(host, port, port_flag=f"another {spec.name}.port")
             elif options.system_port is not None:
                 await served.start(
                     options.system_host, options.system_port, port_flag="--system-port"

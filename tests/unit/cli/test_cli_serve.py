@@ -25,6 +25,20 @@ def test_the_curl_line_is_one_command_with_a_valid_body():
     assert body["messages"] == [{"role": "user", "content": serve.PROMPT}]
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("[::1]", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("[::]", "http://[::1]:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+    ],
+)
+def test_address_may_have_brackets(host, url):
+    assert serve.ServeConfig(http_host=host).url == url
+    serve.check_port(serve.ServeConfig(http_host=host).http_host, 0)
+
+
 class Clock:
     """Time that the test moves."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import socket
 
 import httpx
 import msgspec
@@ -358,3 +359,18 @@ async def test_long_answer_waits_for_its_client():
         answer = await client.post(url, json={})
 
     assert len(answer.content) == 20 * len(piece)
+
+
+async def test_port_in_use_is_named_with_the_service_that_has_it(monkeypatch):
+    @service()
+    class Told:
+        @api
+        async def tell(self):
+            return "seen"
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("DYNAMO_SERVICE_CONFIG", f'{{"Told": {{"port": {port}}}}}')
+        options = process.ServiceProcessConfig(target="m:Told", discovery_backend="mem")
+        with pytest.raises(errors.ConfigError, match=rf"{port} is in use: .* another Told\.port$"):
+            await process.run(options, [declaration.spec_of(Told)])
