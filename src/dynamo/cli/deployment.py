@@ -299,8 +299,10 @@ async def _apply(cluster: Connection, made: Sequence[Object], options: DeployCon
     try:
         with waiting.say_regularly(lambda: f"{name} is not ready: {_cause(stored)}"):
             async with asyncio.timeout(options.timeout):
-                async for _, each in cluster.watch(API_VERSION, KIND, namespace):
+                async for event, each in cluster.watch(API_VERSION, KIND, namespace):
                     if each.get("metadata", {}).get("name") == name:
+                        if event == "DELETED":
+                            raise errors.EngineFailed(f"{name} was deleted before it was ready")
                         stored = each
                         if is_ready(stored):
                             break

@@ -251,7 +251,11 @@ def sources(directory: Path, output: Path) -> Iterator[tuple[str, bytes]]:
         relative = path.relative_to(directory)
         if path.parent == output and _ARCHIVE.fullmatch(path.name):  # else no tag would come twice
             continue
-        if _SKIPPED.isdisjoint(relative.parts) and path.is_file() and not path.is_symlink():
+        if not _SKIPPED.isdisjoint(relative.parts):
+            continue
+        if path.is_symlink():
+            print(f"dynamo: {relative} is a symbolic link, which is left out", file=sys.stderr)
+        elif path.is_file():
             size += path.stat().st_size
             if size > _MOST_BYTES:
                 raise errors.ConfigError(

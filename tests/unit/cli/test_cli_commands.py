@@ -83,6 +83,16 @@ def test_archives_that_belong_to_the_sources_are_packaged(home, tmp_path):
     assert [name for name, _ in package.sources(tmp_path, tmp_path)] == ["data.tar.gz", "small.py"]
 
 
+def test_links_that_are_left_out_of_the_sources_are_named(tmp_path, capsys):
+    (tmp_path / ".venv").mkdir()
+    for name in ("shared.py", ".venv/python"):
+        (tmp_path / name).symlink_to("/bin/true")
+    (tmp_path / "m.py").write_text("")
+
+    assert [name for name, _ in package.sources(tmp_path, tmp_path)] == ["m.py"]
+    assert capsys.readouterr().err == "dynamo: shared.py is a symbolic link, which is left out\n"
+
+
 def test_archive_that_cannot_be_written_or_read_is_named(home, capsys):
     (home / "file").write_text("in the way")
     with pytest.raises(errors.ConfigError, match=r"file: .*--output names another"):
@@ -281,6 +291,22 @@ async def test_deployment_that_is_not_ready_is_said_with_its_cause(home, monkeyp
     assert told[-1] == "frontend is not ready: Backend has 0 of 1 pods (0 s)"
 
 
+async def test_deployment_that_is_deleted_meanwhile_is_not_waited_for(home):
+    class ClusterWithOthers(Cluster):
+        async def watch(self, api_version, kind, namespace):
+            (stored,) = self.objects.values()
+            yield "ADDED", {**stored, "status": {}}
+            yield "DELETED", {**stored, "metadata": {**stored["metadata"], "name": "other"}}
+            yield "DELETED", {**stored, "status": {}}
+            await asyncio.get_running_loop().create_future()
+
+    options = deployment.DeployConfig(
+        pipeline="hello_world:Frontend", image="i:1", working_dir=HELLO["working_dir"], timeout=0.5
+    )
+    with pytest.raises(errors.EngineFailed, match="frontend was deleted before it was ready"):
+        await deployment._apply(ClusterWithOthers(), deployment.make_objects(options), options)
+
+
 async def test_sources_go_along_and_former_ones_are_deleted(home, tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "raw").write_bytes(b"\xff")
@@ -472,6 +498,21 @@ def test_log_is_followed_where_it_begins_anew(home, monkeypatch, capsys):
         state._path("x").unlink()
 
         assert following.result() == 0
+
+
+def test_last_words_of_a_log_that_is_followed_are_shown(home, monkeypatch, capsys):
+    log = state.log_path("x")
+    log.write_text("begins\n")
+
+    def end():
+        with log.open("a") as file:
+            file.write("stopped\n")
+        return []
+
+    monkeypatch.setattr(state, "running", end)
+    processes.show_logs(processes.LogsConfig(name="x", follow=True))
+
+    assert capsys.readouterr().out == "begins\nstopped\n"
 
 
 def test_models_of_the_cache_are_listed(monkeypatch, capsys):
