@@ -16,7 +16,7 @@ def read_manifests(file: str) -> list[manifest_forms.ConvertedManifest]:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
         documents = [document for document in yaml.safe_load_all(text) if document]
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise errors.ConfigError(f"{file}: expected manifests in YAML: {error}") from error
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise errors.ConfigError(f"{file}: expected at least one manifest, each of them a mapping")

@@ -569,6 +569,13 @@ def test_interrupted_load_reports_what_has_been_answered(monkeypatch, capsys):
     assert "1 requests, 0 failed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("text", ['a{model="m"} ', 'a{model="m"} x'])
+def test_top_names_an_address_where_no_frontend_answers(monkeypatch, text):
+    monkeypatch.setattr(top.client.HttpClient, "read", lambda self, path: text)
+    with pytest.raises(errors.Unavailable, match=r"no frontend answers at http://h \(could not"):
+        top.read("http://h")
+
+
 def test_top_compares_two_readings():
     text = """# HELP x
 dynamo_frontend_requests_total{endpoint="a",model="m",status="success"} 4

@@ -222,7 +222,7 @@ def test_manifest_that_is_not_whole_is_named_before_any_is_applied(tmp_path, tex
         kube.run(kube.KubeCommandConfig(action="apply", file=str(file)))
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "- 1"])
+@pytest.mark.parametrize("text", ["", "a: [", "- 1", pytest.param("[" * 1000, id="deep")])
 def test_file_without_manifests_is_refused(tmp_path, text):
     file = tmp_path / "bad.yaml"
     file.write_text(text)

@@ -103,6 +103,7 @@ def test_environment_holds_the_configuration(monkeypatch):
     ("text", "says"),
     [
         ("A: [", "expected a readable YAML file"),
+        pytest.param("[" * 1000, "expected a readable YAML file", id="deep"),
         ("[1]", "expected sections by service"),
         ("A: 1", "A: expected keys with values"),
         ("A: {common-configs: [x]}", "'x' is not in Common"),
