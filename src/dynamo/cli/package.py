@@ -262,6 +262,10 @@ def sources(directory: Path, output: Path) -> Iterator[tuple[str, bytes]]:
                     f"{directory}: its files are larger than {_MOST_BYTES >> 20} MiB; expected sources, not models:"
                     " --working-dir names a smaller directory"
                 )
+            try:
+                path.name.encode()
+            except UnicodeEncodeError as error:
+                raise errors.ConfigError(f"{path!a}: expected a name in UTF-8") from error
             yield relative.as_posix(), path.read_bytes()
 
 

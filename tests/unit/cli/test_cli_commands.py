@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import pathlib
 import pwd
 import socket
+import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -91,6 +93,15 @@ def test_links_that_are_left_out_of_the_sources_are_named(tmp_path, capsys):
 
     assert [name for name, _ in package.sources(tmp_path, tmp_path)] == ["m.py"]
     assert capsys.readouterr().err == "dynamo: shared.py is a symbolic link, which is left out\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems refuse such names")
+def test_file_whose_name_is_no_text_is_named(home, tmp_path):
+    source = "from dynamo.sdk import service\n@service\nclass Named: pass\n"
+    (tmp_path / "named.py").write_text(source)
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).touch()
+    with pytest.raises(errors.ConfigError, match=r"caf\\udce9\.txt'\): expected a name in UTF-8"):
+        package.build(package.BuildConfig(target="named:Named", working_dir=str(tmp_path)))
 
 
 def test_archive_that_cannot_be_written_or_read_is_named(home, capsys):
