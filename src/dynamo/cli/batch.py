@@ -112,14 +112,22 @@ def check_output(path: Path, batch_path: Path) -> None:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write one line of JSON for each answer, all of them or none."""
+    """Write one line of JSON for each answer, all of them or none; raises ConfigError after printing them instead."""
     partial = _partial(path)
-    partial.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    if path.is_file():
-        partial.replace(path.resolve())
-    else:  # a pipe or a device
-        path.write_bytes(partial.read_bytes())
-        partial.unlink()
+    lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+    try:
+        partial.write_bytes(lines)
+        if path.is_file():
+            partial.replace(path.resolve())
+        else:  # a pipe or a device
+            path.write_bytes(lines)
+            partial.unlink()
+    except OSError as error:  # such as a full disk, after hours of work
+        partial.unlink(missing_ok=True)
+        print(lines.decode(), end="", flush=True)
+        raise errors.ConfigError(
+            f"--output {path}: cannot be written: {error.strerror}; the answers are on standard output"
+        ) from error
 
 
 def _partial(path: Path) -> Path:

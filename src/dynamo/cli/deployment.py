@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import re
-import tarfile
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,7 +205,7 @@ def _service(
     command: commands.ServiceCommand, options: DeployConfig, name: str, component_type: str | None
 ) -> Object:
     """Return a service of the deployment; its replicas are counted by the caller."""
-    image = options.image or options.pipeline
+    image = options.image or options.pipeline.removesuffix(".")  # as `dynamo build` ends its line
     if options.with_sources and options.image is None:
         kind = _IMAGES.get(command.argv[2], "frontend")
         image = f"dynamo-serving/{kind}:{distribution.version()}"
@@ -259,9 +258,7 @@ def _sources(options: DeployConfig) -> Iterator[tuple[str, Path]]:
         yield pipeline, Path(options.working_dir).resolve()
         return
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(path) as archive:
-            archive.extractall(folder, filter="data")
-        yield package.read(pipeline, None).target, Path(folder, "src")
+        yield package.unpack(path, folder).target, Path(folder, "src")
 
 
 def _on_cluster(work: Callable[[Connection], Awaitable[int]]) -> int:

@@ -72,10 +72,17 @@ class LoadedGraph:
 
     def address_in(self, plan: commands.GraphPlan) -> serve_options.HttpConfig | None:
         """Return where the first service answers HTTP, if it does and is started. Raises ConfigError."""
+        started = [each for each in plan.commands if each.service == self.specs[0].name]
+        address = self._address_of(started[0]) if started else None
+        if address is not None and len(started) > 1:
+            raise errors.ConfigError(
+                f"{started[0].service}.ServiceArgs.workers: expected 1, because each would listen at port"
+                f" {address.http_port}, got {len(started)}"
+            )
+        return address
+
+    def _address_of(self, command: commands.ServiceCommand) -> serve_options.HttpConfig | None:
         root = self.specs[0]
-        command = next((each for each in plan.commands if each.service == root.name), None)
-        if command is None:
-            return None
         if root.module == "dynamo.frontend":
             environ = {**os.environ, **command.environ}
             serve.check_no_tls(command.argv, environ)
@@ -84,8 +91,7 @@ class LoadedGraph:
             flags.add_argument("--http-host", default=environ.get("DYN_HTTP_HOST", "127.0.0.1"))
             found = flags.parse_known_args(command.argv)[0]
             port = settings.read_port(root.name, {"port": found.http_port})
-            host = found.http_host.removeprefix("[").removesuffix("]")  # as the frontend does
-            return serve_options.HttpConfig(http_host=host, http_port=port)
+            return serve_options.HttpConfig(http_host=found.http_host, http_port=port)
         if root.methods("api"):
             section = settings.with_defaults(self.values, [root]).section(root.name)
             port = settings.read_port(root.name, section)

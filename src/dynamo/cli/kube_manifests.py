@@ -10,15 +10,13 @@ from dynamo.base import errors
 from dynamo.cli import manifest_forms
 from dynamo.runtime.backends.kubernetes import connection
 
-_MOST_BYTES = 4 * 2**20
-
 
 def read_manifests(file: str) -> list[manifest_forms.ConvertedManifest]:
     """Read and convert the manifests of a file, or of standard input for `-`. Raises ConfigError."""
     try:
-        text = sys.stdin.read(_MOST_BYTES) if file == "-" else Path(file).read_text()
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
         documents = [document for document in yaml.safe_load_all(text) if document]
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise errors.ConfigError(f"{file}: expected manifests in YAML: {error}") from error
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise errors.ConfigError(f"{file}: expected at least one manifest, each of them a mapping")

@@ -5,9 +5,11 @@ distribution of this environment at its version) and `src/`, the files of the wo
 of the sources, so that the same sources give the same tag.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from dynamo.launch import state
 from dynamo.sdk import declaration, graph
 
 _SKIPPED = frozenset((".git", ".venv", "venv", "__pycache__", "node_modules", ".pytest_cache"))
+_ARCHIVE = re.compile(r".+-[0-9a-f]{12}\.tar\.gz")  # as `archive_path` names it
 _MOST_BYTES = 256 * 2**20
 DOCKERFILE = """FROM python:{python}-slim
 COPY requirements.lock /graph/
@@ -124,7 +127,7 @@ def _write(path: Path, manifest: Manifest, files: dict[str, bytes]) -> None:
 def get(options: GetConfig) -> int:
     """Print a manifest, or a line for each archive; return 1 if one of them cannot be read. Raises ConfigError."""
     if options.tag is not None:
-        manifest = read(options.tag, options.output)
+        manifest = _manifest(archive_path(options.tag, options.output))
         print(msgspec.json.format(msgspec.json.encode(manifest)).decode())
         return 0
     print(f"{'TAG':<40} {'SERVICES':>8}  TARGET")
@@ -142,16 +145,16 @@ def get(options: GetConfig) -> int:
 
 def containerize(options: ContainerizeConfig) -> int:
     """Build an image called like the tag. Raises ConfigError without Docker, EngineFailed if it fails."""
-    manifest = read(options.tag, options.output)
+    path = archive_path(options.tag, options.output)
+    manifest = _manifest(path)
     docker = shutil.which("docker") or shutil.which("podman")
     if docker is None:
         raise errors.ConfigError(
             "expected docker or podman to build an image, found neither; the archive"
-            f" {archive_path(manifest.tag, options.output)} runs without: unpack it, then `dynamo serve` in src"
+            f" {path} runs without: unpack it, then `dynamo serve` in src"
         )
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(archive_path(manifest.tag, options.output)) as archive:
-            archive.extractall(folder, filter="data")
+        unpack(path, folder)
         text = DOCKERFILE.format(python=manifest.python, target=manifest.target)
         Path(folder, "Dockerfile").write_text(text)
         process = subprocess.run([docker, "build", "--tag", manifest.tag, folder], check=False)
@@ -194,11 +197,6 @@ def requirements() -> str:
     return "".join(f"{line}\n" for line in sorted(lines, key=str.lower))
 
 
-def read(tag: str, output: str | None) -> Manifest:
-    """Return the manifest of a tag. Raises ConfigError."""
-    return _manifest(archive_path(tag, output))
-
-
 def archive_path(tag: str, output: str | None) -> Path:
     """Return the archive of a tag. Raises ConfigError."""
     name, _, version = tag.removesuffix(".").partition(":")
@@ -209,12 +207,25 @@ def archive_path(tag: str, output: str | None) -> Path:
     return _directory(output) / f"{name}-{version}.tar.gz".replace("/", "_")
 
 
+def unpack(path: Path, folder: str) -> Manifest:
+    """Write all that an archive has into a folder, and return its manifest. Raises ConfigError if it is damaged."""
+    with _opened(path) as archive:
+        archive.extractall(folder, filter="data")
+    return _manifest(path)
+
+
 def _manifest(path: Path) -> Manifest:
+    with _opened(path) as archive:
+        content = archive.extractfile("manifest.json")
+        assert content is not None
+        return msgspec.json.decode(content.read(), type=Manifest)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     try:
         with tarfile.open(path) as archive:
-            content = archive.extractfile("manifest.json")
-            assert content is not None
-            return msgspec.json.decode(content.read(), type=Manifest)
+            yield archive
     except (
         OSError,
         EOFError,
@@ -238,15 +249,23 @@ def sources(directory: Path, output: Path) -> Iterator[tuple[str, bytes]]:
     size = 0
     for path in sorted(directory.rglob("*")):
         relative = path.relative_to(directory)
-        if path.parent == output and path.name.endswith(".tar.gz"):  # else no tag would come twice
+        if path.parent == output and _ARCHIVE.fullmatch(path.name):  # else no tag would come twice
             continue
-        if _SKIPPED.isdisjoint(relative.parts) and path.is_file() and not path.is_symlink():
+        if not _SKIPPED.isdisjoint(relative.parts):
+            continue
+        if path.is_symlink():
+            print(f"dynamo: {relative} is a symbolic link, which is left out", file=sys.stderr)
+        elif path.is_file():
             size += path.stat().st_size
             if size > _MOST_BYTES:
                 raise errors.ConfigError(
                     f"{directory}: its files are larger than {_MOST_BYTES >> 20} MiB; expected sources, not models:"
                     " --working-dir names a smaller directory"
                 )
+            try:
+                path.name.encode()
+            except UnicodeEncodeError as error:
+                raise errors.ConfigError(f"{path!a}: expected a name in UTF-8") from error
             yield relative.as_posix(), path.read_bytes()
 
 

@@ -122,6 +122,7 @@ def show_logs(options: LogsConfig) -> int:
             time.sleep(_POLL_S)
             file = _follow_log(file, path)
             sys.stdout.writelines(file)
+        sys.stdout.writelines(file)  # what it said while it was looked whether it runs
     finally:
         file.close()
     return 0

@@ -133,10 +133,11 @@ class RunPlan:
 
 def plan(options: RunConfig) -> RunPlan:
     """Interpret the options. Raises ConfigError."""
-    if options.further_words:
-        refuse_flag(options.further_words[0])
+    if flags := [word for word in options.further_words if word.startswith("-")]:
+        refuse_flag(flags[0])
     fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
-    words = read_words((*options.words, *([options.model_path] if options.model_path else ())))
+    path = (options.model_path,) if options.model_path else ()
+    words = read_words((*options.words, *options.further_words, *path))
     _check_effect(words.get("source", "text"), options)
     return RunPlan(
         **{"target": engines.default_for(words.get("model")), **words},
@@ -282,8 +283,12 @@ def _join(planned: RunPlan) -> contextlib.AbstractAsyncContextManager[component.
 async def _serve_http(planned: RunPlan) -> None:
     """Serve the API from this process, with the workers of the plan, until a signal comes. Raises ConfigError."""
     serve.check_port(planned.http_host, planned.http_port, other="--http-port")
-    options = frontend_config.FrontendConfig(
-        http_host=planned.http_host, http_port=planned.http_port
+    options = dataclasses.replace(
+        # which has the keys, limits and certificates of the environment
+        config.load(frontend_config.FrontendConfig, prog="dynamo run", argv=()),
+        http_host=planned.http_host,
+        http_port=planned.http_port,
+        namespace="",
     )
     is_remote = workers.is_remote(planned.target)
     description = "" if is_remote else f"{planned.topology.describe()}; "

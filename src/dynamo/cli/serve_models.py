@@ -34,6 +34,7 @@ _FREE_SHARE = 0.8  # of the memory that is free now, for the models together
 
 def serve_any(options: ServeConfig) -> int:
     """Serve one model, or several, until a signal comes, and return the exit code. Raises ConfigError."""
+    options.check_passed_on()
     return serve_models(options) if len(options.models) > 1 else serve.serve(options)
 
 

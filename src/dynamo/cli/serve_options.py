@@ -1,12 +1,18 @@
 """The options of `dynamo serve MODEL`."""
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 
 from dynamo.base import addresses, config, errors
 from dynamo.cli import workers as cli_workers
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by what stands for all addresses of a host
+# Flags of processes that the command sets, by the option that would pass another value on.
+_SET_HERE = {
+    "frontend_flags": ("--http-host", "--http-port"),
+    "worker_flags": ("--model", "--model-path", "--model-name", "--served-model-name"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +23,10 @@ class HttpConfig:
     http_host: str = config.setting(
         "127.0.0.1", help="address of the API; 0.0.0.0 to serve other machines, too"
     )
+
+    def __post_init__(self) -> None:
+        host = self.http_host.removeprefix("[").removesuffix("]")  # of an IPv6 address
+        object.__setattr__(self, "http_host", host)
 
     @property
     def url(self) -> str:
@@ -112,6 +122,16 @@ class ServeConfig(HttpConfig):
     def topology(self) -> cli_workers.Topology:
         """The workers to start."""
         return cli_workers.Topology(num_answering=self.workers, num_prefill=self.prefill)
+
+    def check_passed_on(self) -> None:
+        """Raise ConfigError for a flag of a process with which this command would ask for another port or model."""
+        for name, flags in _SET_HERE.items():
+            for word in shlex.split(getattr(self, name)):
+                if (flag := word.partition("=")[0]) in flags:
+                    raise errors.ConfigError(
+                        f"--{name.replace('_', '-')}: {flag}: is set by `dynamo serve` itself, whose own argument"
+                        " MODEL, --model-name, --http-host or --http-port says it"
+                    )
 
     def check_planner(self) -> None:
         """Raise ConfigError for flags without effect beside a planner, or without one, and for contradicting limits."""

@@ -87,7 +87,7 @@ def parse(text: str) -> Samples:
         labels, _, value = remainder.rpartition("} ")
         model = labels.partition('model="')[2].partition('"')[0]
         if model and not name.startswith("#") and not name.endswith("_bucket"):
-            samples[name, model] = samples.get((name, model), 0.0) + float(value.split()[0])
+            samples[name, model] = samples.get((name, model), 0.0) + float(value.partition(" ")[0])
     return samples
 
 

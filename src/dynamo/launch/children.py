@@ -10,7 +10,9 @@ from the guard instead, once (the kernel may send its signal for each thread of 
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -216,5 +218,7 @@ def machine_resources(environ: Mapping[str, str]) -> allocation.Allocation:
         gpus = Path("/proc/driver/nvidia/gpus")
         devices = [str(n) for n, _ in enumerate(gpus.iterdir())] if gpus.is_dir() else []
     else:
-        devices = [device.strip() for device in visible.split(",") if device.strip()]
+        names = [device.strip() for device in visible.split(",") if device.strip()]
+        # CUDA shows none behind a name of none, such as -1
+        devices = list(itertools.takewhile(re.compile(r"\d|GPU-|MIG-").match, names))
     return allocation.Allocation(tuple(sorted(cores)), tuple(devices))

@@ -11,6 +11,7 @@ from dynamo.launch import allocation, children
 from dynamo.sdk import declaration, settings
 
 _UNITS = {"m": 0.001}
+_MOST = 10_000  # processes of a service, cores or GPUs: the plan of a billion fills the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +131,9 @@ def _number(spec: declaration.DeclaredService, field: str, value: Any) -> int:
         number = float(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else float(text)
     except ValueError:
         number = -1.0
-    if not 0 <= number < sys.maxsize:  # nan is neither
+    if not 0 <= number <= _MOST:  # nan is neither
         raise errors.ConfigError(
-            f"{spec.file}, {spec.name}, {field}: expected a number of at least 0, got {value!r}"
+            f"{spec.file}, {spec.name}, {field}: expected a number of 0 to {_MOST:,}, got {value!r}"
         )
     return int(number)
 

@@ -116,8 +116,9 @@ async def run(options: ServiceProcessConfig, specs: Sequence[declaration.Declare
         served = _make_server(methods, health, policy)
         try:
             if methods:
-                host = str(section.get("host", "127.0.0.1"))
-                await served.start(host, settings.read_port(spec.name, section))
+                host = str(section.get("host", "127.0.0.1")).strip("[]")
+                port = settings.read_port(spec.name, section)
+                await served.start(host, port, port_flag=f"another {spec.name}.port")
             elif options.system_port is not None:
                 await served.start(
                     options.system_host, options.system_port, port_flag="--system-port"
@@ -219,7 +220,7 @@ def _handler(method: Callable[[Any], Any]) -> Callable[[Any], AsyncIterator[Any]
     async def handle(request: Any) -> AsyncIterator[Any]:
         try:
             value = _convert(request, kind)
-        except (msgspec.ValidationError, ValueError) as error:
+        except msgspec.ValidationError as error:
             raise errors.InvalidRequest(f"the request does not fit: {error}") from error
         async for item in _items(method(value)):
             yield to_plain(item)
@@ -228,9 +229,16 @@ def _handler(method: Callable[[Any], Any]) -> Callable[[Any], AsyncIterator[Any]
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """Return a value of a request in an annotated type. Raises ValidationError or ValueError."""
-    validate = getattr(kind, "model_validate", None)  # a model of pydantic's
-    return validate(value) if validate else msgspec.convert(value, kind)
+    """Return a value of a request in an annotated type. Raises ValidationError."""
+    return msgspec.convert(value, kind, dec_hook=_read_model)
+
+
+def _read_model(kind: Any, value: Any) -> Any:
+    """Return a model of pydantic's, also from its JSON, which the examples of 0.3 send; msgspec checks other values."""
+    if not hasattr(kind, "model_validate"):
+        return value
+    is_json = isinstance(value, str) and value.startswith("{")
+    return kind.model_validate_json(value) if is_json else kind.model_validate(value)
 
 
 def _api(method: Callable[..., Any]) -> ApiMethod:
@@ -247,7 +255,7 @@ def _api(method: Callable[..., Any]) -> ApiMethod:
                 continue
             try:
                 fields[name] = _convert(fields[name], kinds[name])
-            except ValueError as error:  # of which msgspec's is one
+            except msgspec.ValidationError as error:
                 raise errors.InvalidRequest(f"{_EXPECTED}: {name}: {error}") from error
         return _items(method(**fields))
 
@@ -265,8 +273,13 @@ async def _items(result: Any) -> AsyncGenerator[Any, None]:
 
 def to_plain(value: Any) -> Any:
     """Return a value as JSON-like objects: of dataclasses, msgspec's structs and pydantic's models."""
-    dump = getattr(value, "model_dump", None)
-    return dump(mode="json") if dump else msgspec.to_builtins(value)
+    return msgspec.to_builtins(value, enc_hook=_dump_model)
+
+
+def _dump_model(value: Any) -> Any:
+    if not hasattr(value, "model_dump"):
+        raise TypeError(f"expected JSON-like values, got {value!r:.60}")
+    return value.model_dump(mode="json")
 
 
 def _make_server(
@@ -323,7 +336,7 @@ async def _stream(client: exchange.Exchange, method: ApiMethod) -> None:
         async for item in items:
             if not client.is_streaming:
                 client.start_stream(200, content_type=_TEXT)
-            client.write(item.encode() if isinstance(item, str) else msgspec.json.encode(item))
+            await client.send(item.encode() if isinstance(item, str) else msgspec.json.encode(item))
     if not client.is_streaming:
         client.start_stream(200, content_type=_TEXT)
     client.end()

@@ -135,7 +135,7 @@ class ServiceConfig(dict[str, Section]):
             _check_keys(args, f"{source}, {name}.{_ARGS}")
             for key in _ARGS_WITH_KEYS:
                 _check_keys((args or {}).get(key), f"{source}, {name}.{_ARGS}.{key}")
-            shared = (section or {}).get(_SHARED)
+            shared = (section or {}).get(_SHARED, (section or {}).get("common_configs"))
             if not isinstance(shared, list | None):
                 raise errors.ConfigError(
                     f"{source}, {name}.{_SHARED}: expected a list such as [{shared}], got {shared!r:.60}"

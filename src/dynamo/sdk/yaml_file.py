@@ -13,7 +13,7 @@ def read(path: Path) -> dict[str, Any]:
     """Return the sections of a file. Raises ConfigError that names the file, and the line of a mistake."""
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise errors.ConfigError(f"-f {path}: expected a readable YAML file: {reason}") from error
     try:

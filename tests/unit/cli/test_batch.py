@@ -102,3 +102,12 @@ def test_answers_replace_those_of_an_earlier_run(tmp_path):
 
     assert path.read_text() == '{"a":1}\n'
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_answers_that_cannot_be_written_are_printed(tmp_path, capsys):
+    """Hours of work are not lost with the directory or the room on the disk."""
+    path = tmp_path / "removed" / "answers.jsonl"
+    with pytest.raises(errors.ConfigError, match="No such file or directory; the answers are on"):
+        batch.write(path, [{"a": 1}, {"a": 2}])
+
+    assert capsys.readouterr().out == '{"a":1}\n{"a":2}\n'

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import pathlib
 import pwd
 import socket
+import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,6 +75,35 @@ def test_archives_beside_the_sources_are_not_packaged(home, tmp_path, capsys):
     assert first == second
 
 
+def test_archives_that_belong_to_the_sources_are_packaged(home, tmp_path):
+    (tmp_path / "small.py").write_text(
+        "from dynamo.sdk import service\n@service\nclass Small: pass\n"
+    )
+    (tmp_path / "data.tar.gz").write_bytes(b"1")
+    (tmp_path / "small-0123456789ab.tar.gz").write_bytes(b"2")  # of an earlier build
+
+    assert [name for name, _ in package.sources(tmp_path, tmp_path)] == ["data.tar.gz", "small.py"]
+
+
+def test_links_that_are_left_out_of_the_sources_are_named(tmp_path, capsys):
+    (tmp_path / ".venv").mkdir()
+    for name in ("shared.py", ".venv/python"):
+        (tmp_path / name).symlink_to("/bin/true")
+    (tmp_path / "m.py").write_text("")
+
+    assert [name for name, _ in package.sources(tmp_path, tmp_path)] == ["m.py"]
+    assert capsys.readouterr().err == "dynamo: shared.py is a symbolic link, which is left out\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems refuse such names")
+def test_file_whose_name_is_no_text_is_named(home, tmp_path):
+    source = "from dynamo.sdk import service\n@service\nclass Named: pass\n"
+    (tmp_path / "named.py").write_text(source)
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).touch()
+    with pytest.raises(errors.ConfigError, match=r"caf\\udce9\.txt'\): expected a name in UTF-8"):
+        package.build(package.BuildConfig(target="named:Named", working_dir=str(tmp_path)))
+
+
 def test_archive_that_cannot_be_written_or_read_is_named(home, capsys):
     (home / "file").write_text("in the way")
     with pytest.raises(errors.ConfigError, match=r"file: .*--output names another"):
@@ -86,6 +117,28 @@ def test_archive_that_cannot_be_written_or_read_is_named(home, capsys):
     printed = capsys.readouterr()
     assert "expected an archive of `dynamo build`: Compressed file ended" in printed.err
     assert "hello_world:Frontend" in printed.out
+
+
+@pytest.mark.parametrize("num_bytes", [1, 40, -600])  # with -600 the manifest is whole
+def test_tag_whose_archive_is_damaged_is_not_deployed(home, capsys, monkeypatch, num_bytes):
+    tag = build(capsys)
+    path = package.archive_path(tag, None)
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    monkeypatch.setattr(package.shutil, "which", lambda name: "/bin/true")
+    for work in (
+        lambda: deployment.deploy(deployment.DeployConfig(pipeline=tag, dry_run=True)),
+        lambda: package.containerize(package.ContainerizeConfig(tag=tag)),
+    ):
+        with pytest.raises(errors.ConfigError, match="expected an archive of `dynamo build`"):
+            work()
+
+
+def test_tag_may_be_copied_with_the_full_stop_behind_it(home, capsys):
+    tag = build(capsys)
+    [manifest] = deployment.make_objects(deployment.DeployConfig(pipeline=f"{tag}."))
+    pod = manifest["spec"]["services"]["Backend"]["extraPodSpec"]
+
+    assert pod["mainContainer"]["image"] == tag
 
 
 @pytest.mark.parametrize("ask", [bench.run, top.run])
@@ -464,6 +517,21 @@ def test_log_is_followed_where_it_begins_anew(home, monkeypatch, capsys):
         assert following.result() == 0
 
 
+def test_last_words_of_a_log_that_is_followed_are_shown(home, monkeypatch, capsys):
+    log = state.log_path("x")
+    log.write_text("begins\n")
+
+    def end():
+        with log.open("a") as file:
+            file.write("stopped\n")
+        return []
+
+    monkeypatch.setattr(state, "running", end)
+    processes.show_logs(processes.LogsConfig(name="x", follow=True))
+
+    assert capsys.readouterr().out == "begins\nstopped\n"
+
+
 def test_models_of_the_cache_are_listed(monkeypatch, capsys):
     monkeypatch.setattr(hub_models, "cached_models", lambda: {"Qwen/Qwen3-0.6B": 1_500_000_000})
     models.list_models(models.ModelListConfig())
@@ -516,6 +584,13 @@ def test_interrupted_load_reports_what_has_been_answered(monkeypatch, capsys):
 
     assert bench.run(bench.BenchConfig()) == 130
     assert "1 requests, 0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ['a{model="m"} ', 'a{model="m"} x'])
+def test_top_names_an_address_where_no_frontend_answers(monkeypatch, text):
+    monkeypatch.setattr(top.client.HttpClient, "read", lambda self, path: text)
+    with pytest.raises(errors.Unavailable, match=r"no frontend answers at http://h \(could not"):
+        top.read("http://h")
 
 
 def test_top_compares_two_readings():

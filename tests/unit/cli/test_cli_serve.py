@@ -25,6 +25,20 @@ def test_the_curl_line_is_one_command_with_a_valid_body():
     assert body["messages"] == [{"role": "user", "content": serve.PROMPT}]
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("[::1]", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("[::]", "http://[::1]:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+    ],
+)
+def test_address_may_have_brackets(host, url):
+    assert serve.ServeConfig(http_host=host).url == url
+    serve.check_port(serve.ServeConfig(http_host=host).http_host, 0)
+
+
 class Clock:
     """Time that the test moves."""
 
@@ -113,6 +127,24 @@ def test_options_of_several_models_are_refused_with_one():
 def test_flag_that_would_have_no_effect_is_refused(options, says):
     with pytest.raises(errors.ConfigError, match=says):
         serve.serve(serve.ServeConfig(engine="mocker", dry_run=True, **options))
+
+
+@pytest.mark.parametrize("models", [(), ("a", "b")])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"frontend_flags": "--router-mode kv --http-port 9000"}, "--frontend-flags: --http-port"),
+        ({"frontend_flags": "--http-host=::"}, "--frontend-flags: --http-host"),
+        ({"worker_flags": "--served-model-name x"}, "--worker-flags: --served-model-name"),
+        ({"worker_flags": "--model-name=x"}, "--worker-flags: --model-name"),
+        ({"worker_flags": "--model /m"}, "--worker-flags: --model"),
+    ],
+)
+def test_flag_that_the_command_sets_itself_is_refused(models, options, says):
+    """It would wait for the other port or name in vain."""
+    chosen = serve.ServeConfig(models=models, engine="mocker", dry_run=not models, **options)
+    with pytest.raises(errors.ConfigError, match=f"{says}: is set by `dynamo serve` itself"):
+        serve_models.serve_any(chosen)
 
 
 def test_port_of_the_planner_is_none_that_connections_take(monkeypatch, tmp_path, capsys):

@@ -88,6 +88,14 @@ def test_port_in_use_is_named_with_the_flag_of_the_graph(bare, tmp_path, monkeyp
             serve_hello(f"--Frontend.port={port}")
 
 
+def test_several_processes_for_one_port_are_refused(bare, tmp_path, monkeypatch):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    with pytest.raises(
+        errors.ConfigError, match=r"Frontend\.ServiceArgs\.workers: .* port 8000, got 2"
+    ):
+        serve_hello("--Frontend.ServiceArgs.workers=2", dry_run=True)
+
+
 def address_of_frontend(*flags):
     """Return the address of a graph that begins with our frontend, which has these flags."""
     root = SimpleNamespace(name="Root", module="dynamo.frontend")

@@ -1,5 +1,6 @@
 """Manifests in forms that no cluster serves become ones that the operator takes, and nothing is lost in silence."""
 
+import io
 import pathlib
 import re
 
@@ -221,7 +222,7 @@ def test_manifest_that_is_not_whole_is_named_before_any_is_applied(tmp_path, tex
         kube.run(kube.KubeCommandConfig(action="apply", file=str(file)))
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "- 1"])
+@pytest.mark.parametrize("text", ["", "a: [", "- 1", pytest.param("[" * 1000, id="deep")])
 def test_file_without_manifests_is_refused(tmp_path, text):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
@@ -243,3 +244,11 @@ def test_graph_without_keys_in_its_metadata_is_refused(version, metadata):
 def test_engine_that_is_no_text_is_refused(backend):
     with pytest.raises(errors.ConfigError, match=r"Expected `str \| null`, .* `spec\.backend`"):
         manifest_forms.convert(short(backend=backend))
+
+
+def test_long_standard_input_is_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(kube_manifests, "_MOST_BYTES", 20, raising=False)
+    monkeypatch.setattr("sys.stdin", io.StringIO("kind: Secret\n---\nkind: Service\n"))
+
+    documents = [each.document for each in kube_manifests.read_manifests("-")]
+    assert documents == [{"kind": "Secret"}, {"kind": "Service"}]

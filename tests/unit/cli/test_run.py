@@ -1,5 +1,6 @@
 """What `dynamo run` is told."""
 
+import contextlib
 import socket
 
 import msgspec
@@ -25,6 +26,14 @@ from dynamo.worker import settings
 )
 def test_words_may_come_in_any_order(words, expected):
     assert run.read_words(words) == expected
+
+
+def test_words_may_come_behind_flags():
+    argv = ["out=mocker", "--prefill", "1", "in=stdin", "--temperature", "0", "m"]
+    planned = run.plan(config.load(run.RunConfig, prog="dynamo run", argv=argv))
+
+    assert (planned.target, planned.source, planned.model) == ("mocker", "stdin", "m")
+    assert (planned.topology.num_prefill, planned.fields) == (1, {"temperature": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -104,6 +113,27 @@ def test_port_in_use_is_named_before_a_model_is_loaded(monkeypatch):
         port = taken.getsockname()[1]
         with pytest.raises(errors.ConfigError, match=f"port {port} is in use: .* --http-port$"):
             run.run(run.RunConfig(words=("in=http", "out=mocker"), http_port=port))
+
+
+async def test_http_api_has_the_keys_and_limits_of_the_environment(monkeypatch):
+    seen = []
+
+    def look(options, runtime):
+        seen.append(options)
+        raise errors.ConfigError("seen")
+
+    variables = {"API_KEYS_FILE": "/keys.toml", "QUEUE_LIMIT": "7", "HTTP_HOST": "192.0.2.1"}
+    for name, value in {**variables, "NAMESPACE": "other"}.items():
+        monkeypatch.setenv(f"DYN_{name}", value)
+    monkeypatch.setattr(run, "_join", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(run.service, "Frontend", look)
+    planned = run.plan(run.RunConfig(words=("in=http", "out=mocker"), http_port=0))
+    with pytest.raises(errors.ConfigError, match="seen"):
+        await run._serve_http(planned)
+
+    assert (seen[0].api_keys_file, seen[0].queue_limit) == ("/keys.toml", 7)
+    assert (seen[0].http_host, seen[0].http_port) == ("127.0.0.1", 0)  # flags of the command
+    assert seen[0].namespace == ""  # all models that this process serves
 
 
 def test_flags_of_earlier_releases_name_the_model_and_its_length():

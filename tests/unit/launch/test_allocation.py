@@ -42,3 +42,17 @@ def test_machine_has_the_devices_that_its_environment_names():
 
     assert found.devices == ("1", "GPU-7")
     assert found.cores
+
+
+@pytest.mark.parametrize(
+    ("named", "devices"),
+    [
+        ("-1", ()),  # hides all of them
+        ("NoDevFiles", ()),
+        ("2,-1,3", ("2",)),  # as CUDA reads it: only what stands before a name of none
+        ("MIG-8,GPU-7", ("MIG-8", "GPU-7")),
+        ("", ()),
+    ],
+)
+def test_devices_behind_a_name_of_none_are_hidden(named, devices):
+    assert children.machine_resources({"CUDA_VISIBLE_DEVICES": named}).devices == devices

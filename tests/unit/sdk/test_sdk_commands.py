@@ -95,7 +95,7 @@ def test_file_changes_workers_resources_environment_and_module():
     assert plan.commands[0].argv[2] == "dynamo.mocker"
 
 
-@pytest.mark.parametrize("value", ["many", -1, "nan"])
+@pytest.mark.parametrize("value", ["many", -1, "nan", 10_001])
 def test_wrong_number_names_file_service_and_field(value):
     with pytest.raises(errors.ConfigError, match=r"test_sdk_commands\.py, Leaf, workers"):
         make(config={"Leaf": {"ServiceArgs": {"workers": value}}})

@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
+import socket
 
 import httpx
+import msgspec
+import pydantic
 import pytest
 
 from dynamo.base import config, errors
@@ -310,3 +313,64 @@ async def test_port_of_any_service_is_named_where_it_is_none(monkeypatch):
     options = process.ServiceProcessConfig(target="m:Told", discovery_backend="mem")
     with pytest.raises(errors.ConfigError, match=r"Told\.port: expected 1 to 65535, got 'x'"):
         await process.run(options, [declaration.spec_of(Told)])
+
+
+class Question(pydantic.BaseModel):
+    text: str
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "expected"),
+    [
+        ({"text": "hi"}, Question, Question(text="hi")),
+        (Question(text="hi").model_dump_json(), Question, Question(text="hi")),  # as 0.3's examples
+        ({"text": "hi"}, Question | None, Question(text="hi")),
+        ([{"text": "hi"}], list[Question], [Question(text="hi")]),
+    ],
+)
+async def test_model_of_pydantic_is_read_and_sent_wherever_it_stands(request_, kind, expected):
+    async def generate(request: kind):
+        yield {"seen": request, "was": request == expected}
+
+    items = [item async for item in process._handler(generate)(request_)]
+    value = msgspec.to_builtins(expected, enc_hook=lambda model: model.model_dump())
+
+    assert items == [{"seen": value, "was": True}]
+
+
+@pytest.mark.parametrize("request_", ["hi", '{"txt": 1}', {"txt": 1}, 5])
+async def test_request_that_is_no_such_model_is_refused(request_):
+    async def generate(request: Question):
+        yield request.text
+
+    with pytest.raises(errors.InvalidRequest, match="the request does not fit: 1 validation error"):
+        [item async for item in process._handler(generate)(request_)]
+
+
+async def test_long_answer_waits_for_its_client():
+    """It is cut off if more than 8 MiB wait for a client that does not read."""
+    piece = "x" * 2**20
+
+    async def tell():
+        for _ in range(20):
+            yield piece
+
+    async with serving(tell) as url, httpx.AsyncClient(timeout=PATIENT_S) as client:
+        answer = await client.post(url, json={})
+
+    assert len(answer.content) == 20 * len(piece)
+
+
+async def test_port_in_use_is_named_with_the_service_that_has_it(monkeypatch):
+    @service()
+    class Told:
+        @api
+        async def tell(self):
+            return "seen"
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("DYNAMO_SERVICE_CONFIG", f'{{"Told": {{"port": {port}}}}}')
+        options = process.ServiceProcessConfig(target="m:Told", discovery_backend="mem")
+        with pytest.raises(errors.ConfigError, match=rf"{port} is in use: .* another Told\.port$"):
+            await process.run(options, [declaration.spec_of(Told)])

@@ -103,6 +103,7 @@ def test_environment_holds_the_configuration(monkeypatch):
     ("text", "says"),
     [
         ("A: [", "expected a readable YAML file"),
+        pytest.param("[" * 1000, "expected a readable YAML file", id="deep"),
         ("[1]", "expected sections by service"),
         ("A: 1", "A: expected keys with values"),
         ("A: {common-configs: [x]}", "'x' is not in Common"),
@@ -118,6 +119,9 @@ def test_environment_holds_the_configuration(monkeypatch):
             r"graph\.yaml: expected values as in JSON: .* date .* in quotes",
         ),
         ("A: {common-configs: model}", r"A\.common-configs: expected a list such as \[model\]"),
+        ("A: {common_configs: model}", r"A\.common-configs: expected a list such as \[model\]"),
+        ("A: {common_configs: 5}", r"A\.common-configs: expected a list such as \[5\], got 5"),
+        ("A: {common_configs: [1]}", r"A\.common-configs\[0\]: expected a text, got 1"),
         ("A: {on: 1}", "A: expected a word as key, got True: write it in quotes"),
         ("B: {}", "no service is called B; there are A"),
     ],
