@@ -398,7 +398,10 @@ class Jobs(Workload):
             return None
         phases = [(pod.get("status") or {}).get("phase") for pod in owned]
         succeeded, failed = phases.count("Succeeded"), phases.count("Failed")
-        active = len(live_pods(owned))
+        live = live_pods(owned)
+        active = len(live)
+        restarts = sum(map(_count_restarts, live))
+        is_restarting = spec["template"]["spec"]["restartPolicy"] == "OnFailure" and restarts > 0
         status |= {
             "startTime": status.get("startTime") or metadata.timestamp(),
             "succeeded": succeeded,
@@ -410,12 +413,12 @@ class Jobs(Workload):
             status["conditions"] = [
                 make_condition(item, "Complete", True, "CompletionsReached", text)
             ]
-        elif failed > spec["backoffLimit"]:
+        elif failed > spec["backoffLimit"] or (is_restarting and restarts >= spec["backoffLimit"]):
             text = "Job has reached the specified backoff limit"
             status["conditions"] = [
                 make_condition(item, "Failed", True, "BackoffLimitExceeded", text)
             ]
-            for pod in live_pods(owned):
+            for pod in live:
                 await self.delete_pod(pod)
         else:
             missing = min(spec["parallelism"], spec["completions"] - succeeded) - active
@@ -428,6 +431,12 @@ class Jobs(Workload):
             item, {**status, "active": active, "ready": sum(map(pods.is_ready, owned))}
         )
         return None
+
+
+def _count_restarts(pod: Object) -> int:
+    status = pod.get("status") or {}
+    fields = ("initContainerStatuses", "containerStatuses")
+    return sum(state["restartCount"] for field in fields for state in status.get(field) or ())
 
 
 def _is_rested(pod: Object) -> bool:
