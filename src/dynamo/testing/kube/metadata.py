@@ -60,19 +60,14 @@ def timestamp() -> str:
 def check_types(body: Object, resource: resources.ApiResource) -> None:
     """Refuse metadata that cannot be decoded. Raises ApiError (400)."""
     metadata = body.get("metadata")
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict):
+    if metadata is not None and not isinstance(metadata, dict):
         found = builtin_schemas.go_type(metadata)
         text = f"{found} into Go struct field .metadata of type v1.ObjectMeta"
         raise failures.undecodable(resource, f"json: cannot unmarshal {text}")
-    for field in ("labels", "annotations"):
-        values = metadata.get(field)
-        for value in values.values() if isinstance(values, dict) else ():
-            if not isinstance(value, str):
-                found = builtin_schemas.go_type(value)
-                text = f"{found} into Go struct field ObjectMeta.{field} of type string"
-                raise failures.undecodable(resource, f"json: cannot unmarshal {text}")
+    try:
+        builtin_schemas.check_metadata(metadata)
+    except builtin_schemas.WrongType as error:
+        raise failures.undecodable(resource, str(error)) from error
 
 
 def unknown_fields(body: Object) -> list[str]:
