@@ -329,6 +329,14 @@ async def test_container_that_begins_while_its_pod_ends_is_killed(runner):
     assert child.signals == [signal.SIGKILL]
 
 
+async def test_log_of_a_container_before_the_start_is_followed_while_it_runs(runner):
+    first = {"name": "first", "image": "x:1"}
+    runner.inits = [pods.ContainerState(first)]
+    runner._children["first"] = Child()
+
+    assert runner.processes() == {"first": Child.pid}
+
+
 async def test_log_that_has_become_too_long_is_emptied(runner, monkeypatch):
     monkeypatch.setattr(pod_runner, "_MAX_LOG_BYTES", 10)
     path, clock = runner.log_path("main"), runner._node.clock

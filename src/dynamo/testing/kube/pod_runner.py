@@ -451,8 +451,8 @@ class PodRunner:
         return process, own_end
 
     def processes(self) -> dict[str, int]:
-        """Return the first process of each running container."""
-        names = [state.spec["name"] for state in self.states]
+        """Return the first process of each running container, those before the start among them."""
+        names = [state.spec["name"] for state in (*self.inits, *self.states)]
         return {name: self._children[name].pid for name in names if name in self._children}
 
     async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
