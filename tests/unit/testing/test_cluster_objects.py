@@ -5,6 +5,7 @@ import pytest
 
 from dynamo.testing.kube import (
     api,
+    builtin_rules,
     failures,
     garbage,
     memory_cluster,
@@ -118,6 +119,32 @@ async def test_job_whose_containers_are_started_again_too_often_has_failed(
 
     assert failed == (["BackoffLimitExceeded"] if is_over else [])
     assert len(served.store.list_items(("", "pods"))) == (0 if is_over else 1)
+
+
+async def test_event_is_kept_for_an_hour_after_its_last_write(served):
+    events, controller = served.registry.require("", "events"), garbage.Events(served)
+    about = {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": "p", "namespace": NAMESPACE, "uid": "u"}}
+    kept = {}
+    for name, created_s, written_s in (
+        ("new", -10, -10),
+        ("old", -3601, -3601),
+        ("again", -9999, -600),
+    ):
+        body = builtin_rules.new_event(about, "Pulled", "x", "kubelet", "Normal")
+        body["metadata"] = {"name": name}
+        event = await served.create(events, NAMESPACE, body, PLAIN)
+        times = {"creationTimestamp": builtin_rules.timestamp_after(created_s)}
+        (entry,) = event["metadata"]["managedFields"]
+        times["managedFields"] = [{**entry, "time": builtin_rules.timestamp_after(written_s)}]
+        served.store.put(events.key, {**event, "metadata": {**event["metadata"], **times}})
+        kept[name] = await controller.reconcile((NAMESPACE, name))
+
+    assert [item["metadata"]["name"] for item in served.store.list_items(events.key)] == [
+        "again",
+        "new",
+    ]
+    assert kept["old"] is None
+    assert 2900 < kept["again"] <= 3000 < kept["new"] <= 3590
 
 
 @pytest.fixture
