@@ -121,9 +121,54 @@ async def test_job_whose_containers_are_started_again_too_often_has_failed(
     assert len(served.store.list_items(("", "pods"))) == (0 if is_over else 1)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "num_updated"),
+    [
+        ({}, 1),
+        ({"rollingUpdate": {"partition": 1}}, 1),
+        ({"rollingUpdate": {"partition": 2}}, 0),
+        ({"type": "OnDelete"}, 0),
+    ],
+)
+async def test_pods_of_a_parallel_stateful_set_are_updated_as_their_strategy_says(
+    served, strategy, num_updated
+):
+    """One after the other, too: the next is ended when the one before is ready."""
+    labels = {"app": "s"}
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [CONTAINER]}}
+    spec = {
+        "replicas": 2,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "RollingUpdate", **strategy},
+        "selector": {"matchLabels": labels},
+        "template": template,
+    }
+    sets, controller = (
+        served.registry.require("apps", "statefulsets"),
+        workloads.StatefulSets(served),
+    )
+    await served.create(sets, NAMESPACE, {"metadata": {"name": "s"}, "spec": spec}, PLAIN)
+    await controller.reconcile((NAMESPACE, "s"))
+    ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+    before = {pod["metadata"]["uid"] for pod in served.store.list_items(("", "pods"))}
+    for pod in served.store.list_items(("", "pods")):
+        served.store.put(("", "pods"), {**pod, "status": ready})
+    change = {"spec": {"template": {"metadata": {"annotations": {"changed": "yes"}}}}}
+    await served.patch(sets, NAMESPACE, "s", api.MERGE_PATCH, change, PLAIN)
+    for _ in range(4):
+        await controller.reconcile((NAMESPACE, "s"))
+    after = {pod["metadata"]["uid"] for pod in served.store.list_items(("", "pods"))}
+
+    assert (len(before), len(after), len(after - before)) == (2, 2, num_updated)
+
+
 async def test_event_is_kept_for_an_hour_after_its_last_write(served):
     events, controller = served.registry.require("", "events"), garbage.Events(served)
-    about = {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": "p", "namespace": NAMESPACE, "uid": "u"}}
+    about = {
+        "kind": "Pod",
+        "apiVersion": "v1",
+        "metadata": {"name": "p", "namespace": NAMESPACE, "uid": "u"},
+    }
     kept = {}
     for name, created_s, written_s in (
         ("new", -10, -10),

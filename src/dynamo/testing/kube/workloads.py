@@ -356,13 +356,19 @@ class StatefulSets(Workload):
 
     async def _shrink(self, item: Object, by_number: dict[int, Object], revision: str) -> None:
         """Remove the highest pod that is too many or of an older template, one after the other."""
-        if any(pod["metadata"].get("deletionTimestamp") for pod in by_number.values()):
+        is_whole = by_number.keys() >= set(range(item["spec"]["replicas"]))
+        if not is_whole or any(p["metadata"].get("deletionTimestamp") for p in by_number.values()):
             return
-        for number in sorted(by_number, reverse=True):
-            labels = by_number[number]["metadata"].get("labels") or {}
+        strategy = item["spec"]["updateStrategy"]
+        first = (strategy.get("rollingUpdate") or {}).get("partition", 0)
+        for number, pod in sorted(by_number.items(), reverse=True):
+            labels = pod["metadata"].get("labels") or {}
             is_old = labels.get("controller-revision-hash") != revision
-            if number >= item["spec"]["replicas"] or is_old:
-                await self.delete_pod(by_number[number])
+            is_updated = strategy["type"] != "OnDelete" and number >= first
+            if number >= item["spec"]["replicas"] or (is_old and is_updated):
+                await self.delete_pod(pod)
+                return
+            if not pods.is_ready(pod):  # where pods start in parallel
                 return
 
     async def _create(self, item: Object, number: int, revision: str) -> None:
