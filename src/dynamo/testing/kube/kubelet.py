@@ -266,7 +266,7 @@ def _has_ended(pod: Object) -> bool:
 
 
 def _container_of(call: calls.ApiCall, pod: Object) -> str:
-    """Return the container whose log a client wants. Raises ApiError (400)."""
+    """Return the container of which a request wants the log. Raises ApiError (400)."""
     spec, pod_name, name = pod["spec"], pod["metadata"]["name"], call.query.get("container")
     regular, first = (
         [container["name"] for container in spec.get(field) or ()]
