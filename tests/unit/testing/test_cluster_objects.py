@@ -219,6 +219,7 @@ async def http():
         ("pods", {"metadata": {"name": "x"}, "spec": {"containers": [None]}}, 422),
         ("pods", {"metadata": {"name": "x"}, "spec": None}, 422),
         ("services", {"metadata": {"name": "x"}, "spec": {"ports": [None, None]}}, 422),
+        ("services", {"metadata": {"name": "x"}, "spec": {"ports": [{"targetPort": 8000}]}}, 422),
     ],
 )
 async def test_body_without_what_is_needed_is_refused_in_a_sentence(http, path, body, code):
@@ -236,6 +237,17 @@ async def test_workload_with_an_empty_template_is_refused_in_a_sentence(http, gr
 
     assert answer.status_code == 422, answer.text
     assert "template.spec.containers: Required value" in answer.json()["message"]
+
+
+async def test_stateful_set_may_have_claims_without_a_name(served):
+    """As on a real cluster, where it makes no pod then."""
+    labels, sets = {"app": "s"}, served.registry.require("apps", "statefulsets")
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [CONTAINER]}}
+    selector = {"matchLabels": labels}
+    spec = {"selector": selector, "template": template, "volumeClaimTemplates": [{"spec": {}}]}
+    await served.create(sets, NAMESPACE, {"metadata": {"name": "s"}, "spec": spec}, PLAIN)
+    with pytest.raises(failures.ApiError, match='"-s-0" is invalid'):
+        await workloads.StatefulSets(served).reconcile((NAMESPACE, "s"))
 
 
 async def test_limit_below_zero_is_none(http):

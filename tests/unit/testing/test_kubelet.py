@@ -18,6 +18,7 @@ from dynamo.testing.kube import (
     garbage,
     kubelet,
     pod_runner,
+    pod_streams,
     pods,
     probes,
     resources,
@@ -480,3 +481,19 @@ async def test_output_of_a_pod_waits_for_a_client_that_reads_slowly():
 
     assert num_waiting <= 2**17
     assert len(client.written) >= 2**20
+
+
+async def test_connection_to_a_pod_ends_whose_client_has_gone_before_it_was_there():
+    ends, output = [], asyncio.StreamReader()
+    output.feed_eof()
+
+    async def connect(port):
+        return output, types.SimpleNamespace(close=lambda: ends.append(port))
+
+    streams = pod_streams.PodStreams.__new__(pod_streams.PodStreams)
+    streams._call = types.SimpleNamespace(exchange=types.SimpleNamespace(is_closed=True))
+    streams._runner = types.SimpleNamespace(connect=connect)
+    client = SlowClient()
+    await streams._forward(spdy.SpdyStream(spdy.SpdySession(client, None), 1, {"port": "80"}), None)
+
+    assert ends == [80]

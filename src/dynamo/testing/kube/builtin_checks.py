@@ -18,6 +18,7 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 _MAX_DATA_BYTES = 2**20
+_LAST_PORT = 65_535
 _FIXED_POD = (
     "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,"
     "`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing tolerations),"
@@ -289,6 +290,9 @@ def _check_service(spec: Object, old: Object | None) -> Iterator[failures.FieldE
     for n, port in enumerate(ports):
         if len(ports) > 1 and not port.get("name"):
             yield failures.required(f"spec.ports[{n}].name")
+        if not 0 < (number := port.get("port") or 0) <= _LAST_PORT:
+            text = f"must be between 1 and {_LAST_PORT}, inclusive"
+            yield failures.invalid_value(f"spec.ports[{n}].port", str(number), text)
     if not ports and spec.get("clusterIP") != "None" and spec["type"] != "ExternalName":
         yield failures.required("spec.ports")
     before = (old or {}).get("clusterIP")

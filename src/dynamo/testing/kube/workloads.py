@@ -376,12 +376,13 @@ class StatefulSets(Workload):
         name = f"{meta['name']}-{number}"
         claims = self.api.registry.require("", "persistentvolumeclaims")
         for claim in item["spec"].get("volumeClaimTemplates") or ():
-            claim_name = f"{claim['metadata']['name']}-{name}"
+            volume_name = claim["metadata"].get("name", "")
+            claim_name = f"{volume_name}-{name}"
             if self.api.store.get(claims.key, (meta["namespace"], claim_name)) is None:
                 body = {"metadata": {"name": claim_name}, "spec": claim["spec"]}
                 await self.api.create(claims, meta["namespace"], body)
             volume = {
-                "name": claim["metadata"]["name"],
+                "name": volume_name,
                 "persistentVolumeClaim": {"claimName": claim_name},
             }
             spec.setdefault("volumes", []).append(volume)
