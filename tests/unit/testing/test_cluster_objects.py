@@ -70,10 +70,14 @@ async def test_bytes_may_be_wrapped_and_null_is_empty(served):
         (secrets, {"a": "YWJj\nZA==\n", "b": "", "c": None}),
         (maps, {"a": "not base64!", "c": None}),
     ):
-        made = await served.create(
-            resource, NAMESPACE, {"metadata": {"name": "x"}, "data": data}, PLAIN
-        )
-        assert made["data"] == {**data, "c": ""}
+        head = {"name": "x", "annotations": {"a": None}, "labels": {"a": None}}
+        body = {"metadata": head, "data": data}
+        made = await served.create(resource, NAMESPACE, body, PLAIN)
+        made["metadata"]["annotations"]["b"] = None
+        written = await served.update(resource, NAMESPACE, "x", made, PLAIN)
+        assert written["data"] == {**data, "c": ""}
+        assert written["metadata"]["annotations"] == {"a": "", "b": ""}
+        assert written["metadata"]["labels"] == {"a": ""}
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def read_json_path(item: Any, path: str) -> Any:
 def age(text: str) -> str:
     """Return the time since a timestamp as kubectl shows it."""
     try:
-        then = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        then = datetime.fromisoformat(str(text).replace("Z", "+00:00"))
         seconds = int((datetime.now(UTC) - then).total_seconds())
     except (ValueError, TypeError):  # TypeError: without a time zone
         return "<invalid>"
