@@ -128,6 +128,18 @@ async def test_list_reads_all_pages(kubernetes, monkeypatch):
     assert [obj["metadata"]["name"] for obj in found] == list("abcde")
 
 
+async def test_list_of_all_namespaces_reads_all_pages(kubernetes, monkeypatch):
+    monkeypatch.setattr(connection, "PAGE_OBJECTS", 1)
+    homes = [kubernetes.namespace, f"{kubernetes.namespace}-b"]
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": homes[1]}}
+    await kubernetes.create(namespace)
+    for home in homes:
+        await kubernetes.create(config_map("c", {}, labels={"everywhere": "yes"}, namespace=home))
+    found = await kubernetes.list("v1", "ConfigMap", labels="everywhere")
+
+    assert {obj["metadata"]["namespace"] for obj in found} == set(homes)
+
+
 async def test_watch_tells_the_objects_and_then_every_change(kubernetes):
     await kubernetes.create(config_map("a", {}, labels={"w": "1"}))
     watch = kubernetes.watch("v1", "ConfigMap", kubernetes.namespace, labels="w")

@@ -85,6 +85,18 @@ def test_full_compressed_file_is_followed_by_the_next(tmp_path, dropped):
     ]  # fmt: skip
 
 
+def test_rows_behind_those_of_a_killed_process_of_the_same_number_are_readable(tmp_path):
+    """In a container each process has the number of the former one."""
+    for n in range(2):
+        sink = row_writer.GzipSink(tmp_path / "a", roll_bytes=0, roll_lines=0)
+        sink.write(b"%d\n" % n, 1)
+        os.close(sink._file)  # as by SIGKILL
+    first, second = sorted(tmp_path.iterdir())
+    rows = [zlib.decompressobj(wbits=31).decompress(p.read_bytes()) for p in (first, second)]
+
+    assert rows == [b"0\n", b"1\n"]
+
+
 def test_row_beyond_the_capacity_is_dropped_and_counted(tmp_path, dropped):
     may_write, is_busy = threading.Event(), threading.Event()
 

@@ -132,6 +132,49 @@ def test_limits_of_an_autoscaler_agree(limits, expected):
     assert found == [f"spec.{each}" for each in expected]
 
 
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ({}, ["type: Required value: must specify a metric source type"]),
+        (
+            {"type": "Resource"},
+            ["resource: Required value: must populate information for the given metric source"],
+        ),
+        (
+            {"type": "Resource", "resource": {}},
+            [
+                "resource.name: Required value: must specify a resource name",
+                "resource.target.type: Required value: must specify a metric target type",
+                'resource.target.type: Invalid value: "": must be either Utilization, Value, or AverageValue',
+                "resource.target.averageUtilization: Required value: must set either a target raw value or a target"
+                " utilization",
+            ],
+        ),
+        ({"type": "Pods"}, []),
+    ],
+)
+def test_metric_of_an_autoscaler_says_what_and_how_much(metric, expected):
+    reference = {"kind": "Deployment", "name": "x"}
+    spec = {"maxReplicas": 3, "scaleTargetRef": reference, "metrics": [metric]}
+
+    assert findings("autoscaling", "horizontalpodautoscalers", spec, version="v2") == [
+        f"spec.metrics[0].{mistake}" for mistake in expected
+    ]
+
+
+def test_pods_beyond_the_replicas_are_a_number_or_a_share():
+    def mistakes(**rolling):
+        strategy = {"type": "RollingUpdate", "rollingUpdate": rolling}
+        spec = {"selector": SELECTOR, "template": template(), "strategy": strategy}
+        return findings("apps", "deployments", spec)
+
+    place = "spec.strategy.rollingUpdate.max"
+    (of_surge, of_rest) = mistakes(maxSurge="x%", maxUnavailable=-1)
+    assert of_surge.startswith(f'{place}Surge: Invalid value: "x%": a valid percent string must be')
+    assert of_rest == f"{place}Unavailable: Invalid value: -1: must be greater than or equal to 0"
+    assert mistakes(maxSurge="10%", maxUnavailable=0) == []
+
+
 def test_binding_keeps_its_role():
     resource = resources.ResourceRegistry().require("rbac.authorization.k8s.io", "rolebindings")
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "a"}

@@ -229,3 +229,19 @@ def test_volumes_have_names_and_mounts_have_places_of_their_own():
         'spec.containers[0].volumeMounts[1].mountPath: Invalid value: "/a": must be unique',
         "spec.containers[0].volumeMounts[2].mountPath: Required value",
     ]
+
+
+def test_paths_in_volumes_do_not_leave_them():
+    items = [{"key": "a", "path": "b/../../c"}, {"key": "a", "path": "/etc/x"}, {"key": "a"}]
+    mounts = [{"name": "a", "mountPath": "/a", "subPath": "../other"}]
+    container = {"name": "main", "image": "x:1", "volumeMounts": mounts}
+    volume = {"name": "a", "configMap": {"name": "c", "items": items}}
+    spec = {"containers": [container], "volumes": [volume]}
+    place = "spec.volumes[0].configMap.items"
+
+    assert [f"{each.field}: {each.message}" for each in container_checks.check(spec, "spec")] == [
+        f"{place}[0].path: Invalid value: \"b/../../c\": must not contain '..'",
+        f'{place}[1].path: Invalid value: "/etc/x": must be a relative path',
+        f"{place}[2].path: Required value",
+        "spec.containers[0].volumeMounts.subPath: Invalid value: \"../other\": must not contain '..'",
+    ]

@@ -85,6 +85,7 @@ class Api(writes.ObjectWrites):
 
     def _check_patched(self, resource: resources.ApiResource, old: Object, body: Object) -> None:
         """Refuse a patch that names another object, or another version of it. Raises ApiError."""
+        metadata.check_types(body, resource)
         given_metadata, name = body.get("metadata") or {}, old["metadata"]["name"]
         metadata.check_name(given_metadata, name)
         if given_metadata.get("uid") != old["metadata"]["uid"] and given_metadata.get("uid"):

@@ -188,8 +188,8 @@ class PodMetrics:
         item = self._store.get(_TABLE, (meta["namespace"], meta["name"]))
         if item is None or item["metadata"]["ownerReferences"][0]["uid"] != meta["uid"]:
             return None
-        amounts = [builtin_rules.parse_quantity(entry["usage"][resource]) for entry in item["containers"]]  # fmt: skip
-        return float(sum(amounts))
+        amounts = [entry["usage"].get(resource) for entry in item["containers"]]
+        return None if None in amounts else float(sum(map(builtin_rules.parse_quantity, amounts)))
 
 
 def _read_processes() -> dict[int, tuple[int, float, int]]:
@@ -232,10 +232,9 @@ class Autoscalers(workloads.Workload):
     async def step(self, item: Object) -> float | None:
         """Measure, and scale the target if that is due."""
         meta, reference = item["metadata"], item["spec"]["scaleTargetRef"]
-        resource = self.api.registry.find_kind(reference["apiVersion"], reference["kind"])
-        target = self.api.find(
-            reference["apiVersion"], reference["kind"], meta["namespace"], reference["name"]
-        )
+        version, kind = reference.get("apiVersion", ""), reference["kind"]
+        resource = self.api.registry.find_kind(version, kind)
+        target = self.api.find(version, kind, meta["namespace"], reference["name"])
         if resource is None or resource.scale is None or target is None:
             text = f"there is no {reference['kind']} {reference['name']} that can be scaled"
             await self._report(item, {}, "AbleToScale", "FailedGetScale", text)
@@ -299,7 +298,7 @@ class Autoscalers(workloads.Workload):
                 continue
             name, target = metric["resource"]["name"], metric["resource"]["target"]
             usages = [self._metrics.usage_of(pod, name) for pod in live]
-            if target["type"] == "Utilization":
+            if "averageValue" not in target:
                 amounts = [_requested(pod, name) for pod in live]
                 if not all(amounts):
                     problem = f"failed to get {name} utilization: missing request for {name} in a container of its pods"
@@ -320,7 +319,7 @@ class Autoscalers(workloads.Workload):
             mean = sum(use for use, _ in known) / len(known)
             average = f"{mean * 1000:.0f}m" if name == "cpu" else f"{mean:.0f}"
             value: Object = {"averageValue": average}
-            if target["type"] == "Utilization":
+            if "averageValue" not in target:
                 value["averageUtilization"] = int(100 * _ratio(known))
             shown.append({"type": "Resource", "resource": {"name": name, "current": value}})
         return shown, counted, problem

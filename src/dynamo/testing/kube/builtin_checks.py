@@ -18,6 +18,7 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 _MAX_DATA_BYTES = 2**20
+_LAST_PORT = 65_535
 _FIXED_POD = (
     "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,"
     "`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing tolerations),"
@@ -34,6 +35,11 @@ _DATA_KEY_RULE = (
     "a valid config key must consist of alphanumeric characters, '-', '_' or '.' (e.g. 'key.name',  or 'KEY_NAME',"
     "  or 'key-name', regex used for validation is '[-._a-zA-Z0-9]+')"
 )
+_PERCENT_RULE = (
+    "a valid percent string must be a numeric string followed by an ending '%' (e.g. '1%',  or '93%', regex used for"
+    " validation is '[0-9]+%')"
+)
+_TARGET_TYPES = ("Utilization", "Value", "AverageValue")
 _MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6,9}(Z|[+-]\d\d:\d\d)")
 
 
@@ -118,7 +124,7 @@ def _check_lease(spec: Object) -> Iterator[failures.FieldError]:
         yield failures.invalid_value("spec.leaseDurationSeconds", str(duration), text)
     for name in ("acquireTime", "renewTime"):
         moment = spec.get(name)
-        if moment is not None and not _MICRO_TIME.fullmatch(moment):
+        if moment is not None and not _MICRO_TIME.fullmatch(str(moment)):
             text = f'cannot parse "{moment}" as "2006-01-02T15:04:05.000000Z07:00"'
             yield failures.invalid_value(f"spec.{name}", json.dumps(moment), text)
 
@@ -161,11 +167,7 @@ def _check_workload(spec: Object, old: Object | None, plural: str) -> Iterator[f
     if replicas < 0:
         text = "must be greater than or equal to 0"
         yield failures.invalid_value("spec.replicas", str(replicas), text)
-    rolling = (spec.get("strategy") or {}).get("rollingUpdate") or {}
-    if {str(value).rstrip("%") for value in rolling.values()} == {"0"} and len(rolling) == 2:
-        text = "may not be 0 when `maxSurge` is 0"
-        field = "spec.strategy.rollingUpdate.maxUnavailable"
-        yield failures.invalid_value(field, json.dumps(rolling["maxUnavailable"]), text)
+    yield from _check_rolling((spec.get("strategy") or {}).get("rollingUpdate") or {})
     claims = {claim["metadata"].get("name") for claim in spec.get("volumeClaimTemplates") or ()}
     yield from container_checks.check(template.get("spec") or {}, "spec.template.spec", claims)
     policy = (template.get("spec") or {}).get("restartPolicy")
@@ -174,6 +176,20 @@ def _check_workload(spec: Object, old: Object | None, plural: str) -> Iterator[f
     elif policy not in (None, "Always"):
         field, shown = "spec.template.spec.restartPolicy", json.dumps(policy)
         yield failures.unsupported(field, shown, '"Always"')
+
+
+def _check_rolling(rolling: Object) -> Iterator[failures.FieldError]:
+    """Yield the mistakes in how many pods may be too many, and too few, while a deployment rolls."""
+    for name, value in rolling.items():
+        field = f"spec.strategy.rollingUpdate.{name}"
+        if isinstance(value, str) and not re.fullmatch(r"\d+%", value):
+            yield failures.invalid_value(field, json.dumps(value), _PERCENT_RULE)
+        elif not isinstance(value, str) and value < 0:
+            yield failures.invalid_value(field, str(value), "must be greater than or equal to 0")
+    if {str(value).rstrip("%") for value in rolling.values()} == {"0"} and len(rolling) == 2:
+        text = "may not be 0 when `maxSurge` is 0"
+        field = "spec.strategy.rollingUpdate.maxUnavailable"
+        yield failures.invalid_value(field, json.dumps(rolling["maxUnavailable"]), text)
 
 
 def _check_job(
@@ -232,6 +248,31 @@ def _check_autoscaler(spec: Object) -> Iterator[failures.FieldError]:
     for name in ("kind", "name"):
         if not (spec.get("scaleTargetRef") or {}).get(name):
             yield failures.required(f"spec.scaleTargetRef.{name}")
+    for n, metric in enumerate(spec.get("metrics") or ()):
+        yield from _check_metric(metric, f"spec.metrics[{n}]")
+
+
+def _check_metric(metric: Object, path: str) -> Iterator[failures.FieldError]:
+    """Yield the mistakes of what an autoscaler is to follow; of the kinds of metrics only resources are checked."""
+    if not metric.get("type"):
+        yield failures.required(f"{path}.type", "must specify a metric source type")
+    if metric.get("type") != "Resource":
+        return
+    source, place = metric.get("resource"), f"{path}.resource"
+    if source is None:
+        yield failures.required(place, "must populate information for the given metric source")
+        return
+    target = source.get("target") or {}
+    if not source.get("name"):
+        yield failures.required(f"{place}.name", "must specify a resource name")
+    if not target.get("type"):
+        yield failures.required(f"{place}.target.type", "must specify a metric target type")
+    if target.get("type") not in _TARGET_TYPES:
+        text, shown = "must be either Utilization, Value, or AverageValue", target.get("type", "")
+        yield failures.invalid_value(f"{place}.target.type", json.dumps(shown), text)
+    if "averageUtilization" not in target and "averageValue" not in target:
+        text = "must set either a target raw value or a target utilization"
+        yield failures.required(f"{place}.target.averageUtilization", text)
 
 
 def _check_role_reference(item: Object, old: Object) -> Iterator[failures.FieldError]:
@@ -249,6 +290,9 @@ def _check_service(spec: Object, old: Object | None) -> Iterator[failures.FieldE
     for n, port in enumerate(ports):
         if len(ports) > 1 and not port.get("name"):
             yield failures.required(f"spec.ports[{n}].name")
+        if not 0 < (number := port.get("port") or 0) <= _LAST_PORT:
+            text = f"must be between 1 and {_LAST_PORT}, inclusive"
+            yield failures.invalid_value(f"spec.ports[{n}].port", str(number), text)
     if not ports and spec.get("clusterIP") != "None" and spec["type"] != "ExternalName":
         yield failures.required("spec.ports")
     before = (old or {}).get("clusterIP")

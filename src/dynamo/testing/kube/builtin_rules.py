@@ -204,7 +204,8 @@ def _fill_stateful_set(item: Object, old: Object | None, objects: store.Store) -
     _fill(spec, {"replicas": 1, "podManagementPolicy": "OrderedReady", "updateStrategy": strategy,
                  "revisionHistoryLimit": 10, "persistentVolumeClaimRetentionPolicy": retention})  # fmt: skip
     for claim in spec.get("volumeClaimTemplates") or ():
-        _fill(claim, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "spec": {}})
+        head = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {}}
+        _fill(claim, {**head, "spec": {}})
         _fill(claim["spec"], {"volumeMode": "Filesystem"})
         _fill(claim, {"status": {"phase": "Pending"}})
     _fill(item, {"status": {"replicas": 0, "availableReplicas": 0}})

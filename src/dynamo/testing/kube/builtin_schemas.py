@@ -25,6 +25,9 @@ _GO_TYPES = {dict: "object", list: "array", str: "string", int: "number", float:
              bool: "bool"}  # fmt: skip
 
 
+_BASE64 = re.compile(r"([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
+
+
 class WrongType(Exception):
     """A value that does not fit its field, in the words of Go's decoder."""
 
@@ -78,6 +81,11 @@ def keep_known(api_version: str, item: Object, kind: str) -> tuple[Object, list[
             if name == "metadata" or name in kept}, unknown  # fmt: skip
 
 
+def check_metadata(metadata: Object | None) -> None:
+    """Refuse metadata with a value of a wrong type. Raises WrongType."""
+    _decode(metadata, "v1.ObjectMeta", "ObjectMeta", "", [])
+
+
 def _decode(value: Any, type_: str, struct: str, path: str, unknown: list[str]) -> Any:
     """Return a value of this type, at this path of a Go struct; map keys stand in brackets there."""
     if value is None or not type_:
@@ -90,16 +98,26 @@ def _decode(value: Any, type_: str, struct: str, path: str, unknown: list[str]) 
         found = (
             f"number {value}" if isinstance(value, float) and expected is int else go_type(value)
         )
-        raise WrongType(f"{found} into Go struct field {struct}.{field} of type {shown}")
+        raise WrongType(
+            f"json: cannot unmarshal {found} into Go struct field {struct}.{field} of type {shown}"
+        )
     if is_list:
+        below = type_[2:]
+        empty: Any = {"": None, "string": ""}.get(below, 0 if below in _SCALARS else {})
         return [
-            _decode(item, type_[2:], struct, f"{path}[{n}]", unknown)
+            _decode(empty if item is None else item, below, struct, f"{path}[{n}]", unknown)
             for n, item in enumerate(value)
         ]
     if is_map:
         below = type_.removeprefix("map[string]")
+        has_bytes = not below and path in ("data", "binaryData")
+        if has_bytes:
+            _check_bytes(value, f"{struct}.{path}")
+        empty = "" if has_bytes or below == "string" else None
         return {
-            key: _decode(child, below, struct, f"{path}[{key}]", unknown)
+            key: empty
+            if child is None
+            else _decode(child, below, struct, f"{path}[{key}]", unknown)
             for key, child in value.items()
         }
     fields = _read("builtin_fields.json").get(type_)
@@ -110,5 +128,17 @@ def _decode(value: Any, type_: str, struct: str, path: str, unknown: list[str]) 
     return {
         name: _decode(child, fields[name], name_of_type, f"{path}.{name}".lstrip("."), unknown)
         for name, child in value.items()
-        if name in fields
+        if name in fields and child is not None
     }
+
+
+def _check_bytes(values: Object, field: str) -> None:
+    """Refuse what is no base64 in a secret or config map. Raises WrongType."""
+    for value in values.values():
+        if not isinstance(value, str | None):
+            found = f"{go_type(value)} into Go struct field {field} of type []uint8"
+            raise WrongType(f"json: cannot unmarshal {found}")
+        plain = re.sub(r"[\r\n]", "", value or "")
+        if not _BASE64.fullmatch(plain):
+            begin = re.match(r"[A-Za-z0-9+/]*", plain)
+            raise WrongType(f"illegal base64 data at input byte {begin.end() if begin else 0}")

@@ -126,6 +126,7 @@ async def run_cluster(
         *(garbage.GarbageCollector(served), garbage.Namespaces(served), definer),
         *(workloads.Deployments(served), workloads.ReplicaSets(served), workloads.Jobs(served)),
         *(workloads.StatefulSets(served), services.EndpointSlices(served), services.Claims(served)),
+        garbage.Events(served),
     )
     control = controllers.ControllerLoop(objects, built_in, clocks.SystemClock())
     if listener is not None:

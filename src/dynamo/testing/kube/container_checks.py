@@ -58,6 +58,21 @@ def _check_volumes(volumes: Sequence[Object], path: str) -> Iterator[failures.Fi
         if name in names:
             yield failures.duplicate(where, _show(name))
         names.add(name)
+        for kind in ("configMap", "secret"):
+            for m, entry in enumerate((volume.get(kind) or {}).get("items") or ()):
+                where = f"{path}[{n}].{kind}.items[{m}]"
+                for field in ("key", "path"):
+                    if not entry.get(field):
+                        yield failures.required(f"{where}.{field}")
+                yield from _check_descending(entry.get("path") or "", f"{where}.path")
+
+
+def _check_descending(target: str, field: str) -> Iterator[failures.FieldError]:
+    """Yield the mistakes of a path that may not leave its volume."""
+    if target.startswith("/"):
+        yield failures.invalid_value(field, _show(target), "must be a relative path")
+    if ".." in target.split("/"):
+        yield failures.invalid_value(field, _show(target), "must not contain '..'")
 
 
 def _check_container(
@@ -108,6 +123,7 @@ def _check_mounts(
         elif target in paths:
             yield failures.invalid_value(f"{where}.mountPath", _show(target), "must be unique")
         paths.add(target)
+        yield from _check_descending(mount.get("subPath") or "", f"{path}.subPath")
 
 
 def _check_choice(

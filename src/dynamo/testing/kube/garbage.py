@@ -1,13 +1,16 @@
-"""Garbage collection by owner references, and the end of namespaces."""
+"""Garbage collection by owner references, the end of namespaces, and that of events."""
 
 import collections
 from collections.abc import Hashable, Iterable
+from datetime import datetime
 from typing import Any, cast
 
-from dynamo.testing.kube import api, failures, metadata, resources, store
+from dynamo.testing.kube import api, builtin_rules, failures, metadata, resources, store
 
 Object = dict[str, Any]
 _NAMESPACES = ("", "namespaces")
+_EVENTS = ("", "events")
+_EVENT_S = 3600.0  # as an API server keeps them by default
 _FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
 
 
@@ -192,6 +195,33 @@ class Namespaces:
                 except failures.ApiError as error:
                     if error.code != 409:
                         raise
+
+
+class Events:
+    """Deletes events an hour after their last write. A key is an event."""
+
+    def __init__(self, served: api.Api) -> None:
+        self._api = served
+
+    def keys_of(self, change: store.Change) -> Iterable[Hashable]:
+        """Return the event that was written."""
+        if change.table == _EVENTS and change.type != "DELETED":
+            yield change.item["metadata"]["namespace"], change.item["metadata"]["name"]
+
+    async def reconcile(self, key: Hashable) -> float | None:
+        """Delete one event, or return after how many seconds it is to be."""
+        namespace, name = cast("store.Name", key)
+        item = self._api.store.get(_EVENTS, (namespace, name))
+        if item is None:
+            return None
+        meta, limit = item["metadata"], builtin_rules.timestamp_after(-_EVENT_S)
+        writes = [entry.get("time") or "" for entry in meta.get("managedFields") or ()]
+        written_at = max(meta["creationTimestamp"], *writes, "")
+        if written_at > limit:
+            age = datetime.fromisoformat(written_at) - datetime.fromisoformat(limit)
+            return age.total_seconds()
+        await self._api.delete(self._api.registry.require(*_EVENTS), namespace, name)
+        return None
 
 
 def _ending_conditions(

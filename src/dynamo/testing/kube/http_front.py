@@ -24,6 +24,7 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 MAX_BODY_BYTES = 3 * 2**20
+_UNREAD_S = 4 * 3600.0  # for which a log may wait for its reader, as with a kubelet
 _POLICIES = ("Foreground", "Background", "Orphan")
 _VERSION = {
     "major": "1",
@@ -52,7 +53,9 @@ class HttpFront:
         self.pod_handler: PodHandler | None = None
         self.pod_metrics: autoscaling.PodMetrics | None = None
         self.host = ""
-        limits = parser.HttpLimits(body_bytes=MAX_BODY_BYTES, write_buffer_bytes=64 * 2**20)
+        limits = parser.HttpLimits(
+            body_bytes=MAX_BODY_BYTES, write_buffer_bytes=64 * 2**20, request_s=_UNREAD_S
+        )
         self._server, self._outer_server = (
             server.HttpServer(
                 self.answer, limits=limits, tls=tls, error_body=_error_body, takes_upgrades=True
@@ -271,7 +274,7 @@ class HttpFront:
     async def _list(self, call: calls.ApiCall, resource: resources.ApiResource) -> None:
         query = call.query
         test = self.api.make_test(resource, query.get("labelSelector"), query.get("fieldSelector"))
-        limit, token = query.number("limit") or 0, query.get("continue")
+        limit, token = max(query.number("limit") or 0, 0), query.get("continue")
 
         def position(item: Object) -> str:
             """Return the place of an object in a list: its name, after the namespace in a list of all."""
@@ -363,8 +366,13 @@ class HttpFront:
 
     async def _bind_or_evict(self, call: calls.ApiCall, resource: resources.ApiResource) -> None:
         body = call.decode(resource)
+        _check_object(body, resource, call)
         if call.subresource == "binding":
-            await self.api.bind(call.namespace, call.name, body["target"]["name"])
+            node = (body.get("target") or {}).get("name")
+            if not node:
+                error = failures.required("target.name")
+                raise failures.invalid("Binding", call.name, [error])
+            await self.api.bind(call.namespace, call.name, node)
         else:
             options = api.DeleteOptions(
                 grace_s=(body.get("deleteOptions") or {}).get("gracePeriodSeconds")

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Hashable, Iterable
+import os
+import shutil
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from dynamo.testing.kube import (
     api,
@@ -22,8 +24,11 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 _PODS = ("", "pods")
+_CLAIMS = ("", "persistentvolumeclaims")
+_SOURCES = (("", "configmaps"), ("", "secrets"))  # of volumes
 _NAME = "laptop"
 _FOLLOW_S = 0.2
+_PIECE_BYTES = 2**16
 _CONDITIONS = (
     ("Ready", "True", "KubeletReady"),
     ("MemoryPressure", "False", "KubeletHasSufficientMemory"),
@@ -57,7 +62,7 @@ class Kubelet:
         self._node = node
         self._capacity = capacity
         self._runners: dict[str, pod_runner.PodRunner] = {}
-        self._endings: set[str] = set()
+        self._endings: dict[str, float] = {}  # the shortest grace period by uid
 
     @property
     def names(self) -> service_network.ServiceNetwork:
@@ -94,28 +99,31 @@ class Kubelet:
         await self._api.patch(nodes, "", _NAME, api.MERGE_PATCH, {"status": status}, options)
 
     def keys_of(self, change: store.Change) -> Iterable[Hashable]:
-        """Return the pod that changed; all unscheduled ones if a pod has gone."""
+        """Return the pod or claim that changed, and the pods that a change of another object may concern."""
+        if change.table in _SOURCES and change.type != "DELETED":
+            yield from map(
+                _key, self._api.store.list_items(_PODS, change.item["metadata"]["namespace"])
+            )
+        if change.table == _PODS or (change.table == _CLAIMS and change.type == "DELETED"):
+            yield _key(change.item)
         if change.table != _PODS:
             return
-        meta = change.item["metadata"]
-        yield meta["namespace"], meta["name"], meta["uid"]
-        if change.type == "DELETED":
+        if change.type == "DELETED" or _has_ended(change.item):
             for pod in self._api.store.list_items(_PODS):
                 if not pod["spec"].get("nodeName"):
-                    yield (
-                        pod["metadata"]["namespace"],
-                        pod["metadata"]["name"],
-                        pod["metadata"]["uid"],
-                    )
+                    yield _key(pod)
 
     async def reconcile(self, key: Hashable) -> float | None:
-        """Schedule, start or end one pod."""
+        """Schedule, start or end one pod, or remove what a claim that has gone had."""
         namespace, name, uid = cast("tuple[str, str, str]", key)
         pod = self._api.store.get(_PODS, (namespace, name))
         runner = self._runners.get(uid)
         if pod is None or pod["metadata"]["uid"] != uid:
             if runner is not None:
                 self._end(runner, 0)
+            else:
+                claimed = self._node.folder / "claims" / uid
+                await asyncio.to_thread(shutil.rmtree, claimed, ignore_errors=True)
         elif not pod["spec"].get("nodeName"):
             await self._schedule(pod)
         elif pod["metadata"].get("deletionTimestamp"):
@@ -124,10 +132,7 @@ class Kubelet:
                 self._end(runner, pod["metadata"].get("deletionGracePeriodSeconds", 30))
             elif uid not in self._endings:
                 await self._remove(pod)
-        elif runner is None and (pod.get("status") or {}).get("phase") not in (
-            "Succeeded",
-            "Failed",
-        ):
+        elif runner is None and not _has_ended(pod):
             self._runners[uid] = pod_runner.PodRunner(
                 pod,
                 self._node,
@@ -136,6 +141,7 @@ class Kubelet:
             )
         elif runner is not None:
             runner.pod = pod
+            runner.refresh_volumes()
         return None
 
     async def _schedule(self, pod: Object) -> None:
@@ -163,8 +169,7 @@ class Kubelet:
         """Return the resources of which too little is free for a pod."""
         used: dict[str, Decimal] = {}
         for candidate in self._api.store.list_items(_PODS):
-            is_over = (candidate.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-            if candidate["spec"].get("nodeName") and not is_over:
+            if candidate["spec"].get("nodeName") and not _has_ended(candidate):
                 _add_requests(used, candidate)
         desired: dict[str, Decimal] = {}
         _add_requests(desired, pod)
@@ -193,19 +198,19 @@ class Kubelet:
                 )
 
     def _end(self, runner: pod_runner.PodRunner, grace_s: float) -> None:
-        uid = runner.pod["metadata"]["uid"]
+        uid, name = runner.pod["metadata"]["uid"], runner.pod["metadata"]["name"]
         if uid not in self._endings:
-            self._endings.add(uid)
-            self._node.running.start(
-                f"end of {runner.pod['metadata']['name']}", self._finish(runner, grace_s)
-            )
+            self._node.running.start(f"end of {name}", self._finish(runner, grace_s))
+        elif grace_s < self._endings[uid]:
+            self._node.running.start(f"sooner end of {name}", runner.stop(grace_s))
+        self._endings[uid] = min(grace_s, self._endings.get(uid, grace_s))
 
     async def _finish(self, runner: pod_runner.PodRunner, grace_s: float) -> None:
         uid = runner.pod["metadata"]["uid"]
         await runner.stop(grace_s)
         await self._remove(runner.pod)
         self._runners.pop(uid, None)
-        self._endings.discard(uid)
+        self._endings.pop(uid, None)
 
     async def _remove(self, pod: Object) -> None:
         meta = pod["metadata"]
@@ -237,38 +242,79 @@ class Kubelet:
             return True
         if subresource != "log":
             return False
-        name = call.query.get("container") or pod["spec"]["containers"][0]["name"]
-        path = runner.log_path(name, is_previous=call.query.flag("previous")) if runner else None
-        if path is None or not path.exists():
+        name, is_previous = _container_of(call, pod), call.query.flag("previous")
+        path: Any = runner.log_path(name, is_previous=is_previous) if runner else None
+        if runner is None or not path.exists():
             text = f'container "{name}" in pod "{pod["metadata"]["name"]}" is waiting to start: ContainerCreating'
             raise failures.bad_request(text)
         call.exchange.start_stream(200, content_type="text/plain")
         call.exchange.send_head()
-        async for piece in _read_log(path, call, runner):
-            call.exchange.write(piece)
+        pid = None if is_previous else runner.processes().get(name)
+        with path.open("rb") as file:
+            await _send_log(call, file, lambda: pid and runner.processes().get(name) == pid)
         call.exchange.end()
         return True
 
 
-async def _read_log(
-    path: Any, call: calls.ApiCall, runner: pod_runner.PodRunner | None
-) -> AsyncIterator[bytes]:
-    content = await asyncio.to_thread(path.read_bytes)
-    position, tail = len(content), call.query.number("tailLines")
-    if tail is not None:
-        content = b"".join(content.splitlines(keepends=True)[-tail:] if tail else ())
-    yield content[: call.query.number("limitBytes")]
-    while call.query.flag("follow") and not call.exchange.is_closed:
-        await asyncio.sleep(_FOLLOW_S)
-        if not path.exists():
+def _key(pod: Object) -> tuple[str, str, str]:
+    meta = pod["metadata"]
+    return meta["namespace"], meta["name"], meta["uid"]
+
+
+def _has_ended(pod: Object) -> bool:
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def _container_of(call: calls.ApiCall, pod: Object) -> str:
+    """Return the container of which a request wants the log. Raises ApiError (400)."""
+    spec, pod_name, name = pod["spec"], pod["metadata"]["name"], call.query.get("container")
+    regular, first = (
+        [container["name"] for container in spec.get(field) or ()]
+        for field in ("containers", "initContainers")
+    )
+    if not name and len(regular) > 1:
+        choices = f"choose one of: [{' '.join(regular)}]"
+        text = f"a container name must be specified for pod {pod_name}, {choices}"
+        raise failures.bad_request(text)
+    if name and name not in (*regular, *first):
+        raise failures.bad_request(f"container {name} is not valid for pod {pod_name}")
+    return name or str(regular[0])
+
+
+async def _send_log(call: calls.ApiCall, file: BinaryIO, is_running: Callable[[], Any]) -> None:
+    """Send a log as fast as the client reads; one that is followed, until its container has ended."""
+    tail, remaining = call.query.number("tailLines"), call.query.number("limitBytes")
+    if tail is not None and tail >= 0:
+        await asyncio.to_thread(_seek_lines, file, tail)
+    while not call.exchange.is_closed and remaining != 0:
+        is_over = not (call.query.flag("follow") and is_running())
+        piece = file.read(min(_PIECE_BYTES, remaining or _PIECE_BYTES))
+        await call.exchange.send(piece)
+        if remaining is not None:
+            remaining -= len(piece)
+        if not piece and is_over:
             return
-        with path.open("rb") as file:
-            file.seek(position)
-            piece = file.read()
-        position += len(piece)
-        yield piece
-        if not piece and runner is not None and runner.is_stopping:
+        if not piece:
+            await asyncio.sleep(_FOLLOW_S)
+            if os.fstat(file.fileno()).st_size < file.tell():  # it was emptied
+                file.seek(0)
+
+
+def _seek_lines(file: BinaryIO, count: int) -> None:
+    """Go to the last lines of a file, which is read from its end."""
+    end = file.seek(0, os.SEEK_END)
+    if not count or not end:
+        return
+    file.seek(end - 1)
+    end -= file.read(1) == b"\n"
+    while end:
+        begin = file.seek(max(end - _PIECE_BYTES, 0))
+        _, *lines = file.read(end - begin).rsplit(b"\n", count)
+        if len(lines) == count:
+            file.seek(end - len(b"\n".join(lines)))
             return
+        count, end = count - len(lines), begin
+    file.seek(0)
 
 
 def _add_requests(amounts: dict[str, Decimal], pod: Object) -> None:

@@ -60,19 +60,14 @@ def timestamp() -> str:
 def check_types(body: Object, resource: resources.ApiResource) -> None:
     """Refuse metadata that cannot be decoded. Raises ApiError (400)."""
     metadata = body.get("metadata")
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict):
+    if metadata is not None and not isinstance(metadata, dict):
         found = builtin_schemas.go_type(metadata)
         text = f"{found} into Go struct field .metadata of type v1.ObjectMeta"
         raise failures.undecodable(resource, f"json: cannot unmarshal {text}")
-    for field in ("labels", "annotations"):
-        values = metadata.get(field)
-        for value in values.values() if isinstance(values, dict) else ():
-            if not isinstance(value, str):
-                found = builtin_schemas.go_type(value)
-                text = f"{found} into Go struct field ObjectMeta.{field} of type string"
-                raise failures.undecodable(resource, f"json: cannot unmarshal {text}")
+    try:
+        builtin_schemas.check_metadata(metadata)
+    except builtin_schemas.WrongType as error:
+        raise failures.undecodable(resource, str(error)) from error
 
 
 def unknown_fields(body: Object) -> list[str]:
@@ -87,12 +82,19 @@ def owner_reference(item: Object) -> Object:
             "controller": True, "blockOwnerDeletion": True}  # fmt: skip
 
 
+def _without_null(value: Any) -> Any:
+    """Return labels or annotations with empty texts for null, as a real server decodes it."""
+    if not isinstance(value, dict):
+        return value
+    return {key: "" if child is None else child for key, child in value.items()}
+
+
 def for_create(body: Object, resource: resources.ApiResource, namespace: str) -> Object:
     """Return the metadata of a new object."""
     given_metadata = body.get("metadata") or {}
     remaining = ("name", "generateName", "labels", "annotations", "ownerReferences", "finalizers")
     metadata = {
-        name: given_metadata[name]
+        name: _without_null(given_metadata[name])
         for name in remaining
         if given_metadata.get(name) not in (None, {}, [], "")
     }
@@ -114,7 +116,7 @@ def for_update(body: Object, old: Object) -> Object:
     metadata = {name: value for name, value in before.items() if name not in changeable}
     for name in changeable:
         if given_metadata.get(name):
-            metadata[name] = given_metadata[name]
+            metadata[name] = _without_null(given_metadata[name])
     if "managedFields" not in given_metadata and "managedFields" in before:
         metadata["managedFields"] = before["managedFields"]
     return metadata

@@ -2,7 +2,8 @@
 
 Bridges need root, or a user namespace of the cluster's, where its user is root: `enter_user_namespace`.
 
-A namespace lives as long as the pod's first process, so nothing of it is left when that is killed. The bridge is
+A namespace lives as long as the pod's first process, so nothing of it is left when that is killed, neither its network
+nor the mounts of its temporary folders. The bridge is
 removed at the end; one that a killed cluster left is removed by the next.
 """
 
@@ -17,7 +18,9 @@ import secrets
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Protocol
 
 from dynamo.base import errors
@@ -170,6 +173,33 @@ def enter_user_namespace(port: int) -> socket.socket | None:
             file.write(text)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     return listener
+
+
+def private_folders(own: Path, shared: list[Path]) -> Iterator[str]:
+    """Yield shell commands that give a pod folders of its own for temporary files, in which it sees the host's below.
+
+    `own` is where it keeps what it writes. Where the kernel makes no overlay, the pod writes into the host's folders.
+    """
+    places = dict.fromkeys(
+        Path(name).resolve() for name in ("/tmp", "/var/tmp", tempfile.gettempdir())
+    )
+    for number, place in enumerate(places):
+        if not place.is_dir() or not places.keys().isdisjoint(place.parents):
+            continue
+        upper, work, stage = (own / f"{number}-{name}" for name in ("upper", "work", "stage"))
+        layers = f"lowerdir={place},upperdir={upper},workdir={work}"
+        as_root = f"mount -t overlay -o '{layers}' none '{stage}' 2>/dev/null"
+        in_user_namespace = f"mount -t overlay -o '{layers},userxattr' none '{stage}'"
+        inner = [folder for folder in shared if folder != place and folder.is_relative_to(place)]
+        binds = [
+            f"mount --rbind '{f}' '{stage / f.relative_to(place)}'" for f in inner if f.exists()
+        ]
+        steps = [
+            f"{{ {as_root} || {in_user_namespace}; }}",
+            *binds,
+            f"mount --rbind '{stage}' '{place}'",
+        ]
+        yield f"mkdir -m 1777 '{upper}' && mkdir '{work}' '{stage}' && {{ {' && '.join(steps)} || true; }}"
 
 
 @contextlib.asynccontextmanager

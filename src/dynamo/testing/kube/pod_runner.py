@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,11 @@ _STABLE_S = 600.0
 _POLL_S = 0.02
 _MESSAGE_BYTES = 2048
 _RETRY_S = 2.0
+_LOG_CHECK_S = 10.0
+_MAX_LOG_BYTES = 64 * 2**20
 _RUN = 'exec "$@" >>"$LOG" 2>&1'  # with LOG and the working directory set by its caller
-_INHERITED = (
-    "PATH",
-    "LANG",
-    "LC_ALL",
-    "TZ",
-    "PYTHONPATH",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    "TMPDIR",
-)
+_INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
+              "TMPDIR")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,33 +52,6 @@ class NodeContext:
         for path in reversed(self.made_folders):
             with contextlib.suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
-
-
-def private_folders(own: Path, shared: list[Path]) -> Iterator[str]:
-    """Yield shell commands that give a pod folders of its own for temporary files, in which it sees the host's below.
-
-    `own` is where it keeps what it writes. Where the kernel makes no overlay, the pod writes into the host's folders.
-    """
-    places = dict.fromkeys(
-        Path(name).resolve() for name in ("/tmp", "/var/tmp", tempfile.gettempdir())
-    )
-    for number, place in enumerate(places):
-        if not place.is_dir() or not places.keys().isdisjoint(place.parents):
-            continue
-        upper, work, stage = (own / f"{number}-{name}" for name in ("upper", "work", "stage"))
-        layers = f"lowerdir={place},upperdir={upper},workdir={work}"
-        as_root = f"mount -t overlay -o '{layers}' none '{stage}' 2>/dev/null"
-        in_user_namespace = f"mount -t overlay -o '{layers},userxattr' none '{stage}'"
-        inner = [folder for folder in shared if folder != place and folder.is_relative_to(place)]
-        binds = [
-            f"mount --rbind '{f}' '{stage / f.relative_to(place)}'" for f in inner if f.exists()
-        ]
-        steps = [
-            f"{{ {as_root} || {in_user_namespace}; }}",
-            *binds,
-            f"mount --rbind '{stage}' '{place}'",
-        ]
-        yield f"mkdir -m 1777 '{upper}' && mkdir '{work}' '{stage}' && {{ {' && '.join(steps)} || true; }}"
 
 
 class PodRunner:
@@ -158,7 +124,7 @@ class PodRunner:
         own.mkdir(exist_ok=True)
         lines.append(f"mount -t tmpfs none '{own}'")
         of_host = [source for source, _ in mounts if not source.is_relative_to(self.folder)]
-        lines += private_folders(own, [*self._shared_folders(), *of_host])
+        lines += pod_network.private_folders(own, [*self._shared_folders(), *of_host])
         for source, target in mounts:
             self._make_mount_point(Path(target), is_folder=source.is_dir())
             if self._node.folder.is_relative_to(target):  # stays visible below a volume at /tmp
@@ -221,8 +187,11 @@ class PodRunner:
         if "hostPath" in volume:
             return Path(volume["hostPath"]["path"])
         if "persistentVolumeClaim" in volume:
-            claim = volume["persistentVolumeClaim"]["claimName"]
-            folder = self._node.folder / "claims" / self.pod["metadata"]["namespace"] / claim
+            name = volume["persistentVolumeClaim"]["claimName"]
+            claim = self._lookup("PersistentVolumeClaim", name)
+            if claim is None:
+                raise pods.MissingReference(f'persistentvolumeclaim "{name}" not found')
+            folder = self._node.folder / "claims" / claim["metadata"]["uid"]
         folder.mkdir(parents=True, exist_ok=True)
         for kind, part, name in (
             ("ConfigMap", "configMap", "name"),
@@ -231,6 +200,13 @@ class PodRunner:
             if part in volume:
                 self._write_files(folder, kind, volume[part], volume[part].get(name, ""))
         return folder
+
+    def refresh_volumes(self) -> None:
+        """Write what has changed of the config maps and secrets in volumes; what has gone stays there."""
+        for volume in self.pod["spec"].get("volumes") or () if self._mounted else ():
+            if "configMap" in volume or "secret" in volume:
+                with contextlib.suppress(pods.MissingReference):
+                    self._make_volume(volume)
 
     def _write_files(self, folder: Path, kind: str, source: Object, name: str) -> None:
         item = self._lookup(kind, name)
@@ -242,7 +218,10 @@ class PodRunner:
             if not paths or key in paths:
                 path = folder / paths.get(key, key)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(value)
+                if not path.exists() or path.read_bytes() != value:
+                    whole = path.with_name(f"..{path.name}")  # readers see one of both contents
+                    whole.write_bytes(value)
+                    whole.replace(path)
 
     def _inside(self, command: list[str], container: Object | None = None) -> list[str]:
         """Return a command that runs in the pod's namespaces, and among the processes of a container if it runs."""
@@ -354,16 +333,17 @@ class PodRunner:
         """Run a container until it ends; return its exit code, or None if it could not be started yet."""
         try:
             argv, environ = self._command(state.spec)
-            child = await self._start(
-                state.spec["name"], self._inside(container_init.command(argv)), environ
-            )
-        except pods.MissingReference as error:
-            state.state = {
-                "waiting": {"reason": "CreateContainerConfigError", "message": str(error)}
-            }
+            first = self._inside(container_init.command(argv))
+            child = await self._start(state.spec["name"], first, environ)
+        except (pods.MissingReference, OSError, ValueError) as error:  # ValueError: a NUL in it
+            kind = "Config" if isinstance(error, pods.MissingReference) else ""
+            waiting = {"reason": f"CreateContainer{kind}Error", "message": str(error)}
+            state.state = {"waiting": waiting}
             await self._report()
             return None
         self._children[state.spec["name"]] = child
+        if self.is_stopping:  # the other containers have been told
+            child.signal(signal.SIGKILL)
         state.state = {"running": {"startedAt": began}}
         state.is_started = "startupProbe" not in state.spec
         state.is_ready = not is_init and state.is_started and "readinessProbe" not in state.spec
@@ -371,17 +351,15 @@ class PodRunner:
         started = asyncio.Event()
         if state.is_started:
             started.set()
-        kinds = [
-            kind
-            for kind in ("startupProbe", "livenessProbe", "readinessProbe")
-            if kind in state.spec
-        ]
         probing = [
             self._node.running.start(
                 f"{kind} of {child.spec.name}", self._probe(state, kind, child, started)
             )
-            for kind in (() if is_init else kinds)
+            for kind in ("startupProbe", "livenessProbe", "readinessProbe")
+            if kind in state.spec and not is_init
         ]
+        bounding = self._bound_log(self.log_path(state.spec["name"]))
+        probing.append(self._node.running.start(f"log of {child.spec.name}", bounding))
         try:
             code = await child.wait()
         finally:
@@ -399,18 +377,12 @@ class PodRunner:
     ) -> None:
         """Run one probe until its container ends; the others begin as soon as that of the start has succeeded."""
         probe, count, clock = state.spec[kind], probes.ProbeCount(), self._node.clock
+        execute = functools.partial(self.execute, state.spec)
         await clock.sleep(probe.get("initialDelaySeconds", 0))
         if kind != "startupProbe":
             await started.wait()
         while not self.is_stopping or kind == "readinessProbe":
-            count.add(
-                await probes.check(
-                    probe,
-                    state.spec,
-                    self.address,
-                    lambda command: self.execute(state.spec, command),
-                )
-            )
+            count.add(await probes.check(probe, state.spec, self.address, execute))
             is_failed = count.failures >= probe.get("failureThreshold", 3)
             if kind == "startupProbe" and count.successes:
                 state.is_started, state.is_ready = True, "readinessProbe" not in state.spec
@@ -427,10 +399,20 @@ class PodRunner:
                 await self._report()
             await clock.sleep(probe.get("periodSeconds", 10))
 
+    async def _bound_log(self, path: Path) -> None:
+        """Empty the log of a container that runs whenever it is too long."""
+        while True:
+            await self._node.clock.sleep(_LOG_CHECK_S)
+            if os.stat(path).st_size > _MAX_LOG_BYTES:
+                os.truncate(path, 0)
+
     async def execute(self, container: Object, command: list[str]) -> int:
-        """Run a command in a container; return its exit code."""
+        """Run a command in a container, and end it if the caller waits no longer; return its exit code."""
         child = await self._start("exec", self._inside(command, container), self.environ(container))
-        return await child.wait()
+        try:
+            return await child.wait()
+        finally:
+            child.signal(signal.SIGKILL)
 
     async def open_command(
         self, container: Object, command: list[str]
@@ -469,8 +451,8 @@ class PodRunner:
         return process, own_end
 
     def processes(self) -> dict[str, int]:
-        """Return the first process of each running container."""
-        names = [state.spec["name"] for state in self.states]
+        """Return the first process of each running container, those before the start among them."""
+        names = [state.spec["name"] for state in (*self.inits, *self.states)]
         return {name: self._children[name].pid for name in names if name in self._children}
 
     async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -65,10 +65,16 @@ class PodStreams:
             self._streams.pop(f"data {request}")
             self._running.start("kubectl port-forward", self._forward(stream, errors_of))
 
+    def _attach(self, stream: spdy.SpdyStream, sink: asyncio.StreamWriter) -> None:
+        """Let the bytes of a stream go to `sink`, which ends if the client has gone meanwhile."""
+        stream.sink = sink
+        if self._call.exchange.is_closed:
+            sink.close()
+
     async def _forward(self, stream: spdy.SpdyStream, errors_of: spdy.SpdyStream | None) -> None:
         port = stream.headers.get("port", "")
         try:
-            reader, stream.sink = await self._runner.connect(int(port))
+            reader, writer = await self._runner.connect(int(port))
         except (OSError, ValueError) as error:
             stream.accept()
             stream.end()
@@ -76,6 +82,7 @@ class PodStreams:
                 text = f"failed to connect to localhost:{port} of the pod: {error}"
                 errors_of.end(text.encode())
             return
+        self._attach(stream, writer)
         stream.accept()
         with contextlib.suppress(OSError):
             await stream.copy_from(reader)
@@ -103,7 +110,7 @@ class PodStreams:
         process = await self._runner.open_command(self._container, command)
         assert process.stdin is not None
         if "stdin" in streams:
-            streams["stdin"].sink = process.stdin
+            self._attach(streams["stdin"], process.stdin)
         else:
             process.stdin.close()
         last.accept()
@@ -127,7 +134,7 @@ class PodStreams:
             lambda: _TypedInput(output.close), os.fdopen(os.dup(terminal), "wb", buffering=0)
         )
         if "stdin" in streams:
-            streams["stdin"].sink = asyncio.StreamWriter(typed, protocol, None, loop)
+            self._attach(streams["stdin"], asyncio.StreamWriter(typed, protocol, None, loop))
         streams["resize"].on_bytes = lambda data: _set_size(terminal, data)
         last.accept()
         try:

@@ -1,10 +1,13 @@
 """What a pod's specification and status say: readiness, ports, environment, phase and conditions. No I/O."""
 
 import base64
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from dynamo.testing.kube import builtin_rules
 
 Object = dict[str, Any]
 Lookup = Callable[[str, str], Object | None]  # kind and name in the pod's namespace → object
@@ -80,7 +83,7 @@ def environment(pod: Object, container: Object, address: str, lookup: Lookup) ->
         reference = source.get("configMapRef") or source.get("secretRef") or {}
         content = _data(kind, reference, lookup)
         prefix = source.get("prefix", "")
-        variables.update({prefix + name: value.decode() for name, value in content.items()})
+        variables.update({prefix + name: _text(value) for name, value in content.items()})
     for entry in container.get("env") or ():
         source = entry.get("valueFrom")
         if source is None:
@@ -98,8 +101,7 @@ def _referenced(
     if "fieldRef" in source:
         return read_field(pod, source["fieldRef"]["fieldPath"], address)
     if "resourceFieldRef" in source:
-        kind, _, name = source["resourceFieldRef"]["resource"].partition(".")
-        return str(((container.get("resources") or {}).get(kind) or {}).get(name, "0"))
+        return _count_resource(container, source["resourceFieldRef"])
     kind = "ConfigMap" if "configMapKeyRef" in source else "Secret"
     reference = source.get("configMapKeyRef") or source["secretKeyRef"]
     content, key = _data(kind, reference, lookup), reference["key"]
@@ -108,7 +110,20 @@ def _referenced(
             return None
         place = f"{kind} {reference['name']}"
         raise MissingReference(f"couldn't find key {key} in {place}")
-    return content[key].decode()
+    return _text(content[key])
+
+
+def _text(value: bytes) -> str:
+    """Return what stands for these bytes in the environment of a process; they need not be text."""
+    return value.decode("utf-8", "surrogateescape")
+
+
+def _count_resource(container: Object, reference: Object) -> str:
+    """Return an amount of a container's resources in whole cores or bytes, or in whole divisors, rounded up."""
+    kind, _, name = reference["resource"].partition(".")
+    amount = ((container.get("resources") or {}).get(kind) or {}).get(name, "0")
+    divisor = builtin_rules.parse_quantity(reference.get("divisor") or "1") or 1
+    return str(math.ceil(builtin_rules.parse_quantity(amount) / divisor))
 
 
 def _data(kind: str, reference: Object, lookup: Lookup) -> dict[str, bytes]:
@@ -148,10 +163,10 @@ def read_field(pod: Object, path: str, address: str) -> str:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` by the variable, where there is one, and `$$(` by `$(`."""
+    """Replace `$(NAME)` by the variable, where there is one, and `$$` by `$`."""
     return re.sub(
-        r"\$(\$)?\((\w+)\)",
-        lambda match: f"$({match[2]})" if match[1] else variables.get(match[2], match[0]),
+        r"\$(?:\$|\(([^)]*)\))",
+        lambda match: "$" if match[1] is None else variables.get(match[1], match[0]),
         text,
     )
 
@@ -199,8 +214,7 @@ def status_of(
         "startTime": before.get("startTime", now),
         "hostIP": "127.0.0.1",
         "hostIPs": [{"ip": "127.0.0.1"}],
-        "podIP": address,
-        "podIPs": [{"ip": address}],
+        **({"podIP": address, "podIPs": [{"ip": address}]} if address else {}),
         "conditions": conditions,
         "containerStatuses": [state.status(uid) for state in states],
     }

@@ -36,6 +36,12 @@ def command_of(container: Object) -> list[str] | None:
     return None
 
 
+_FAILURES = (  # of the connection, of what answers there, and of a command whose variables have gone
+    *(OSError, TimeoutError, ValueError, IndexError, pods.MissingReference),
+    *(asyncio.IncompleteReadError, asyncio.LimitOverrunError),
+)
+
+
 @dataclass(slots=True)
 class ProbeCount:
     """How often in a row a probe has succeeded or failed."""
@@ -51,7 +57,7 @@ class ProbeCount:
 
 async def check(probe: Object, container: Object, address: str, execute: Execute) -> bool:
     """Run a probe once; a failure of any kind, or too long a wait, is False."""
-    with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+    with contextlib.suppress(*_FAILURES):
         async with asyncio.timeout(probe.get("timeoutSeconds", 1)):
             if "exec" in probe:
                 return await execute(probe["exec"]["command"]) == 0

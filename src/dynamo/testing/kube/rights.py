@@ -90,8 +90,8 @@ class Authority:
             why = f'User "{user.name}" cannot impersonate resource "users" in API group "" at the cluster scope'
             raise failures.ApiError(403, "Forbidden", f'users "{impersonated}" is forbidden: {why}')
         groups = [text.strip() for text in headers.get("impersonate-group", "").split(",") if text]
-        if impersonated.startswith(f"{_ACCOUNT}:"):
-            return account_user(*impersonated.split(":")[2:4])
+        if impersonated.startswith(f"{_ACCOUNT}:") and impersonated.count(":") == 3:
+            return account_user(*impersonated.split(":")[2:])
         return User(impersonated, (*groups, _AUTHENTICATED))
 
     def _find_user(self, token: str) -> User:

@@ -33,7 +33,8 @@ class ServiceNetwork:
         self._network = network
         self._running = running
         self._pods: dict[Path, tuple[str, str]] = {}  # namespace and first lines by hosts file
-        self._listeners: dict[tuple[str, str], dict[int, asyncio.Server]] = {}  # by service
+        # by service, port and its name
+        self._listeners: dict[tuple[str, str], dict[tuple[int, str], asyncio.Server]] = {}
         self._addresses: dict[tuple[str, str], str] = {}
         self._turns = itertools.count()
 
@@ -87,30 +88,35 @@ class ServiceNetwork:
     def _endpoints(self, *, namespace: str, name: str) -> Iterator[Object]:
         for item in self._objects.list_items(_SLICES, namespace):
             if (item["metadata"].get("labels") or {}).get(_SERVICE_LABEL) == name:
-                for endpoint in item["endpoints"]:
-                    if endpoint["conditions"].get("ready"):
-                        yield {**endpoint, "ports": item["ports"]}
+                for endpoint in item.get("endpoints") or ():
+                    if (endpoint.get("conditions") or {}).get("ready", True):
+                        yield {**endpoint, "ports": item.get("ports") or ()}
 
     async def _listen(self, key: tuple[str, str]) -> None:
         service = self._objects.get(_SERVICES, key)
         spec = service["spec"] if service is not None else {}
         address = spec.get("clusterIP", "None")
-        if self._addresses.get(key, "None") != address and address != "None":
+        has_moved = key in self._addresses and self._addresses[key] != address
+        ports = {
+            (port["port"], port.get("name", ""))
+            for port in spec.get("ports") or ()
+            if port.get("protocol", "TCP") == "TCP"
+        }
+        listeners = self._listeners.setdefault(key, {})
+        for entry in listeners.keys() - (set() if has_moved else ports):
+            listeners.pop(entry).close()
+        if has_moved:  # the service is gone, or another one of its name
+            await self._network.set_service_address(self._addresses.pop(key), is_present=False)
+        if address != "None" and key not in self._addresses:
             await self._network.set_service_address(address, is_present=True)
             self._addresses[key] = address
-        ports = {port["port"]: port.get("name", "") for port in spec.get("ports") or ()}
-        listeners = self._listeners.setdefault(key, {})
-        for port in listeners.keys() - ports.keys():
-            listeners.pop(port).close()
-        for port in ports.keys() - listeners.keys() if key in self._addresses else ():
-            listeners[port] = await asyncio.start_server(
-                functools.partial(self._start_forwarding, key, ports[port]),
-                self._addresses[key],
-                port,
+        for number, name in ports - listeners.keys() if key in self._addresses else ():
+            forward = functools.partial(self._start_forwarding, key, name)
+            listeners[number, name] = await asyncio.start_server(
+                forward, self._addresses[key], number
             )
-        if service is None and key in self._addresses:
+        if service is None:
             del self._listeners[key]
-            await self._network.set_service_address(self._addresses.pop(key), is_present=False)
 
     def _start_forwarding(
         self,
@@ -133,7 +139,7 @@ class ServiceNetwork:
             (endpoint["addresses"][0], entry["port"])
             for endpoint in self._endpoints(namespace=key[0], name=key[1])
             for entry in endpoint["ports"]
-            if entry["name"] == port and entry["port"]
+            if entry.get("name", "") == port and entry.get("port")
         ]
         try:
             if not targets:

@@ -67,7 +67,7 @@ class SpdyStream:
     async def copy_from(self, reader: asyncio.StreamReader) -> None:
         """Send all that a reader gives, and end the stream."""
         while data := await reader.read(_PIECE_BYTES):
-            self.write(data)
+            await self._session.send_paced(self._number, data)
         self.end()
 
     def receive(self, data: bytes, *, is_last: int) -> bool:
@@ -96,6 +96,7 @@ class SpdySession:
         self._received = bytearray()
         self._inflater = zlib.decompressobj(zdict=_DICTIONARY)
         self._deflater = zlib.compressobj(zdict=_DICTIONARY)
+        self._is_sending = asyncio.Lock()
 
     def receive(self, data: bytes) -> None:
         """Take bytes of the connection; they may end anywhere in a frame."""
@@ -151,6 +152,12 @@ class SpdySession:
     def send(self, number: int, data: bytes, flags: int = 0) -> None:
         """Send bytes of a stream."""
         self._exchange.write(struct.pack(">II", number, flags << 24 | len(data)) + data)
+
+    async def send_paced(self, number: int, data: bytes) -> None:
+        """Send bytes of a stream, as fast as the client reads; it is cut off when too much waits for it."""
+        async with self._is_sending:
+            self.send(number, data)
+            await self._exchange.send(b"")
 
     def _send_control(self, kind: int, body: bytes) -> None:
         self._exchange.write(struct.pack(">HHI", 0x8003, kind, len(body)) + body)

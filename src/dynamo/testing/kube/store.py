@@ -44,9 +44,8 @@ class Store:
         return self._tables.get(table, {}).get(name)
 
     def list_items(self, table: Table, namespace: str = "") -> list[Object]:
-        """Return the objects of a table, of one namespace or of all, ordered by namespace and name."""
-        items = self._tables.get(table, {})
-        return [items[name] for name in sorted(items) if not namespace or name[0] == namespace]
+        """Return the objects of a table, of one namespace or of all, ordered as `_sort` does."""
+        return _sort(self._tables.get(table, {}), namespace)
 
     def list_at(self, table: Table, namespace: str, revision: int) -> list[Object]:
         """Return the objects of a table as they were. Raises ApiError (410) if the history is too short."""
@@ -62,7 +61,7 @@ class Store:
                     items.pop(name, None)
                 else:
                     items[name] = change.previous
-        return [items[name] for name in sorted(items) if not namespace or name[0] == namespace]
+        return _sort(items, namespace)
 
     def tables(self) -> list[Table]:
         """Return the tables that hold objects."""
@@ -117,6 +116,12 @@ class Store:
         self._history.append(change)
         for subscriber in tuple(self._subscribers):
             subscriber(change)
+
+
+def _sort(items: dict[Name, Object], namespace: str) -> list[Object]:
+    """Return the objects of a namespace or of all, ordered by `namespace/name`, by which pages of lists go on."""
+    names = [name for name in items if not namespace or name[0] == namespace]
+    return [items[name] for name in sorted(names, key="/".join)]
 
 
 def _name(item: Object) -> Name:

@@ -168,10 +168,10 @@ def read_json_path(item: Any, path: str) -> Any:
 def age(text: str) -> str:
     """Return the time since a timestamp as kubectl shows it."""
     try:
-        then = datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
+        then = datetime.fromisoformat(str(text).replace("Z", "+00:00"))
+        seconds = int((datetime.now(UTC) - then).total_seconds())
+    except (ValueError, TypeError):  # TypeError: without a time zone
         return "<invalid>"
-    seconds = int((datetime.now(UTC) - then).total_seconds())
     if seconds < 120:
         return f"{max(seconds, 0)}s"
     minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
@@ -310,8 +310,8 @@ def _targets(item: Object, spec: Object, status: Object) -> str:
     for metric in spec.get("metrics") or ():
         if metric["type"] == "Resource":
             name, target = metric["resource"]["name"], metric["resource"]["target"]
-            field = f"average{target['type'].removeprefix('Average')}"
-            unit = "%" if target["type"] == "Utilization" else ""
+            field = "averageValue" if "averageValue" in target else "averageUtilization"
+            unit = "" if field == "averageValue" else "%"
             value = f"{current[name][field]}{unit}" if name in current else "<unknown>"
             parts.append(f"{name}: {value}/{target[field]}{unit}")
     return ", ".join(parts) or "<none>"
@@ -383,7 +383,9 @@ _CELLS: dict[tuple[str, str], Reader | str] = {  # a path stands for the value t
     ("events", "Type"): ".type",
     ("events", "Reason"): ".reason",
     ("events", "Object"): _object_of_event,
-    ("events", "Subobject"): lambda i, spec, st: i["involvedObject"].get("fieldPath", ""),
+    ("events", "Subobject"): lambda i, spec, st: (i.get("involvedObject") or {}).get(
+        "fieldPath", ""
+    ),
     ("events", "Source"): _source_of_event,
     ("events", "Message"): ".message",
     ("events", "First_Seen"): _first_seen,

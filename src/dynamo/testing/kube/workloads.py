@@ -356,13 +356,19 @@ class StatefulSets(Workload):
 
     async def _shrink(self, item: Object, by_number: dict[int, Object], revision: str) -> None:
         """Remove the highest pod that is too many or of an older template, one after the other."""
-        if any(pod["metadata"].get("deletionTimestamp") for pod in by_number.values()):
+        is_whole = by_number.keys() >= set(range(item["spec"]["replicas"]))
+        if not is_whole or any(p["metadata"].get("deletionTimestamp") for p in by_number.values()):
             return
-        for number in sorted(by_number, reverse=True):
-            labels = by_number[number]["metadata"].get("labels") or {}
+        strategy = item["spec"]["updateStrategy"]
+        first = (strategy.get("rollingUpdate") or {}).get("partition", 0)
+        for number, pod in sorted(by_number.items(), reverse=True):
+            labels = pod["metadata"].get("labels") or {}
             is_old = labels.get("controller-revision-hash") != revision
-            if number >= item["spec"]["replicas"] or is_old:
-                await self.delete_pod(by_number[number])
+            is_updated = strategy["type"] != "OnDelete" and number >= first
+            if number >= item["spec"]["replicas"] or (is_old and is_updated):
+                await self.delete_pod(pod)
+                return
+            if not pods.is_ready(pod):  # where pods start in parallel
                 return
 
     async def _create(self, item: Object, number: int, revision: str) -> None:
@@ -370,12 +376,13 @@ class StatefulSets(Workload):
         name = f"{meta['name']}-{number}"
         claims = self.api.registry.require("", "persistentvolumeclaims")
         for claim in item["spec"].get("volumeClaimTemplates") or ():
-            claim_name = f"{claim['metadata']['name']}-{name}"
+            volume_name = claim["metadata"].get("name", "")
+            claim_name = f"{volume_name}-{name}"
             if self.api.store.get(claims.key, (meta["namespace"], claim_name)) is None:
                 body = {"metadata": {"name": claim_name}, "spec": claim["spec"]}
                 await self.api.create(claims, meta["namespace"], body)
             volume = {
-                "name": claim["metadata"]["name"],
+                "name": volume_name,
                 "persistentVolumeClaim": {"claimName": claim_name},
             }
             spec.setdefault("volumes", []).append(volume)
@@ -398,7 +405,10 @@ class Jobs(Workload):
             return None
         phases = [(pod.get("status") or {}).get("phase") for pod in owned]
         succeeded, failed = phases.count("Succeeded"), phases.count("Failed")
-        active = len(live_pods(owned))
+        live = live_pods(owned)
+        active = len(live)
+        restarts = sum(map(_count_restarts, live))
+        is_restarting = spec["template"]["spec"]["restartPolicy"] == "OnFailure" and restarts > 0
         status |= {
             "startTime": status.get("startTime") or metadata.timestamp(),
             "succeeded": succeeded,
@@ -410,12 +420,12 @@ class Jobs(Workload):
             status["conditions"] = [
                 make_condition(item, "Complete", True, "CompletionsReached", text)
             ]
-        elif failed > spec["backoffLimit"]:
+        elif failed > spec["backoffLimit"] or (is_restarting and restarts >= spec["backoffLimit"]):
             text = "Job has reached the specified backoff limit"
             status["conditions"] = [
                 make_condition(item, "Failed", True, "BackoffLimitExceeded", text)
             ]
-            for pod in live_pods(owned):
+            for pod in live:
                 await self.delete_pod(pod)
         else:
             missing = min(spec["parallelism"], spec["completions"] - succeeded) - active
@@ -428,6 +438,12 @@ class Jobs(Workload):
             item, {**status, "active": active, "ready": sum(map(pods.is_ready, owned))}
         )
         return None
+
+
+def _count_restarts(pod: Object) -> int:
+    status = pod.get("status") or {}
+    fields = ("initContainerStatuses", "containerStatuses")
+    return sum(state["restartCount"] for field in fields for state in status.get(field) or ())
 
 
 def _is_rested(pod: Object) -> bool:

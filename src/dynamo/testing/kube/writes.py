@@ -482,7 +482,7 @@ def find_unknown(resource: resources.ApiResource, item: Object) -> tuple[Object,
     try:
         item, findings = builtin_schemas.keep_known(resource.api_version, item, resource.kind)
     except builtin_schemas.WrongType as error:
-        raise failures.undecodable(resource, f"json: cannot unmarshal {error}") from error
+        raise failures.undecodable(resource, str(error)) from error
     return item, unknown + findings
 
 

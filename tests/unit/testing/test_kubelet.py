@@ -1,0 +1,499 @@
+"""The laptop's node: logs, ends and failures of pods, as a kubelet has them. No pod of these tests has a process."""
+
+import asyncio
+import errno
+import os
+import signal
+import types
+
+import pytest
+
+from dynamo.base import tasks
+from dynamo.runtime.http import exchange
+from dynamo.testing import clock as clocks
+from dynamo.testing.kube import (
+    api,
+    calls,
+    failures,
+    garbage,
+    kubelet,
+    pod_runner,
+    pod_streams,
+    pods,
+    probes,
+    resources,
+    rights,
+    spdy,
+    store,
+)
+from waiting import PATIENT_S, until
+
+PODS = ("", "pods")
+MAIN = {"name": "main", "image": "x:1"}
+
+
+def make_pod(name="p", *containers, phase="Running", **metadata):
+    head = {"namespace": "default", "name": name, "uid": f"uid-{name}", **metadata}
+    spec = {"containers": list(containers or [MAIN]), "restartPolicy": "Always"}
+    return {"metadata": head, "spec": spec, "status": {"phase": phase}}
+
+
+class Answer(exchange.Exchange):
+    """A request for a log, and the bytes with which it was answered."""
+
+    def __init__(self, query=""):
+        request = exchange.Request(
+            method="GET", path="/", query=query, headers={}, body=b"", peer="memory"
+        )
+        super().__init__(request, exchange.NoConnection(), lambda: None)
+        self.sent = b""
+
+    def start_stream(self, status, *, content_type, headers=()):
+        self.status = status
+
+    def send_head(self):
+        pass
+
+    def write(self, chunk):
+        self.sent += chunk
+
+    def end(self, chunk=b""):
+        self.sent += chunk
+
+
+class Runner:
+    """The runner of a pod with files for logs; `pids` are the processes of its containers."""
+
+    def __init__(self, folder, pod):
+        self.folder = folder
+        self.pod = pod
+        self.pids = {}
+        self.stops = []
+        self.is_stopping = False
+        self.has_ended = asyncio.Event()
+
+    def log_path(self, container, *, is_previous=False):
+        return self.folder / f"{container}.log{'.previous' if is_previous else ''}"
+
+    def processes(self):
+        return self.pids
+
+    def refresh_volumes(self):
+        pass
+
+    async def stop(self, grace_s):
+        self.stops.append(grace_s)
+        await self.has_ended.wait()
+
+
+@pytest.fixture
+def served():
+    objects = store.Store()
+    return api.Api(resources.ResourceRegistry(), objects, rights.Authority(objects, "token"))
+
+
+def make_node(served, running=None, *runners):
+    context = types.SimpleNamespace(running=running)
+    node = kubelet.Kubelet(served, context, kubelet.NodeCapacity())
+    node._runners.update({runner.pod["metadata"]["uid"]: runner for runner in runners})
+    return node
+
+
+async def read_log(runner, query="", answer=None):
+    answer = answer or Answer(query)
+    async with asyncio.timeout(PATIENT_S):
+        await make_node(None, None, runner).serve_pod(calls.ApiCall(answer), runner.pod, "log")
+    return answer.sent
+
+
+@pytest.mark.parametrize(
+    ("content", "query", "expected"),
+    [
+        (b"1\n22\n333\n", "tailLines=2", b"22\n333\n"),
+        (b"1\n22\n333", "tailLines=2", b"22\n333"),
+        (b"1\n22\n", "tailLines=5", b"1\n22\n"),
+        (b"\n\n\n", "tailLines=2", b"\n\n"),
+        (b"1\n22\n", "tailLines=0", b""),
+        (b"", "tailLines=3", b""),
+        (b"1\n22\n", "tailLines=-1", b"1\n22\n"),
+        (b"1\n22\n333\n", "tailLines=2&limitBytes=4", b"22\n3"),
+        (b"1\n22\n333\n", "", b"1\n22\n333\n"),
+    ],
+)
+async def test_log_has_its_last_lines_and_so_many_bytes(
+    content, query, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(kubelet, "_PIECE_BYTES", 2, raising=False)
+    (tmp_path / "main.log").write_bytes(content)
+
+    assert await read_log(Runner(tmp_path, make_pod()), query) == expected
+
+
+async def test_followed_log_ends_with_its_container(tmp_path, monkeypatch):
+    """So `kubectl logs -f` of a job returns, and so it does at a restart, which begins another log."""
+    monkeypatch.setattr(kubelet, "_FOLLOW_S", 0)
+    log = tmp_path / "main.log"
+    log.write_text("first words\n")
+    runner, answer = Runner(tmp_path, make_pod()), Answer("follow=true")
+    runner.pids = {"main": 7}
+    reading = asyncio.create_task(read_log(runner, answer=answer))
+    await until(lambda: answer.sent)
+    log.write_text("2\n")  # as after it was emptied
+    await until(lambda: answer.sent.endswith(b"2\n"))
+    with log.open("a") as file:
+        file.write("last\n")
+    log.replace(tmp_path / "main.log.previous")
+    log.write_text("of another process\n")
+    runner.pids = {"main": 8}
+
+    assert await reading == b"first words\n2\nlast\n"
+    assert await read_log(runner, "follow=true&previous=true") == b"2\nlast\n"
+    runner.pids = {}
+    assert await read_log(runner, "follow=true") == b"of another process\n"
+
+
+async def test_log_is_that_of_a_container_of_the_pod(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "main.log").write_text("of another pod\n")
+    runner = Runner(tmp_path / "own", make_pod())
+    with pytest.raises(failures.ApiError, match=r"container \.\./main is not valid for pod p"):
+        await read_log(runner, "container=../main")
+
+
+async def test_log_of_one_of_several_containers_is_asked_for_by_name(tmp_path):
+    runner = Runner(tmp_path, make_pod("p", MAIN, {"name": "side", "image": "x:1"}))
+    (tmp_path / "main.log").write_text("hello\n")
+
+    assert await read_log(runner, "container=main") == b"hello\n"
+    with pytest.raises(failures.ApiError, match=r"for pod p, choose one of: \[main side\]"):
+        await read_log(runner)
+
+
+async def test_forced_deletion_ends_a_pod_that_has_time_left(served, tmp_path):
+    times = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 600}
+    pod = make_pod(**times)
+    pod["spec"]["nodeName"] = "laptop"
+    key, place = ("default", "p", "uid-p"), ("default", "p")
+    async with tasks.Tasks() as running:
+        runner = Runner(tmp_path, pod)
+        node = make_node(served, running, runner)
+        served.store.put(PODS, pod)
+        for _ in range(2):
+            await node.reconcile(key)
+        await until(lambda: runner.stops)
+        served.store.delete(PODS, place)
+        for _ in range(2):
+            await node.reconcile(key)
+        await until(lambda: len(runner.stops) > 1)
+        runner.has_ended.set()
+        await until(lambda: not node._runners)
+
+    assert runner.stops == [600, 0]
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+async def test_pod_that_waits_for_room_is_scheduled_when_another_has_ended(served, phase):
+    served.store.put(PODS, make_pod("waiting", phase="Pending"))
+    changes = []
+    served.store.subscribe(changes.append)
+    served.store.put(PODS, make_pod("ended", phase=phase))
+    keys = make_node(served).keys_of(changes[0])
+
+    assert {name for _, name, _ in keys} == {"ended", "waiting"}
+
+
+async def test_data_of_a_claim_goes_with_it(served, tmp_path):
+    node, changes = make_node(served), []
+    node._node.folder = tmp_path
+    (tmp_path / "claims/uid-data").mkdir(parents=True)
+    claim = {"metadata": {"namespace": "default", "name": "p", "uid": "uid-data"}}
+    served.store.subscribe(changes.append)
+    served.store.put(PODS, make_pod())
+    served.store.put(("", "persistentvolumeclaims"), claim)
+    served.store.delete(("", "persistentvolumeclaims"), ("default", "p"))
+    keys = [list(node.keys_of(change)) for change in changes]
+    await node.reconcile(keys[2][0])
+
+    assert keys[1:] == [[], [("default", "p", "uid-data")]]
+    assert list((tmp_path / "claims").iterdir()) == []
+
+
+@pytest.mark.parametrize("answer", [b"hello\r\n\r\n", b"x" * 2**18])
+async def test_probe_of_what_is_no_http_server_fails(answer):
+    async def serve(reader, writer):
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        probe = {"httpGet": {"port": port}, "timeoutSeconds": PATIENT_S}
+
+        assert not await probes.check(probe, MAIN, "127.0.0.1", None)
+
+
+async def test_probe_whose_variables_have_gone_fails():
+    async def execute(command):
+        raise pods.MissingReference('configmap "words" not found')
+
+    assert not await probes.check({"exec": {"command": ["true"]}}, MAIN, "127.0.0.1", execute)
+
+
+class Child:
+    """A process that only a signal ends."""
+
+    pid = 7
+    spec = types.SimpleNamespace(name="p/main")
+
+    def __init__(self):
+        self.signals = []
+        self.is_awaited = False
+        self.has_ended = asyncio.Event()
+
+    async def wait(self):
+        self.is_awaited = True
+        await self.has_ended.wait()
+        return -signal.SIGKILL
+
+    def signal(self, number):
+        self.signals.append(number)
+        self.has_ended.set()
+
+
+@pytest.fixture
+async def runner(tmp_path):
+    """A pod's runner whose containers begin as `start` says."""
+    async with tasks.Tasks() as running:
+        made = pod_runner.PodRunner.__new__(pod_runner.PodRunner)
+        made.pod, made.folder, made.address, made.is_stopping = make_pod(), tmp_path, "", False
+        made.states, made.inits = [pods.ContainerState(MAIN)], []
+        made._children, made._sandbox, made._mounted = {}, None, []
+        made._node = types.SimpleNamespace(
+            running=running, clock=clocks.VirtualClock(), folder=tmp_path, pod_path="",
+            environ=lambda pod: {},
+        )  # fmt: skip
+        made._lookup = lambda kind, name: None
+        made.written = []
+        made._write_status = _note_status(made.written)
+        made._start = _no_start
+        yield made
+
+
+def _note_status(written):
+    async def write_status(pod, status):
+        written.append(status)
+
+    return write_status
+
+
+async def _no_start(name, argv, environ):
+    raise OSError(errno.E2BIG, os.strerror(errno.E2BIG))
+
+
+async def test_command_of_a_probe_ends_when_its_time_is_over(runner):
+    child = Child()
+
+    async def start(name, argv, environ):
+        return child
+
+    runner._start = start
+    probing = asyncio.create_task(runner.execute(MAIN, ["sleep", "infinity"]))
+    await until(lambda: child.is_awaited)
+    probing.cancel()
+    await asyncio.wait([probing])
+
+    assert child.signals == [signal.SIGKILL]
+
+
+async def test_status_says_why_a_container_cannot_be_started(runner):
+    (state,) = runner.states
+    state.spec = {**MAIN, "command": ["true"]}
+
+    assert await runner._run_once(state, "now", is_init=False) is None
+    waiting = runner.written[0]["containerStatuses"][0]["state"]["waiting"]
+    assert waiting["reason"] == "CreateContainerError"
+    assert "Argument list too long" in waiting["message"]
+
+
+async def test_container_that_begins_while_its_pod_ends_is_killed(runner):
+    child = Child()
+    (state,) = runner.states
+    state.spec = {**MAIN, "command": ["true"]}
+
+    async def start(name, argv, environ):
+        runner.is_stopping = True
+        return child
+
+    runner._start = start
+    async with asyncio.timeout(PATIENT_S):
+        assert await runner._run_once(state, "now", is_init=False) == 128 + signal.SIGKILL
+    assert child.signals == [signal.SIGKILL]
+
+
+async def test_log_of_a_container_before_the_start_is_followed_while_it_runs(runner):
+    first = {"name": "first", "image": "x:1"}
+    runner.inits = [pods.ContainerState(first)]
+    runner._children["first"] = Child()
+
+    assert runner.processes() == {"first": Child.pid}
+
+
+async def test_log_that_has_become_too_long_is_emptied(runner, monkeypatch):
+    monkeypatch.setattr(pod_runner, "_MAX_LOG_BYTES", 10)
+    path, clock = runner.log_path("main"), runner._node.clock
+    path.write_text("short\n")
+    runner._node.running.start("log", runner._bound_log(path))
+    await clock.advance(60)
+    kept = path.read_text()
+    path.write_text("too long for us\n")
+    await clock.advance(60)
+
+    assert (kept, path.read_text()) == ("short\n", "")
+
+
+async def test_status_of_a_pod_without_an_address_is_written(served):
+    """Else the status would not say what a volume lacks, for which the pod waits before it has an address."""
+    options = api.WriteOptions(manager="kubelet", subresource="status")
+    plural = served.registry.require("", "pods")
+    await served.create(
+        served.registry.require("", "namespaces"), "", garbage.new_namespace("default")
+    )
+    body = {"metadata": {"name": "p"}, "spec": {"containers": [MAIN]}}
+    pod = await served.create(plural, "default", body)
+    state = pods.ContainerState(MAIN, state={"waiting": {"reason": "CreateContainerConfigError"}})
+    status = pods.status_of(pod, [state], [], "", "2026-01-01T00:00:00Z")
+    written = await served.update(plural, "default", "p", {**pod, "status": status}, options)
+
+    assert written["status"]["containerStatuses"][0]["state"] == state.state
+    assert "podIP" not in written["status"]
+
+
+def test_volume_waits_for_its_claim_and_lasts_as_long(runner):
+    volume = {"name": "data", "persistentVolumeClaim": {"claimName": "models"}}
+    with pytest.raises(pods.MissingReference, match='persistentvolumeclaim "models" not found'):
+        runner._make_volume(volume)
+    folders = []
+    for uid in ("first", "first", "second"):
+        runner._lookup = lambda kind, name, uid=uid: {"kind": kind, "metadata": {"uid": uid}}
+        folders.append(runner._make_volume(volume))
+
+    assert folders[0] == folders[1] != folders[2]
+
+
+async def test_changed_config_map_is_written_to_the_volumes_of_running_pods(served, runner):
+    """So that a program that looks at its file takes a new configuration, as on a real cluster."""
+    served.store.put(PODS, make_pod())
+    served.store.put(PODS, make_pod("elsewhere", namespace="other"))
+    changes, metadata = [], {"namespace": "default", "name": "words"}
+    served.store.subscribe(changes.append)
+    runner._mounted = [(runner.folder / "volumes/words", "/words")]
+    runner.pod["spec"]["volumes"] = [{"name": "words", "configMap": {"name": "words"}}]
+    runner._lookup = lambda kind, name: served.find("v1", kind, "default", name)
+    seen = []
+    for text in ("hello", "goodbye"):
+        item = {"kind": "ConfigMap", "metadata": metadata, "data": {"greeting": text}}
+        served.store.put(("", "configmaps"), item)
+        runner.refresh_volumes()
+        seen += [path.read_text() for path in (runner.folder / "volumes/words").iterdir()]
+    served.store.delete(("", "configmaps"), ("default", "words"))
+    runner.refresh_volumes()
+    keys = [list(make_node(served).keys_of(change)) for change in changes]
+
+    assert seen == ["hello", "goodbye"]
+    assert keys == [[("default", "p", "uid-p")]] * 2 + [[]]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("$(NAME) and $(my.name-1)", "x and y"),
+        ("$(OTHER) $NAME $( $", "$(OTHER) $NAME $( $"),
+        ("$$(NAME) $$$(NAME)", "$(NAME) $x"),
+        ("echo $$", "echo $"),
+    ],
+)
+def test_references_to_variables_are_replaced_as_by_a_kubelet(text, expected):
+    assert pods.expand(text, {"NAME": "x", "my.name-1": "y"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [
+        ({"resource": "limits.cpu"}, "3"),
+        ({"resource": "limits.cpu", "divisor": "1m"}, "2500"),
+        ({"resource": "limits.memory", "divisor": "0"}, str(2**30)),
+        ({"resource": "requests.memory", "divisor": "1Mi"}, "512"),
+        ({"resource": "requests.cpu"}, "0"),
+    ],
+)
+def test_amounts_of_resources_are_whole_numbers(reference, expected):
+    amounts = {"limits": {"cpu": "2500m", "memory": "1Gi"}, "requests": {"memory": "512Mi"}}
+    entry = {"name": "A", "valueFrom": {"resourceFieldRef": reference}}
+    container = {**MAIN, "resources": amounts, "env": [entry]}
+
+    assert pods.environment(make_pod(), container, "", lambda kind, name: None) == {"A": expected}
+
+
+def test_variable_takes_any_bytes_of_a_secret():
+    secret = {"kind": "Secret", "data": {"KEY": "//79"}}
+    reference = {"secretKeyRef": {"name": "s", "key": "KEY"}}
+    sources = {
+        "envFrom": [{"secretRef": {"name": "s"}}],
+        "env": [{"name": "A", "valueFrom": reference}],
+    }
+    found = pods.environment(make_pod(), {**MAIN, **sources}, "", lambda kind, name: secret)
+
+    assert {name: os.fsencode(value) for name, value in found.items()} == {
+        "KEY": b"\xff\xfe\xfd",
+        "A": b"\xff\xfe\xfd",
+    }
+
+
+class SlowClient:
+    """A connection whose client reads nothing until `is_read`."""
+
+    def __init__(self):
+        self.written = b""
+        self.is_read = asyncio.Event()
+
+    def write(self, data):
+        self.written += data
+
+    async def send(self, data):
+        self.write(data)
+        await self.is_read.wait()
+
+
+async def test_output_of_a_pod_waits_for_a_client_that_reads_slowly():
+    """Else the client would be cut off, as with `kubectl cp` of a large file."""
+    client = SlowClient()
+    stream = spdy.SpdyStream(spdy.SpdySession(client, None), 1, {})
+    output = asyncio.StreamReader()
+    output.feed_data(b"x" * 2**20)
+    output.feed_eof()
+    copying = asyncio.create_task(stream.copy_from(output))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    num_waiting = len(client.written)
+    client.is_read.set()
+    async with asyncio.timeout(PATIENT_S):
+        await copying
+
+    assert num_waiting <= 2**17
+    assert len(client.written) >= 2**20
+
+
+async def test_connection_to_a_pod_ends_whose_client_has_gone_before_it_was_there():
+    ends, output = [], asyncio.StreamReader()
+    output.feed_eof()
+
+    async def connect(port):
+        return output, types.SimpleNamespace(close=lambda: ends.append(port))
+
+    streams = pod_streams.PodStreams.__new__(pod_streams.PodStreams)
+    streams._call = types.SimpleNamespace(exchange=types.SimpleNamespace(is_closed=True))
+    streams._runner = types.SimpleNamespace(connect=connect)
+    client = SlowClient()
+    await streams._forward(spdy.SpdyStream(spdy.SpdySession(client, None), 1, {"port": "80"}), None)
+
+    assert ends == [80]
