@@ -26,7 +26,7 @@ FOR_TESTS := --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi test-busy test-kubernetes test-operator-chaos test-vllm-kubernetes bench-before kserve-messages ext-proc-messages etcd-messages
+.PHONY: help setup setup-vllm run known-topology test test-hosts test-vllm test-clients test-gpu test-sglang test-trtllm coverage wheel test-wheel test-build test-dashboards test-vllm-graph test-vllm-planner check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-kvbm-copies bench-kvbm-vllm bench-vllm bench-semantic train-semantic train-semantic-exact simulate-routing simulate-disagg simulate-planner simulate-tiers claims simulate-check test-batches chaos chaos-planner predictor-errors bench-planner bench-planner-decision hostile docs crds charts clean test-openapi test-busy test-properties test-kubernetes test-operator-chaos test-vllm-kubernetes bench-before kserve-messages ext-proc-messages etcd-messages
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,9 @@ test-hosts: $(VENV)/.dev  ## as root: every fault of a network of several hosts 
 test-busy: $(VENV)/.dev  ## run every test beside eight busy processes (TESTS=tests/system: a part; JOBS=8 modules at a time: an hour)
 	@tests/install_services.sh
 	@$(BIN)/python -m benchmarks.busy --processes 8 -- $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile $(TESTS)
+
+test-properties: $(VENV)/.dev  ## look for examples, new ones each time, against which a property does not hold (a quarter of an hour)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --hypothesis-profile search -m hypothesis $$(grep -rl '@given' tests/unit tests/contract)
 
 coverage: $(VENV)/.dev  ## run every test but those of make check, and fail if they reach too few lines (half again as much computing)
 	@tests/install_services.sh

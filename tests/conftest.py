@@ -20,8 +20,10 @@ collect_ignore = ["clients"]  # have an environment and settings of their own (`
 
 pytest.register_assert_rewrite("engine_suite", "sleeper_suite")
 
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# The same examples in each run; `make test-properties` looks for others.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile("fixed")
 
 default.create_ssl_context = functools.cache(default.create_ssl_context)
 
