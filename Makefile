@@ -53,6 +53,7 @@ test-busy: $(VENV)/.dev  ## run every test beside eight busy processes (TESTS=te
 	@$(BIN)/python -m benchmarks.busy --processes 8 -- $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile $(TESTS)
 
 test-properties: $(VENV)/.dev  ## look for examples, new ones each time, against which a property does not hold (minutes)
+	@tests/install_services.sh
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --hypothesis-profile search -m hypothesis $$(grep -rl '@given' tests/unit tests/contract)
 
 coverage: $(VENV)/.dev  ## run every test but those of make check, and fail if they reach too few lines (half again as much computing)

@@ -402,9 +402,8 @@ def find_cause(
         num_wanted=num_wanted,
         starts=observed.starts,
     )
-    is_main = (
-        "(container " not in cause.message
-    )  # not one that prepares the frontend or stands beside it
+    # not a container that prepares the frontend or stands beside it
+    is_main = "(container " not in cause.message
     if component.spec.role == "frontend" and is_main and "runs and is not ready" in cause.message:
         return causes.Cause("Waiting", "the frontend waits for the first worker of a model")
     return cause

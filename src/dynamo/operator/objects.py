@@ -246,9 +246,8 @@ def merge(defaults: Any, overrides: Any, key: str = "") -> Any:
 
 def merge_lists(defaults: Iterable[Object], overrides: Iterable[Object], key: str) -> list[Object]:
     """Return the items of both lists; of two with the same key the second replaces the first, in its place."""
-    merged = {
-        repr(item.get(key)): item for item in defaults
-    }  # a key of any type: the cluster refuses it
+    # by the form of the key, which may be of any type: the cluster refuses it
+    merged = {repr(item.get(key)): item for item in defaults}
     for item in overrides:
         merged[repr(item.get(key))] = item
     return list(merged.values())

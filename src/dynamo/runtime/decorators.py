@@ -80,18 +80,40 @@ def dynamo_endpoint(
         @functools.wraps(handler)
         async def checked(*args: Any) -> AsyncIterator[Any]:
             *owner, request = args
-            validate = getattr(request_type, "model_validate", None)
             try:
-                value = validate(request) if validate else msgspec.convert(request, request_type)
-            except ValueError as error:  # of which both libraries' errors are
+                value = read_value(request, request_type)
+            except msgspec.ValidationError as error:
                 reason = " ".join(str(error).split())
                 raise errors.InvalidRequest(f"the request does not fit: {reason}") from error
             async for item in handler(*owner, value):
-                if hasattr(response_type, "model_validate"):
-                    yield item.model_dump(mode="json") if hasattr(item, "model_dump") else item
-                else:
-                    yield msgspec.convert(msgspec.to_builtins(item), response_type)
+                plain = to_plain(item)
+                is_model = hasattr(response_type, "model_validate")
+                yield plain if is_model else msgspec.convert(plain, response_type)
 
         return checked
 
     return decorate
+
+
+def read_value(value: Any, kind: Any) -> Any:
+    """Return a JSON-like value in a type; models of pydantic may stand anywhere in it. Raises ValidationError."""
+    return msgspec.convert(value, kind, dec_hook=_read_model)
+
+
+def _read_model(kind: Any, value: Any) -> Any:
+    """Return a model of pydantic's, also from its JSON, which examples of 0.3 send; msgspec checks other values."""
+    if not hasattr(kind, "model_validate"):
+        return value
+    is_json = isinstance(value, str) and value.startswith("{")
+    return kind.model_validate_json(value) if is_json else kind.model_validate(value)
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as JSON-like objects: of dataclasses, msgspec's structs and pydantic's models."""
+    return msgspec.to_builtins(value, enc_hook=_dump_model)
+
+
+def _dump_model(value: Any) -> Any:
+    if not hasattr(value, "model_dump"):
+        raise TypeError(f"expected JSON-like values, got {value!r:.60}")
+    return value.model_dump(mode="json")

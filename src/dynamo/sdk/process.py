@@ -16,7 +16,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import config, draining, errors, process_setup, tasks
 from dynamo.observability import logs
 from dynamo.runtime import client as clients
-from dynamo.runtime import component, reachability
+from dynamo.runtime import component, decorators, reachability
 from dynamo.runtime.http import browsers, exchange, server
 from dynamo.sdk import declaration, graph, settings
 
@@ -197,7 +197,9 @@ def _caller(
         deadline = now() + FIND_S
         while True:
             await endpoint.wait_for_instances(FIND_S)
-            stream = endpoint.stream(to_plain(request), item_type=object, instance_id=instance_id)
+            stream = endpoint.stream(
+                decorators.to_plain(request), item_type=object, instance_id=instance_id
+            )
             try:
                 async for item in stream:
                     has_begun = True
@@ -219,26 +221,13 @@ def _handler(method: Callable[[Any], Any]) -> Callable[[Any], AsyncIterator[Any]
 
     async def handle(request: Any) -> AsyncIterator[Any]:
         try:
-            value = _convert(request, kind)
+            value = decorators.read_value(request, kind)
         except msgspec.ValidationError as error:
             raise errors.InvalidRequest(f"the request does not fit: {error}") from error
         async for item in _items(method(value)):
-            yield to_plain(item)
+            yield decorators.to_plain(item)
 
     return handle
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """Return a value of a request in an annotated type. Raises ValidationError."""
-    return msgspec.convert(value, kind, dec_hook=_read_model)
-
-
-def _read_model(kind: Any, value: Any) -> Any:
-    """Return a model of pydantic's, also from its JSON, which the examples of 0.3 send; msgspec checks other values."""
-    if not hasattr(kind, "model_validate"):
-        return value
-    is_json = isinstance(value, str) and value.startswith("{")
-    return kind.model_validate_json(value) if is_json else kind.model_validate(value)
 
 
 def _api(method: Callable[..., Any]) -> ApiMethod:
@@ -254,7 +243,7 @@ def _api(method: Callable[..., Any]) -> ApiMethod:
             if fields[name] is None and signature.parameters[name].default is None:
                 continue
             try:
-                fields[name] = _convert(fields[name], kinds[name])
+                fields[name] = decorators.read_value(fields[name], kinds[name])
             except msgspec.ValidationError as error:
                 raise errors.InvalidRequest(f"{_EXPECTED}: {name}: {error}") from error
         return _items(method(**fields))
@@ -266,20 +255,9 @@ async def _items(result: Any) -> AsyncGenerator[Any, None]:
     """Yield what an async generator yields, or the one value of a coroutine or of a plain method."""
     if inspect.isasyncgen(result):
         async for item in result:
-            yield to_plain(item)
+            yield decorators.to_plain(item)
     else:
-        yield to_plain(await result if inspect.isawaitable(result) else result)
-
-
-def to_plain(value: Any) -> Any:
-    """Return a value as JSON-like objects: of dataclasses, msgspec's structs and pydantic's models."""
-    return msgspec.to_builtins(value, enc_hook=_dump_model)
-
-
-def _dump_model(value: Any) -> Any:
-    if not hasattr(value, "model_dump"):
-        raise TypeError(f"expected JSON-like values, got {value!r:.60}")
-    return value.model_dump(mode="json")
+        yield decorators.to_plain(await result if inspect.isawaitable(result) else result)
 
 
 def _make_server(

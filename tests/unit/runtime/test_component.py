@@ -269,7 +269,7 @@ async def test_sibling_runtime_registers_a_separate_instance(pair):
 
 
 async def test_handler_of_an_endpoint_gets_its_request_as_a_model_of_pydantic():
-    pydantic = pytest.importorskip("pydantic")
+    pydantic = pytest.importorskip("pydantic", reason="pydantic is not installed")
 
     class Text(pydantic.BaseModel):
         text: str

@@ -3,8 +3,8 @@
 Bridges need root, or a user namespace of the cluster's, where its user is root: `enter_user_namespace`.
 
 A namespace lives as long as the pod's first process, so nothing of it is left when that is killed, neither its network
-nor the mounts of its temporary folders. The bridge is
-removed at the end; one that a killed cluster left is removed by the next.
+nor the mounts of its temporary folders. The bridge is removed at the end; one that a killed cluster left is removed by
+the next.
 """
 
 import asyncio
