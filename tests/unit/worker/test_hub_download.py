@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo.worker import hub_download
+from dynamo.worker import hub_models
 from waiting import PATIENT_S, eventually
 
 LARGE = "large.txt"
@@ -27,7 +27,7 @@ class Puller:
         self.home = home
         tag = hashlib.sha256(hub.contents[LARGE]).hexdigest()
         self.blob = home / "hub" / "models--org--slow" / "blobs" / tag
-        self.part = self.blob.with_name(f"{tag}{hub_download.PART}")
+        self.part = self.blob.with_name(f"{tag}{hub_models.PART}")
 
     def start(self):
         environ = {**os.environ, **self.hub.environ(self.home)}
@@ -107,14 +107,14 @@ def fetch(tmp_path, monkeypatch):
         file.write(content[resume_size:])
 
     facts = SimpleNamespace(size=len(content), etag=etag, location="https://hub/large")
-    monkeypatch.setattr(hub_download.huggingface_hub, "get_hf_file_metadata", lambda url: facts)
-    monkeypatch.setattr(hub_download.file_download, "http_get", send)
+    monkeypatch.setattr(hub_models.huggingface_hub, "get_hf_file_metadata", lambda url: facts)
+    monkeypatch.setattr(hub_models.file_download, "http_get", send)
 
     def fetch_file():
-        hub_download._fetch("org/model", "main", "large", tmp_path)
+        hub_models._fetch("org/model", "main", "large", tmp_path)
         return starts
 
-    fetch_file.part = tmp_path / f"{etag}{hub_download.PART}"
+    fetch_file.part = tmp_path / f"{etag}{hub_models.PART}"
     fetch_file.blob = tmp_path / etag
     fetch_file.content = content
     return fetch_file
@@ -161,9 +161,9 @@ def test_file_that_fails_leaves_no_thread_for_which_the_end_of_the_process_waits
             raise OSError("fetch it again")
         may_end.wait(PATIENT_S)
 
-    monkeypatch.setattr(hub_download, "_fetch", fetch)
+    monkeypatch.setattr(hub_models, "_fetch", fetch)
     with pytest.raises(OSError, match="fetch it again"):
-        hub_download.fetch_large_files("m", "c", ["slow", "damaged"], tmp_path)
+        hub_models.fetch_large_files("m", "c", ["slow", "damaged"], tmp_path)
     threads = [each for each in threading.enumerate() if each.name.startswith("download")]
     may_end.set()
 
