@@ -9,7 +9,7 @@ limits that the kernel enforces:
 A child waits for a trial with its pages already copied, which is most of what a fork costs. One that exceeds its
 processor time, memory or wall-clock time is ended by a signal, and this process says in its place which limit it was. A
 worker that closes a trial's socket ends its child; one that is gone closes the control socket, which ends all. Nothing
-else runs here, so forking is safe. What compiles is the engine's (`native.grammar_trials`, `adapters.vllm.grammars`).
+else runs here, so forking is safe. What compiles is the engine's (`native.grammar_compiler`, `adapters.vllm.grammars`).
 """
 
 import asyncio

@@ -15,7 +15,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.engine import trials
 from dynamo.engine.adapters.vllm import grammars
-from dynamo.engine.native import grammar_compiler, grammar_trials
+from dynamo.engine.native import grammar_compiler
 from dynamo.engine.native.grammar_compiler import GrammarCompiler
 from dynamo.protocols import generate
 from guided import EOS, STORYTELLER
@@ -32,7 +32,7 @@ _start = subprocess.Popen
 def change_limits(monkeypatch, **limits):
     """Change the limits in the processes that compile: on a busy machine two seconds of a processor take minutes."""
     code = (
-        "import sys; from dynamo.engine.native import grammar_trials as g;"
+        "import sys; from dynamo.engine.native import grammar_compiler as g;"
         f" g.LIMITS = g.LIMITS._replace(**{limits | {'wall_s': 600}}); g.main(sys.argv[1:])"
     )
     monkeypatch.setattr(
@@ -207,7 +207,9 @@ def test_model_without_a_tokenizer_has_no_grammars(tmp_path):
     assert not GrammarCompiler(tmp_path / "none", VOCAB).is_possible
 
 
-@pytest.mark.parametrize("limits", [grammar_trials.LIMITS, grammars.LIMITS], ids=["native", "vllm"])
+@pytest.mark.parametrize(
+    "limits", [grammar_compiler.LIMITS, grammars.LIMITS], ids=["native", "vllm"]
+)
 def test_endless_grammar_is_refused_by_its_processor_time_on_a_busy_machine_too(limits):
     """A client that is told to try later would send it again and again."""
     num_processes_a_core = 50
@@ -219,7 +221,7 @@ def test_trial_that_got_no_processor_is_no_fault_of_the_request():
     verdict = trials.Verdict(ended_by=signal.SIGALRM)
 
     with pytest.raises(errors.Overloaded, match="try later"):
-        verdict.check(regex("a"), grammar_trials.LIMITS)
+        verdict.check(regex("a"), grammar_compiler.LIMITS)
 
 
 def test_compilations_that_begin_together_both_get_the_large_stack(monkeypatch):

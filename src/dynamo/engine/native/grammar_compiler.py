@@ -1,6 +1,6 @@
 """The grammar compiler of a worker: one trial per constraint in a process that can be ended, then the grammar itself.
 
-    constraint ── cache ── cheap limits ── trial (`grammar_trials`) ── compilation in a thread here ── cache
+    constraint ── cache ── cheap limits ── trial (`main`) ── compilation in a thread here ── cache
 
 A compiled grammar cannot be passed from one process to another, so it is compiled again here: the trial has shown that
 this takes at most two seconds and 512 MiB, and mostly a millisecond. The thread releases Python's lock meanwhile.
@@ -10,16 +10,21 @@ cached, refusals too, so a hostile grammar costs its limits once. docs/decisions
 
 import asyncio
 import functools
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.base import errors, tasks
 from dynamo.engine import trials
-from dynamo.engine.native import grammar_trials
 from dynamo.engine.native.guided_decoding import CompiledGrammar, GrammarBuilder
 from dynamo.protocols import generate
 
+LIMITS = trials.TrialLimits(
+    cpu_s=2,  # an ordinary grammar takes a thousandth of it
+    memory=2**29,
+    wall_s=300,
+)
 MAX_CACHED = 64  # grammars and refusals; the least recently used goes first
 MAX_WAITING = 64  # constraints that are being compiled, or wait for it
 MAX_AT_ONCE = 8
@@ -131,7 +136,7 @@ class GrammarCompiler:
         async with self._lock:
             builder, process = await self._prepare(running.eos)
         verdict = await process.attempt(running.guided)
-        verdict.check(running.guided, grammar_trials.LIMITS)
+        verdict.check(running.guided, LIMITS)
         running.is_tried = True
         build = functools.partial(builder.build, running.guided)
         return await asyncio.to_thread(trials.run_deep, build)
@@ -144,7 +149,24 @@ class GrammarCompiler:
             await asyncio.to_thread(self._trials.close)
             self._trials = None
         if self._trials is None:
-            self._trials = grammar_trials.start(*self._tokenizer, eos)
+            path, vocab_size = self._tokenizer
+            arguments = [str(path), str(vocab_size), ",".join(map(str, eos))]
+            self._trials = trials.TrialProcess(__name__, arguments)
         if self._builder is None or self._builder.eos != eos:
             self._builder = await asyncio.to_thread(GrammarBuilder, *self._tokenizer, eos)
         return self._builder, self._trials
+
+
+def main(arguments: list[str]) -> None:
+    """Try grammars for the worker that started this process; the model's tokenizer is read before the first trial."""
+    path, vocab_size, eos = arguments
+    try:
+        builder = GrammarBuilder(Path(path), int(vocab_size), tuple(map(int, eos.split(","))))
+    except errors.EngineFailed:
+        sys.exit(1)  # the worker, which reads the same file, reports it
+    builder.build(trials.WARM_UP)  # children share its tables
+    trials.serve(builder.build, LIMITS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
