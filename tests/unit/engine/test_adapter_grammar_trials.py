@@ -6,7 +6,6 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.engine import trials
-from dynamo.engine.adapters import grammar_trials
 from dynamo.protocols import generate
 
 LIMITS = trials.TrialLimits(cpu_s=1, memory=2**20, wall_s=1)
@@ -31,8 +30,8 @@ class Process:
 
 def begin(verdict, monkeypatch):
     process = Process(verdict)
-    monkeypatch.setattr(grammar_trials.trials, "TrialProcess", lambda *_, **__: process)
-    return grammar_trials.GrammarTrials("a.module", (), LIMITS), process
+    monkeypatch.setattr(trials, "TrialProcess", lambda *_, **__: process)
+    return trials.GrammarTrials("a.module", (), LIMITS), process
 
 
 def number(i):
@@ -60,13 +59,13 @@ async def test_choices_and_requests_with_one_grammar_share_a_trial(ended_by, mon
 
 async def test_grammars_that_wait_are_bounded(monkeypatch):
     queue, process = begin(trials.Verdict(), monkeypatch)
-    numbers = range(grammar_trials.MAX_WAITING + 1)
+    numbers = range(trials.MAX_WAITING + 1)
     checks = [asyncio.create_task(queue.check(number(i))) for i in numbers]
     results = await end(checks, process)
     await queue.close()
 
     assert isinstance(results.pop(), errors.Overloaded)
-    assert results == [None] * grammar_trials.MAX_WAITING
+    assert results == [None] * trials.MAX_WAITING
 
 
 async def test_failed_trial_is_the_error_of_all_that_wait_for_it_and_is_tried_again(monkeypatch):
@@ -90,7 +89,7 @@ async def test_process_that_cannot_start_fails_the_requests(monkeypatch):
     def start(*_, **__):
         raise OSError("no memory")
 
-    monkeypatch.setattr(grammar_trials.trials, "TrialProcess", start)
-    queue = grammar_trials.GrammarTrials("a.module", (), LIMITS)
+    monkeypatch.setattr(trials, "TrialProcess", start)
+    queue = trials.GrammarTrials("a.module", (), LIMITS)
     with pytest.raises(errors.EngineFailed, match="no memory"):
         await queue.check(number(0))

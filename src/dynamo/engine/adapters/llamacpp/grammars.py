@@ -7,7 +7,6 @@ llama.cpp only logs that, and the answer goes on without a grammar. One in GBNF 
 import llguidance
 
 from dynamo.engine import trials
-from dynamo.engine.adapters import grammar_trials
 from dynamo.engine.adapters.llamacpp import translation
 from dynamo.protocols import generate
 
@@ -18,9 +17,9 @@ LIMITS = trials.TrialLimits(
 )
 
 
-def make_trials() -> grammar_trials.GrammarTrials:
+def make_trials() -> trials.GrammarTrials:
     """Return the trials of an engine."""
-    return grammar_trials.GrammarTrials(__name__, (), LIMITS)
+    return trials.GrammarTrials(__name__, (), LIMITS)
 
 
 def build(guided: generate.GuidedDecoding) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from dynamo.base import clock as clocks
 from dynamo.base import distribution, errors
 from dynamo.engine import api
-from dynamo.engine.adapters import grammar_trials, kv_subscriber, streams
+from dynamo.engine import trials as grammar_trials
+from dynamo.engine.adapters import kv_subscriber, streams
 from dynamo.engine.adapters import settings as adapter_settings
 from dynamo.engine.adapters import translation as shared
 from dynamo.engine.adapters.settings import VllmConfig

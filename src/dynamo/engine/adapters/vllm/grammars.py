@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo.engine import trials
-from dynamo.engine.adapters import grammar_trials, translation
+from dynamo.engine.adapters import translation
 from dynamo.protocols import generate
 
 LIMITS = trials.TrialLimits(
@@ -30,10 +30,10 @@ _ENVIRONMENT = {  # threads do not survive a fork, and each would reserve memory
 _WITHOUT_LOGGING = {"log_config_file": None, "logging_config": None}  # likewise, of the flags
 
 
-def make_trials(model: Path, flags: Sequence[str]) -> grammar_trials.GrammarTrials:
+def make_trials(model: Path, flags: Sequence[str]) -> trials.GrammarTrials:
     """Return the trials of an engine with these flags of vLLM's, beside the directory of its model."""
     arguments = [str(model), *flags]
-    return grammar_trials.GrammarTrials(__name__, arguments, LIMITS, environment=_ENVIRONMENT)
+    return trials.GrammarTrials(__name__, arguments, LIMITS, environment=_ENVIRONMENT)
 
 
 def main(model: str, *flags: str) -> None:
