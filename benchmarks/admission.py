@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from dynamo.base import clock
-from dynamo.frontend.admission import api_keys, metrics, permits, rate_limits
+from dynamo.frontend.admission import api_keys, controller, metrics, rate_limits
 from dynamo.observability import metrics as observed
 
 NUM_REQUESTS = 20_000
@@ -33,7 +33,7 @@ def ask_with_key(registry: api_keys.ApiKeyRegistry) -> None:
         rate_limits.finish_response(api_key.accounts, 100, now())
 
 
-async def acquire_and_release(permits_of_model: permits.ModelPermits) -> None:
+async def acquire_and_release(permits_of_model: controller.ModelPermits) -> None:
     """Acquire and release permits of which there are enough."""
     caller = Caller()
     for _ in range(NUM_REQUESTS):
@@ -63,8 +63,10 @@ def main() -> None:
         api_keys.parse_key_file(f"[tenants.t]\n{PLENTY}{entries}"), time.monotonic()
     )
     counts = metrics.AdmissionMetrics(observed.Registry("bench"))
-    rules = permits.AdmissionPolicy(concurrency_limit=64, queue_limit=8, queue_timeout_s=1)
-    permits_of_model = permits.ModelPermits("m", rules, lambda: None, counts, clock.SystemClock())
+    rules = controller.AdmissionPolicy(concurrency_limit=64, queue_limit=8, queue_timeout_s=1)
+    permits_of_model = controller.ModelPermits(
+        "m", rules, lambda: None, counts, clock.SystemClock()
+    )
     measure("key, tenant, limits, headers", lambda: ask_with_key(registry))
     measure("permit", lambda: asyncio.run(acquire_and_release(permits_of_model)))
 

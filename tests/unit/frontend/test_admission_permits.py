@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.admission import metrics, permits
+from dynamo.frontend.admission import controller, metrics
 from dynamo.observability import metrics as observed
 from dynamo.testing import clock as virtual
 
@@ -22,10 +22,10 @@ class Rig:
         self.num_free = None
         self.registry = observed.Registry("f")
         self.clock = virtual.VirtualClock()
-        rules = permits.AdmissionPolicy(
+        rules = controller.AdmissionPolicy(
             concurrency_limit=limit, queue_limit=queue, queue_timeout_s=timeout_s
         )
-        self.permits = permits.ModelPermits(
+        self.permits = controller.ModelPermits(
             "M", rules, lambda: self.num_free, metrics.AdmissionMetrics(self.registry),
             self.clock,
         )  # fmt: skip
