@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.kvbm import pool as pools
-from dynamo.kvbm import store_questions, tier_report, tiered_cache, tiers
+from dynamo.kvbm import preparations, tier_report, tiered_cache, tiers
 from dynamo.protocols import kv_events
 
 DEVICE, HOST, _, REMOTE = kv_events.TIERS
@@ -94,7 +94,7 @@ def test_prompt_goes_on_after_a_no_and_the_object_is_asked_for_again_after_some_
     after_no = rig.answer(question, is_there=False)
     is_waiting = rig.cache.is_preparing("x")
     at_once = rig.prepare("y", A)
-    rig.cache.record_time(store_questions.ASK_AGAIN_S + 1)
+    rig.cache.record_time(preparations.ASK_AGAIN_S + 1)
 
     assert (after_no, is_waiting, at_once) == ([], False, [])
     assert objects(rig.prepare("z", A)) == [0]
@@ -182,7 +182,7 @@ def test_step_for_which_an_answer_waits_counts_as_its_time(rig):
 def test_slow_store_is_not_asked_until_it_may_be_quicker(rig):
     (question,) = rig.prepare("x", B)
     rig.answer(question, is_there=False, seconds=0.3)
-    rig.cache.record_time(store_questions.ASK_AGAIN_S + 1)
+    rig.cache.record_time(preparations.ASK_AGAIN_S + 1)
     asked = [len(rig.prepare(i, A)) for i in range(200)]
 
     assert asked[0] == 0
@@ -231,10 +231,10 @@ def test_answer_after_all_was_cleared_is_no(rig):
 
 def test_questions_at_once_are_bounded():
     rig = Rig(num_objects=100)
-    chains = [chain_of(1000 * i, 16) for i in range(1, store_questions.MAX_QUESTIONS + 3)]
+    chains = [chain_of(1000 * i, 16) for i in range(1, preparations.MAX_QUESTIONS + 3)]
     asked = [len(rig.prepare(i, chain)) for i, chain in enumerate(chains)]
 
-    assert asked == [1] * store_questions.MAX_QUESTIONS + [0, 0]
+    assert asked == [1] * preparations.MAX_QUESTIONS + [0, 0]
 
 
 def test_object_that_was_found_longest_ago_makes_room():
@@ -277,7 +277,7 @@ def test_disk_is_not_asked():
 
 
 def test_objects_that_were_asked_for_are_remembered_for_a_while_only(rig, monkeypatch):
-    monkeypatch.setattr(store_questions, "MAX_REMEMBERED", 1)
+    monkeypatch.setattr(preparations, "MAX_REMEMBERED", 1)
     for chain in (A, B):
         (question,) = rig.prepare(chain[0], chain)
         rig.answer(question, is_there=False)
