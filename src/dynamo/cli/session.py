@@ -18,7 +18,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
 from dynamo.frontend.apis import chat as openai_chat
 from dynamo.frontend.model_registry import file_fetcher
-from dynamo.preprocess import loading, preprocessor, tokenize, tokenizer_findings
+from dynamo.preprocess import loading, preprocessor, tokenize, tokenizer_library
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import client, component
 
@@ -119,7 +119,7 @@ async def connect(
     matching = (each for each in records if each.card_json.display_name == requested_model)
     record = next(matching, records[0])
     card = await _fetch_card(runtime, endpoint, record, clock)
-    options = tokenize.TokenizerOptions(findings=tokenizer_findings.FindingsDirectory.of_user())
+    options = tokenize.TokenizerOptions(findings=tokenizer_library.FindingsDirectory.of_user())
     processor = await asyncio.to_thread(
         loading.load_preprocessor, card, clock, tokenizer_options=options
     )

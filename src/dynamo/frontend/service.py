@@ -57,7 +57,7 @@ from dynamo.frontend.delivery import delivery
 from dynamo.frontend.model_registry import file_fetcher, registry
 from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
-from dynamo.preprocess import tokenize, tokenizer_findings
+from dynamo.preprocess import tokenize, tokenizer_library
 from dynamo.protocols import instances
 from dynamo.router import config as router_config
 from dynamo.router import retry_rules, route_factory
@@ -258,7 +258,7 @@ class Frontend:
             tokenizer_options=tokenize.TokenizerOptions(
                 settings.tokenizer,
                 settings.tokenizer_cache_mb * 2**20,
-                tokenizer_findings.FindingsDirectory.of_user(),
+                tokenizer_library.FindingsDirectory.of_user(),
             ),
         )
 

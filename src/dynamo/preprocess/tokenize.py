@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dynamo.base import errors
-from dynamo.preprocess import tokenizer_findings, tokenizer_library
+from dynamo.preprocess import tokenizer_library
 from dynamo.protocols import blocks
 
 CACHE_BYTES = 16 * 2**20  # some sixty prompts of 32,000 tokens
@@ -216,7 +216,7 @@ class TokenizerOptions:
 
     backend: tokenizer_library.LibraryName = "fastokens"
     cache_bytes: int = CACHE_BYTES  # for the tokens of earlier prompts, per model; 0: no cache
-    findings: tokenizer_findings.FindingsDirectory | None = None  # of earlier loads; None: check
+    findings: tokenizer_library.FindingsDirectory | None = None  # of earlier loads; None: check
 
 
 DEFAULT_OPTIONS = TokenizerOptions()
@@ -305,7 +305,7 @@ class Tokenizer:
 
     def _load(
         self, definition: bytes, text: str, parts: _Definition, options: TokenizerOptions
-    ) -> tuple[list[tokenizer_library.AddedToken], tokenizer_findings.Findings]:
+    ) -> tuple[list[tokenizer_library.AddedToken], tokenizer_library.Findings]:
         """Load the library, and check it unless an earlier load did; return the added tokens. Raises ConfigError."""
         directory = options.findings if options.backend == "fastokens" else None
         findings = directory.find(definition) if directory else None
@@ -328,7 +328,7 @@ class Tokenizer:
         reference: tokenizer_library.HuggingFaceLibrary,
         vocabulary: tokenizer_library.Vocabulary,
         parts: _Definition,
-    ) -> tokenizer_findings.Findings:
+    ) -> tokenizer_library.Findings:
         """Return which library encodes, and where prompts may be cut without a change of their ids."""
         normalized = [token.content for token in vocabulary.added if token.normalized]
         cutter = None
@@ -337,7 +337,7 @@ class Tokenizer:
             cutter = PromptCutter(
                 tokens, at_lines=at_lines and splits_at_lines(reference.find_word_starts)
             )
-        return tokenizer_findings.Findings(
+        return tokenizer_library.Findings(
             num_ids=len(vocabulary.tokens),
             is_fastokens_equal=self.backend is not reference,
             is_cutting_exact=cutter is not None and is_cutting_exact(cutter, self._encode),

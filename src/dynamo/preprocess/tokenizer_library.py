@@ -3,13 +3,24 @@
 Hugging Face's `tokenizers` is the reference. `fastokens` reads the same tokenizer.json and encodes 7 to 20 times as
 fast; it takes the place of the reference where it gives the same ids and texts for some hundred probes at the load.
 Both release the interpreter lock while they encode a batch.
+
+To compare them takes some tenths of a second, and the memory of a second library, of which 20 MB are never given back.
+So what a first load found out is kept for later ones (`Findings`), named by the checksum of tokenizer.json and the
+versions of all that it depends on: it holds until one of these changes. A directory that cannot be read or written
+costs a check.
 """
 
+import functools
+import hashlib
 import itertools
 import logging
+import os
 import random
 import struct
+import tempfile
 from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Literal, Protocol
 
 import fastokens
@@ -26,8 +37,8 @@ _SCRIPTS = (
     (0x590, 0x700), (0x900, 0xE80), (0x1100, 0x1200), (0x2000, 0x2200), (0x3000, 0x3100),
     (0x4E00, 0x9FFF), (0xAC00, 0xD7A4), (0xFB00, 0xFB07), (0x1F300, 0x1F700),
 )  # fmt: skip
-
-
+_REVISION = 2  # of the checks: a change of them makes earlier findings void
+_PACKAGES = ("dynamo-serving", "fastokens", "tokenizers")
 log = logging.getLogger(__name__)
 
 
@@ -268,3 +279,58 @@ def _behave_equally(library: Library, reference: Library, tokens: Sequence[str])
         for row in rows
         for skip in (False, True)
     )
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one tokenizer.json."""
+
+    num_ids: int  # all ids are below it
+    is_fastokens_equal: bool  # it gives the ids and texts of the reference
+    is_cutting_exact: bool  # a prompt may be cut at the tokens that are taken out of the raw text
+    splits_at_lines: bool  # long text may be cut at line ends before letters
+
+
+class FindingsDirectory:
+    """Keeps findings, one small file for each tokenizer; several processes may share it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def of_user(cls) -> "FindingsDirectory | None":
+        """Return `pydynamo/tokenizers` in XDG_CACHE_HOME; None for a user without a home, as in some containers."""
+        try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        except RuntimeError:
+            return None
+        return cls(cache / "pydynamo" / "tokenizers")
+
+    def find(self, definition: bytes) -> Findings | None:
+        """Return the findings about this content of tokenizer.json; None if there are none."""
+        try:
+            return msgspec.json.decode(self._file(definition).read_bytes(), type=Findings)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            log.debug("findings about a tokenizer cannot be read: %s", error)
+            return None
+
+    def keep(self, definition: bytes, findings: Findings) -> None:
+        """Write the whole file or nothing."""
+        try:
+            self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile(dir=self._path, prefix="coming-", delete=False) as new:
+                new.write(msgspec.json.encode(findings))
+            Path(new.name).replace(self._file(definition))
+        except OSError as error:
+            log.debug("findings about a tokenizer cannot be kept: %s", error)
+
+    def _file(self, definition: bytes) -> Path:
+        key = hashlib.sha256(definition)
+        key.update(_versions())
+        return self._path / f"{key.hexdigest()}.json"
+
+
+@functools.cache
+def _versions() -> bytes:
+    return msgspec.json.encode([_REVISION, *map(metadata.version, _PACKAGES)])

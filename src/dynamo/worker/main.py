@@ -25,7 +25,7 @@ from dynamo.base import config, errors, process_setup
 from dynamo.engine import api
 from dynamo.kvbm import agents
 from dynamo.observability import logs
-from dynamo.preprocess import loading, tokenize, tokenizer_findings
+from dynamo.preprocess import loading, tokenize, tokenizer_library
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component, reachability
 from dynamo.worker import (
@@ -289,7 +289,7 @@ def _card_factory(
 
 def _refuse_unreadable(built: model_card.ModelCard, clock: clocks.Clock) -> None:
     """Raise ConfigError for a model with files that no frontend could use."""
-    options = tokenize.TokenizerOptions(findings=tokenizer_findings.FindingsDirectory.of_user())
+    options = tokenize.TokenizerOptions(findings=tokenizer_library.FindingsDirectory.of_user())
     loading.load_preprocessor(built, clock, tokenizer_options=options)
 
 

@@ -12,7 +12,7 @@ import pytest
 from dynamo.base import membership
 from dynamo.frontend import config
 from dynamo.frontend.model_registry import file_fetcher
-from dynamo.preprocess import tokenizer_findings
+from dynamo.preprocess import tokenizer_library
 from dynamo.worker import settings
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "systemd"
@@ -86,7 +86,7 @@ def test_unit_may_write_where_its_process_keeps_files(name, monkeypatch):
     for directory in (
         config.FrontendConfig().files_folder,
         file_fetcher.cache_directory(None),
-        tokenizer_findings.FindingsDirectory.of_user()._path,
+        tokenizer_library.FindingsDirectory.of_user()._path,
         membership.discovery_directory(None, environ),
         environ["HF_HOME"],
     ):

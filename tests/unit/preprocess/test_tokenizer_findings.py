@@ -4,14 +4,12 @@ import pathlib
 
 import pytest
 
-from dynamo.preprocess import tokenize, tokenizer_findings, tokenizer_library
+from dynamo.preprocess import tokenize, tokenizer_library
 
 
 @pytest.fixture
 def options(tmp_path) -> tokenize.TokenizerOptions:
-    return tokenize.TokenizerOptions(
-        findings=tokenizer_findings.FindingsDirectory(tmp_path / "new")
-    )
+    return tokenize.TokenizerOptions(findings=tokenizer_library.FindingsDirectory(tmp_path / "new"))
 
 
 def describe(tokenizer: tokenize.Tokenizer) -> tuple[object, ...]:
@@ -70,7 +68,7 @@ def test_other_definition_is_checked_anew(byte_level_json, options):
 
 def test_other_version_of_a_library_is_checked_anew(byte_level_json, options, monkeypatch):
     tokenize.Tokenizer(byte_level_json.encode(), options)
-    monkeypatch.setattr(tokenizer_findings, "_versions", lambda: b"others")
+    monkeypatch.setattr(tokenizer_library, "_versions", lambda: b"others")
 
     assert options.findings.find(byte_level_json.encode()) is None
 
@@ -88,7 +86,7 @@ def test_damaged_findings_are_written_anew(byte_level_json, options, tmp_path, c
 
 def test_load_succeeds_where_nothing_can_be_kept(byte_level_json, tmp_path):
     (tmp_path / "file").write_text("")
-    directory = tokenizer_findings.FindingsDirectory(tmp_path / "file")
+    directory = tokenizer_library.FindingsDirectory(tmp_path / "file")
     options = tokenize.TokenizerOptions(findings=directory)
 
     assert tokenize.Tokenizer(byte_level_json.encode(), options).num_ids > 0
@@ -106,7 +104,7 @@ def test_prompts_are_not_cut_without_a_cache_whatever_was_found(byte_level_json,
 
 def test_directory_of_the_user_is_in_the_cache(byte_level_json, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = tokenize.TokenizerOptions(findings=tokenizer_findings.FindingsDirectory.of_user())
+    options = tokenize.TokenizerOptions(findings=tokenizer_library.FindingsDirectory.of_user())
     tokenize.Tokenizer(byte_level_json.encode(), options)
 
     assert len(list((tmp_path / "pydynamo" / "tokenizers").iterdir())) == 1
@@ -119,4 +117,4 @@ def test_user_without_a_home_has_no_directory(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(pathlib.Path, "expanduser", fail)
 
-    assert tokenizer_findings.FindingsDirectory.of_user() is None
+    assert tokenizer_library.FindingsDirectory.of_user() is None
