@@ -24,13 +24,7 @@ from dynamo.frontend import (
     request_records,
     waiting,
 )
-from dynamo.frontend.admission import (
-    authentication,
-    busy_workers,
-    controller,
-    load_thresholds,
-    shared_usage,
-)
+from dynamo.frontend.admission import authentication, busy_workers, controller, load_thresholds
 from dynamo.frontend.admission import metrics as admission_metrics
 from dynamo.frontend.apis import (
     chat,
@@ -169,7 +163,7 @@ class Frontend:
         )
 
         self._peers = peers.Peers(settings.http_worker_socket)
-        self._usage_of_keys = shared_usage.SharedUsage(
+        self._usage_of_keys = peers.SharedUsage(
             lambda: self._admission.rights.accounts, self._peers, self._clock
         )
         self._batches = runner.BatchRunner(

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from dynamo.frontend.admission import rate_limits, shared_usage
+from dynamo.frontend.admission import rate_limits
 from dynamo.frontend.processes import peers
 from dynamo.testing import clock as clocks
 from waiting import until
@@ -21,7 +21,7 @@ async def processes(tmp_path):
             accounts = {key: rate_limits.RateAccount(key, limits, now=0.0) for key in keys}
             sibling = peers.Peers(str(tmp_path / f"{name}.sock"))
             clock = clocks.VirtualClock()
-            shared = shared_usage.SharedUsage(lambda found=accounts: found, sibling, clock)
+            shared = peers.SharedUsage(lambda found=accounts: found, sibling, clock)
             await sibling.start(shared.routes)
             stack.push_async_callback(sibling.close)
             made.append((accounts, shared, clock))
@@ -34,9 +34,9 @@ async def test_process_tells_the_others_once_a_second_what_was_charged_at_it(pro
     for account in accounts.values():
         rate_limits.charge_request((account,), clock.now())
         rate_limits.start_response((account,), 1, clock.now())
-    await clock.advance(0.9 * shared_usage.INTERVAL_S)
+    await clock.advance(0.9 * peers.REPORT_INTERVAL_S)
     level_before = others["alice"].requests.level(clock_of_others.now())
-    await clock.advance(0.1 * shared_usage.INTERVAL_S)
+    await clock.advance(0.1 * peers.REPORT_INTERVAL_S)
     await until(lambda: others["alice"].count_streams(clock_of_others.now()))
     running.cancel()
 
@@ -61,11 +61,11 @@ class Siblings:
 async def test_process_without_free_files_reports_again_a_second_later():
     clock, siblings = clocks.VirtualClock(), Siblings()
     account = rate_limits.RateAccount("a", rate_limits.RateLimits(tokens_per_minute=60), now=0.0)
-    shared = shared_usage.SharedUsage(lambda: {"a": account}, siblings, clock)
+    shared = peers.SharedUsage(lambda: {"a": account}, siblings, clock)
     running = asyncio.ensure_future(shared.run())
     for _ in range(2):
         rate_limits.charge_tokens((account,), 5, clock.now())
-        await clock.advance(shared_usage.INTERVAL_S)
+        await clock.advance(peers.REPORT_INTERVAL_S)
     is_over = running.done()
     running.cancel()
 
@@ -73,6 +73,6 @@ async def test_process_without_free_files_reports_again_a_second_later():
 
 
 async def test_process_that_is_alone_tells_nobody():
-    alone = shared_usage.SharedUsage(dict, peers.Peers(None), clocks.VirtualClock())
+    alone = peers.SharedUsage(dict, peers.Peers(None), clocks.VirtualClock())
 
     await alone.run()

@@ -6,7 +6,7 @@ the length of an output is known only then, so a bucket may go into debt, and th
 paid. Time is passed in.
 
 Several processes at one port (`--http-workers`) have accounts of the same names, and report to each other what was
-charged at each (`shared_usage`). What the others report is charged here, too, so all buckets have the same level but
+charged at each (`peers.SharedUsage`). What the others report is charged here, too: all buckets have the same level but
 for the last second; what that granted beyond the limit is a debt.
 """  # decider
 

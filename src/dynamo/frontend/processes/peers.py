@@ -11,9 +11,14 @@ added up (counters, most gauges) and which not (a model's context length) only t
 The process that gets a request may not be the one that stores the response from which it continues. It asks its peers
 for a response that it does not have, and stores what they give, so that a conversation that moves to another connection
 moves to its process once.
+
+Each process reports to the others what was charged to API keys at it, every `REPORT_INTERVAL_S` while there is
+something to report. So a limit holds for all processes together, but for the requests of the last second. A report that
+does not arrive is not repeated. A process that is started anew knows nothing of what was charged before.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -21,12 +26,16 @@ from urllib.parse import quote
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.frontend.admission import rate_limits
 from dynamo.frontend.processes import response_store
 from dynamo.runtime.http import client as http_client
 from dynamo.runtime.http import exchange, server
 
 TIMEOUT_S = 2.0
+REPORT_INTERVAL_S = 1.0
+STORED_PATH, USAGE_PATH = "/kept/", "/usage_of_keys"
 WORKER_LABEL = "http_worker"
 _MAX_BYTES = 64 << 20
 _logger = logging.getLogger(__name__)
@@ -114,7 +123,6 @@ def _add_label(sample: str, process: str) -> str:
     return f'{name}{{{WORKER_LABEL}="{process}"}} {value}'
 
 
-STORED_PATH = "/kept/"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_stored = msgspec.msgpack.Decoder(response_store.StoredResponse).decode
 
@@ -200,3 +208,47 @@ class SharedResponses:
 async def _finish(answering: Awaitable[None] | None) -> None:
     if answering is not None:
         await answering
+
+
+class UsageReport(msgspec.Struct, frozen=True, array_like=True):
+    """What was charged to API keys at one process since its last report."""
+
+    process: str
+    usage_by_account: dict[str, rate_limits.AccountUsage]
+
+
+_decode_report = msgspec.msgpack.Decoder(UsageReport).decode
+ListAccounts = Callable[[], Mapping[str, rate_limits.RateAccount]]
+
+
+class SharedUsage:
+    """The accounts of API keys of this process, which are kept equal to those of its peers."""
+
+    def __init__(self, list_accounts: ListAccounts, siblings: Peers, clock: clocks.Clock) -> None:
+        """`list_accounts` returns the accounts of the keys and tenants that are valid now, by name."""
+        self._list_accounts = list_accounts
+        self._siblings = siblings
+        self._clock = clock
+        self.routes: PeerRoutes = {("POST", USAGE_PATH): self._receive}
+
+    async def run(self) -> None:
+        """Report until cancelled. Does nothing if this process is alone."""
+        while self._siblings.name is not None:
+            await self._clock.sleep(REPORT_INTERVAL_S)
+            reports = {
+                name: account.take_report() for name, account in self._list_accounts().items()
+            }
+            usage = {name: report for name, report in reports.items() if report is not None}
+            if usage:
+                report = _encode(UsageReport(self._siblings.name, usage))
+                with contextlib.suppress(OSError):  # no more files can be open: not reported
+                    await self._siblings.ask_all("POST", USAGE_PATH, report)
+
+    def _receive(self, client: exchange.Exchange) -> None:
+        """Charge what a peer reports; accounts that are not in our version of the key file are left out."""
+        report, accounts = _decode_report(client.request.body), self._list_accounts()
+        now = self._clock.now()
+        for name, usage in report.usage_by_account.items():
+            if name in accounts:
+                accounts[name].add_usage(report.process, usage, now)
+        client.respond(200, b"")
