@@ -4,7 +4,7 @@ import { createHash } from "node:crypto";
 import { copyFileSync, readFileSync, readdirSync, writeFileSync } from "node:fs";
 import * as esbuild from "esbuild";
 
-const target = "../src/dynamo/frontend/apis/console/assets";
+const target = "../src/dynamo/frontend/console/assets";
 const options = {
   entryPoints: { app: "src/main.tsx" },
   outdir: target,

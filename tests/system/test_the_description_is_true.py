@@ -16,7 +16,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 
 from dynamo.frontend import service
 from dynamo.frontend.apis import openapi
-from dynamo.frontend.apis.console import api as console
+from dynamo.frontend.console import api as console
 
 NUM_EXAMPLES = 6  # of each kind for each operation
 # It makes bodies that the schema allows and that mean nothing (unknown tools, parameters that contradict each other): a

@@ -39,13 +39,13 @@ from dynamo.frontend.apis import (
     status,
 )
 from dynamo.frontend.apis import tokenize as token_counts
-from dynamo.frontend.apis.console import api as console
 from dynamo.frontend.apis.kserve import api as kserve
 from dynamo.frontend.apis.kserve import grpc_loading
 from dynamo.frontend.apis.messages import api as messages
 from dynamo.frontend.apis.ollama import api as ollama
 from dynamo.frontend.apis.responses import api as responses
 from dynamo.frontend.batches import journal, runner, upload
+from dynamo.frontend.console import api as console
 from dynamo.frontend.console import feed, recorder, views
 from dynamo.frontend.delivery import delivery
 from dynamo.frontend.model_registry import file_fetcher, registry

@@ -13,8 +13,7 @@ from tests.unit.frontend.test_admission import tell_load
 
 from dynamo.base import errors
 from dynamo.console import usage
-from dynamo.frontend.apis.console import api
-from dynamo.frontend.console import feed
+from dynamo.frontend.console import api, feed
 from dynamo.protocols import generate, instances
 from dynamo.router import config, route
 

@@ -6,7 +6,7 @@ import json
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[3]
-ASSETS = ROOT / "src/dynamo/frontend/apis/console/assets"
+ASSETS = ROOT / "src/dynamo/frontend/console/assets"
 MOST_BYTES = 300 * 1024  # of all files, compressed
 
 

@@ -1,1 +1,1 @@
-"""The console of a frontend: what it keeps for its views, the views, and the events that keep open pages up to date."""
+"""The console of a frontend: its page and API, what it keeps for its views, the views, and events for open pages."""

@@ -1,1 +1,0 @@
-"""The page of the console and its API under `/console/api`."""
