@@ -184,19 +184,6 @@ def cached_blocks(
     return total
 
 
-def potential_prefill_blocks(
-    active_tokens: int | None, isl: int, overlap: float, block_size: int
-) -> float:
-    """Return the blocks to compute until this request's prompt is done. `active_tokens` None: the load is unknown."""
-    tokens = isl if active_tokens is None else active_tokens + isl - overlap * block_size
-    return tokens / block_size
-
-
-def potential_decode_blocks(active_blocks: int | None, new_blocks: int, prefill: float) -> float:
-    """Return the blocks in use with this request. `active_blocks` None: the load is unknown."""
-    return math.floor(prefill) if active_blocks is None else active_blocks + new_blocks
-
-
 def probabilities(costs: Sequence[float], temperature: float) -> list[float]:
     """Return the probability of each choice: softmax of the negated costs, scaled to a range of 1, over temperature."""
     spread = max(costs) - min(costs)
@@ -289,11 +276,10 @@ def _prefill_and_decode(
 ) -> tuple[float, float]:
     """Return the blocks to compute and the blocks in use at this worker, with the request."""
     load = candidates.loads[worker]
-    prefill = potential_prefill_blocks(
-        load.prefill_tokens, prompt.num_tokens, candidates.cached.get(worker, 0), prompt.block_size
-    )
+    num_cached = candidates.cached.get(worker, 0) * prompt.block_size
+    prefill = (load.prefill_tokens + prompt.num_tokens - num_cached) / prompt.block_size
     num_new = len(prompt.sequence_hashes) - candidates.in_flight.get(worker, 0)
-    return max(0.0, prefill), potential_decode_blocks(load.active_blocks, num_new, prefill)
+    return max(0.0, prefill), load.active_blocks + num_new
 
 
 class RoundRobin:

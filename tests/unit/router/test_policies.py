@@ -58,16 +58,12 @@ def test_a_draw_just_below_one_picks_the_last():
     assert policies.pick([1, 2], 1.0, lambda: 1 - 1e-17) == 1
 
 
-def test_prefill_blocks_count_queued_and_new_tokens():
-    assert policies.potential_prefill_blocks(32, 100, 2, 16) == (32 + 100 - 32) / 16
+def test_cost_has_queued_and_new_tokens_and_the_blocks_in_use():
+    seen = view({"queued": [32], "active_blocks": 10}, cached={0: 2})
 
+    parts = policies.Dynamo(draw=random.random).cost_parts(prompt(10), seen, Worker(0))
 
-def test_unknown_load_counts_the_whole_prompt():
-    prefill = policies.potential_prefill_blocks(None, 100, 2, 16)
-
-    assert prefill == 6.25
-    assert policies.potential_decode_blocks(None, 3, prefill) == 6
-    assert policies.potential_decode_blocks(10, 3, prefill) == 13
+    assert parts == {"prefill": (32 + 160 - 32) / 16, "decode": 10 + 10}
 
 
 def test_blocks_of_slower_tiers_count_by_weight():
