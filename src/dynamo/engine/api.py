@@ -168,9 +168,8 @@ class EngineCapabilities:
     """What an engine can do besides generating. A field is None where the engine, as it is configured, cannot."""
 
     kv_transfer: KvTransferPeer | None = None  # moves KV blocks between engines
-    imports_choices: bool = (
-        True  # also for a request of several choices, where it has a `kv_transfer`
-    )
+    # also for a request of several choices, where it has a `kv_transfer`
+    imports_choices: bool = True
     kv_exports: KvExportDrain | None = None  # knows whether other engines still read its KV blocks
     sleep: SleepController | None = None  # releases and takes back the engine's memory
     lora_adapters: LoraAdapterStore | None = None  # loads and unloads LoRA adapters

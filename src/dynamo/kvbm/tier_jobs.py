@@ -21,9 +21,8 @@ class TierCopy:
     from_slots: tuple[int, ...]  # those of an object store hold several blocks
     to_slots: tuple[int, ...]
     num_bytes: int
-    limit_s: float | None = (
-        None  # for how long a request waits for it; None: none does, or to its end
-    )
+    # for how long a request waits for it; None: none does, or to its end
+    limit_s: float | None = None
     sources: tuple[TierBlock, ...] = ()  # none in the engine's own memory
     targets: tuple[TierBlock, ...] = ()
     waiting: Hashable = None  # the sequence that waits

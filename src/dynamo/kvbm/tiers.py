@@ -135,13 +135,11 @@ class Tier:
         self.num_kept = 0  # blocks with a time to live, also if it has ended
         self.num_hints_refused = 0
         self.num_evicted = 0  # blocks
-        self.num_evicted_unread = (
-            0  # of these: that no request has read, and the tier below has not
-        )
+        # of these: that no request has read, and the tier below has not
+        self.num_evicted_unread = 0
         self.is_below: Callable[[int], bool] = lambda _: False  # set by the owner of both tiers
-        self.on_dropped: Callable[[int], None] = (
-            _ignore  # called with the hash of each block that leaves
-        )
+        # called with the hash of each block that leaves
+        self.on_dropped: Callable[[int], None] = _ignore
         self._events = events
         self._free = list(range(first_slot + self.num_usable - 1, first_slot - 1, -1))
         self._restored: frozenset[int] = frozenset()

@@ -85,9 +85,8 @@ class KvScheduler:
         self._counts = counts
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
-        self._worker_type = (
-            worker_type  # as Dynamo's metrics have it: those that answer, or "prefill"
-        )
+        # as Dynamo's metrics have it: those that answer, or "prefill"
+        self._worker_type = worker_type
         self._sessions = sessions
         self._listener = listener or SequenceListener()
         self._waiting: dict[str, asyncio.Future[Decision]] = {}

@@ -188,9 +188,8 @@ class GuidedSupport(NamedTuple):
     """The guided decoding of a library, as it was started."""
 
     backend: str = "auto"  # what compiles grammars, as the library's flags name it
-    has_reasoner: bool = (
-        False  # the library finds the end of thoughts itself, and guides only the answer
-    )
+    # the library finds the end of thoughts itself, and guides only the answer
+    has_reasoner: bool = False
     has_choice: bool = True  # there is a field for a choice of texts
 
 

@@ -300,9 +300,7 @@ class EmbeddingPipeline:
             meter.record_failure(error)
             delivery.respond_error(client, error, api.dialect, headers)
             return
-        except (
-            BaseException
-        ):  # a fault of ours, or a batch was cancelled: the request is no longer open
+        except BaseException:  # ours, or a batch was cancelled: the request is no longer open
             meter.record_failure(errors.DynamoError(dispatch.LOST_ANSWER))
             raise
         meter.record_prompt(engine_request)

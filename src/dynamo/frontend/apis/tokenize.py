@@ -23,9 +23,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str | None = None
     prompt: str | None = None
     messages: conversation.Messages | None = None
-    add_special_tokens: bool | None = (
-        None  # default: true for a text, to which no template adds any
-    )
+    # default: true for a text, to which no template adds any
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     # of a conversation
     add_generation_prompt: bool | None = None

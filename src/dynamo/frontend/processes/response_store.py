@@ -14,9 +14,8 @@ class StoredResponse(NamedTuple):
 
     response: bytes  # the object that the client received
     conversation: bytes  # the messages up to and including the answer, without instructions
-    tenant: str = (
-        ""  # the key that asked for it, and the only one that may read, continue or delete it
-    )
+    # the key that asked for it, and the only one that may read, continue or delete it
+    tenant: str = ""
     input_items: bytes = b""  # of this request alone, in the order in which they came
 
     @property

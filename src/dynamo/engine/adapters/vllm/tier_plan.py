@@ -14,9 +14,8 @@ from dynamo.protocols import kv_events
 
 # Of vLLM's extra arguments of a request:
 CACHE_HINT = "dynamo_cache_hint"  # `generate.CacheHint`
-IS_TRACED = (
-    "dynamo_is_traced"  # its reads from tiers are to be reported, because its spans are exported
-)
+# its reads from tiers are to be reported, because its spans are exported
+IS_TRACED = "dynamo_is_traced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

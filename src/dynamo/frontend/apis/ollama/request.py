@@ -33,9 +33,8 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     min_p: inputs.Probability | None = None
     seed: inputs.Int64 | None = None  # -1: none, which is Ollama's default
     stop: inputs.Stop | inputs.StopList | None = None
-    num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None = (
-        None  # below 1: no limit
-    )
+    # below 1: no limit
+    num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None = None
     repeat_penalty: inputs.RepetitionPenalty | None = None
     presence_penalty: inputs.Penalty | None = None
     frequency_penalty: inputs.Penalty | None = None
