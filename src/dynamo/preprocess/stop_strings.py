@@ -12,13 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class MarkerMatch(NamedTuple):
-    """A mark in a text, and where it begins."""
-
-    start: int
-    mark: str
-
-
 class MarkerSet:
     """Marks to look for. Immutable."""
 
@@ -27,14 +20,21 @@ class MarkerSet:
         self._inner = frozenset(char for mark in marks for char in mark[:-1])
         self._longest = max(map(len, marks), default=0) - 1  # an incomplete mark is shorter
 
-    def find(self, text: str) -> MarkerMatch | None:
-        """Return the mark that is complete first; None if the text contains none."""
+    def partition(self, text: str) -> tuple[str, str, str]:
+        """Return the text before the mark that is complete first, that mark, and the rest, as `str.partition` does.
+
+        Without a mark, the rest is the end of the text that may be the beginning of one.
+        """
         matches = [
             (at + len(mark), at, mark) for mark in self._marks if (at := text.find(mark)) >= 0
         ]
-        return MarkerMatch(*min(matches)[1:]) if matches else None
+        if matches:
+            end, start, mark = min(matches)
+            return text[:start], mark, text[end:]
+        cut = len(text) - self._num_open(text)
+        return text[:cut], "", text[cut:]
 
-    def num_open(self, text: str) -> int:
+    def _num_open(self, text: str) -> int:
         """Return the length of the longest end of `text` that is the beginning of a mark."""
         if not text or text[-1] not in self._inner:
             return 0
@@ -77,14 +77,9 @@ class StopStrings:
 
     def push(self, text: str) -> StopResult:
         """Add text; return all that is certain to stand before a stop string."""
-        text = self._pending + text
-        match = self._stops.find(text)
-        if match is not None:
-            self._pending = ""
-            return StopResult(text[: match.start], match.mark)
-        cut = len(text) - self._stops.num_open(text)
-        self._pending = text[cut:]
-        return StopResult(text[:cut], None)
+        text, mark, rest = self._stops.partition(self._pending + text)
+        self._pending = "" if mark else rest
+        return StopResult(text, mark or None)
 
     def flush(self) -> str:
         """End the text; return what was held back."""

@@ -228,15 +228,15 @@ class TaggedPreview(CallPreview):
         return True
 
     def _read_value(self) -> bool:
-        match = self._closers.find(self._text)
-        at = match.start if match else len(self._text) - self._closers.num_open(self._text)
-        text, self._text = self._held + self._text[:at], self._text[at:]
+        text, mark, following = self._closers.partition(self._text)
+        text, self._text = self._held + text, mark + following
         num_certain = len(text.rstrip()) if self._reader.trims else len(text)
         self._held = text[num_certain:]
-        if match is None:
+        if not mark:
             self._add(text[:num_certain])
             return False
-        if match.mark == self._reader.end:
+        is_over = mark == self._reader.end
+        if is_over:
             self._held = ""
         self._add(text[:num_certain] + self._held.removesuffix("\n" * self._reader.trims))
         if self._is_text:
@@ -245,9 +245,9 @@ class TaggedPreview(CallPreview):
             self._emit(
                 call_syntax.dump(call_syntax.convert_text("".join(self._value), self._schema))
             )
-        is_over = match.mark == self._reader.end
         self._step = None if is_over else TaggedPreview._read_key
-        self._text = self._text[len(match.mark) * (match.mark == self._reader.closing) :]
+        if mark == self._reader.closing:
+            self._text = following
         return True
 
     def _add(self, text: str) -> None:
@@ -356,27 +356,25 @@ class BareKeyPreview(CallPreview):
         return True
 
     def _read_body(self) -> bool:
-        match = self._marks.find(self._text)
-        at = match.start if match else len(self._text) - self._marks.num_open(self._text)
-        plain_at = -1 if self._is_quoted else self._text.find('"', 0, at)
+        text, mark, following = self._marks.partition(self._text)
+        plain_at = -1 if self._is_quoted else text.find('"')
         if plain_at >= 0:  # a string of JSON, in which a model may write a line break as it is
-            self._emit(call_syntax.quote_keys(self._text[:plain_at]))
+            self._emit(call_syntax.quote_keys(text[:plain_at]))
             self._step = None
             return False
-        tail = None if match or self._is_quoted else _BARE_TAIL.search(self._text, 0, at)
-        at = tail.start() if tail else at
-        text, self._text = self._text[:at], self._text[at:]
+        tail = None if mark or self._is_quoted else _BARE_TAIL.search(text)
+        text = text[: tail.start()] if tail else text
+        self._text = self._text[len(text) :]
         if self._is_quoted:
             self._emit(call_syntax.dump(text)[1:-1])
         else:
-            is_last = match is not None and match.mark != self._quote
+            is_last = mark not in ("", self._quote)
             self._emit(call_syntax.quote_keys(text.rstrip() if is_last else text))
-        if match is None:
-            return False
-        if match.mark != self._quote:
+        if mark == self._quote:
+            self._emit('"')
+            self._is_quoted = not self._is_quoted
+            self._text = following
+            return True
+        if mark:
             self._step = None
-            return False
-        self._emit('"')
-        self._is_quoted = not self._is_quoted
-        self._text = self._text[len(self._quote) :]
-        return True
+        return False

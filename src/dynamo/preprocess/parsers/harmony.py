@@ -73,16 +73,15 @@ class HarmonyParser(parser.StateMachineParser):
         return True
 
     def _read_header(self) -> bool:
-        match = _HEADER_END.find(self._text)
-        end = match.start if match else len(self._text) - _HEADER_END.num_open(self._text)
-        if end > call_syntax.MAX_HEAD_CHARS:  # it is no header
+        header, end, following = _HEADER_END.partition(self._text)
+        if len(header) > call_syntax.MAX_HEAD_CHARS:  # it is no header
             self._emit(parser.Content, self._text[: call_syntax.MAX_HEAD_CHARS])
             self._text = self._text[call_syntax.MAX_HEAD_CHARS :]
             self._step = HarmonyParser._read_content
             return True
-        if match is None:
+        if not end:
             return False
-        self._header, self._text = self._text[:end], self._text[end + len(_MESSAGE) :]
+        self._header, self._text = header, following
         channel = _CHANNEL.search(self._header)
         function = _FUNCTION.search(self._header)
         if function:
@@ -119,16 +118,14 @@ class HarmonyParser(parser.StateMachineParser):
 
     def _take_body(self) -> tuple[str, str | None]:
         """Consume the certain text of a message; return it and the mark that ended the message, None if it goes on."""
-        match = _BODY_END.find(self._text)
-        if match is None:
-            cut = len(self._text) - _BODY_END.num_open(self._text)
-            text, self._text = self._text[:cut], self._text[cut:]
+        text, mark, self._text = _BODY_END.partition(self._text)
+        if not mark:
             return text, None
-        text, self._text = self._text[: match.start], self._text[match.start :]
-        end = match.mark if match.mark in _ENDS else ""  # other marks begin the next message
-        self._text = self._text[len(end) :]
         self._step = HarmonyParser._begin
-        return text, end
+        if mark in _ENDS:
+            return text, mark
+        self._text = mark + self._text  # it begins the next message
+        return text, ""
 
     def _end_call(self, end: str) -> None:
         body, self._body, self._num_body = "".join(self._body), [], 0

@@ -111,17 +111,12 @@ class ReasoningParser(parser.StateMachineParser):
         return bool(self._text)
 
     def _think(self) -> bool:
-        match = self._closes.find(self._text)
-        if match is None:
-            cut = len(self._text) - self._closes.num_open(self._text)
-            self._emit(parser.Reasoning, self._blanks.push(self._text[:cut]))
-            self._text = self._text[cut:]
-            return False
-        self._emit(parser.Reasoning, self._blanks.push(self._text[: match.start]))
-        self._blanks.take()
-        self._text = self._text[match.start + len(match.mark) :]
-        self._step = ReasoningParser._skip_more_blanks
-        return True
+        text, mark, self._text = self._closes.partition(self._text)
+        self._emit(parser.Reasoning, self._blanks.push(text))
+        if mark:
+            self._blanks.take()
+            self._step = ReasoningParser._skip_more_blanks
+        return bool(mark)
 
     def _skip_more_blanks(self) -> bool:
         self._text = self._text.lstrip()

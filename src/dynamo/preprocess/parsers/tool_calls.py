@@ -123,16 +123,11 @@ class ToolCallParser(parser.StateMachineParser):
         return self._text[num_blanks : num_blanks + 1] in tuple(starts)
 
     def _read_text(self) -> bool:
-        match = self._starters.find(self._text)
-        if match is None:
-            cut = len(self._text) - self._starters.num_open(self._text)
-            self._emit(parser.Content, self._blanks.push(self._text[:cut]))
-            self._text = self._text[cut:]
-            return False
-        self._emit(parser.Content, self._blanks.push(self._text[: match.start]))
-        following = self._text[match.start + len(match.mark) :]
-        self._follow(self._blanks.take() + match.mark, match.mark, following)
-        return True
+        text, mark, self._text = self._starters.partition(self._text)
+        self._emit(parser.Content, self._blanks.push(text))
+        if mark:
+            self._follow(self._blanks.take() + mark, mark, self._text)
+        return bool(mark)
 
     def _follow(self, lead: str, mark: str, following: str) -> None:
         """Continue after a mark: with a call, or with the text between calls."""
