@@ -155,9 +155,8 @@ COMMANDS = {
         "Run a Kubernetes cluster on this machine, with pods as local processes; convert and apply manifests.",
     ),
 }
-_GRAPH = Command(
-    "graph", "GraphConfig", "run", "Start the services of a graph."
-)  # `serve`, of a graph
+# `serve`, of a graph
+_GRAPH = Command("graph", "GraphConfig", "run", "Start the services of a graph.")
 _OPTIONS = {
     "--version -v": "Show the application version and exit.",
     "--install-completion": "Install completion for the current shell.",

@@ -278,9 +278,8 @@ class RemotePrefillEngine(FrontEngine):
         super().abort(request_id)
 
     def abort_choice(self, request_id: str, index: int) -> None:
-        if (
-            self._sink is not None
-        ):  # there may be no last output, and those before have had the report
+        # there may be no last output, and those before have had the report
+        if self._sink is not None:
             self._sink.forget_request(request_id)
         super().abort_choice(request_id, index)
 

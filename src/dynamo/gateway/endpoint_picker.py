@@ -126,9 +126,8 @@ class PickingProcessor(processor.StreamProcessor):
     removed_headers = ()  # a semantic router before this process may have set them
 
     def __init__(self, questions: FrontendQuestions, max_body_bytes: int) -> None:
-        super().__init__(
-            cast("service.RoutingService", None), max_body_bytes
-        )  # no semantic routing
+        # no semantic routing
+        super().__init__(cast("service.RoutingService", None), max_body_bytes)
         self._questions = questions
 
     async def process(self, message: Any) -> list[Any]:

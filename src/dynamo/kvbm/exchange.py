@@ -259,9 +259,8 @@ class KvImporter:
                 await copy.post(deadline_s=limit_s)
                 self._peers.note_copy(engine_id)
             except errors.TransferError:
-                if (
-                    not kv_import.remote.is_prefix
-                ):  # which would have to be quicker than computing it
+                # a prefix would have to be copied more quickly than it is computed
+                if not kv_import.remote.is_prefix:
                     self._peers.note_failed_copy(engine_id, copy.num_bytes, limit_s)
                 await self._peers.discard_connection(peer)
                 raise

@@ -123,9 +123,8 @@ class ImportingSequence(Protocol):
     request: generate.Request
     block_ids: list[int]
     num_computed: int  # tokens
-    remote: (
-        kv_transfer.RemoteBlocks | None
-    )  # the prompt's blocks at another engine, until the import begins
+    # the prompt's blocks at another engine, until the import begins
+    remote: kv_transfer.RemoteBlocks | None
 
     @property
     def num_tokens(self) -> int:

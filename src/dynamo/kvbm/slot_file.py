@@ -37,9 +37,8 @@ FORMAT = "dynamo KV blocks 1"
 MAX_PARTS = 16
 MAX_CHUNKS_PER_LOOK = 16  # of large tiers; of small ones as many as hold _SLOTS_PER_LOOK
 _SLOTS_PER_LOOK = 1_024
-_RECORD = struct.Struct(
-    "<QQQQQQQ"
-)  # hashes: sequence, local, parent; has a parent; order; checksum of the bytes; generation
+# hashes: sequence, local, parent; has a parent; order; checksum of the bytes; generation
+_RECORD = struct.Struct("<QQQQQQQ")
 _RECORD_BYTES = 64
 _VERSIONS = struct.Struct("<240QxxxxxxxxQ")  # and the generation
 _NUM_VERSIONS = 240

@@ -65,9 +65,8 @@ class OffloadFilter:
             FilterKind.PRESENCE_LFU: MIN_LFU_COUNT,
         }.get(kind, 0)
         self._max_counts = max(1, max_counts)
-        self._counts: OrderedDict[int, tuple[int, int]] = (
-            OrderedDict()
-        )  # count, time of the last one
+        # count, time of the last one
+        self._counts: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._now = 0  # in offers
 
     def admits(self, sequence_hash: int) -> bool:

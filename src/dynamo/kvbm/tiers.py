@@ -145,9 +145,8 @@ class Tier:
         self._restored: frozenset[int] = frozenset()
         self._by_hash: dict[int, TierBlock] = {}  # WRITING and READY, by the last block
         self._by_inner: dict[int, list[TierBlock]] = {}  # the same, by the other blocks of segments
-        self._idle: dict[
-            tuple[int, int, bool], OrderedDict[int, TierBlock]
-        ] = {}  # by group; used longest ago first
+        # by group; used longest ago first
+        self._idle: dict[tuple[int, int, bool], OrderedDict[int, TierBlock]] = {}
 
     @property
     def num_used(self) -> int:

@@ -152,9 +152,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_source: kv_transfer.PrefixSource | None = None  # a worker that has more of it cached
     num_resumed: int = 0  # tokens at the end of `token_ids` that are part of the answer
     first_choice: int = 0  # the client's index of choice 0; a choice's seed depends on it
-    images: tuple[
-        bytes, ...
-    ] = ()  # files (PNG, JPEG ...), in the order of their places in the prompt
+    # files (PNG, JPEG ...), in the order of their places in the prompt
+    images: tuple[bytes, ...] = ()
     text_len: int = 0  # with images: the tokens before the first one
 
     @property

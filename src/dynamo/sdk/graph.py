@@ -68,9 +68,8 @@ def _module_name(text: str, directory: Path) -> str:
     """Return the module that a word or a path names. Raises ConfigError for a file outside the directory."""
     if "/" not in text and not text.endswith(".py"):
         return text
-    path = (
-        directory / text.removesuffix(".py")
-    ).resolve()  # an absolute path replaces the directory
+    # an absolute path replaces the directory
+    path = (directory / text.removesuffix(".py")).resolve()
     if not path.is_relative_to(directory.resolve()):
         raise errors.ConfigError(
             f"{text}: expected a file in {directory} (--working-dir names another directory)"

@@ -182,9 +182,8 @@ class CacheFile:
         _logger.error("%s: %s; answers are cached in memory only from now on", self._path, error)
         self._close_file()
         with contextlib.suppress(OSError):
-            self._path.unlink(
-                missing_ok=True
-            )  # it would bring back answers that were removed since
+            # it would bring back answers that were removed since
+            self._path.unlink(missing_ok=True)
 
     def _close_file(self) -> None:
         if self._fd is not None:

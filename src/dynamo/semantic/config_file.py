@@ -59,9 +59,8 @@ class LoadedConfig:
     """A configuration and what its author should know of it."""
 
     settings: config.SemanticConfig
-    plugins: dict[
-        str, dict[str, Any]
-    ]  # by decision ("": none applies) and type: the decoded configuration
+    # by decision ("": none applies) and type: the decoded configuration
+    plugins: dict[str, dict[str, Any]]
     notes: tuple[str, ...] = field(default=())
     encoders: dict[str, encoder_labels.EncoderModel] = field(default_factory=dict)
     embedder: Path | None = None  # the directory of the embedding model, where one is needed

@@ -67,9 +67,8 @@ def change_object(data: bytes, changes: Mapping[str, bytes | None]) -> bytes:
             position = found[number + 1].start
         else:
             kept = b"".join(pieces) + data[position : member.start]
-            pieces = [
-                kept.rstrip().removesuffix(b",")
-            ]  # the comma may stand before removed members
+            # the comma may stand before removed members
+            pieces = [kept.rstrip().removesuffix(b",")]
             position = member.end
     closing = data.rindex(b"}")
     pieces.append(data[position:closing])

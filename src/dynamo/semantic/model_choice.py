@@ -104,9 +104,8 @@ class ConversationMemory:
         """Note which model answers the present turn."""
         turn = AnsweredTurn(decision, model, self._clock.now())
         for key in keys:
-            self._turns.pop(
-                key, None
-            )  # large bodies are routed in a thread, which may forget it meanwhile
+            # large bodies are routed in a thread, which may forget it meanwhile
+            self._turns.pop(key, None)
             self._turns[key] = turn
         while len(self._turns) > self.settings.max_conversations:
             self._turns.popitem(last=False)

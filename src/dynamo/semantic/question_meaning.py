@@ -185,9 +185,8 @@ _BOUNDS = _JOINS | _ATTACHES | {"to"}
 class QuestionMeaning:
     """The words of a question that its answer depends on."""
 
-    words: tuple[
-        str, ...
-    ]  # in their order, without those that only say what kind of question it is
+    # in their order, without those that only say what kind of question it is
+    words: tuple[str, ...]
     asks: frozenset[str]
     attached: frozenset[str]  # words behind a preposition or before a genitive's s
     owners: frozenset[str]  # those of them before a genitive's s

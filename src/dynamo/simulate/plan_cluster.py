@@ -55,12 +55,10 @@ class _Pool:
     draining: list[_Member] = field(default_factory=list)
     held: list[Request] = field(default_factory=list)  # no worker is ready
     by_number: dict[int, _Member] = field(default_factory=dict)  # those that are ready
-    by_load: list[tuple[int, int, int]] = field(
-        default_factory=list
-    )  # a heap; what is outdated stays a while
-    with_block: dict[int, set[int]] = field(
-        default_factory=dict
-    )  # their numbers, by a prompt's first block
+    # a heap; what is outdated stays a while
+    by_load: list[tuple[int, int, int]] = field(default_factory=list)
+    # their numbers, by a prompt's first block
+    with_block: dict[int, set[int]] = field(default_factory=dict)
     num_ever_ready: int = 0
     num_failed: int = 0  # starts since the last observation
 

@@ -105,9 +105,8 @@ def read_traffic(
 
 
 def _arrivals(rows: Sequence[TracedRequest]) -> Iterator[SimulatedRequest]:
-    numbers = (
-        itertools.count()
-    )  # names are tokens of simulated prompts, for which a hash is too long
+    # names are tokens of simulated prompts, for which a hash is too long
+    numbers = itertools.count()
     number_by_hash: defaultdict[int, int] = defaultdict(numbers.__next__)
     begin = rows[0].request_received_ms
     for row in rows:

@@ -155,9 +155,8 @@ class Curves:
 
     ttfts: Sequence[float]  # seconds, rising
     itls: Sequence[float]  # seconds, rising; of answers with two tokens or more
-    hit_rates: Sequence[
-        tuple[float, float]
-    ]  # (seconds since the beginning, share of cached prompt tokens)
+    # (seconds since the beginning, share of cached prompt tokens)
+    hit_rates: Sequence[tuple[float, float]]
     shares: Sequence[float]  # computed prompt tokens of each worker over their mean, falling
 
 

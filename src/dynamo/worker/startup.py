@@ -30,9 +30,8 @@ from dynamo.runtime.http import server
 _logger = logging.getLogger(__name__)
 _LEAST_CPU_S = 3.0  # that count as work: a process that only waits uses less in minutes
 _LEAST_BYTES = 2**20
-_MAX_COMMAND_BYTES = (
-    64 * 1024
-)  # that are read: bytes left unread would break the answer's connection
+# that are read: bytes left unread would break the answer's connection
+_MAX_COMMAND_BYTES = 64 * 1024
 _CLIENT_S = 2.0  # for a client of the early port to send its request
 
 

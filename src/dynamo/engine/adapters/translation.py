@@ -18,9 +18,8 @@ MAX_SEED = 2**63
 _EXCLUSIVE_BIAS = 100.0  # of a token: no other comes
 _RESUMED_STEP = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: far from every choice's seed
 TOKENS_ONLY = generate.OutputOptions()  # an output reports its tokens and nothing else
-Alternatives = Mapping[
-    int, Any
-]  # token id → a library's logprob, with the fields `logprob` and `rank`
+# token id → a library's logprob, with the fields `logprob` and `rank`
+Alternatives = Mapping[int, Any]
 
 
 class OptionRow(NamedTuple):

@@ -15,9 +15,8 @@ from dynamo.engine.native.attention import MIN_SPAN, KvCache
 from dynamo.engine.native.models import Decoder
 from dynamo.engine.native.sequence import Chunk
 
-_MAX_GATHERED_BYTES = (
-    2**28
-)  # keys and values of all sequences in one layer; larger steps run without a graph
+# keys and values of all sequences in one layer; larger steps run without a graph
+_MAX_GATHERED_BYTES = 2**28
 _NUM_WARM_UPS = 2  # which let libraries allocate what they keep
 
 

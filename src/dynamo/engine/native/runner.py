@@ -148,9 +148,8 @@ class Runner:
         reachable = min(self.config.max_context, num_blocks * block_size)
         self._cos, self._sin = self.config.rope.tables(reachable, dtype=kind, device=device)
         self._graphs: decode_graphs.DecodeGraphs | None = None
-        if (
-            device == "cuda" and self.config.experts is None
-        ):  # whose number of tokens decides the shapes
+        # of experts the number of tokens would decide the shapes
+        if device == "cuda" and self.config.experts is None:
             self._graphs = decode_graphs.DecodeGraphs(
                 self._decoder, self._cache, self._cos, self._sin
             )

@@ -18,9 +18,8 @@ from dynamo.frontend.delivery import sse, streaming
 from dynamo.preprocess import conversation, images, inputs
 
 _SCHEMAS = "#/components/schemas/"
-_OWN_MODULES = re.compile(
-    rb"dynamo\.(frontend\.apis|preprocess)\."
-)  # in names of types that share a name
+# in names of types that share a name
+_OWN_MODULES = re.compile(rb"dynamo\.(frontend\.apis|preprocess)\.")
 _JSON = "application/json"
 EVENT = "a server-sent event"
 _DONE = "[DONE]"

@@ -50,9 +50,8 @@ class Operation:
     handler: exchange.Handler
     summary: str
     tag: str
-    answer: (
-        type | str | None
-    )  # the type of its JSON, or the media type of its text; None: it refuses
+    # the type of its JSON, or the media type of its text; None: it refuses
+    answer: type | str | None
     request: type | None = None
     request_media_type: str = _JSON
     body_factor: int = 1  # its body may be larger than others by this factor

@@ -167,9 +167,8 @@ MAX_LINES = 50_000  # of one file, as with OpenAI
 MAX_ERRORS = 100  # of a file that are reported
 LOW_PRIORITY = 2**20  # as vLLM and OpenAI's body write it: a higher value is served later
 _WITHOUT_PRIORITY = frozenset(("/v1/embeddings",))
-_RETRIED = frozenset(
-    (429, 503, 529)
-)  # there is no worker now, or no room: as long as the batch may take
+# there is no worker now, or no room: as long as the batch may take
+_RETRIED = frozenset((429, 503, 529))
 _FAILED = frozenset((500, 502, 504))  # perhaps because of a worker that died: a few times
 MAX_ATTEMPTS = 3
 _MAX_PAUSE_S = 30.0

@@ -337,9 +337,8 @@ class _Publisher:
         if self._socket.closed:  # a listener finds the number missing
             return
         event = Event(topic=topic, publisher=self._id, number=number, payload=payload)
-        self._socket.send(
-            zmq_receiver.message_of(event), zmq.NOBLOCK
-        )  # a PUB socket drops, it never refuses
+        # a PUB socket drops, it never refuses
+        self._socket.send(zmq_receiver.message_of(event), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

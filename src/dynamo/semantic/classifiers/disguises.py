@@ -64,9 +64,8 @@ UNSPACED_LETTERS = (
 _MARKS = re.compile(
     f"[{INVISIBLE}\u0300-\u036f\u0483-\u0489\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]+"
 )
-_TAGS = {
-    0xE0000 + code: code for code in range(0x20, 0x7F)
-}  # invisible copies of ASCII, which models read
+# invisible copies of ASCII, which models read
+_TAGS = {0xE0000 + code: code for code in range(0x20, 0x7F)}
 _TAG = re.compile("[\U000e0020-\U000e007e]")
 _SIGNS = re.compile(r"[^\w\s\x00-\x7f\u2010-\u2049]+")  # the marks of other scripts are among them
 # Letters of other scripts, and small capitals, that look like Latin ones.

@@ -25,9 +25,8 @@ _SIGNS = ".,:;'\"-/@#()!?&|"
 _CHUNK = 8192  # tokens that are tagged at a time
 _BLOCK = 64  # candidates of one product: a larger one starts threads, which cost more than it does
 _MAX_KNOWN_TOKENS = 30_000  # with their features
-_SPARE_TOKENS = (
-    2 * _CHUNK
-)  # for chunks of several threads that begin when there is just room for one
+# for chunks of several threads that begin when there is just room for one
+_SPARE_TOKENS = 2 * _CHUNK
 _ARTICLES = ("the", "a", "an")
 _MOST_GAP = 40  # characters between two tokens of one span
 _GAPS = {  # what may stand between two tokens of one span

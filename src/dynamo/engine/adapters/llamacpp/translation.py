@@ -19,9 +19,8 @@ _NAME = "llama.cpp"
 LARK = "%llguidance {}"  # begins a grammar for llguidance; others are in GBNF
 _NEVER = False  # as the bias of a token
 _MAX_SEED = 2**32 - 2  # 2**32 - 1 asks for a random one
-_UNKNOWN_LOGPROB = (
-    -9999.0
-)  # of a recovered token, which came without: what OpenAI gives to the unlikely
+# of a recovered token, which came without: what OpenAI gives to the unlikely
+_UNKNOWN_LOGPROB = -9999.0
 # The temperature comes before min_p and top_p, as with vLLM and unlike llama.cpp's own order. The top k are the same
 # wherever they are cut; cut first, the other samplers do not go through a whole vocabulary, which took 4 ms a token.
 _SAMPLERS = ("penalties", "top_k", "temperature", "min_p", "top_p")

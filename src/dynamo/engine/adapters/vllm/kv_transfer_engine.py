@@ -69,9 +69,8 @@ class KvTransferEngine:
         self._connector = connector
         self._is_export_enabled = False
         self._imports: dict[str, _Import] = {}  # by request id
-        self._exports: set[str] = (
-            set()
-        )  # ids of requests with blocks that another engine will fetch
+        # ids of requests with blocks that another engine will fetch
+        self._exports: set[str] = set()
         self._listeners: list[Callable[[sharing.ImportReport], None]] = []
         self._sink: api.EngineSink | None = None
 

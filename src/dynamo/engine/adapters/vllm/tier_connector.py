@@ -440,9 +440,8 @@ if _faults := find_interface_faults(_USED_METHODS, dir(DynamoConnector)):
         f"vLLM {vllm.__version__} has another KV connector interface than DynamoConnector knows: {'; '.join(_faults)};"
         " use a supported release, or serve without tiers: --connector none"
     )
-with contextlib.suppress(
-    ValueError
-):  # it is registered: vLLM finds a report's connector by its name
+# it is registered: vLLM finds a report's connector by its name
+with contextlib.suppress(ValueError):
     factory.KVConnectorFactory.register_connector(
         DynamoConnector.__name__, __name__, DynamoConnector.__name__
     )

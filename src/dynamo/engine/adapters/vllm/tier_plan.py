@@ -23,9 +23,8 @@ class TierPlan:
     """The copies to begin with a step. `waiting` of a copy is its number."""
 
     copies: tuple[tier_jobs.TierCopy, ...] = ()
-    request_by_load: dict[int, str] = field(
-        default_factory=dict
-    )  # loads beside the steps; other loads end before the step
+    # loads beside the steps; other loads end before the step
+    request_by_load: dict[int, str] = field(default_factory=dict)
     num_tokens: int = 0  # that the step computes
     slots: Mapping[int, tiers.Segment] | None = None  # of what all ranks have in an object store
     is_disk_cleared: bool = False  # all that the disk holds is to be forgotten first

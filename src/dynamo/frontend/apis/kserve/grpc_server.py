@@ -94,9 +94,8 @@ class GrpcServer:
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         """Return the methods of the service by name."""
-        paths: dict[
-            str, Callable[[Any], str]
-        ] = {  # of methods whose answer is that of an HTTP route
+        # of methods whose answer is that of an HTTP route
+        paths: dict[str, Callable[[Any], str]] = {
             "ServerLive": lambda _: "/v2/health/live",
             "ServerReady": lambda _: "/v2/health/ready",
             "ServerMetadata": lambda _: "/v2",
