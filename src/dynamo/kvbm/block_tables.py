@@ -7,29 +7,46 @@ next one.
 """  # decider
 
 import abc
-from collections.abc import Hashable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Self, TypeVar
 
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tiered_cache, tiers
-from dynamo.protocols import generate
+from dynamo.protocols import generate, kv_events, kv_transfer
 
 
-class PagedSequence(Hashable, Protocol):
-    """The fields of an engine's sequence that its block table reads and writes."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class PagedSequence(abc.ABC):
+    """One choice of one request, with its block table. An engine adds its tokens."""
 
     request: generate.Request
-    block_ids: list[int]
-    num_computed: int  # tokens
-    num_committed: int  # full blocks that were committed to the pool
-    num_clears: int  # of the cache, before it was admitted
-    local_hashes: list[int]  # of its full blocks
-    sequence_hashes: list[int]
+    index: int  # which of the request's choices
+    prompt_len: int
+    # the request's first choice, which reports the cached tokens; this one waits to share its prompt's blocks
+    leader: Self | None = None
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0  # tokens
+    # prompt tokens that were cached when it was first admitted, or were copied to the engine's memory then
+    num_cached: int | None = None
+    # of these, by origin, those from tiers below the engine's memory and from other engines
+    num_loaded: dict[kv_events.Tier, int] = field(default_factory=dict)
+    num_committed: int = 0  # full blocks that were committed to the pool
+    num_clears: int = 0  # of the cache, before it was admitted
+    local_hashes: list[int] = field(default_factory=list)  # of its full blocks (protocols.blocks)
+    sequence_hashes: list[int] = field(default_factory=list)
+    # its prompt at another engine, until the import begins
+    remote: kv_transfer.RemoteBlocks | None = None
 
     @property
+    @abc.abstractmethod
     def num_tokens(self) -> int:
-        """Tokens of the prompt, and of the answer so far."""
-        ...
+        """Return the number of tokens of the prompt and of the answer so far."""
+
+    @property
+    def tier_tokens(self) -> tuple[tuple[str, int], ...] | None:
+        """Return `num_loaded` as outputs report it."""
+        return tuple(sorted(self.num_loaded.items())) or None
 
 
 S = TypeVar("S", bound=PagedSequence)
@@ -44,6 +61,12 @@ class BlockTables(abc.ABC, Generic[S]):
         self.pool = pools.BlockPool(num_blocks)
         self.tiers: tiered_cache.TieredCache | None = None  # set before the first sequence
         self._num_clears = 0
+        self._num_prompt_tokens = self._num_cached_tokens = 0  # of admitted sequences
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the share of the prompt tokens of admitted sequences that were cached, 0 to 1."""
+        return self._num_cached_tokens / max(1, self._num_prompt_tokens)
 
     def admit(self, sequence: S, *, keep_free: int, max_new: int | None = None) -> bool:
         """Allocate blocks for all tokens of a sequence, those of known prefixes first.
@@ -66,6 +89,10 @@ class BlockTables(abc.ABC, Generic[S]):
         if cached:
             self._offer(sequence, range(len(cached)))
         sequence.block_ids += fresh
+        if sequence.num_cached is None:  # not admitted before
+            sequence.num_cached = sequence.num_computed
+            self._num_prompt_tokens += sequence.prompt_len
+            self._num_cached_tokens += sequence.num_cached
         return True
 
     def prepare(self, sequence: S) -> None:
@@ -111,6 +138,23 @@ class BlockTables(abc.ABC, Generic[S]):
             return False
         sequence.block_ids += fresh
         return self.tiers.load(sequence, missing[: len(fresh)], fresh, is_engine_busy=False) > 0
+
+    def count_loaded(
+        self, sequence: S, num_tokens: int, by_origin: dict[kv_events.Tier, int]
+    ) -> None:
+        """Count tokens of a prompt that were copied to the engine's memory as cached."""
+        sequence.num_cached = (sequence.num_cached or 0) + num_tokens
+        sequence.num_loaded = by_origin
+        self._num_cached_tokens += num_tokens
+
+    def count_import(self, sequence: S) -> bool:
+        """Count the tokens of an imported prefix as cached; return False if a whole prompt was imported."""
+        remote = kv_transfer.remote_blocks(sequence.request.kv_transfer_params)
+        if remote is None or not remote.is_prefix:
+            return False
+        num_imported = sequence.num_computed - (sequence.num_cached or 0)
+        self.count_loaded(sequence, num_imported, {kv_events.PEER: num_imported})
+        return True
 
     def add_block(self, sequence: S) -> bool:
         """Allocate one more block; return False if none is free."""
@@ -171,6 +215,14 @@ class BlockTables(abc.ABC, Generic[S]):
             return
         priority, hint = sequence.request.priority, sequence.request.cache_hint
         self.tiers.offer(positions.start, _blocks(sequence, positions), priority, hint)
+
+
+def pass_lead(ended: S, left: Sequence[S]) -> None:
+    """Let the first of the choices that are left lead, because the leader ended without an output."""
+    for choice in left:
+        choice.leader = None if choice is left[0] else left[0]
+    if left:
+        left[0].remote = left[0].remote or ended.remote
 
 
 def _blocks(sequence: PagedSequence, positions: range) -> list[tiers.CachedBlock]:

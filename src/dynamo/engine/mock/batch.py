@@ -17,7 +17,7 @@ import msgspec
 from dynamo.engine import api
 from dynamo.engine.mock.answers import EchoedPrompt, TokenCycle
 from dynamo.engine.mock.memory import MockChoice, MockMemory
-from dynamo.kvbm import sharing, tier_jobs
+from dynamo.kvbm import block_tables, sharing, tier_jobs
 from dynamo.protocols import generate, kv_events, kv_transfer, load
 
 
@@ -77,8 +77,6 @@ class MockBatch:
         self._full: list[MockChoice] = []  # decoding, but the next token needs another block
         self._planned: list[tuple[MockChoice, int]] = []
         self._open: dict[str, list[MockChoice]] = {}
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
         # a copy writes to their blocks, which must not be freed
         self._copying: set[MockChoice] = set()
 
@@ -158,11 +156,8 @@ class MockBatch:
         choices = self._open.get(request_id, [])
         for choice in [choice for choice in choices if choice.index == index]:
             self._end(choice)
-            if not choice.num_output:  # the next choice reports the cached tokens
-                for follower in choices:
-                    follower.leader = choices[0] if follower is not choices[0] else None
-                    if follower.leader is None:
-                        follower.remote = follower.remote or choice.remote
+            if not choice.num_output:
+                block_tables.pass_lead(choice, choices)
 
     def _drop_outputs(self, request_id: str, index: int | None = None) -> None:
         """Drop the outputs of one choice or of all that were not taken yet, with the leases that they bring."""
@@ -186,10 +181,7 @@ class MockBatch:
         if is_copied:
             if not self._memory.is_import_intact(choice):  # of other blocks: answer wrongly
                 choice.answer = replace(choice.answer, start=choice.answer.start + 1)
-            remote = kv_transfer.remote_blocks(choice.request.kv_transfer_params)
-            if remote is not None and remote.is_prefix:
-                num_imported = choice.num_computed - (choice.num_cached or 0)
-                self._count_loaded(choice, num_imported, {kv_events.PEER: num_imported})
+            if self._memory.count_import(choice):
                 self._memory.commit(choice, choice.num_computed)
         if choice.num_output and choice.num_computed == choice.num_tokens - 1:
             self._memory.commit(choice, choice.num_computed)
@@ -216,7 +208,7 @@ class MockBatch:
             self._end_export(choice)
             return
         if is_counted:
-            self._count_loaded(choice, num_loaded, by_tier)
+            self._memory.count_loaded(choice, num_loaded, by_tier)
         self._prefilling.append(choice)
 
     def _end_copying(self, choice: MockChoice) -> bool:
@@ -244,14 +236,6 @@ class MockBatch:
             self._lease(choice, leased, is_prefix=True)
         self._outputs.append(api.EngineOutput(choice.request.id, output))
         self._end(choice)
-
-    def _count_loaded(
-        self, choice: MockChoice, num_tokens: int, by_origin: dict[kv_events.Tier, int]
-    ) -> None:
-        """Count tokens of a prompt that were copied to the engine's memory as cached."""
-        choice.num_cached = (choice.num_cached or 0) + num_tokens
-        self._num_cached_tokens += num_tokens
-        choice.num_loaded = by_origin
 
     def _lease(self, choice: MockChoice, block_ids: list[int], *, is_prefix: bool = False) -> None:
         lease = self._shared.lease_blocks(block_ids, is_prefix=is_prefix)
@@ -290,7 +274,7 @@ class MockBatch:
             kv_stats=load.KvStats(
                 kv_active_blocks=self._memory.pool.num_active,
                 kv_total_blocks=self._memory.pool.num_blocks,
-                gpu_prefix_cache_hit_rate=self._num_cached_tokens / max(1, self._num_prompt_tokens),
+                gpu_prefix_cache_hit_rate=self._memory.hit_rate,
             ),
         )
 
@@ -373,10 +357,6 @@ class MockBatch:
             ):
                 break
             del self._waiting[i]
-            if choice.num_cached is None:
-                choice.num_cached = choice.num_computed
-                self._num_cached_tokens += choice.num_cached
-                self._num_prompt_tokens += choice.prompt_len
             is_engine_busy = bool(self._prefilling or self._decoding)
             if self._shared.begin_import(choice) or self._memory.load(
                 choice, is_engine_busy=is_engine_busy
@@ -413,7 +393,7 @@ class MockBatch:
             output = msgspec.structs.replace(
                 output,
                 cached_tokens=choice.num_cached,
-                tier_tokens=tuple(sorted(choice.num_loaded.items())) or None,
+                tier_tokens=choice.tier_tokens,
                 prompt_logprobs=self._cycle.prompt_logprobs(choice.request),
             )
         if choice.num_output == answer.length:

@@ -9,43 +9,28 @@ tiers follow one another at the bandwidth of the slower one, as if it were one d
 """  # decider
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dynamo.base import clock as clocks
 from dynamo.engine.mock.answers import MockAnswer, TokenCycle
 from dynamo.kvbm import block_tables, tier_jobs, tier_policy, tiered_cache, tiers
 from dynamo.kvbm import pool as pools
-from dynamo.protocols import blocks, generate, kv_events, kv_transfer
+from dynamo.protocols import blocks, generate, kv_events
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class MockChoice:
+class MockChoice(block_tables.PagedSequence):
     """One choice of one request, with its blocks."""
 
-    request: generate.Request
-    index: int
     cycle: TokenCycle
     answer: MockAnswer
     outputs: Sequence[generate.Output]  # one for each token of the cycle
-    leader: "MockChoice | None"  # the choice that reports the cached tokens; None: this one
-    prompt_len: int
     seed: int = blocks.SEED  # of its block hashes
     num_output: int = 0
-    num_computed: int = 0
-    num_cached: int | None = None
     next_check: int = 0  # the number of output tokens at which the batch has to look at it
-    block_ids: list[int] = field(default_factory=list)
-    num_committed: int = 0
-    num_clears: int = 0
-    # its prompt at another engine, until the import begins
-    remote: kv_transfer.RemoteBlocks | None = None
-    num_loaded: dict[kv_events.Tier, int] = field(default_factory=dict)  # tokens from slower tiers
-    local_hashes: list[int] = field(default_factory=list)
-    sequence_hashes: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of the prompt and of the answer so far."""
         return self.prompt_len + self.num_output
 
 

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from dynamo.base import errors
 from dynamo.engine.native.sequence import Chunk, Grammar, Paging, Sampled, Sequence
-from dynamo.kvbm import sharing, tier_jobs, tier_report, tiered_cache
+from dynamo.kvbm import block_tables, sharing, tier_jobs, tier_report, tiered_cache
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free
@@ -101,8 +101,6 @@ class Scheduler:
         self._copying: set[Sequence] = set()
         self._exports: list[RequestOutput] = []  # of requests for cached blocks only
         self._num_arrived = 0
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
         self._last_passes: tuple[load.ForwardPass, ...] = ()
 
     @property
@@ -160,11 +158,8 @@ class Scheduler:
         aborted = [sequence for sequence in group.open if sequence.index == index]
         for sequence in aborted:
             self._end(sequence, group)
-            if not sequence.num_output:  # the next one leads
-                for follower in group.open:
-                    follower.leader = group.open[0] if follower is not group.open[0] else None
-                    if follower.leader is None:
-                        follower.remote = follower.remote or sequence.remote
+            if not sequence.num_output:
+                block_tables.pass_lead(sequence, group.open)
         return aborted
 
     def clear(self) -> StepResult:
@@ -182,10 +177,7 @@ class Scheduler:
         if sequence is None:
             return
         if is_copied:
-            remote = kv_transfer.remote_blocks(sequence.request.kv_transfer_params)
-            if remote is not None and remote.is_prefix:
-                num_imported = sequence.num_computed - (sequence.num_cached or 0)
-                self._count_loaded(sequence, num_imported, {kv_events.PEER: num_imported})
+            self._paging.count_import(sequence)
             self._paging.commit(sequence, sequence.num_computed)
         self._resume(sequence)
 
@@ -251,16 +243,8 @@ class Scheduler:
         if num_loaded and not sequence.num_output and not sequence.num_loaded:
             by_tier = tiers.count_tokens_by_tier(copy, num_loaded)
             if not kv_transfer.is_cached_only(sequence.request.kv_transfer_params):
-                self._count_loaded(sequence, num_loaded, by_tier)
+                self._paging.count_loaded(sequence, num_loaded, by_tier)
         self._resume(sequence)
-
-    def _count_loaded(
-        self, sequence: Sequence, num_tokens: int, by_origin: dict[kv_events.Tier, int]
-    ) -> None:
-        """Count tokens of a prompt that were copied to the engine's memory as cached."""
-        sequence.num_cached = (sequence.num_cached or 0) + num_tokens
-        self._num_cached_tokens += num_tokens
-        sequence.num_loaded = by_origin
 
     def report_tiers(self) -> tier_report.TierReport | None:
         """Return the report on the cache tiers; None if there are none."""
@@ -324,7 +308,6 @@ class Scheduler:
 
     def load(self) -> load.ForwardPassMetrics:
         """Return the current load. Slots are sequences: a request has one for each choice."""
-        hit_rate = self._num_cached_tokens / max(1, self._num_prompt_tokens)
         # A decoding sequence has one uncomputed token, which is none of a prompt.
         begun = (n for s in self._running if (n := _num_uncomputed(s)) > 1)
         num_prefill_tokens = sum(begun) + sum(map(_num_uncomputed, self._waiting))
@@ -338,7 +321,7 @@ class Scheduler:
             kv_stats=load.KvStats(
                 kv_active_blocks=self._paging.pool.num_active,
                 kv_total_blocks=self._paging.pool.num_blocks,
-                gpu_prefix_cache_hit_rate=hit_rate,
+                gpu_prefix_cache_hit_rate=self._paging.hit_rate,
             ),
             last_passes=self._last_passes,
         )
@@ -371,10 +354,6 @@ class Scheduler:
             ):
                 break
             del self._waiting[i]
-            if sequence.num_cached is None:  # not admitted before
-                sequence.num_cached = sequence.num_computed
-                self._num_prompt_tokens += sequence.prompt_len
-                self._num_cached_tokens += sequence.num_cached
             if self._shared.begin_import(sequence) or self._paging.load(
                 sequence, is_engine_busy=bool(chunks), max_new=num_left
             ):
@@ -412,7 +391,7 @@ class Scheduler:
             cached_tokens=None if group.has_reported_cached else sequence.num_cached,
             stop_reason=stop_reason,
             prompt_logprobs=drawn.prompt_logprobs,
-            tier_tokens=None if group.has_reported_cached else _tier_tokens(sequence),
+            tier_tokens=None if group.has_reported_cached else sequence.tier_tokens,
         )
         group.has_reported_cached = True
         result.holds_blocks |= is_leased
@@ -433,10 +412,6 @@ class Scheduler:
             return  # `_resume` frees its blocks
         (self._running if sequence.block_ids else self._waiting).remove(sequence)
         self._paging.release(sequence)
-
-
-def _tier_tokens(sequence: Sequence) -> tuple[tuple[str, int], ...] | None:
-    return tuple(sorted(sequence.num_loaded.items())) or None
 
 
 def _num_uncomputed(sequence: Sequence) -> int:

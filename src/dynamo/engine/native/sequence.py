@@ -4,12 +4,12 @@ The scheduler owns a sequence's blocks and progress; the runner reads it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo.base import errors
 from dynamo.kvbm import block_tables, tier_jobs
-from dynamo.protocols import blocks, generate, kv_events, kv_transfer
+from dynamo.protocols import blocks, generate
 
 
 class Guide(Protocol):
@@ -40,38 +40,19 @@ class Grammar(Protocol):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Sequence:
+class Sequence(block_tables.PagedSequence):
     """One choice of one request; only the engine's thread uses it.
 
     `token_ids` is the prompt and then the output. The first `num_computed` of them have their keys and values in the
     cache, in the blocks `block_ids` (position p lies in block_ids[p // block_size], slot p % block_size).
     """
 
-    request: generate.Request
-    index: int  # which of the request's n choices
     token_ids: list[int]
-    prompt_len: int
     grammar: Grammar | None = None
-    num_computed: int = 0
-    # prompt tokens found in the prefix cache when it was first admitted
-    num_cached: int | None = None
-    block_ids: list[int] = field(default_factory=list)
-    # For the scheduler only:
-    # the request's first choice; this one waits to share its prompt's blocks
-    leader: "Sequence | None" = None
     rank: tuple[int, int, int] = (0, 0, 0)  # the lowest is served first, and preempted last
-    local_hashes: list[int] = field(default_factory=list)  # of its full blocks (protocols.blocks)
-    sequence_hashes: list[int] = field(default_factory=list)
-    num_committed: int = 0  # full blocks that were committed to the pool
-    num_clears: int = 0  # of the cache, before it was admitted
-    # its prompt at another engine, until the import begins
-    remote: kv_transfer.RemoteBlocks | None = None
-    # of `num_cached`, tokens from tiers below the engine's memory
-    num_loaded: dict[kv_events.Tier, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of prompt and answer so far."""
         return len(self.token_ids)
 
     @property
