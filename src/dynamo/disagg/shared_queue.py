@@ -160,7 +160,7 @@ class SharedQueue:
     def size(self) -> int | None:
         """Our prompts without a lease; or what all decode workers had waiting a moment ago, if that is more."""
         self._count_requested.set()
-        if self._work is None or not self._is_reachable or not self._has_worker():
+        if self._work is None or not self._is_reachable or not self._usable():
             return None
         num_ours = len(self._waiting_prompts())
         is_stale = self._counted_at < self._clock.now() - _STALE_S
@@ -186,16 +186,13 @@ class SharedQueue:
             if isinstance(lease, _JobLease):
                 lease.reply(is_over=True)
 
-    def _has_worker(self, tried: Sequence[int] = ()) -> bool:
-        return bool(self._usable(tried))
-
-    def _usable(self, tried: Sequence[int]) -> Sequence[int]:
+    def _usable(self, tried: Sequence[int] = ()) -> Sequence[int]:
         return self._client.usable(self._hung.without(self._workers()), tried)
 
     def _fail_stranded_prompts(self) -> None:
         """End the waiting of prompts that no worker can compute any more."""
         for prompt in self._waiting_prompts():
-            if not self._has_worker(prompt.tried):
+            if not self._usable(prompt.tried):
                 prompt.lease.set_result(_NO_WORKER)
 
     def _waiting_prompts(self) -> list[_Prompt]:
@@ -204,7 +201,7 @@ class SharedQueue:
     async def _push_job(self, number: str) -> None:
         if self._work is None:
             raise errors.Unavailable("the prefill queue is closed")
-        if not self._has_worker():
+        if not self._usable():
             raise errors.NoWorkers(_NO_WORKER)
         job = PrefillJob(number=number, endpoint=self._endpoint, transport=self._transport)
         try:
@@ -238,7 +235,7 @@ class SharedQueue:
             except prefill_queue.RETRIABLE as error:
                 self._hung.report_loss(lease.instance_id, request, error)
                 deaths.record(error)
-                if not self._has_worker(prompt.tried):
+                if not self._usable(prompt.tried):
                     raise
             self._counters.retries.inc()
             prompt.lease = _new_future()

@@ -329,16 +329,12 @@ class OllamaHandlers:
             may_see = self._handlers.rights.model_filter(client)
             is_loaded = self._handlers.models.get(shown.served_name) is not None
             if start is not None and not is_loaded and (may_see is None or may_see(start.model)):
-                described, context_length = (
-                    models.describe_unloaded_for_ollama(start),
-                    start.context_length,
-                )
+                described = models.describe_unloaded_for_ollama(start)
+                context_length = start.context_length
             else:
                 model = self._handlers.models.find(shown.served_name, may_see)
-                described, context_length = (
-                    models.describe_for_ollama(model),
-                    model.card.context_length,
-                )
+                described = models.describe_for_ollama(model)
+                context_length = model.card.context_length
                 capabilities = model.capabilities
         except errors.DynamoError as error:
             delivery.respond_error(client, error, _DIALECT)
