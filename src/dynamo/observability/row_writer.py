@@ -118,8 +118,9 @@ class RowWriter(Generic[R]):
             lines = b"".join(self._encode(row) + b"\n" for row, _ in rows)
             for sink in self._sinks:
                 sink.write(lines, len(rows))
-        except Exception as error:
-            # a full disk, or a bug here: the process goes on and counts the loss
+        except (
+            Exception
+        ) as error:  # a full disk, or a bug here: the process goes on and counts the loss
             self._dropped.inc(len(rows))
             if not self._num_lost:
                 _logger.log(
@@ -195,8 +196,9 @@ class GzipSink:
             self.close()
         file = self._open_next() if self._file is None else self._file
         packed = self._compressor.compress(lines)
-        # readable even if this process is killed
-        packed += self._compressor.flush(zlib.Z_SYNC_FLUSH)
+        packed += self._compressor.flush(
+            zlib.Z_SYNC_FLUSH
+        )  # readable even if this process is killed
         try:
             _append(file, packed)
         except OSError:  # what follows would not be readable behind a gap

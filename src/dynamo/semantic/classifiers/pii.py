@@ -70,8 +70,9 @@ def _in_plain_characters(text: str) -> tuple[str, list[int]]:
 
 _INVISIBLE = re.compile(f"[{disguises.INVISIBLE}]")
 _UNSPACED = re.compile(f"[{disguises.UNSPACED_LETTERS}]")
-# of full width
-_ASCII_OF: dict[int, int | str] = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_ASCII_OF: dict[int, int | str] = {
+    code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)
+}  # of full width
 _ASCII_OF |= {
     code: {"Nd": str(unicodedata.decimal(chr(code), 0)), "Zs": " ", "Pd": "-"}[kind]
     for code in range(0x80, 0x1FC00)  # the digits of all scripts are below
