@@ -30,7 +30,7 @@ with their cause chained. A message says what was expected, what came and what t
 received as soon as its module is imported.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 _class_by_code: dict[str, type["DynamoError"]] = {}
 
@@ -60,6 +60,11 @@ class RequestError(DynamoError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+    @classmethod
+    def of_param(cls, param: str, problem: str) -> Self:
+        """Return an error whose message is this problem behind the name of the field."""
+        return cls(f"{param}: {problem}", param=param)
 
 
 class InvalidRequest(RequestError):

@@ -77,7 +77,7 @@ class Session:
         )
         request = prepared.request
         if request.sampling_options.n != 1:
-            raise errors.InvalidRequest("n: expected 1, because one answer is shown", param="n")
+            raise errors.InvalidRequest.of_param("n", "expected 1, because one answer is shown")
         text, pieces, finish_reason = self._processor.make_answer_text(request), [], ""
         workers = await self._find_workers()
         outputs = self._endpoint.stream(request, item_type=generate.Output, among=workers)

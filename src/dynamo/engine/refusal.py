@@ -53,9 +53,7 @@ def _check_guided(request: generate.Request, facts: api.EngineFacts) -> None:
     if guided is None:
         return
     if not facts.supports_guided:
-        raise errors.InvalidRequest(
-            f"{guided.param}: this engine has no guided decoding", param=guided.param
-        )
+        raise errors.InvalidRequest.of_param(guided.param, "this engine has no guided decoding")
     if not request.eos_token_ids:
         raise limits.invalid(
             "eos_token_ids", "at least one, with which a guided answer can end", ()

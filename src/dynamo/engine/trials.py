@@ -280,8 +280,8 @@ def refuse(guided: generate.GuidedDecoding, reason: str) -> errors.InvalidReques
     reason = " ".join(reason.split())
     if len(reason) > _MAX_REASON_CHARS:
         reason = reason[:_MAX_REASON_CHARS] + "…"
-    return errors.InvalidRequest(
-        f"{guided.param}: this grammar cannot be followed: {reason}", param=guided.param
+    return errors.InvalidRequest.of_param(
+        guided.param, f"this grammar cannot be followed: {reason}"
     )
 
 

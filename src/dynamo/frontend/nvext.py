@@ -203,4 +203,4 @@ def _parse_session(headers: Mapping[str, str]) -> str | None:
 
 
 def _make_error(name: str, expected: str, value: str) -> errors.InvalidRequest:
-    return errors.InvalidRequest(f"{name}: expected {expected}, got {value[:40]!r}", param=name)
+    return errors.InvalidRequest.of_param(name, f"expected {expected}, got {value[:40]!r}")

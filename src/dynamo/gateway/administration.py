@@ -150,10 +150,10 @@ class Administration:
                 for d in self.describe_system_prompts()["system_prompts"]
                 if d["prompt"]
             ]
-            raise errors.InvalidRequest(
-                f"category: expected a decision with a system prompt ({', '.join(known) or 'there is none'}), "
+            raise errors.InvalidRequest.of_param(
+                "category",
+                f"expected a decision with a system prompt ({', '.join(known) or 'there is none'}), "
                 f"got {change.category!r}",
-                param="category",
             )
         for plugin in plugins:
             plugin |= {} if change.enabled is None else {"enabled": change.enabled}

@@ -199,8 +199,8 @@ class ClassificationApi:
         request = _decode_texts(client.request.body)
         most = self._routing.router.settings.api.batch_classification.max_batch_size
         if not 0 < len(request.texts) <= most:
-            raise errors.InvalidRequest(
-                f"texts: expected 1 to {most} texts, got {len(request.texts)}", param="texts"
+            raise errors.InvalidRequest.of_param(
+                "texts", f"expected 1 to {most} texts, got {len(request.texts)}"
             )
         classifiers = await self.ask_encoders(request.texts, request.task_type)
         start = self._clock.now()

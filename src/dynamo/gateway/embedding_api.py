@@ -70,9 +70,9 @@ class SimilarityApi:
         vectors = await self._embed(request.texts)
         num_values = len(vectors[0])
         if request.dimension not in (None, num_values):
-            raise errors.InvalidRequest(
-                f"dimension: expected {num_values}, that of {self._model}, got {request.dimension}",
-                param="dimension",
+            raise errors.InvalidRequest.of_param(
+                "dimension",
+                f"expected {num_values}, that of {self._model}, got {request.dimension}",
             )
         total_ms = (self._clock.now() - start) * 1000
         each_ms = total_ms / len(vectors)

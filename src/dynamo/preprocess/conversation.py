@@ -158,9 +158,8 @@ def mark_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with a mark at the end of the last one, which a model continues. Raises InvalidRequest."""
     content = messages[-1].get("content")
     if not isinstance(content, str) or not content:
-        raise errors.InvalidRequest(
-            "continue_final_message: expected a last message with a text, got one without",
-            param="continue_final_message",
+        raise errors.InvalidRequest.of_param(
+            "continue_final_message", "expected a last message with a text, got one without"
         )
     return [*messages[:-1], {**messages[-1], "content": content + _END_MARK}]
 
@@ -169,9 +168,8 @@ def cut_at_mark(prompt: str) -> str:
     """Return the prompt up to the mark of `mark_end`. Raises InvalidRequest if the template has left it out."""
     text, mark, _ = prompt.rpartition(_END_MARK)
     if not mark:
-        raise errors.InvalidRequest(
-            "continue_final_message: this model's chat template leaves the last message out",
-            param="continue_final_message",
+        raise errors.InvalidRequest.of_param(
+            "continue_final_message", "this model's chat template leaves the last message out"
         )
     return text
 
@@ -180,9 +178,9 @@ def extract_raw_prompt(messages: list[dict[str, Any]]) -> str:
     """Return the text of the only message, to which the caller has applied a template. Raises InvalidRequest."""
     content = adapt_for_template(messages)[0].get("content")
     if len(messages) != 1 or not isinstance(content, str):
-        raise errors.InvalidRequest(
-            f"nvext.use_raw_prompt: expected one message with a text, which is the prompt, got {len(messages)}",
-            param="nvext.use_raw_prompt",
+        raise errors.InvalidRequest.of_param(
+            "nvext.use_raw_prompt",
+            f"expected one message with a text, which is the prompt, got {len(messages)}",
         )
     return content
 
@@ -208,27 +206,23 @@ def _check_rest(message: dict[str, Any], role: str, place: str) -> None:
         _check_tool_calls(message, place)
     for key in ("audio", "function_call"):
         if message.get(key) is not None:
-            raise errors.InvalidRequest(
-                f"{place}.{key}: not supported; leave it out", param=f"{place}.{key}"
-            )
+            raise errors.InvalidRequest.of_param(f"{place}.{key}", "not supported; leave it out")
 
 
 def _check_parts(parts: list[Any], place: str) -> None:
     for number, part in enumerate(parts):
         part_place = f"{place}[{number}]"
         if not isinstance(part, dict):
-            raise errors.InvalidRequest(
-                f"{part_place}: expected an object, got {json_body.describe(part)}",
-                param=part_place,
+            raise errors.InvalidRequest.of_param(
+                part_place, f"expected an object, got {json_body.describe(part)}"
             )
         kind = part.get("type")
         if kind == images.PART:
             images.check_part(part, part_place)
             continue
         if type(kind) is str and kind in _MEDIA:
-            raise errors.InvalidRequest(
-                f"{part_place}.type: this model reads text only; expected 'text', got {kind!r}",
-                param=f"{part_place}.type",
+            raise errors.InvalidRequest.of_param(
+                f"{part_place}.type", f"this model reads text only; expected 'text', got {kind!r}"
             )
         if kind not in ("text", "refusal"):
             raise _wrong(f"{part_place}.type", "'text'", part, "type")
@@ -258,7 +252,7 @@ def _check_tool_calls(message: dict[str, Any], place: str) -> None:
 
 def _wrong(param: str, expected: str, owner: dict[str, Any], key: str) -> errors.InvalidRequest:
     actual = f"got {json_body.describe(owner[key])}" if key in owner else "but it is missing"
-    return errors.InvalidRequest(f"{param}: expected {expected}, {actual}", param=param)
+    return errors.InvalidRequest.of_param(param, f"expected {expected}, {actual}")
 
 
 def _is_plain(message: dict[str, Any]) -> bool:

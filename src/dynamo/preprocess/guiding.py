@@ -26,8 +26,8 @@ def from_fields(request: inputs.GenerationInput) -> generate.GuidedDecoding | No
     """Return what the guided fields or the response format ask for. Raises InvalidRequest if several are set."""
     guide, answer_format = _from_guides(request), _from_response_format(request)
     if guide is not None and answer_format is not None:
-        raise errors.InvalidRequest(
-            f"{guide.param}: not together with {answer_format.param}", param=guide.param
+        raise errors.InvalidRequest.of_param(
+            guide.param, f"not together with {answer_format.param}"
         )
     return guide or answer_format
 
@@ -44,8 +44,8 @@ def _from_guides(request: inputs.GenerationInput) -> generate.GuidedDecoding | N
         return guide
     structured = _from_structured_outputs(request.structured_outputs, _backend(request))
     if guide is not None and guide != msgspec.structs.replace(structured, param=guide.param):
-        raise errors.InvalidRequest(
-            f"{guide.param}: not together with structured_outputs, which differs", param=guide.param
+        raise errors.InvalidRequest.of_param(
+            guide.param, "not together with structured_outputs, which differs"
         )
     return structured
 
@@ -55,14 +55,13 @@ def _from_guided_fields(request: inputs.GenerationInput) -> generate.GuidedDecod
     if not names:
         return None
     if len(names) > 1:
-        raise errors.InvalidRequest(
-            f"{names[1]}: expected at most one of {', '.join(_GUIDES)}, got {names[0]}, too",
-            param=names[1],
+        raise errors.InvalidRequest.of_param(
+            names[1], f"expected at most one of {', '.join(_GUIDES)}, got {names[0]}, too"
         )
     (name,) = names
     value = _read_field(request, name)
     if not value and name != "guided_json":
-        raise errors.InvalidRequest(f"{name}: expected at least one choice, got none", param=name)
+        raise errors.InvalidRequest.of_param(name, "expected at least one choice, got none")
     kind = name.removeprefix("guided_")
     if kind == "choice":
         value = tuple(value)
@@ -85,9 +84,8 @@ def _from_structured_outputs(
     param = "structured_outputs"
     if len(forms) != 1 or outputs.choice == []:
         got = ", ".join(forms) or "none"
-        raise errors.InvalidRequest(
-            f"{param}: expected one of json, regex, choice, grammar, json_object, got {got}",
-            param=param,
+        raise errors.InvalidRequest.of_param(
+            param, f"expected one of json, regex, choice, grammar, json_object, got {got}"
         )
     ((kind, value),) = forms.items()
     if kind == "json" and not isinstance(value, str):
@@ -108,19 +106,18 @@ def from_conversation(
     guided = from_fields(request)
     if request.must_call:  # a response format is for text, and there will be none
         if guided is not None and guided.param != request.format_param:
-            raise errors.InvalidRequest(
-                f"{guided.param}: not together with a tool_choice that forces a call",
-                param=guided.param,
+            raise errors.InvalidRequest.of_param(
+                guided.param, "not together with a tool_choice that forces a call"
             )
         calls = _guide_calls(request, answer_format.frame)
         return generate.GuidedDecoding(calls=calls, backend=_backend(request), param="tool_choice")
     if guided is None or not request.allows_calls:
         return guided
     if not answer_format.can_choose_to_call:
-        raise errors.InvalidRequest(
-            f"{guided.param}: with this model not together with tools that may be called or not; "
+        raise errors.InvalidRequest.of_param(
+            guided.param,
+            "with this model not together with tools that may be called or not; "
             "set tool_choice to 'none', 'required' or a function",
-            param=guided.param,
         )
     return msgspec.structs.replace(guided, calls=_guide_calls(request, answer_format.frame))
 
@@ -157,10 +154,10 @@ def _guide_calls(
     callable_functions = [function for function in functions if name in (None, function["name"])]
     if not callable_functions:
         names = ", ".join(repr(function["name"]) for function in functions) or "none"
-        raise errors.InvalidRequest(
-            f"tool_choice: expected a tool of this request ({names}), got "
+        raise errors.InvalidRequest.of_param(
+            "tool_choice",
+            f"expected a tool of this request ({names}), got "
             + ("'required'" if name is None else f"{name!r:.80}"),
-            param="tool_choice",
         )
     is_single = name is not None or request.parallel_tool_calls is False
     return generate.GuidedToolCalls(
@@ -181,8 +178,7 @@ def _encode_parameters(function: dict[str, Any]) -> str:
     if schema is None:
         schema = {"properties": {}, "additionalProperties": False}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise errors.InvalidRequest(
-            f"tools: expected parameters of {function['name']!r} with the type 'object'",
-            param="tools",
+        raise errors.InvalidRequest.of_param(
+            "tools", f"expected parameters of {function['name']!r} with the type 'object'"
         )
     return msgspec.json.encode({"type": "object", **schema}).decode()

@@ -38,7 +38,7 @@ def check_part(part: Mapping[str, Any], place: str) -> None:
     if not isinstance(url, str):
         param = f"{place}.image_url.url"
         got = json_body.describe(described)
-        raise errors.InvalidRequest(f"{param}: expected a string, got {got}", param=param)
+        raise errors.InvalidRequest.of_param(param, f"expected a string, got {got}")
 
 
 def make_part(url: str, place: str) -> dict[str, Any]:
@@ -77,14 +77,14 @@ class ImageInput:
         found = _find(messages)
         if found and not self.max_images:
             param = found[0].place
-            raise errors.InvalidRequest(
-                f"{param}: this model reads text only; leave the image out", param=param
+            raise errors.InvalidRequest.of_param(
+                param, "this model reads text only; leave the image out"
             )
         if len(found) > self.max_images:
             param = found[self.max_images].place
-            raise errors.InvalidRequest(
-                f"{param}: this model takes at most {self.max_images} images in a request, got {len(found)}",
-                param=param,
+            raise errors.InvalidRequest.of_param(
+                param,
+                f"this model takes at most {self.max_images} images in a request, got {len(found)}",
             )
         return found
 
@@ -92,9 +92,8 @@ class ImageInput:
         """Return the files of all images. Raises InvalidRequest."""
         found = self.find(messages)
         if sum(len(image.url) for image in found) > MAX_BYTES * 4 // 3:
-            raise errors.InvalidRequest(
-                f"messages: expected images of at most {MAX_BYTES // 2**20} MiB in all",
-                param="messages",
+            raise errors.InvalidRequest.of_param(
+                "messages", f"expected images of at most {MAX_BYTES // 2**20} MiB in all"
             )
         return tuple(_decode(image.url, image.file_place) for image in found)
 
@@ -130,12 +129,12 @@ def _located(part: Mapping[str, Any], place: str, url: str) -> FoundImage:
 
 def _decode(url: str, param: str) -> bytes:
     if not _DATA_URL.match(url):
-        raise errors.InvalidRequest(
-            f"{param}: expected the image itself, as 'data:image/png;base64,…', because nothing is fetched from "
+        raise errors.InvalidRequest.of_param(
+            param,
+            f"expected the image itself, as 'data:image/png;base64,…', because nothing is fetched from "
             f"elsewhere; got {url[:40]!r}",
-            param=param,
         )
     try:
         return base64.b64decode(url.partition(",")[2], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise errors.InvalidRequest(f"{param}: expected base64: {error}", param=param) from error
+        raise errors.InvalidRequest.of_param(param, f"expected base64: {error}") from error

@@ -35,16 +35,16 @@ def join_prompts(
         return prompts
     template = FORMATS.get(format_name or NONE)
     if template is None:
-        raise errors.InvalidRequest(
-            f"suffix: the model {model!r} is not known to fill in the middle; leave it out, "
+        raise errors.InvalidRequest.of_param(
+            "suffix",
+            f"the model {model!r} is not known to fill in the middle; leave it out, "
             "or start its worker with --dyn-infill-format",
-            param="suffix",
         )
     joined = []
     for prompt in prompts:
         if not isinstance(prompt, str):
-            raise errors.InvalidRequest(
-                "suffix: only allowed where the prompt is a text, got token ids", param="suffix"
+            raise errors.InvalidRequest.of_param(
+                "suffix", "only allowed where the prompt is a text, got token ids"
             )
         joined.append(template.format(prefix=prompt, suffix=suffix))
     return joined

@@ -107,9 +107,8 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             problem = (
                 "but it is missing" if self.json_schema is None else f"but type is {self.type}"
             )
-            raise errors.InvalidRequest(
-                f"response_format.json_schema: expected with type json_schema, {problem}",
-                param="response_format.json_schema",
+            raise errors.InvalidRequest.of_param(
+                "response_format.json_schema", f"expected with type json_schema, {problem}"
             )
 
 
@@ -138,7 +137,7 @@ class ChosenTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Raise InvalidRequest unless the object has the key that its type names."""
         if getattr(self, self.type) is None:
             param = f"tool_choice.{self.type}"
-            raise errors.InvalidRequest(f"{param}: required, but missing", param=param)
+            raise errors.InvalidRequest.of_param(param, "required, but missing")
 
 
 ToolChoice = Literal["none", "auto", "required"] | ChosenTools
@@ -248,9 +247,8 @@ class EngineFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     def check(self) -> None:
         """Raise InvalidRequest for what the types allow and no API does."""
         if self.use_beam_search:
-            raise errors.InvalidRequest(
-                "use_beam_search: not supported; expected false or nothing, got true",
-                param="use_beam_search",
+            raise errors.InvalidRequest.of_param(
+                "use_beam_search", "not supported; expected false or nothing, got true"
             )
 
 
@@ -359,13 +357,13 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
         """Raise InvalidRequest for a combination of fields that the types allow and the API does not."""
         super().check()
         if self.stop is not None and not all(self.stop_strings or ("-",)):
-            raise errors.InvalidRequest(
-                "stop: expected strings of at least one character, got an empty one", param="stop"
+            raise errors.InvalidRequest.of_param(
+                "stop", "expected strings of at least one character, got an empty one"
             )
         if self.prompt_logprobs is not None and self.stream:
-            raise errors.InvalidRequest(
-                "prompt_logprobs: they come with a whole answer; leave it out, or set stream to false",
-                param="prompt_logprobs",
+            raise errors.InvalidRequest.of_param(
+                "prompt_logprobs",
+                "they come with a whole answer; leave it out, or set stream to false",
             )
         if self.response_format is not None:
             self.response_format.check()
@@ -374,16 +372,15 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
 
     def _check_extensions(self, extensions: NvExt) -> None:
         if "query_instance_id" in (extensions.annotations or ()) and not self.stream:
-            raise errors.InvalidRequest(
-                "nvext.annotations: the answer to query_instance_id is a stream; expected stream to be true",
-                param="nvext.annotations",
+            raise errors.InvalidRequest.of_param(
+                "nvext.annotations",
+                "the answer to query_instance_id is a stream; expected stream to be true",
             )
         backend_id, decode_id = extensions.backend_instance_id, extensions.decode_worker_id
         if None not in (backend_id, decode_id) and backend_id != decode_id:
-            raise errors.InvalidRequest(
-                "nvext.decode_worker_id: expected the same as nvext.backend_instance_id, "
-                f"{backend_id}, got {decode_id}",
-                param="nvext.decode_worker_id",
+            raise errors.InvalidRequest.of_param(
+                "nvext.decode_worker_id",
+                f"expected the same as nvext.backend_instance_id, {backend_id}, got {decode_id}",
             )
 
 
@@ -493,7 +490,6 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         if isinstance(self.tool_choice, ChosenTools):
             self.tool_choice.check()
         if self.continue_final_message and self.add_generation_prompt:
-            raise errors.InvalidRequest(
-                "continue_final_message: expected add_generation_prompt to be false or left out",
-                param="continue_final_message",
+            raise errors.InvalidRequest.of_param(
+                "continue_final_message", "expected add_generation_prompt to be false or left out"
             )

@@ -125,9 +125,9 @@ def make_stop_conditions(
     """Return when an answer ends. Raises InvalidRequest."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
-        raise errors.InvalidRequest(
-            f"min_tokens: expected at most the {max_tokens} tokens that may come, got {min_tokens}",
-            param="min_tokens",
+        raise errors.InvalidRequest.of_param(
+            "min_tokens",
+            f"expected at most the {max_tokens} tokens that may come, got {min_tokens}",
         )
     if request.stop_token_ids:
         check_ids(request.stop_token_ids, vocab_size, "stop_token_ids")
@@ -148,7 +148,7 @@ def limit_answer_len(
     Raises RequestError, which names `param`, for an empty prompt and for what cannot fit the context.
     """
     if not prompt_len:
-        raise errors.InvalidRequest(f"{param}: expected at least one token, got none", param=param)
+        raise errors.InvalidRequest.of_param(param, "expected at least one token, got none")
     num_left = context_length - prompt_len
     if requested is not None and requested > num_left:
         raise model_errors.ContextTooLong(
@@ -198,9 +198,8 @@ def check_embedding_inputs(lengths: Sequence[int], context_length: int) -> None:
     """Raise RequestError unless inputs of these lengths in tokens can be embedded."""
     for number, length in enumerate(lengths):
         if not length:
-            raise errors.InvalidRequest(
-                f"input: expected at least one token in each, got none in number {number}",
-                param="input",
+            raise errors.InvalidRequest.of_param(
+                "input", f"expected at least one token in each, got none in number {number}"
             )
         if length > context_length:
             raise model_errors.ContextTooLong(
@@ -209,10 +208,10 @@ def check_embedding_inputs(lengths: Sequence[int], context_length: int) -> None:
                 param="input",
             )
     if sum(lengths) > MAX_EMBEDDING_TOKENS:
-        raise errors.InvalidRequest(
-            f"input: expected at most {MAX_EMBEDDING_TOKENS} tokens in all inputs together, "
+        raise errors.InvalidRequest.of_param(
+            "input",
+            f"expected at most {MAX_EMBEDDING_TOKENS} tokens in all inputs together, "
             f"got {sum(lengths)}",
-            param="input",
         )
 
 
@@ -221,8 +220,8 @@ def check_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
     highest, lowest = max(token_ids, default=0), min(token_ids, default=0)
     if highest >= vocab_size or lowest < 0:
         wrong = highest if highest >= vocab_size else lowest
-        raise errors.InvalidRequest(
-            f"{param}: expected token ids from 0 to {vocab_size - 1}, got {wrong}", param=param
+        raise errors.InvalidRequest.of_param(
+            param, f"expected token ids from 0 to {vocab_size - 1}, got {wrong}"
         )
 
 
@@ -253,9 +252,9 @@ def make_effort_args(
     if EFFORT in variables and effort != NO_EFFORT:
         args[EFFORT] = effort
     if not args and effort == NO_EFFORT and can_think:
-        raise errors.InvalidRequest(
-            f"{param}: the chat template of this model cannot be told not to think; leave it out, got {effort!r}",
-            param=param,
+        raise errors.InvalidRequest.of_param(
+            param,
+            f"the chat template of this model cannot be told not to think; leave it out, got {effort!r}",
         )
     return args
 
@@ -286,9 +285,9 @@ def make_thinking_limit(
     close_ids = _find_ids(marks.closes, id_of) if marks is not None else ()
     if marks is None or not close_ids:
         if request.must_limit_thinking:
-            raise errors.InvalidRequest(
-                f"{LIMIT_PARAM}: no token of this model is known to end a thought; leave it out, got {max_tokens}",
-                param=LIMIT_PARAM,
+            raise errors.InvalidRequest.of_param(
+                LIMIT_PARAM,
+                f"no token of this model is known to end a thought; leave it out, got {max_tokens}",
             )
         return None
     return generate.ThinkingLimit(

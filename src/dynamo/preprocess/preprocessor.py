@@ -261,7 +261,7 @@ class Preprocessor:
             may_think = options.asks_to_think(request)
             thoughts = self._answer_format.thoughts(prompt, may_think=may_think)
         except errors.InvalidRequest as error:
-            raise errors.InvalidRequest(f"{guided.param}: {error}", param=guided.param) from error
+            raise errors.InvalidRequest.of_param(guided.param, f"{error}") from error
         return msgspec.structs.replace(guided, thoughts=thoughts)
 
     def _select_parsers(
@@ -274,10 +274,10 @@ class Preprocessor:
         if request.must_call:
             answer_format = dataclasses.replace(answer_format, tools=answer_format.forced)
         if answer_format.tools is None:
-            raise errors.InvalidRequest(
-                f"tools: it is not known how the model {request.model!r} writes tool calls; leave them out, "
+            raise errors.InvalidRequest.of_param(
+                "tools",
+                f"it is not known how the model {request.model!r} writes tool calls; leave them out, "
                 "or start its worker with --dyn-tool-call-parser",
-                param="tools",
             )
         functions = [tool["function"] for tool in request.allowed_tools]
         schemas = {
@@ -295,9 +295,8 @@ class Preprocessor:
 
     async def _render(self, request: inputs.Conversation) -> str:
         if self._template is None:
-            raise errors.InvalidRequest(
-                f"messages: the model {request.model!r} has no chat template; use /v1/completions",
-                param="messages",
+            raise errors.InvalidRequest.of_param(
+                "messages", f"the model {request.model!r} has no chat template; use /v1/completions"
             )
         self._images.find(request.messages)
         chat_template = self._template
@@ -357,9 +356,8 @@ class Preprocessor:
             single = [blocks.unpack(ids)[0] for ids in packed if blocks.count(ids) == 1]
             if not single:
                 param = f"bad_words[{number}]"
-                raise errors.InvalidRequest(
-                    f"{param}: expected a word that is one token of this model, got {word!r:.60}",
-                    param=param,
+                raise errors.InvalidRequest.of_param(
+                    param, f"expected a word that is one token of this model, got {word!r:.60}"
                 )
             banned += single
         return banned

@@ -138,9 +138,9 @@ class ChatTemplate:
                     self._was_quick = False
             return await self._render_in_thread(template, variables)
         except (sandbox.LimitExceeded, *_RUNTIME_ERRORS) as error:
-            raise errors.InvalidRequest(
-                f"messages: the model's chat template cannot take these: {error or type(error).__name__}",
-                param="messages",
+            raise errors.InvalidRequest.of_param(
+                "messages",
+                f"the model's chat template cannot take these: {error or type(error).__name__}",
             ) from error
 
     async def _render_in_thread(self, template: jinja2.Template, variables: dict[str, Any]) -> str:

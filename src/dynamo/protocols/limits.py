@@ -168,11 +168,9 @@ def _check_traps(node: dict[str, Any], guided: generate.GuidedDecoding) -> None:
 
 
 def _refuse(guided: generate.GuidedDecoding, expected: str, value: object) -> errors.InvalidRequest:
-    return errors.InvalidRequest(
-        f"{guided.param}: expected {expected}, got {value}", param=guided.param
-    )
+    return errors.InvalidRequest.of_param(guided.param, f"expected {expected}, got {value}")
 
 
 def invalid(param: str, expected: str, value: object) -> errors.InvalidRequest:
     """Return the error of a parameter with a value that is not allowed."""
-    return errors.InvalidRequest(f"{param}: expected {expected}, got {value!r:.100}", param=param)
+    return errors.InvalidRequest.of_param(param, f"expected {expected}, got {value!r:.100}")

@@ -327,9 +327,8 @@ class Selector:
             instance_id = None if prompt.pinned is None else prompt.pinned.instance_id
             ranks = {w.dp_rank for w in loads if instance_id in (None, w.instance_id)}
             if ranks and prompt.dp_rank not in ranks:
-                raise errors.InvalidRequest(
-                    f"data_parallel_rank: expected at most {max(ranks)}, got {prompt.dp_rank}",
-                    param="data_parallel_rank",
+                raise errors.InvalidRequest.of_param(
+                    "data_parallel_rank", f"expected at most {max(ranks)}, got {prompt.dp_rank}"
                 )
         if not any(map(prompt.allows, loads)):
             raise errors.NoWorkers("no worker serves this model: start one, or wait until it is up")

@@ -277,29 +277,27 @@ def _check(request: encoders.EmbeddingRequest, facts: api.EmbedderFacts) -> None
     """Raise RequestError for a request that would harm others in its batch; frontends refuse it in their own words."""
     full_dimensions = facts.vectors.dimensions
     if request.dimensions is not None and not 1 <= request.dimensions <= full_dimensions:
-        raise errors.InvalidRequest(
-            f"dimensions: expected from 1 to {full_dimensions}, got {request.dimensions}",
-            param="dimensions",
+        raise errors.InvalidRequest.of_param(
+            "dimensions", f"expected from 1 to {full_dimensions}, got {request.dimensions}"
         )
     if not request.inputs:
-        raise errors.InvalidRequest("input: expected at least one, got none", param="input")
+        raise errors.InvalidRequest.of_param("input", "expected at least one, got none")
     for token_ids in request.inputs:
         _check_input(token_ids, facts)
 
 
 def _check_input(token_ids: bytes, facts: api.EmbedderFacts) -> None:
     if not token_ids or len(token_ids) % blocks.TOKEN_BYTES:
-        raise errors.InvalidRequest(
-            f"input: expected packed token ids, at least one, got {len(token_ids)} bytes",
-            param="input",
+        raise errors.InvalidRequest.of_param(
+            "input", f"expected packed token ids, at least one, got {len(token_ids)} bytes"
         )
     if blocks.count(token_ids) > facts.context_length:
-        raise model_errors.ContextTooLong(
-            f"input: expected at most {facts.context_length} tokens, got {blocks.count(token_ids)}",
-            param="input",
+        raise model_errors.ContextTooLong.of_param(
+            "input",
+            f"expected at most {facts.context_length} tokens, got {blocks.count(token_ids)}",
         )
     if facts.vocab_size is not None and max(blocks.unpack(token_ids)) >= facts.vocab_size:
-        raise errors.InvalidRequest(
-            f"input: expected token ids below {facts.vocab_size}, got {max(blocks.unpack(token_ids))}",
-            param="input",
+        raise errors.InvalidRequest.of_param(
+            "input",
+            f"expected token ids below {facts.vocab_size}, got {max(blocks.unpack(token_ids))}",
         )

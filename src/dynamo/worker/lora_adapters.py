@@ -214,9 +214,9 @@ class LoraAdapters:
         if len(self._number_by_name) >= MAX_ADAPTERS:
             raise errors.Conflict(f"there are {MAX_ADAPTERS} LoRA adapters here: unload one first")
         if not await asyncio.to_thread(os.path.isfile, directory / CONFIG_FILE):
-            raise errors.InvalidRequest(
-                f"source.uri: expected a directory of this worker's host with {CONFIG_FILE}, got {directory}",
-                param="source.uri",
+            raise errors.InvalidRequest.of_param(
+                "source.uri",
+                f"expected a directory of this worker's host with {CONFIG_FILE}, got {directory}",
             )
 
 
@@ -224,9 +224,8 @@ def parse_directory(uri: str) -> Path:
     """Return the directory of `file:///directory` or of an absolute path. Raises InvalidRequest for anything else."""
     if uri.startswith("/") and not uri.startswith("//"):
         return Path(uri)
-    refusal = errors.InvalidRequest(
-        f"source.uri: expected file:///directory on this worker's host, got {uri!r}",
-        param="source.uri",
+    refusal = errors.InvalidRequest.of_param(
+        "source.uri", f"expected file:///directory on this worker's host, got {uri!r}"
     )
     try:
         scheme, host, path, *extra_parts = urllib.parse.urlsplit(uri)

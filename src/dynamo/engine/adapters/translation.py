@@ -118,16 +118,15 @@ def refuse_resumed_guided(request: generate.Request, library: str) -> None:
     """Raise InvalidRequest for a guided answer that another worker began: no library accepts a grammar's state."""
     guided = request.sampling_options.guided_decoding
     if guided is not None and request.num_resumed:
-        raise errors.InvalidRequest(
-            f"{guided.param}: {library} cannot resume a guided answer that another worker began",
-            param=guided.param,
+        raise errors.InvalidRequest.of_param(
+            guided.param, f"{library} cannot resume a guided answer that another worker began"
         )
 
 
 def refuse_param(library: str, param: str, reason: str, *, is_used: bool) -> None:
     """Raise InvalidRequest that names the parameter, if the request uses it and the library cannot honour it."""
     if is_used:
-        raise errors.InvalidRequest(f"{param}: {library} {reason}", param=param)
+        raise errors.InvalidRequest.of_param(param, f"{library} {reason}")
 
 
 def convert_logprobs(
@@ -200,10 +199,10 @@ def structured_output_fields(
     Raises InvalidRequest.
     """
     if guided.backend not in (None, "auto", support.backend):
-        raise errors.InvalidRequest(
-            f"guided_decoding_backend: expected auto or {support.backend}, with which the engine was started,"
+        raise errors.InvalidRequest.of_param(
+            "guided_decoding_backend",
+            f"expected auto or {support.backend}, with which the engine was started,"
             f" got {guided.backend!r}",
-            param="guided_decoding_backend",
         )
     thoughts = None if support.has_reasoner else guided.thoughts
     is_composed = guided.choice is not None and not support.has_choice
@@ -277,8 +276,8 @@ def _schema_format(guided: generate.GuidedDecoding, text: str) -> dict[str, Any]
     try:
         return {"type": "json_schema", "json_schema": json.loads(text)}
     except ValueError as error:
-        raise errors.InvalidRequest(
-            f"{guided.param}: expected a JSON schema: {error}", param=guided.param
+        raise errors.InvalidRequest.of_param(
+            guided.param, f"expected a JSON schema: {error}"
         ) from error
 
 

@@ -186,10 +186,9 @@ class GrammarBuilder:
 def check_backend(guided: generate.GuidedDecoding) -> None:
     """Raise InvalidRequest for a request that names another library."""
     if guided.backend not in BACKENDS:
-        raise errors.InvalidRequest(
-            "guided_decoding_backend: expected auto or llguidance, which is what this engine has, "
-            f"got {guided.backend!r}",
-            param="guided_decoding_backend",
+        raise errors.InvalidRequest.of_param(
+            "guided_decoding_backend",
+            f"expected auto or llguidance, which is what this engine has, got {guided.backend!r}",
         )
 
 

@@ -493,8 +493,8 @@ def _no_token(peak: float, state: SamplingState, guide: Guide | None) -> errors.
         return errors.EngineFailed("no token can be drawn: the model's logits are not finite")
     limits = {"min_tokens": state.banned_ids, "allowed_token_ids": state.options.allowed_token_ids}
     param = next((name for name, token_ids in limits.items() if token_ids), "logit_bias")
-    return errors.InvalidRequest(
-        f"{param}: expected at least one token that may come next, got none, as min_tokens, logit_bias,"
+    return errors.InvalidRequest.of_param(
+        param,
+        "expected at least one token that may come next, got none, as min_tokens, logit_bias,"
         " allowed_token_ids and the grammar together exclude all",
-        param=param,
     )

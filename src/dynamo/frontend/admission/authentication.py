@@ -278,9 +278,9 @@ class ClientRights:
         """
         can_keep = model.card.runtime_config.supports_cache_salt
         if requested is not None and not can_keep:
-            raise errors.InvalidRequest(
-                f"cache_salt: the engine of {model.name!r} does not keep cached prefixes apart; leave it out",
-                param="cache_salt",
+            raise errors.InvalidRequest.of_param(
+                "cache_salt",
+                f"the engine of {model.name!r} does not keep cached prefixes apart; leave it out",
             )
         is_shared = self._key_file is None or self._key_file.api_keys.shares_prefix_cache
         tenant = "" if is_shared else self.tenant_of(client)

@@ -63,8 +63,8 @@ class ChatRequest(inputs.Conversation, frozen=True, kw_only=True, forbid_unknown
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise errors.InvalidRequest(
-                "top_logprobs: only allowed when logprobs is true", param="top_logprobs"
+            raise errors.InvalidRequest.of_param(
+                "top_logprobs", "only allowed when logprobs is true"
             )
 
 

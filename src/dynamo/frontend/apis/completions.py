@@ -70,17 +70,15 @@ class CompletionRequest(
         if not isinstance(self.prompt, str):
             self._check_prompts(self.prompt)
         if self.is_scored and not self.echo:
-            raise errors.InvalidRequest(
-                "max_tokens: expected at least 1, got 0; 0 is only allowed with echo",
-                param="max_tokens",
+            raise errors.InvalidRequest.of_param(
+                "max_tokens", "expected at least 1, got 0; 0 is only allowed with echo"
             )
         if self.extensions.max_thinking_tokens is not None:
-            raise errors.InvalidRequest(
-                "nvext.max_thinking_tokens: a completion is all content; only allowed in a chat",
-                param="nvext.max_thinking_tokens",
+            raise errors.InvalidRequest.of_param(
+                "nvext.max_thinking_tokens", "a completion is all content; only allowed in a chat"
             )
         if self.suffix and self.echo:
-            raise errors.InvalidRequest("suffix: not supported together with echo", param="suffix")
+            raise errors.InvalidRequest.of_param("suffix", "not supported together with echo")
         if self.best_of is not None:
             self._check_best_of(self.best_of)
 
@@ -88,28 +86,26 @@ class CompletionRequest(
         check_one_kind(prompt, "prompt")
         is_single = len(prompt) == 1 or isinstance(prompt[0], int)
         if not isinstance(prompt[0], int) and len(prompt) * self.num_drawn > MAX_ANSWERS:
-            raise errors.InvalidRequest(
-                f"prompt: expected at most {MAX_ANSWERS} answers to all prompts together, "
+            raise errors.InvalidRequest.of_param(
+                "prompt",
+                f"expected at most {MAX_ANSWERS} answers to all prompts together, "
                 f"got {len(prompt)} prompts and n (or best_of) of {self.num_drawn}",
-                param="prompt",
             )
         if self.extensions.token_data is not None and not is_single:
-            raise errors.InvalidRequest(
-                f"nvext.token_data: it stands for one prompt; got {len(prompt)} in prompt",
-                param="nvext.token_data",
+            raise errors.InvalidRequest.of_param(
+                "nvext.token_data", f"it stands for one prompt; got {len(prompt)} in prompt"
             )
 
     def _check_best_of(self, best_of: int) -> None:
         if best_of < self.num_choices:
-            raise errors.InvalidRequest(
-                f"best_of: expected at least n, which is {self.num_choices}, got {best_of}",
-                param="best_of",
+            raise errors.InvalidRequest.of_param(
+                "best_of", f"expected at least n, which is {self.num_choices}, got {best_of}"
             )
         if best_of > self.num_choices and self.stream:
-            raise errors.InvalidRequest(
-                "best_of: which answers are the best is known at their end; expected n or nothing "
+            raise errors.InvalidRequest.of_param(
+                "best_of",
+                "which answers are the best is known at their end; expected n or nothing "
                 f"when stream is true, got {best_of}",
-                param="best_of",
             )
 
 
@@ -125,10 +121,10 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[inputs.Prom
 def check_one_kind(prompts: list[str | int | list[int]], param: str) -> None:
     """Raise InvalidRequest, which names `param`, for an empty or a mixed list."""
     if len(set(map(type, prompts))) != 1:
-        raise errors.InvalidRequest(
-            f"{param}: expected a string, or a list of strings, of token ids, or of lists of token ids, got "
+        raise errors.InvalidRequest.of_param(
+            param,
+            "expected a string, or a list of strings, of token ids, or of lists of token ids, got "
             + ("a mixed list" if prompts else "an empty list"),
-            param=param,
         )
 
 

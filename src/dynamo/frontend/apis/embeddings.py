@@ -237,7 +237,7 @@ def check_prompts(prompts: Sequence[inputs.Prompt], param: str) -> None:
 
 def wrong_input(param: str, expected: str, got: str) -> errors.InvalidRequest:
     """Return the error for a field with texts."""
-    return errors.InvalidRequest(f"{param}: expected {expected}, got {got}", param=param)
+    return errors.InvalidRequest.of_param(param, f"expected {expected}, got {got}")
 
 
 decode = json_body.RequestDecoder(TextEmbeddingRequest).decode
@@ -410,9 +410,7 @@ def check_dimensions(dimensions: int | None, facts: model_card.EmbeddingFacts) -
         expected = f"one of {', '.join(map(str, facts.lengths))}"
     else:
         expected = f"from 1 to {facts.dimensions}"
-    raise errors.InvalidRequest(
-        f"dimensions: expected {expected}, got {dimensions}", param="dimensions"
-    )
+    raise errors.InvalidRequest.of_param("dimensions", f"expected {expected}, got {dimensions}")
 
 
 def operations(handlers: RequestHandlers, embeddings: EmbeddingPipeline) -> Sequence[Operation]:

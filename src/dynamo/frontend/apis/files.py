@@ -54,12 +54,12 @@ def page_options(
     query = dict(parse_qsl(client.request.query))
     limit, order = query.get("limit", str(default_limit)), query.get("order", "desc")
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= max_limit:
-        raise errors.InvalidRequest(
-            f"limit: expected a number from 1 to {max_limit}, got {limit[:20]!r}", param="limit"
+        raise errors.InvalidRequest.of_param(
+            "limit", f"expected a number from 1 to {max_limit}, got {limit[:20]!r}"
         )
     if order not in ("asc", "desc"):
-        raise errors.InvalidRequest(
-            f"order: expected 'asc' or 'desc', got {order[:20]!r}", param="order"
+        raise errors.InvalidRequest.of_param(
+            "order", f"expected 'asc' or 'desc', got {order[:20]!r}"
         )
     options = journal.PageOptions(int(limit), query.get("after"), order == "asc")
     return options, query.get("purpose")

@@ -221,9 +221,8 @@ class RequestHandlers:
         if len(visible) == 1:
             return visible[0]
         names = ", ".join(repr(model.name) for model in visible)
-        raise errors.InvalidRequest(
-            f"model: required where not exactly one is served. Served here: {names or 'none'}.",
-            param="model",
+        raise errors.InvalidRequest.of_param(
+            "model", f"required where not exactly one is served. Served here: {names or 'none'}."
         )
 
     def list_visible(self, client: exchange.Exchange) -> Sequence[RegisteredModel]:

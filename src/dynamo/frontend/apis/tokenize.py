@@ -39,18 +39,18 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Raise InvalidRequest for fields that exclude each other, and for messages of the wrong form."""
         if (self.prompt is None) == (self.messages is None):
             got = "neither" if self.prompt is None else "both"
-            raise errors.InvalidRequest(
-                f"prompt: expected either prompt or messages, got {got}", param="prompt"
+            raise errors.InvalidRequest.of_param(
+                "prompt", f"expected either prompt or messages, got {got}"
             )
         conversation.check_tools(self.tools or [])
         if self.messages is None:
             return
         conversation.check_messages(self.messages)
         if self.add_special_tokens:
-            raise errors.InvalidRequest(
-                "add_special_tokens: a conversation gets them from the model's template; "
+            raise errors.InvalidRequest.of_param(
+                "add_special_tokens",
+                "a conversation gets them from the model's template; "
                 "expected false or nothing, got true",
-                param="add_special_tokens",
             )
 
     def to_conversation(self, model: str) -> inputs.Conversation:

@@ -217,9 +217,8 @@ class BatchJournal:
         """
         source = self.find_file(asked.input_file_id, tenant)
         if source.purpose != "batch":
-            raise errors.InvalidRequest(
-                f"input_file_id: expected a file of the purpose batch, got {source.purpose}",
-                param="input_file_id",
+            raise errors.InvalidRequest.of_param(
+                "input_file_id", f"expected a file of the purpose batch, got {source.purpose}"
             )
         now = int(self._clock.wall())
         batch = lines.Batch(

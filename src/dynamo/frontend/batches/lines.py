@@ -92,9 +92,8 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise InvalidRequest for an endpoint that takes no batches."""
         if self.endpoint not in ENDPOINTS:
-            raise errors.InvalidRequest(
-                f"endpoint: expected one of {', '.join(ENDPOINTS)}, got {self.endpoint[:100]!r}",
-                param="endpoint",
+            raise errors.InvalidRequest.of_param(
+                "endpoint", f"expected one of {', '.join(ENDPOINTS)}, got {self.endpoint[:100]!r}"
             )
 
 

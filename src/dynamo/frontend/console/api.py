@@ -261,9 +261,8 @@ class ConsoleApi:
         names = tuple(dict.fromkeys(query.views.split(",")))
         for name in names:
             if name not in feed.VIEWS:
-                raise errors.InvalidRequest(
-                    f"views: expected some of {', '.join(feed.VIEWS)}, got {name[:100]!r}",
-                    param="views",
+                raise errors.InvalidRequest.of_param(
+                    "views", f"expected some of {', '.join(feed.VIEWS)}, got {name[:100]!r}"
                 )
 
         def authorize() -> views.Viewer:

@@ -152,19 +152,18 @@ class RegisteredModel:
     def check_can_generate(self) -> None:
         """Raise InvalidRequest if the model only makes embeddings."""
         if not self.can_generate:
-            raise errors.InvalidRequest(
-                f"model: {self.name!r} makes embeddings, not text; ask /v1/embeddings",
-                param="model",
+            raise errors.InvalidRequest.of_param(
+                "model", f"{self.name!r} makes embeddings, not text; ask /v1/embeddings"
             )
 
     @property
     def embedding(self) -> model_card.EmbeddingFacts:
         """Return the facts of the model's vectors. Raises InvalidRequest if it makes none."""
         if self.card.embedding is None:
-            raise errors.InvalidRequest(
-                f"model: {self.name!r} makes no embeddings; a worker that is started with "
+            raise errors.InvalidRequest.of_param(
+                "model",
+                f"{self.name!r} makes no embeddings; a worker that is started with "
                 "--task embed does",
-                param="model",
             )
         return self.card.embedding
 

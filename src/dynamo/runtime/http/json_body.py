@@ -197,9 +197,9 @@ def _make_error(
         return _make_key_error(param, struct, wrong)
     if isinstance(expected, msgspec.inspect.Metadata) and expected.extra:
         instead = expected.extra[INSTEAD]
-        return errors.InvalidRequest(f"{param}: this API has {instead} instead", param=param)
+        return errors.InvalidRequest.of_param(param, f"this API has {instead} instead")
     if _allows_nothing(expected):
-        return errors.InvalidRequest(f"{param}: not supported; leave it out", param=param)
+        return errors.InvalidRequest.of_param(param, "not supported; leave it out")
     phrase = _phrase(expected)
     if is_key:
         table = _alternative(expected, msgspec.inspect.DictType)
@@ -220,7 +220,7 @@ def _make_key_error(param: str, struct: Any, value: dict[str, Any]) -> errors.In
         return errors.InvalidRequest(f"Unsupported parameter(s): {listed}", param=first)
     required = [field.encode_name for field in struct.fields if field.required]
     missing = next((prefix + name for name in required if name not in value), param)
-    return errors.InvalidRequest(f"{missing}: required, but missing", param=missing)
+    return errors.InvalidRequest.of_param(missing, "required, but missing")
 
 
 def _allows_nothing(expected: msgspec.inspect.Type) -> bool:

@@ -90,6 +90,7 @@ class StreamedGenerateBody(GenerateBody, frozen=True, kw_only=True, forbid_unkno
 _infer_decoder = json_body.RequestDecoder(InferBody)
 _generate_decoder = json_body.RequestDecoder(GenerateBody)
 _completion_decoder = json_body.RequestDecoder(InferRequest)
+_wrong = errors.InvalidRequest.of_param
 
 
 def check_version(model: str, version: str) -> None:
@@ -169,9 +170,9 @@ def _split_raw(name: str, raw: bytes) -> Iterator[bytes]:
         end = start + LENGTH.size
         end += LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 1
         if end > len(raw):
-            raise errors.InvalidRequest(
-                f"{name}: expected elements behind their lengths, got {len(raw)} bytes that end within one",
-                param=name,
+            raise _wrong(
+                name,
+                f"expected elements behind their lengths, got {len(raw)} bytes that end within one",
             )
         yield raw[start + LENGTH.size : end]
         start = end
@@ -182,7 +183,7 @@ def decode_text(name: str, element: bytes) -> str:
     try:
         return element.decode()
     except UnicodeDecodeError as error:
-        raise errors.InvalidRequest(f"{name}: expected UTF-8: {error}", param=name) from error
+        raise _wrong(name, f"expected UTF-8: {error}") from error
 
 
 def _read_inputs(body: InferBody, raw: bytes) -> list[InputTensor]:
@@ -242,7 +243,3 @@ def _make_request(
     if is_stream and request.num_choices > 1:
         raise _wrong("parameters.n", f"expected 1 in a stream, got {request.num_choices}")
     return request
-
-
-def _wrong(param: str, message: str) -> errors.InvalidRequest:
-    return errors.InvalidRequest(f"{param}: {message}", param=param)

@@ -21,9 +21,9 @@ def encode_body(request: Any) -> bytes:
     """Return a ModelInferRequest as JSON. Raises InvalidRequest for what JSON cannot express."""
     raw = list(request.raw_input_contents)
     if raw and len(raw) != len(request.inputs):
-        raise errors.InvalidRequest(
-            f"raw_input_contents: expected one for each of {len(request.inputs)} inputs, got {len(raw)}",
-            param="raw_input_contents",
+        raise errors.InvalidRequest.of_param(
+            "raw_input_contents",
+            f"expected one for each of {len(request.inputs)} inputs, got {len(raw)}",
         )
     inputs = [
         _decode_input(tensor, raw[place] if raw else None)

@@ -110,9 +110,8 @@ def decode(content: str | list[dict[str, Any]], place: str, types: tuple[str, ..
         if kind not in types:
             expected = ", ".join(map(repr, types))
             got = f"got {kind!r:.60}" if "type" in block else "but it is missing"
-            raise errors.InvalidRequest(
-                f"{block_place}.type: expected one of {expected}, {got}",
-                param=f"{block_place}.type",
+            raise errors.InvalidRequest.of_param(
+                f"{block_place}.type", f"expected one of {expected}, {got}"
             )
         blocks.append(_DECODERS[kind].convert(block, block_place))
     return blocks

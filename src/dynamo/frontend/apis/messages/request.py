@@ -90,13 +90,12 @@ class MessageCountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         """Raise InvalidRequest for what the types allow and the API does not."""
         choice = self.tool_choice
         if choice is not None and (choice.type == "tool") != (choice.name is not None):
-            raise errors.InvalidRequest(
-                "tool_choice.name: expected with type tool, and with no other",
-                param="tool_choice.name",
+            raise errors.InvalidRequest.of_param(
+                "tool_choice.name", "expected with type tool, and with no other"
             )
         if not self.messages:
-            raise errors.InvalidRequest(
-                "messages: expected at least one, got an empty list", param="messages"
+            raise errors.InvalidRequest.of_param(
+                "messages", "expected at least one, got an empty list"
             )
 
 
@@ -134,14 +133,12 @@ class MessageRequest(MessageCountRequest, frozen=True, kw_only=True, forbid_unkn
         if thinking is None or thinking.type != "enabled":
             return
         if thinking.budget_tokens is None:
-            raise errors.InvalidRequest(
-                "thinking.budget_tokens: required, but missing", param="thinking.budget_tokens"
-            )
+            raise errors.InvalidRequest.of_param("thinking.budget_tokens", "required, but missing")
         if thinking.budget_tokens >= self.max_tokens:
-            raise errors.InvalidRequest(
-                f"thinking.budget_tokens: expected less than max_tokens, which is {self.max_tokens}, "
+            raise errors.InvalidRequest.of_param(
+                "thinking.budget_tokens",
+                f"expected less than max_tokens, which is {self.max_tokens}, "
                 f"got {thinking.budget_tokens}",
-                param="thinking.budget_tokens",
             )
 
 
@@ -273,8 +270,8 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
 def convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the tools in OpenAI's form. Raises InvalidRequest."""
     if len(tools) > inputs.MAX_TOOLS:
-        raise errors.InvalidRequest(
-            f"tools: expected at most {inputs.MAX_TOOLS}, got {len(tools)}", param="tools"
+        raise errors.InvalidRequest.of_param(
+            "tools", f"expected at most {inputs.MAX_TOOLS}, got {len(tools)}"
         )
     return [_convert_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
 
@@ -297,10 +294,10 @@ def convert_tool_choice(choice: ToolSelection | None) -> inputs.ToolChoice | Non
 def _convert_tool(value: dict[str, Any], place: str) -> dict[str, Any]:
     kind = value.get("type", "custom")
     if kind not in ("custom", None):
-        raise errors.InvalidRequest(
-            f"{place}.type: tools that Anthropic defines are not supported; expected 'custom', got "
+        raise errors.InvalidRequest.of_param(
+            f"{place}.type",
+            "tools that Anthropic defines are not supported; expected 'custom', got "
             + json_body.describe(kind),
-            param=f"{place}.type",
         )
     tool = _tool_decoder.convert(value, place)
     function = {"name": tool.name, "parameters": tool.input_schema}
@@ -322,9 +319,7 @@ class _MessageBuilder:
             self._append_assistant(blocks)
             return
         if not blocks:
-            raise errors.InvalidRequest(
-                f"{place}: expected at least one block, got none", param=place
-            )
+            raise errors.InvalidRequest.of_param(place, "expected at least one block, got none")
         for number, block in enumerate(blocks):
             if isinstance(block, content_blocks.ToolResultBlock):
                 self._append_result(block, f"{place}[{number}]")
@@ -361,10 +356,10 @@ class _MessageBuilder:
         name = self._tool_by_call.get(block.tool_use_id)
         if name is None:
             param = f"{place}.tool_use_id"
-            raise errors.InvalidRequest(
-                f"{param}: expected the id of a tool_use block before it, got "
+            raise errors.InvalidRequest.of_param(
+                param,
+                "expected the id of a tool_use block before it, got "
                 + json_body.describe(block.tool_use_id),
-                param=param,
             )
         content_place = f"{place}.content"
         blocks = content_blocks.decode(block.content or "", content_place, ("text", "image"))

@@ -59,7 +59,7 @@ class OllamaModelRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     def check(self) -> None:
         """Raise InvalidRequest without a model."""
         if not self.model and not self.name:
-            raise errors.InvalidRequest("model: required, but missing", param="model")
+            raise errors.InvalidRequest.of_param("model", "required, but missing")
 
     @property
     def served_name(self) -> str:
@@ -268,14 +268,14 @@ def _with_images(text: str, files: Any, place: str) -> str | list[dict[str, Any]
         return text
     if not isinstance(files, list):
         got = json_body.describe(files)
-        raise errors.InvalidRequest(f"{place}: expected a list, got {got}", param=place)
+        raise errors.InvalidRequest.of_param(place, f"expected a list, got {got}")
     parts = [_convert_image(file, f"{place}[{number}]") for number, file in enumerate(files)]
     return [*parts, {"type": "text", "text": text}]
 
 
 def _convert_image(file: Any, place: str) -> dict[str, Any]:
     if not isinstance(file, str):
-        raise errors.InvalidRequest(
-            f"{place}: expected a file in base64, got {json_body.describe(file)}", param=place
+        raise errors.InvalidRequest.of_param(
+            place, f"expected a file in base64, got {json_body.describe(file)}"
         )
     return images.make_part(images.data_url(_ANY_IMAGE, file), place)

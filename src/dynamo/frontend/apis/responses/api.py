@@ -129,8 +129,8 @@ class Responses:
         """Answer with a stored response (`GET /v1/responses/{id}`)."""
         options = dict(parse_qsl(client.request.query))
         if options.get("stream", "false") != "false":
-            error = errors.InvalidRequest(
-                "stream: not supported for a stored response; leave it out", param="stream"
+            error = errors.InvalidRequest.of_param(
+                "stream", "not supported for a stored response; leave it out"
             )
             delivery.respond_error(client, error, error_dialects.OPENAI)
             return
@@ -357,19 +357,19 @@ def _select_page(
     """Return the items that `limit`, `order` and `after` select, and whether more follow. Raises InvalidRequest."""
     limit, order = options.get("limit", "20"), options.get("order", "desc")
     if limit not in _PAGE_SIZES:
-        raise errors.InvalidRequest(
-            f"limit: expected a number from 1 to {_MAX_PAGE}, got {limit[:20]!r}", param="limit"
+        raise errors.InvalidRequest.of_param(
+            "limit", f"expected a number from 1 to {_MAX_PAGE}, got {limit[:20]!r}"
         )
     if order not in ("asc", "desc"):
-        raise errors.InvalidRequest(
-            f"order: expected 'asc' or 'desc', got {order[:20]!r}", param="order"
+        raise errors.InvalidRequest.of_param(
+            "order", f"expected 'asc' or 'desc', got {order[:20]!r}"
         )
     ordered = items if order == "asc" else items[::-1]
     if (after := options.get("after")) is not None:
         ids = [item["id"] for item in ordered]
         if after not in ids:
-            raise errors.InvalidRequest(
-                f"after: expected the id of one of the items, got {after[:100]!r}", param="after"
+            raise errors.InvalidRequest.of_param(
+                "after", f"expected the id of one of the items, got {after[:100]!r}"
             )
         ordered = ordered[ids.index(after) + 1 :]
     return ordered[: int(limit)], len(ordered) > int(limit)

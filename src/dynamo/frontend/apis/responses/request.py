@@ -34,8 +34,8 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name in ("name", "schema"):
             if getattr(self, name) is None:
                 param = f"text.format.{name}"
-                raise errors.InvalidRequest(
-                    f"{param}: required with json_schema, but missing", param=param
+                raise errors.InvalidRequest.of_param(
+                    param, "required with json_schema, but missing"
                 )
         schema = inputs.JsonSchema(name=self.name or "", schema=self.schema)
         return inputs.ResponseFormat(type=self.type, json_schema=schema)
@@ -56,7 +56,7 @@ class ResponseToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             return inputs.ChosenTools(type="function", function=named)
         if self.mode is None or self.tools is None:
             param = "tool_choice." + ("mode" if self.type == "allowed_tools" else "name")
-            raise errors.InvalidRequest(f"{param}: required, but missing", param=param)
+            raise errors.InvalidRequest.of_param(param, "required, but missing")
         tools = [
             {"type": "function", "function": {"name": tool.get("name")}} for tool in self.tools
         ]
@@ -137,13 +137,11 @@ class ResponseCountRequest(
         """Raise InvalidRequest for what the types allow and the API does not."""
         super().check()
         if self.input == []:
-            raise errors.InvalidRequest(
-                "input: expected a string or at least one item, got an empty list", param="input"
+            raise errors.InvalidRequest.of_param(
+                "input", "expected a string or at least one item, got an empty list"
             )
         if self.prompt_logprobs is not None:
-            raise errors.InvalidRequest(
-                "prompt_logprobs: not supported; leave it out", param="prompt_logprobs"
-            )
+            raise errors.InvalidRequest.of_param("prompt_logprobs", "not supported; leave it out")
 
 
 class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,8 +183,8 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
     def check(self) -> None:
         super().check()
         if self.background:
-            raise errors.InvalidRequest(
-                "background: not supported; expected false or nothing, got true", param="background"
+            raise errors.InvalidRequest.of_param(
+                "background", "not supported; expected false or nothing, got true"
             )
 
 
@@ -399,18 +397,18 @@ _ID_PREFIXES = {
 
 def _convert_tool(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise errors.InvalidRequest(
-            f"{place}: expected an object, got {json_body.describe(value)}", param=place
+        raise errors.InvalidRequest.of_param(
+            place, f"expected an object, got {json_body.describe(value)}"
         )
     if value.get("type") == "custom":
         custom: CustomTool = _custom_decoder.convert(value, place)
         described = {"description": custom.description, "format": custom.format}
         return {"type": "custom", "custom": {"name": custom.name, **described}}
     if value.get("type") != "function":
-        raise errors.InvalidRequest(
-            f"{place}.type: tools that the server runs are not supported; expected 'function' or 'custom', got "
+        raise errors.InvalidRequest.of_param(
+            f"{place}.type",
+            "tools that the server runs are not supported; expected 'function' or 'custom', got "
             + json_body.describe(value.get("type")),
-            param=f"{place}.type",
         )
     tool: FunctionTool = _function_decoder.convert(value, place)
     function = {"name": tool.name, "parameters": tool.parameters or {}}
@@ -493,8 +491,7 @@ def _decode_parts(content: list[dict[str, Any]], decoders: _Decoders, place: str
 def _decode(value: dict[str, Any], kind: Any, decoders: _Decoders, place: str) -> Any:
     if not isinstance(kind, str) or kind not in decoders:
         expected = ", ".join(map(repr, decoders))
-        raise errors.InvalidRequest(
-            f"{place}.type: expected one of {expected}, got {json_body.describe(kind)}",
-            param=f"{place}.type",
+        raise errors.InvalidRequest.of_param(
+            f"{place}.type", f"expected one of {expected}, got {json_body.describe(kind)}"
         )
     return decoders[kind].convert(value, place)
