@@ -134,10 +134,7 @@ class Aggregator:
         self._topic = f"{name.namespace}/{name.component}"
         self._reports: dict[tuple[int, int], tuple[float, load.ForwardPassMetrics]] = {}
         routes = {("GET", "/metrics"): self._answer}
-        self._server = server.HttpServer(
-            exchange.HttpRouter(routes, error_body=server.plain_error),
-            error_body=server.plain_error,
-        )
+        self._server = server.HttpServer(exchange.HttpRouter(routes, error_body=server.plain_error))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Collect and serve, or push, until `stop` is set. Raises ConfigError if the port is taken."""

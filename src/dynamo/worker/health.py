@@ -74,10 +74,7 @@ class SystemPort:
             route: handler if route[0] == "GET" else refuse_pages(handler)
             for route, handler in table.items()
         }
-        self._server = server.HttpServer(
-            exchange.HttpRouter(routes, error_body=server.plain_error),
-            error_body=server.plain_error,
-        )
+        self._server = server.HttpServer(exchange.HttpRouter(routes, error_body=server.plain_error))
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port, which the system chooses for 0. Raises ConfigError if the port is taken."""

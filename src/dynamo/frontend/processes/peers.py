@@ -58,8 +58,7 @@ class Peers:
         """Start to answer requests of peers. Does nothing if this process is alone."""
         if self._own_socket is not None:
             self._server = server.HttpServer(
-                exchange.HttpRouter(routes, error_body=server.plain_error),
-                error_body=server.plain_error,
+                exchange.HttpRouter(routes, error_body=server.plain_error)
             )
             await self._server.start_at(str(self._own_socket))
 
