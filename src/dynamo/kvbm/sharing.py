@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from dynamo.base import errors
+from dynamo.kvbm import block_tables
 from dynamo.kvbm import pool as pools
 from dynamo.protocols import generate, kv_transfer
 
@@ -37,9 +38,8 @@ class KvImport:
     remote: kv_transfer.RemoteBlocks
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
-    num_tokens: (
-        int  # to copy; the last token is always computed here, because its logits are needed
-    )
+    # to copy; the last token is always computed here, because its logits are needed
+    num_tokens: int
 
     def limit_s(self, patience_s: float) -> float:
         """Return how many seconds the copy may take: `patience_s` for a whole prompt, or what computing it takes."""
@@ -117,22 +117,7 @@ class BlockOwner(Protocol):
         ...
 
 
-class ImportingSequence(Protocol):
-    """The fields of an engine's sequence that an import reads and writes."""
-
-    request: generate.Request
-    block_ids: list[int]
-    num_computed: int  # tokens
-    # the prompt's blocks at another engine, until the import begins
-    remote: kv_transfer.RemoteBlocks | None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt, and of the answer so far."""
-        ...
-
-
-S = TypeVar("S", bound=ImportingSequence)
+S = TypeVar("S", bound=block_tables.PagedSequence)
 
 
 class SharedBlocks(Generic[S]):
