@@ -1,13 +1,12 @@
 """The options of the cache tiers, and the tiers that they describe."""
 
-import importlib
 import json
 import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 import xxhash
 
@@ -289,7 +288,10 @@ def _open_below(
 ) -> storages.Storage | None:
     """Open the object store or the file below host memory; None if there is neither. Raises ConfigError."""
     if settings.kvbm_object_store is not None and kv_events.REMOTE in settings.storage_tiers:
-        objects: storages.Storage = _object_storage().ObjectStorage(
+        module = distribution.load_extra(
+            "dynamo.kvbm.object_storage", feature="--kvbm-object-store", extra="objects"
+        )
+        objects: storages.Storage = module.ObjectStorage(
             settings.kvbm_object_store,
             {**fingerprint, "block_bytes": str(block_bytes)},
             num_blocks=settings.kvbm_object_num_blocks,
@@ -362,16 +364,6 @@ def make_cache(
     )
 
 
-def _object_storage() -> Any:
-    """Import the module of object stores. Raises ConfigError if its library is not installed."""
-    try:
-        return importlib.import_module("dynamo.kvbm.object_storage")
-    except ImportError as error:
-        raise errors.ConfigError(
-            f"--kvbm-object-store: expected the package obstore: {distribution.install_command('objects')}"
-        ) from error
-
-
 def identify_model(directory: Path) -> str:
     """Return a name of a checkpoint's content: of its config.json, and of a sample from each of its matrices.
 
@@ -408,10 +400,8 @@ def _check_parts(num_blocks: int, num_parts: int, tier: kv_events.Tier) -> None:
 
 
 def _count_disk_blocks(settings: TierConfig, directory: Path, block_bytes: int) -> int:
-    size, num_blocks = (
-        settings.kvbm_disk_cache_gb or "auto",
-        settings.kvbm_disk_cache_override_num_blocks,
-    )
+    size = settings.kvbm_disk_cache_gb or "auto"
+    num_blocks = settings.kvbm_disk_cache_override_num_blocks
     if num_blocks is not None:
         return num_blocks
     if size == "auto" and (stored := storages.read_header(directory)) is not None:
