@@ -26,10 +26,10 @@ def ask_with_key(registry: api_keys.ApiKeyRegistry) -> None:
     for _ in range(NUM_REQUESTS):
         api_key = registry.authenticate(headers)
         rate_limits.charge_request(api_key.accounts, now())
-        rate_limits.limit_headers(api_key.accounts, now())
+        shown = rate_limits.with_limit_headers((), api_key.accounts, now())
         api_key = registry.authenticate(headers)
         rate_limits.start_response(api_key.accounts, 100, now())
-        rate_limits.limit_headers(api_key.accounts, now())
+        rate_limits.with_limit_headers(shown, api_key.accounts, now())
         rate_limits.finish_response(api_key.accounts, 100, now())
 
 
