@@ -121,6 +121,13 @@ async def test_number_of_tokens_below_one_is_no_limit(rig):
     assert rig.one.requests[0].stop_conditions.max_tokens == 200 - len("user: hi\n")
 
 
+async def test_more_tokens_than_the_context_has_are_as_many_as_fit(rig):
+    answer = await ask(rig, "/api/chat", CHAT, options={"num_predict": 4096}, stream=False)
+
+    assert answer.status_code == 200
+    assert rig.one.requests[0].stop_conditions.max_tokens == 200 - len("user: hi\n")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_thoughts_and_calls_are_fields_of_the_message(rig, stream):
     two = await rig.worker("p", runtime_config=PARSED)

@@ -175,6 +175,10 @@ class OllamaConversation(inputs.Conversation, frozen=True, kw_only=True):
         return "format"
 
     @property
+    def fits_context(self) -> bool:
+        return True
+
+    @property
     def whole_tools(self) -> None:
         """All calls come in one piece: an answer has their arguments as objects, which a part of one is not."""
         return None
