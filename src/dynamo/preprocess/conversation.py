@@ -120,7 +120,8 @@ def adapt_for_template(
 def lead_with_instructions(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """Return adapted messages with all instructions in one message at the beginning; None if they stand there already.
 
-    Agents send several, also later in a conversation, and many templates raise an error for any but a first one.
+    Agents send several, also later in a conversation, and many templates raise an error for any but a first one, or
+    leave it out.
     """
     leads = [message for message in messages if message.get("role") in _LEADING_ROLES]
     contents = [message.get("content") for message in leads]
@@ -131,6 +132,15 @@ def lead_with_instructions(messages: list[dict[str, Any]]) -> list[dict[str, Any
     text = "\n\n".join(filter(None, map(text_of, contents)))
     lead = {**leads[0], "content": [{"type": "text", "text": text}] if parts else text}
     return [lead, *(message for message in messages if message.get("role") not in _LEADING_ROLES)]
+
+
+def has_instructions(prompt: str, messages: list[dict[str, Any]]) -> bool:
+    """Return whether a prompt has the texts of all instructions; gpt-oss's template leaves later ones out."""
+    return all(
+        text_of(message.get("content")).strip() in prompt
+        for message in messages
+        if message.get("role") in _LEADING_ROLES
+    )
 
 
 def split_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -64,10 +64,22 @@ def test_instructions_lead_the_prompt_of_a_template_that_takes_no_others(message
     assert render(STRICT, [RULE, USER]) == f"system:Be kind.;{user}"
 
 
-def test_instructions_stay_where_they_are_if_the_template_takes_them():
-    roles = "{% for m in messages %}{{ m.role }};{% endfor %}"
+DROPPING = """{% set rest = messages %}
+{%- if messages[0].role == "system" %}{{ messages[0].content }}|{% set rest = messages[1:] %}{% endif %}
+{%- for m in rest if m.role == "user" %}{{ m.content }};{% endfor %}"""
 
-    assert render(roles, [USER, RULE]) == "user;system;"
+
+@pytest.mark.parametrize(
+    "messages", [[RULE, REMINDER, USER], [RULE, USER, REMINDER], [USER, RULE, REMINDER]]
+)
+def test_instructions_lead_the_prompt_of_a_template_that_would_leave_them_out(messages):
+    assert render(DROPPING, messages) == f"Be kind.\n\nAnd brief.|{USER['content']};"
+
+
+def test_instructions_stay_where_they_are_if_the_template_takes_them():
+    plain = "{% for m in messages %}{{ m.content }};{% endfor %}"
+
+    assert render(plain, [USER, RULE]) == f"{USER['content']};Be kind.;"
 
 
 def test_template_that_takes_no_instructions_refuses_them():
