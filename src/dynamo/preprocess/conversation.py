@@ -28,6 +28,7 @@ MAX_MESSAGES = 100_000  # Anthropic's limit; OpenAI publishes none
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_MESSAGES)]
 _END_MARK = "\u2063CONTINUE HERE\u2063"  # no text of a person has it
 _ROLES = frozenset(ROLES)
+_LEADING_ROLES = ("system", "developer")
 _MEDIA = frozenset(("input_audio", "audio_url", "video_url", "file", "image", "audio"))
 
 
@@ -114,6 +115,32 @@ def adapt_for_template(
         else _adapt(message, knows_developer, wants_text_arguments, reads_thinking)
         for message in messages
     ]
+
+
+def lead_with_instructions(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return adapted messages with all instructions in one message at the beginning; None if they stand there already.
+
+    Agents send several, also later in a conversation, and many templates raise an error for any but a first one, or
+    leave it out.
+    """
+    leads = [message for message in messages if message.get("role") in _LEADING_ROLES]
+    contents = [message.get("content") for message in leads]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    # an image that moves would be another one's
+    if leads in ([], messages[:1]) or any(part["type"] != "text" for part in parts):
+        return None
+    text = "\n\n".join(filter(None, map(text_of, contents)))
+    lead = {**leads[0], "content": [{"type": "text", "text": text}] if parts else text}
+    return [lead, *(message for message in messages if message.get("role") not in _LEADING_ROLES)]
+
+
+def has_instructions(prompt: str, messages: list[dict[str, Any]]) -> bool:
+    """Return whether a prompt has the texts of all instructions; gpt-oss's template leaves later ones out."""
+    return all(
+        text_of(message.get("content")).strip() in prompt
+        for message in messages
+        if message.get("role") in _LEADING_ROLES
+    )
 
 
 def split_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

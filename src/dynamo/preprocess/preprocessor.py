@@ -103,7 +103,7 @@ class Preprocessor:
         token_ids = self._truncate(request, token_ids, requested)
         max_tokens = options.limit_answer_len(
             requested=None if request.fits_context else requested,
-            default=requested if request.fits_context else self._defaults.max_new_tokens,
+            default=(requested if request.fits_context else None) or self._defaults.max_new_tokens,
             prompt_len=blocks.count(token_ids),
             context_length=self.context_length,
             param=param,

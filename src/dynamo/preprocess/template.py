@@ -29,7 +29,7 @@ import jinja2.parser
 import jinja2.runtime
 
 from dynamo.base import clock, errors
-from dynamo.preprocess import sandbox
+from dynamo.preprocess import conversation, sandbox
 
 T = TypeVar("T")
 MAX_TEMPLATE_CHARS = 2**20
@@ -114,7 +114,7 @@ class ChatTemplate:
 
     async def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: list[dict[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -129,19 +129,32 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         template = self._with_tools if tools else self._plain
+        led, prompt = conversation.lead_with_instructions(messages), None
         try:
-            if self._is_trusted and self._was_quick:
-                try:
-                    budget = sandbox.Budget(QUICK_STEPS, QUICK_S, self._now)
-                    return _join(template, variables, budget)
-                except sandbox.LimitExceeded:
-                    self._was_quick = False
-            return await self._render_in_thread(template, variables)
+            try:
+                prompt = await self._render(template, variables)
+            except jinja2.TemplateError:
+                if led is None:
+                    raise
+            if prompt is not None and (
+                led is None or conversation.has_instructions(prompt, messages)
+            ):
+                return prompt
+            return await self._render(template, variables | {"messages": led})
         except (sandbox.LimitExceeded, *_RUNTIME_ERRORS) as error:
             raise errors.InvalidRequest.of_param(
                 "messages",
                 f"the model's chat template cannot take these: {error or type(error).__name__}",
             ) from error
+
+    async def _render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        if self._is_trusted and self._was_quick:
+            try:
+                budget = sandbox.Budget(QUICK_STEPS, QUICK_S, self._now)
+                return _join(template, variables, budget)
+            except sandbox.LimitExceeded:
+                self._was_quick = False
+        return await self._render_in_thread(template, variables)
 
     async def _render_in_thread(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         def render() -> tuple[str, int]:

@@ -7,6 +7,7 @@ import pytest
 from frontend_rig import outputs
 
 from dynamo.base import clock, errors
+from dynamo.frontend.apis.ollama import request
 from dynamo.protocols import blocks, generate, model_card
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -121,6 +122,13 @@ async def test_number_of_tokens_below_one_is_no_limit(rig):
     assert rig.one.requests[0].stop_conditions.max_tokens == 200 - len("user: hi\n")
 
 
+async def test_more_tokens_than_the_context_has_are_as_many_as_fit(rig):
+    answer = await ask(rig, "/api/chat", CHAT, options={"num_predict": 4096}, stream=False)
+
+    assert answer.status_code == 200
+    assert rig.one.requests[0].stop_conditions.max_tokens == 200 - len("user: hi\n")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_thoughts_and_calls_are_fields_of_the_message(rig, stream):
     two = await rig.worker("p", runtime_config=PARSED)
@@ -197,6 +205,22 @@ async def test_history_with_calls_and_results_is_sent_back(rig):
 
     assert answer.status_code == 200
     assert rig.one.prompts == ["user: hi\nassistant: \ntool: seen\n"]
+
+
+def test_calls_and_their_results_have_ids_that_templates_take():
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("see", "look", "look")]
+    results = [{"tool_name": "look"}, {"tool_name": "look"}, {}, {"tool_name": "hear"}]
+    history = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "content": "", **result} for result in results),
+    ]
+    asked, *answers = request.decode_chat(
+        json.dumps({"model": "m", "messages": history}).encode()
+    ).messages
+    ids = [call["id"] for call in asked["tool_calls"]]
+
+    assert ids == ["call00000", "call00001", "call00002"]
+    assert [answer.get("tool_call_id") for answer in answers] == [ids[1], ids[2], ids[0], None]
 
 
 @pytest.mark.parametrize(

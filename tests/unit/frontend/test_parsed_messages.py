@@ -1,12 +1,17 @@
 """Anthropic's answers with thoughts and tool calls, whole and streamed."""
 
 import json
+import types
 
 import anthropic
 import pytest
 from frontend_rig import SAID, add_parsed_worker, outputs
 
+from dynamo.frontend.apis.messages import api
+from dynamo.frontend.delivery import sse
+from dynamo.preprocess.parsers import parser
 from dynamo.protocols import model_card
+from dynamo.testing import clock
 
 SAY = [{"role": "user", "content": "hi"}]
 TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("look", "see")]
@@ -108,6 +113,19 @@ async def test_unrequested_thinking_is_counted_but_not_shown(client, rig):
     assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
     assert [block.type for block in streamed.content] == ["text", "tool_use", "tool_use"]
     assert message.usage.output_tokens == len(SAID) + 1
+
+
+async def test_stream_of_thoughts_that_are_not_shown_is_never_silent_for_long():
+    time = clock.VirtualClock()
+    named = types.SimpleNamespace(request_id="r", model="p", context_length=99, clock=time)
+    formatter = api.MessageFormatter(types.SimpleNamespace(shows_thinking=False), named)
+    formatter.begin(sse.Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2))
+    sent = []
+    for _ in range(25):
+        sent.append(formatter.piece(parser.Reasoning("hm")))
+        await time.advance(1.0)
+
+    assert b"".join(sent) == b'event: ping\ndata: {"type":"ping"}\n\n' * 2
 
 
 async def test_disabled_parallel_tool_use_limits_a_message_to_one_call(client, rig):

@@ -189,6 +189,19 @@ async def test_response_to_continue_from_is_fetched_before_the_handler_runs(stor
     assert seen == [KEPT]
 
 
+async def test_responses_whose_items_are_named_are_fetched_before_the_handler_runs(stores):
+    (first, _), (second, shared) = stores
+    digits = "0" * 31
+    for last in "12":
+        first.put(f"resp_{digits}{last}", KEPT)
+    seen = []
+    handler = shared.wrap_continuing(lambda _: seen.append(len(second)))
+    items = [f'{{"type": "item_reference", "id": "msg_{digits}{last}00"}}' for last in "112"]
+    await handler(caller(body=f'{{"input": [{", ".join(items)}]}}'.encode()))
+
+    assert seen == [2]
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"\xff", b"[]", b"{}", b'{"previous_response_id": 3}', b'{"previous_response_id": "../x?y z"}',
              pytest.param(b'{"input": ' + b"[" * 9999 + b"]" * 9999 + b"}", id="nested too deeply")]

@@ -178,6 +178,28 @@ async def test_instructions_are_not_inherited_from_the_previous_response(rig):
     )
 
 
+async def test_items_of_stored_responses_can_be_named_in_the_place_of_themselves(rig):
+    rig.one.script = outputs("hello", "eos")
+    first = (await ask(rig)).json()
+    (said,) = (await rig.client.get(f"{PATH}/{first['id']}/input_items")).json()["data"]
+    named = [{"type": "item_reference", "id": item["id"]} for item in (said, *first["output"])]
+    second = (await ask(rig, input=[*named, {"role": "user", "content": "and?"}])).json()
+    listed = (await rig.client.get(f"{PATH}/{second['id']}/input_items?order=asc")).json()["data"]
+
+    assert rig.one.prompts[1] == "user: hi\nassistant: hello\nuser: and?\n"
+    assert listed[:2] == [said, *first["output"]]
+
+
+async def test_reference_to_no_stored_item_is_refused_by_name(rig):
+    (item,) = (await ask(rig)).json()["output"]
+    unknown = [item["id"][:-1] + "f", "msg_1", ""]
+    for ids, status in (*(([one], 404) for one in unknown), ([7], 400), ([item["id"]] * 2, 400)):
+        answer = await ask(rig, input=[{"type": "item_reference", "id": one} for one in ids])
+
+        assert answer.status_code == status
+        assert answer.json()["error"]["param"] == f"input[{len(ids) - 1}].id"
+
+
 async def test_stored_response_can_be_retrieved_and_deleted(rig):
     body = (await ask(rig)).json()
     where = f"{PATH}/{body['id']}"

@@ -126,6 +126,19 @@ def test_messages_may_be_short_or_long():
     ]
 
 
+def test_thoughts_before_and_after_a_text_of_one_turn_are_kept():
+    thoughts = [
+        {"type": "reasoning", "summary": [], "content": said(text, "reasoning_text")}
+        for text in ("hm", "so")
+    ]
+    (message,) = responses_request.convert_items(
+        [thoughts[0], {"role": "assistant", "content": "I look."}, thoughts[1], CALL]
+    )
+
+    assert (message["reasoning_content"], message["content"]) == ("hm\nso", "I look.")
+    assert message["tool_calls"][0]["function"]["name"] == "f"
+
+
 def test_images_keep_their_places_in_messages_and_outputs_of_tools():
     items = [
         {"role": "user", "content": [PICTURE, {"type": "input_text", "text": "a"}]},

@@ -201,6 +201,22 @@ def test_upload_whose_last_bytes_find_a_full_disk_is_unavailable(files):
     assert left(files) == []
 
 
+def test_uploads_that_are_too_large_together_are_refused_before_they_end(tmp_path):
+    files = journal.BatchJournal(tmp_path, clock.SystemClock(), max_bytes=10 * 2**20)
+    first, second = open_upload(files), open_upload(files)
+    for arriving in (first, second):
+        arriving.write(PURPOSE + (FILE % b"begins")[:-2])
+    first.write(bytes(5 * 2**20))
+    second.write(bytes(4 * 2**20))
+    with pytest.raises(parser.RequestRefused, match="of files together") as refused:
+        second.write(bytes(4 * 2**20))
+    first.close()
+    second.close()
+
+    assert refused.value.refusal.status == 400
+    assert left(files) == []
+
+
 async def test_upload_that_breaks_off_leaves_nothing(bare, tmp_path):
     await bare.start(files_dir=str(tmp_path / "files"))
     _, writer = await asyncio.open_connection("127.0.0.1", bare.frontend.port)

@@ -44,6 +44,51 @@ def test_template_arguments_cannot_replace_messages(name):
     ) == ("0NoneTrue")
 
 
+STRICT = """{%- for m in messages %}
+{%- if m.role == "system" and not loop.first %}{{ raise_exception("System message must be first.") }}{% endif %}
+{{- m.role ~ ":" ~ m.content ~ ";" }}
+{%- endfor %}"""
+RULE, REMINDER = (
+    {"role": "system", "content": "Be kind."},
+    {"role": "system", "content": "And brief."},
+)
+
+
+@pytest.mark.parametrize(
+    "messages", [[RULE, REMINDER, USER], [RULE, USER, REMINDER], [USER, RULE, REMINDER]]
+)
+def test_instructions_lead_the_prompt_of_a_template_that_takes_no_others(messages):
+    user = f"user:{USER['content']};"
+
+    assert render(STRICT, messages) == f"system:Be kind.\n\nAnd brief.;{user}"
+    assert render(STRICT, [RULE, USER]) == f"system:Be kind.;{user}"
+
+
+DROPPING = """{% set rest = messages %}
+{%- if messages[0].role == "system" %}{{ messages[0].content }}|{% set rest = messages[1:] %}{% endif %}
+{%- for m in rest if m.role == "user" %}{{ m.content }};{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "messages", [[RULE, REMINDER, USER], [RULE, USER, REMINDER], [USER, RULE, REMINDER]]
+)
+def test_instructions_lead_the_prompt_of_a_template_that_would_leave_them_out(messages):
+    assert render(DROPPING, messages) == f"Be kind.\n\nAnd brief.|{USER['content']};"
+
+
+def test_instructions_stay_where_they_are_if_the_template_takes_them():
+    plain = "{% for m in messages %}{{ m.content }};{% endfor %}"
+
+    assert render(plain, [USER, RULE]) == f"{USER['content']};Be kind.;"
+
+
+def test_template_that_takes_no_instructions_refuses_them():
+    refusing = "{{ raise_exception('no system') if messages[0].role == 'system' }}"
+    for messages in ([RULE, USER], [RULE, REMINDER, USER]):
+        with pytest.raises(errors.InvalidRequest, match="no system"):
+            render(refusing, messages)
+
+
 def test_special_tokens_are_variables_of_the_template():
     assert render("{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}") == "<s>|</s>|False"
 

@@ -16,7 +16,7 @@ import secrets
 import sqlite3
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -134,6 +134,11 @@ class BatchJournal:
             self._check_room(database, partial.stat().st_size, "file")
             return self._insert_file(database, partial, tenant, filename, "batch", kept_s)
 
+    def check_room(self, num_bytes: int) -> None:
+        """Raise InvalidRequest if so many bytes more make all files together too large."""
+        with self._open() as database:
+            self._check_room(database, num_bytes, "file")
+
     def _check_room(self, database: sqlite3.Connection, num_bytes: int, param: str) -> None:
         (sum_bytes,) = database.execute(_SUM_BYTES).fetchone()
         sum_bytes += num_bytes
@@ -190,7 +195,7 @@ class BatchJournal:
     ) -> lines.FilePage:
         """Return a page of a tenant's files. Raises ObjectNotFound for an unknown `after`."""
         rows, has_more = self._page("files", tenant, options, purpose)
-        return lines.FilePage(**_page_fields([_decode_file(row) for row in rows], has_more))
+        return lines.FilePage(**lines.page_fields([_decode_file(row) for row in rows], has_more))
 
     def delete_file(self, file_id: str, tenant: str) -> None:
         """Delete a file. Raises ObjectNotFound, or Conflict while a batch reads it."""
@@ -248,7 +253,7 @@ class BatchJournal:
         """Return a page of a tenant's batches. Raises ObjectNotFound for an unknown `after`."""
         rows, has_more = self._page("batches", tenant, options)
         batches = [self._with_counts(_decode_batch(row)) for row in rows]
-        return lines.BatchPage(**_page_fields(batches, has_more))
+        return lines.BatchPage(**lines.page_fields(batches, has_more))
 
     def open_batches(self) -> list[OpenBatch]:
         """Return the batches of all tenants that have not ended, oldest first."""
@@ -480,11 +485,6 @@ class BatchJournal:
             query = f"SELECT json FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?"
             rows = database.execute(query, (*values, options.limit + 1)).fetchall()
         return [row for (row,) in rows[: options.limit]], len(rows) > options.limit
-
-
-def _page_fields(data: Sequence[lines.FileObject | lines.Batch], has_more: bool) -> dict[str, Any]:
-    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return {"data": data, "first_id": first_id, "last_id": last_id, "has_more": has_more}
 
 
 def open_private(path: Path) -> BinaryIO:

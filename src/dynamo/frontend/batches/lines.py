@@ -5,6 +5,7 @@ file has the same custom_id.
 """  # decider
 
 import codecs
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -160,6 +161,12 @@ class BatchPage(msgspec.Struct, frozen=True, kw_only=True):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+def page_fields(data: Sequence[FileObject | Batch], has_more: bool) -> dict[str, Any]:
+    """Return the fields of a page with these objects."""
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    return {"data": data, "first_id": first_id, "last_id": last_id, "has_more": has_more}
 
 
 MAX_LINES = 50_000  # of one file, as with OpenAI

@@ -17,6 +17,7 @@ _FORM = "multipart/form-data"
 _EXPIRY = "expires_after[seconds]"
 _FIELDS = ("purpose", "expires_after[anchor]", _EXPIRY)
 _MAX_IGNORED = 100  # names of other fields that are kept
+_CHECKED_BYTES = 4 * 2**20  # of an upload, after which its room is looked at again
 
 
 class FileUpload:
@@ -51,6 +52,8 @@ class FileUpload:
             )
         except exceptions.FormParserError as error:
             raise parser.RequestRefused(400, f"expected a form ({_FORM}): {error}") from error
+        self._files = files
+        self._num_unchecked = 0  # bytes
         try:
             files.prepare()
             self.partial = files.new_partial()
@@ -73,6 +76,22 @@ class FileUpload:
             raise parser.RequestRefused(400, f"expected a form ({_FORM}): {error}") from error
         except OSError as error:
             raise parser.RequestRefused(503, _describe(error)) from error
+        self._num_unchecked += len(piece)
+        if self._num_unchecked >= _CHECKED_BYTES:
+            self._num_unchecked = 0
+            self._check_room()
+
+    def _check_room(self) -> None:
+        """Raise RequestRefused if all that is being uploaded does not fit beside the files that are kept."""
+        num_bytes = 0
+        for partial in self.partial.parent.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                num_bytes += partial.stat().st_size
+        try:
+            self._files.check_room(num_bytes)
+        except errors.DynamoError as error:
+            status = 400 if isinstance(error, errors.RequestError) else 503
+            raise parser.RequestRefused(status, str(error)) from error
 
     def complete(self) -> int:
         """Return how many seconds the file is to be kept, once all of the form is here.

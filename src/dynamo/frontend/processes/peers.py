@@ -20,8 +20,9 @@ does not arrive is not repeated. A process that is started anew knows nothing of
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -38,6 +39,7 @@ REPORT_INTERVAL_S = 1.0
 STORED_PATH, USAGE_PATH = "/kept/", "/usage_of_keys"
 WORKER_LABEL = "http_worker"
 _MAX_BYTES = 64 << 20
+_MAX_REFERENCES = 1000  # the last items of an input, among which they are looked for
 _logger = logging.getLogger(__name__)
 PeerRoutes = Mapping[tuple[str, str], exchange.Handler]
 
@@ -126,10 +128,29 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_stored = msgspec.msgpack.Decoder(response_store.StoredResponse).decode
 
 
+class _InputItem(msgspec.Struct, frozen=True):
+    """The fields of an item that is a reference to one of a stored response."""
+
+    type: Any = None
+    id: Any = None
+
+
 class _Continuation(msgspec.Struct, frozen=True):
-    """The field of a request that names the response to continue from."""
+    """The fields of a request that name responses from which it continues."""
 
     previous_response_id: str | None = None
+    input: str | list[_InputItem] = ""
+
+    @property
+    def response_ids(self) -> Collection[str]:
+        """Return the ids of these responses, each once."""
+        items = () if isinstance(self.input, str) else self.input[-_MAX_REFERENCES:]
+        referenced = [
+            response_store.response_of(item.id)
+            for item in items
+            if item.type == response_store.ITEM_REFERENCE and isinstance(item.id, str)
+        ]
+        return dict.fromkeys([*filter(None, (self.previous_response_id,)), *referenced])
 
 
 _decode_continuation = msgspec.json.Decoder(_Continuation).decode
@@ -153,7 +174,7 @@ class SharedResponses:
         }
 
     def wrap_continuing(self, handler: exchange.Handler) -> exchange.Handler:
-        """Return a handler that first fetches the response from which a request continues."""
+        """Return a handler that first fetches the responses from which a request continues."""
         if self._peers.name is None:
             return handler
 
@@ -162,10 +183,10 @@ class SharedResponses:
                 continuation = await exchange.decode_apart(
                     client.request.body, _decode_continuation
                 )
-                response_id = continuation.previous_response_id
+                response_ids = continuation.response_ids
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                response_id = None  # the error is reported where the whole request is decoded
-            if response_id is not None:
+                response_ids = ()  # the error is reported where the whole request is decoded
+            for response_id in response_ids:
                 await self._fetch(response_id)
             await _finish(handler(client))
 

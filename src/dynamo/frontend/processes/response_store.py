@@ -8,6 +8,14 @@ import contextlib
 from collections import OrderedDict
 from typing import NamedTuple
 
+RESPONSE_ID, ITEM_REFERENCE = "resp_", "item_reference"
+_NUM_DIGITS = 32  # of the id of a response, with which the ids of its items begin
+
+
+def response_of(item_id: str) -> str:
+    """Return the id of the response that has the item of this id, if it is one of ours."""
+    return RESPONSE_ID + item_id.partition("_")[2][:_NUM_DIGITS]
+
 
 class StoredResponse(NamedTuple):
     """One response, as JSON."""

@@ -186,10 +186,11 @@ class ToolCallParser(parser.StateMachineParser):
     def _complete(self, calls: Sequence[parser.ToolCall]) -> None:
         """Emit what is missing of the calls of a body."""
         if self._begun:
-            arguments = "".join(self._begun[-1][1])
-            unshown = calls[len(self._begun) - 1].arguments.removeprefix(arguments)
-            if unshown:
-                self._events.append(parser.CallArguments(unshown))
+            shown = "".join(self._begun[-1][1])
+            # of a name or of arguments that stand twice in a call, the last count, and the first were shown whole
+            whole = next((call.arguments for call in calls[len(self._begun) - 1 :]), shown)
+            if whole.startswith(shown) and whole != shown:
+                self._events.append(parser.CallArguments(whole[len(shown) :]))
             self._events.append(parser.CallEnd())
         self._events += calls[len(self._begun) :]
 

@@ -98,6 +98,24 @@ def test_name_of_a_call_in_parts_is_that_of_the_whole_call_if_it_has_two(names):
     ]
 
 
+@pytest.mark.parametrize("second", ['"arguments": {"city": "Oslo"}', '"arguments": null'])
+def test_arguments_by_two_names_come_once_in_parts(second):
+    text = f'<tool_call>{{"name": "f", "parameters": {{"city": "Rome"}}, {second}}}</tool_call>'
+
+    assert with_whole_calls(read(make_parser("hermes", whole_tools=()), text)) == [
+        parser.ToolCall("f", '{"city": "Rome"}')
+    ]
+
+
+def test_tool_that_is_called_twice_in_one_object_is_answered_in_parts():
+    text = '<|tools_prefix|>[{"f": {"city": "Rome"}, "f": {"city": "Oslo"}}]<|tools_suffix|>'
+
+    assert with_whole_calls(read(make_parser("apertus", whole_tools=()), text)) == [
+        parser.ToolCall("f", '{"city": "Rome"}'),
+        parser.ToolCall("f", '{"city": "Oslo"}'),
+    ]
+
+
 @pytest.mark.parametrize("name", BARE)
 @pytest.mark.parametrize("value", ["a\nb", "Paris, note: wet {city: Rome"])
 def test_json_strings_of_a_format_with_marks_of_its_own_are_read(name, value):

@@ -34,6 +34,8 @@ _STOP_REASONS = {
 }
 _CONTEXT_FULL = "model_context_window_exceeded"
 _MESSAGE_STOP = sse.typed_event({"type": "message_stop"})
+_PING = sse.typed_event({"type": "ping"})
+PING_S = 10.0  # between two events: clients and proxies give a silent stream up
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
@@ -107,6 +109,8 @@ class MessageFormatter:
         self._model = answer_identity.model
         self._shows_thinking = request.shows_thinking
         self._context_length = answer_identity.context_length
+        self._clock = answer_identity.clock
+        self._ping_at = 0.0  # if what comes until then is not shown
         self._num_blocks = 0
         self._open_kind = ""  # of the open block
         self._template = sse.Template(b"", b"")  # of its deltas
@@ -120,6 +124,7 @@ class MessageFormatter:
 
     def begin(self, usage: sse.Usage) -> bytes:
         """Return the event with the message before it has any content."""
+        self._ping_at = self._clock.now() + PING_S
         message = self._message([], self._ending(None, None, usage), _usage(usage))
         return sse.typed_event({"type": "message_start", "message": message})
 
@@ -128,7 +133,7 @@ class MessageFormatter:
         if isinstance(piece, str):
             kind, text = "text", piece
         elif not self._is_shown(piece):
-            return b""
+            return self._ping()
         elif isinstance(piece, choices.Call):
             kind, text = f"tool_use {piece.number}", piece.arguments
         else:
@@ -167,6 +172,12 @@ class MessageFormatter:
 
     def _is_shown(self, piece: choices.Piece) -> bool:
         return self._shows_thinking or isinstance(piece, str | choices.Call)
+
+    def _ping(self) -> bytes:
+        if self._clock.now() < self._ping_at:
+            return b""
+        self._ping_at = self._clock.now() + PING_S
+        return _PING
 
     def _open_block(self, kind: str, piece: choices.Piece) -> bytes:
         self._open_kind = kind

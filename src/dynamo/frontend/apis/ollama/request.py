@@ -4,6 +4,7 @@
 Options of how Ollama runs a model (`num_ctx`, `keep_alive` …) are hints: a worker here has its model loaded.
 """
 
+import itertools
 import re
 from typing import Annotated, Any, Literal
 
@@ -174,6 +175,10 @@ class OllamaConversation(inputs.Conversation, frozen=True, kw_only=True):
         return "format"
 
     @property
+    def fits_context(self) -> bool:
+        return True
+
+    @property
     def whole_tools(self) -> None:
         """All calls come in one piece: an answer has their arguments as objects, which a part of one is not."""
         return None
@@ -193,6 +198,7 @@ def decode_chat(body: bytes) -> OllamaConversation:
         _convert_message(message, f"messages[{number}]")
         for number, message in enumerate(request.messages or ())
     ]
+    _number_calls(messages)
     return _checked(request.to_conversation(messages, tools=request.tools, is_chat=True))
 
 
@@ -260,6 +266,28 @@ def _convert_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     if files and isinstance(converted["content"], str):
         converted["content"] = _with_images(converted["content"], files, f"{place}.images")
     return converted
+
+
+def _number_calls(messages: list[dict[str, Any]]) -> None:
+    """Give calls and their results ids where they have none, as with Ollama: templates of Mistral's models refuse that.
+
+    A result is that of the first call of its tool without one; if it names no tool, of the first call without one.
+    """
+    numbers = itertools.count()
+    open_calls: dict[Any, Any] = {}  # the names of tools by the ids of calls without a result
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(call, dict) and isinstance(call.get("function"), dict):
+                call["id"] = str(call.get("id") or f"call{next(numbers):05}")
+                open_calls[call["id"]] = call["function"].get("name")
+        if message.get("role") == "tool":
+            name, call_id = message.get("name"), message.get("tool_call_id")
+            if not call_id:
+                names = open_calls.items()
+                call_id = next((key for key, called in names if name in (None, called)), None)
+                message |= {} if call_id is None else {"tool_call_id": call_id}
+            open_calls.pop(str(call_id), None)
 
 
 def _with_images(text: str, files: Any, place: str) -> str | list[dict[str, Any]]:

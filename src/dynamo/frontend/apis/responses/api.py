@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Awaitable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -26,13 +26,24 @@ from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.frontend.processes import peers, response_store
 from dynamo.preprocess import inputs
 from dynamo.protocols import model_errors
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, json_body
 
+R = TypeVar("R", bound=request.ResponseCountRequest)
 PATH = "/v1/responses"
 _ID_PATH = PATH + "/"
 _MAX_PAGE = 100  # items; OpenAI's limit
 _PAGE_SIZES = frozenset(map(str, range(1, _MAX_PAGE + 1)))
 _decode_objects = msgspec.json.Decoder(list[dict[str, Any]]).decode
+_MAX_REFERENCED_BYTES = 16 * 2**20  # of the responses whose items one request names
+
+
+class _Output(msgspec.Struct, frozen=True):
+    """The items of a stored response."""
+
+    output: list[dict[str, Any]]
+
+
+_decode_output = msgspec.json.Decoder(_Output).decode
 
 
 class ResponseTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
@@ -92,7 +103,7 @@ class Responses:
 
     def decode(self, tenant: str, body: bytes) -> ResponseConversation:
         """Return the conversation of a tenant's request in this JSON body. Raises RequestError."""
-        decoded = request.decode(body)
+        decoded = self._resolve_references(request.decode(body), tenant)
         messages = self._collect_messages(decoded, tenant)
         return ResponseConversation(
             tenant=tenant,
@@ -115,7 +126,7 @@ class Responses:
 
     def decode_count(self, tenant: str, body: bytes) -> inputs.Conversation:
         """Return the conversation of a request to count tokens. Raises RequestError."""
-        decoded = request.decode_count(body)
+        decoded = self._resolve_references(request.decode_count(body), tenant)
         messages = [*_instructions(decoded), *self._collect_messages(decoded, tenant)]
         return inputs.Conversation(
             model=decoded.model,
@@ -181,6 +192,19 @@ class Responses:
             turn.request, answer_identity, lambda response: self._store_turn(turn, response)
         )
 
+    def _resolve_references(self, decoded: R, tenant: str) -> R:
+        """Return the request with items of stored responses in the place of references. Raises RequestError."""
+        if isinstance(decoded.input, str):
+            return decoded
+        stored = _StoredItems(self._store, tenant)
+        items = [
+            stored.take(item.get("id"), f"input[{number}].id")
+            if item.get("type") == response_store.ITEM_REFERENCE
+            else item
+            for number, item in enumerate(decoded.input)
+        ]
+        return msgspec.structs.replace(decoded, input=items)
+
     def _collect_messages(
         self, decoded: request.ResponseCountRequest, tenant: str
     ) -> list[dict[str, Any]]:
@@ -208,6 +232,48 @@ class Responses:
         self._store.put(response["id"], stored)
 
 
+class _StoredItems:
+    """The items that one request names, each once and of few bytes: otherwise its prompt could become endless."""
+
+    def __init__(self, store: response_store.ResponseStore, tenant: str) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._items: dict[str, dict[str, Any]] = {}  # of the responses that were read
+        self._taken: set[str] = set()
+        self._num_bytes = 0
+
+    def take(self, item_id: Any, param: str) -> dict[str, Any]:
+        """Return the item of this id, which the field `param` has. Raises ObjectNotFound or InvalidRequest."""
+        if not isinstance(item_id, str) or item_id in self._taken:
+            got = json_body.describe(item_id)
+            raise errors.InvalidRequest(
+                f"{param}: expected the id of an item, each once, got {got}", param=param
+            )
+        if item_id not in self._items:
+            self._read_response(item_id)
+        if self._num_bytes > _MAX_REFERENCED_BYTES:
+            expected = f"items of responses of at most {_MAX_REFERENCED_BYTES} bytes together"
+            raise errors.InvalidRequest(f"{param}: expected {expected}, got more", param=param)
+        if item_id not in self._items:
+            raise model_errors.ObjectNotFound(
+                f"Item with id {item_id[:100]!r} not found: items are kept for a limited time, unless store is false",
+                param=param,
+            )
+        self._taken.add(item_id)
+        return self._items[item_id]
+
+    def _read_response(self, item_id: str) -> None:
+        """Add all items of the response that has this one."""
+        stored = self._store.find(response_store.response_of(item_id), self._tenant)
+        if stored is None:
+            return
+        self._num_bytes += len(stored.response) + len(stored.input_items)
+        if self._num_bytes <= _MAX_REFERENCED_BYTES:
+            output = _decode_output(stored.response).output
+            items = [*_decode_objects(stored.input_items), *output]
+            self._items |= {item["id"]: item for item in items}
+
+
 _TEXTS = (request.TextPart, request.RefusalPart)
 _ONLY_TEXT = openapi.text_or_parts(*_TEXTS)
 _CONTENT = openapi.text_or_parts(
@@ -227,6 +293,11 @@ _ITEMS = openapi.list_of(
             request.FunctionCallItem,
             request.CustomCallItem,
             openapi.with_fields(request.FunctionOutputItem, output=_CONTENT),
+            openapi.make_object(
+                ("type", "id"),
+                type={"const": response_store.ITEM_REFERENCE},
+                id=openapi.SOME_TEXT,
+            ),
             openapi.with_fields(
                 request.ReasoningItem, content={"anyOf": [_ONLY_TEXT["anyOf"][1], openapi.NULL]}
             ),

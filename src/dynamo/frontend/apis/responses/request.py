@@ -314,9 +314,7 @@ _custom_decoder = json_body.RequestDecoder(CustomTool)
 DISPENSABLE_TOOLS = ("web_search", "web_search_preview", "local_shell", "tool_search")
 _text_decoder = json_body.RequestDecoder(TextPart)
 _TEXT_DECODERS: _Decoders = {
-    "input_text": _text_decoder,
-    "output_text": _text_decoder,
-    "reasoning_text": _text_decoder,
+    **dict.fromkeys(("input_text", "output_text", "reasoning_text"), _text_decoder),
     "refusal": json_body.RequestDecoder(RefusalPart),
 }
 _PART_DECODERS = {**_TEXT_DECODERS, "input_image": json_body.RequestDecoder(ImagePart)}
@@ -444,8 +442,9 @@ class _MessageBuilder:
                 message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
                 self.messages.append(message)
             case ReasoningItem(content=[*parts]):
-                text = _join_parts(parts, f"{place}.content")
-                self._open_assistant()["reasoning_content"] = text
+                message, text = self._open_assistant(), _join_parts(parts, f"{place}.content")
+                thoughts = (message.get("reasoning_content"), text)
+                message["reasoning_content"] = "\n".join(filter(None, thoughts))
 
     def _append_answer(self, text: str) -> None:
         if (message := self._open_assistant())["content"]:
