@@ -12,6 +12,7 @@ import secrets
 import socket
 import stat
 import struct
+import tempfile
 from pathlib import Path
 
 from dynamo.base import errors
@@ -47,7 +48,8 @@ def make_private_directory(path: Path) -> None:
             level, remaining = Path(target.anchor), [*target.parts[1:], *remaining]
             is_guarded = _is_roots_own(os.lstat(level))
             continue
-        _check_level(path, level, status, is_last=not remaining)
+        if (fault := _fault_of_level(status, is_last=not remaining)) is not None:
+            raise _refusal(path, level, fault)
         is_guarded = is_guarded and _is_roots_own(status)
 
 
@@ -55,15 +57,17 @@ def _is_roots_own(status: os.stat_result) -> bool:
     return status.st_uid == 0 and not status.st_mode & _WRITABLE_BY_OTHERS
 
 
-def _check_level(path: Path, level: Path, status: os.stat_result, *, is_last: bool) -> None:
+def _fault_of_level(status: os.stat_result, *, is_last: bool) -> str | None:
+    """Return why another user could change a level of a path; None if none could."""
     owners = {os.getuid()} if is_last else {os.getuid(), 0}
     if not stat.S_ISDIR(status.st_mode):
-        raise _refusal(path, level, "is no directory")
+        return "is no directory"
     if status.st_uid not in owners:
-        raise _refusal(path, level, f"belongs to user {status.st_uid}, expected {os.getuid()}")
+        return f"belongs to user {status.st_uid}, expected {os.getuid()}"
     is_sticky = bool(status.st_mode & stat.S_ISVTX) and not is_last
     if status.st_mode & _WRITABLE_BY_OTHERS and not is_sticky:
-        raise _refusal(path, level, "may be written by other users: chmod go-w, or choose another")
+        return "may be written by other users: chmod go-w, or choose another"
+    return None
 
 
 def _refusal(path: Path, level: Path, reason: str) -> errors.ConfigError:
@@ -71,6 +75,26 @@ def _refusal(path: Path, level: Path, reason: str) -> errors.ConfigError:
     return errors.ConfigError(
         f"discovery directory {place} {reason}: set DYN_FILE_KV to a directory of your own"
     )
+
+
+def temporary_directory(kind: str, setting: str) -> Path:
+    """Return this user's own directory of a kind among the temporary files, for one without a home; it is made here.
+
+    The folder of the temporary files is taken as it is: a volume of Kubernetes lacks the sticky bit, and other users.
+    Raises ConfigError, which advises `setting`, for a directory that another user made or can write to.
+    """
+    try:
+        path = Path(tempfile.gettempdir(), f"{kind}-{os.getuid()}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        fault = _fault_of_level(path.lstat(), is_last=True)
+    except OSError as error:
+        raise errors.ConfigError(
+            f"{error}: set {setting} to a directory that we can write"
+        ) from error
+    if fault is not None:
+        raise errors.ConfigError(f"{path} {fault}: set {setting} to a directory of your own")
+    return path
 
 
 def share_secret(path: Path, proposal: bytes | None = None) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dynamo.base import config, draining, errors
+from dynamo.base import config, draining, errors, local_users
 from dynamo.observability import row_writer
 from dynamo.preprocess import tokenize
 from dynamo.runtime import component
@@ -279,9 +279,10 @@ class FrontendConfig(AdmissionConfig):
 
     @property
     def files_folder(self) -> Path:
-        """Return the folder of files and batches. Raises ConfigError for one in the home of an unknown user.
+        """Return the folder of files and batches.
 
-        A user without a home, as a container may have, has it among the temporary files.
+        A user without a home, as a container may have, has it among the temporary files. Raises ConfigError for one in
+        the home of an unknown user, or that another user could change.
         """
         try:
             if self.files_dir:
@@ -290,7 +291,7 @@ class FrontendConfig(AdmissionConfig):
         except RuntimeError as error:
             if self.files_dir:
                 raise errors.ConfigError(f"--files-dir {self.files_dir}: {error}") from error
-            state = Path(tempfile.gettempdir()) / f"state-{os.getuid()}"
+            state = local_users.temporary_directory("state", "--files-dir")
         return state / "dynamo" / "files" / (self.namespace or "all")
 
     def check(self) -> None:

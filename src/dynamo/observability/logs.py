@@ -259,10 +259,9 @@ class TextFormatter(_Formatter):
         message = record.getMessage()
         if context := log_context.get():
             message += "".join(f" {name}={value}" for name, value in context.fields().items())
-        line = f"{self._timestamp(record)} {level} {record.name}: {message.translate(_CONTROLS)}"
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
-        return line
+            message += "\n" + self.formatException(record.exc_info)
+        return f"{self._timestamp(record)} {level} {record.name}: {message.translate(_CONTROLS)}"
 
 
 class JsonFormatter(_Formatter):

@@ -6,8 +6,10 @@ an answer. Rows go to standard error, to one file, or to a series of compressed 
 
 import collections
 import contextlib
+import errno
 import logging
 import os
+import stat
 import sys
 import threading
 import zlib
@@ -116,8 +118,7 @@ class RowWriter(Generic[R]):
             return
         try:
             lines = b"".join(self._encode(row) + b"\n" for row, _ in rows)
-            for sink in self._sinks:
-                sink.write(lines, len(rows))
+            self._write(lines, len(rows))
         except (
             Exception
         ) as error:  # a full disk, or a bug here: the process goes on and counts the loss
@@ -137,6 +138,17 @@ class RowWriter(Generic[R]):
                     self._options.variable, self._num_lost,
                 )  # fmt: skip
             self._num_lost = 0
+
+    def _write(self, lines: bytes, num_lines: int) -> None:
+        """Write to each sink. Raises the first error, when the other sinks have the rows."""
+        failures = []
+        for sink in self._sinks:
+            try:
+                sink.write(lines, num_lines)
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
 
 class RowSink(Protocol):
@@ -245,7 +257,14 @@ def _append(file: int, data: bytes) -> None:
 
 
 def _open_file(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _OWNER_ONLY)
+    """Open a file to append to it; where all users may make files, no link and no file of another user."""
+    is_shared = bool(path.parent.stat().st_mode & stat.S_IWOTH)
+    safely = os.O_NOFOLLOW | os.O_NONBLOCK if is_shared else 0  # nor a pipe that blocks
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | safely, _OWNER_ONLY)
+    if is_shared and os.fstat(file).st_uid != os.getuid():
+        os.close(file)
+        raise PermissionError(errno.EPERM, "another user made it", str(path))
+    return file
 
 
 def _make_sink(name: str, options: RowOptions) -> RowSink:

@@ -109,7 +109,9 @@ class Fail(msgspec.Struct, frozen=True, array_like=True, tag=6):
         retry_after_s = None
         if isinstance(error, errors.Unavailable):
             retry_after_s = min(max(0.0, error.retry_after_s), MAX_TIMEOUT_S)
-        return cls(stream, error.code, str(error), param, retry_after_s)
+        # the name of a file may hold what is no text, and a stream without its end would be waited for
+        message = str(error).encode(errors="backslashreplace").decode()
+        return cls(stream, error.code, message, param, retry_after_s)
 
     @property
     def error(self) -> errors.DynamoError:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dynamo.runtime.decorators import dynamo_worker as dynamo_worker
     from dynamo.runtime.naming import Client as Client
     from dynamo.runtime.naming import Component as Component
+    from dynamo.runtime.naming import Context as Context
     from dynamo.runtime.naming import Endpoint as Endpoint
     from dynamo.runtime.naming import Namespace as Namespace
 
@@ -20,6 +21,7 @@ _MODULE_BY_NAME = {
     "DistributedRuntime": "component",
     "Client": "naming",
     "Component": "naming",
+    "Context": "naming",
     "Endpoint": "naming",
     "Namespace": "naming",
     "dynamo_endpoint": "decorators",

@@ -78,14 +78,14 @@ def dynamo_endpoint(
         handler: Callable[..., AsyncIterator[Any]],
     ) -> Callable[..., AsyncIterator[Any]]:
         @functools.wraps(handler)
-        async def checked(*args: Any) -> AsyncIterator[Any]:
+        async def checked(*args: Any, **context: Any) -> AsyncIterator[Any]:
             *owner, request = args
             try:
                 value = read_value(request, request_type)
             except msgspec.ValidationError as error:
                 reason = " ".join(str(error).split())
                 raise errors.InvalidRequest(f"the request does not fit: {reason}") from error
-            async for item in handler(*owner, value):
+            async for item in handler(*owner, value, **context):
                 plain = to_plain(item)
                 is_model = hasattr(response_type, "model_validate")
                 yield plain if is_model else msgspec.convert(plain, response_type)

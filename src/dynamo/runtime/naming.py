@@ -12,20 +12,23 @@
 """
 
 import asyncio
-import contextlib
+import inspect
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.base import errors, tasks
+from dynamo.base import errors, ids, tasks
 from dynamo.protocols import instances, wire
 from dynamo.runtime import client as clients
 from dynamo.runtime import requests
 
 START_S = 300.0  # how long `wait_for_instances` waits by default
 _log = logging.getLogger(__name__)
+_STOP = 1  # the signal of a client that wants no further items
+_ID_HEADER = "x-request-id"
+_FORWARDED = ("traceparent", "tracestate")
 Generate = Callable[..., AsyncIterator[Any]]
 
 
@@ -72,6 +75,59 @@ class Component:
         return Endpoint(self._runtime, instances.EndpointName.parse(url))
 
 
+class Context:
+    """One request, as its handler and the requests that it makes of others see it.
+
+    It is *stopped* when no further items are wanted, and *killed* when its client is gone.
+    """
+
+    def __init__(self, id: str | None = None, *, headers: Mapping[str, str] = {}) -> None:  # noqa: A002 (theirs; read only)
+        """`id` is made up if it is not given; `headers` are those of the request that a handler answers."""
+        self._id = id or headers.get(_ID_HEADER) or ids.new_request_id()
+        self._trace = {name: headers[name] for name in _FORWARDED if name in headers}
+        self._is_stopped = self._is_killed = False
+        self._waiting: set[asyncio.Future[bool]] = set()
+
+    def id(self) -> str:
+        """Return the id of the request, which it has in each process."""
+        return self._id
+
+    def is_stopped(self) -> bool:
+        """Return whether no further items are wanted."""
+        return self._is_stopped
+
+    def is_killed(self) -> bool:
+        """Return whether the client is gone."""
+        return self._is_killed
+
+    def stop_generating(self) -> None:
+        """Have the handler of the request end its answer behind the present item. Idempotent."""
+        self._is_stopped = True
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(True)
+
+    def kill(self) -> None:
+        """Take note that the client is gone. Idempotent."""
+        self._is_killed = True
+        self.stop_generating()
+
+    def async_killed_or_stopped(self) -> asyncio.Future[bool]:
+        """Return what is done when the request is killed or stopped; it may be cancelled."""
+        waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if self._is_stopped:
+            waiting.set_result(True)
+        else:
+            self._waiting.add(waiting)
+            waiting.add_done_callback(self._waiting.discard)
+        return waiting
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers by which another process names this request."""
+        return {_ID_HEADER: self._id, **self._trace}
+
+
 class Endpoint:
     """A function that the processes of a component serve."""
 
@@ -84,16 +140,22 @@ class Endpoint:
     ) -> None:
         """Answer this endpoint until the task is cancelled. `handler(request)` is an async generator of the answer.
 
+        A handler with a parameter `context` gets the `Context` of the request as well.
         `on_listed` is called when discovery lists it.
 
         The request and each item are JSON-like values. A client that goes away cancels its handler. An error of
         `base.errors` reaches the client as it is; any other is logged here and reaches it as a DynamoError.
         """
+        takes_context = "context" in inspect.signature(handler).parameters
         async with tasks.Tasks() as running:
 
             def start_call(call: requests.Call) -> None:
-                task = running.start(f"answer {call.endpoint}", _answer(call, handler))
-                call.on_cancel(lambda: _cancel(task))
+                context = Context(headers=call.headers)
+                keywords = {"context": context} if takes_context else {}
+                answering = _answer(call, context, lambda request: handler(request, **keywords))
+                task = running.start(f"answer {call.endpoint}", answering)
+                call.on_signal(lambda _: context.stop_generating())
+                call.on_cancel(lambda: _cancel(task, context))
 
             await self._runtime.register(self.name, start_call)
             on_listed()
@@ -130,43 +192,68 @@ class Client:
         await self._client.wait_for_instances(timeout_s)
         return self.instance_ids()
 
-    async def generate(self, request: Any, annotated: bool = True) -> AsyncIterator[Any]:
+    async def generate(
+        self, request: Any, annotated: bool = True, context: Context | None = None
+    ) -> AsyncIterator[Any]:
         """Send a request to any instance and return an iterator over its answer; as `round_robin`."""
-        return await self.round_robin(request, annotated)
+        return await self.round_robin(request, annotated, context)
 
-    async def round_robin(self, request: Any, annotated: bool = True) -> AsyncIterator[Any]:
+    async def round_robin(
+        self, request: Any, annotated: bool = True, context: Context | None = None
+    ) -> AsyncIterator[Any]:
         """Send a request to the next instance. Items are `Annotated`, or plain values if not `annotated`.
 
-        Closing the iterator cancels the handler. Iterating raises NoWorkers, WorkerLost or the handler's error.
+        Closing the iterator cancels the handler. With the `context` of another request it has the id of that one, and
+        is stopped with it. Iterating raises NoWorkers, WorkerLost or the handler's error.
         """
-        return _items(self._client, request, annotated)
+        return _items(self._client, request, annotated, context)
 
-    async def random(self, request: Any, annotated: bool = True) -> AsyncIterator[Any]:
+    async def random(
+        self, request: Any, annotated: bool = True, context: Context | None = None
+    ) -> AsyncIterator[Any]:
         """Send a request to a random instance; else as `round_robin`."""
-        return _items(self._client, request, annotated, mode="random")
+        return _items(self._client, request, annotated, context, mode="random")
 
     async def direct(
-        self, request: Any, instance_id: int, annotated: bool = True
+        self,
+        request: Any,
+        instance_id: int,
+        annotated: bool = True,
+        context: Context | None = None,
     ) -> AsyncIterator[Any]:
         """Send a request to this instance; else as `round_robin`."""
-        return _items(self._client, request, annotated, instance_id=instance_id)
+        return _items(self._client, request, annotated, context, instance_id=instance_id)
 
 
 async def _items(
     endpoint_client: clients.EndpointClient,
     request: Any,
     annotated: bool,
+    context: Context | None,
     *,
     mode: clients.Mode = "round-robin",
     instance_id: int | None = None,
 ) -> AsyncIterator[Any]:
-    stream = endpoint_client.stream(request, item_type=object, mode=mode, instance_id=instance_id)
-    async with contextlib.aclosing(stream):
-        async for item in stream:
+    context = context or Context()
+    receiver: requests.ItemReceiver[Any] = requests.ItemReceiver(object)
+    stream = await endpoint_client.open(
+        request, receiver, mode=mode, instance_id=instance_id, headers=context.headers
+    )
+    stopped = context.async_killed_or_stopped()
+    stopped.add_done_callback(lambda _: stream.send_signal(_STOP))
+    try:
+        while True:
+            try:
+                item = await receiver.next_item()
+            except StopAsyncIteration:
+                return
             yield Annotated(item) if annotated else item
+    finally:
+        stream.cancel()
+        stopped.cancel()
 
 
-async def _answer(call: requests.Call, handler: Generate) -> None:
+async def _answer(call: requests.Call, context: Context, handler: Generate) -> None:
     try:
         try:
             request = msgspec.msgpack.decode(call.body)
@@ -174,6 +261,8 @@ async def _answer(call: requests.Call, handler: Generate) -> None:
             raise errors.InvalidRequest(f"expected a request in msgpack: {error}") from error
         async for item in handler(request):
             call.reply(item)
+            if context.is_stopped():
+                break
     except errors.DynamoError as error:
         call.fail(error)
     except Exception as error:  # noqa: BLE001 (the supervisor of a user's handler)
@@ -183,5 +272,6 @@ async def _answer(call: requests.Call, handler: Generate) -> None:
         call.finish()
 
 
-def _cancel(task: asyncio.Task[None]) -> None:
+def _cancel(task: asyncio.Task[None], context: Context) -> None:
+    context.kill()
     task.cancel()

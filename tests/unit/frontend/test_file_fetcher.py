@@ -193,6 +193,16 @@ def test_user_without_a_home_has_the_cache_among_temporary_files(monkeypatch, tm
     assert file_fetcher.cache_directory(None) == tmp_path / name / "pydynamo" / "models"
 
 
+def test_cache_that_others_could_change_is_refused(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for an unknown user id
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"cache-{os.getuid()}").symlink_to(tmp_path)
+
+    with pytest.raises(errors.ConfigError, match="is no directory: set --model-cache"):
+        file_fetcher.cache_directory(None)
+
+
 def test_cache_in_the_home_of_an_unknown_user_is_refused_in_a_sentence():
     with pytest.raises(errors.ConfigError, match="--model-cache ~no-such-user/cache: "):
         file_fetcher.cache_directory("~no-such-user/cache")

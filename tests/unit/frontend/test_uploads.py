@@ -174,6 +174,17 @@ def test_folder_of_an_unknown_user_is_named():
         _ = settings.files_folder
 
 
+def test_folder_among_temporary_files_that_others_can_write_is_refused(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for an unknown user id
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"state-{os.getuid()}").mkdir()
+    (tmp_path / f"state-{os.getuid()}").chmod(0o777)
+
+    with pytest.raises(errors.ConfigError, match=r"other users: .* set --files-dir"):
+        _ = config.FrontendConfig().files_folder
+
+
 def fill_disk(arriving):
     arriving._file.close()
     arriving._file = Path("/dev/full").open("wb")  # noqa: SIM115 (the upload closes it)

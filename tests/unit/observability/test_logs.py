@@ -114,6 +114,17 @@ def test_error_includes_its_traceback():
     assert "ValueError: invalid literal" in stream.getvalue()
 
 
+def test_error_of_a_peers_text_begins_no_line_of_its_own():
+    stream = io.StringIO()
+    logs.configure({}, stream)
+    error = ValueError("\x1b[2J\n2026-01-01 INFO forged")
+    logging.getLogger("dynamo.worker.host").error("it failed", exc_info=error)
+    text = stream.getvalue()
+
+    assert "\x1b" not in text
+    assert "\n    2026-01-01 INFO forged" in text
+
+
 def test_unknown_level_is_a_config_error_that_lists_the_levels():
     with pytest.raises(errors.ConfigError, match=r"expected levels out of .*got 'loud'"):
         logs.parse_levels("loud")

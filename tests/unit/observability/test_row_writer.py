@@ -221,3 +221,53 @@ def test_unknown_sink_or_missing_path_is_a_config_error(tmp_path, fields, senten
 def test_path_that_cannot_be_opened_is_a_config_error(tmp_path, dropped):
     with pytest.raises(errors.ConfigError, match="cannot write to"):
         row_writer.RowWriter(options(tmp_path / "none" / "a"), encode, dropped)
+
+
+def test_sink_that_fails_keeps_no_rows_from_the_next(tmp_path, dropped, monkeypatch):
+    def refuse(text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    writer = row_writer.RowWriter(
+        options(tmp_path / "a", sinks=("stderr", "jsonl")), encode, dropped
+    )
+    monkeypatch.setattr("sys.stderr", types.SimpleNamespace(write=refuse))
+    writer.put({"n": 1})
+    writer.close()
+
+    assert (tmp_path / "a.jsonl").read_text() == '{"n": 1}\n'
+    assert number(dropped) == 1
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """A folder as /tmp, where all users may make files."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+def test_link_where_all_users_may_make_one_is_not_followed(shared, tmp_path, dropped):
+    (shared / "a.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(errors.ConfigError, match="cannot write to"):
+        row_writer.RowWriter(options(shared / "a"), encode, dropped)
+
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_file_that_another_user_made_there_gets_no_rows(shared, dropped, monkeypatch):
+    (shared / "a.jsonl").touch()
+    stranger = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: stranger)
+
+    with pytest.raises(errors.ConfigError, match="another user made it"):
+        row_writer.RowWriter(options(shared / "a"), encode, dropped)
+
+
+def test_own_file_there_is_continued(shared, dropped):
+    for n in range(2):
+        writer = row_writer.RowWriter(options(shared / "a"), encode, dropped)
+        writer.put({"n": n})
+        writer.close()
+
+    assert (shared / "a.jsonl").read_text() == '{"n": 0}\n{"n": 1}\n'

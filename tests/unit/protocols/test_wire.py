@@ -135,6 +135,14 @@ def test_error_details_for_the_client_are_sent(error):
         assert arrived.retry_after_s == max(0.0, error.retry_after_s)
 
 
+def test_error_that_names_a_file_by_no_text_reaches_the_client():
+    (frame,) = wire.FrameReader().feed(
+        wire.encode(wire.Fail.of(3, errors.EngineFailed("caf\udce9")))
+    )
+
+    assert str(frame.error) == "caf\\udce9"
+
+
 def test_error_without_optional_details_is_decoded():
     old = msgspec.msgpack.encode([6, 3, "overloaded", "busy"])
     arrived = decode(old).error

@@ -1,8 +1,10 @@
 """What a publisher does with another token."""
 
+import asyncio
+
 from dynamo.base import errors, membership
 from dynamo.runtime.backends import memory, zmq
-from waiting import until
+from waiting import PATIENT_S, until
 
 OLD, NEW = b"o" * 40, b"n" * 40
 
@@ -39,3 +41,31 @@ async def test_address_of_a_publisher_with_a_new_token_is_published_after_a_refu
     files.latest = membership.Credentials(token=NEW, second_token=OLD)
     await until(lambda: registry.view.get_prefix("") != before)
     await publisher.close()
+
+
+async def test_plane_that_ends_while_a_new_address_is_published_closes_the_former_socket(
+    monkeypatch,
+):
+    monkeypatch.setattr(membership, "CHECK_S", 0.01)
+    discovery = memory.MemoryDiscovery(memory.MemoryRegistry())
+    files = ChangedFiles(membership.Credentials(token=OLD))
+    publisher = zmq.ZmqEventPlane(
+        discovery, 2, credentials=membership.Credentials(token=OLD, files=files)
+    )
+    await publisher.advertise("n/c/e")
+    former, is_waiting = publisher._publisher, asyncio.Event()
+
+    async def wait(key, value):
+        is_waiting.set()
+        await asyncio.Event().wait()
+
+    discovery.put = wait
+    files.latest = membership.Credentials(token=NEW, second_token=OLD)
+    async with asyncio.timeout(PATIENT_S):
+        await is_waiting.wait()
+    await publisher._tasks.close()
+    is_closed = former._socket.closed
+    former.close()  # else the end of the plane would block
+    await publisher.close()
+
+    assert is_closed

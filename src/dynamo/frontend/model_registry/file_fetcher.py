@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors
+from dynamo.base import errors, local_users
 from dynamo.preprocess import loading
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import requests, services
@@ -56,7 +56,7 @@ def cache_directory(configured: str | None) -> Path:
     """Return the directory for fetched files: as configured, or `pydynamo/models` in XDG_CACHE_HOME.
 
     A user without a home, as containers have with an id of their own, has it among the temporary files.
-    Raises ConfigError for one in the home of an unknown user.
+    Raises ConfigError for one in the home of an unknown user, or that another user could change.
     """
     try:
         if configured:
@@ -65,7 +65,7 @@ def cache_directory(configured: str | None) -> Path:
     except RuntimeError as error:
         if configured:
             raise errors.ConfigError(f"--model-cache {configured}: {error}") from error
-        directory = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+        directory = local_users.temporary_directory("cache", "--model-cache")
     return directory / "pydynamo" / "models"
 
 

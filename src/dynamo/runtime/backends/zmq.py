@@ -150,9 +150,11 @@ class ZmqEventPlane:
                 former.close()
                 await asyncio.sleep(_REBIND_S)
         self._publisher = publisher
-        for record in map(self._channel, self._topics):
-            await self._tell_channel(record)
-        former.close()
+        try:
+            for record in map(self._channel, self._topics):
+                await self._tell_channel(record)
+        finally:  # the end of the context waits for each socket, in this thread
+            former.close()
 
     async def _tell_channel(self, record: instances.EventChannel) -> None:
         """Put a record into discovery; again and again where that is refused, as by a disk that is full."""
