@@ -229,6 +229,24 @@ def test_deployment_requests_the_cores_and_memory_of_its_services(home):
     }
 
 
+def test_service_of_no_workers_stays_in_the_deployment_with_no_replicas(home):
+    def services(*overrides):
+        options = deployment.DeployConfig(
+            pipeline="hello_world:Frontend",
+            working_dir=HELLO["working_dir"],
+            image="i:1",
+            overrides=overrides,
+        )
+        [manifest] = deployment.make_objects(options)
+        return manifest["spec"]["services"]
+
+    stopped, running = services("--Backend.ServiceArgs.workers=0"), services()
+
+    assert stopped["Backend"]["replicas"] == 0
+    assert stopped.keys() == running.keys()
+    assert stopped["Backend"]["extraPodSpec"] == running["Backend"]["extraPodSpec"]
+
+
 class Cluster:
     """The calls of a cluster's connection that `deployment` uses, over a dictionary."""
 
