@@ -95,6 +95,17 @@ def test_links_that_are_left_out_of_the_sources_are_named(tmp_path, capsys):
     assert capsys.readouterr().err == "dynamo: shared.py is a symbolic link, which is left out\n"
 
 
+def test_files_with_secret_variables_are_left_out_of_the_sources_and_named(tmp_path, capsys):
+    for name in (".env", ".env.local", ".env.example", ".environ", "m.py"):
+        (tmp_path / name).write_text("KEY=secret")
+
+    names = [name for name, _ in package.sources(tmp_path, tmp_path)]
+
+    assert names == [".env.example", ".environ", "m.py"]
+    text = "may have keys and is left out: set its variables where the graph runs"
+    assert capsys.readouterr().err == f"dynamo: .env {text}\ndynamo: .env.local {text}\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other file systems refuse such names")
 def test_file_whose_name_is_no_text_is_named(home, tmp_path):
     source = "from dynamo.sdk import service\n@service\nclass Named: pass\n"
