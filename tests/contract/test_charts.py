@@ -123,6 +123,25 @@ def test_namespace_restriction_needs_no_rights_in_the_cluster(platform):
     assert not {obj["kind"] for obj in objects} & {"ClusterRole", "ClusterRoleBinding"}
 
 
+def test_operator_that_is_restricted_to_a_namespace_has_its_lease_there(platform):
+    """There an operator of the whole cluster looks for it."""
+    restriction = {"enabled": True, "targetNamespace": "team"}
+    objects = render(platform, {"dynamo-operator": {"namespaceRestriction": restriction}})
+    manager = of_kind(objects, "Deployment")["dynamo-platform-dynamo-operator-controller-manager"]
+    arguments = [c.get("args", ()) for c in manager["spec"]["template"]["spec"]["containers"]]
+    name = "dynamo-platform-dynamo-operator-leader-election"
+
+    assert "--lease-namespace=team" in arguments[0]
+    for kind in ("Role", "RoleBinding"):
+        assert of_kind(objects, kind)[name]["metadata"]["namespace"] == "team"
+
+
+def test_operator_of_the_whole_cluster_may_read_leases_and_no_more(platform):
+    verbs = {verb for _, kind, verb in rights_of_operator(platform) if kind == "leases"}
+
+    assert verbs == {"get"}
+
+
 def test_rules_of_the_operator_name_each_verb_and_resource(platform):
     objects = render(platform, CLUSTER_WIDE)
     roles = [*of_kind(objects, "ClusterRole").values(), *of_kind(objects, "Role").values()]

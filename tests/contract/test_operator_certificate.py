@@ -48,7 +48,7 @@ async def connecting(folder):
     definitions = importlib.resources.files("dynamo.operator").joinpath("definitions.json")
     custom_resources = json.loads(definitions.read_text())
     async with clusters.run_cluster(custom_resources=custom_resources) as running:
-        running.write_kubeconfig(folder / "kubeconfig")
+        running.write_kubeconfig(folder / "kubeconfig").close()
         environ = {"KUBECONFIG": str(folder / "kubeconfig")}
         async with connection.KubernetesConnection.open(environ) as cluster:
             yield cluster

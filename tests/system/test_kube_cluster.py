@@ -107,6 +107,17 @@ def test_kubectl_applies_scales_and_deletes_a_custom_resource(cluster):
     ]
 
 
+def test_kubectl_applies_a_list_whose_items_the_server_checks(cluster):
+    def apply(*names, **fields):
+        head = {"apiVersion": "v1", "kind": "ConfigMap"}
+        items = [{**head, "metadata": {"name": name}, **fields} for name in names]
+        listed = {"apiVersion": "v1", "kind": "List", "items": items}
+        return cluster.kubectl("apply", "-f", "-", stdin=json.dumps(listed))
+
+    assert apply("one", "two").stdout == "configmap/one created\nconfigmap/two created\n"
+    assert 'unknown field "dta"' in apply("three", dta={}).stderr
+
+
 def test_only_who_has_the_token_is_answered(cluster):
     assert stat.S_IMODE(cluster.kubeconfig.stat().st_mode) == 0o600
     with httpx.Client(base_url=cluster.url, verify=False, timeout=PATIENT_S) as http:

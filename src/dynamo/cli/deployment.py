@@ -174,10 +174,10 @@ def make_objects(options: DeployConfig) -> list[Object]:
         environ={},
     )
     services: dict[str, Object] = {}
-    for command in plan.commands:
+    for command in (*plan.commands, *plan.idle):
         type_ = _component_type(command.argv[2], is_http=command.service in names)
         service = services.setdefault(command.service, _service(command, options, name, type_))
-        service["replicas"] += 1
+        service["replicas"] += command not in plan.idle
     place = {"namespace": options.namespace} if options.namespace else {}
     manifest = {
         "apiVersion": API_VERSION,

@@ -105,7 +105,7 @@ async def _serve(
 ) -> int:
     stop = process_setup.stop_on_signals()
     async with opened as running, contextlib.AsyncExitStack() as stack:
-        running.write_kubeconfig(path)
+        stack.enter_context(running.write_kubeconfig(path))
         stack.callback(path.unlink, missing_ok=True)
         print(f"export KUBECONFIG={path}", flush=True)
         print(f"The API server listens at {running.url}; Ctrl-C ends the cluster.", flush=True)

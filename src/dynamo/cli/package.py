@@ -28,6 +28,7 @@ from dynamo.sdk import declaration, graph
 
 _SKIPPED = frozenset((".git", ".venv", "venv", "__pycache__", "node_modules", ".pytest_cache"))
 _ARCHIVE = re.compile(r".+-[0-9a-f]{12}\.tar\.gz")  # as `archive_path` names it
+_SECRETS = re.compile(r"\.env(\.(?!example$|sample$|template$).+)?")
 _MOST_BYTES = 256 * 2**20
 DOCKERFILE = """FROM python:{python}-slim
 COPY requirements.lock /graph/
@@ -255,6 +256,9 @@ def sources(directory: Path, output: Path) -> Iterator[tuple[str, bytes]]:
             continue
         if path.is_symlink():
             print(f"dynamo: {relative} is a symbolic link, which is left out", file=sys.stderr)
+        elif _SECRETS.fullmatch(path.name):
+            text = "may have keys and is left out: set its variables where the graph runs"
+            print(f"dynamo: {relative} {text}", file=sys.stderr)
         elif path.is_file():
             size += path.stat().st_size
             if size > _MOST_BYTES:

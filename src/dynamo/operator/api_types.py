@@ -404,7 +404,6 @@ class ScalingStatus(Resource):
 
     replicas: Count | None = None
     selector: str | None = None
-    last_scale_time: str | None = None
 
 
 class ModelSource(Resource):

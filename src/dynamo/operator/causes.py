@@ -32,6 +32,7 @@ class Cause:
 
     reason: str  # in camel case, as conditions have it
     message: str
+    unready_container: str = ""  # the one that runs and is not ready, if that is why
 
     @property
     def rank(self) -> int:
@@ -139,8 +140,9 @@ def _container_cause(pod: str, entry: Object) -> Cause | None:
     if ended and not entry.get("ready"):
         return _ended_cause(f"pod {pod}{container}", ended, entry.get("restartCount", 0))
     if "running" in state and not entry.get("ready"):
-        verb = "runs and is not ready yet" if entry.get("started", True) else "is starting"
-        return Cause("Starting", f"pod {pod}{container} {verb}")
+        if not entry.get("started", True):
+            return Cause("Starting", f"pod {pod}{container} is starting")
+        return Cause("Starting", f"pod {pod}{container} runs and is not ready yet", entry["name"])
     return None
 
 

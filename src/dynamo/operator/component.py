@@ -403,8 +403,8 @@ def find_cause(
         starts=observed.starts,
     )
     # not a container that prepares the frontend or stands beside it
-    is_main = "(container " not in cause.message
-    if component.spec.role == "frontend" and is_main and "runs and is not ready" in cause.message:
+    main = component.main_overrides.get("name", pod_template.MAIN)
+    if component.spec.role == "frontend" and cause.unready_container == main:
         return causes.Cause("Waiting", "the frontend waits for the first worker of a model")
     return cause
 

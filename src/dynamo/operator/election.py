@@ -3,6 +3,8 @@
 A holder that cannot renew its Lease pauses: it writes nothing from `_ACT_S` after the last renewal on, which is well
 before others may take the Lease, and goes on when it has renewed it. So an API server that does not answer, and a
 machine that gives the operator no time, end nothing. Only a Lease that another operator has taken is lost.
+
+An operator that is restricted to one namespace has a Lease there, by which that of the whole cluster leaves it alone.
 """
 
 import contextlib
@@ -29,6 +31,11 @@ class LeaseLost(errors.Unavailable):
     code = "lease_lost"
 
 
+def lease_name(namespace: str = "") -> str:
+    """Return the name of the Lease of operators of the whole cluster, or of those restricted to a namespace."""
+    return f"dynamo-operator{'-' if namespace else ''}{namespace}"
+
+
 class Election:
     """The candidacy of one operator. Time is measured here, so clocks of other hosts may differ."""
 
@@ -50,6 +57,8 @@ class Election:
             0.0,
         )  # revision of another's lease, and since when
         self._renewed_at = -math.inf
+        # of operators that are restricted to a namespace: their Lease's revision, since when, and when it was read
+        self._restricted: dict[str, tuple[str, float, float]] = {}
 
     @property
     def is_held(self) -> bool:
@@ -67,6 +76,23 @@ class Election:
         """Return when this operator may write."""
         while not self.is_held:
             await self._clock.sleep(_RETRY_S)
+
+    async def is_left(self, namespace: str) -> bool:
+        """Return True while an operator that is restricted to a namespace renews its Lease. Raises Unavailable."""
+        now = self._clock.now()
+        nothing = ("", now, -math.inf)
+        revision, changed_at, read_at = self._restricted.get(namespace, nothing)
+        if now - read_at >= RENEW_S:
+            lease = None
+            async with self._limit_attempt():
+                with contextlib.suppress(errors.Forbidden):  # by roles of an earlier chart
+                    lease = await self._cluster.get(_API, _KIND, lease_name(namespace), namespace)
+            is_free = lease is None or not lease["spec"].get("holderIdentity")
+            present = "" if is_free else lease["metadata"]["resourceVersion"]
+            if present != revision:
+                revision, changed_at = present, now
+            self._restricted[namespace] = revision, changed_at, now
+        return bool(revision) and now - changed_at <= LEASE_S
 
     async def acquire(self) -> None:
         """Wait until this operator has the Lease."""

@@ -13,7 +13,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.observability import metrics
 from dynamo.operator import objects
-from dynamo.operator.election import Election
+from dynamo.operator.election import RENEW_S, Election, lease_name
 from dynamo.operator.object_cache import ROOTS, Key, ObjectCache
 from dynamo.operator.reconciler import API_VERSION_BY_KIND, Reconciler
 from dynamo.operator.settings import OperatorConfig, parse_address
@@ -137,7 +137,7 @@ class Controller:
             started_at = self._clock.now()
             has_failed = True
             try:
-                delay_s = await self._reconciler.reconcile(key)
+                delay_s = await self._reconcile(key)
                 if delay_s is not None:
                     self.queue.add_later(key, delay_s)
                 has_failed = False
@@ -151,6 +151,12 @@ class Controller:
                 self.queue.release(key, has_failed=has_failed)
             self._metrics.total.labels(key[0]).inc()
             self._metrics.duration.labels(key[0]).observe(self._clock.now() - started_at)
+
+    async def _reconcile(self, key: Key) -> float | None:
+        election = None if self._settings.restricted_namespace else self._election
+        if election is not None and await election.is_left(key[1]):
+            return 2 * RENEW_S
+        return await self._reconciler.reconcile(key)
 
     async def _resync(self) -> None:
         while True:
@@ -183,8 +189,10 @@ class OperatorService:
                 cluster,
                 clock,
                 identity=identity,
-                name=f"dynamo-operator{'-' if settings.restricted_namespace else ''}{settings.restricted_namespace}",
-                namespace=settings.lease_namespace or cluster.namespace,
+                name=lease_name(settings.restricted_namespace),
+                namespace=settings.lease_namespace
+                or settings.restricted_namespace
+                or cluster.namespace,
             )
         self.controller: Controller | None = None
         self._running = tasks.Tasks()

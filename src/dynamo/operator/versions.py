@@ -2,7 +2,8 @@
 
 `convert` loses nothing in either direction: a field of v1alpha1 that pod templates do not express stands in v1beta1
 under its own name. So an object that is read and written back in the other version has the workers that it had, and no
-update starts. The order of v1beta1's components, which v1alpha1's map has not, is kept in an annotation.
+update starts. Annotations keep the order of v1beta1's components, which v1alpha1's map has not, and the names that
+v1alpha1 gives to main containers, which are called `main` in v1beta1.
 """  # decider
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ Object = dict[str, Any]
 BETA_VERSION = "v1beta1"
 BETA_API_VERSION = f"{api_types.GROUP}/{BETA_VERSION}"
 ORDER_ANNOTATION = f"{api_types.GROUP}/component-order"
+MAIN_NAMES_ANNOTATION = f"{api_types.GROUP}/main-container-names"  # Decode=engine,Prefill=engine
 _MAIN = "main"
 _ROLES = ("prefill", "decode")
 _RENAMED_OF_GRAPH = {"env": "envs"}  # v1beta1 → v1alpha1
@@ -123,7 +125,15 @@ def _to_beta(resource: Object) -> Object:
         places = {name: n for n, name in enumerate(order)}
         names = sorted(services, key=lambda name: (places.get(name, len(places)), name))
         spec["components"] = [_make_component(name, services[name] or {}) for name in names]
+        mains = {name: (_main_container(services[name]) or {}).get("name") for name in names}
+        if pairs := [f"{name}={main}" for name, main in mains.items() if main is not None]:
+            metadata.setdefault("annotations", {})[MAIN_NAMES_ANNOTATION] = ",".join(pairs)
     return {**resource, "metadata": metadata, "spec": spec}
+
+
+def _main_container(service: Object | None) -> Object | None:
+    container: Object | None = ((service or {}).get("extraPodSpec") or {}).get("mainContainer")
+    return container
 
 
 def check_form(resource: Object) -> None:
@@ -140,6 +150,7 @@ def _to_alpha(resource: Object) -> Object:
     check_form(resource)
     metadata, annotations = _split_annotations(resource)
     annotations.pop(ORDER_ANNOTATION, None)
+    pairs = [pair.split("=") for pair in annotations.pop(MAIN_NAMES_ANNOTATION, "").split(",")]
     given_spec = resource.get("spec") or {}
     components = given_spec.get("components") or ()
     names = [component["name"] for component in components]
@@ -154,7 +165,10 @@ def _to_alpha(resource: Object) -> Object:
         if later in spec:
             spec[earlier] = spec.pop(later)
     if "components" in given_spec:
-        spec["services"] = {entry["name"]: _make_service(entry) for entry in components}
+        services = spec["services"] = {entry["name"]: _make_service(entry) for entry in components}
+        for name, *main in pairs:
+            if main and (container := _main_container(services.get(name))) is not None:
+                container["name"] = main[0]
     return {**resource, "metadata": metadata, "spec": spec}
 
 

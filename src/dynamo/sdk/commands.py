@@ -43,6 +43,7 @@ class GraphPlan:
 
     commands: tuple[ServiceCommand, ...]
     notes: tuple[str, ...]
+    idle: tuple[ServiceCommand, ...] = ()  # of services that start no process now, one each
 
 
 def make(
@@ -77,15 +78,15 @@ def make(
         notes.append(f"{wants_devices} GPUs are asked for, none is here: all run on the CPU")
     allocator = allocation.Allocator(machine)
     variables = {**environ, settings.VARIABLE: json.dumps(config, sort_keys=True)}
-    commands = []
+    commands, idle = [], []
     for plan in plans:
         if plan.spec.inside:
             continue
         argv = _argv(plan.spec, config, target)
-        for number in range(1, plan.workers + 1):
+        for number in range(1, max(plan.workers, 1) + 1):
             resources = allocator.acquire(
-                num_cores=plan.num_cores if pins else 0,
-                num_devices=plan.num_devices if machine.devices else 0,
+                num_cores=plan.num_cores if pins and plan.workers else 0,
+                num_devices=plan.num_devices if machine.devices and plan.workers else 0,
             )
             command = ServiceCommand(
                 name=f"{plan.spec.name} {number}" if plan.workers > 1 else plan.spec.name,
@@ -97,8 +98,8 @@ def make(
                 environ={**variables, "DYN_NAMESPACE": namespace, **plan.environ},
                 resources=resources,
             )
-            commands.append(command)
-    return GraphPlan(commands=tuple(commands), notes=tuple(notes))
+            (commands if plan.workers else idle).append(command)
+    return GraphPlan(commands=tuple(commands), notes=tuple(notes), idle=tuple(idle))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

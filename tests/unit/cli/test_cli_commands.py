@@ -95,6 +95,17 @@ def test_links_that_are_left_out_of_the_sources_are_named(tmp_path, capsys):
     assert capsys.readouterr().err == "dynamo: shared.py is a symbolic link, which is left out\n"
 
 
+def test_files_with_secret_variables_are_left_out_of_the_sources_and_named(tmp_path, capsys):
+    for name in (".env", ".env.local", ".env.example", ".environ", "m.py"):
+        (tmp_path / name).write_text("KEY=secret")
+
+    names = [name for name, _ in package.sources(tmp_path, tmp_path)]
+
+    assert names == [".env.example", ".environ", "m.py"]
+    text = "may have keys and is left out: set its variables where the graph runs"
+    assert capsys.readouterr().err == f"dynamo: .env {text}\ndynamo: .env.local {text}\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other file systems refuse such names")
 def test_file_whose_name_is_no_text_is_named(home, tmp_path):
     source = "from dynamo.sdk import service\n@service\nclass Named: pass\n"
@@ -227,6 +238,24 @@ def test_deployment_requests_the_cores_and_memory_of_its_services(home):
         "SmallModel": {"requests": {"cpu": "500m", "memory": "2Gi"}},
         "LargeModel": {"requests": {"cpu": "1"}},
     }
+
+
+def test_service_of_no_workers_stays_in_the_deployment_with_no_replicas(home):
+    def services(*overrides):
+        options = deployment.DeployConfig(
+            pipeline="hello_world:Frontend",
+            working_dir=HELLO["working_dir"],
+            image="i:1",
+            overrides=overrides,
+        )
+        [manifest] = deployment.make_objects(options)
+        return manifest["spec"]["services"]
+
+    stopped, running = services("--Backend.ServiceArgs.workers=0"), services()
+
+    assert stopped["Backend"]["replicas"] == 0
+    assert stopped.keys() == running.keys()
+    assert stopped["Backend"]["extraPodSpec"] == running["Backend"]["extraPodSpec"]
 
 
 class Cluster:

@@ -375,6 +375,21 @@ def test_frontend_whose_pod_is_being_prepared_does_not_wait_for_workers():
     assert message.endswith("(container fetch) runs and is not ready yet")
 
 
+def test_frontend_whose_main_container_has_another_name_waits_for_workers():
+    service = frontend()
+    service["extraPodSpec"] = {"mainContainer": {"image": "i", "name": "server"}}
+    cluster = DictCluster()
+    cluster.put(make_graph(services={"Frontend": service}))
+    cluster.settle(becomes_ready=lambda pod: False)
+    (entry,) = cluster.pods.values()
+    serving = {"name": "server", "started": True, "state": {"running": {}}}
+    entry["pod"]["status"] = {"containerStatuses": [serving]}
+    cluster.settle(becomes_ready=lambda pod: False)
+
+    message = available(cluster, "g-frontend")["message"]
+    assert message == "the frontend waits for the first worker of a model"
+
+
 def test_names_in_lists_of_a_wrong_type_are_left_to_the_cluster_to_refuse():
     service = worker()
     wrong = [{"name": {"a": 1}}, {"name": ["b"], "containerPort": ["c"], "mountPath": {}}]

@@ -184,6 +184,27 @@ async def test_operator_whose_lease_was_taken_serves_on_and_leads_again(server, 
         assert b"dynamo_operator_is_leader 1" in (await read(numbers, "/metrics"))[1]
 
 
+async def test_namespace_is_left_to_the_operator_that_is_restricted_to_it(server, cluster):
+    head = {
+        "apiVersion": LEASE[0],
+        "kind": LEASE[1],
+        "metadata": {"name": "dynamo-operator-default"},
+    }
+    await cluster.create({**head, "spec": {"holderIdentity": "another"}})
+    async with running(server) as (_, clock):
+        await cluster.create(make_graph("first"))
+        for number in range(10):  # for longer than a Lease lasts
+            await write_lease(cluster, "dynamo-operator-default", leaseTransitions=number)
+            await clock.advance(election.RENEW_S)
+            await pass_turns()
+        assert not await has_component(cluster, "first")
+
+        for _ in range(10):
+            await clock.advance(election.RENEW_S)
+            await pass_turns()
+        await until(lambda: has_component(cluster, "first"))
+
+
 async def configuration_of(cluster):
     kind = "ValidatingWebhookConfiguration"
     return await cluster.get("admissionregistration.k8s.io/v1", kind, "dynamo-operator")
@@ -196,7 +217,7 @@ async def test_nothing_is_written_while_the_lease_is_not_renewed_and_the_term_go
     answer, is_silent, may_answer, writes = server.handle_async_request, True, asyncio.Event(), []
 
     async def handle(request):
-        if is_silent and "/leases/" in request.url.path:
+        if is_silent and request.url.path.endswith("/leases/dynamo-operator"):
             await asyncio.Event().wait()
         elif is_silent and request.method != "GET":
             writes.append(request.url.path)

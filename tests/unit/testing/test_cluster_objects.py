@@ -11,6 +11,7 @@ from dynamo.testing.kube import (
     memory_cluster,
     resources,
     rights,
+    services,
     store,
     tables,
     workloads,
@@ -123,6 +124,79 @@ async def test_job_whose_containers_are_started_again_too_often_has_failed(
 
     assert failed == (["BackoffLimitExceeded"] if is_over else [])
     assert len(served.store.list_items(("", "pods"))) == (0 if is_over else 1)
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+async def test_service_may_lead_to_pods_that_are_not_ready(served, is_published):
+    services_of, controller = (
+        served.registry.require("", "services"),
+        services.EndpointSlices(served),
+    )
+    spec = {"clusterIP": "None", "selector": {"app": "s"}, "publishNotReadyAddresses": is_published}
+    await served.create(services_of, NAMESPACE, {"metadata": {"name": "s"}, "spec": spec}, PLAIN)
+    pod = {"metadata": {"name": "p", "labels": {"app": "s"}}, "spec": {"containers": [CONTAINER]}}
+    pod = await served.create(served.registry.require("", "pods"), NAMESPACE, pod, PLAIN)
+    status = {"phase": "Running", "podIP": "10.0.0.1"}
+    served.store.put(("", "pods"), {**pod, "status": status})
+    await controller.reconcile((NAMESPACE, "s"))
+    (made,) = served.store.list_items(("discovery.k8s.io", "endpointslices"))
+    (endpoint,) = made["endpoints"]
+
+    assert endpoint["conditions"]["ready"] is is_published
+    assert endpoint["conditions"]["serving"] is False
+
+
+async def make_job(served, **fields):
+    template = {"spec": {"restartPolicy": "Never", "containers": [CONTAINER]}}
+    body = {"metadata": {"name": "j"}, "spec": {"template": template, **fields}}
+    jobs, controller = served.registry.require("batch", "jobs"), workloads.Jobs(served)
+    await served.create(jobs, NAMESPACE, body, PLAIN)
+    await controller.reconcile((NAMESPACE, "j"))
+    return controller
+
+
+def change_job_status(served, **fields):
+    """Change the status of the job, as if time had gone by."""
+    key = ("batch", "jobs")
+    job = served.store.get(key, (NAMESPACE, "j"))
+    served.store.put(key, {**job, "status": {**job["status"], **fields}})
+
+
+async def test_job_that_runs_longer_than_its_deadline_fails(served):
+    controller = await make_job(served, activeDeadlineSeconds=30)
+    remaining_s = await controller.reconcile((NAMESPACE, "j"))
+    change_job_status(served, startTime=builtin_rules.timestamp_after(-31))
+    await controller.reconcile((NAMESPACE, "j"))
+    status = served.store.get(("batch", "jobs"), (NAMESPACE, "j"))["status"]
+
+    assert 0 < remaining_s <= 30
+    (failure,) = status["conditions"]
+    assert (failure["type"], failure["reason"]) == ("Failed", "DeadlineExceeded")
+    assert "active" not in status
+    assert served.store.list_items(("", "pods")) == []
+
+
+async def test_job_that_is_suspended_has_time_left_when_it_goes_on(served):
+    controller = await make_job(served, activeDeadlineSeconds=30, suspend=True)
+    change_job_status(served, startTime=builtin_rules.timestamp_after(-31))
+
+    assert await controller.reconcile((NAMESPACE, "j")) is None
+    assert "startTime" not in served.store.get(("batch", "jobs"), (NAMESPACE, "j"))["status"]
+
+
+async def test_job_that_has_ended_is_deleted_after_as_long_as_it_asks_for(served):
+    controller = await make_job(served, ttlSecondsAfterFinished=60)
+    times = [builtin_rules.timestamp_after(-seconds) for seconds in (0, 61)]
+    waits, kept = [], []
+    for ended_at in times:
+        complete = {"type": "Complete", "status": "True", "lastTransitionTime": ended_at}
+        change_job_status(served, conditions=[complete])
+        waits.append(await controller.reconcile((NAMESPACE, "j")))
+        job = served.store.get(("batch", "jobs"), (NAMESPACE, "j"))
+        kept.append(job is not None and "deletionTimestamp" not in job["metadata"])
+
+    assert 0 < waits[0] <= 60
+    assert (waits[1], kept) == (None, [True, False])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,19 @@ def test_file_that_cannot_be_written_is_named(name, tmp_path):
 def test_file_of_a_cluster_is_written_again(tmp_path):
     running = cluster.Cluster(None, None, "https://x", b"", "token")
     for _ in range(2):
-        running.write_kubeconfig(tmp_path / "kubeconfig")
+        running.write_kubeconfig(tmp_path / "kubeconfig").close()
 
     assert (tmp_path / "kubeconfig").stat().st_mode & 0o777 == 0o600
+
+
+def test_file_of_a_cluster_that_runs_is_kept(tmp_path):
+    running = cluster.Cluster(None, None, "https://first", b"", "token")
+    later = cluster.Cluster(None, None, "https://second", b"", "token")
+    path = tmp_path / "kubeconfig"
+    with (
+        running.write_kubeconfig(path),
+        pytest.raises(errors.ConfigError, match=f"{path}: is that of a dynamo kube up that runs"),
+    ):
+        later.write_kubeconfig(path)
+
+    assert "https://first" in path.read_text()

@@ -6,6 +6,7 @@ import os
 import signal
 import types
 
+import grpc
 import pytest
 
 from dynamo.base import tasks
@@ -232,6 +233,29 @@ async def test_probe_of_what_is_no_http_server_fails(answer):
         assert not await probes.check(probe, MAIN, "127.0.0.1", None)
 
 
+@pytest.mark.parametrize(
+    ("answer", "is_healthy"),
+    [(b"\x08\x01", True), (b"\x08\x02", False), (b"", False), (None, False)],
+)
+async def test_probe_asks_the_health_service_of_a_grpc_server(answer, is_healthy):
+    async def check(request, context):
+        if answer is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        return answer if request == b"\n\x04main" else b""
+
+    server = grpc.aio.server()
+    methods = {"Check": grpc.unary_unary_rpc_method_handler(check)}
+    health = grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)
+    server.add_generic_rpc_handlers((health,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    probe = {"grpc": {"port": port, "service": "main"}, "timeoutSeconds": PATIENT_S}
+    result = await probes.check(probe, MAIN, "127.0.0.1", None)
+    await server.stop(None)
+
+    assert result is is_healthy
+
+
 async def test_probe_whose_variables_have_gone_fails():
     async def execute(command):
         raise pods.MissingReference('configmap "words" not found')
@@ -243,6 +267,7 @@ class Child:
     """A process that only a signal ends."""
 
     pid = 7
+    code = -signal.SIGKILL
     spec = types.SimpleNamespace(name="p/main")
 
     def __init__(self):
@@ -253,11 +278,18 @@ class Child:
     async def wait(self):
         self.is_awaited = True
         await self.has_ended.wait()
-        return -signal.SIGKILL
+        return self.code
 
     def signal(self, number):
         self.signals.append(number)
         self.has_ended.set()
+
+    @property
+    def exit_code(self):
+        return self.code if self.has_ended.is_set() else None
+
+    async def stop(self, timeout_s):
+        self.signal(signal.SIGTERM)
 
 
 @pytest.fixture
@@ -270,7 +302,7 @@ async def runner(tmp_path):
         made._children, made._sandbox, made._mounted = {}, None, []
         made._node = types.SimpleNamespace(
             running=running, clock=clocks.VirtualClock(), folder=tmp_path, pod_path="",
-            environ=lambda pod: {},
+            environ=lambda pod: {}, backoff_s=1.0,
         )  # fmt: skip
         made._lookup = lambda kind, name: None
         made.written = []
@@ -328,6 +360,40 @@ async def test_container_that_begins_while_its_pod_ends_is_killed(runner):
     async with asyncio.timeout(PATIENT_S):
         assert await runner._run_once(state, "now", is_init=False) == 128 + signal.SIGKILL
     assert child.signals == [signal.SIGKILL]
+
+
+async def test_sidecar_starts_before_the_other_containers_and_ends_after_them(runner):
+    """It is a container among those before the start with the restart policy Always."""
+    started = {}
+
+    async def start(name, argv, environ):
+        started[name] = Child()
+        return started[name]
+
+    async def open_sandbox():
+        pass
+
+    runner._start, runner._open_sandbox_in_time = start, open_sandbox
+    side = {"name": "side", "image": "x:1", "command": ["true"], "restartPolicy": "Always"}
+    runner.inits = [pods.ContainerState({**side, "startupProbe": {"exec": {"command": ["true"]}}})]
+    runner.states = [pods.ContainerState({**MAIN, "command": ["true"]})]
+    runner.pod["spec"] |= {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1}
+    work = asyncio.create_task(runner._run())
+    await until(lambda: "exec" in started)
+    before = list(started)
+    started["exec"].code = 0
+    started["exec"].has_ended.set()
+    await runner._node.clock.advance(1)
+    await until(lambda: "main" in started)
+    conditions = runner.written[-1]["conditions"]
+    started["main"].has_ended.set()
+    async with asyncio.timeout(PATIENT_S):
+        await work
+
+    assert before == ["side", "exec"]
+    assert {c["type"]: c["status"] for c in conditions}["Initialized"] == "True"
+    assert started["side"].signals == [signal.SIGTERM]
+    assert "terminated" in runner.written[-1]["initContainerStatuses"][0]["state"]
 
 
 async def test_log_of_a_container_before_the_start_is_followed_while_it_runs(runner):

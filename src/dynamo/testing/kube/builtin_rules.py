@@ -51,6 +51,12 @@ def timestamp_after(seconds: float) -> str:
     return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def remaining_s(begun_at: str, seconds: float) -> float:
+    """Return how much is left of so many seconds that began at a time of an object; 0 if none is."""
+    age = datetime.now(UTC) - datetime.fromisoformat(begun_at)
+    return max(seconds - age.total_seconds(), 0.0)
+
+
 def complete(
     resource: resources.ApiResource, item: Object, old: Object | None, objects: store.Store
 ) -> Object:

@@ -2,13 +2,14 @@
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks, tls
@@ -54,24 +55,34 @@ class Cluster:
         self.certificate = certificate  # in PEM
         self.has_pod_networks = False
 
-    def write_kubeconfig(self, path: Path) -> None:
+    def write_kubeconfig(self, path: Path) -> TextIO:
         """Write a file that kubectl and client libraries take as KUBECONFIG; only this user may read its token.
 
-        Raises ConfigError for a file of another cluster, which would be lost, and for one that cannot be written.
+        It is returned open: until it is closed, no other cluster takes its place. Raises ConfigError for a file of
+        another cluster, or of one that runs, which would be lost, and for one that cannot be written.
         """
         try:
-            if path.exists() and _CONTEXT not in path.read_text("utf-8", "replace"):
-                raise errors.ConfigError(
-                    f"--kubeconfig {path}: expected no file, or one of an earlier dynamo kube up, got another"
-                    " cluster's; name a new file"
-                )
+            if path.exists():
+                with path.open(encoding="utf-8", errors="replace") as former:
+                    fcntl.flock(former, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if _CONTEXT not in former.read():
+                        raise errors.ConfigError(
+                            f"--kubeconfig {path}: expected no file, or one of an earlier dynamo kube up, got another"
+                            " cluster's; name a new file"
+                        )
             path.unlink(missing_ok=True)  # the mode of a file that is there would stay
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except BlockingIOError as error:
+            text = f"--kubeconfig {path}: is that of a dynamo kube up that runs; name a new file"
+            raise errors.ConfigError(text) from error
         except OSError as error:
             text = f"--kubeconfig {path}: cannot be written: {error.strerror}"
             raise errors.ConfigError(text) from error
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(self.kubeconfig(self.token, "default"), file, indent=2)
+        file = os.fdopen(descriptor, "w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump(self.kubeconfig(self.token, "default"), file, indent=2)
+        file.flush()
+        return file
 
     def kubeconfig(self, token: str, namespace: str) -> dict[str, Any]:
         """Return the content of a kubeconfig file for a client with this token."""

@@ -23,6 +23,10 @@ _VERBS = [
 ]  # of custom resources
 _SUBRESOURCE_VERBS = ["get", "patch", "update"]
 _AGGREGATED = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
+_PROTOBUF = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
+_OPENAPI_V2 = (
+    b"\n\x032.0"  # a document of no schemas: what is not in it is left to the server to check
+)
 _SCALE = {"group": "autoscaling", "version": "v1", "kind": "Scale"}
 _POD_SUBRESOURCES = {  # with the kind of what is sent
     "log": ("Pod", ["get"]),
@@ -45,6 +49,9 @@ class DiscoveryDocuments:
         parts = [part for part in call.request.path.split("/") if part]
         if parts[:2] == ["openapi", "v3"]:
             return self._answer_openapi(call, "/".join(parts[2:]))
+        if parts == ["openapi", "v2"]:  # kubectl looks there for the items of a `kind: List`
+            call.exchange.respond(200, _OPENAPI_V2, content_type=_PROTOBUF)
+            return True
         if parts in (["api"], ["apis"]):
             if "as=APIGroupDiscoveryList" in call.accept:
                 self._answer_aggregated(call, is_core=parts == ["api"])

@@ -86,14 +86,32 @@ class PodRunner:
     async def _run(self) -> None:
         (self.folder / "volumes").mkdir(parents=True, exist_ok=True)
         await self._open_sandbox_in_time()
-        for state in self.inits:
-            await self._run_container(state, is_init=True)
-            if state.state.get("terminated", {}).get("exitCode") != 0:
-                await self._report()
-                return
         async with asyncio.TaskGroup() as group:
-            for state in self.states:
-                group.create_task(self._run_container(state), name=state.spec["name"])
+            if await self._prepare(group):
+                running = [
+                    group.create_task(self._run_container(state), name=state.spec["name"])
+                    for state in self.states
+                ]
+                await asyncio.wait(running)
+            self.is_stopping = True
+            await self._end_containers(self.pod["spec"]["terminationGracePeriodSeconds"])
+
+    async def _prepare(self, group: asyncio.TaskGroup) -> bool:
+        """Run the containers before the start one after the other; return False if one of them has failed.
+
+        The next one begins when this one has ended or, if it goes on beside the others, has started.
+        """
+        for state in self.inits:
+            if not state.is_sidecar:
+                await self._run_container(state, is_init=True)
+                if state.state.get("terminated", {}).get("exitCode") != 0:
+                    await self._report()
+                    return False
+                continue
+            group.create_task(self._run_container(state), name=state.spec["name"])
+            while not (state.is_started or self.is_stopping):
+                await self._node.clock.sleep(_POLL_S)
+        return True
 
     async def _open_sandbox_in_time(self) -> None:
         """Open the sandbox, again until what its volumes need is there; the status says what is missing."""
@@ -276,7 +294,8 @@ class PodRunner:
         return text.replace("0.0.0.0", self.address)
 
     async def _run_container(self, state: pods.ContainerState, *, is_init: bool = False) -> None:
-        policy, delay_s = self.pod["spec"]["restartPolicy"], self._node.backoff_s
+        policy = state.spec.get("restartPolicy") or self.pod["spec"]["restartPolicy"]
+        delay_s = self._node.backoff_s
         clock = self._node.clock
         while not self.is_stopping:
             if probes.command_of(state.spec) is None:
@@ -292,15 +311,9 @@ class PodRunner:
                 continue
             reason = "Completed" if exit_code == 0 else "Error"
             state.is_ready = state.is_started = False
-            state.state = {
-                "terminated": {
-                    "exitCode": exit_code,
-                    "reason": reason,
-                    "startedAt": began,
-                    "finishedAt": metadata.timestamp(),
-                    **self._last_words(state.spec, exit_code),
-                }
-            }
+            times = {"startedAt": began, "finishedAt": metadata.timestamp()}
+            terminated = {"exitCode": exit_code, "reason": reason, **times}
+            state.state = {"terminated": terminated | self._last_words(state.spec, exit_code)}
             is_final = policy == "Never" or (exit_code == 0 and (is_init or policy == "OnFailure"))
             if is_init and exit_code == 0:
                 state.is_ready = True
@@ -345,8 +358,8 @@ class PodRunner:
         if self.is_stopping:  # the other containers have been told
             child.signal(signal.SIGKILL)
         state.state = {"running": {"startedAt": began}}
-        state.is_started = "startupProbe" not in state.spec
-        state.is_ready = not is_init and state.is_started and "readinessProbe" not in state.spec
+        state.is_started = not is_init and "startupProbe" not in state.spec
+        state.is_ready = state.is_started and "readinessProbe" not in state.spec
         await self._report()
         started = asyncio.Event()
         if state.is_started:
@@ -466,12 +479,16 @@ class PodRunner:
             pods.status_of(self.pod, self.states, self.inits, self.address, metadata.timestamp()),
         )
 
+    async def _end_containers(self, grace_s: float) -> int:
+        """End the containers that run, with SIGKILL after the grace period; return how many there were."""
+        running = [child for child in self._children.values() if child.exit_code is None]
+        await asyncio.gather(*(child.stop(grace_s) for child in running))
+        return len(running)
+
     async def stop(self, grace_s: float) -> None:
         """End all containers, with SIGKILL after the grace period, and remove what the pod had."""
         self.is_stopping = True
-        running = [child for child in self._children.values() if child.exit_code is None]
-        await asyncio.gather(*(child.stop(grace_s) for child in running))
-        if not running:
+        if not await self._end_containers(grace_s):
             self._task.cancel()
         await asyncio.wait((self._task,), timeout=_RETRY_S)
         self._task.cancel()

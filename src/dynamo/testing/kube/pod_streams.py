@@ -30,7 +30,7 @@ class PodStreams:
         self._is_exec = subresource == "exec"
         query = call.query
         name = query.get("container") or runner.states[0].spec["name"]
-        containers = {state.spec["name"]: state.spec for state in runner.states}
+        containers = {state.spec["name"]: state.spec for state in (*runner.inits, *runner.states)}
         if name not in containers:
             text = f"container {name} is not valid for pod {runner.pod['metadata']['name']}"
             raise failures.bad_request(text)

@@ -56,6 +56,11 @@ class ContainerState:
     state: Object = field(default_factory=lambda: {"waiting": {"reason": "ContainerCreating"}})
     last_state: Object = field(default_factory=dict)
 
+    @property
+    def is_sidecar(self) -> bool:
+        """Return True for a container among those before the start that goes on beside the others."""
+        return self.spec.get("restartPolicy") == "Always"
+
     def status(self, pod_uid: str) -> Object:
         """Return the entry of the pod's status."""
         return {
@@ -179,22 +184,28 @@ def status_of(
         state.state["terminated"]["exitCode"] for state in states if "terminated" in state.state
     ]
     policy, is_over = pod["spec"]["restartPolicy"], len(ended) == len(states)
+    steps = [state for state in inits if not state.is_sidecar]
+    sidecars = [state for state in inits if state.is_sidecar]
     failed_inits = [
-        s for s in inits if s.state.get("terminated", {}).get("exitCode") and policy == "Never"
+        s for s in steps if s.state.get("terminated", {}).get("exitCode") and policy == "Never"
     ]
+    has_begun = any(
+        "running" in state.state or "terminated" in state.state or state.restarts
+        for state in states
+    )
     if failed_inits or (is_over and policy != "Always" and any(ended)):
         phase = "Failed"
     elif is_over and policy != "Always":
         phase = "Succeeded"
-    elif any(
-        "running" in state.state or "terminated" in state.state or state.restarts
-        for state in states
-    ):
+    elif has_begun:
         phase = "Running"
     else:
         phase = "Pending"
-    is_initialized = all(s.state.get("terminated", {}).get("exitCode") == 0 for s in inits)
-    unready = [state.spec["name"] for state in states if not state.is_ready]
+    is_initialized = has_begun or (
+        all(state.state.get("terminated", {}).get("exitCode") == 0 for state in steps)
+        and all(state.is_started for state in sidecars)
+    )
+    unready = [state.spec["name"] for state in (*sidecars, *states) if not state.is_ready]
     reason = "PodCompleted" if phase == "Succeeded" else "ContainersNotReady"
     text = f"containers with unready status: [{' '.join(unready)}]"
     uninitialized = (

@@ -52,7 +52,7 @@ class EndpointSlices:
             "kind": "EndpointSlice",
             "metadata": {"name": f"{name}-{meta['uid'][:5]}", "labels": labels, "ownerReferences": [owner]},
             "addressType": "IPv4",
-            "endpoints": [_endpoint(pod) for pod in chosen],
+            "endpoints": [_endpoint(pod, service["spec"]) for pod in chosen],
             "ports": [_port(port, chosen) for port in service["spec"].get("ports") or ()],
         }  # fmt: skip
         place = (namespace, body["metadata"]["name"])
@@ -75,11 +75,12 @@ class EndpointSlices:
         ]
 
 
-def _endpoint(pod: Object) -> Object:
+def _endpoint(pod: Object, service: Object) -> Object:
     meta, is_ready = pod["metadata"], pods.is_ready(pod)
     is_ending = "deletionTimestamp" in meta
+    is_published = bool(service.get("publishNotReadyAddresses"))
     conditions = {
-        "ready": is_ready and not is_ending,
+        "ready": is_published or (is_ready and not is_ending),
         "serving": is_ready,
         "terminating": is_ending,
     }

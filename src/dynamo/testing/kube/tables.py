@@ -204,7 +204,7 @@ def pod_status(item: Object) -> str:
     inits = status.get("initContainerStatuses") or ()
     for n, container in enumerate(inits):
         state = container.get("state") or {}
-        if (state.get("terminated") or {}).get("exitCode") == 0:
+        if (state.get("terminated") or {}).get("exitCode") == 0 or container.get("started"):
             continue
         reason = _reason(state)
         if "terminated" in state or (reason and reason != "PodInitializing"):
@@ -254,9 +254,14 @@ def _ports(item: Object, spec: Object, status: Object) -> str:
 
 
 def _ready_pods(item: Object, spec: Object, status: Object) -> str:
-    statuses = status.get("containerStatuses") or ()
+    inits = spec.get("initContainers") or ()
+    sidecars = [init["name"] for init in inits if init.get("restartPolicy") == "Always"]
+    statuses = [
+        *(status.get("containerStatuses") or ()),
+        *(s for s in status.get("initContainerStatuses") or () if s["name"] in sidecars),
+    ]
     ready = sum(bool(container.get("ready")) for container in statuses)
-    return f"{ready}/{len(spec.get('containers') or ())}"
+    return f"{ready}/{len(spec.get('containers') or ()) + len(sidecars)}"
 
 
 def _template_names(field: str) -> Reader:

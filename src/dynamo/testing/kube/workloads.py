@@ -401,43 +401,66 @@ class Jobs(Workload):
     async def step(self, item: Object) -> float | None:
         spec, owned = item["spec"], self.owned(item)
         status = dict(item.get("status") or {})
-        if any(condition["status"] == "True" for condition in status.get("conditions") or ()):
-            return None
+        for condition in status.get("conditions") or ():
+            if condition["status"] == "True":
+                return await self._expire(item, condition["lastTransitionTime"])
         phases = [(pod.get("status") or {}).get("phase") for pod in owned]
         succeeded, failed = phases.count("Succeeded"), phases.count("Failed")
         live = live_pods(owned)
         active = len(live)
-        restarts = sum(map(_count_restarts, live))
-        is_restarting = spec["template"]["spec"]["restartPolicy"] == "OnFailure" and restarts > 0
+        began_at = status.get("startTime") or metadata.timestamp()
         status |= {
-            "startTime": status.get("startTime") or metadata.timestamp(),
+            "startTime": None if spec.get("suspend") else began_at,
             "succeeded": succeeded,
             "failed": failed,
         }
+        left_s = None
+        if status["startTime"] and "activeDeadlineSeconds" in spec:
+            left_s = builtin_rules.remaining_s(began_at, spec["activeDeadlineSeconds"])
         if succeeded >= spec["completions"]:
             status["completionTime"] = metadata.timestamp()
             text = "Reached expected number of succeeded pods"
             status["conditions"] = [
                 make_condition(item, "Complete", True, "CompletionsReached", text)
             ]
-        elif failed > spec["backoffLimit"] or (is_restarting and restarts >= spec["backoffLimit"]):
-            text = "Job has reached the specified backoff limit"
-            status["conditions"] = [
-                make_condition(item, "Failed", True, "BackoffLimitExceeded", text)
-            ]
+        elif failure := _find_failure(spec, failed, live, left_s):
+            status["conditions"] = [make_condition(item, "Failed", True, *failure)]
+            active = 0
             for pod in live:
                 await self.delete_pod(pod)
         else:
             missing = min(spec["parallelism"], spec["completions"] - succeeded) - active
             if missing > 0 and phases[-1:] == ["Failed"] and not _is_rested(owned[-1]):
-                return _JOB_RETRY_S / 10
+                return min(_JOB_RETRY_S / 10, left_s or _JOB_RETRY_S)
             for _ in range(missing if not spec.get("suspend") else 0):
                 await self.create_pod(item, {"generateName": f"{item['metadata']['name']}-"})
                 active += 1
         await self.write_status(
             item, {**status, "active": active, "ready": sum(map(pods.is_ready, owned))}
         )
+        return left_s
+
+    async def _expire(self, item: Object, ended_at: str) -> float | None:
+        """Delete a job that has ended, with its pods, when it has been kept as long as it asks for."""
+        kept_s, meta = item["spec"].get("ttlSecondsAfterFinished"), item["metadata"]
+        if kept_s is None or (left_s := builtin_rules.remaining_s(ended_at, kept_s)):
+            return None if kept_s is None else left_s
+        options = api.DeleteOptions(policy="Foreground", uid=meta["uid"])
+        await self.api.delete(self.resource, meta["namespace"], meta["name"], options)
         return None
+
+
+def _find_failure(
+    spec: Object, num_failed: int, live: list[Object], left_s: float | None
+) -> tuple[str, str] | None:
+    """Return reason and message of a job that has failed, or None if it has not."""
+    restarts, limit = sum(map(_count_restarts, live)), spec["backoffLimit"]
+    is_restarting = spec["template"]["spec"]["restartPolicy"] == "OnFailure" and restarts > 0
+    if num_failed > limit or (is_restarting and restarts >= limit):
+        return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    if left_s == 0:
+        return "DeadlineExceeded", "Job was active longer than specified deadline"
+    return None
 
 
 def _count_restarts(pod: Object) -> int:
