@@ -64,7 +64,7 @@ coverage: $(VENV)/.dev  ## run every test but those of make check, and fail if t
 	@$(BIN)/coverage json --quiet -o .coverage.json
 	@$(BIN)/python tests/coverage_floors.py .coverage.json
 
-wheel:  ## build dist/*.whl
+wheel: | $(VENV)/bin/python  ## build dist/*.whl
 	@rm -rf build dist
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@rm -rf build

@@ -118,7 +118,7 @@ async def _serve(
         if not has_operator:
             await stop.wait()
             return 0
-        print("kubectl apply -f deploy/examples/agg.yaml")
+        print("kubectl apply -f deploy/examples/mocker.yaml")  # needs no model, GPU or image
         print("kubectl get dgd", flush=True)
         return await _run_operator(path, stop)
 

@@ -1,15 +1,21 @@
 """The `dynamo` command: a mistake is one sentence."""
 
+import asyncio
 import importlib.metadata
 import os
+import pathlib
+import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 from dynamo.base import errors
-from dynamo.cli import main, serve
+from dynamo.cli import kube, main, serve
 from waiting import PATIENT_S
+
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -157,3 +163,20 @@ def test_process_starts_without_what_only_some_calls_need(process, unneeded):
     ).stdout.split()
 
     assert not unneeded & {*modules}
+
+
+async def test_started_cluster_names_a_deployment_that_needs_no_model(
+    monkeypatch, tmp_path, capsys
+):
+    running = mock.MagicMock(url="https://127.0.0.1:1", has_pod_networks=True)
+    opened = mock.MagicMock()
+    opened.__aenter__ = mock.AsyncMock(return_value=running)
+    opened.__aexit__ = mock.AsyncMock(return_value=None)
+    monkeypatch.setattr(kube, "_run_operator", mock.AsyncMock(return_value=0))
+    monkeypatch.setattr(kube.process_setup, "stop_on_signals", asyncio.Event)
+
+    assert await kube._serve(tmp_path / "config", opened, has_operator=True, has_node=True) == 0
+
+    (file,) = re.findall(r"kubectl apply -f (\S+)", capsys.readouterr().out)
+    commands = re.findall(r"-m, (dynamo\.\w+)", (ROOT / file).read_text())
+    assert commands == ["dynamo.mocker"]

@@ -1,6 +1,7 @@
 """The deployments of deploy/examples give their workers options that go together."""
 
 import pathlib
+import re
 import types
 
 import pytest
@@ -27,3 +28,16 @@ def test_prefill_worker_has_a_connector_that_passes_on_blocks(path):
         fields = {"kv_connector_extra_config": {}} | connectors.transfer_config(names, "engine")
 
         assert connectors.can_export(types.SimpleNamespace(**fields)), names
+
+
+def test_each_image_of_ours_is_built_by_a_line_of_the_page():
+    named = {
+        name
+        for path in (ROOT / "deploy").rglob("*.yaml")
+        for name in re.findall(r"image: ([\w./-]*(?:dynamo|pydynamo)[\w./:-]*)", path.read_text())
+    }
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    built = set(re.findall(r"build\.sh --framework \w+ --tag (\S+)", page))
+
+    assert len(named) > 2
+    assert named <= built

@@ -2,6 +2,7 @@
 
 import copy
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -159,3 +160,24 @@ def test_kustomization_of_the_encoder_connects_it_with_the_router():
     assert findings == []
     assert [environs[0][name] for name in shared] == [environs[1][name] for name in shared]
     assert config["config.yaml"] == (ENCODER / "config.yaml").read_text()
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_pods_that_need_etcd_have_the_label_that_its_network_policy_asks_for():
+    rendered = subprocess.run(
+        ["kubectl", "kustomize", str(ENCODER)], capture_output=True, text=True, timeout=PATIENT_S
+    )
+    chart = FOLDER.parent / "helm" / "dynamo-platform" / "templates" / "networkpolicy.yaml"
+    (label,) = re.findall(r"key: (\S+), operator: Exists", chart.read_text())
+
+    pods = [
+        item["spec"]["template"]
+        for item in yaml.safe_load_all(rendered.stdout)
+        if item["kind"] == "Deployment"
+    ]
+
+    assert len(pods) == 2
+    for pod in pods:
+        (container,) = pod["spec"]["containers"]
+        assert "ETCD_ENDPOINTS" in {entry["name"] for entry in container["env"]}
+        assert label in pod["metadata"]["labels"]

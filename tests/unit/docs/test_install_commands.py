@@ -80,3 +80,17 @@ def test_no_text_names_the_distribution_of_others():
     for path, text in texts():
         if path != "tests/unit/docs/test_install_commands.py":
             assert not re.search(r"pydynamo\[|install[^\n]* (pydynamo|ai-dynamo)\b", text), path
+
+
+def test_each_target_of_make_that_uses_the_environment_makes_it_first():
+    rules = re.findall(
+        r"^([a-z][\w -]*):([^\n]*)\n((?:\t[^\n]*\n)+)", (ROOT / "Makefile").read_text(), re.M
+    )
+    without = [
+        name
+        for name, needed, recipe in rules
+        if "$(BIN)/" in recipe and "$(VENV)/" not in needed.partition("##")[0]
+    ]
+
+    assert len(rules) > 40
+    assert without == []

@@ -7,9 +7,13 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[3]
 SRC = ROOT / "src" / "dynamo"
+FOLDERS = ("docs", "examples", "src", "training")
 DOCUMENTS = [
     path
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for path in [
+        *ROOT.glob("*.md"),
+        *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
+    ]
     if path.name != "CHANGELOG.md"  # tells of what was
 ]
 PACKAGES = "|".join(sorted(path.parent.name for path in SRC.glob("*/__init__.py")))

@@ -25,3 +25,17 @@ def test_configurations_in_the_documentation_are_valid():
     for part in parts:  # their models are nowhere
         notes = config_file.parse(part.encode(), CATEGORIES).notes
         assert all("no directory models/" in note for note in notes)
+
+
+def test_start_of_the_page_names_models_and_port_of_the_shipped_files():
+    start = (ROOT / "docs" / "semantic-router.md").read_text().split("\n## ")[1]
+    folder = ROOT / "deploy" / "semantic-router"
+    named = config_file.load(folder / "config.yaml", CATEGORIES).settings.default_model
+    on_cluster = re.findall(
+        r"--model, ([\w./-]+)", (ROOT / "deploy" / "examples" / "agg.yaml").read_text()
+    )
+    port = re.findall(r"listen on port (\d+)", start)
+
+    assert re.findall(r"--model-name (\S+)", start) == [named]
+    assert re.findall(r"sed -i s,([^,]+),([^,]+),", start) == [(named, on_cluster[0])]
+    assert f"port_value: {port[0]}" in (folder / "envoy.yaml").read_text()
