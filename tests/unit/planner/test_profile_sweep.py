@@ -255,3 +255,17 @@ def test_quick_cell_is_measured_for_half_a_second(kind, step_s, num_streams):
 
     assert asyncio.run(client.measure(Cell(kind, 100))) == pytest.approx(step_s)
     assert client.num_streams == num_streams
+
+
+class SilentTokensClient(StreamedClient):
+    """The same of an engine where only every third token completes a text."""
+
+    async def _stream(self, prompt, num_tokens):
+        sent_at, *times = await super()._stream(prompt, num_tokens)
+        return [sent_at, *times[::3], times[-1]]
+
+
+def test_tokens_without_text_count_for_the_time_between_tokens():
+    seconds = asyncio.run(SilentTokensClient(0.02).measure(Cell("decode", 100)))
+
+    assert seconds == pytest.approx(0.02, rel=0.05)
