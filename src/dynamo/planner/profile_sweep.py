@@ -198,8 +198,12 @@ def recommend(
     targets: Targets,
     num_workers: int,
     num_gpus: int = 1,
+    context_length: float = math.inf,
 ) -> Recommendation:
-    """Compare aggregated workers with all splits of as many, at least one; each has `num_gpus` GPUs."""
+    """Compare aggregated workers with all splits of as many, at least one; each has `num_gpus` GPUs.
+
+    A request longer than `context_length` tokens is said to be out of reach.
+    """
     shape = RequestShape(isl=isl, osl=osl, context=isl + osl / 2)
 
     def sizing(mode: Literal["agg", "disagg"]) -> Sizing:
@@ -229,7 +233,9 @@ def recommend(
         tokens_per_s_per_gpu=rate * osl / num_workers / num_gpus,
         ttft_ms=profile.prefill.prompt_s(isl) * 1e3,
         itl_ms=profile.decode.itl_s(0.0, shape.context) * 1e3,
-        unreachable=split.unreachable,
+        unreachable=split.unreachable
+        if isl + osl <= context_length
+        else f"a request of {isl}+{osl} tokens: a worker takes {context_length:g} at most",
     )
 
 

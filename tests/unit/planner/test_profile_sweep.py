@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
+from dynamo.launch import allocation
 from dynamo.planner import profile_sweep, profiling
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
@@ -202,6 +203,33 @@ def test_recommendation_counts_the_gpus_of_a_worker():
     assert of_four.requests_per_s == pytest.approx(of_one.requests_per_s)
     assert of_one.tokens_per_s_per_gpu == pytest.approx(of_one.requests_per_s * 100 / 2)
     assert of_four.tokens_per_s_per_gpu == pytest.approx(of_one.tokens_per_s_per_gpu / 4)
+
+
+def test_request_longer_than_the_context_cannot_be_met():
+    sizes = {"isl": 3000, "osl": 150, "targets": Targets(), "num_workers": 1}
+
+    short = profile_sweep.recommend(make_profile(), **sizes, context_length=2048)
+    long = profile_sweep.recommend(make_profile(), **sizes, context_length=3150)
+
+    assert short.unreachable == "a request of 3000+150 tokens: a worker takes 2048 at most"
+    assert "a request of" not in long.unreachable
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "backend", "num_gpus", "num_workers"),
+    [
+        (8, "vllm", 2, 4),
+        (2, "vllm", 4, 1),
+        (0, "native", 1, 1),
+        (0, "mocker", 1, 16),
+    ],
+)
+def test_recommendation_has_the_workers_that_fit_the_machine(
+    num_devices, backend, num_gpus, num_workers
+):
+    machine = allocation.Allocation(tuple(range(16)), ("0",) * num_devices)
+
+    assert profiling.count_workers(machine, backend, num_gpus) == num_workers
 
 
 def test_serve_line_gives_each_worker_its_gpus():
