@@ -246,7 +246,9 @@ class PlannerConfig(component.RuntimeConfig):
         help="frontends whose /metrics tell the traffic, comma-separated",
     )
     prometheus_url: str | None = config.option(
-        None, help="Prometheus server to ask instead of the frontends"
+        None,
+        help="Prometheus server to ask instead of the frontends; --adjustment-interval must be at least twice the time"
+        " between its scrapes",
     )
     planner_host: str = config.option(
         "127.0.0.1", env="DYN_PLANNER_HOST", help="address of /planner/decisions and /metrics"

@@ -29,6 +29,7 @@ _COMPONENT = "nvidia.com/dynamo-component"
 _OF_GRAPH = "nvidia.com/dynamo-graph-deployment-name"
 _SELECTOR = "nvidia.com/selector"  # has the name of the Service
 _SERVICE_HOST = re.compile(r"([a-z][-a-z0-9]*)(?:\.([-a-z0-9]+)(?:\.svc(?:\..*)?)?)?")
+_LONGEST_START_S = 3600.0
 _HARMLESS = ("ContainerCreating", "PodInitializing")  # reasons for which a container waits
 
 
@@ -197,23 +198,28 @@ def pool_state(
 
     `started_at` is the planner's clock at 1970, to bring the times of pods to it. Ordered replicas that have no pod yet
     are starting since `ordered_at`; pods above the order, which are about to be deleted, count as draining. Pods that
-    have ended hold nothing. `startups_s` keeps the seconds in which each ready pod has started, by its uid: the time at
-    which it is ready again, after a failed probe, says nothing of a start.
+    have ended hold nothing. A pod that was ready and failed a probe is starting since then. `startups_s` keeps the
+    seconds in which each ready pod has started, by its uid: the time at which it is ready again, after a failed probe,
+    says nothing of a start. Where that was before the first observation, it is mostly too late for a start.
     """
     present = [pod for pod in pods if is_present(pod)]
     starting = [pod for pod in present if _ready_at(pod) is None]
     for pod in present:
         if (ready_at := _ready_at(pod)) is not None:
-            startups_s.setdefault(pod["metadata"]["uid"], ready_at - _created_at(pod))
+            startup_s = ready_at - _created_at(pod)
+            if startup_s <= _LONGEST_START_S:
+                startups_s.setdefault(pod["metadata"]["uid"], startup_s)
     for uid in startups_s.keys() - {pod["metadata"]["uid"] for pod in present}:
         del startups_s[uid]
     num_ready = min(len(present) - len(starting), num_ordered)
-    created_at = sorted(started_at + _created_at(pod) for pod in starting)
+    unready_since = sorted(
+        started_at + (_transition_at(pod, "False") or _created_at(pod)) for pod in starting
+    )
     num_starting = max(0, num_ordered - num_ready)
-    missing = [ordered_at] * (num_starting - len(created_at))
+    missing = [ordered_at] * (num_starting - len(unready_since))
     return PoolState(
         num_ready=num_ready,
-        starting_since=tuple(sorted([*created_at[:num_starting], *missing])),
+        starting_since=tuple(sorted([*unready_since[:num_starting], *missing])),
         num_draining=sum(not pod_states.has_ended(pod) for pod in pods)
         - min(len(present), num_ordered),
         startup_s=statistics.median(startups_s.values()) if startups_s else None,
@@ -238,8 +244,13 @@ def _failure(pod: Object) -> str:
 
 def _ready_at(pod: Object) -> float | None:
     """Return the time since 1970 at which a pod became ready; None if it is not."""
+    return _transition_at(pod, "True")
+
+
+def _transition_at(pod: Object, status: str) -> float | None:
+    """Return since when the condition Ready of a pod has this status; None if it has not."""
     for condition in pod.get("status", {}).get("conditions", ()):
-        if condition["type"] == "Ready" and condition["status"] == "True":
+        if condition["type"] == "Ready" and condition["status"] == status:
             return _seconds(condition.get("lastTransitionTime")) or _created_at(pod)
     return None
 

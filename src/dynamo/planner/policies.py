@@ -170,12 +170,13 @@ class LoadPolicy:
         is_aggregated = self._targets.mode == "agg"
         usage = observation.decode_load.kv_usage
         prefill = observation.decode if is_aggregated else observation.prefill
-        num_waiting = observation.prefill_load.num_waiting + (
-            observation.decode_load.num_waiting if is_aggregated else 0
-        )
-        queue = num_waiting / max(1, prefill.num_ready)
-        queue_step = self._queue_step(queue, num_waiting, prefill)
-        usage_step = self._usage_step(usage, observation.decode)
+        num_waiting = num_prompts = observation.prefill_load.num_waiting
+        num_waiting += observation.decode_load.num_waiting
+        if is_aggregated or not prefill.num_ready:  # decode workers compute prompts, or will
+            num_prompts = num_waiting
+        queue = num_prompts / max(1, prefill.num_ready)
+        queue_step = self._queue_step(queue, num_prompts, prefill)
+        usage_step = self._usage_step(usage, num_waiting, observation.decode)
         if is_aggregated:
             up, down = max(queue_step, usage_step), min(queue_step, usage_step)
             replicas = Replicas(0, present.decode + (up if up >= 0 else down))
@@ -197,8 +198,10 @@ class LoadPolicy:
         usage = observation.decode_load.kv_usage * observation.decode.num_ready / fewer.decode
         return usage < 0.9 * self._limits.decode_kv_scale_up
 
-    def _usage_step(self, usage: float, pool: PoolState) -> int:
+    def _usage_step(self, usage: float, num_waiting: int, pool: PoolState) -> int:
         may_grow = self._decode_growth.may_grow(pool)
+        if not pool.num_ready:  # there is no cache of which a share could be in use
+            return int(num_waiting > 0 and not pool.num_starting)
         if usage > self._limits.decode_kv_scale_up:
             return int(may_grow)
         return -1 if usage < self._limits.decode_kv_scale_down and not pool.num_starting else 0

@@ -198,8 +198,12 @@ def recommend(
     targets: Targets,
     num_workers: int,
     num_gpus: int = 1,
+    context_length: float = math.inf,
 ) -> Recommendation:
-    """Compare aggregated workers with all splits of as many, at least one; each has `num_gpus` GPUs."""
+    """Compare aggregated workers with all splits of as many, at least one; each has `num_gpus` GPUs.
+
+    A request longer than `context_length` tokens is said to be out of reach.
+    """
     shape = RequestShape(isl=isl, osl=osl, context=isl + osl / 2)
 
     def sizing(mode: Literal["agg", "disagg"]) -> Sizing:
@@ -229,7 +233,9 @@ def recommend(
         tokens_per_s_per_gpu=rate * osl / num_workers / num_gpus,
         ttft_ms=profile.prefill.prompt_s(isl) * 1e3,
         itl_ms=profile.decode.itl_s(0.0, shape.context) * 1e3,
-        unreachable=split.unreachable,
+        unreachable=split.unreachable
+        if isl + osl <= context_length
+        else f"a request of {isl}+{osl} tokens: a worker takes {context_length:g} at most",
     )
 
 
@@ -283,13 +289,16 @@ class ProfileClient:
         """Time the tokens while all sequences decode. Their prompts stay in the prefix cache for larger cells."""
         prompts = self._prompts.setdefault(context, [])
         prompts += [self._make_prompt(context) for _ in range(concurrency - len(prompts))]
-        until, seconds, num_gaps = self._clock.now() + _LEAST_S, 0.0, 0
+        until, seconds, num_gaps = self._clock.now() + _LEAST_S, 0.0, 0.0
         num_tokens = _DECODE_TOKENS
         while not num_gaps or self._clock.now() < until:
             streams = [self._stream(prompt, num_tokens) for prompt in prompts[:concurrency]]
             times = await asyncio.gather(*streams)
             begin, end = max(each[1] for each in times), min(each[-1] for each in times)
-            num_new = sum(begin < at <= end for each in times for at in each[1:])
+            num_new = sum(  # a token without text has no event of its own, and the end has one
+                num_tokens / len(each[1:]) * sum(begin < at <= end for at in each[1:])
+                for each in times
+            )
             if end > begin and num_new >= 8 * concurrency:
                 seconds, num_gaps = seconds + end - begin, num_gaps + num_new
             elif num_tokens < _MOST_TOKENS:
@@ -302,13 +311,14 @@ class ProfileClient:
         return self._random.choices(_TOKEN_IDS, k=length)
 
     async def _stream(self, prompt: Sequence[int], num_tokens: int) -> list[float]:
-        """Return the times of the request and of each token of its answer. Raises Unavailable."""
+        """Return the times of the request and of each event of its answer. Raises Unavailable."""
         body = msgspec.json.encode(
             {
                 "model": self._model,
                 "prompt": list(prompt),
                 "max_tokens": num_tokens,
                 "ignore_eos": True,
+                "skip_special_tokens": False,  # models that go on after their end write them
                 "stream": True,
             }
         )

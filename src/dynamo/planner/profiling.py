@@ -26,7 +26,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
-from dynamo.launch import children, guard, supervisor
+from dynamo.launch import allocation, children, guard, supervisor
 from dynamo.planner import profile_files, profile_sweep, traffic_source
 from dynamo.planner.config import parse_duration_s
 from dynamo.planner.policies import Targets
@@ -68,7 +68,8 @@ class ProfilerConfig:
     )
     workers: int | None = config.option(
         None,
-        help="workers of the recommendation (default: as many as fit this machine's GPUs, else its cores)",
+        help="workers of the recommendation (default: as many as fit this machine's GPUs; without any, one, which"
+        " takes all cores, or for mocker one for each core)",
         least=1,
     )
     report: Literal["text", "json"] = config.option(
@@ -294,14 +295,15 @@ class _Sweep:
         profile = profile_sweep.make_profile(results, size, settings.osl)
         assert profile is not None, "nothing is missing"
         machine = children.machine_resources(os.environ)
-        num_places = (len(machine.devices) or len(machine.cores)) // self._num_gpus
         choice = profile_sweep.recommend(
             profile,
             isl=settings.isl,
             osl=settings.osl,
             targets=self._targets,
-            num_workers=settings.workers or max(1, num_places),
+            num_workers=settings.workers
+            or count_workers(machine, settings.backend, self._num_gpus),
             num_gpus=self._num_gpus,
+            context_length=size.context_length,
         )
         text = describe(choice, settings, has_gpus=bool(machine.devices))
         (self._directory / "recommendation.txt").write_text(text, "utf-8")
@@ -328,6 +330,17 @@ def _make_folder(flag: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise errors.ConfigError(f"{flag} {folder}: cannot be made: {error.strerror}") from error
+
+
+def count_workers(machine: allocation.Allocation, backend: str, num_gpus: int) -> int:
+    """Return how many workers of `num_gpus` GPUs fit the machine, at least one.
+
+    Without GPUs the worker that was measured had all cores, and a second one would take them from it; simulated
+    workers need one core each.
+    """
+    if machine.devices:
+        return max(1, len(machine.devices) // num_gpus)
+    return max(1, len(machine.cores) // num_gpus) if backend == "mocker" else 1
 
 
 def describe(

@@ -234,11 +234,11 @@ class PlannerService:
             )
         prefill_load, decode_load = (load.read() for load in self._loads)
         held = self._source.frontend_load
-        if not (decode.num_ready or prefill.num_ready):  # frontends hold what no worker can take
+        if not decode.num_ready:  # frontends hold what no worker can take
             decode_load = dataclasses.replace(decode_load, num_waiting=held.num_open)
-        elif prefill.num_ready:
+        if prefill.num_ready:
             prefill_load = add_queued(prefill_load, held)
-        else:
+        elif decode.num_ready:
             decode_load = add_queued(decode_load, held)
         observation = Observation(
             at=self._clock.now(),

@@ -265,7 +265,10 @@ class PrometheusSource:
         }
         changes |= {f"{_LENGTHS}{labels.get('le', '+Inf')}": number for labels, number in lengths}
         if _STARTED not in changes:
-            reason = f"{self._url} knows no {_PREFIX}{_STARTED}{self._labels}"
+            reason = (
+                f"{self._url} has no two values of {_PREFIX}{_STARTED}{self._labels} in {range_text[1:-1]}:"
+                " expected --adjustment-interval to be at least twice the time between its scrapes"
+            )
             return self._memory.describe_failure(reason, interval_s)
         self._memory.note_success()
         self.frontend_load = frontend_load_of(changes)

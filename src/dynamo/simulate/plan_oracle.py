@@ -30,7 +30,13 @@ def run_oracle(scenario: PlanScenario) -> PlanResult:
         window = needs[first : last + 1] or [
             observation.Replicas(0 if scenario.is_aggregated else 1, 1)
         ]
-        return observation.Replicas(max(n.prefill for n in window), max(n.decode for n in window))
+        prefill, decode = (max(numbers) for numbers in zip(*window, strict=True))
+        while prefill + decode > scenario.max_gpus:  # what the first interval needs does fit
+            if prefill - window[0].prefill > decode - window[0].decode:
+                prefill -= 1
+            else:
+                decode -= 1
+        return observation.Replicas(prefill, decode)
 
     def decide(observation: observation.Observation) -> WorkerOrder:
         return WorkerOrder(target(observation.at))

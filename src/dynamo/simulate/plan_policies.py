@@ -24,7 +24,6 @@ from dynamo.simulate.plan_worker import StepTimes
 
 BUILT_IN_PROFILE = "h100-8b"
 NAMES = ("fixed", "hpa", "load", "regression", "sla", "predictive", "best-fixed", "oracle")
-_MOST_DECODE = 4  # of the fixed splits that are tried
 _LEAST_ATTAINMENT = 0.95  # with which a fixed number of workers holds the targets
 _SIN_CONTEXT = 3075.0  # mean tokens of a sequence of the original's experiment
 _CONTEXTS = (256, 1024, 3072, 8192, 16384)
@@ -192,8 +191,7 @@ def find_best_fixed(scenario: PlanScenario) -> observation.Replicas:
     """Return the smallest fixed number of workers that holds the targets, in hindsight; else the best there is."""
     best, best_attainment = observation.Replicas(0, 1), -1.0
     for total in range(1, scenario.max_gpus + 1):
-        splits = fixed_splits(total, is_aggregated=scenario.is_aggregated)
-        for replicas in splits[-_MOST_DECODE:]:
+        for replicas in fixed_splits(total, is_aggregated=scenario.is_aggregated):
             attainment = run_fixed(scenario, replicas).attainment
             if attainment > best_attainment:
                 best, best_attainment = replicas, attainment

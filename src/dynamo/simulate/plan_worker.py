@@ -92,11 +92,16 @@ class StepTimes:
         return [decode_s(num / size if num < size else 1.0) for num in nums]
 
     def batch_step_s(
-        self, *, num_prompt_tokens: int, num_decoding: int, active_share: float
+        self,
+        num_cache_tokens: int,
+        *,
+        num_prompt_tokens: int,
+        num_decoding: int,
+        active_share: float,
     ) -> float:
-        """Return the same of a step that is described as the mock engine does."""
+        """Return the same of a step that is described as the mock engine does, by the share of a cache of this size."""
         prompts = [(0, num_prompt_tokens)] if num_prompt_tokens else []
-        return self.step_s(prompts, num_decoding, round(active_share * self.num_kv_tokens))
+        return self.step_s(prompts, num_decoding, round(active_share * num_cache_tokens))
 
     def transfer_s(self, num_tokens: int) -> float:
         """Return the seconds in which the KV cache of so many tokens goes to another worker."""

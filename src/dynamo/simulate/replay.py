@@ -5,6 +5,7 @@ frontend recorded. Blocks of answers are not in a request trace, so a turn that 
 in the simulated caches than it would in real ones.
 """
 
+import functools
 import statistics
 import sys
 import time
@@ -46,7 +47,8 @@ class ReplayConfig(routing.BatchWorkersConfig):
     workers: int = config.option(4, help="number of workers", least=1, most=10_000)
     profile: str = config.option(
         plan_policies.BUILT_IN_PROFILE,
-        help="profile of a worker: h100-8b, or a directory that the profiler wrote",
+        help="profile of a worker: h100-8b, or a directory that the profiler wrote, with no more sequences at once"
+        " than it measured",
     )
     cache_tokens: int | None = config.option(
         None, help="KV cache of each worker in tokens (default: that of the profile)", least=1
@@ -98,6 +100,10 @@ def run(
     else:
         if len(paths) > 1:
             raise errors.ConfigError("--trace: expected one file in Mooncake's format")
+        if settings.model is not None:
+            raise errors.ConfigError(
+                f"--model {settings.model}: expected a frontend's trace, {paths[0]} names none"
+            )
         trace = workload.read_trace(
             paths[0], limit=settings.limit, block_size=settings.trace_block_size
         )
@@ -108,7 +114,10 @@ def run(
         engine="batch",
         workers=settings.workers,
         cache_tokens=settings.cache_tokens or times.num_kv_tokens,
-        max_num_seqs=settings.max_num_seqs,
+        # what a step with more sequences than were measured takes is not known
+        max_num_seqs=min(settings.max_num_seqs, times.max_num_seqs)
+        if isinstance(times, plan_policies.ProfiledTimes)
+        else settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         host_tokens=settings.host_tokens,
         host_gb_per_s=settings.host_gb_per_s,
@@ -121,7 +130,7 @@ def run(
             summaries.append(
                 routing.run(
                     shape, router, trace, policy, on_progress, time.perf_counter,
-                    step_s=times.batch_step_s,
+                    step_s=functools.partial(times.batch_step_s, shape.cache_tokens),
                 )
             )  # fmt: skip
         rows.append(summarise_policy(summaries[-1]))

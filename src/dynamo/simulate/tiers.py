@@ -6,6 +6,7 @@ new tokens. The engine's scheduler, block pool and tiers are the mock engine's, 
 times are virtual.
 """
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ Rounds = Sequence[float]
 """The mean time to first token of each round, in seconds."""
 DrawRounds = Callable[[Mapping[str, Rounds], str, Path], Path]
 _BLOCK = 64
-_STEP_S = plan_worker.h100_8b().batch_step_s
+_TIMES = plan_worker.h100_8b()
 _DISK_BYTES_PER_S = 1e9  # of a tier that is not there
 
 
@@ -68,7 +69,8 @@ class TieredWorker:
             max_num_seqs=256,
             max_num_batched_tokens=8192,
         )
-        self._worker = BatchWorker(capacity, block_size=_BLOCK, step_s=_STEP_S, tiers=tiers)
+        step_s = functools.partial(_TIMES.batch_step_s, settings.cache_tokens)
+        self._worker = BatchWorker(capacity, block_size=_BLOCK, step_s=step_s, tiers=tiers)
         self._now = 0.0
 
     def answer(

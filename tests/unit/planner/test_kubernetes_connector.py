@@ -80,6 +80,21 @@ def test_pod_that_is_ready_again_after_a_failed_probe_has_not_started_so_long():
     assert known == {}
 
 
+def test_time_since_a_failed_probe_before_the_first_observation_is_no_start():
+    later = {**READY, "lastTransitionTime": "1970-01-02T00:00:00Z"}
+
+    assert state(pod("a", later), num_ordered=1).startup_s is None
+    assert state(pod("a", later), pod("b", READY), num_ordered=2).startup_s == 30.0
+
+
+def test_pod_that_failed_a_probe_is_starting_since_then():
+    """A planner that took it for one that has started since its creation would give it up at once."""
+    unready = {**READY, "status": "False", "lastTransitionTime": "1970-01-02T00:00:00Z"}
+    found = state(pod("a", unready), pod("b"), num_ordered=2)
+
+    assert found.starting_since == (10.0, 86_400 - 90.0)
+
+
 @pytest.mark.parametrize(
     ("broken", "failure"),
     [

@@ -1,6 +1,6 @@
 import pytest
 
-from dynamo.planner.observation import PoolState, Replicas
+from dynamo.planner.observation import PoolLoad, PoolState, Replicas
 from dynamo.planner.policies import LoadPolicy, Targets
 from planner_cases import observe
 
@@ -72,6 +72,26 @@ def test_waiting_request_without_workers_starts_one():
     waiting = observe(num_requests=0, num_waiting=1, num_prefill=0, num_decode=0)
 
     assert propose(policy, waiting) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "present", "expected"),
+    [
+        ("disagg", (0, 0), (1, 1)),
+        ("disagg", (2, 0), (1, 1)),
+        ("decode", (1, 0), (1, 1)),
+        ("prefill", (0, 1), (1, 1)),
+    ],
+)
+def test_waiting_request_starts_a_worker_of_a_pool_without_one(mode, present, expected):
+    waiting = observe(
+        num_requests=0,
+        num_prefill=present[0],
+        num_decode=present[1],
+        decode_load=PoolLoad(num_waiting=1),
+    )
+
+    assert propose(LoadPolicy(Targets(mode=mode)), waiting) == expected
 
 
 def test_what_waited_for_the_first_worker_is_no_reason_for_a_second_until_it_had_an_interval():

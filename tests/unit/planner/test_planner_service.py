@@ -137,6 +137,17 @@ async def test_metrics_show_the_desired_workers_and_count_events(parts):
     )
 
 
+async def test_request_that_no_decode_worker_can_take_orders_one_beside_prefill_workers(parts):
+    _, load, orders, _ = await parts(mode="disagg", min_endpoint=0)
+    load.value = PoolLoad()
+    orders.num_prefill, orders.num_ready = 1, 0
+
+    async def has_started():
+        return orders.num_ready == 1
+
+    await until(has_started)
+
+
 async def test_requests_in_the_queue_of_a_router_order_workers(parts):
     source, load, orders, url = await parts(max_gpu_budget=2)
     load.value = PoolLoad(kv_usage=0.1)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
+from dynamo.launch import allocation
 from dynamo.planner import profile_sweep, profiling
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
@@ -204,6 +205,33 @@ def test_recommendation_counts_the_gpus_of_a_worker():
     assert of_four.tokens_per_s_per_gpu == pytest.approx(of_one.tokens_per_s_per_gpu / 4)
 
 
+def test_request_longer_than_the_context_cannot_be_met():
+    sizes = {"isl": 3000, "osl": 150, "targets": Targets(), "num_workers": 1}
+
+    short = profile_sweep.recommend(make_profile(), **sizes, context_length=2048)
+    long = profile_sweep.recommend(make_profile(), **sizes, context_length=3150)
+
+    assert short.unreachable == "a request of 3000+150 tokens: a worker takes 2048 at most"
+    assert "a request of" not in long.unreachable
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "backend", "num_gpus", "num_workers"),
+    [
+        (8, "vllm", 2, 4),
+        (2, "vllm", 4, 1),
+        (0, "native", 1, 1),
+        (0, "mocker", 1, 16),
+    ],
+)
+def test_recommendation_has_the_workers_that_fit_the_machine(
+    num_devices, backend, num_gpus, num_workers
+):
+    machine = allocation.Allocation(tuple(range(16)), ("0",) * num_devices)
+
+    assert profiling.count_workers(machine, backend, num_gpus) == num_workers
+
+
 def test_serve_line_gives_each_worker_its_gpus():
     choice = profile_sweep.recommend(
         make_profile(), isl=3000, osl=150, targets=Targets(), num_workers=2, num_gpus=4
@@ -255,3 +283,17 @@ def test_quick_cell_is_measured_for_half_a_second(kind, step_s, num_streams):
 
     assert asyncio.run(client.measure(Cell(kind, 100))) == pytest.approx(step_s)
     assert client.num_streams == num_streams
+
+
+class SilentTokensClient(StreamedClient):
+    """The same of an engine where only every third token completes a text."""
+
+    async def _stream(self, prompt, num_tokens):
+        sent_at, *times = await super()._stream(prompt, num_tokens)
+        return [sent_at, *times[::3], times[-1]]
+
+
+def test_tokens_without_text_count_for_the_time_between_tokens():
+    seconds = asyncio.run(SilentTokensClient(0.02).measure(Cell("decode", 100)))
+
+    assert seconds == pytest.approx(0.02, rel=0.05)

@@ -196,6 +196,17 @@ async def test_prometheus_without_a_value_is_missing(page, answer):
     assert isinstance(reading, Missing)
 
 
+async def test_interval_that_is_too_short_for_two_scrapes_of_prometheus_is_named(page):
+    page.answer = b'{"data":{"result":[]}}'
+
+    reading = await PrometheusSource(page.url, "m", virtual.VirtualClock()).read(10.2)
+    assert (
+        'no two values of dynamo_frontend_requests_started_total{model="m"} in 10s'
+        in reading.reason
+    )
+    assert "expected --adjustment-interval to be at least twice" in reading.reason
+
+
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "many"])
 async def test_count_of_requests_that_is_no_number_is_missing_and_no_zero(page, value):
     source = FrontendSource([page.url], "m", virtual.VirtualClock())

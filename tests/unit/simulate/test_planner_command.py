@@ -263,3 +263,19 @@ def test_oracle_holds_the_target_of_steady_arrivals_with_the_least_workers():
 
     assert result.attainment >= 0.95
     assert max(plan_oracle.find_needs(scenario)) <= Replicas(4, 1)
+
+
+def test_oracle_keeps_within_the_budget_where_one_pool_grows_and_then_the_other(monkeypatch):
+    needs = [Replicas(5, 1), Replicas(1, 5), Replicas(5, 1), Replicas(1, 5)]
+    monkeypatch.setattr(plan_oracle, "find_needs", lambda scenario: needs)
+    requests = [Request(at=9.0 * i, num_prompt=100, num_output=2) for i in range(5)]
+    scenario = PlanScenario(requests=requests, times=TIMES, startup_s=10.0, max_gpus=6)
+
+    assert max(sample.num_billed for sample in plan_oracle.run_oracle(scenario).samples) == 6
+
+
+def test_best_fixed_split_may_have_most_of_its_workers_for_decode():
+    requests = plan_arrivals.steady(seed=1, rate=4, duration_s=20, isl=200, osl=1500)
+    scenario = PlanScenario(requests=requests, times=TIMES, itl_s=0.0065, max_gpus=7)
+
+    assert plan_policies.find_best_fixed(scenario) == Replicas(1, 6)

@@ -1,5 +1,6 @@
 """The traffic that a frontend recorded, over simulated workers."""
 
+import dataclasses
 import gzip
 import json
 
@@ -7,7 +8,7 @@ import pytest
 
 from dynamo.planner import profile, profile_files
 from dynamo.simulate import __main__ as command
-from dynamo.simulate import recorded
+from dynamo.simulate import plan_policies, plan_worker, recorded
 
 QUANTILES = ("mean", "p50", "p90", "p99")
 
@@ -144,7 +145,7 @@ def test_mooncakes_traces_are_replayed_too(tmp_path, capsys):
     assert "recorded" not in capsys.readouterr().out
 
 
-def test_second_trace_of_mooncakes_format_is_refused(tmp_path, capsys):
+def test_second_trace_of_mooncakes_format_and_a_model_are_refused(tmp_path, capsys):
     rows = [
         {"timestamp": 500 * i, "input_length": 600, "output_length": 2, "hash_ids": [0, i]}
         for i in range(1, 3)
@@ -153,6 +154,8 @@ def test_second_trace_of_mooncakes_format_is_refused(tmp_path, capsys):
 
     assert replay("--trace", path, path, "--policy", "random") == 2
     assert "expected one file in Mooncake's format" in capsys.readouterr().err
+    assert replay("--trace", path, "--model", "m", "--policy", "random") == 2
+    assert f"--model m: expected a frontend's trace, {path} names none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["replay", "routing"])
@@ -222,3 +225,26 @@ def test_what_cannot_be_replayed_is_said_in_one_sentence(tmp_path, capsys, rows,
 
     assert replay(*(flag.format(path) for flag in flags)) == 2
     assert complaint in capsys.readouterr().err
+
+
+def read_rows(tmp_path, *argv):
+    file = tmp_path / "rows.json"
+
+    assert replay(*argv, "--policy", "random", "--report-json", file) == 0
+    return json.loads(file.read_text())[1:]
+
+
+def test_no_more_sequences_run_at_once_than_the_profile_measured(day, tmp_path, capsys):
+    times = dataclasses.replace(plan_worker.h100_8b(), max_num_seqs=2)
+    profile_files.write_profile(plan_policies.sample_profile(times), tmp_path)
+    argv = ("--trace", day, "--profile", tmp_path, "--speed", 100, "--workers", 1)
+
+    assert read_rows(tmp_path, *argv) == read_rows(tmp_path, *argv, "--max-num-seqs", 2)
+
+
+def test_size_of_the_cache_does_not_change_the_time_of_a_step(day, tmp_path, capsys):
+    whole, tenth = (
+        read_rows(tmp_path, "--trace", day, "--cache-tokens", size) for size in (448_000, 44_800)
+    )
+
+    assert tenth[0]["itl_s"] == pytest.approx(whole[0]["itl_s"])
