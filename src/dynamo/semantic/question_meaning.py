@@ -165,6 +165,13 @@ def join_wordings(text: str) -> str:
 
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:'[^\W\d_]+|(?<=s)')?|[^\w\s?!.,;:\"'`]|_")
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
+_SIGNS = re.compile(r"[?!.,;:\"'`]+")
+# Signs behind a word that end or part sentences, with the quotes around it; behind a number `!` is a factorial.
+_ENDS_WORDS = re.compile(r"[\"'`]*(?:[?!.]*|[,;:])[\"'`]*")
+_QUOTES = re.compile("[\"'`]+")
+_ABOUT_SIGNS = re.compile(
+    r"punctuat|\bcommas?\b|colons?\b|apostrophe|gramma|\bsentence|proofread", re.I
+)
 _LETTER = re.compile(r"(?<=\S )A\b")  # of an answer or a vitamin; no article
 _ENDINGS = re.compile(r"(?<=[^\W\d_]{3})(?:'s|(?<!s)s'?|')$")
 _WORDS_BY_USE = {
@@ -263,6 +270,30 @@ def read_meaning(text: str) -> QuestionMeaning:
         frozenset(openings),
         weights,
     )
+
+
+def read_signs(text: str) -> list[str]:
+    """Return the punctuation in its order that a question may be about: all that does not end words or quote them.
+
+    "What does ! mean in Bash" is not "What does : mean in Bash", and "5!" is not "5". Where grammar or punctuation is
+    asked about, all of it is returned.
+    """
+    text = text.replace("\u2019", "'").strip()
+    is_about = _ABOUT_SIGNS.search(text) is not None
+    return [m[0] for m in _SIGNS.finditer(text) if is_about or not _is_usual(m)]
+
+
+def _is_usual(signs: re.Match[str]) -> bool:
+    text, start, end = signs.string, signs.start(), signs.end()
+    before, after = text[max(0, start - 1) : start] or " ", text[end : end + 1] or " "
+    if after.isspace() or after in ")]}*_":
+        if before.isspace():  # some set a space before the last question mark
+            return signs[0] == "?" and end == len(text)
+        is_factorial = before.isdigit() and "!" in signs[0]
+        return not is_factorial and _ENDS_WORDS.fullmatch(signs[0]) is not None
+    if before.isspace() or before in "([{*_":
+        return _QUOTES.fullmatch(signs[0]) is not None
+    return signs[0] == "'"  # inside a word
 
 
 def _read_capitals(text: str) -> tuple[set[str], set[str]]:
