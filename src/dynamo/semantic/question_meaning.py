@@ -5,8 +5,9 @@ does X have" and "what is the height of X" are one question. A rule may only joi
 whatever X is; a word that no rule knows stays and has to be equal. Rules are applied in their order to text in lower
 case. Then both must have the same words, numbers, names, negations and operators. Only articles, forms of "to be" and
 the like may differ. The order may differ only for what a preposition or a genitive attaches ("a list in Python", "a
-Python list"), for superlatives, and where a distance or a difference is asked for: "does A imply B" is not "does B
-imply A". A genitive names an owner and a compound a kind: "a dog's breed" may be "the breed of a dog", no "dog breed".
+Python list"; several of them keep theirs), for superlatives, and where a distance or a difference is asked for: "does
+A imply B" is not "does B imply A". A genitive names an owner and a compound a kind: "a dog's breed" may be "the breed
+of a dog", no "dog breed".
 
 Capitals tell names from common words ("US" and "us", "Polish" and "polish", the language C and a speed c), so both
 questions must write a word with the same capitals. The capital that begins a sentence says nothing, except of a word
@@ -217,6 +218,9 @@ class QuestionMeaning:
         if not differing <= self.openings | other.openings:
             return False
         free = self.attached | other.attached
+        # two that change their places change what they belong to: the king of Spain, the queen of France
+        if [w for w in self.words if w in free] != [w for w in other.words if w in free]:
+            return False
         if not _IS_SYMMETRIC.isdisjoint(self.words):
             free |= {word for word in self.words if not word[0].isdigit()}
         return self._fixed(free) == other._fixed(free)
