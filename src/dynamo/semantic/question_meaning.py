@@ -78,6 +78,7 @@ RULE_TABLE = (
     (r"^how (?:compute|calculate)\b", "how find"),
     # how much of it
     (r"^(?:what is )?the number of\b", "how many"),
+    (r"^how many (.+) (?:do|does) (.+) have\W*$", r"how many \1 in \2"),
     (r"^how many (.+) (?:are there|are|does)\b", r"how many \1"),
     (r"^at (?:what|which) temperature (?:do|does) (.+) (boil|freeze|melt)\W*$", r"\2 point \1"),
     (r"\b(boil|freez|melt)ing point\b", r"\1 point"),
@@ -114,6 +115,7 @@ RULE_TABLE = (
     (r"^why ((?!do|is|are|did)\w.*?) to\b", r"why \1"),
     (r"^why (?:does |do )?(.+) (?:happen|occur|exist)s?\W*$", r"why \1"),
     # relations
+    (r"^(?:which|what) (.+) (?:do|does) (.+) have\W*$", r"\1 of \2"),
     (r"^why (?:is|are) (.+) (?:good|beneficial|healthy)(?: for (?:you|me|us|people|your health))?\W*$", r"benefit \1"),
     (r"\b(?:benefits?|advantages?|upsides?) (?:of|to)\b", "benefit"),
     (r"^(?:how (?:do|does|are|is)|in what way do) (.+) (?:differ|different)(?: from (.+?))?\W*$", r"difference \1 \2"),
@@ -138,7 +140,7 @@ movie film|photo picture|child kid|doctor physician|lawyer attorney|phone teleph
 help assist|reduce decrease|increase raise|symptom sign|sick ill|hard difficult|easy simple|rich wealthy
 disease illness|choose select pick|need require|convert transform|merge combine|folder directory|apartment flat
 vacation holiday|smart intelligent|fast quick|shop store|trip journey|answer reply|delete remove erase|make create
-uninstall deinstall|use utilize|main primary principal|important significant|recommend suggest|explain describe
+uninstall deinstall|use utilize|have has|main primary principal|important significant|recommend suggest|explain describe
 """
 SYNONYMS = {
     word: group.split()[0]
@@ -176,7 +178,7 @@ _ABOUT_SIGNS = re.compile(
 _LETTER = re.compile(r"(?<=\S )A\b")  # of an answer or a vitamin; no article
 _ENDINGS = re.compile(r"(?<=[^\W\d_]{3})(?:'s|(?<!s)s'?|')$")
 _WORDS_BY_USE = {
-    "free": "a an the is are am be do does what which and there that have has it its my",
+    "free": "a an the is are am be do does what which and it its my",
     "attaches": "of in on at for with between per",
     "directs": "about to from than by before after over under against versus vs without through until since as like",
     "asks": "how why when where who whose whether can could should will",
