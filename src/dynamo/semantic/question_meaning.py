@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 MAX_REWORDED = 500  # characters; a longer question is compared in its own words: rules take time
 _I = r"(?:i|we|one|you|someone|people)"
-_IS = r"(?:is|are|was|were)"
+_IS = "(?:is|are)"  # what was the age of X is another question
+_IS_OR_WAS = "(?:is|are|was|were)"
 _LANGUAGE = "(french|german|spanish|italian|english|japanese|chinese|russian|portuguese|korean|arabic|greek|hindi)"
 RULE_TABLE = (
     (r"\b(\w+)'(?:re|m)\b", r"\1 are"),
@@ -30,7 +31,7 @@ RULE_TABLE = (
     (r"\bwon't\b", "will not"),
     (r"n't\b", " not"),
     (r"[,.!?]\s*(?:please|thanks|thank you)\W*$|\b(?:to|for) me\W*$", " "),
-    (rf"^(what|who|when|where) {_IS} my\b", r"\1 is mine"),
+    (rf"^(what|who|when|where) ({_IS_OR_WAS}) my\b", r"\1 \2 mine"),
     (
         r"^(?:\s*(?:hi|hello|hey|so|please|kindly|(?:can|could|would|will) you|do you know|"
         r"i(?:'d| would) (?:like|love) to know|"
@@ -83,8 +84,7 @@ RULE_TABLE = (
     (r"^at (?:what|which) temperature (?:do|does) (.+) (boil|freeze|melt)\W*$", r"\2 point \1"),
     (r"\b(boil|freez|melt)ing point\b", r"\1 point"),
     (r"\bfreeze point\b", "freez point"),
-    (rf"^(?:for )?how long (?:should|do|does|must|will|would) (?:{_I} )?(?:it take to )?", "duration "),
-    (r"^how long does it take to\b", "duration"),
+    (rf"^(?:for )?how long (?:should|do|does|must|will|would) (?:{_I} )?", "duration "),
     (rf"\bhow many (?:people|inhabitants) (?:live in|{_IS} there in|does|{_IS} in)\b", "population"),
     (r"^(?:how much does|what does) (.+) (?:cost)\b", r"price \1"),
     (r"^how much does (.+) weigh\b", r"weight \1"),
@@ -104,13 +104,13 @@ RULE_TABLE = (
     (r"^(?:at |in |on )?(?:what|which) (?:time|year|date|day)\b", "when"),
     (r"^(?:at |in )?(?:what|which) place\b", "where"),
     (r"^what is the location of", "where"),
-    (rf"^who {_IS} the (?:author|writer) of", "who wrote"),
-    (rf"^who {_IS} the (invent|creat|direct)or of", r"who \1ed"),
-    (rf"^who {_IS} the (discover|found|paint|compos)er of", r"who \1ed"),
+    (rf"^who {_IS_OR_WAS} the (?:author|writer) of", "who wrote"),
+    (rf"^who {_IS_OR_WAS} the (invent|creat|direct)or of", r"who \1ed"),
+    (rf"^who {_IS_OR_WAS} the (discover|found|paint|compos)er of", r"who \1ed"),
     (r"^(?:which|what) (?:painter|artist) (?:made|painted|created)", "who painted"),
     (r"^(?:which|what) (?:author|writer|playwright|poet|novelist) wrote", "who wrote"),
     (r"^(?:which|what) (?:person|man|woman|scientist|inventor|explorer|company)\b(?= \w+ed\b)", "who"),
-    (rf"^(?:what {_IS} )?the (?:reasons?|causes?) (?:for|of|that|why|behind)\b", "why"),
+    (rf"^(?:what {_IS_OR_WAS} )?the (?:reasons?|causes?) (?:for|of|that|why|behind)\b", "why"),
     (r"^(?:what (?:makes|causes|caused|leads to)|for what reasons?|how come)\b", "why"),
     (r"^why ((?!do|is|are|did)\w.*?) to\b", r"why \1"),
     (r"^why (?:does |do )?(.+) (?:happen|occur|exist)s?\W*$", r"why \1"),
