@@ -24,7 +24,9 @@ ROUTED_PATHS = (
     *("/api/chat", "/api/generate", "/invocations"),  # Ollama's and SageMaker's
 )
 # What a model is to answer here stands in tensors (KServe), or in a file that was uploaded before (batches).
-_UNREADABLE = re.compile(r"/v2/models/.+/(?:infer|generate)(?:_stream)?|/v1/batches")
+_UNREADABLE = re.compile(
+    r"/v2/models/.+/(?:infer|generate)(?:_stream)?|/inference\.GRPCInferenceService/Model(?:Stream)?Infer|/v1/batches"
+)
 _CHAT = ROUTED_PATHS[0]
 _APIS: dict[str, rewriting.RequestApi] = {
     _CHAT: "chat",
@@ -109,6 +111,11 @@ class StreamProcessor:
     def _answer_head(self, *, has_body: bool) -> immediate.ImmediateAnswer | None:
         """Return the answer that a request gets at once for its headers alone."""
         is_post = self.headers.get(":method") == "POST"
+        if is_post and _UNREADABLE.fullmatch(self.path) and self._routing.router.has_guards:
+            text = (
+                f"the router cannot read what {self.path} asks, and its guards read every request"
+            )
+            return self._refuse(403, text, "permission_error")
         if self._unusable_mode and has_body and is_post and self.path in ROUTED_PATHS:
             text = (
                 "the router reads whole bodies: Envoy's request_body_mode has to be BUFFERED or "
@@ -160,11 +167,6 @@ class StreamProcessor:
 
     async def _change_request(self, body: bytes) -> "tuple[Any, bytes] | immediate.ImmediateAnswer":
         """Return the changes of the request's head and its new body, or the answer that it gets at once."""
-        if _UNREADABLE.fullmatch(self.path) and self._routing.router.has_guards:
-            text = (
-                f"the router cannot read what {self.path} asks, and its guards read every request"
-            )
-            return self._refuse(403, text, "permission_error")
         if self.path not in ROUTED_PATHS or self.headers.get(":method") != "POST":
             return self._without_claims(), body
         num_bytes = len(body)

@@ -102,7 +102,8 @@ def make_key(
     other_parts = _other_parts(view.messages[-1].get("content"))
     meaning = question_meaning.read_meaning(text)
     code = text if _CODE.search(text) else ""
-    exact = [tenant, fields, view.messages[:-1], last, other_parts, code, *meaning.key]
+    signs = question_meaning.read_signs(text)
+    exact = [tenant, fields, view.messages[:-1], last, other_parts, code, signs, *meaning.key]
     digest = hashlib.blake2b(
         msgspec.json.encode(exact, order="deterministic"), digest_size=_DIGEST_BYTES
     )

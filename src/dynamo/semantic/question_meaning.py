@@ -5,8 +5,9 @@ does X have" and "what is the height of X" are one question. A rule may only joi
 whatever X is; a word that no rule knows stays and has to be equal. Rules are applied in their order to text in lower
 case. Then both must have the same words, numbers, names, negations and operators. Only articles, forms of "to be" and
 the like may differ. The order may differ only for what a preposition or a genitive attaches ("a list in Python", "a
-Python list"), for superlatives, and where a distance or a difference is asked for: "does A imply B" is not "does B
-imply A". A genitive names an owner and a compound a kind: "a dog's breed" may be "the breed of a dog", no "dog breed".
+Python list"; several of them keep theirs), for superlatives, and where a distance or a difference is asked for: "does
+A imply B" is not "does B imply A". A genitive names an owner and a compound a kind: "a dog's breed" may be "the breed
+of a dog", no "dog breed".
 
 Capitals tell names from common words ("US" and "us", "Polish" and "polish", the language C and a speed c), so both
 questions must write a word with the same capitals. The capital that begins a sentence says nothing, except of a word
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 
 MAX_REWORDED = 500  # characters; a longer question is compared in its own words: rules take time
 _I = r"(?:i|we|one|you|someone|people)"
-_IS = r"(?:is|are|was|were)"
+_IS = "(?:is|are)"  # what was the age of X is another question
+_IS_OR_WAS = "(?:is|are|was|were)"
 _LANGUAGE = "(french|german|spanish|italian|english|japanese|chinese|russian|portuguese|korean|arabic|greek|hindi)"
 RULE_TABLE = (
     (r"\b(\w+)'(?:re|m)\b", r"\1 are"),
@@ -29,7 +31,7 @@ RULE_TABLE = (
     (r"\bwon't\b", "will not"),
     (r"n't\b", " not"),
     (r"[,.!?]\s*(?:please|thanks|thank you)\W*$|\b(?:to|for) me\W*$", " "),
-    (rf"^(what|who|when|where) {_IS} my\b", r"\1 is mine"),
+    (rf"^(what|who|when|where) ({_IS_OR_WAS}) my\b", r"\1 \2 mine"),
     (
         r"^(?:\s*(?:hi|hello|hey|so|please|kindly|(?:can|could|would|will) you|do you know|"
         r"i(?:'d| would) (?:like|love) to know|"
@@ -77,12 +79,12 @@ RULE_TABLE = (
     (r"^how (?:compute|calculate)\b", "how find"),
     # how much of it
     (r"^(?:what is )?the number of\b", "how many"),
+    (r"^how many (.+) (?:do|does) (.+) have\W*$", r"how many \1 in \2"),
     (r"^how many (.+) (?:are there|are|does)\b", r"how many \1"),
     (r"^at (?:what|which) temperature (?:do|does) (.+) (boil|freeze|melt)\W*$", r"\2 point \1"),
     (r"\b(boil|freez|melt)ing point\b", r"\1 point"),
     (r"\bfreeze point\b", "freez point"),
-    (rf"^(?:for )?how long (?:should|do|does|must|will|would) (?:{_I} )?(?:it take to )?", "duration "),
-    (r"^how long does it take to\b", "duration"),
+    (rf"^(?:for )?how long (?:should|do|does|must|will|would) (?:{_I} )?", "duration "),
     (rf"\bhow many (?:people|inhabitants) (?:live in|{_IS} there in|does|{_IS} in)\b", "population"),
     (r"^(?:how much does|what does) (.+) (?:cost)\b", r"price \1"),
     (r"^how much does (.+) weigh\b", r"weight \1"),
@@ -102,17 +104,18 @@ RULE_TABLE = (
     (r"^(?:at |in |on )?(?:what|which) (?:time|year|date|day)\b", "when"),
     (r"^(?:at |in )?(?:what|which) place\b", "where"),
     (r"^what is the location of", "where"),
-    (rf"^who {_IS} the (?:author|writer) of", "who wrote"),
-    (rf"^who {_IS} the (invent|creat|direct)or of", r"who \1ed"),
-    (rf"^who {_IS} the (discover|found|paint|compos)er of", r"who \1ed"),
+    (rf"^who {_IS_OR_WAS} the (?:author|writer) of", "who wrote"),
+    (rf"^who {_IS_OR_WAS} the (invent|creat|direct)or of", r"who \1ed"),
+    (rf"^who {_IS_OR_WAS} the (discover|found|paint|compos)er of", r"who \1ed"),
     (r"^(?:which|what) (?:painter|artist) (?:made|painted|created)", "who painted"),
     (r"^(?:which|what) (?:author|writer|playwright|poet|novelist) wrote", "who wrote"),
     (r"^(?:which|what) (?:person|man|woman|scientist|inventor|explorer|company)\b(?= \w+ed\b)", "who"),
-    (rf"^(?:what {_IS} )?the (?:reasons?|causes?) (?:for|of|that|why|behind)\b", "why"),
+    (rf"^(?:what {_IS_OR_WAS} )?the (?:reasons?|causes?) (?:for|of|that|why|behind)\b", "why"),
     (r"^(?:what (?:makes|causes|caused|leads to)|for what reasons?|how come)\b", "why"),
     (r"^why ((?!do|is|are|did)\w.*?) to\b", r"why \1"),
     (r"^why (?:does |do )?(.+) (?:happen|occur|exist)s?\W*$", r"why \1"),
     # relations
+    (r"^(?:which|what) (.+) (?:do|does) (.+) have\W*$", r"\1 of \2"),
     (r"^why (?:is|are) (.+) (?:good|beneficial|healthy)(?: for (?:you|me|us|people|your health))?\W*$", r"benefit \1"),
     (r"\b(?:benefits?|advantages?|upsides?) (?:of|to)\b", "benefit"),
     (r"^(?:how (?:do|does|are|is)|in what way do) (.+) (?:differ|different)(?: from (.+?))?\W*$", r"difference \1 \2"),
@@ -137,7 +140,7 @@ movie film|photo picture|child kid|doctor physician|lawyer attorney|phone teleph
 help assist|reduce decrease|increase raise|symptom sign|sick ill|hard difficult|easy simple|rich wealthy
 disease illness|choose select pick|need require|convert transform|merge combine|folder directory|apartment flat
 vacation holiday|smart intelligent|fast quick|shop store|trip journey|answer reply|delete remove erase|make create
-uninstall deinstall|use utilize|main primary principal|important significant|recommend suggest|explain describe
+uninstall deinstall|use utilize|have has|main primary principal|important significant|recommend suggest|explain describe
 """
 SYNONYMS = {
     word: group.split()[0]
@@ -165,10 +168,17 @@ def join_wordings(text: str) -> str:
 
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:'[^\W\d_]+|(?<=s)')?|[^\w\s?!.,;:\"'`]|_")
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
+_SIGNS = re.compile(r"[?!.,;:\"'`]+")
+# Signs behind a word that end or part sentences, with the quotes around it; behind a number `!` is a factorial.
+_ENDS_WORDS = re.compile(r"[\"'`]*(?:[?!.]*|[,;:])[\"'`]*")
+_QUOTES = re.compile("[\"'`]+")
+_ABOUT_SIGNS = re.compile(
+    r"punctuat|\bcommas?\b|colons?\b|apostrophe|gramma|\bsentence|proofread", re.I
+)
 _LETTER = re.compile(r"(?<=\S )A\b")  # of an answer or a vitamin; no article
 _ENDINGS = re.compile(r"(?<=[^\W\d_]{3})(?:'s|(?<!s)s'?|')$")
 _WORDS_BY_USE = {
-    "free": "a an the is are am be do does what which and there that have has it its my",
+    "free": "a an the is are am be do does what which and it its my",
     "attaches": "of in on at for with between per",
     "directs": "about to from than by before after over under against versus vs without through until since as like",
     "asks": "how why when where who whose whether can could should will",
@@ -209,6 +219,9 @@ class QuestionMeaning:
         if not differing <= self.openings | other.openings:
             return False
         free = self.attached | other.attached
+        # two that change their places change what they belong to: the king of Spain, the queen of France
+        if [w for w in self.words if w in free] != [w for w in other.words if w in free]:
+            return False
         if not _IS_SYMMETRIC.isdisjoint(self.words):
             free |= {word for word in self.words if not word[0].isdigit()}
         return self._fixed(free) == other._fixed(free)
@@ -262,6 +275,30 @@ def read_meaning(text: str) -> QuestionMeaning:
         frozenset(openings),
         weights,
     )
+
+
+def read_signs(text: str) -> list[str]:
+    """Return the punctuation in its order that a question may be about: all that does not end words or quote them.
+
+    "What does ! mean in Bash" is not "What does : mean in Bash", and "5!" is not "5". Where grammar or punctuation is
+    asked about, all of it is returned.
+    """
+    text = text.replace("\u2019", "'").strip()
+    is_about = _ABOUT_SIGNS.search(text) is not None
+    return [m[0] for m in _SIGNS.finditer(text) if is_about or not _is_usual(m)]
+
+
+def _is_usual(signs: re.Match[str]) -> bool:
+    text, start, end = signs.string, signs.start(), signs.end()
+    before, after = text[max(0, start - 1) : start] or " ", text[end : end + 1] or " "
+    if after.isspace() or after in ")]}*_":
+        if before.isspace():  # some set a space before the last question mark
+            return signs[0] == "?" and end == len(text)
+        is_factorial = before.isdigit() and "!" in signs[0]
+        return not is_factorial and _ENDS_WORDS.fullmatch(signs[0]) is not None
+    if before.isspace() or before in "([{*_":
+        return _QUOTES.fullmatch(signs[0]) is not None
+    return signs[0] == "'"  # inside a word
 
 
 def _read_capitals(text: str) -> tuple[set[str], set[str]]:

@@ -479,7 +479,6 @@ class SemanticRouter:
         """Change the body for the model that was chosen."""
         explanation = outcome.explanation
         body = rewriting.set_model(outcome.body, reference.served_name)
-        entry = self.settings.find_model(reference.model)
         if match is not None:
             prompt = plugins.get("system_prompt")
             if (
@@ -494,6 +493,4 @@ class SemanticRouter:
         if explanation.tools is not None and not explanation.tools.keeps:
             body = rewriting.set_tools(body, [tool.definition for tool in explanation.tools.tools])
         outcome.body = body
-        if entry is not None and entry.access_key:
-            outcome.upstream_headers.append(("authorization", f"Bearer {entry.access_key}"))
         outcome.add_upstream_headers(self.settings, plugins)

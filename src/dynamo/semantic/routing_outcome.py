@@ -105,9 +105,11 @@ class RoutedRequest:
     def add_upstream_headers(
         self, settings: config.SemanticConfig, plugins: Mapping[str, object]
     ) -> None:
-        """Add the headers for the model's server: its address, its name, and what the decision sets."""
+        """Add the headers for the model's server: its key, its address, its name, and what the decision sets."""
         model = self.explanation.model
         entry = settings.find_model(model)
+        if entry is not None and entry.access_key:
+            self.upstream_headers.append(("authorization", f"Bearer {entry.access_key}"))
         addresses = {e.name: f"{e.address}:{e.port}" for e in settings.vllm_endpoints}
         for name in entry.preferred_endpoints[:1] if entry is not None else ():
             self.explanation.endpoint = addresses[name]

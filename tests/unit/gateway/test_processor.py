@@ -44,6 +44,8 @@ async def ask(stream, body, protocol=None, **pairs):
     first = messages.ProcessingRequest(request_headers=headers(**pairs), protocol_config=protocol)
     whole = messages.HttpBody(body=body, end_of_stream=True)
     answers = await stream.process(first)
+    if any(answer.HasField("immediate_response") for answer in answers):
+        return answers  # Envoy sends no more
     return answers + await stream.process(messages.ProcessingRequest(request_body=whole))
 
 
@@ -82,6 +84,14 @@ async def test_answer_of_another_process_is_asked_for_before_the_request_is_rout
     *_, reply = await ask(stream, chat(SUM))
 
     assert b"It is four." in reply.immediate_response.body
+
+
+@pytest.mark.parametrize("model", ["auto", "mathy"])
+async def test_model_gets_its_key_whether_it_is_chosen_or_named(stream, model):
+    *_, reply = await ask(stream, chat(SUM, model), authorization="Bearer of-the-client")
+
+    mutation = reply.request_body.response.header_mutation
+    assert pairs_of(mutation)["authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize("protocol", [None, DUPLEX])
@@ -124,6 +134,7 @@ async def test_attack_is_answered_at_once(stream, protocol):
         ("/api/generate", chat("hello", prompt=f"{SUM} {CARD}"), 403),
         ("/v1/responses", chat("hello", input=f"{SUM} {CARD}"), 403),
         ("/v2/models/m/infer", b'{"inputs": []}', 403),
+        ("/inference.GRPCInferenceService/ModelStreamInfer", b"", 403),
         ("/v1/batches", b'{"input_file_id": "file-1"}', 403),
         ("/v2/models/m/versions/1/generate_stream", b'{"text_input": "hello"}', 403),
     ],
@@ -231,6 +242,17 @@ async def test_mode_in_which_no_whole_body_comes_is_refused_by_name(stream, mode
 
     assert reply.immediate_response.status.code == 500
     assert name.encode() in reply.immediate_response.body
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 4])
+async def test_request_that_cannot_be_read_is_refused_in_each_mode(stream, mode):
+    protocol = messages.ProtocolConfiguration(request_body_mode=mode, response_body_mode=mode)
+    first = headers(**{":path": "/v2/models/m/infer"})
+    request = messages.ProcessingRequest(request_headers=first, protocol_config=protocol)
+
+    (reply,) = await stream.process(request)
+
+    assert reply.immediate_response.status.code == 403
 
 
 async def test_models_are_listed_at_once(stream):

@@ -254,6 +254,50 @@ def test_ordinary_texts_and_sources_raise_no_new_alarm(monkeypatch):
     assert {text for text in alarms if not is_found(text)} == set()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Summarise https://example.com/search?q=red%20shoes%20for%20kids please",
+        "What does this URL do? https://maps.google.com/?q=New%20York%2C%20NY%2010001&hl=en",
+        "Decode https%3A%2F%2Fexample.com%2Fpath%3Fa%3D1%26b%3D2",
+        "%E4%BD%A0%E5%A5%BD%E4%B8%96%E7%95%8C what does it say",
+        "What does data:text/html,%3Ch1%3EHello%2C%20World%21%3C%2Fh1%3E render",
+    ],
+)
+def test_question_with_an_escaped_address_is_no_attack(text):
+    assert not is_found(text)
+
+
+def test_ordinary_texts_escaped_as_in_addresses_raise_no_new_alarm():
+    texts = [row["text"] for row in load_texts("plain_chat_dev")][::46]
+
+    assert [t for t in texts if is_found(urllib.parse.quote(t)) and not is_found(t)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "readings"),
+    [
+        ("caf%C3%A9%20x%2520y &#39;", ("caf\u00e9 x y '",)),
+        ("a+b%20c 1+1", ("a+b c 1+1", "a b c 1+1")),
+        ("%69gnore%20it", ("%69gnore%20it",)),
+        ("&#105;gnore%20it", ("&#105;gnore%20it",)),
+        ("you%20are%2569t", ("you%20are%2569t",)),
+        ("%DAN mode", ("%DAN mode",)),
+        ("100% of it", ("100% of it",)),
+    ],
+)
+def test_escapes_that_addresses_need_are_undone(text, readings):
+    assert ciphers.undo_escapes(text) == readings
+
+
+@pytest.mark.parametrize("piece", ["a%20", "%41", "&#39;", "a+%a+%", "%2525252520"])
+def test_escapes_of_a_hostile_text_are_undone_at_once(piece):
+    text, began_s = piece * 40_000, time.process_time()
+
+    assert sum(map(len, ciphers.undo_escapes(text))) <= 2 * len(text)
+    assert time.process_time() - began_s < 2.0
+
+
 def test_hidden_texts_of_ordinary_ones_are_few():
     """Each is read by all classifiers again; looking for them costs one look at each word."""
     chat = [row["text"] for row in load_texts("plain_chat_dev")][::5]

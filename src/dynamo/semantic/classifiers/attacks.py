@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dynamo.semantic.classifiers import disguises, words
+from dynamo.semantic.classifiers import ciphers, disguises, words
 
 SURE_RULE = "request-in-table"  # decides alone; a model does not see what the line stands between
 WINDOW_SIZES = (512, 96)  # tokens; the small ones find a short attack inside a long text
@@ -95,16 +95,16 @@ class AttackClassifier:
 
     def classify(self, text: str) -> AttackScore:
         """Return the risk of a text of any length, and of what it hides in another alphabet or spelling."""
-        tokenized = words.tokenize(text)
-        subject = text[: words.MAX_TOKENS * 16]
-        margin, rules = self._margin(tokenized, subject)
-        is_complete = tokenized.is_complete
-        for hidden in disguises.read_disguised(subject):
-            inner = words.tokenize(hidden)
-            is_complete = is_complete and inner.is_complete
-            hidden_margin, hidden_rules = self._margin(inner, hidden)
-            margin = max(margin, hidden_margin)
-            rules += tuple(rule for rule in hidden_rules if rule not in rules)
+        is_complete = words.tokenize(text).is_complete
+        margin = -math.inf
+        rules: tuple[str, ...] = ()
+        for spelled in ciphers.undo_escapes(text[: words.MAX_TOKENS * 16]):
+            for reading in (spelled, *disguises.read_disguised(spelled)):
+                tokenized = words.tokenize(reading)
+                is_complete = is_complete and tokenized.is_complete
+                found_margin, found_rules = self._margin(tokenized, reading)
+                margin = max(margin, found_margin)
+                rules += tuple(rule for rule in found_rules if rule not in rules)
         risk = 1 / (1 + math.exp(-max(-50.0, min(50.0, margin))))
         return AttackScore(risk, "jailbreak" if risk >= 0.5 else "benign", rules, is_complete)
 

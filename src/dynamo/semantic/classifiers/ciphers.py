@@ -49,6 +49,8 @@ _MOST_LEET = 30  # signs of a word that is looked up
 LEAST_LEET = 3  # such digits and signs in a text
 
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}|&#[0-9A-Fa-fxX]{2,7};?")
+_LETTER = re.compile("[0-9A-Za-z]")
+_NO_CHARACTER = "\ufffd"  # what decoding puts in the place of bytes that are no UTF-8
 _LEAST_ESCAPES = 3
 _MOST_UNESCAPED = 3  # times, one within the other
 
@@ -98,6 +100,38 @@ class _Stretch:
     def is_cipher(self) -> bool:
         """Return whether the words are enough to tell the cipher."""
         return len(self.distinct_words) >= _LEAST_WORDS and self.num_words > self.num_plain
+
+
+def undo_escapes(text: str) -> tuple[str, ...]:
+    """Return what a text says whose escapes are those that addresses and pages need, also with `+` as a space.
+
+    Letters and digits need none: a text that escapes them, or escapes its escapes again and again, is returned as it
+    is, because its spelling says more than its words.
+    """
+    if "%" not in text and "&#" not in text:
+        return (text,)
+    words = re.split(r"(\s)", text) if "+" in text else [text]
+    spaced = "".join(word.replace("+", " ") if "%" in word else word for word in words)
+    readings = (_undo_needed(text), _undo_needed(spaced))
+    return tuple(dict.fromkeys(text if plain is None else plain for plain in readings))
+
+
+def _undo_needed(text: str) -> str | None:
+    """Return the text without its escapes; None if one stands for a letter or a digit, or for no character.
+
+    What stands for none may be a word behind a sign: `%DAN`.
+    """
+    for _ in range(_MOST_UNESCAPED + 1):
+        signs = "".join(map(_unescape, set(_ESCAPE.findall(text))))
+        if _LETTER.search(signs):
+            return None
+        plain = parse.unquote(html.unescape(text))
+        if plain.count(_NO_CHARACTER) > text.count(_NO_CHARACTER):
+            return None
+        if plain == text:
+            return text
+        text = plain
+    return None
 
 
 def read_escapes(text: str) -> Iterator[str]:

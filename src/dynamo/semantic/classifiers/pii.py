@@ -73,6 +73,7 @@ _UNSPACED = re.compile(f"[{disguises.UNSPACED_LETTERS}]")
 _ASCII_OF: dict[int, int | str] = {
     code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)
 }  # of full width
+_ASCII_OF[0x2019] = "'"  # the apostrophe of telephones and word processors
 _ASCII_OF |= {
     code: {"Nd": str(unicodedata.decimal(chr(code), 0)), "Zs": " ", "Pd": "-"}[kind]
     for code in range(0x80, 0x1FC00)  # the digits of all scripts are below
@@ -90,6 +91,7 @@ def _finders(text: str) -> Iterator[Iterator[PiiSpan]]:
     yield _search_ibans(text)
     if has_number:
         yield _search("CREDIT_CARD", _CARD, text, _check_card)
+        yield _search("CREDIT_CARD", _CARD_BEFORE_DIGITS, text, _check_card)
         yield _search("US_SSN", _SSN, text, _check_ssn)
         yield _search("US_SSN", _NEAR_SSN, text, lambda _: 0.8, group=1)
     if "licen" in lowered:
@@ -120,7 +122,7 @@ _LONG_NUMBER = re.compile(r"[\d(+][\d .()+-]{6}")
 _HOUSE_NUMBER = re.compile(r"\d[A-Za-z]? [A-Z]")
 _COLONS = re.compile(r":[0-9A-Fa-f]{0,4}:")
 _EMAIL = re.compile(
-    r"(?<![\w.+-])[\w.+%'-]{1,64}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,8}[A-Za-z]{2,24}(?![\w-])"
+    r"(?<![\w.+-])[\w.+%'-]{1,64}@(?:[^\W_](?:[^\W_]|-){0,62}\.){1,8}[A-Za-z]{2,24}(?![\w-])"
 )
 _PAYMENT_ADDRESS = re.compile(  # of a person at a bank of India (UPI): the address has no top-level domain
     r"(?<![\w.+-])[\w.-]{2,64}@(?:ok(?:sbi|axis|icici|hdfcbank)|ybl|ibl|axl|apl|upi|paytm|sbi|icici|hdfcbank|"
@@ -129,6 +131,9 @@ _PAYMENT_ADDRESS = re.compile(  # of a person at a bank of India (UPI): the addr
 # Patterns that begin with a class of characters are searched for three times as fast, so what is before comes behind.
 _IBAN_START = re.compile(r"\d\d(?<=[A-Za-z]{2}..)(?<![A-Za-z0-9][A-Za-z]{2}..)(?=[ -]?[A-Za-z0-9])")
 _CARD = re.compile(r"(?<![\w.-])(?:[2-6]\d{3}|1800)(?:[ -]?\d){8,15}(?![\w-])")
+_CARD_BEFORE_DIGITS = re.compile(  # its date or code may stand behind it, which the pattern above takes for its digits
+    r"(?<![\w.-])(?:[2-6]\d{3}(?:([ .-])\d{4}(?:\1\d{4}){2}|[ .-]\d{6}[ .-]\d{4,5})|[2-6]\d{12,18})(?![\w-]|\.\d)"
+)
 _SSN = re.compile(
     r"(?<![\w-])(?<!Suite )(?<!Apt )(?<!Apt\. )(?<!Unit )(\d{3})([- ])(\d{2})\2(\d{4})(?![\w-])"
 )
@@ -232,7 +237,7 @@ def _check_ip(match: re.Match[str]) -> float:
         address = ipaddress.ip_address(match[0])
     except ValueError:
         return 0.0
-    return 0.0 if address.is_unspecified else 0.95
+    return 0.0 if address.is_unspecified or address.is_loopback else 0.95
 
 
 def _check_phone(match: re.Match[str]) -> float:
