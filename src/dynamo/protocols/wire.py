@@ -148,11 +148,12 @@ _encoder = msgspec.msgpack.Encoder()
 def encode(frame: Frame) -> bytes:
     """Return a frame with its length. Raises LocalProtocolError if it is too long for any peer."""
     body = _encoder.encode(frame)
-    if len(body) > MAX_FRAME_BYTES:
+    length = len(body)
+    if length > MAX_FRAME_BYTES:
         raise errors.LocalProtocolError(
-            f"a {type(frame).__name__} frame of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}"
+            f"a {type(frame).__name__} frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}"
         )
-    return _LENGTH.pack(len(body)) + body
+    return _LENGTH.pack(length) + body
 
 
 def make_decoder(item_type: Any = Any) -> Decode:
@@ -182,26 +183,31 @@ class FrameReader:
     """Bytes in, frames out. After an error it must be thrown away with its connection."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES, *, decode: Decode = decode) -> None:
-        self._buffer = bytearray()
+        self._incomplete_frame = bytearray()
         self._decode = decode
         self.max_frame_bytes = max_frame_bytes  # may be raised once the peer is known
 
     def feed(self, data: bytes) -> list[Frame]:
         """Return all frames that are complete with `data`. Raises RemoteProtocolError."""
-        buffer = self._buffer
-        buffer += data
+        buffer: bytes | bytearray = data  # nearly always whole frames, which need not be kept
+        if self._incomplete_frame:
+            self._incomplete_frame += data
+            buffer = self._incomplete_frame
         frames: list[Frame] = []
-        start = 0
-        while len(buffer) - start >= _LENGTH.size:
+        start, num_bytes = 0, len(buffer)
+        while num_bytes - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, start)
             if length > self.max_frame_bytes:
                 raise errors.RemoteProtocolError(
                     f"a frame of {length} bytes was announced; the limit is {self.max_frame_bytes}"
                 )
             end = start + _LENGTH.size + length
-            if len(buffer) < end:
+            if num_bytes < end:
                 break
             frames.append(self._decode(bytes(buffer[start + _LENGTH.size : end])))
             start = end
-        del buffer[:start]
+        if self._incomplete_frame:
+            del self._incomplete_frame[:start]
+        elif start < num_bytes:
+            self._incomplete_frame += buffer[start:]
         return frames

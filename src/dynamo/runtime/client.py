@@ -61,6 +61,8 @@ class EndpointClient:
         self._clock = time or clock.SystemClock()
         self._draw = draw
         self._instances: dict[int, instances.Instance] = {}
+        # the present instances of this endpoint by id: a live view
+        self.instances: Mapping[int, instances.Instance] = self._instances
         self._ids: tuple[int, ...] = ()
         self._down_until: dict[int, float] = {}
         self._last_chosen = 0  # by round robin
@@ -75,11 +77,6 @@ class EndpointClient:
     async def close(self) -> None:
         """Stop following the instances; open streams go on."""
         await self._tasks.close()
-
-    @property
-    def instances(self) -> Mapping[int, instances.Instance]:
-        """The present instances of this endpoint by id: a live view."""
-        return self._instances
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call this after each change of `instances`."""

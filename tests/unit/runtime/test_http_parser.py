@@ -29,6 +29,20 @@ def test_a_request_comes_out_whole():
     assert not request.is_http_1_0
 
 
+def test_a_body_in_one_piece_is_not_copied():
+    reader = parser.RequestParser(parser.HttpLimits(), "peer")
+    reader.feed(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000\r\n\r\n")
+    data = b"x" * 1_000_000
+    tracemalloc.start()
+
+    (request,) = reader.feed(data)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert request.body == data
+    assert peak_bytes < 1.5 * len(data)  # httptools makes the piece, which is the body
+
+
 def test_a_chunked_body_is_put_together():
     (request,) = parse(
         b"POST / HTTP/1.1\r\nhost: h\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1;x=y\r\nc\r\n0\r\n\r\n"

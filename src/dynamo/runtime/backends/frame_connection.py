@@ -158,9 +158,9 @@ class FrameConnection(asyncio.Protocol):
         """
         if self._transport is None or self.is_lost:
             return
-        self._unsent.append(data)
-        if len(self._unsent) == 1:
+        if not self._unsent:
             self.loop.call_soon(self.flush)
+        self._unsent.append(data)
 
     def flush(self) -> None:
         """Send now what is written."""

@@ -63,6 +63,7 @@ class MultiplexedPlane:
         instance_id: int = 0,
     ) -> None:
         """`instance_id` is what this process is registered as; requests that mean another one are refused."""
+        self.name = network.name
         self._network = network
         self._settings = frame_connection.ConnectionSettings(
             limits=limits, time=time or clock.SystemClock(), decode=wire.make_decoder(item_type)
@@ -80,10 +81,6 @@ class MultiplexedPlane:
         self._tasks = tasks.Tasks()
         self._is_closed = False
         self._log = authentication.RefusalLog(_log, self._settings.time.now)
-
-    @property
-    def name(self) -> str:
-        return self._network.name
 
     @property
     def traffic(self) -> requests.Traffic:

@@ -46,7 +46,9 @@ class RequestDecoder(Generic[T]):
             request = self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             request = self._convert_adapted(decode_untyped(body), "", error)
-        return self._checked(request)
+        if self._check is not None:
+            self._check(request)
+        return request
 
     def convert(self, value: Any, place: str) -> T:
         """Return the request in a decoded value that stands at `place` in the body. Raises InvalidRequest."""
@@ -54,7 +56,9 @@ class RequestDecoder(Generic[T]):
             request = msgspec.convert(value, self._cls)
         except msgspec.ValidationError as error:
             request = self._convert_adapted(value, place, error)
-        return self._checked(request)
+        if self._check is not None:
+            self._check(request)
+        return request
 
     def _convert_adapted(self, value: Any, place: str, error: Exception) -> T:
         """Return the request in a value that is not exactly of the type. Raises InvalidRequest."""
@@ -69,11 +73,6 @@ class RequestDecoder(Generic[T]):
             raise _locate(self._type, adapted, invalid, place) from invalid
         if accepted is not None:
             accepted += names
-        return request
-
-    def _checked(self, request: T) -> T:
-        if self._check is not None:
-            self._check(request)
         return request
 
 

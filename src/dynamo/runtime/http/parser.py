@@ -121,7 +121,8 @@ class RequestParser:
         self._url = b""
         self._headers: dict[str, str] = {}
         self._raw_headers: list[tuple[bytes, bytes]] = []
-        self._body = bytearray()  # a list of tiny chunks would take many times their length
+        self._num_headers = 0
+        self._body: bytes | bytearray = b""
         self._body_bytes = 0
         self._max_body_bytes = self._limit.body_bytes
         if self._sink is not None:
@@ -141,7 +142,8 @@ class RequestParser:
         was_in_body, earlier = self._in_body, self._body_bytes
         try:
             self._feed(data)
-            if self._in_body == was_in_body and self._body_bytes == earlier:
+            has_grown = self._in_body != was_in_body or self._body_bytes != earlier
+            if not has_grown and not self._ready:
                 self._count_unfinished_line(len(data))
         except httptools.HttpParserCallbackError as error:
             self._refuse(error.__context__)
@@ -195,10 +197,9 @@ class RequestParser:
 
     def _count_unfinished_line(self, length: int) -> None:
         """A header or trailer without end is never reported by httptools, so count what it swallows."""
-        if not self._ready:
-            self._head_bytes += length
-            if self._head_bytes > 2 * self._limit.header_bytes:
-                raise self._head_too_large()
+        self._head_bytes += length
+        if self._head_bytes > 2 * self._limit.header_bytes:
+            raise self._head_too_large()
 
     def _head_too_large(self) -> RequestRefused:
         return RequestRefused(
@@ -221,16 +222,17 @@ class RequestParser:
         if self._in_body:  # a trailer, which no one has checked as a header (RFC 9110, 6.5.1)
             return
         self._raw_headers.append((name, value))
+        self._num_headers += 1
         self._head_bytes += len(name) + len(value)
-        if len(self._raw_headers) > self._limit.num_headers:
+        if self._num_headers > self._limit.num_headers:
             raise RequestRefused(
                 431, f"expected at most {self._limit.num_headers} headers: send fewer"
             )
         if self._head_bytes > self._limit.header_bytes:
             raise self._head_too_large()
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
-        earlier = self._headers.get(key)
-        self._headers[key] = text if earlier is None else f"{earlier}, {text}"
+        headers = self._headers
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
 
     def on_headers_complete(self) -> None:
         method = self._parser.get_method().decode("latin-1")
@@ -281,6 +283,11 @@ class RequestParser:
             counted_bytes(self._body_bytes) - counted_bytes(earlier)
         ):
             raise RequestRefused(NO_ROOM.status, NO_ROOM.message, headers=NO_ROOM.headers)
+        if not self._body:
+            self._body = piece  # nearly always all of it, and then never copied
+            return
+        if isinstance(self._body, bytes):
+            self._body = bytearray(self._body)  # a list of tiny pieces would take much more
         self._body += piece
 
     def _body_too_large(self) -> RequestRefused:
@@ -305,4 +312,4 @@ def _split(url: bytes) -> tuple[str, str]:
     if not target.startswith("/") and "://" in target:
         target = "/" + target.partition("://")[2].partition("/")[2]
     path, _, query = target.partition("?")
-    return (unquote(path) if "%" in path else path), query.partition("#")[0]
+    return (unquote(path) if "%" in path else path), query.partition("#")[0] if query else ""

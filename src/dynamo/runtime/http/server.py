@@ -73,14 +73,13 @@ class HttpServer:
         self.cors_headers = cors_headers
         self.limits = limits or HttpLimits()
         self.error_body = error_body
-        self.answering: set[asyncio.Task[None]] = set()
+        self.answering: dict[Exchange, asyncio.Task[None]] = {}
         self.connections: set[_Connection] = set()
         self.is_draining = False
         self._tls = tls
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
-        # those with something to write at the end of this turn
-        self._outbox: list[_Connection] = []
+        self._outbox: list[_Connection] = []  # with something to write at the end of this turn
         self._idle = asyncio.Event()
         self._num_active = 0
         self.is_private = False  # for processes of this user only
@@ -153,7 +152,7 @@ class HttpServer:
             self._listener.close()
         for connection in list(self.connections):
             connection.abort()
-        await tasks.cancel(self.answering)
+        await tasks.cancel({*self.answering.values()})
 
     def exchange_began(self) -> None:
         """Count an exchange that begins; called by its connection."""
@@ -162,7 +161,7 @@ class HttpServer:
     def exchange_ended(self) -> None:
         """Count an exchange that is over; called by its connection."""
         self._num_active -= 1
-        if self._num_active == 0:
+        if self.is_draining and self._num_active == 0:
             self._idle.set()
 
     def keep_body_bytes(self, num_bytes: int, connection: "_Connection") -> bool:
@@ -278,8 +277,11 @@ class _Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Send it now, after all that waits."""
-        self._waiting.append(data)
-        self.flush()
+        if self._waiting:
+            self._waiting.append(data)
+            self.flush()
+        else:
+            self._transport.write(data)
 
     def write_soon(self, data: bytes) -> None:
         """Send it at the end of this turn of the event loop."""
@@ -439,17 +441,17 @@ class _Connection(asyncio.Protocol):
             return
         if result is not None:
             task = self._loop.create_task(self._supervise(exchange, result))
-            self._server.answering.add(task)
+            self._server.answering[exchange] = task
 
     async def _supervise(self, exchange: Exchange, result: Awaitable[None]) -> None:
-        """Takes its task out of `answering` itself: a callback would cost as much as the task."""
+        """Take the task out of `answering` itself: a callback would cost as much as the task."""
         try:
             await result
         except Exception:
             _logger.exception("%s %s failed", exchange.request.method, exchange.request.path)
             self._give_up(exchange)
         finally:
-            self._server.answering.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+            del self._server.answering[exchange]
 
     def _give_up(self, exchange: Exchange) -> None:
         """The handler raised, which is a bug of ours: it is in the log, and the client learns no more than that."""
@@ -468,7 +470,8 @@ class _Connection(asyncio.Protocol):
         self._server.exchange_ended()
         if self._kept_body_bytes:
             self.release_body(len(exchange.request.body))
-        _close_sink(exchange.request)
+        if exchange.request.sink is not None:
+            exchange.request.sink.close()
         limits = self._server.limits
         self._unread_bytes = self._transport.get_write_buffer_size()
         wait_s = limits.request_s if self._parser.is_midway else limits.idle_s
