@@ -158,8 +158,8 @@ class Forecast:
 
     @property
     def shape(self) -> RequestShape | None:
-        """Return the mean request; None before the first."""
-        if self._isl is None:
+        """Return the mean request; None before the first, and while prompts have no tokens."""
+        if not self._isl:
             return None
         osl = self._osl or 1.0
         new_tokens = self._isl * (1 - min(1.0, self._hit_rate or 0.0))

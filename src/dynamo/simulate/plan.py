@@ -64,8 +64,8 @@ class PlanConfig:
     )
     policy: tuple[str, ...] = config.option(
         plan_policies.NAMES,
-        help="policies to compare, comma-separated: fixed (all splits of --fixed-workers), hpa, load, regression, sla,"
-        " predictive, best-fixed, oracle",
+        help="policies to compare, comma-separated: fixed (all splits of --fixed-workers), hpa, load and sla (as in"
+        " Dynamo 0.4: without the planner's --scale-down-delay), regression, predictive, best-fixed, oracle",
     )
     mode: Literal["disagg", "agg"] = config.option(
         "disagg", help="workers for prefill and decode apart, or workers that do both"

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dynamo.planner import observation
 from dynamo.simulate.plan_cluster import PlanCluster, PlanEvent, WorkerDeath, WorkerOrder
@@ -90,13 +91,13 @@ def run(
     requests = [copy.copy(request) for request in scenario.requests]
     tick_at, position = scenario.interval_s, 0
     last_tick = requests[-1].at + 36_000
-    observations: list[observation.Observation] = []
+    pools: list[_Pools] = []  # of an observation no more is kept: a trace may be weeks long
     while cluster.num_ended < len(requests) and tick_at < last_tick:
         position = feed(cluster, requests, position, tick_at)
         cluster.run_until(tick_at)
         if cluster.num_ended < len(requests):
             observed = cluster.observe(scenario.interval_s)
-            observations.append(observed)
+            pools.append(_Pools(observed.at, observed.prefill, observed.decode))
             order = decide(observed)
             has_failed = observed.prefill.num_failed or observed.decode.num_failed
             if order.reason and (has_failed or order.replicas != observed.num_ordered):
@@ -106,22 +107,28 @@ def run(
     if cluster.num_ended == len(requests):  # else workers were held for the others until now
         cluster.now = max(request.ended_at for request in requests)
     cluster.stop()
-    samples = _samples(scenario, requests, observations)
+    samples = _samples(scenario, requests, pools)
     return replace(summarise(scenario, name, requests, cluster), samples=samples)
 
 
+class _Pools(NamedTuple):
+    """The workers at the end of an interval."""
+
+    at: float
+    prefill: observation.PoolState
+    decode: observation.PoolState
+
+
 def _samples(
-    scenario: PlanScenario,
-    requests: Sequence[Request],
-    observations: Sequence[observation.Observation],
+    scenario: PlanScenario, requests: Sequence[Request], pools: Sequence[_Pools]
 ) -> list[PlanSample]:
-    arrivals: list[list[Request]] = [[] for _ in observations]
+    arrivals: list[list[Request]] = [[] for _ in pools]
     for request in requests:
         number = int(request.at / scenario.interval_s)
         if number < len(arrivals):
             arrivals[number].append(request)
     samples = []
-    for observed, arrived in zip(observations, arrivals, strict=True):
+    for observed, arrived in zip(pools, arrivals, strict=True):
         met = [meets_targets(scenario, request) for request in arrived if request.is_servable]
         samples.append(
             PlanSample(

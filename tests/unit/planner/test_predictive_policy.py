@@ -267,3 +267,10 @@ def test_prompts_that_take_longer_than_profiled_get_more_workers(corrects):
 
     assert (proposal.replicas.prefill >= 1.5 * expected.replicas.prefill) == corrects
     assert ("prompts take 2.00" in proposal.reason) == corrects
+
+
+def test_prompts_without_tokens_are_no_reason_to_scale():
+    traffic = Traffic(num_requests=5, isl=0.0, osl=100.0, prompt_lens={50.0: 5.0})
+    observation = observe(traffic=Fresh(traffic))
+
+    assert make_policy().propose(observation, traffic).reason == "no request yet"

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -52,6 +53,22 @@ def test_samples_have_the_arrivals_and_the_workers_of_each_interval():
     assert [s.num_requests for s in samples] == [1, 2]
     assert [(s.num_prefill, s.num_decode, s.num_billed) for s in samples] == [(1, 1, 2), (1, 1, 3)]
     assert [s.attainment for s in samples] == [1.0, 1.0]
+
+
+def test_run_keeps_no_observation_after_its_decision():
+    """Those of a week would take gigabytes: each has the forward passes of all workers."""
+    observations, numbers = [], []
+
+    def decide(observed):
+        if observations:
+            numbers.append(sys.getrefcount(observations[-1]))
+        observations.append(observed)
+        return WorkerOrder(Replicas(1, 1))
+
+    requests = [Request(at=20.0 * i, num_prompt=300, num_output=2) for i in range(3)]
+    plan_run.run(PlanScenario(requests=requests, times=TIMES), "kept", decide)
+
+    assert set(numbers) == {2}  # `observations` and the argument
 
 
 def test_injected_failures_are_answered_and_written_with_the_decisions(tmp_path, capsys):
