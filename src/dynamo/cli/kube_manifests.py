@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -15,12 +16,20 @@ def read_manifests(file: str) -> list[manifest_forms.ConvertedManifest]:
     """Read and convert the manifests of a file, or of standard input for `-`. Raises ConfigError."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
-        documents = [document for document in yaml.safe_load_all(text) if document]
+        documents = [part for document in yaml.safe_load_all(text) for part in _unpack(document)]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise errors.ConfigError(f"{file}: expected manifests in YAML: {error}") from error
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise errors.ConfigError(f"{file}: expected at least one manifest, each of them a mapping")
     return [manifest_forms.convert(document) for document in documents]
+
+
+def _unpack(document: Any) -> list[Any]:
+    """Return a manifest that is not empty, or those of a `kind: List`, as `kubectl get -o yaml` prints them."""
+    is_list = isinstance(document, dict) and document.get("kind") == "List"
+    if is_list and isinstance(items := document.get("items"), list):
+        return items
+    return [document] if document else []
 
 
 def print_manifests(file: str) -> int:

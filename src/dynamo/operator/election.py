@@ -87,8 +87,8 @@ class Election:
             async with self._limit_attempt():
                 with contextlib.suppress(errors.Forbidden):  # by roles of an earlier chart
                     lease = await self._cluster.get(_API, _KIND, lease_name(namespace), namespace)
-            is_free = lease is None or not lease["spec"].get("holderIdentity")
-            present = "" if is_free else lease["metadata"]["resourceVersion"]
+            holder = (lease or {"spec": {}})["spec"].get("holderIdentity")
+            present = lease["metadata"]["resourceVersion"] if lease and holder else ""
             if present != revision:
                 revision, changed_at = present, now
             self._restricted[namespace] = revision, changed_at, now

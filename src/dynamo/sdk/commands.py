@@ -78,7 +78,8 @@ def make(
         notes.append(f"{wants_devices} GPUs are asked for, none is here: all run on the CPU")
     allocator = allocation.Allocator(machine)
     variables = {**environ, settings.VARIABLE: json.dumps(config, sort_keys=True)}
-    commands, idle = [], []
+    commands: list[ServiceCommand] = []
+    idle: list[ServiceCommand] = []
     for plan in plans:
         if plan.spec.inside:
             continue

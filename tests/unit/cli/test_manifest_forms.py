@@ -252,3 +252,15 @@ def test_long_standard_input_is_read_to_its_end(monkeypatch):
 
     documents = [each.document for each in kube_manifests.read_manifests("-")]
     assert documents == [{"kind": "Secret"}, {"kind": "Service"}]
+
+
+def test_manifests_of_a_list_are_converted_one_by_one(tmp_path):
+    """As `kubectl get -o yaml` prints several."""
+    other = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}}
+    listed = {"apiVersion": "v1", "kind": "List", "items": [short(), other]}
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump(listed))
+    converted = kube_manifests.read_manifests(str(tmp_path / "all.yaml"))
+
+    assert [manifest.document["kind"] for manifest in converted] == [SHORT["kind"], "ConfigMap"]
+    assert converted[0].document["apiVersion"] == "nvidia.com/v1alpha1"
+    assert converted[1].document == other

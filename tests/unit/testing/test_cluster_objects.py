@@ -240,6 +240,32 @@ async def test_pods_of_a_parallel_stateful_set_are_updated_as_their_strategy_say
     assert (len(before), len(after), len(after - before)) == (2, 2, num_updated)
 
 
+async def test_pod_is_available_when_it_has_been_ready_for_as_long_as_its_deployment_asks(served):
+    labels = {"app": "d"}
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [CONTAINER]}}
+    spec = {"minReadySeconds": 60, "selector": {"matchLabels": labels}, "template": template}
+    plurals = ("deployments", "replicasets")
+    deployments, sets = (served.registry.require("apps", plural) for plural in plurals)
+    controllers = workloads.Deployments(served), workloads.ReplicaSets(served)
+    await served.create(deployments, NAMESPACE, {"metadata": {"name": "d"}, "spec": spec}, PLAIN)
+    for _ in range(2):
+        await controllers[0].reconcile((NAMESPACE, "d"))
+    (name,) = [item["metadata"]["name"] for item in served.store.list_items(sets.key)]
+    await controllers[1].reconcile((NAMESPACE, name))
+    (pod,) = served.store.list_items(("", "pods"))
+    waits, counts = [], []
+    for age_s in (10, 61):
+        ready = {"type": "Ready", "status": "True"}
+        ready["lastTransitionTime"] = builtin_rules.timestamp_after(-age_s)
+        served.store.put(("", "pods"), {**pod, "status": {"conditions": [ready]}})
+        waits.append(await controllers[1].reconcile((NAMESPACE, name)))
+        status = served.store.get(sets.key, (NAMESPACE, name))["status"]
+        counts.append((status["readyReplicas"], status.get("availableReplicas", 0)))
+
+    assert 0 < waits[0] <= 50
+    assert (waits[1], counts) == (None, [(1, 0), (1, 1)])
+
+
 async def test_event_is_kept_for_an_hour_after_its_last_write(served):
     events, controller = served.registry.require("", "events"), garbage.Events(served)
     about = {

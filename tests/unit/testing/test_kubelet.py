@@ -446,6 +446,21 @@ def test_volume_waits_for_its_claim_and_lasts_as_long(runner):
     assert folders[0] == folders[1] != folders[2]
 
 
+@pytest.mark.parametrize("is_projected", [False, True])
+def test_files_of_a_volume_have_the_modes_that_it_asks_for(runner, is_projected):
+    content = {"kind": "ConfigMap", "data": {"run.sh": "#!/bin/sh\n", "words": "a"}}
+    runner._lookup = lambda kind, name: content if (kind, name) == ("ConfigMap", "c") else None
+    items = [{"key": "run.sh", "path": "bin/run", "mode": 0o755}, {"key": "words", "path": "words"}]
+    source = {"name": "c", "items": items}
+    volume = {"configMap": {**source, "defaultMode": 0o640}}
+    if is_projected:
+        volume = {"projected": {"sources": [{"configMap": source}], "defaultMode": 0o640}}
+    folder = runner._make_volume({"name": "v", **volume})
+
+    modes = [(folder / name).stat().st_mode & 0o777 for name in ("bin/run", "words")]
+    assert modes == [0o755, 0o640]
+
+
 async def test_changed_config_map_is_written_to_the_volumes_of_running_pods(served, runner):
     """So that a program that looks at its file takes a new configuration, as on a real cluster."""
     served.store.put(PODS, make_pod())

@@ -80,8 +80,7 @@ class PodRunner:
 
     def log_path(self, container: str, *, is_previous: bool = False) -> Path:
         """Return the file with a container's output."""
-        path: Path = self.folder / f"{container}.log{'.previous' if is_previous else ''}"
-        return path
+        return Path(self.folder, f"{container}.log{'.previous' if is_previous else ''}")
 
     async def _run(self) -> None:
         (self.folder / "volumes").mkdir(parents=True, exist_ok=True)
@@ -190,8 +189,7 @@ class PodRunner:
         mounts = {}
         for state in (*self.inits, *self.states):
             for mount in state.spec.get("volumeMounts") or ():
-                source = sources.get(mount["name"])
-                if source is not None:
+                if (source := sources.get(mount["name"])) is not None:
                     sub_path = source / mount.get("subPath", "")
                     if not sub_path.exists():
                         sub_path.mkdir(parents=True)
@@ -211,18 +209,18 @@ class PodRunner:
                 raise pods.MissingReference(f'persistentvolumeclaim "{name}" not found')
             folder = self._node.folder / "claims" / claim["metadata"]["uid"]
         folder.mkdir(parents=True, exist_ok=True)
-        for kind, part, name in (
-            ("ConfigMap", "configMap", "name"),
-            ("Secret", "secret", "secretName"),
-        ):
-            if part in volume:
-                self._write_files(folder, kind, volume[part], volume[part].get(name, ""))
+        projected = volume.get("projected") or {}
+        for part in (volume, *(projected.get("sources") or ())):
+            for kind, field_name in (("ConfigMap", "configMap"), ("Secret", "secret")):
+                if source := part.get(field_name):
+                    name = source.get("secretName") or source.get("name", "")
+                    self._write_files(folder, kind, {**projected, **source}, name)
         return folder
 
     def refresh_volumes(self) -> None:
         """Write what has changed of the config maps and secrets in volumes; what has gone stays there."""
         for volume in self.pod["spec"].get("volumes") or () if self._mounted else ():
-            if "configMap" in volume or "secret" in volume:
+            if volume.keys() & {"configMap", "secret", "projected"}:
                 with contextlib.suppress(pods.MissingReference):
                     self._make_volume(volume)
 
@@ -231,14 +229,16 @@ class PodRunner:
         if item is None and not source.get("optional"):
             raise pods.MissingReference(f'{kind.lower()} "{name}" not found')
         content = pods.file_contents(item) if item is not None else {}
-        paths = {entry["key"]: entry["path"] for entry in source.get("items") or ()}
+        entries = {entry["key"]: entry for entry in source.get("items") or ()}
         for key, value in content.items():
-            if not paths or key in paths:
-                path = folder / paths.get(key, key)
+            if not entries or key in entries:
+                entry = entries.get(key, {"path": key})
+                path = folder / entry["path"]
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if not path.exists() or path.read_bytes() != value:
                     whole = path.with_name(f"..{path.name}")  # readers see one of both contents
                     whole.write_bytes(value)
+                    whole.chmod(entry.get("mode", source.get("defaultMode", 0o644)))
                     whole.replace(path)
 
     def _inside(self, command: list[str], container: Object | None = None) -> list[str]:

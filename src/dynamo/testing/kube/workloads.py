@@ -120,6 +120,18 @@ def live_pods(findings: list[Object]) -> list[Object]:
     ]
 
 
+def count_available(spec: Object, live: list[Object]) -> tuple[int, float | None]:
+    """Return how many pods have been ready for `minReadySeconds`, and after how many seconds the next one has."""
+    least_s = spec.get("minReadySeconds") or 0
+    waits = [
+        builtin_rules.remaining_s(condition["lastTransitionTime"], least_s) if least_s else 0.0
+        for pod in live
+        for condition in (pod.get("status") or {}).get("conditions") or ()
+        if condition["type"] == "Ready" and condition["status"] == "True"
+    ]
+    return waits.count(0.0), min(filter(None, waits), default=None)
+
+
 class ReplicaSets(Workload):
     """Keeps so many pods of one template."""
 
@@ -136,11 +148,11 @@ class ReplicaSets(Workload):
         for pod in victims[: max(len(live) - replicas, 0)]:
             await self.delete_pod(pod)
         live = live_pods(self.owned(item))
-        ready = sum(map(pods.is_ready, live))
-        counts = {"readyReplicas": ready, "availableReplicas": ready}
+        available, wait_s = count_available(item["spec"], live)
+        counts = {"readyReplicas": sum(map(pods.is_ready, live)), "availableReplicas": available}
         status = {"replicas": len(live), "fullyLabeledReplicas": len(live), **counts}
         await self.write_status(item, {**status, "observedGeneration": meta.get("generation")})
-        return None
+        return wait_s
 
 
 class Deployments(Workload):
@@ -155,6 +167,10 @@ class Deployments(Workload):
         owned = self.owned(item, table)
         mark = template_hash(item["spec"]["template"])
         current = next((s for s in owned if s["metadata"]["labels"].get(_HASH) == mark), None)
+        least_s = item["spec"].get("minReadySeconds")
+        if current is not None and current["spec"].get("minReadySeconds") != least_s:
+            await self.api.merge(self.sets, current, {"spec": {"minReadySeconds": least_s}})
+            return None
         older = [candidate for candidate in owned if candidate is not current]
         if not item["spec"].get("paused"):
             is_waiting = item["spec"]["strategy"]["type"] == "Recreate" and any(
@@ -344,15 +360,16 @@ class StatefulSets(Workload):
         else:
             await self._shrink(item, by_number, revision)
         live = live_pods(self.owned(item))
-        ready = sum(map(pods.is_ready, live))
+        available, wait_s = count_available(spec, live)
         updated = sum(
             pod["metadata"]["labels"].get("controller-revision-hash") == revision for pod in live
         )
-        status = {"observedGeneration": item["metadata"]["generation"], "replicas": len(live), "readyReplicas": ready,
-                  "availableReplicas": ready, "currentReplicas": updated, "updatedReplicas": updated,
-                  "currentRevision": revision, "updateRevision": revision}  # fmt: skip
+        status = {"observedGeneration": item["metadata"]["generation"], "replicas": len(live),
+                  "readyReplicas": sum(map(pods.is_ready, live)), "availableReplicas": available,
+                  "currentReplicas": updated, "updatedReplicas": updated, "currentRevision": revision,
+                  "updateRevision": revision}  # fmt: skip
         await self.write_status(item, status)
-        return None
+        return wait_s
 
     async def _shrink(self, item: Object, by_number: dict[int, Object], revision: str) -> None:
         """Remove the highest pod that is too many or of an older template, one after the other."""
