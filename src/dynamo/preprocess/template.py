@@ -129,18 +129,18 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         template = self._with_tools if tools else self._plain
-        led, prompt = conversation.lead_with_instructions(messages), None
+        form, prompt = conversation.lead_with_instructions(messages), None
         try:
             try:
                 prompt = await self._render(template, variables)
             except jinja2.TemplateError:
-                if led is None:
+                if form is None:
                     raise
             if prompt is not None and (
-                led is None or conversation.has_instructions(prompt, messages)
+                form is None or conversation.has_instructions(prompt, messages)
             ):
                 return prompt
-            return await self._render(template, variables | {"messages": led})
+            return await self._render(template, variables | {"messages": form})
         except (sandbox.LimitExceeded, *_RUNTIME_ERRORS) as error:
             raise errors.InvalidRequest.of_param(
                 "messages",

@@ -207,6 +207,16 @@ async def test_history_with_calls_and_results_is_sent_back(rig):
     assert rig.one.prompts == ["user: hi\nassistant: \ntool: seen\n"]
 
 
+async def test_answer_continues_a_last_message_of_the_assistant(rig):
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "Well,"}]
+    await ask(rig, "/api/chat", CHAT, messages=begun, stream=False)
+    await ask(
+        rig, "/api/chat", CHAT, messages=[*begun[:1], begun[1] | {"content": ""}], stream=False
+    )
+
+    assert rig.one.prompts == ["user: hi\nassistant: Well,", "user: hi\nassistant: \n"]
+
+
 def test_calls_and_their_results_have_ids_that_templates_take():
     calls = [{"function": {"name": name, "arguments": {}}} for name in ("see", "look", "look")]
     results = [{"tool_name": "look"}, {"tool_name": "look"}, {}, {"tool_name": "hear"}]

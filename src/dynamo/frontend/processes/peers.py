@@ -145,12 +145,12 @@ class _Continuation(msgspec.Struct, frozen=True):
     def response_ids(self) -> Collection[str]:
         """Return the ids of these responses, each once."""
         items = () if isinstance(self.input, str) else self.input[-_MAX_REFERENCES:]
-        referenced = [
+        response_ids = [
             response_store.response_of(item.id)
             for item in items
             if item.type == response_store.ITEM_REFERENCE and isinstance(item.id, str)
         ]
-        return dict.fromkeys([*filter(None, (self.previous_response_id,)), *referenced])
+        return dict.fromkeys([*filter(None, (self.previous_response_id,)), *response_ids])
 
 
 _decode_continuation = msgspec.json.Decoder(_Continuation).decode

@@ -188,9 +188,9 @@ class ToolCallParser(parser.StateMachineParser):
         if self._begun:
             shown = "".join(self._begun[-1][1])
             # of a name or of arguments that stand twice in a call, the last count, and the first were shown whole
-            whole = next((call.arguments for call in calls[len(self._begun) - 1 :]), shown)
-            if whole.startswith(shown) and whole != shown:
-                self._events.append(parser.CallArguments(whole[len(shown) :]))
+            arguments = next((call.arguments for call in calls[len(self._begun) - 1 :]), shown)
+            if arguments.startswith(shown) and arguments != shown:
+                self._events.append(parser.CallArguments(arguments[len(shown) :]))
             self._events.append(parser.CallEnd())
         self._events += calls[len(self._begun) :]
 

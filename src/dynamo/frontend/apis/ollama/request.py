@@ -199,7 +199,14 @@ def decode_chat(body: bytes) -> OllamaConversation:
         for number, message in enumerate(request.messages or ())
     ]
     _number_calls(messages)
-    return _checked(request.to_conversation(messages, tools=request.tools, is_chat=True))
+    last = messages[-1] if messages else {}
+    is_begun = last.get("role") == "assistant" and not last.get("tool_calls")
+    text = last["content"] if is_begun else ""
+    is_continued = isinstance(text, str) and text != ""
+    turn = request.to_conversation(
+        messages, tools=request.tools, is_chat=True, continue_final_message=is_continued
+    )
+    return _checked(turn)
 
 
 def decode_generate(body: bytes) -> OllamaConversation:

@@ -239,15 +239,15 @@ class _StoredItems:
         self._store = store
         self._tenant = tenant
         self._items: dict[str, dict[str, Any]] = {}  # of the responses that were read
-        self._taken: set[str] = set()
+        self._used_ids: set[str] = set()
         self._num_bytes = 0
 
     def take(self, item_id: Any, param: str) -> dict[str, Any]:
         """Return the item of this id, which the field `param` has. Raises ObjectNotFound or InvalidRequest."""
-        if not isinstance(item_id, str) or item_id in self._taken:
-            got = json_body.describe(item_id)
+        if not isinstance(item_id, str) or item_id in self._used_ids:
             raise errors.InvalidRequest(
-                f"{param}: expected the id of an item, each once, got {got}", param=param
+                f"{param}: expected the id of an item, each once, got {json_body.describe(item_id)}",
+                param=param,
             )
         if item_id not in self._items:
             self._read_response(item_id)
@@ -259,7 +259,7 @@ class _StoredItems:
                 f"Item with id {item_id[:100]!r} not found: items are kept for a limited time, unless store is false",
                 param=param,
             )
-        self._taken.add(item_id)
+        self._used_ids.add(item_id)
         return self._items[item_id]
 
     def _read_response(self, item_id: str) -> None:
