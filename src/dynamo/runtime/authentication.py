@@ -182,6 +182,54 @@ async def secure(
     return secured
 
 
+class TlsArrival(asyncio.Protocol):
+    """The protocol of a connection to a server until its handshake of TLS is complete; then another one has it.
+
+    asyncio's own servers do not tell how many connections are in a handshake, and each of them is an open file.
+    """
+
+    def __init__(
+        self,
+        protocol: asyncio.Protocol,
+        context: ssl.SSLContext,
+        arriving: set[asyncio.Task[None]],
+        has_room: Callable[[], bool],
+        *,
+        limit_s: float,
+    ) -> None:
+        """`arriving` holds the handshakes of the server; a connection that comes when it has no room is dropped."""
+        self._protocol, self._context = protocol, context
+        self._arriving, self._has_room = arriving, has_room
+        self._limit_s = limit_s
+        self._early_data = b""  # came before `start_tls` returned
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        plain = cast(asyncio.Transport, transport)
+        if not self._has_room():
+            plain.abort()
+            return
+        plain.pause_reading()  # its first bytes are for TLS
+        handshake = asyncio.get_running_loop().create_task(self._shake_hands(plain))
+        self._arriving.add(handshake)
+        handshake.add_done_callback(self._arriving.discard)
+
+    def data_received(self, data: bytes) -> None:
+        self._early_data += data
+
+    async def _shake_hands(self, plain: asyncio.Transport) -> None:
+        try:
+            secured = await secure(
+                plain, self, self._context, is_server=True, limit_s=self._limit_s
+            )
+        except OSError:  # ssl's errors are of this class
+            plain.abort()
+            return
+        secured.set_protocol(self._protocol)
+        self._protocol.connection_made(secured)
+        if self._early_data and not secured.is_closing():
+            self._protocol.data_received(self._early_data)
+
+
 class RefusalLog:
     """The log of refused and refusing peers: each reason once for each peer, and again after ten minutes.
 

@@ -576,6 +576,49 @@ async def test_server_answers_over_tls(certificate):
     assert text.endswith(b"hello /secure")
 
 
+async def test_request_that_comes_with_the_end_of_the_handshake_is_answered(certificate):
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+    trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+    received, to_send, text, is_done = ssl.MemoryBIO(), ssl.MemoryBIO(), b"", False
+    client = trust.wrap_bio(received, to_send, server_hostname="localhost")
+    async with (
+        serving(hello, tls=tls) as running,
+        connected(running) as (reader, writer),
+        asyncio.timeout(PATIENT_S),
+    ):
+        while not is_done:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                client.do_handshake()
+                is_done = True
+            if not is_done:
+                writer.write(to_send.read())
+                received.write(await reader.read(2**16))
+        client.write(last("/early"))
+        writer.write(to_send.read())
+        while b"hello /early" not in text:
+            received.write(await reader.read(2**16))
+            with contextlib.suppress(ssl.SSLWantReadError):
+                text += client.read()
+
+
+async def test_connections_in_a_handshake_of_tls_count_towards_the_limit(certificate):
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+    limit = parser.HttpLimits(num_connections=3)
+    async with serving(hello, limit, tls=tls) as running, contextlib.AsyncExitStack() as stack:
+        most = limit.num_connections + server._MAX_REFUSED
+        silent = [await stack.enter_async_context(connected(running)) for _ in range(most)]
+        await until(lambda: len(running.arriving) == most)
+        reader, _ = await stack.enter_async_context(connected(running))
+        async with asyncio.timeout(PATIENT_S):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        for _, writer in silent:
+            writer.close()
+        await until(lambda: not running.arriving)
+
+
 @settings(
     max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -22,17 +22,9 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, local_users, tasks
-from dynamo.runtime import listening
+from dynamo.runtime import authentication, listening
+from dynamo.runtime.http import parser
 from dynamo.runtime.http.exchange import ErrorBody, Exchange, Handler, Headers, Request
-from dynamo.runtime.http.parser import (
-    NO_ROOM,
-    CheckHead,
-    HttpLimits,
-    OpenSink,
-    Refusal,
-    RequestParser,
-    counted_bytes,
-)
 
 _MAX_REFUSED = 50  # connections beyond the limit that hear why
 _logger = logging.getLogger(__name__)
@@ -58,11 +50,11 @@ class HttpServer:
         self,
         handler: Handler,
         *,
-        limits: HttpLimits | None = None,
+        limits: parser.HttpLimits | None = None,
         tls: ssl.SSLContext | None = None,
         error_body: ErrorBody = plain_error,
-        check_head: CheckHead | None = None,
-        open_sink: OpenSink = lambda request: None,
+        check_head: parser.CheckHead | None = None,
+        open_sink: parser.OpenSink = lambda request: None,
         cors_headers: Callable[[Request], Headers] = lambda request: (),
         takes_upgrades: bool = False,
     ) -> None:
@@ -71,10 +63,11 @@ class HttpServer:
         self.check_head = check_head
         self.open_sink = open_sink
         self.cors_headers = cors_headers
-        self.limits = limits or HttpLimits()
+        self.limits = limits or parser.HttpLimits()
         self.error_body = error_body
         self.answering: dict[Exchange, asyncio.Task[None]] = {}
         self.connections: set[_Connection] = set()
+        self.arriving: set[asyncio.Task[None]] = set()  # handshakes of TLS
         self.is_draining = False
         self._tls = tls
         self._listener: asyncio.Server | None = None
@@ -109,10 +102,7 @@ class HttpServer:
     async def _listen(self, **where: Any) -> int:
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: _Connection(self, loop),
-            ssl=self._tls,
-            backlog=listening.ACCEPTED_AT_ONCE,
-            **where,
+            self._accept, backlog=listening.ACCEPTED_AT_ONCE, **where
         )
         listening.lengthen_backlogs(self._listener)
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
@@ -124,6 +114,19 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_unix_server(lambda: _Connection(self, loop), path)
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
+
+    def _accept(self) -> asyncio.Protocol:
+        """Make the protocol of a connection, which begins with a handshake if there is TLS."""
+        connection = _Connection(self, asyncio.get_running_loop())
+        if self._tls is None:
+            return connection
+        return authentication.TlsArrival(
+            connection, self._tls, self.arriving, self._has_room, limit_s=self.limits.request_s
+        )
+
+    def _has_room(self) -> bool:
+        num_present = len(self.connections) + len(self.arriving)
+        return num_present < self.limits.num_connections + _MAX_REFUSED
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until no request is being answered; return False if some were after `timeout_s`.
@@ -152,6 +155,7 @@ class HttpServer:
             self._listener.close()
         for connection in list(self.connections):
             connection.abort()
+        await tasks.cancel(self.arriving)
         await tasks.cancel({*self.answering.values()})
 
     def exchange_began(self) -> None:
@@ -212,7 +216,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
         self._loop = loop
-        self._pending: deque[Request | Refusal] = deque()
+        self._pending: deque[Request | parser.Refusal] = deque()
         self._active: Exchange | None = None
         self._advancing = False
         self._lingering = False
@@ -227,7 +231,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._parser = RequestParser(
+        self._parser = parser.RequestParser(
             self._server.limits,
             listening.peer_name(transport),
             self._server.check_head,
@@ -245,7 +249,7 @@ class _Connection(asyncio.Protocol):
             return
         self._server.connections.add(self)
         if num_over >= 0:
-            self._refuse(Refusal(503, "too many connections: try again later"))
+            self._refuse(parser.Refusal(503, "too many connections: try again later"))
         else:
             self.deadline = self._loop.time() + self._server.limits.request_s
 
@@ -291,7 +295,7 @@ class _Connection(asyncio.Protocol):
 
     def keep_body(self, num_bytes: int) -> bool:
         """Take room for a body of this length; return False if there is none."""
-        return self._keep_body_bytes(counted_bytes(num_bytes))
+        return self._keep_body_bytes(parser.counted_bytes(num_bytes))
 
     async def drain(self) -> None:
         """Wait until the client has read most of what was written, or is gone."""
@@ -315,7 +319,7 @@ class _Connection(asyncio.Protocol):
 
     def release_body(self, num_bytes: int) -> None:
         """Give back the room of a body of this length."""
-        self._release_bytes(counted_bytes(num_bytes))
+        self._release_bytes(parser.counted_bytes(num_bytes))
 
     @property
     def num_receiving(self) -> int:
@@ -325,7 +329,7 @@ class _Connection(asyncio.Protocol):
     def refuse_body(self) -> None:
         """Refuse the request with a body that is arriving, to make room."""
         self._parser.abandon()
-        self._refuse(NO_ROOM)
+        self._refuse(parser.NO_ROOM)
 
     def _keep_body_bytes(self, num_bytes: int) -> bool:
         has_room = self._server.keep_body_bytes(num_bytes, self)
@@ -366,9 +370,7 @@ class _Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._write_paused = True
         self._unread_bytes = self._transport.get_write_buffer_size()
-        if self._drained is not None:
-            self.deadline = self._loop.time() + self._server.limits.request_s
-        elif self._active is not None and self._active.is_streaming:
+        if self._drained is None and self._active is not None and self._active.is_streaming:
             _logger.info("a client reads its stream too slowly: it is cut off")
             self.abort()
         else:
@@ -396,7 +398,7 @@ class _Connection(asyncio.Protocol):
         elif self._parser.is_midway and self._active is None and not self._lingering:
             limit_s = self._server.limits.request_s
             self._parser.abandon()
-            self._refuse(Refusal(408, f"the request did not arrive within {limit_s:g} s"))
+            self._refuse(parser.Refusal(408, f"the request did not arrive within {limit_s:g} s"))
         else:
             self.abort()
 
@@ -407,7 +409,7 @@ class _Connection(asyncio.Protocol):
         self._advancing = True
         while self._pending and self._active is None and not self._is_blocked():
             item = self._pending.popleft()
-            if isinstance(item, Refusal):
+            if isinstance(item, parser.Refusal):
                 self._refuse(item)
             else:
                 self._begin(item)
@@ -459,8 +461,7 @@ class _Connection(asyncio.Protocol):
             self.abort()
         else:
             message = "internal error: the server's log says more"
-            body = self._server.error_body(500, message, exchange.request.path)
-            exchange.respond(500, body)
+            exchange.respond(500, self._server.error_body(500, message, exchange.request.path))
 
     def _answered(self) -> None:
         """The active exchange is complete."""
@@ -481,7 +482,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._transport.close()
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: parser.Refusal) -> None:
         """Answer, then let the client finish talking for a moment: a reset could take the answer away from it."""
         self._clear_pending()
         self._release_bytes(self._kept_body_bytes)
@@ -498,6 +499,6 @@ class _Connection(asyncio.Protocol):
                 self._transport.write_eof()
 
 
-def _close_sink(item: Request | Refusal) -> None:
+def _close_sink(item: Request | parser.Refusal) -> None:
     if isinstance(item, Request) and item.sink is not None:
         item.sink.close()
