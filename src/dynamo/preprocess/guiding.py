@@ -24,10 +24,7 @@ _ANY_OBJECT = '{"type":"object"}'
 
 def from_fields(request: inputs.GenerationInput) -> generate.GuidedDecoding | None:
     """Return what the guided fields or the response format ask for. Raises InvalidRequest if several are set."""
-    guide = _from_guides(request)
-    answer_format = None
-    if request.response_format is not None:
-        answer_format = _from_response_format(request, request.response_format)
+    guide, answer_format = _from_guides(request), _from_response_format(request)
     if guide is not None and answer_format is not None:
         raise errors.InvalidRequest(
             f"{guide.param}: not together with {answer_format.param}", param=guide.param
@@ -139,10 +136,9 @@ def _backend(request: inputs.GenerationInput) -> str | None:
     return backend
 
 
-def _from_response_format(
-    request: inputs.GenerationInput, response_format: inputs.ResponseFormat
-) -> generate.GuidedDecoding | None:
-    if response_format.type == "text":
+def _from_response_format(request: inputs.GenerationInput) -> generate.GuidedDecoding | None:
+    response_format = request.response_format
+    if response_format is None or response_format.type == "text":
         return None
     json_schema = response_format.json_schema
     schema = _ANY_OBJECT
