@@ -110,10 +110,10 @@ class RequestDispatch:
         """
         timeout_s = remaining_s(self._deadline, self._shared.clock.now(), self._shared.timeout_s)
         model = find_same_model(self._shared.find_model, self._model)
-        had_begun = attempt.has_begun
+        had_begun = attempt.num_moves > 0 and attempt.has_begun
         headers = dict(self._reply.prepared.headers)
         trace = self._meter.arrival.trace
-        stream = await model.open_stream(
+        attempt.stream = await model.open_stream(
             attempt.request,
             attempt,
             route.RoutingOptions(
@@ -130,7 +130,6 @@ class RequestDispatch:
         )
         if attempt.instance_id is not None and not had_begun:
             self._weights = model.weights_of(attempt.instance_id)
-        attempt.set_stream(stream)
         if self._reply.is_over or not attempt.is_open:
             attempt.cancel()
 
@@ -138,8 +137,7 @@ class RequestDispatch:
         """Return what notes the instance that has taken an attempt, wherever that is shown."""
 
         def record(instance_id: int) -> None:
-            attempt.set_instance(instance_id)
-            self._meter.record_worker(instance_id)
+            attempt.instance_id = self._meter.worker_id = instance_id
 
         return record
 

@@ -10,7 +10,9 @@ has ended; until then it is one of `FrontendMetrics.open_requests`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import migration, stage_metrics
@@ -282,7 +284,7 @@ class ModelMetrics:
         self.families.stages.tokenizer_ms.observe(tokenize_s * 1e3)
 
 
-class Arrival(NamedTuple):
+class Arrival(msgspec.Struct, frozen=True):
     """The time of a request's arrival, and its ids."""
 
     at: float  # of the steady clock
@@ -363,19 +365,16 @@ class RequestMeter:
 
     def record_prompt(self, request: generate.Request | encoders.EmbeddingRequest) -> None:
         """Record that a prompt, or the inputs of an embedding request, are sent to a worker."""
+        num_tokens = request.prompt_len
         self.num_prompts += 1
-        self.num_prompt_tokens += request.prompt_len
-        self.model.input_len.observe(request.prompt_len)
+        self.num_prompt_tokens += num_tokens
+        self.model.input_len.observe(num_tokens)
         if self.prepared_at is None:
             self.request = request if isinstance(request, generate.Request) else None
             self.prepared_at = now = self._now()
             self.model.families.stages.preprocess.observe(now - self.arrived_at)
             self.model.active.value += 1
             self.model.families.stages.plane_inflight.value += 1
-
-    def record_worker(self, instance_id: int) -> None:
-        """Record the instance that took the request, or its latest prompt."""
-        self.worker_id = instance_id
 
     def record_prefill(self, result: route.PrefillResult) -> None:
         """Record that another worker has computed the prompt, or the latest one."""
@@ -441,17 +440,13 @@ class RequestMeter:
             self._end("error", "cancelled")
 
     def _first_token(self, now: float) -> None:
-        self._leave_queue()
+        self._is_queued = False
+        self.model.queued.value -= 1
         self.first_token_at = now
         self.model.ttft.observe(now - self.arrived_at)
         if self.prepared_at is not None:
             self.model.families.stages.roundtrip.observe(now - self.prepared_at)
             self.model.families.stages.plane_ttft.observe(now - self.prepared_at)
-
-    def _leave_queue(self) -> None:
-        if self._is_queued:
-            self._is_queued = False
-            self.model.queued.value -= 1
 
     def _end(self, status: str, error_type: str) -> None:
         if self._is_over:
@@ -461,7 +456,9 @@ class RequestMeter:
         self.error_type = error_type
         model = self.model
         model.families.open_requests.pop(self, None)
-        self._leave_queue()
+        if self._is_queued:
+            self._is_queued = False
+            model.queued.value -= 1
         if self.prepared_at is not None:
             model.active.value -= 1
             model.families.stages.plane_inflight.value -= 1

@@ -166,7 +166,8 @@ def requested_fields(
     request: inputs.GenerationInput, headers: Mapping[str, str]
 ) -> Collection[str]:
     """Return the fields of `nvext` that the body or the header `x-dynamo-explain` asks for."""
-    fields = request.extensions.extra_fields or ()
+    extensions = request.nvext
+    fields: Collection[str] = () if extensions is None else extensions.extra_fields or ()
     return (*fields, EXPLANATION) if EXPLAIN_HEADER in headers else fields
 
 

@@ -407,10 +407,10 @@ def record_arrival(
 
 def client_request_id(client: exchange.Exchange) -> str | None:
     """Return the id that the client gave its request, if it is a printable one."""
+    headers = client.request.headers
     for name in REQUEST_ID_HEADERS:
-        request_id = client.request.headers.get(name)
-        if request_id is not None and _CLIENT_REQUEST_ID.fullmatch(request_id):
-            return request_id
+        if name in headers and _CLIENT_REQUEST_ID.fullmatch(headers[name]):
+            return headers[name]
     return None
 
 

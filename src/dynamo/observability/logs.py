@@ -22,7 +22,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -50,7 +50,7 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0
 _TRUE = ("1", "true", "yes", "on")
 
 
-class LogContext(NamedTuple):
+class LogContext(msgspec.Struct, frozen=True):
     """The request that is being handled, as its log lines name it."""
 
     span_name: str

@@ -75,7 +75,9 @@ class ImageInput:
     def find(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[FoundImage]:
         """Return the images of these messages, in order. Raises InvalidRequest."""
         found = _find(messages)
-        if found and not self.max_images:
+        if not found:  # nearly always so
+            return found
+        if not self.max_images:
             param = found[0].place
             raise errors.InvalidRequest.of_param(
                 param, "this model reads text only; leave the image out"
@@ -91,6 +93,8 @@ class ImageInput:
     def read(self, messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
         """Return the files of all images. Raises InvalidRequest."""
         found = self.find(messages)
+        if not found:
+            return ()
         if sum(len(image.url) for image in found) > MAX_BYTES * 4 // 3:
             raise errors.InvalidRequest.of_param(
                 "messages", f"expected images of at most {MAX_BYTES // 2**20} MiB in all"

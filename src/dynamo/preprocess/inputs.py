@@ -325,7 +325,7 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def instance_id(self) -> int | None:
         """The worker instance that the request names, if any."""
-        extensions = self.extensions
+        extensions = self.nvext or _NO_EXTENSIONS
         decode_worker_id = extensions.decode_worker_id
         return extensions.backend_instance_id if decode_worker_id is None else decode_worker_id
 
@@ -334,7 +334,7 @@ class GenerationInput(EngineFields, frozen=True, kw_only=True, forbid_unknown_fi
         """The priority of the request; a higher value is served first."""
         if self.priority is not None:
             return -self.priority
-        hints = self.extensions.agent_hints
+        hints = (self.nvext or _NO_EXTENSIONS).agent_hints
         return (hints and hints.priority) or 0
 
     @property
@@ -419,7 +419,7 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
     def max_thinking_tokens(self) -> int | None:
         """The most tokens of a thought, by either name."""
         budget = self.thinking_token_budget
-        return self.extensions.max_thinking_tokens if budget is None else budget
+        return (self.nvext or _NO_EXTENSIONS).max_thinking_tokens if budget is None else budget
 
     @property
     def fits_context(self) -> bool:
@@ -462,9 +462,10 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
     def must_call(self) -> bool:
         """True if the answer must call a tool."""
         choice = self.tool_choice
-        if isinstance(choice, ChosenTools) and choice.allowed_tools is not None:
-            return choice.allowed_tools.mode == "required"
-        return choice == "required" or self.forced_tool is not None
+        if not isinstance(choice, ChosenTools):
+            return choice == "required"
+        allowed = choice.allowed_tools
+        return self.forced_tool is not None if allowed is None else allowed.mode == "required"
 
     @property
     def forced_tool(self) -> str | None:

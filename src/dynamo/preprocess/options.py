@@ -9,7 +9,7 @@ limit of thinking is counted in tokens, so it can be kept only where a single to
 """  # decider
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -18,7 +18,6 @@ from dynamo.preprocess import inputs
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import generate, model_errors
 
-T = TypeVar("T")
 BAN_BIAS = -100.0  # of a token that does not come
 MIN_TEXT_CHARS = 2**18  # that any text may have, however short the context
 CHARS_PER_TOKEN = 16  # more than any language has on average; three to five are usual
@@ -65,7 +64,13 @@ def make_sampling(
     banned_ids: Sequence[int] = (),
 ) -> generate.SamplingOptions:
     """Return how the engine samples tokens, of which `banned_ids` do not come. Raises InvalidRequest."""
-    extensions = request.extensions
+    temperature, top_k = request.temperature, request.top_k
+    repetition_penalty = request.repetition_penalty
+    if (extensions := request.nvext) is not None:
+        temperature = 0.0 if extensions.greed_sampling else temperature
+        top_k = extensions.top_k if top_k is None else top_k
+        if repetition_penalty is None:
+            repetition_penalty = extensions.repetition_penalty
     if request.logit_bias:
         check_ids(request.logit_bias, vocab_size, "logit_bias")
     if request.allowed_token_ids is not None:
@@ -73,17 +78,13 @@ def make_sampling(
     logit_bias = (request.logit_bias or {}) | dict.fromkeys(banned_ids, BAN_BIAS)
     return generate.SamplingOptions(
         n=request.num_drawn,
-        temperature=0.0
-        if extensions.greed_sampling
-        else _first(request.temperature, default=defaults.temperature),
-        top_k=max(_first(request.top_k, extensions.top_k, default=defaults.top_k), 0),
+        temperature=defaults.temperature if temperature is None else temperature,
+        top_k=max(defaults.top_k if top_k is None else top_k, 0),
         top_p=defaults.top_p if request.top_p is None else request.top_p,
         min_p=defaults.min_p if request.min_p is None else request.min_p,
-        repetition_penalty=_first(
-            request.repetition_penalty,
-            extensions.repetition_penalty,
-            default=defaults.repetition_penalty,
-        ),
+        repetition_penalty=defaults.repetition_penalty
+        if repetition_penalty is None
+        else repetition_penalty,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=request.seed,
@@ -96,7 +97,7 @@ def make_sampling(
 def make_cache_hint(request: inputs.GenerationInput) -> generate.CacheHint | None:
     """Return the wish to keep the request's blocks in the cache tiers; None if it has none."""
     retention: inputs.CacheRetention | None = getattr(request, "prompt_cache_retention", None)
-    control = request.extensions.cache_control
+    control = None if request.nvext is None else request.nvext.cache_control
     if control is None and retention is None:
         return None
     ttl = control.ttl if control is not None else "24h" if retention == "24h" else None
@@ -131,12 +132,15 @@ def make_stop_conditions(
         )
     if request.stop_token_ids:
         check_ids(request.stop_token_ids, vocab_size, "stop_token_ids")
+    ignore_eos = request.ignore_eos
+    if ignore_eos is None and request.nvext is not None:
+        ignore_eos = request.nvext.ignore_eos
     return generate.StopConditions(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop=request.stop_strings,
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=_first(request.ignore_eos, request.extensions.ignore_eos, default=False),
+        ignore_eos=bool(ignore_eos),
     )
 
 
@@ -164,7 +168,8 @@ def limit_answer_len(
             f"Please reduce the length of the {param}.",
             param=param,
         )
-    return min(_first(requested, default, default=num_left), num_left)
+    length = default if requested is None else requested
+    return num_left if length is None else min(length, num_left)
 
 
 def check_text(length: int, context_length: int, param: str) -> None:
@@ -223,14 +228,6 @@ def check_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
         raise errors.InvalidRequest.of_param(
             param, f"expected token ids from 0 to {vocab_size - 1}, got {wrong}"
         )
-
-
-def _first(*values: T | None, default: T) -> T:
-    """Return the first value that is not None, else the default."""
-    for value in values:
-        if value is not None:
-            return value
-    return default
 
 
 EFFORT = "reasoning_effort"

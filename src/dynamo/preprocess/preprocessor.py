@@ -98,17 +98,19 @@ class Preprocessor:
         Raises RequestError, which names the field.
         """
         files = self._images.read(request.messages)
-        token_ids, prompt = await self.tokenize_conversation(request, param=param)
+        token_ids, prompt = await self._tokenize_messages(request, param)
         requested = request.max_completion_tokens or request.max_tokens
-        token_ids = self._truncate(request, token_ids, requested)
+        if request.truncate_prompt_tokens is not None:
+            token_ids = self._truncate(token_ids, request.truncate_prompt_tokens, requested)
+        fits_context = request.fits_context
         max_tokens = options.limit_answer_len(
-            requested=None if request.fits_context else requested,
-            default=(requested if request.fits_context else None) or self._defaults.max_new_tokens,
+            requested=None if fits_context else requested,
+            default=(requested if fits_context else None) or self._defaults.max_new_tokens,
             prompt_len=blocks.count(token_ids),
             context_length=self.context_length,
             param=param,
         )
-        ending = self._find_ending(request, prompt)
+        ending = self._find_ending(request, prompt) if request.continue_final_message else prompt
         guided = self._guide(request, ending)
         limit = options.make_thinking_limit(
             request, ending, self._answer_format, self._tokenizer.id_of
@@ -133,10 +135,18 @@ class Preprocessor:
 
         It may be longer than the context; a text that cannot fit raises ContextTooLong. Raises RequestError.
         """
-        if (token_data := request.extensions.token_data) is not None:
-            packed = self._check_and_pack(token_data, "nvext.token_data")
+        self._images.find(request.messages)
+        return await self._tokenize_messages(request, param)
+
+    async def _tokenize_messages(
+        self, request: inputs.Conversation, param: str
+    ) -> tuple[bytes, str]:
+        """Return the same for messages of which the images are known to be allowed."""
+        extensions = request.extensions
+        if extensions.token_data is not None:
+            packed = self._check_and_pack(extensions.token_data, "nvext.token_data")
             return packed, self.text.decode(packed)
-        if request.extensions.use_raw_prompt:
+        if extensions.use_raw_prompt:
             prompt = conversation.extract_raw_prompt(request.messages)
             return await self.tokenize_text(prompt, add_special_tokens=True, param=param), prompt
         options.check_num_messages(len(request.messages), self.context_length, param)
@@ -187,7 +197,8 @@ class Preprocessor:
         packed = await self._tokenize_all(
             joined, param, add_special_tokens=request.add_special_tokens is not False
         )
-        packed = [self._truncate(request, token_ids, request.max_tokens) for token_ids in packed]
+        if (most := request.truncate_prompt_tokens) is not None:
+            packed = [self._truncate(token_ids, most, request.max_tokens) for token_ids in packed]
         guided = guiding.from_fields(request)
         return [
             self._prepare_prompt(
@@ -225,29 +236,19 @@ class Preprocessor:
             keeps_stop=shown is not None and bool(shown.include_stop_str_in_output),
         )
 
-    def _truncate(
-        self, request: inputs.GenerationInput, token_ids: bytes, max_tokens: int | None
-    ) -> bytes:
-        """Return the last tokens of a prompt: as many as `truncate_prompt_tokens` says.
-
-        With -1 as many as fit beside an answer of `max_tokens`.
-        """
-        most = request.truncate_prompt_tokens
+    def _truncate(self, token_ids: bytes, most: int, max_tokens: int | None) -> bytes:
+        """Return the last `most` tokens of a prompt; with -1 as many as fit beside an answer of `max_tokens`."""
         if most == -1:
             most = max(self.context_length - (max_tokens or 1), 1)
-        return (
-            token_ids
-            if most is None
-            else token_ids[max(0, len(token_ids) - most * blocks.TOKEN_BYTES) :]
-        )
+        return token_ids[max(0, len(token_ids) - most * blocks.TOKEN_BYTES) :]
 
     def _find_ending(self, request: inputs.Conversation, prompt: str) -> str:
         """Return the end of the prompt, which says whether the answer begins with a thought.
 
-        An answer that continues a message does not, unless the message breaks off within one.
+        An answer that continues a message, as this one, does not, unless the message breaks off within one.
         """
         marks = self._answer_format.thought_marks
-        if marks is None or not request.continue_final_message:
+        if marks is None:
             return prompt
         message = conversation.text_of(request.messages[-1].get("content"))
         return prompt if marks.breaks_off_in(message) else marks.closes[0]
@@ -298,7 +299,6 @@ class Preprocessor:
             raise errors.InvalidRequest.of_param(
                 "messages", f"the model {request.model!r} has no chat template; use /v1/completions"
             )
-        self._images.find(request.messages)
         chat_template = self._template
         if request.chat_template is not None:
             chat_template = await chat_template.replaced_by(request.chat_template)
@@ -344,13 +344,13 @@ class Preprocessor:
         id_lists = [prompt for prompt in prompts if not isinstance(prompt, str)]
         return [self._check_and_pack(token_ids, param) for token_ids in id_lists]
 
-    def _ban_words(self, request: inputs.GenerationInput) -> Sequence[int]:
+    def _ban_words(self, words: Sequence[str]) -> Sequence[int]:
         """Return the tokens of words that must not come. Raises InvalidRequest for a word of several tokens.
 
         A word has a token at the beginning of a line, and another after a space.
         """
         banned: list[int] = []
-        for number, word in enumerate(request.bad_words or ()):
+        for number, word in enumerate(words):
             forms = dict.fromkeys((word, " " + word.lstrip()))
             packed = self._tokenizer.encode_now([*forms], add_special_tokens=False)
             single = [blocks.unpack(ids)[0] for ids in packed if blocks.count(ids) == 1]
@@ -404,7 +404,11 @@ class Preprocessor:
             token_ids=token_ids,
             stop_conditions=options.make_stop_conditions(request, max_tokens, self._vocab_size),
             sampling_options=options.make_sampling(
-                request, self._defaults, self._vocab_size, guided, self._ban_words(request)
+                request,
+                self._defaults,
+                self._vocab_size,
+                guided,
+                self._ban_words(request.bad_words) if request.bad_words else (),
             ),
             output_options=options.make_output(request),
             eos_token_ids=self._eos_token_ids,

@@ -95,6 +95,8 @@ class Budget:
 
     def check_sum(self, total: Any) -> Any:
         """Return a sum of a few values. Raises LimitExceeded if it is too long."""
+        if type(total) is str and len(total) <= _LONG:  # nearly always so
+            return total
         return self.count(total if type(total) is str else check_parts(total))
 
     def concat(self, parts: Iterable[str]) -> Any:

@@ -64,7 +64,7 @@ def test_workers_heard_longest_ago_are_shown_no_more():
     for instance_id in range(metrics.MAX_WORKERS + 5):
         meter = metrics.RequestMeter(families.for_model("m"), "completions", is_stream=True)
         meter.record_prompt(generate.Request(id="r", model="m", token_ids=b"0123"))
-        meter.record_worker(instance_id)
+        meter.worker_id = instance_id
         meter.record_tokens(Choice(), 1)
         meter.record_success()
     text = registry.render().decode()

@@ -301,5 +301,7 @@ class ClientRights:
 
     def model_filter(self, client: exchange.Exchange) -> Callable[[str], bool] | None:
         """Return what tells whether the client's API key allows a model; None: all. Raises Unauthenticated."""
-        api_key = self.api_key_of(client)
-        return None if api_key is None or api_key.entry.models is None else api_key.allows_model
+        if self._key_file is None:
+            return None
+        api_key = self._key_file.api_keys.authenticate(client.request.headers)
+        return None if api_key.entry.models is None else api_key.allows_model

@@ -37,7 +37,6 @@ class Attempt:
 
     __slots__ = (
         "_sink",
-        "_stream",
         "choices",
         "instance_id",
         "lost_instances",
@@ -45,6 +44,7 @@ class Attempt:
         "receive",
         "receive_all",
         "request",
+        "stream",
     )
 
     def __init__(
@@ -62,7 +62,7 @@ class Attempt:
         self.lost_instances = lost_instances  # that had the request before
         self.instance_id: int | None = None  # that has it now
         self._sink = sink
-        self._stream: requests.Stream | None = None
+        self.stream: requests.Stream | None = None  # of the worker, to cancel it
         first = open_choices[0].index
         # called per token: with one prompt, which is nearly always so, there is no call in between
         self.receive: Callable[[generate.Output], None] = (
@@ -75,7 +75,10 @@ class Attempt:
     @property
     def is_open(self) -> bool:
         """True if any of its choices is incomplete."""
-        return None in [choice.finish_reason for choice in self.choices]
+        for choice in self.choices:  # noqa: SIM110 (twice a request: a generator costs more than the rest)
+            if choice.finish_reason is None:
+                return True
+        return False
 
     @property
     def has_begun(self) -> bool:
@@ -90,25 +93,17 @@ class Attempt:
             if choice.finish_reason is None
         }
 
-    def set_instance(self, instance_id: int) -> None:
-        """Note the instance that has the request."""
-        self.instance_id = instance_id
-
-    def set_stream(self, stream: requests.Stream) -> None:
-        """Note the worker's stream, to cancel it."""
-        self._stream = stream
-
     def cancel(self) -> None:
         """Cancel the request at the worker."""
-        if self._stream is not None:
-            self._stream.cancel()
+        if self.stream is not None:
+            self.stream.cancel()
 
     def cancel_choice(self, choice: choices.Choice) -> None:
         """Cancel one choice at the worker; the others go on."""
         if len(self.choices) == 1:
             self.cancel()
-        elif self._stream is not None:
-            self._stream.send_signal(choice.index - self.choices[0].index)
+        elif self.stream is not None:
+            self.stream.send_signal(choice.index - self.choices[0].index)
 
     def replied(self, body: msgspec.Raw) -> None:
         """Refuse a reply: the worker should stream (`requests.Receiver`)."""

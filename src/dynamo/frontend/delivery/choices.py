@@ -210,7 +210,7 @@ class ParsedChoice(Choice):
 
     @property
     def is_cut(self) -> bool:
-        return self._has_ended_call or super().is_cut
+        return self._has_ended_call or self.text.stop_reason is not None
 
     @property
     def is_plain(self) -> bool:

@@ -7,6 +7,7 @@ followed by others (`Retry`), of which the client sees nothing.
 """
 
 import abc
+import collections
 import logging
 import math
 import time
@@ -146,20 +147,20 @@ class Delivery(abc.ABC):
         self._retry: Retry = _never_retry
         self._num_open = len(prepared.prompts)
         self._num_settled = 0  # choices
-        self._cached_by_prompt: dict[int, int] = {}
-        self._len_by_prompt: dict[int, int] = {}  # of prompts with images, as the engine counts
-        self._is_over = False
+        # tokens of all prompts; with images, as the engine counts them once it reports
+        self._num_prompt_tokens = 0
+        for prompt in prepared.prompts:
+            self._num_prompt_tokens += prompt.request.prompt_len
+        self._num_cached = 0  # of these
+        self._reported_prompts: set[int] = set()
+        # the answer is complete, failed or abandoned, so workers need no further requests
+        self.is_over = False
         self._wait_callbacks: list[Callable[[], None]] = []
         client.on_disconnect(self._abandon)
 
-    @property
-    def is_over(self) -> bool:
-        """True if the answer is complete, failed or abandoned, so workers need no further requests."""
-        return self._is_over
-
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Call this if the answer ends while a prompt waits for a worker; at once if it is over."""
-        if self._is_over:
+        if self.is_over:
             callback()
         else:
             self._wait_callbacks.append(callback)
@@ -203,7 +204,7 @@ class Delivery(abc.ABC):
 
         If a fault of ours lost the last output of a choice, or the whole answer, nothing else would end the request.
         """
-        if self._is_over:
+        if self.is_over:
             return
         num_complete = sum(choice.is_over for choice in self.choices)
         is_lost = not self._num_open or num_complete > self._num_settled
@@ -226,7 +227,7 @@ class Delivery(abc.ABC):
 
     def fail(self, error: errors.DynamoError) -> None:
         """End the request by an error. A stream that has begun reports it as its last event."""
-        if self._is_over:
+        if self.is_over:
             return
         self._close()
         self._meter.record_failure(error)
@@ -250,11 +251,14 @@ class Delivery(abc.ABC):
         if output.cached_tokens is None:
             return
         prompt_number = choice.index // self.num_choices
+        if prompt_number in self._reported_prompts:
+            return
+        self._reported_prompts.add(prompt_number)
         if output.prompt_len is not None:
-            self._len_by_prompt.setdefault(prompt_number, output.prompt_len)
-        if prompt_number not in self._cached_by_prompt:
-            self._cached_by_prompt[prompt_number] = output.cached_tokens
-            self._meter.record_cached(output.cached_tokens, output.tier_tokens)
+            known_len = self.prepared.prompts[prompt_number].request.prompt_len
+            self._num_prompt_tokens += output.prompt_len - known_len
+        self._num_cached += output.cached_tokens
+        self._meter.record_cached(output.cached_tokens, output.tier_tokens)
 
     def settle(self, choice: choices.Choice) -> bool:
         """Account for a choice that has ended, and return whether the whole answer is complete.
@@ -302,25 +306,14 @@ class Delivery(abc.ABC):
         share = self._num_cached / self._num_prompt_tokens
         return self.prepared.extra.build_fields(self._meter, is_last=is_last, cached_share=share)
 
-    @property
-    def _num_prompt_tokens(self) -> int:
-        lengths = [prompt.request.prompt_len for prompt in self.prepared.prompts]
-        for number, computed in self._len_by_prompt.items():
-            lengths[number] = computed
-        return sum(lengths)
-
-    @property
-    def _num_cached(self) -> int:
-        return sum(self._cached_by_prompt.values())
-
     def _abandon(self) -> None:
         """End the request because the client has disconnected."""
-        if not self._is_over:
+        if not self.is_over:
             self._close()
             self._meter.record_disconnect()
 
     def _close(self) -> None:
-        self._is_over = True
+        self.is_over = True
         self._cancel(self.choices)
         self._release()
         callbacks, self._wait_callbacks = self._wait_callbacks, []
@@ -329,7 +322,7 @@ class Delivery(abc.ABC):
 
     def _release(self) -> None:
         """Drop the references to attempts, which refer to this object: a cycle would wait for the garbage collector."""
-        self._is_over = True
+        self.is_over = True
         self._retry = _never_retry
         self._attempts = []
 
@@ -383,8 +376,8 @@ class WholeDelivery(Delivery):
         meter: metrics.RequestMeter,
     ) -> None:
         super().__init__(client, prepared, meter)
-        self._texts: list[list[str]] = [[] for _ in self.choices]
-        self._reports: list[list[choices.TokenReport]] = [[] for _ in self.choices]
+        self._texts = collections.defaultdict[int, list[str]](list)  # by choice
+        self._reports = collections.defaultdict[int, list[choices.TokenReport]](list)
         self._prompt_logprobs: dict[int, Sequence[generate.TokenLogprobs]] = {}  # by prompt
 
     def deliver(self, output: generate.Output, first: int = 0) -> None:
@@ -406,11 +399,13 @@ class WholeDelivery(Delivery):
             self._respond()
 
     def _respond(self) -> None:
-        selected = [
-            choice
-            for number in range(len(self.prepared.prompts))
-            for choice in self._select_best(number)
-        ]
+        selected = self.choices
+        if self.prepared.request.is_best_of:
+            selected = [
+                choice
+                for number in range(len(self.prepared.prompts))
+                for choice in self._select_best(number)
+            ]
         has_reports = self.prepared.request.num_logprobs is not None
         answers = [
             sse.WholeChoice(
@@ -439,11 +434,9 @@ class WholeDelivery(Delivery):
         return self._prompt_logprobs.get(choice.index // self.num_choices, ())
 
     def _select_best(self, prompt_number: int) -> Sequence[choices.Choice]:
-        """Return the answers to this prompt that the client receives: of more than requested the likeliest first."""
-        drawn, num_choices = self.choices_of(prompt_number), self.prepared.request.num_choices
-        if len(drawn) == num_choices:
-            return drawn
-        return sorted(drawn, key=_mean_logprob, reverse=True)[:num_choices]
+        """Return the answers to this prompt that the client receives: of all that were drawn the likeliest."""
+        drawn = sorted(self.choices_of(prompt_number), key=_mean_logprob, reverse=True)
+        return drawn[: self.prepared.request.num_choices]
 
 
 def _mean_logprob(choice: choices.Choice) -> float:

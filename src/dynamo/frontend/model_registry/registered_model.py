@@ -83,6 +83,7 @@ class RegisteredModel:
         self._num_picks = itertools.count()
         adapter_names = () if base is None else (card.display_name,)
         self.fingerprint = sse.fingerprint(card, *adapter_names)
+        self.can_generate = card.model_type != (model_card.ModelType.EMBEDDINGS,)  # text
 
     def is_described_by(self, card: model_card.ModelCard) -> bool:
         """Return whether requests are checked and prepared by this card as by the one that the model was loaded by."""
@@ -127,11 +128,6 @@ class RegisteredModel:
                 f"the model {self.name!r} cannot be served here: {self._problem}", retry_after_s=10
             )
         return self._preparer
-
-    @property
-    def can_generate(self) -> bool:
-        """Return whether the model generates text."""
-        return self.card.model_type != (model_card.ModelType.EMBEDDINGS,)
 
     @property
     def capabilities(self) -> list[str]:

@@ -189,7 +189,7 @@ class ModelRegistry:
 
     def get(self, name: str) -> RegisteredModel | None:
         """Return the model of this name; None if no worker serves it."""
-        name = self.served_name(name)
+        name = self._names_by_alias.get(name, name)
         return self._models.get(name) or self._adapters.get(name)
 
     def find(self, name: str, may_see: ModelFilter | None = None) -> RegisteredModel:
@@ -198,6 +198,8 @@ class ModelRegistry:
         Raises ModelNotFound, or NoWorkers if it has lost its workers. To a client that `may_see` some models only, all
         others do not exist, and no error names them.
         """
+        if may_see is None and (model := self.get(name)) is not None:  # nearly always so
+            return model
         served_name = self.served_name(name)
         if may_see is not None and not may_see(served_name):
             raise model_errors.ModelNotFound(

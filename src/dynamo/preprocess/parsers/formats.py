@@ -441,9 +441,10 @@ class AnswerFormat:
 
     @property
     def _is_harmony(self) -> bool:
-        return True in [
-            part.is_harmony for part in (self.tools, self.reasoning) if part is not None
-        ]
+        tools, reasoning = self.tools, self.reasoning
+        return (tools is not None and tools.is_harmony) or (
+            reasoning is not None and reasoning.is_harmony
+        )
 
 
 def select_format(

@@ -142,8 +142,7 @@ class RequestParser:
         was_in_body, earlier = self._in_body, self._body_bytes
         try:
             self._feed(data)
-            has_grown = self._in_body != was_in_body or self._body_bytes != earlier
-            if not has_grown and not self._ready:
+            if not self._ready and (self._in_body, self._body_bytes) == (was_in_body, earlier):
                 self._count_unfinished_line(len(data))
         except httptools.HttpParserCallbackError as error:
             self._refuse(error.__context__)
@@ -283,12 +282,10 @@ class RequestParser:
             counted_bytes(self._body_bytes) - counted_bytes(earlier)
         ):
             raise RequestRefused(NO_ROOM.status, NO_ROOM.message, headers=NO_ROOM.headers)
-        if not self._body:
-            self._body = piece  # nearly always all of it, and then never copied
-            return
-        if isinstance(self._body, bytes):
-            self._body = bytearray(self._body)  # a list of tiny pieces would take much more
-        self._body += piece
+        if isinstance(self._body, bytearray):  # a list of tiny pieces would take much more
+            self._body += piece
+        else:  # the first is nearly always all of it, and then never copied
+            self._body = bytearray(self._body + piece) if self._body else piece
 
     def _body_too_large(self) -> RequestRefused:
         return RequestRefused(
