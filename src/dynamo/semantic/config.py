@@ -18,6 +18,10 @@ GuardMode = Literal["enforce", "observe", "route"]
 OnError = Literal["pass", "block"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Price = Annotated[float, msgspec.Meta(ge=0)]  # of a million tokens
+HeaderName = Annotated[str, msgspec.Meta(pattern=r"^:?[A-Za-z0-9!#$%&'*+.^_`|~-]+(?!\n)$")]
+HeaderText = Annotated[
+    str, msgspec.Meta(pattern=r"^[^\x00-\x08\x0a-\x1f\x7f]*(?!\n)$")
+]  # of one line
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -97,7 +101,7 @@ class ModelSettings(_Section, frozen=True, kw_only=True):
     preferred_endpoints: list[str] = []
     reasoning_family: str | None = None
     loras: list[LoraName] = []
-    access_key: str | None = None
+    access_key: HeaderText | None = None
     pricing: Pricing | None = None
     context_length: int | None = None
     accepts_images: bool = True
@@ -185,8 +189,8 @@ class SystemPromptPlugin(_Section, frozen=True, kw_only=True):
 class HeaderValue(_Section, frozen=True, kw_only=True):
     """A header to set."""
 
-    name: str
-    value: str
+    name: HeaderName
+    value: HeaderText
 
 
 class HeaderMutationPlugin(_Section, frozen=True, kw_only=True):
@@ -194,7 +198,7 @@ class HeaderMutationPlugin(_Section, frozen=True, kw_only=True):
 
     add: list[HeaderValue] = []
     update: list[HeaderValue] = []
-    delete: list[str] = []
+    delete: list[HeaderName] = []
 
 
 PLUGIN_TYPES: dict[str, type[_Section]] = {

@@ -197,7 +197,6 @@ def _decode(
         raise errors.ConfigError(f"version: expected v0.1, v0.3 or none, got {version}")
     notes += _read_backend_file(tree, directory)
     notes += [f"{key}{_UNKNOWN}" for key in _unknown_keys(tree)]
-    tree.pop("version", None)
     try:
         settings = msgspec.convert(tree, config.SemanticConfig)
     except msgspec.ValidationError as error:
@@ -432,8 +431,9 @@ def _check_references(
     pii_types: frozenset[str],
 ) -> None:
     """Raise ConfigError for a name that nothing in the configuration defines."""
-    if len({decision.name for decision in settings.decisions}) < len(settings.decisions):
-        raise errors.ConfigError("decisions: expected names that differ, got one of them twice")
+    for key in ("decisions", "vllm_endpoints"):
+        if len({entry.name for entry in getattr(settings, key)}) < len(getattr(settings, key)):
+            raise errors.ConfigError(f"{key}: expected names that differ, got one of them twice")
     for category in settings.categories:
         for label in category.mmlu_categories:
             _check_label(f"categories.{category.name}.mmlu_categories", label, categories)

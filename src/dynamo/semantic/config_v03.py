@@ -72,9 +72,11 @@ def _providers(providers: _Tree) -> _Tree:
         entry = {key: model[key] for key in ("reasoning_family", "pricing") if model.get(key)}
         references = _list(model, "backend_refs", f"{path}.backend_refs")
         added = [_endpoint(f"{path}.backend_refs[{n}]", ref) for n, ref in enumerate(references)]
+        for endpoint in added:  # models may give their servers the same names
+            endpoint["name"] = f"{name}/{endpoint['name']}"
         if added:
             entry["preferred_endpoints"] = [endpoint["name"] for endpoint in added]
-        endpoints += [endpoint for endpoint in added if endpoint not in endpoints]
+        endpoints += added
         models[name] = entry
     return {**defaults, "model_config": models, "vllm_endpoints": endpoints}
 
@@ -148,6 +150,9 @@ def _decisions(routing: _Tree, signals: _Tree, result: _Tree, notes: list[str]) 
     blocked_kinds: set[str] = set()
     for decision in _list(routing, "decisions", "routing.decisions"):
         path = f"routing.decisions.{decision.get('name')}"
+        rules = _section(decision, "rules", path)
+        if "type" in rules:  # one condition alone
+            decision = {**decision, "rules": {"conditions": [rules]}}
         conditions = _list(_section(decision, "rules", path), "conditions", path)
         if any("conditions" in condition for condition in conditions):
             raise errors.ConfigError(f"{path}: conditions inside conditions are not supported")

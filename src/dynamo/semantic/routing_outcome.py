@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from dynamo.base import addresses
 from dynamo.semantic import cache, config, decisions, guards, immediate, tool_database
 
 ON, OFF = "on", "off"
@@ -110,10 +111,12 @@ class RoutedRequest:
         entry = settings.find_model(model)
         if entry is not None and entry.access_key:
             self.upstream_headers.append(("authorization", f"Bearer {entry.access_key}"))
-        addresses = {e.name: f"{e.address}:{e.port}" for e in settings.vllm_endpoints}
+        address_by_name = {
+            e.name: addresses.join(e.address, e.port) for e in settings.vllm_endpoints
+        }
         for name in entry.preferred_endpoints[:1] if entry is not None else ():
-            self.explanation.endpoint = addresses[name]
-            self.upstream_headers.append(("x-vsr-destination-endpoint", addresses[name]))
+            self.explanation.endpoint = address_by_name[name]
+            self.upstream_headers.append(("x-vsr-destination-endpoint", address_by_name[name]))
         if model.isprintable() and len(model) <= _MOST_NAME:  # it may be a client's invention
             self.upstream_headers.append(("x-selected-model", model))
         mutation = plugins.get("header_mutation")

@@ -28,6 +28,9 @@ def test_unknown_keys_are_named_with_their_path():
     assert any(note.startswith("keyword_rules[0].wrong: unknown key") for note in notes)
 
 
+MUTATION = "decisions: [{name: d, plugins: [{type: header_mutation, configuration: {%s}}]}]"
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -236,6 +239,25 @@ def test_decision_for_which_no_model_is_named_is_noted():
 
     assert note.startswith("decisions.sums: no model")
     assert not parse("default_model: m\ndecisions: [{name: sums}]").notes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('model_config: {m: {access_key: "secret\\n"}}', "access_key"),
+        (MUTATION % 'add: [{name: "x y", value: a}]', "add[0].name"),
+        (MUTATION % 'update: [{name: x-y, value: "a\\n"}]', "update[0].value"),
+        (MUTATION % 'delete: ["x: y"]', "delete[0]"),
+    ],
+)
+def test_header_that_no_server_takes_is_refused(text, message):
+    assert message in refusal_of(text)
+
+
+def test_endpoint_that_stands_twice_is_refused():
+    endpoint = "{name: a, address: b, port: 80}"
+
+    assert "vllm_endpoints" in refusal_of(f"vllm_endpoints: [{endpoint}, {endpoint}]")
 
 
 @pytest.mark.parametrize(

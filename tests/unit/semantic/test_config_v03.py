@@ -49,11 +49,11 @@ auto_model_name: any
 strategy: priority
 reasoning_families: {gpt: {type: reasoning_effort, parameter: reasoning_effort}}
 vllm_endpoints:
-  - {name: a, address: 10.0.0.1, port: 8000, weight: 2}
-  - {name: "https://models.example/v1", address: models.example, port: 443}
+  - {name: small/a, address: 10.0.0.1, port: 8000, weight: 2}
+  - {name: "coder/https://models.example/v1", address: models.example, port: 443}
 model_config:
-  small: {preferred_endpoints: [a]}
-  coder: {reasoning_family: gpt, preferred_endpoints: ["https://models.example/v1"], loras: [{name: sql}]}
+  small: {preferred_endpoints: [small/a]}
+  coder: {reasoning_family: gpt, preferred_endpoints: ["coder/https://models.example/v1"], loras: [{name: sql}]}
 keyword_rules: [{name: code, operator: OR, keywords: [python]}]
 categories: [{name: sums, mmlu_categories: [math]}]
 prompt_guard: {enabled: true, threshold: 0.8}
@@ -98,6 +98,28 @@ def test_translated_configuration_routes_a_request():
 
     assert outcome.explanation.model == "coder"
     assert b'"reasoning_effort":"medium"' in outcome.body.replace(b": ", b":")
+
+
+@pytest.mark.parametrize(
+    ("model", "server"), [("small", "10.0.0.1:8000"), ("coder", "[fd00::2]:8000")]
+)
+def test_models_whose_servers_have_one_name_keep_their_own(model, server):
+    tree = yaml.safe_load(NEW)
+    tree["providers"]["models"][1]["backend_refs"] = [{"name": "a", "endpoint": "[fd00::2]:8000"}]
+    routing = router.SemanticRouter(load(yaml.dump(tree)), FAST, clock.SystemClock())
+
+    outcome = routing.route(b'{"model": "%s", "messages": []}' % model.encode(), {})
+
+    assert ("x-vsr-destination-endpoint", server) in outcome.upstream_headers
+
+
+def test_condition_alone_blocks_as_one_in_a_list_does():
+    tree = yaml.safe_load(NEW)
+    listed = load(yaml.dump(tree))
+    for decision in tree["routing"]["decisions"]:
+        (decision["rules"],) = decision["rules"]["conditions"]
+
+    assert load(yaml.dump(tree)).settings == listed.settings
 
 
 def test_personal_data_is_refused_where_no_decision_applies():
