@@ -136,12 +136,12 @@ class WorkerConfig(component.RuntimeConfig):
         3.0, help="seconds for the engine to answer the health check", least=0.1
     )
     system_host: str = config.setting(
-        "127.0.0.1", help="address of /live, /health and /metrics; 0.0.0.0 for all networks"
+        "127.0.0.1", help="address of the system port; 0.0.0.0: all networks, and its commands too"
     )
     system_port: addresses.PortRange | None = config.setting(  # noqa: RUF009 (a declaration)
         None,
-        help="port of /live, /health and /metrics, or a range of which the first free one is used; 0: any,"
-        " -1 (default): none",
+        help="port of /live, /health, /metrics and commands (drain, sleep, role, adapters), all without authentication,"
+        " or a range of which the first free one is used; 0: any, -1 (default): none",
     )
     system_enabled: bool | None = config.setting(
         None,
