@@ -217,12 +217,12 @@ class BlockTables(abc.ABC, Generic[S]):
         self.tiers.offer(positions.start, _blocks(sequence, positions), priority, hint)
 
 
-def pass_lead(ended: S, left: Sequence[S]) -> None:
-    """Let the first of the choices that are left lead, because the leader ended without an output."""
-    for choice in left:
-        choice.leader = None if choice is left[0] else left[0]
-    if left:
-        left[0].remote = left[0].remote or ended.remote
+def pass_lead(ended: S, remaining: Sequence[S]) -> None:
+    """Let the first of the remaining choices lead, because the leader ended without an output."""
+    for choice in remaining:
+        choice.leader = None if choice is remaining[0] else remaining[0]
+    if remaining:
+        remaining[0].remote = remaining[0].remote or ended.remote
 
 
 def _blocks(sequence: PagedSequence, positions: range) -> list[tiers.CachedBlock]:

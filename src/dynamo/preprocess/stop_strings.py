@@ -77,8 +77,8 @@ class StopStrings:
 
     def push(self, text: str) -> StopResult:
         """Add text; return all that is certain to stand before a stop string."""
-        text, mark, rest = self._stops.partition(self._pending + text)
-        self._pending = "" if mark else rest
+        text, mark, following = self._stops.partition(self._pending + text)
+        self._pending = "" if mark else following
         return StopResult(text, mark or None)
 
     def flush(self) -> str:
