@@ -73,7 +73,9 @@ def test_object_store_without_its_library_names_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "dynamo.kvbm.object_storage", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
     settings = read("--kvbm-object-store", "file:///x", "--kvbm-cpu-cache-override-num-blocks", "1")
-    with pytest.raises(errors.ConfigError, match="--kvbm-object-store needs obstore, which is not installed"):
+    with pytest.raises(
+        errors.ConfigError, match="--kvbm-object-store needs obstore, which is not installed"
+    ):
         tier_setup.open_storage(
             settings, block_size=16, block_bytes=4096, device_bytes=0, fingerprint={}
         )
