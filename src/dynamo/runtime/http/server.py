@@ -30,9 +30,8 @@ _MAX_REFUSED = 50  # connections beyond the limit that hear why
 _logger = logging.getLogger(__name__)
 
 
-def plain_error(status: int, message: str, path: str) -> bytes:
-    """The body of a refusal, where the application has no shape of its own."""
-    del path
+def plain_error(status: int, message: str, _path: str) -> bytes:
+    """Return the body of a refusal, where the application has no shape of its own."""
     return msgspec.json.encode({"error": {"message": message, "code": status}})
 
 
@@ -355,7 +354,8 @@ class _Connection(asyncio.Protocol):
         if exchange is not None:
             self._server.exchange_ended()
             exchange.disconnected()
-            _close_sink(exchange.request)
+            if exchange.request.sink is not None:
+                exchange.request.sink.close()
         self._end_wait()
 
     def _end_wait(self) -> None:
@@ -364,7 +364,8 @@ class _Connection(asyncio.Protocol):
 
     def _clear_pending(self) -> None:
         for item in self._pending:
-            _close_sink(item)
+            if isinstance(item, Request) and item.sink is not None:
+                item.sink.close()
         self._pending.clear()
 
     def pause_writing(self) -> None:
@@ -497,8 +498,3 @@ class _Connection(asyncio.Protocol):
         if self._transport.can_write_eof():
             with contextlib.suppress(OSError):  # the client has gone
                 self._transport.write_eof()
-
-
-def _close_sink(item: Request | parser.Refusal) -> None:
-    if isinstance(item, Request) and item.sink is not None:
-        item.sink.close()
