@@ -94,7 +94,8 @@ def test_workers_come_and_go_under_streams_and_no_answer_is_cut(
 def test_worker_changes_its_role_where_the_budget_is_full_and_no_answer_is_cut(
     deployment, frontend
 ):
-    flags = f"{WORKER} --max-num-batched-tokens 128 {' '.join(ALWAYS)}"
+    # a prompt takes 0.3 s: so prompts queue also where the machine lets clients ask for few at a time
+    flags = f"{WORKER} --max-num-batched-tokens 32 {' '.join(ALWAYS)}"
     planner = start_planner(
         deployment, frontend, *("--mode", "disagg", "--max-gpu-budget", "3"), worker=flags
     )
