@@ -99,7 +99,7 @@ class Fail(msgspec.Struct, frozen=True, array_like=True, tag=6):
     code: str
     message: str
     param: str | None = None  # of a RequestError
-    # of an Unavailable
+    # of an Unavailable or RateLimited
     retry_after_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT_S)] | None = None
 
     @classmethod
@@ -107,7 +107,7 @@ class Fail(msgspec.Struct, frozen=True, array_like=True, tag=6):
         """Make the frame of an error."""
         param = error.param if isinstance(error, errors.RequestError) else None
         retry_after_s = None
-        if isinstance(error, errors.Unavailable):
+        if isinstance(error, errors.Unavailable | errors.RateLimited):
             retry_after_s = min(max(0.0, error.retry_after_s), MAX_TIMEOUT_S)
         # the name of a file may hold what is no text, and a stream without its end would be waited for
         message = str(error).encode(errors="backslashreplace").decode()

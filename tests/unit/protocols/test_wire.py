@@ -122,6 +122,7 @@ def test_encoded_token_has_few_bytes():
         errors.InvalidRequest("bad"),
         errors.Overloaded("busy", retry_after_s=7.5),
         errors.NoWorkers("none", retry_after_s=-1.0),
+        errors.RateLimited("slowly", retry_after_s=30.0),
         errors.EngineFailed("boom"),
     ],
 )
@@ -131,7 +132,7 @@ def test_error_details_for_the_client_are_sent(error):
 
     assert (type(arrived), str(arrived)) == (type(error), str(error))
     assert getattr(arrived, "param", None) == getattr(error, "param", None)
-    if isinstance(error, errors.Unavailable):
+    if isinstance(error, errors.Unavailable | errors.RateLimited):
         assert arrived.retry_after_s == max(0.0, error.retry_after_s)
 
 
