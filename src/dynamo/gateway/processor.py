@@ -24,9 +24,7 @@ ROUTED_PATHS = (
     *("/api/chat", "/api/generate", "/invocations"),  # Ollama's and SageMaker's
 )
 # What a model is to answer here stands in tensors (KServe), or in a file that was uploaded before (batches).
-_UNREADABLE = re.compile(
-    r"/v2/models/.+/(?:infer|generate)(?:_stream)?|/inference\.GRPCInferenceService/Model(?:Stream)?Infer|/v1/batches"
-)
+_UNREADABLE = re.compile(r"/v2/models/.+/(?:infer|generate)\w*|/inference\..+Infer|/v1/batches")
 _CHAT = ROUTED_PATHS[0]
 _APIS: dict[str, rewriting.RequestApi] = {
     _CHAT: "chat",
