@@ -90,6 +90,16 @@ def test_consecutive_turns_of_a_role_are_merged():
     assert messages == [{"role": "user", "content": "hi\nhi\nhi"}]
 
 
+@pytest.mark.parametrize("as_blocks", [False, True])
+def test_line_that_claude_code_changes_with_each_request_is_no_part_of_the_prompt(as_blocks):
+    lines = ["x-anthropic-billing-header: cc_version=2.1.117.48f; cch=71fea;", "be kind"]
+    blocks = [{"type": "text", "text": line} for line in lines]
+
+    assert chat(system=blocks if as_blocks else "\n".join(lines)) == [
+        {"role": "system", "content": "be kind"}
+    ]
+
+
 def test_system_turn_may_be_in_the_middle():
     assert chat(SAY, {"role": "system", "content": "x"})[1:] == [{"role": "system", "content": "x"}]
 

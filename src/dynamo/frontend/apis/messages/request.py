@@ -7,6 +7,7 @@ message; the results of tools are blocks of the user's turn, where a conversatio
 are blocks of the assistant's turn.
 """  # decider
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,6 +20,8 @@ from dynamo.protocols import generate
 from dynamo.runtime.http import json_body
 
 MAX_STOP_SEQUENCES = 64
+# Claude Code's, another one in each request: behind it no prompt would have a prefix that is cached.
+_BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
@@ -244,7 +247,7 @@ def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
     builder = _MessageBuilder()
     if request.system is not None:
         blocks = content_blocks.decode(request.system, "system", ("text",))
-        builder.append("system", content_blocks.join_texts(blocks))
+        builder.append("system", _BILLING_LINE.sub("", content_blocks.join_texts(blocks)))
     for number, turn in enumerate(request.messages):
         builder.append_turn(turn, f"messages[{number}].content")
     last, choice, config = builder.messages[-1], request.tool_choice, request.output_config
