@@ -74,32 +74,32 @@ class ImageInput:
 
     def find(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[FoundImage]:
         """Return the images of these messages, in order. Raises InvalidRequest."""
-        found = _find(messages)
-        if not found:  # nearly always so
-            return found
+        images = _find(messages)
+        if not images:  # nearly always so
+            return images
         if not self.max_images:
-            param = found[0].place
+            param = images[0].place
             raise errors.InvalidRequest.of_param(
                 param, "this model reads text only; leave the image out"
             )
-        if len(found) > self.max_images:
-            param = found[self.max_images].place
+        if len(images) > self.max_images:
+            param = images[self.max_images].place
             raise errors.InvalidRequest.of_param(
                 param,
-                f"this model takes at most {self.max_images} images in a request, got {len(found)}",
+                f"this model takes at most {self.max_images} images in a request, got {len(images)}",
             )
-        return found
+        return images
 
     def read(self, messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
         """Return the files of all images. Raises InvalidRequest."""
-        found = self.find(messages)
-        if not found:
+        images = self.find(messages)
+        if not images:
             return ()
-        if sum(len(image.url) for image in found) > MAX_BYTES * 4 // 3:
+        if sum(len(image.url) for image in images) > MAX_BYTES * 4 // 3:
             raise errors.InvalidRequest.of_param(
                 "messages", f"expected images of at most {MAX_BYTES // 2**20} MiB in all"
             )
-        return tuple(_decode(image.url, image.file_place) for image in found)
+        return tuple(_decode(image.url, image.file_place) for image in images)
 
     def count_text(self, packed_ids: bytes) -> int:
         """Return the number of tokens before the first image; 0 if its tokens are not known."""
@@ -111,7 +111,7 @@ TEXT_ONLY = ImageInput()
 
 
 def _find(messages: Sequence[Mapping[str, Any]]) -> list[FoundImage]:
-    found: list[FoundImage] = []
+    images: list[FoundImage] = []
     for number, message in enumerate(messages):
         content = message.get("content")
         if type(content) is not list:
@@ -120,8 +120,8 @@ def _find(messages: Sequence[Mapping[str, Any]]) -> list[FoundImage]:
             if part["type"] == PART:
                 described = part[PART]
                 url = described["url"] if isinstance(described, dict) else described
-                found.append(_located(part, f"messages[{number}].content[{index}]", url))
-    return found
+                images.append(_located(part, f"messages[{number}].content[{index}]", url))
+    return images
 
 
 def _located(part: Mapping[str, Any], place: str, url: str) -> FoundImage:

@@ -198,10 +198,7 @@ class ModelRegistry:
         Raises ModelNotFound, or NoWorkers if it has lost its workers. To a client that `may_see` some models only, all
         others do not exist, and no error names them.
         """
-        if may_see is None and (model := self.get(name)) is not None:  # nearly always so
-            return model
-        served_name = self.served_name(name)
-        if may_see is not None and not may_see(served_name):
+        if may_see is not None and not may_see(self.served_name(name)):
             raise model_errors.ModelNotFound(
                 f"The model {name[:100]!r} does not exist, or this API key may not ask it. "
                 f"It may ask: {self._list_ready(may_see)}.",
@@ -209,6 +206,7 @@ class ModelRegistry:
             )
         if (model := self.get(name)) is not None:
             return model
+        served_name = self.served_name(name)
         if served_name in self._lost_names:
             raise errors.NoWorkers(
                 f"the model {served_name!r} has lost its last worker: start one, or try again shortly"
