@@ -442,9 +442,9 @@ class _MessageBuilder:
                 message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
                 self.messages.append(message)
             case ReasoningItem(content=[*parts]):
-                message, text = self._open_assistant(), _join_parts(parts, f"{place}.content")
-                thoughts = (message.get("reasoning_content"), text)
-                message["reasoning_content"] = "\n".join(filter(None, thoughts))
+                answer, text = self._open_assistant(), _join_parts(parts, f"{place}.content")
+                thoughts = (answer.get("reasoning_content"), text)
+                answer["reasoning_content"] = "\n".join(filter(None, thoughts))
 
     def _append_answer(self, text: str) -> None:
         if (message := self._open_assistant())["content"]:
