@@ -464,8 +464,8 @@ class Conversation(GenerationInput, frozen=True, kw_only=True, forbid_unknown_fi
         choice = self.tool_choice
         if not isinstance(choice, ChosenTools):
             return choice == "required"
-        allowed = choice.allowed_tools
-        return self.forced_tool is not None if allowed is None else allowed.mode == "required"
+        subset = choice.allowed_tools
+        return self.forced_tool is not None if subset is None else subset.mode == "required"
 
     @property
     def forced_tool(self) -> str | None:

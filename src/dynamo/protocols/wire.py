@@ -183,16 +183,16 @@ class FrameReader:
     """Bytes in, frames out. After an error it must be thrown away with its connection."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES, *, decode: Decode = decode) -> None:
-        self._rest = bytearray()  # of what was read: the beginning of a frame
+        self._tail = bytearray()  # of what was read: the beginning of a frame
         self._decode = decode
         self.max_frame_bytes = max_frame_bytes  # may be raised once the peer is known
 
     def feed(self, data: bytes) -> list[Frame]:
         """Return all frames that are complete with `data`. Raises RemoteProtocolError."""
         buffer: bytes | bytearray = data  # nearly always whole frames, which need not be kept
-        if self._rest:
-            self._rest += data
-            buffer = self._rest
+        if self._tail:
+            self._tail += data
+            buffer = self._tail
         frames: list[Frame] = []
         start, num_bytes = 0, len(buffer)
         while num_bytes - start >= _LENGTH.size:
@@ -207,5 +207,5 @@ class FrameReader:
             frames.append(self._decode(bytes(buffer[start + _LENGTH.size : end])))
             start = end
         if start or buffer is data:
-            self._rest = bytearray(buffer[start:])
+            self._tail = bytearray(buffer[start:])
         return frames

@@ -198,15 +198,15 @@ class ModelRegistry:
         Raises ModelNotFound, or NoWorkers if it has lost its workers. To a client that `may_see` some models only, all
         others do not exist, and no error names them.
         """
-        if may_see is not None and not may_see(self.served_name(name)):
+        served_name = self.served_name(name)
+        if may_see is not None and not may_see(served_name):
             raise model_errors.ModelNotFound(
                 f"The model {name[:100]!r} does not exist, or this API key may not ask it. "
                 f"It may ask: {self._list_ready(may_see)}.",
                 param="model",
             )
-        if (model := self.get(name)) is not None:
+        if model := self._models.get(served_name) or self._adapters.get(served_name):
             return model
-        served_name = self.served_name(name)
         if served_name in self._lost_names:
             raise errors.NoWorkers(
                 f"the model {served_name!r} has lost its last worker: start one, or try again shortly"

@@ -73,9 +73,8 @@ class HttpServer:
         self._sweeper: asyncio.TimerHandle | None = None
         self._outbox: list[_Connection] = []  # with something to write at the end of this turn
         self._idle = asyncio.Event()
-        self._num_active = 0
+        self._num_active = self._kept_body_bytes = 0
         self.is_private = False  # for processes of this user only
-        self._kept_body_bytes = 0
 
     async def start(
         self, host: str, port: int, *, port_flag: str = "--http-port", shares_port: bool = False
@@ -217,10 +216,8 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._pending: deque[Request | parser.Refusal] = deque()
         self._active: Exchange | None = None
-        self._advancing = False
-        self._lingering = False
-        self._write_paused = False
-        self._read_paused = False
+        self._advancing = self._lingering = False
+        self._write_paused = self._read_paused = False
         self._unread_bytes = 0  # that waited for the client when it was last looked at
         self._waiting: list[bytes] = []  # to be written at the end of this turn
         self._kept_body_bytes = 0  # that count, of all its requests
