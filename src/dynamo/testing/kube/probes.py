@@ -91,47 +91,18 @@ async def _get_status(host: str, port: int | None, target: Object) -> int:
         writer.close()
 
 
-_DATA, _HEADERS, _SETTINGS, _GOAWAY = 0, 1, 4, 7  # frames of HTTP/2
-_END_STREAM, _ACK, _END_HEADERS = 1, 1, 4  # flags of these
 _SERVING = b"\x08\x01"  # a HealthCheckResponse
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
-
-
-def _sized(text: str) -> bytes:
-    """Return a text of at most 126 bytes behind its length, as HPACK and protobuf have it."""
-    content = text.encode()
-    return bytes((len(content),)) + content
-
-
 async def _is_serving(host: str, port: int, service: str) -> bool:
-    """Ask the health service of a gRPC server, by the few frames of HTTP/2 that one call needs."""
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": "/grpc.health.v1.Health/Check",
-        ":authority": f"{host}:{port}",
-        "content-type": "application/grpc",
-        "te": "trailers",
-    }
-    head = b"".join(b"\0" + _sized(name) + _sized(value) for name, value in fields.items())
-    message = b"\n" + _sized(service)
-    body = b"\0" + len(message).to_bytes(4) + message
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0))
-        writer.write(_frame(_HEADERS, _END_HEADERS, 1, head) + _frame(_DATA, _END_STREAM, 1, body))
-        while True:
-            header = await reader.readexactly(9)
-            payload = await reader.readexactly(int.from_bytes(header[:3]))
-            kind, flags, stream = header[3], header[4], int.from_bytes(header[5:])
-            if kind == _DATA:
-                return payload[5:].startswith(_SERVING)
-            if kind == _GOAWAY or (stream and flags & _END_STREAM):
-                return False
-            if kind == _SETTINGS and not flags & _ACK:
-                writer.write(_frame(_SETTINGS, _ACK, 0))
-    finally:
-        writer.close()
+    """Ask the health service of a gRPC server for the state of one service; an empty name means the whole server."""
+    import grpc.aio  # few pods have such probes
+
+    name = service.encode()
+    request = b"\n" + bytes((len(name),)) + name  # a HealthCheckRequest; no name has 128 bytes
+    async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
+        try:
+            response = await channel.unary_unary("/grpc.health.v1.Health/Check")(request)
+        except grpc.aio.AioRpcError:
+            return False
+    return bool(response.startswith(_SERVING))
