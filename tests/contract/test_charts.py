@@ -176,6 +176,16 @@ def test_operator_may_grant_what_it_grants(platform):
     assert rights_of(identity.PLANNER_RULES) <= rights_of_operator(platform)
 
 
+def test_operator_may_replace_nothing_but_what_its_pods_may_and_owners_ask_for(platform):
+    """It applies and patches; who has its account may not delete accounts and roles either."""
+    rights = rights_of_operator(platform)
+    updated = {kind for _, kind, verb in rights if verb == "update" and "/finalizers" not in kind}
+    deleted = {kind for _, kind, verb in rights if verb == "delete"}
+
+    assert all(group == "nvidia.com" for group, kind, _ in rights if kind in updated)
+    assert not deleted & {"serviceaccounts", "roles", "rolebindings", "events", "leases", "jobs"}
+
+
 def test_operator_may_block_the_deletion_of_owners_where_a_cluster_asks_for_that(platform):
     """The admission plugin OwnerReferencesPermissionEnforcement, which OpenShift has."""
     owners = (
