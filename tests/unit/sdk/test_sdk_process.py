@@ -17,6 +17,14 @@ from dynamo.sdk import api, declaration, depends, endpoint, process, service
 from waiting import PATIENT_S
 
 
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch):
+    """What a service keeps for all of its process is gone after each test."""
+    monkeypatch.setattr(declaration, "dynamo_context", {})
+    monkeypatch.setenv("DYNAMO_SERVICE_CONFIG", "{}")  # so that the former state comes back
+    monkeypatch.delenv("DYNAMO_SERVICE_CONFIG")
+
+
 @service(dynamo={"namespace": "demo"})
 class Asked:
     """A service that others depend on."""
@@ -246,7 +254,6 @@ async def test_requests_of_a_service_may_take_as_long_as_its_setting_says(
     stop.set()
     monkeypatch.setattr(process.process_setup, "stop_on_signals", lambda: stop)
     monkeypatch.setattr(component.DistributedRuntime, "drain", note_drain)
-    monkeypatch.delenv("DYNAMO_SERVICE_CONFIG", raising=False)
     words = ["m:Idle", "--discovery-backend", "mem", *argv]
     options = config.load(process.ServiceProcessConfig, prog="x", argv=words, environ=environ)
     await process.run(options, [declaration.spec_of(Idle)])
