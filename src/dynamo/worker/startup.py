@@ -248,6 +248,8 @@ class _StartHandler(http.server.BaseHTTPRequestHandler):
         self.rfile.read(max(0, min(num_bytes, _MAX_COMMAND_BYTES)))
         self.do_GET()
 
+    do_DELETE = do_POST
+
     def log_message(self, *args: Any) -> None:
         """Log nothing: probes come every few seconds."""
 

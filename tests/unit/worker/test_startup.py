@@ -153,11 +153,14 @@ def test_system_port_at_an_address_of_a_single_link_is_refused_by_name(clock):
         pass
 
 
-def test_command_for_a_worker_that_starts_is_refused_in_a_sentence(progress):
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/engine/role"), ("DELETE", "/v1/loras/poet")]
+)
+def test_command_for_a_worker_that_starts_is_refused_in_a_sentence(progress, method, path):
     listener = startup.open_listener("127.0.0.1", addresses.PortRange(0, 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/engine/role"
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}{path}"
     early = startup.StartPort(listener, progress)
-    answer = httpx.post(url, json={"role": "prefill"}, timeout=PATIENT_S)
+    answer = httpx.request(method, url, json={"role": "prefill"}, timeout=PATIENT_S)
     early.release().close()
 
     assert answer.status_code == 503
