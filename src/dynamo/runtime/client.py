@@ -174,11 +174,7 @@ class EndpointClient:
         )
         stream = await self.open(request, receiver, **options)
         try:
-            while True:
-                try:
-                    item = await receiver.next_item()
-                except StopAsyncIteration:
-                    return
+            async for item in receiver:
                 yield item
         finally:
             stream.cancel()

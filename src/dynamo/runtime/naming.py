@@ -242,11 +242,7 @@ async def _items(
     stopped = context.async_killed_or_stopped()
     stopped.add_done_callback(lambda _: stream.send_signal(_STOP))
     try:
-        while True:
-            try:
-                item = await receiver.next_item()
-            except StopAsyncIteration:
-                return
+        async for item in receiver:
             yield Annotated(item) if annotated else item
     finally:
         stream.cancel()

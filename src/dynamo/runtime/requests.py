@@ -19,7 +19,7 @@ callbacks come on the event loop's thread.
 import asyncio
 import collections
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -192,7 +192,7 @@ class RequestPlane(Protocol):
 
 
 class ItemReceiver(Generic[T]):
-    """A receiver from which items and replies can be awaited, in order; replies are decoded as `item_type`.
+    """A receiver that iterates over items and replies, in order; replies are decoded as `item_type`.
 
     At most `max_buffered` of them wait for their reader. The plane cannot slow a server down, so a reader that falls
     further behind gets Overloaded after those that wait.
@@ -226,12 +226,11 @@ class ItemReceiver(Generic[T]):
             self.is_complete, self.error = True, error
             self._changed.set()
 
-    async def next_item(self) -> T:
-        """Wait for the next item or reply.
+    def __aiter__(self) -> Self:
+        return self
 
-        Raises StopAsyncIteration after the last one, the stream's error, or RemoteProtocolError for a reply of another
-        type than expected.
-        """
+    async def __anext__(self) -> T:
+        """Wait for the next item or reply. Raises the stream's error, or RemoteProtocolError for another type."""
         while not self._buffer:
             if self.error is not None:
                 raise self.error
@@ -254,9 +253,9 @@ class ItemReceiver(Generic[T]):
         )
 
     async def only_item(self) -> T:
-        """Wait for the first item or reply. Raises as `next_item`, or RemoteProtocolError if there is none."""
+        """Wait for the first item or reply. Raises as the iteration, or RemoteProtocolError if there is none."""
         try:
-            return await self.next_item()
+            return await anext(self)
         except StopAsyncIteration:
             raise errors.RemoteProtocolError("the stream ended without a reply") from None
 
