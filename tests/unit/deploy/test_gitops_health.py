@@ -141,7 +141,9 @@ def test_request_is_as_healthy_as_its_state(spec, log, state, health, flux):
     assert ask_flux(resource) == flux
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl is not installed: tests/install_services.sh"
+)
 def test_patch_gives_each_kind_its_check_and_keeps_what_stands_beside(tmp_path):
     path = tmp_path / "argocd-cm.yaml"
     metadata = {"name": "argocd-cm", "namespace": "argocd"}

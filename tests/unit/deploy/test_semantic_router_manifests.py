@@ -86,7 +86,9 @@ def test_objects_name_each_other():
     assert OBJECTS["HTTPRoute"]["spec"]["parentRefs"] == [{"name": gateway["metadata"]["name"]}]
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl is not installed: tests/install_services.sh"
+)
 def test_kustomization_renders_the_configuration_and_all_objects():
     rendered = subprocess.run(
         ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, timeout=PATIENT_S
@@ -141,7 +143,9 @@ def test_configuration_of_the_encoder_asks_for_encoders():
     assert service.load_config(ENCODER / "config.yaml").uses_encoders
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl is not installed: tests/install_services.sh"
+)
 def test_kustomization_of_the_encoder_connects_it_with_the_router():
     rendered = subprocess.run(
         ["kubectl", "kustomize", str(ENCODER)], capture_output=True, text=True, timeout=PATIENT_S
@@ -162,7 +166,9 @@ def test_kustomization_of_the_encoder_connects_it_with_the_router():
     assert config["config.yaml"] == (ENCODER / "config.yaml").read_text()
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl is not installed: tests/install_services.sh"
+)
 def test_pods_that_need_etcd_have_the_label_that_its_network_policy_asks_for():
     rendered = subprocess.run(
         ["kubectl", "kustomize", str(ENCODER)], capture_output=True, text=True, timeout=PATIENT_S
