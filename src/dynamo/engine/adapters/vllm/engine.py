@@ -13,8 +13,7 @@ from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import distribution, errors
-from dynamo.engine import api
-from dynamo.engine import trials as grammar_trials
+from dynamo.engine import api, trials
 from dynamo.engine.adapters import kv_subscriber, streams
 from dynamo.engine.adapters import settings as adapter_settings
 from dynamo.engine.adapters import translation as shared
@@ -75,7 +74,7 @@ class VllmLibrary:
         self,
         args: versions.AsyncEngineArgs,
         loras: Mapping[str, versions.LoRARequest],
-        trials: grammar_trials.GrammarTrials,
+        grammar_trials: trials.GrammarTrials,
         clock: clocks.Clock | None = None,
     ) -> None:
         self._clock = clock or clocks.SystemClock()
@@ -85,7 +84,7 @@ class VllmLibrary:
         self._load = translation.VllmLoad(args.data_parallel_size)
         self._llm: versions.AsyncLLM | None = None
         self._has_weights = True
-        self._grammars = trials
+        self._grammars = grammar_trials
         self._preparing: set[str] = set()  # choices that vLLM does not have yet
         self._kv_subscriber: kv_subscriber.ZmqKvSubscriber | None = None
 
