@@ -96,9 +96,10 @@ def test_worker_changes_its_role_where_the_budget_is_full_and_no_answer_is_cut(
 ):
     # a prompt takes 0.3 s: so prompts queue also where the machine lets clients ask for few at a time
     flags = f"{WORKER} --max-num-batched-tokens 32 {' '.join(ALWAYS)}"
-    planner = start_planner(
-        deployment, frontend, *("--mode", "disagg", "--max-gpu-budget", "3"), worker=flags
-    )
+    sizes = ("--mode", "disagg", "--max-gpu-budget", "3")
+    # streams begin and end together: between them the decode worker that is to change would be removed
+    keeps = ("--decode-kv-scale-down-threshold", "0")
+    planner = start_planner(deployment, frontend, *sizes, *keeps, worker=flags)
     frontend.await_models([MODEL])
     enough = threading.Event()
 
