@@ -133,6 +133,8 @@ def test_a_block_continues_a_parent_of_an_earlier_event():
         msgspec.structs.replace(stored([8], None, 1), block_size=4),
         msgspec.structs.replace(stored([8], None, 1), token_ids=[1]),
         stored([8], None, 1, extra_keys=[["an image", 3]]),
+        msgspec.structs.replace(stored([8], None, 1), token_ids=[-1] * BLOCK),
+        msgspec.structs.replace(stored([8], None, 1), token_ids=[2**32] * BLOCK),
     ],
 )
 def test_blocks_without_a_computable_hash_are_dropped_and_counted(event):

@@ -161,7 +161,12 @@ class EventTranslator:
         salt = parent_block.cache_salt if parent_block is not None else first_salt
         seed = blocks.seed_of(event.lora_name, salt)
         token_ids = event.token_ids[: num_hashable * self._block_size]
-        local = blocks.local_hashes(blocks.pack(token_ids), self._block_size, seed)
+        try:
+            packed = blocks.pack(token_ids)
+        except OverflowError:  # ids that are none would end the thread that receives events
+            self.num_dropped += num_hashable
+            return ()
+        local = blocks.local_hashes(packed, self._block_size, seed)
         hashes = blocks.sequence_hashes(local, parent)
         tier = _tier(event.medium)
         cached = self._cached[tier]
