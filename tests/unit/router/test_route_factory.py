@@ -178,10 +178,13 @@ async def test_blocks_of_a_worker_are_those_of_its_rank_with_the_most():
         stack.push_async_callback(made.close)
         made.make_route(runtime.client(NAME), card())
         (state,) = made._components.values()
-        for rank, num_blocks in enumerate((1, 3, 2)):
-            state.index.add_blocks(api.Worker(255, rank), kv_events.DEVICE, [7, 8, 9][:num_blocks])
+        for worker in (api.Worker(1), api.Worker(255, 0), api.Worker(255, 1)):
+            state.index.add_blocks(worker, kv_events.DEVICE, [7, 8, 9])
+        for rank, num_blocks in enumerate((2, 1)):
+            evicted = [7, 8, 9][num_blocks:]
+            state.index.remove_blocks(api.Worker(255, rank), kv_events.DEVICE, evicted)
 
-        assert made.find_matches([7, 8, 9]) == {"device": {"ff": 3}}
+        assert made.find_matches([7, 8, 9]) == {"device": {"1": 3, "ff": 2}}
 
 
 async def offer_blocks(runtime):
