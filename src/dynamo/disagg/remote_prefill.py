@@ -359,7 +359,8 @@ class RemotePrefillEngine(FrontEngine):
         )
 
     async def _prefill_and_submit(self, prompt: HeldRequest) -> None:
-        request, params = prompt.request, None
+        request = prompt.request
+        params: kv_transfer.KvTransferParams | None = None
         try:
             params = await self._prefill(request)
             # `asyncio.wait_for`, which nats-py uses, loses a cancellation that comes in the moment of its end
