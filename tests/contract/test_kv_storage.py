@@ -536,6 +536,21 @@ def test_what_is_no_segment_is_removed_at_the_start(tmp_path):
 
 
 @needs_obstore
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_worker_of_one_rank_leaves_the_objects_of_ranks_with_the_same_blocks(tmp_path, is_cleared):
+    ranks = [open_objects(tmp_path, OURS, part=part) for part in ("dp0", "dp1")]
+    for rank in ranks:
+        write(rank, 0, 1)
+    alone = open_objects(tmp_path, OURS)
+    if is_cleared:
+        alone.forget()
+        alone.purge()
+
+    assert found(alone) == []
+    assert [read(rank, 0, 1) for rank in ranks] == [0, 0]
+
+
+@needs_obstore
 def test_absent_store_is_refused_at_start_and_named(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{ports.reserve()}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")

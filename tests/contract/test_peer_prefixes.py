@@ -15,7 +15,7 @@ from devices import DEVICE
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.disagg import metrics, peer_prefixes
-from dynamo.kvbm import tier_policy
+from dynamo.kvbm import exchange, tier_policy
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.transfer import agent
@@ -360,6 +360,21 @@ async def test_blocks_of_another_lease_change_no_answer(kind):
         assert said == expected
         assert not first.tier_tokens
         assert right.count("failed") == 1
+
+
+@pytest.mark.usefixtures("no_hurry")
+async def test_prefix_for_a_request_that_the_engine_refuses_is_given_back_at_once(
+    kind, monkeypatch
+):
+    monkeypatch.setattr(exchange, "PREFIX_LEASE_S", HOLD_S)
+    async with two_workers(kind) as (left, right, client):
+        await left.answer(prompt(1))
+        refused = right.submit(prompt(1), left.source(), data_parallel_rank=9)
+        await right.end_of(refused)
+
+        assert isinstance(right.sink.errors[refused], errors.InvalidRequest)
+        assert client.num_asked == 1
+        await left.until_idle()
 
 
 @pytest.mark.usefixtures("no_hurry")

@@ -248,6 +248,15 @@ async def test_blocks_are_free_when_a_request_is_aborted_at_any_point():
         await right.until_idle()
 
 
+async def test_blocks_of_a_refused_request_are_free_at_once():
+    async with pair() as (left, right):
+        params = await left.prefill("p", prompt(100))
+        await left.until_idle(num_active=7)
+        right.engine.release_remote(params)
+
+        await left.until_idle()
+
+
 async def test_blocks_are_free_when_the_prefill_is_aborted():
     async with pair(prefill={"kv_hold_s": 0.1}) as (left, _):
         for i in range(20):

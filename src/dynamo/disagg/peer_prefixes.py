@@ -183,6 +183,7 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
             self._rest(source.instance_id, error)
         # As in `remote_prefill`: a cancellation may be lost in the moment of its end.
         if self._held.get(request.id) is not fetch:
+            self._transfer.release_remote(params)
             return
         del self._held[request.id]
         assert self._sink is not None
@@ -192,6 +193,7 @@ class PeerPrefixEngine(remote_prefill.FrontEngine):
                 msgspec.structs.replace(request, kv_transfer_params=params, prefix_source=None)
             )
         except errors.DynamoError as error:
+            self._transfer.release_remote(params)
             self._sink.failed(request.id, error)
             return
         for index in fetch.aborted:

@@ -360,15 +360,18 @@ class RemotePrefillEngine(FrontEngine):
 
     async def _prefill_and_submit(self, prompt: HeldRequest) -> None:
         request = prompt.request
+        params: kv_transfer.KvTransferParams | None = None
         try:
             params = await self._prefill(request)
             # `asyncio.wait_for`, which nats-py uses, loses a cancellation that comes in the moment of its end
             if self._held.get(request.id) is not prompt:
+                self._transfer.release_remote(params)
                 return
             del self._held[request.id]
             self._submit_prefilled(msgspec.structs.replace(request, kv_transfer_params=params))
         except errors.DynamoError as error:
             self._held.pop(request.id, None)
+            self._transfer.release_remote(params)
             assert self._sink is not None
             self._sink.failed(request.id, error)
             return

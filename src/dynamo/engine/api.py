@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
 from dynamo.kvbm import sharing, tier_report
-from dynamo.protocols import generate, kv_events, load, model_card
+from dynamo.protocols import generate, kv_events, kv_transfer, load, model_card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,12 @@ class KvTransferPeer(Protocol):
 
     async def disconnect_peer(self, engine_id: str) -> None:
         """Stop connecting to an engine that leaves or is gone. An unknown id is no error."""
+
+    def release_remote(self, params: kv_transfer.KvTransferParams | None) -> None:
+        """Tell the engine that keeps a prompt's blocks, if any, to free them: the request that brought them ended here.
+
+        `submit` has not accepted the request.
+        """
 
 
 class KvExportDrain(Protocol):

@@ -201,6 +201,11 @@ class KvImporter:
         self.abort_import(request_id)
         self._report(request_id, expected.remote)
 
+    def release_remote(self, params: kv_transfer.KvTransferParams | None) -> None:
+        """Release the lease of a request that was refused."""
+        if params is not None and params.remote is not None:
+            self._tasks.start("release remote blocks", self._release_lease(params.remote))
+
     def begin_imports(self, imports: list[KvImport]) -> None:
         """Start these copies; the owner learns how each has ended."""
         for kv_import in imports if not self._is_closed else ():
@@ -364,6 +369,7 @@ class KvExchange:
         self.begin_imports = self._importer.begin_imports
         self.abort_import = self._importer.abort_import
         self.skip_import = self._importer.skip_import
+        self.release_remote = self._importer.release_remote
 
     async def start(
         self,
@@ -449,6 +455,10 @@ class ExchangesKv:
     async def disconnect_peer(self, engine_id: str) -> None:
         """Disconnect from an engine when its running copies have ended."""
         await self._exchange.disconnect_peer(engine_id)
+
+    def release_remote(self, params: kv_transfer.KvTransferParams | None) -> None:
+        """Let another engine free the blocks of a request that was refused here."""
+        self._exchange.release_remote(params)
 
     async def wait_until_released(self) -> None:
         """Return when no other engine reads blocks here any more."""

@@ -19,7 +19,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib import parse, request
@@ -206,7 +206,7 @@ class ObjectStorage:
         generation = self.generation
         self._remove_unfinished()
         try:
-            for page in obstore.list(self._store, prefix=self._prefix):
+            for page in self._list():
                 with self._lock:
                     kept = set(self._paths.values())
                 self._remove([entry["path"] for entry in page if entry["path"] not in kept])
@@ -221,9 +221,7 @@ class ObjectStorage:
     def _find_segments(self) -> None:
         """Enter the newest objects as segments; remove those for which there is no slot, and what is none."""
         self._remove_unfinished()
-        entries = [
-            entry for page in obstore.list(self._store, prefix=self._prefix) for entry in page
-        ]
+        entries = list(itertools.chain.from_iterable(self._list()))
         entries.sort(key=lambda entry: entry["last_modified"], reverse=True)
         known: set[int] = set()
         for entry in entries:
@@ -237,6 +235,12 @@ class ObjectStorage:
         kept = set(self._paths.values())
         self._remove([entry["path"] for entry in entries if entry["path"] not in kept])
         self._stored = dict(reversed(self._stored.items()))
+
+    def _list(self) -> Iterator[list[Any]]:
+        """Yield our objects, page by page; those of ranks, in directories below a lone worker's, are not ours."""
+        most = self._prefix.count("/") + 2
+        for page in obstore.list(self._store, prefix=self._prefix):
+            yield [entry for entry in page if entry["path"].count("/") <= most]
 
     def _remove(self, paths: Sequence[str]) -> None:
         try:

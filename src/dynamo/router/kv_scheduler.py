@@ -186,15 +186,15 @@ class KvScheduler:
         self,
         packed_tokens: bytes,
         key: str | None,
-        lora_name: str | None,
+        seed: int,
         allowed_instances: frozenset[int] | None,
     ) -> Decision:
-        """Select a worker for a prompt that the caller sends itself (`blocks.pack`ed tokens).
+        """Select a worker for a prompt that the caller sends itself (`blocks.pack`ed tokens; seed: `blocks.seed_of`).
 
         With a `key`, the request counts as in flight until `free_request(key)`, and of several questions with that key
         at the worker of the last. Raises NoWorkers or Overloaded.
         """
-        prompt = Prompt.from_tokens(packed_tokens, self.block_size, blocks.seed_of(lora_name))
+        prompt = Prompt.from_tokens(packed_tokens, self.block_size, seed)
         if allowed_instances is not None:
             prompt = dataclasses.replace(prompt, allowed_instances=allowed_instances)
         if key is None:

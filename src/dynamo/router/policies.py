@@ -348,10 +348,12 @@ class ConsistentHash:
     waits_for_worker: ClassVar[bool] = False
 
     def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
-        """Select the same worker for every prompt with the same beginning."""
+        """Select the same worker for every prompt with the same beginning; by load for one without a full block."""
         hashes = prompt.sequence_hashes
+        if not hashes:  # nothing tells such prompts apart, and nothing of them is cached
+            return _select_less_loaded(list(candidates.loads), candidates, now)
         last = min(len(hashes), max(1, _HASHED_TOKENS // prompt.block_size))
-        prefix_hash = hashes[last - 1] if hashes else 0
+        prefix_hash = hashes[last - 1]
 
         def weight(worker: Worker) -> int:
             instance_hash = blocks.next_sequence_hash(prefix_hash, worker.instance_id)

@@ -18,9 +18,13 @@ edges.
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 MAX_EDGE_BLOCKS = 128  # longer edges gain nothing more
 _NUM_PASSES = 8  # how many shared edges are passed over to find one to drop
+# A dictionary finds its first entry the more slowly, the more were removed before it: so several are found at once, and
+# of a full tree one block in so many is dropped at a time.
+_DROPPED_EDGES, _DROPPED_SHARE = 64, 4096
 
 
 class PrefixEdge:
@@ -270,9 +274,13 @@ class PrefixTree:
             del self._edges[number]
 
     def _drop_oldest(self) -> None:
-        passes = _NUM_PASSES
-        while len(self._edge_by_name) > self._max_blocks:
-            number = next(iter(self._edges))
+        passes, oldest = _NUM_PASSES, iter(list[int]())
+        least = self._max_blocks - self._max_blocks // _DROPPED_SHARE
+        while len(self._edge_by_name) > least:
+            number = next(oldest, None)
+            if number is None:
+                oldest = iter(list(islice(self._edges, _DROPPED_EDGES)))
+                continue
             edge = self._edges.pop(number)
             if edge.num_workers > 1 and passes:
                 passes -= 1

@@ -27,13 +27,14 @@ from dynamo.runtime import client, component, events, requests
 
 SNAPSHOT_TIMEOUT_S = 5.0
 RETRY_S = 1.0
+PART_BLOCKS = 2**20  # of a snapshot in one reply: 9 MB, of the 32 that a frame may have
 MAX_HELD = 10_000  # messages held back during a request for a snapshot; beyond, ask again
 _logger = logging.getLogger(__name__)
 Event = load_events.ActiveSequenceEvent
 
 
 class SequenceSnapshot(msgspec.Struct, frozen=True):
-    """All requests that a router has in flight after its messages with numbers below `next_number`."""
+    """Requests that a router has in flight after its messages with numbers below `next_number`: all, or a part."""
 
     next_number: int
     requests: list[Event]
@@ -157,7 +158,25 @@ class ReplicaSync:
 
     def _serve_snapshot(self, call: requests.Call) -> None:
         self._flush()
-        call.reply(SequenceSnapshot(self._next_number, list(self._own.values())))
+        work = self._send_snapshot(call, self._next_number, list(self._own.values()))
+        self._tasks.start("send a snapshot", work)
+
+    async def _send_snapshot(
+        self, call: requests.Call, number: int, in_flight: list[Event]
+    ) -> None:
+        """Send a snapshot in parts, because all requests together may be too long for one reply."""
+        part: list[Event] = []
+        num_left = PART_BLOCKS
+        for event in in_flight:
+            added = event.data
+            assert isinstance(added, load_events.AddRequest), "only additions are kept"
+            num_left -= len(added.token_sequence)
+            if part and num_left < 0:
+                call.reply(SequenceSnapshot(number, part))
+                part, num_left = [], PART_BLOCKS - len(added.token_sequence)
+                await asyncio.sleep(0)  # let other messages go out between two parts
+            part.append(event)
+        call.reply(SequenceSnapshot(number, part))
         call.finish()
 
     def _update_peers(self) -> None:
@@ -183,12 +202,7 @@ class ReplicaSync:
         while self._peers.get(instance_id) is peer:
             peer.is_holding = True
             try:
-                snapshot = await self._client.call(
-                    None,
-                    reply_type=SequenceSnapshot,
-                    instance_id=instance_id,
-                    timeout_s=SNAPSHOT_TIMEOUT_S,
-                )
+                snapshot = await self._fetch(self._client, instance_id)
             except errors.DynamoError as error:
                 name = f"{instance_id:x}"
                 self._log.warning(name, "no active sequences from router %s yet: %s", name, error)
@@ -198,6 +212,22 @@ class ReplicaSync:
                 if self._peers.get(instance_id) is peer:
                     self._apply_snapshot(peer, snapshot)
                 return
+
+    @staticmethod
+    async def _fetch(routers: client.EndpointClient, instance_id: int) -> SequenceSnapshot:
+        """Return the whole snapshot of a peer. Raises DynamoError."""
+        parts = routers.stream(
+            None,
+            item_type=SequenceSnapshot,
+            instance_id=instance_id,
+            timeout_s=SNAPSHOT_TIMEOUT_S,
+        )
+        async with contextlib.aclosing(parts):
+            snapshots = [part async for part in parts]
+        if not snapshots:
+            raise errors.RemoteProtocolError("expected a snapshot, got none")
+        in_flight = [event for part in snapshots for event in part.requests]
+        return SequenceSnapshot(snapshots[0].next_number, in_flight)
 
     def _apply_snapshot(self, peer: _Peer, snapshot: SequenceSnapshot) -> None:
         self._free(peer.keys - {event.request_id for event in snapshot.requests})

@@ -132,12 +132,16 @@ class RouteFactory:
             yield from state.index.cached_runs()
 
     def find_matches(self, sequence_hashes: Sequence[int]) -> dict[str, dict[str, int]]:
-        """Return how many leading blocks of a prompt each worker has, by tier and by instance id, hexadecimal."""
+        """Return how many leading blocks of a prompt each worker has, by tier and by instance id, hexadecimal.
+
+        Of a worker with several ranks, it is what the rank with the most of them has.
+        """
         matches: dict[str, dict[str, int]] = {}
         for state in self._components.values():
             for tier, by_worker in state.index.find_matches(sequence_hashes).by_tier.items():
                 for worker, num_blocks in by_worker.items():
-                    matches.setdefault(tier, {})[f"{worker.instance_id:x}"] = num_blocks
+                    row, name = matches.setdefault(tier, {}), f"{worker.instance_id:x}"
+                    row[name] = max(num_blocks, row.get(name, 0))
         return matches
 
     def tiers_by_worker(self) -> dict[int, list[kv_events.Tier]]:

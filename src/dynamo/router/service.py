@@ -37,6 +37,7 @@ class BestWorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: bytes | list[int]
     lora_name: str | None = None  # LoRA adapter that computes them
+    cache_salt: str | None = None  # that of the request: blocks under another one are not for it
     request_id: str | None = None
     update_states: bool = False  # count it as in flight, under `request_id`, until `free`
 
@@ -168,9 +169,9 @@ class RouterService:
     def _best_worker(self, request: BestWorkerRequest) -> BestWorkerResponse:
         packed = _packed(request.token_ids)
         key = request.request_id if request.update_states else None
-        router, lora_name = self._get_router(), request.lora_name
-        allowed = router.instances_with_lora(lora_name)
-        decision = router.scheduler.select_worker(packed, key, lora_name, allowed)
+        router, seed = self._get_router(), blocks.seed_of(request.lora_name, request.cache_salt)
+        allowed = router.instances_with_lora(request.lora_name)
+        decision = router.scheduler.select_worker(packed, key, seed, allowed)
         if key is not None:
             self._count(key)
         return BestWorkerResponse(

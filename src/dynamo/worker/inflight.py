@@ -10,6 +10,7 @@ that is not sampled reaches the handler unchanged; a sampled one costs more for 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ class InFlight:
             self._metrics.request_ended(self._clock.now() - accepted_at, error)
             _logger.debug("refused a request: %s", error)
             call.fail(error)
+            self._release_remote(call)
         except BaseException:  # a bug, which the request plane logs and answers
             failure = errors.DynamoError("internal error")
             self._metrics.request_ended(self._clock.now() - accepted_at, failure)
@@ -156,6 +158,13 @@ class InFlight:
             self._num_renamed += 1
             request = msgspec.structs.replace(request, id=f"{request.id}#{self._num_renamed}")
         return request
+
+    def _release_remote(self, call: requests.Call) -> None:
+        """Let another engine free the blocks of a refused call: a caller that retries has its prompt computed anew."""
+        peer = self._engine.capabilities.kv_transfer
+        if peer is not None:
+            with contextlib.suppress(errors.DynamoError):
+                peer.release_remote(decode(call.body).kv_transfer_params)
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._entry_by_id:

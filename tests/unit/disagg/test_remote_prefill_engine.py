@@ -27,7 +27,7 @@ FACTS = api.EngineFacts(
 
 class Engine:
     def __init__(self):
-        self.done, self.refusal, self.unreadable = [], None, False
+        self.done, self.refusal, self.unreadable, self.released = [], None, False, []
         self.loads = ()
         self.capabilities = api.EngineCapabilities(kv_transfer=self)
 
@@ -70,6 +70,9 @@ class Engine:
 
     async def disconnect_peer(self, engine_id):
         pass
+
+    def release_remote(self, params):
+        self.released += [] if params is None else [params.remote.remote_hold_id]
 
 
 class Queue:
@@ -327,6 +330,7 @@ async def test_aborted_prompt_whose_cancellation_was_lost_is_not_submitted(world
     await asyncio.sleep(0)
 
     assert (world.engine.done, world.sink.heard) == ([], [])
+    assert world.engine.released == [7]
 
 
 async def test_prompt_that_prefill_workers_died_of_is_not_computed_here(world):
@@ -361,6 +365,7 @@ async def test_refusal_after_the_prefill_goes_to_the_sink(world):
     await world.answered()
 
     assert world.sink.heard == [("r", world.engine.refusal)]
+    assert world.engine.released == [7]
 
 
 @pytest.mark.parametrize(

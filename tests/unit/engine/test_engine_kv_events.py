@@ -133,6 +133,8 @@ def test_a_block_continues_a_parent_of_an_earlier_event():
         msgspec.structs.replace(stored([8], None, 1), block_size=4),
         msgspec.structs.replace(stored([8], None, 1), token_ids=[1]),
         stored([8], None, 1, extra_keys=[["an image", 3]]),
+        msgspec.structs.replace(stored([8], None, 1), token_ids=[-1] * BLOCK),
+        msgspec.structs.replace(stored([8], None, 1), token_ids=[2**32] * BLOCK),
     ],
 )
 def test_blocks_without_a_computable_hash_are_dropped_and_counted(event):
@@ -290,3 +292,22 @@ def test_an_unreadable_batch_clears_all_blocks():
 
     assert told == [kv_events.Cleared()]
     assert events.num_gaps == 1
+
+
+def test_oldest_of_very_many_blocks_are_dropped_several_at_a_time():
+    """To find the first entry of a dictionary takes the longer, the more were removed before it."""
+    max_blocks = 4 * 4096
+    translator = engine_events.EventTranslator(1, max_blocks=max_blocks)
+
+    def store(first, num_blocks):
+        hashes = list(range(first, first + num_blocks))
+        return engine_events.BlockStored(
+            block_hashes=hashes, parent_block_hash=None, token_ids=hashes, block_size=1
+        )
+
+    translator.translate([store(0, max_blocks)])
+    events = translator.translate([store(max_blocks + i, 1) for i in range(1000)])
+    removals = [len(each.block_hashes) for each in events if isinstance(each, kv_events.Removed)]
+
+    assert set(removals) == {5}
+    assert 995 <= sum(removals) <= 1005

@@ -285,6 +285,12 @@ def test_consistent_hash_accepts_a_prompt_without_a_full_block():
     assert chosen(policies.ConsistentHash(), prompt(0), view({})) == 0
 
 
+def test_consistent_hash_spreads_prompts_without_a_full_block_by_load():
+    queued = [{"queued": [9]} if i != 5 else {} for i in range(8)]
+
+    assert chosen(policies.ConsistentHash(), prompt(0), view(*queued)) == 5
+
+
 def test_direct_policy_refuses_a_request_without_a_worker():
     with pytest.raises(errors.InvalidRequest, match="name its worker"):
         chosen(policies.Direct(), prompt(), view({}))

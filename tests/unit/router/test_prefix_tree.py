@@ -138,3 +138,23 @@ def test_full_tree_drops_the_tail_of_a_sequence_first(max_blocks):
     runs = store.match(names, 1)
 
     assert runs == [(1, 350 if max_blocks == 1000 else 2 * prefix_tree.MAX_EDGE_BLOCKS)]
+
+
+def test_oldest_edges_of_a_full_tree_are_looked_for_several_at_a_time():
+    """To find the first entry of a dictionary takes the longer, the more were removed before it."""
+
+    class Edges(dict):
+        num_looks = 0
+
+        def __iter__(self):
+            self.num_looks += 1
+            return super().__iter__()
+
+    max_blocks = 4 * 4096
+    store = prefix_tree.PrefixTree(max_blocks)
+    store._edges = Edges()
+    for name in range(max_blocks + 1000):
+        store.add_blocks(1, [name])
+
+    assert max_blocks - 4 <= len(store) <= max_blocks
+    assert store._edges.num_looks <= 200

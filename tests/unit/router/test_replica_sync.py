@@ -10,7 +10,7 @@ from dynamo.protocols import load as load_events
 from dynamo.router import api, replica_sync
 from dynamo.router.api import Decision, Prompt
 from dynamo.runtime import component
-from dynamo.runtime.backends import memory
+from dynamo.runtime.backends import memory, server_connection
 from waiting import PATIENT_S
 
 PROMPT = Prompt(num_tokens=8, block_size=4, sequence_hashes=[1, 2])
@@ -100,6 +100,24 @@ async def test_late_router_learns_the_requests_in_flight(join):
     await late.until(a=False, b=True)
 
 
+async def test_snapshot_comes_in_parts_of_bounded_length(join, monkeypatch):
+    monkeypatch.setattr(replica_sync, "PART_BLOCKS", 11, raising=False)  # each has two
+    here = await join()
+    for number in range(12):
+        here.send(str(number))
+    sizes, replied = [], server_connection.ServerCall.reply
+
+    def reply(call, value):
+        sizes.extend([len(value.requests)] if value.requests else [])  # the late one has none
+        replied(call, value)
+
+    monkeypatch.setattr(server_connection.ServerCall, "reply", reply)
+    late = await join()
+
+    await late.until(**{str(number): False for number in range(12)})
+    assert sizes == [5, 5, 2]
+
+
 async def test_requests_of_a_lost_router_are_freed(join):
     here, there = await join(), await join()
     await meet(here, there)
@@ -176,15 +194,14 @@ async def test_snapshot_of_a_router_that_has_left_meanwhile_counts_no_requests(j
     await meet(here, there)
     here.send("a")
     await there.until(a=False)
-    client, answer = there.sync._client, asyncio.Event()
-    call = client.call
+    answer, fetch = asyncio.Event(), there.sync._fetch
 
-    async def call_late(*arguments, **options):
-        snapshot = await call(*arguments, **options)
+    async def fetch_late(*arguments):
+        snapshot = await fetch(*arguments)
         await answer.wait()
         return snapshot
 
-    client.call = call_late
+    there.sync._fetch = fetch_late
     there.sync.request_snapshots()
     await asyncio.sleep(0)
     await here.runtime.deregister()  # as it does while it finishes its requests
@@ -219,19 +236,19 @@ async def test_snapshot_that_fails_costs_no_known_request_and_is_asked_for_again
     here.send("lost")
     await asyncio.sleep(0)  # the turn of the loop after which it is published
     plane.publish = publish
-    client, failures, seen = there.sync._client, [errors.Unavailable("busy")], []
-    call, apply = client.call, there.sync._apply
+    failures, seen = [errors.Unavailable("busy")], []
+    fetch, apply = there.sync._fetch, there.sync._apply
 
-    async def call_again(*arguments, **options):
+    async def fetch_again(*arguments):
         if failures:
             raise failures.pop()
-        return await call(*arguments, **options)
+        return await fetch(*arguments)
 
     def watch(event):
         apply(event)
         seen.append("known" in there.others)
 
-    client.call, there.sync._apply = call_again, watch
+    there.sync._fetch, there.sync._apply = fetch_again, watch
     here.send("next")
 
     await there.until(known=False, lost=False, next=False)

@@ -11,7 +11,7 @@ from dynamo.disagg import config as prefill_config
 from dynamo.disagg import prefill_route
 from dynamo.observability import metrics
 from dynamo.protocols import blocks, generate, instances, kv_events, model_card
-from dynamo.router import config, kv_router, route, route_factory
+from dynamo.router import api, config, kv_router, route, route_factory
 from dynamo.runtime import component
 from dynamo.worker import kv_event_publisher
 from waiting import until
@@ -168,6 +168,23 @@ async def test_worker_that_leaves_one_route_for_another_keeps_its_blocks_in_the_
         made.make_route(client, larger).set_model_cards({worker.id: larger})
 
         assert made.find_matches(names) == known
+
+
+async def test_blocks_of_a_worker_are_those_of_its_rank_with_the_most():
+    async with contextlib.AsyncExitStack() as stack:
+        runtime = await join(stack, component.MemoryCluster())
+        kv, registry = config.RoutingConfig(router_mode="kv"), metrics.Registry("dynamo_frontend")
+        made = route_factory.RouteFactory(kv, runtime, clock.SystemClock(), registry)
+        stack.push_async_callback(made.close)
+        made.make_route(runtime.client(NAME), card())
+        (state,) = made._components.values()
+        for worker in (api.Worker(1), api.Worker(255, 0), api.Worker(255, 1)):
+            state.index.add_blocks(worker, kv_events.DEVICE, [7, 8, 9])
+        for rank, num_blocks in enumerate((2, 1)):
+            evicted = [7, 8, 9][num_blocks:]
+            state.index.remove_blocks(api.Worker(255, rank), kv_events.DEVICE, evicted)
+
+        assert made.find_matches([7, 8, 9]) == {"device": {"1": 3, "ff": 2}}
 
 
 async def offer_blocks(runtime):

@@ -96,6 +96,14 @@ async def test_request_that_nobody_frees_is_load_until_its_caller_counts_as_gone
     assert "a" not in in_flight
 
 
+async def test_prompt_with_a_salt_finds_no_blocks_of_others(served):
+    await served.best(range(3200), request_id="a", update_states=True, cache_salt="s")
+    await served.ask("mark_prefill_complete", service.SequenceUpdate(request_id="a"))
+    answers = [await served.best(range(3200), cache_salt=salt) for salt in (None, "t", "s")]
+
+    assert [answer.overlap_blocks > 0 for answer in answers] == [False, False, True]
+
+
 @pytest.mark.parametrize("token_ids", [[-1], [2**32], b"12345"])
 async def test_best_worker_for_what_is_no_token_is_refused(served, token_ids):
     with pytest.raises(errors.InvalidRequest, match="expected token ids of"):

@@ -45,6 +45,9 @@ class ExportingEngine(FakeEngine):
     async def disconnect_peer(self, engine_id):
         pass
 
+    def release_remote(self, params):
+        pass
+
 
 async def prepare(engine, tmp_path, **fields):
     return (await role(engine, tmp_path, **fields)).engine

@@ -1,6 +1,7 @@
 """Requests between the plane and the engine."""
 
 import asyncio
+import types
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_fakes import FakeCall, FakeEngine, make_load, make_request
 
+import kv_params
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api
@@ -51,6 +53,27 @@ def test_outputs_of_the_engine_are_sent_to_the_call(table, engine):
     assert [o.token_ids for o in call.sent] == [(7,), (8,)]
     assert call.num_finished == 1
     assert len(table) == 0
+
+
+@pytest.mark.parametrize("reason", ["at capacity", "asleep", "refused by the engine"])
+def test_refused_call_gives_back_the_blocks_that_another_engine_keeps_for_it(table, engine, reason):
+    released = []
+    peer = types.SimpleNamespace(release_remote=released.append)
+    engine.capabilities = api.EngineCapabilities(kv_transfer=peer)
+    params = kv_params.at_remote()
+    prefilled = msgspec.structs.replace(make_request(), kv_transfer_params=params)
+    match reason:
+        case "at capacity":
+            take(table, make_request("a"))
+            take(table, make_request("b"))
+        case "asleep":
+            table.hand_over(errors.WorkerLost("asleep"))
+        case _:
+            engine.refusal = errors.InvalidRequest("no")
+    refused = take(table, prefilled)
+
+    assert refused.error is not None
+    assert released == [params]
 
 
 async def test_draining_worker_finishes_running_requests_and_refuses_new_ones(table):

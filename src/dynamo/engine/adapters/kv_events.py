@@ -25,6 +25,7 @@ import msgspec
 from dynamo.protocols import blocks, kv_events, wire
 
 MAX_BLOCKS = 1 << 20  # remembered per rank and tier; the oldest are dropped first
+_DROPPED_SHARE = 4096  # one in so many is dropped at a time
 _TIERS = {
     "CPU": kv_events.HOST,
     "CPU_PINNED": kv_events.HOST,  # SGLang's
@@ -161,7 +162,12 @@ class EventTranslator:
         salt = parent_block.cache_salt if parent_block is not None else first_salt
         seed = blocks.seed_of(event.lora_name, salt)
         token_ids = event.token_ids[: num_hashable * self._block_size]
-        local = blocks.local_hashes(blocks.pack(token_ids), self._block_size, seed)
+        try:
+            packed = blocks.pack(token_ids)
+        except OverflowError:  # ids that are none would end the thread that receives events
+            self.num_dropped += num_hashable
+            return ()
+        local = blocks.local_hashes(packed, self._block_size, seed)
         hashes = blocks.sequence_hashes(local, parent)
         tier = _tier(event.medium)
         cached = self._cached[tier]
@@ -170,9 +176,11 @@ class EventTranslator:
             cached.setdefault(engine_hash, _CachedBlock(block_hash, 0, salt)).num_copies += 1
         stored = tuple(map(kv_events.StoredBlock, hashes, local))
         event_stored = kv_events.Stored(parent_hash=parent, blocks=stored, tier=tier)
-        oldest = list(itertools.islice(cached, max(0, len(cached) - self._max_blocks)))
-        if not oldest:
+        num_excess = len(cached) - self._max_blocks
+        if num_excess <= 0:
             return (event_stored,)
+        # some more: a dictionary finds its first entries the more slowly, the more were removed before them
+        oldest = list(itertools.islice(cached, num_excess + self._max_blocks // _DROPPED_SHARE))
         removed = tuple(cached.pop(engine_hash).block_hash for engine_hash in oldest)
         return event_stored, kv_events.Removed(block_hashes=removed, tier=tier)
 

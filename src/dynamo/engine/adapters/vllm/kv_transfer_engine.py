@@ -155,6 +155,9 @@ class KvTransferEngine:
     async def disconnect_peer(self, engine_id: str) -> None:
         """See `api.KvTransferPeer`. vLLM closes its connections itself."""
 
+    def release_remote(self, params: kv_transfer.KvTransferParams | None) -> None:
+        """See `api.KvTransferPeer`. vLLM has no message for that: the time limit of its connector frees the blocks."""
+
     def complete_outputs(self, batch: Sequence[api.EngineOutput]) -> Sequence[api.EngineOutput]:
         """Return vLLM's outputs, the first ones of exports and imports with their cached tokens."""
         if not (self._imports or self._exports):
