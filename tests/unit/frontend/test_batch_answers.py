@@ -54,6 +54,21 @@ def test_byte_order_mark_that_an_editor_writes_before_the_first_line_is_left_out
     assert lines.parse(row, 1, "/v1/completions", 1000).custom_id == "one"
 
 
+@pytest.mark.parametrize(
+    ("url", "fields", "expected"),
+    [
+        ("/v1/responses", {}, False),
+        ("/v1/responses", {"store": None}, False),
+        ("/v1/responses", {"store": True}, True),
+        ("/v1/chat/completions", {}, None),
+    ],
+)
+def test_response_of_a_line_is_stored_only_if_the_line_says_so(url, fields, expected):
+    line = lines.BatchLine(custom_id="a", method="POST", url=url, body={"model": "m"} | fields)
+
+    assert json.loads(lines.request_body(line)).get("store") is expected
+
+
 def begin_batch(folder):
     """Return a journal, and a batch of one line that is in progress."""
     files = journal.BatchJournal(folder / "files", VirtualClock(), max_bytes=10**9)

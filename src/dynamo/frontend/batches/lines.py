@@ -17,7 +17,8 @@ from dynamo.protocols import model_errors
 DAY_S = 24 * 3600
 KEPT_S = 30 * DAY_S  # how long files are kept by default, as OpenAI keeps those of batches
 MIN_KEPT_S = 3600
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+_RESPONSES = "/v1/responses"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", _RESPONSES)
 Purpose = Literal["batch", "batch_output"]
 Status = Literal[
     "validating",
@@ -283,10 +284,16 @@ class FileCheck:
 
 
 def request_body(line: BatchLine) -> bytes:
-    """Return the JSON body of the line's request, which waits behind requests of clients that look on."""
+    """Return the JSON body of the line's request, which waits behind requests of clients that look on.
+
+    A response is stored only if the line says so: the output file has it, and a batch could displace all others.
+    """
     if line.url in _WITHOUT_PRIORITY:
         return _encode(line.body)
-    return _encode(line.body | {"priority": LOW_PRIORITY})
+    body = line.body | {"priority": LOW_PRIORITY}
+    if line.url == _RESPONSES and body.get("store") is None:
+        body["store"] = False
+    return _encode(body)
 
 
 def lacks_model(status: int, body: bytes) -> bool:
