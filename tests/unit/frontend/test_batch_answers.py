@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import threading
 
 import pytest
 
@@ -81,6 +82,43 @@ def begin_batch(folder):
         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
     )
     return files, files.check_input(files.add_batch(asked, "", None).id, 1000)
+
+
+def make_runner(files):
+    """Return a runner with the clock of its journal."""
+    return runner.BatchRunner(files, files._clock, concurrency=1, max_body_bytes=1000)
+
+
+async def test_batch_whose_file_is_lost_fails(tmp_path):
+    files, batch = begin_batch(tmp_path)
+    files._content(batch.input_file_id).unlink()
+    batch_runner = make_runner(files)
+    batch_runner._stops[batch.id] = asyncio.Event()
+    await batch_runner._run_batch(batch, None)
+    ended = files.find_batch(batch.id, "")
+
+    assert (ended.status, [error.code for error in ended.errors.data]) == (
+        "failed",
+        ["file_not_found"],
+    )
+
+
+async def test_batch_can_be_cancelled_while_its_file_is_read(tmp_path, monkeypatch):
+    files, batch = begin_batch(tmp_path)
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    def read_slowly(*_):
+        is_reading.set()
+        may_end.wait(10)
+        yield from ()
+
+    monkeypatch.setattr(files, "unanswered", read_slowly)
+    answering = asyncio.create_task(make_runner(files)._answer_lines(batch, None))
+    await asyncio.to_thread(is_reading.wait, 10)
+    answering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+    may_end.set()
 
 
 def test_batch_that_is_cancelled_as_its_last_line_is_answered_ends_as_cancelled(tmp_path):

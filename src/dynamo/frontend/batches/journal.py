@@ -289,7 +289,7 @@ class BatchJournal:
                     break
             wrong = check.result()
         except FileNotFoundError:
-            wrong = [lines.LineError(code="file_not_found", message="the input file is gone")]
+            wrong = [lines.FILE_GONE]
 
         def begin(current: lines.Batch) -> lines.Batch:
             if current.status != "validating":  # it was cancelled

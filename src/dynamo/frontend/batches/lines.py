@@ -108,6 +108,9 @@ class LineError(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None = None
 
 
+FILE_GONE = LineError(code="file_not_found", message="the input file is gone")
+
+
 class LineErrors(msgspec.Struct, frozen=True, kw_only=True):
     """The reasons for which a batch failed."""
 

@@ -188,6 +188,8 @@ class BatchRunner:
                     status = await self._answer_in_time(batch, asker)
                 except lines.InvalidLine as error:  # when it was checked, the limit was higher
                     status, wrong = "failed", [error.reason]
+                except FileNotFoundError:
+                    status, wrong = "failed", [lines.FILE_GONE]
             if batch.status not in lines.ENDED:
                 batch = await asyncio.to_thread(self.journal.finish, batch.id, status, wrong)
             counts = batch.request_counts
@@ -259,7 +261,8 @@ class BatchRunner:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         finally:
-            remaining.close()
+            with contextlib.suppress(ValueError):  # a thread still reads, and its end closes it
+                remaining.close()
 
 
 class LineAsker:
