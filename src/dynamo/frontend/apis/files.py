@@ -131,7 +131,7 @@ def _declare_files(api: Operations, files: journal.BatchJournal, handlers: Reque
             return
         with content:
             client.start_stream(200, content_type="application/octet-stream")
-            while not client.is_closed:
+            while not client.is_closed and client.request.method != "HEAD":
                 piece = await asyncio.to_thread(content.read, _PIECE_BYTES)
                 if not piece:
                     break
