@@ -8,8 +8,11 @@ import threading
 
 import pytest
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.batches import journal, lines, runner
+from dynamo.protocols import model_errors
 from dynamo.testing.clock import VirtualClock
 
 
@@ -70,13 +73,14 @@ def test_response_of_a_line_is_stored_only_if_the_line_says_so(url, fields, expe
     assert json.loads(lines.request_body(line)).get("store") is expected
 
 
-def begin_batch(folder):
-    """Return a journal, and a batch of one line that is in progress."""
-    files = journal.BatchJournal(folder / "files", VirtualClock(), max_bytes=10**9)
+def begin_batch(folder, *custom_ids, clock=None):
+    """Return a journal, and a batch in progress with these lines, or one."""
+    files = journal.BatchJournal(folder / "files", clock or VirtualClock(), max_bytes=10**9)
     files.prepare()
     partial = files.new_partial()
-    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {}}
-    partial.write_text(json.dumps(line))
+    line = {"method": "POST", "url": "/v1/completions", "body": {"model": "m"}}
+    rows = [json.dumps(line | {"custom_id": custom_id}) for custom_id in custom_ids or ("one",)]
+    partial.write_text("\n".join(rows))
     file = files.add_file(partial, tenant="", filename="a.jsonl")
     asked = lines.BatchRequest(
         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
@@ -100,6 +104,27 @@ async def test_batch_whose_file_is_lost_fails(tmp_path):
     assert (ended.status, [error.code for error in ended.errors.data]) == (
         "failed",
         ["file_not_found"],
+    )
+
+
+async def test_model_that_answered_before_a_restart_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "MODEL_WAIT_S", 0)
+    monkeypatch.setattr(lines, "_MAX_PAUSE_S", 0.0)
+    clock = clocks.SystemClock()
+    files, batch = begin_batch(tmp_path, "one", "two", clock=clock)
+    row = lines.answer_row("1", "one", 200, b'{"model": "m"}')
+    files.add_answers(batch.id, [journal.LineAnswer(1, False, row)])
+    missing = error_dialects.OPENAI.body_of(model_errors.ModelNotFound("not yet"))
+    responses = [(404, missing), (404, missing), (200, b"{}")]
+    batch_runner = make_runner(files)
+    batch_runner._stops[batch.id] = asyncio.Event()
+    asker = runner.LineAsker(
+        lambda client: client.respond(*responses.pop(0)), {}, clock, runner.LineSlots(1)
+    )
+    await batch_runner._run_batch(batch, asker)
+
+    assert files.find_batch(batch.id, "").request_counts == lines.RequestCounts(
+        total=2, completed=2
     )
 
 

@@ -173,6 +173,14 @@ def page_fields(data: Sequence[FileObject | Batch], has_more: bool) -> dict[str,
     return {"data": data, "first_id": first_id, "last_id": last_id, "has_more": has_more}
 
 
+class PageOptions(NamedTuple):
+    """What part of a list is asked for: newest first, unless it is ascending."""
+
+    limit: int = 20
+    after: str | None = None
+    is_ascending: bool = False
+
+
 MAX_LINES = 50_000  # of one file, as with OpenAI
 MAX_ERRORS = 100  # of a file that are reported
 LOW_PRIORITY = 2**20  # as vLLM and OpenAI's body write it: a higher value is served later
@@ -322,6 +330,26 @@ def answer_row(line_id: str, custom_id: str, status: int, body: bytes) -> bytes:
     response = {"status_code": status, "request_id": line_id, "body": msgspec.Raw(body)}
     row = {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
     return sse.encode_line(row)
+
+
+class _AnswerBody(msgspec.Struct, frozen=True):
+    model: str = ""
+
+
+class _LineResponse(msgspec.Struct, frozen=True):
+    body: _AnswerBody = _AnswerBody()
+
+
+class _AnswerRow(msgspec.Struct, frozen=True):
+    response: _LineResponse = _LineResponse()
+
+
+_decode_answer = msgspec.json.Decoder(_AnswerRow).decode
+
+
+def model_of(row: bytes) -> str:
+    """Return the name of the model in the row of an answer that is no error."""
+    return _decode_answer(row).response.body.model
 
 
 def expired_row(line_id: str, custom_id: str) -> bytes:

@@ -184,6 +184,10 @@ class BatchRunner:
             if batch.status == "cancelling":
                 status = "cancelled"
             elif batch.status == "in_progress":
+                # those of an earlier runner
+                asker.served_models |= await asyncio.to_thread(
+                    self.journal.answered_models, batch.id
+                )
                 try:
                     status = await self._answer_in_time(batch, asker)
                 except lines.InvalidLine as error:  # when it was checked, the limit was higher
@@ -281,7 +285,7 @@ class LineAsker:
         self._headers = {"content-type": "application/json", **headers}
         self._clock = clock
         self._waits_until = clock.now() + MODEL_WAIT_S
-        self._served_models: set[str] = set()
+        self.served_models: set[str] = set()  # that have answered a line
 
     async def ask(self, line_id: str, url: str, line: lines.LineRequest) -> LineResponse:
         """Return the response to a line's request.
@@ -304,10 +308,10 @@ class LineAsker:
                 self._slots.release(num_slots)
             status = response.status
             if lines.lacks_model(status, response.body):
-                is_expected = line.model in self._served_models
+                is_expected = line.model in self.served_models
                 status = 503 if is_expected or self._clock.now() < self._waits_until else 404
             elif status == 200:
-                self._served_models.add(line.model)
+                self.served_models.add(line.model)
             pause_s = lines.pause_s(status, num_attempts)
             if pause_s is None:
                 break
