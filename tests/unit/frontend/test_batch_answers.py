@@ -107,6 +107,20 @@ async def test_batch_whose_file_is_lost_fails(tmp_path):
     )
 
 
+async def test_line_that_has_waited_is_asked_again_after_a_failure(monkeypatch):
+    monkeypatch.setattr(lines, "_MAX_PAUSE_S", 0.0)
+    statuses = [*[503] * 5, 500, 429, 500, 200]
+    asker = runner.LineAsker(
+        lambda client: client.respond(statuses.pop(0), b"{}"),
+        {},
+        clocks.SystemClock(),
+        runner.LineSlots(1),
+    )
+    response = await asker.ask("1", "/v1/completions", lines.LineRequest(1, "one", "m", b"{}"))
+
+    assert (response.status, statuses) == (200, [])
+
+
 async def test_model_that_answered_before_a_restart_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "MODEL_WAIT_S", 0)
     monkeypatch.setattr(lines, "_MAX_PAUSE_S", 0.0)

@@ -316,7 +316,7 @@ def lacks_model(status: int, body: bytes) -> bool:
 
 
 def pause_s(status: int, num_attempts: int) -> float | None:
-    """Return the seconds until the line is asked again after so many attempts; None if its answer stands.
+    """Return the seconds until the line is asked again after so many attempts of a status; None if its answer stands.
 
     What lacks a model that may come (again) counts as 503.
     """

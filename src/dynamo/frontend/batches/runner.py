@@ -13,6 +13,7 @@ own batch, so that no batch is read much further than it is answered.
 """
 
 import asyncio
+import collections
 import contextlib
 import fcntl
 import functools
@@ -300,7 +301,8 @@ class LineAsker:
             body=line.body,
             peer="batch",
         )
-        for num_attempts in itertools.count(1):
+        num_attempts = collections.Counter[int]()  # by status: what waited long may fail once
+        while True:
             num_slots = await self._slots.take(len(line.body))
             try:
                 response = await self._ask_once(request)
@@ -312,11 +314,11 @@ class LineAsker:
                 status = 503 if is_expected or self._clock.now() < self._waits_until else 404
             elif status == 200:
                 self.served_models.add(line.model)
-            pause_s = lines.pause_s(status, num_attempts)
+            num_attempts[status] += 1
+            pause_s = lines.pause_s(status, num_attempts[status])
             if pause_s is None:
-                break
+                return response
             await self._clock.sleep(pause_s)
-        return response
 
     async def _ask_once(self, request: exchange.Request) -> LineResponse:
         line_exchange = LineExchange(request)
