@@ -121,6 +121,29 @@ async def test_line_that_has_waited_is_asked_again_after_a_failure(monkeypatch):
     assert (response.status, statuses) == (200, [])
 
 
+@pytest.mark.parametrize(
+    ("error", "num_asked"),
+    [
+        (model_errors.SuspectRequest("two workers died"), 1),
+        (errors.WorkerDied("its worker died"), lines.MAX_ATTEMPTS),
+    ],
+)
+async def test_line_with_which_workers_die_is_not_asked_for_ever(monkeypatch, error, num_asked):
+    monkeypatch.setattr(lines, "_MAX_PAUSE_S", 0.0)
+    dialect = error_dialects.OPENAI
+    responses = [(dialect.status_of(error), dialect.body_of(error))] * 9
+    responses.append((200, b"{}"))
+    asker = runner.LineAsker(
+        lambda client: client.respond(*responses.pop(0)),
+        {},
+        clocks.SystemClock(),
+        runner.LineSlots(1),
+    )
+    await asker.ask("1", "/v1/completions", lines.LineRequest(1, "one", "m", b"{}"))
+
+    assert 10 - len(responses) == num_asked
+
+
 async def test_model_that_answered_before_a_restart_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "MODEL_WAIT_S", 0)
     monkeypatch.setattr(lines, "_MAX_PAUSE_S", 0.0)

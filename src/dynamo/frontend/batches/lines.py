@@ -201,12 +201,12 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
     body: dict[str, Any]
 
 
-class _ErrorFields(msgspec.Struct):
+class _ErrorFields(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
 class _ErrorBody(msgspec.Struct):
-    error: _ErrorFields
+    error: _ErrorFields = _ErrorFields()
 
 
 _decode_line = msgspec.json.Decoder(BatchLine).decode
@@ -307,12 +307,19 @@ def request_body(line: BatchLine) -> bytes:
     return _encode(body)
 
 
-def lacks_model(status: int, body: bytes) -> bool:
-    """Return whether the answer says that there is no such model."""
-    if status != 404:
-        return False
-    error = msgspec.json.decode(body, type=_ErrorBody).error
-    return error.code == model_errors.ModelNotFound.code
+MODEL_MISSING = model_errors.ModelNotFound.code
+# Of requests that may be the reason why a worker died: asked again and again, they could end all of them.
+STATUS_BY_CODE = {model_errors.SuspectRequest.code: 400, errors.WorkerDied.code: 500}
+
+
+def error_code(status: int, body: bytes) -> str:
+    """Return the code of an error; "" for other answers, and for an error without one."""
+    if status < 400:
+        return ""
+    try:
+        return msgspec.json.decode(body, type=_ErrorBody).error.code or ""
+    except msgspec.DecodeError:
+        return ""
 
 
 def pause_s(status: int, num_attempts: int) -> float | None:

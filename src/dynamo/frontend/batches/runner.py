@@ -308,8 +308,9 @@ class LineAsker:
                 response = await self._ask_once(request)
             finally:
                 self._slots.release(num_slots)
-            status = response.status
-            if lines.lacks_model(status, response.body):
+            code = lines.error_code(response.status, response.body)
+            status = lines.STATUS_BY_CODE.get(code, response.status)
+            if code == lines.MODEL_MISSING:
                 is_expected = line.model in self.served_models
                 status = 503 if is_expected or self._clock.now() < self._waits_until else 404
             elif status == 200:
