@@ -93,12 +93,20 @@ def make_runner(files):
     return runner.BatchRunner(files, files._clock, concurrency=1, max_body_bytes=1000)
 
 
+def make_asker(responses):
+    """Return an asker whose lines are answered by these statuses and bodies, one after the other."""
+    slots = runner.LineSlots(1)
+    return runner.LineAsker(
+        lambda client: client.respond(*responses.pop(0)), {}, clocks.SystemClock(), slots
+    )
+
+
 async def test_batch_whose_file_is_lost_fails(tmp_path):
     files, batch = begin_batch(tmp_path)
     files._content(batch.input_file_id).unlink()
     batch_runner = make_runner(files)
     batch_runner._stops[batch.id] = asyncio.Event()
-    await batch_runner._run_batch(batch, None)
+    await batch_runner._run_batch(batch, make_asker([]))
     ended = files.find_batch(batch.id, "")
 
     assert (ended.status, [error.code for error in ended.errors.data]) == (
@@ -110,15 +118,11 @@ async def test_batch_whose_file_is_lost_fails(tmp_path):
 async def test_line_that_has_waited_is_asked_again_after_a_failure(monkeypatch):
     monkeypatch.setattr(lines, "_MAX_PAUSE_S", 0.0)
     statuses = [*[503] * 5, 500, 429, 500, 200]
-    asker = runner.LineAsker(
-        lambda client: client.respond(statuses.pop(0), b"{}"),
-        {},
-        clocks.SystemClock(),
-        runner.LineSlots(1),
-    )
-    response = await asker.ask("1", "/v1/completions", lines.LineRequest(1, "one", "m", b"{}"))
+    responses = [(status, b"{}") for status in statuses]
+    line = lines.LineRequest(1, "one", "m", b"{}")
+    response = await make_asker(responses).ask("1", "/v1/completions", line)
 
-    assert (response.status, statuses) == (200, [])
+    assert (response.status, responses) == (200, [])
 
 
 @pytest.mark.parametrize(
@@ -133,13 +137,8 @@ async def test_line_with_which_workers_die_is_not_asked_for_ever(monkeypatch, er
     dialect = error_dialects.OPENAI
     responses = [(dialect.status_of(error), dialect.body_of(error))] * 9
     responses.append((200, b"{}"))
-    asker = runner.LineAsker(
-        lambda client: client.respond(*responses.pop(0)),
-        {},
-        clocks.SystemClock(),
-        runner.LineSlots(1),
-    )
-    await asker.ask("1", "/v1/completions", lines.LineRequest(1, "one", "m", b"{}"))
+    line = lines.LineRequest(1, "one", "m", b"{}")
+    await make_asker(responses).ask("1", "/v1/completions", line)
 
     assert 10 - len(responses) == num_asked
 
@@ -155,10 +154,7 @@ async def test_model_that_answered_before_a_restart_is_waited_for(tmp_path, monk
     responses = [(404, missing), (404, missing), (200, b"{}")]
     batch_runner = make_runner(files)
     batch_runner._stops[batch.id] = asyncio.Event()
-    asker = runner.LineAsker(
-        lambda client: client.respond(*responses.pop(0)), {}, clock, runner.LineSlots(1)
-    )
-    await batch_runner._run_batch(batch, asker)
+    await batch_runner._run_batch(batch, make_asker(responses))
 
     assert files.find_batch(batch.id, "").request_counts == lines.RequestCounts(
         total=2, completed=2
