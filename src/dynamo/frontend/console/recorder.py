@@ -151,19 +151,16 @@ class ConsoleRecorder:
     def write_usage(self) -> None:
         """Write the usage to its file, if it has changed. Blocks, and may be called in any thread."""
         with self._write_lock:
-            self._write_changes()
-
-    def _write_changes(self) -> None:
-        changes = self.usage.num_changes
-        if self._usage_file is None or changes == self._num_written:
-            return
-        try:
-            new = self._usage_file.with_name(self._usage_file.name + ".new")
-            new.write_bytes(msgspec.json.encode(self.usage.rows()))
-            new.replace(self._usage_file)
-            self._num_written = changes
-        except OSError as error:
-            _logger.warning("the usage cannot be written to %s: %s", self._usage_file, error)
+            changes = self.usage.num_changes
+            if self._usage_file is None or changes == self._num_written:
+                return
+            try:
+                new = self._usage_file.with_name(self._usage_file.name + ".new")
+                new.write_bytes(msgspec.json.encode(self.usage.rows()))
+                new.replace(self._usage_file)
+                self._num_written = changes
+            except OSError as error:
+                _logger.warning("the usage cannot be written to %s: %s", self._usage_file, error)
 
     def load_of(self, instance_id: int) -> load.LoadEvent | None:
         """Return the load that a worker published last, its ranks together; None if that is too long ago."""
