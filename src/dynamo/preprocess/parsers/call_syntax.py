@@ -175,7 +175,9 @@ def _read_call(members: Members) -> parser.ToolCall | None:
         is_arguments = key in ("arguments", "parameters")
         if is_arguments and name and value.startswith("{"):
             return parse_call(name, value)
-        values[key] = _decode_text(value) if key in ("name", "tool_name") else value
+        if key in ("name", "tool_name"):
+            value = _decode_text(value)
+        values[key] = values.get(key, value) if key == "tool_name" else value
     arguments = values.get("arguments") or values.get("parameters") or ""
     return parse_call(values.get("name") or values.get("tool_name") or "", arguments)
 

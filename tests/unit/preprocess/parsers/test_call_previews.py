@@ -106,6 +106,7 @@ def test_name_of_a_call_in_parts_is_that_of_the_whole_call_if_it_has_two(names):
         '"name": "f", "arguments": {"city": "Rome"}, "arguments": {"city": "Oslo"}',
         '"arguments": {"city": "Oslo"}, "name": "f", "parameters": {"city": "Rome"}',
         '"name": "f", "arguments": {"city": "Rome"}, "name": "g"',
+        '"tool_name": "f", "tool_name": "g", "arguments": {"city": "Rome"}',
         '"name": "f", "arguments": "{\\"city\\": 1}", "parameters": {"city": "Rome"}',
     ],
 )
