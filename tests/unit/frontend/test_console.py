@@ -397,6 +397,7 @@ async def test_usage_is_written_by_one_thread_at_a_time(bare, tmp_path, monkeypa
     await bare.worker()
     await bare.chat()
     write, num_begun = bare.frontend._recorder.write_usage, []
+    write_whole = pathlib.Path.write_bytes
 
     def write_bytes(path, content):
         num_begun.append(1)
@@ -404,7 +405,7 @@ async def test_usage_is_written_by_one_thread_at_a_time(bare, tmp_path, monkeypa
             second.start()
             second.join(0.05)
             assert len(num_begun) == 1
-        return path.open("wb").write(content)
+        return write_whole(path, content)
 
     monkeypatch.setattr(pathlib.Path, "write_bytes", write_bytes)
     second = threading.Thread(target=write)
