@@ -228,6 +228,7 @@ class Pipeline:
             is_stream=bool(request.stream),
             arrival=arrival,
         )
+        self.admission.name_key(client, meter)
         try:
             routing = nvext.parse_headers(client.request.headers)
             extra_fields = nvext.requested_fields(request, client.request.headers)
@@ -278,6 +279,7 @@ class Pipeline:
         """Answer a request for no known model with an error."""
         unknown = self.metrics.for_model(metrics.UNKNOWN_MODEL)
         meter = metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival)
+        self.admission.name_key(client, meter)
         if client.is_closed:  # it went away while it waited for its model
             meter.record_disconnect()
         meter.record_failure(error)

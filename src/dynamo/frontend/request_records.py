@@ -339,7 +339,7 @@ def _make_spans(
             "endpoint": request.endpoint,
             "model": request.model.label,
             "request_type": request.request_type,
-            "input_tokens": request.request.prompt_len if request.request is not None else 0,
+            "input_tokens": request.num_prompt_tokens,
             "cached_tokens": request.num_cached,
             "output_tokens": request.num_tokens,
         },

@@ -1,6 +1,7 @@
 """Files and batches, asked over HTTP of a frontend with a scripted worker."""
 
 import asyncio
+import io
 import json
 import os
 
@@ -330,6 +331,22 @@ async def test_deleted_file_is_gone(start):
     assert deleted.json() == {"id": file_id, "object": "file", "deleted": True}
     assert (await rig.client.get(f"/v1/files/{file_id}")).status_code == 404
     assert list((rig.frontend._batches.journal.folder / "content").iterdir()) == []
+
+
+class UnreadableFile(io.BytesIO):
+    """A file of which nothing may be read."""
+
+    def read(self, *_):
+        raise AssertionError("expected no read")
+
+
+async def test_head_of_a_content_reads_nothing_of_it(start):
+    rig = await start()
+    file_id = (await upload(rig, b"text")).json()["id"]
+    rig.frontend._batches.journal.open_file = lambda *_: UnreadableFile()
+    head = await rig.client.head(f"/v1/files/{file_id}/content")
+
+    assert (head.status_code, head.content) == (200, b"")
 
 
 async def test_file_that_a_batch_reads_cannot_be_deleted(start):

@@ -1,5 +1,7 @@
 """Log probabilities keep pace with the text they belong to."""
 
+import codecs
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,40 @@ def said(text, reason=None):
 
 def told(reports):
     return "".join(chr(report.token_id) for report in reports)
+
+
+class Utf8(Bytes):
+    """A detokenizer whose tokens are bytes of UTF-8."""
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids):
+        return self._decoder.decode(bytes(token_ids))
+
+    def finish(self):
+        return self._decoder.decode(b"", True)
+
+
+@pytest.mark.parametrize("num_together", [1, 2, 9])
+@pytest.mark.parametrize(
+    ("ending", "expected"), [("\u20ac", b"a\xc3\xa9"), ("", b"a\xc3\xa9\xe2\x82\xac")]
+)
+def test_tokens_of_a_character_are_reported_with_it_or_hidden_with_it(
+    num_together, ending, expected
+):
+    conditions = generate.StopConditions(stop=(ending,) if ending else ())
+    one = choices.Choice(0, detokenize.ChoiceText(Utf8(), conditions), has_logprobs=True)
+    data, reported = "a\u00e9\u20ac".encode(), b""
+    for at in range(0, len(data), num_together):
+        part = data[at : at + num_together]
+        reason = generate.FinishReason.LENGTH if at + num_together >= len(data) else None
+        logprobs = tuple(generate.TokenLogprobs(-1.0) for _ in part)
+        text, reports = one.read(generate.Output(tuple(part), reason, logprobs=logprobs))
+        reported += bytes(report.token_id for report in reports)
+        assert bool(text) == bool(reports)
+
+    assert reported == expected
 
 
 def test_without_stop_strings_each_token_is_reported_with_its_text():

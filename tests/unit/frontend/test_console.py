@@ -4,7 +4,9 @@ import asyncio
 import csv
 import json
 import logging
+import pathlib
 import shutil
+import threading
 
 import msgspec
 import pytest
@@ -388,6 +390,29 @@ async def test_usage_survives_a_restart(bare, tmp_path):
     assert [row["num_requests"] for row in (await get(bare, "/usage"))["rows"]] == [1]
     assert (await get(bare, f"{API}/session"))["keeps_usage"]
     assert len(msgspec.json.decode(path.read_bytes(), type=list[usage.UsageRow])) == 1
+
+
+async def test_usage_is_written_by_one_thread_at_a_time(bare, tmp_path, monkeypatch):
+    await bare.start(usage_file=str(tmp_path / "usage.json"))
+    await bare.worker()
+    await bare.chat()
+    write, num_begun = bare.frontend._recorder.write_usage, []
+    write_whole = pathlib.Path.write_bytes
+
+    def write_bytes(path, content):
+        num_begun.append(1)
+        if len(num_begun) == 1:
+            second.start()
+            second.join(0.05)
+            assert len(num_begun) == 1
+        return write_whole(path, content)
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", write_bytes)
+    second = threading.Thread(target=write)
+    write()
+    second.join()
+
+    assert (tmp_path / "usage.json").exists()
 
 
 async def test_file_of_usage_in_no_directory_is_refused_at_the_start(bare, tmp_path):

@@ -412,6 +412,7 @@ async def test_request_with_which_two_workers_died_goes_to_no_third(workers):
 
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "suspect_request"
+    assert answer.headers["x-should-retry"] == "false"  # official clients repeat a 500 otherwise
     assert "2 workers died while they had this request" in answer.json()["error"]["message"]
     assert sum(len(each.requests) for each in (workers.one, workers.two, third)) == 2
 

@@ -176,6 +176,13 @@ async def test_request_is_a_span_with_its_stages_as_children(exporting, found):
     }
 
 
+async def test_span_has_the_tokens_of_all_prompts(exporting, found):
+    await exporting.client.post("/v1/completions", json={"model": "m", "prompt": ["ab", "cde"]})
+    root = (await exported_spans(exporting, found))["http-request"]
+
+    assert collector.attributes(root)["input_tokens"] == 5
+
+
 async def test_worker_receives_the_requests_span(exporting, found):
     await ask(exporting, **MINE)
     asked = trace_context.read(exporting.one.calls[0].headers)

@@ -10,8 +10,8 @@ from dynamo.frontend import config
 from dynamo.frontend.processes import response_store
 
 
-def kept(size):
-    return response_store.StoredResponse(b"x" * (size // 2), b"y" * (size - size // 2))
+def kept(size, tenant=""):
+    return response_store.StoredResponse(b"x" * (size // 2), b"y" * (size - size // 2), tenant)
 
 
 def test_least_recently_used_response_is_dropped_first():
@@ -42,6 +42,19 @@ def test_too_large_response_displaces_none():
     assert store.find("b", "") is None
 
 
+@pytest.mark.parametrize("limits", [{"max_items": 3}, {"max_bytes": 15}])
+def test_tenant_that_has_the_most_loses_its_own_oldest(limits):
+    store = response_store.ResponseStore(**{"max_items": 9, "max_bytes": 99} | limits)
+    store.put("a", kept(5, "ann"))
+    for name in "bcde":
+        store.put(name, kept(5, "bob"))
+    store.put("f", kept(5, "cy"))
+
+    held = [name for name in "abcdef" if store.find_any(name) is not None]
+    assert held == ["a", "e", "f"]
+    assert [store.find("a", "bob"), store.find("a", "ann")] == [None, kept(5, "ann")]
+
+
 def test_remove_returns_whether_the_response_was_stored():
     store = response_store.ResponseStore(max_items=9, max_bytes=10)
     store.put("a", kept(10))
@@ -52,17 +65,21 @@ def test_remove_returns_whether_the_response_was_stored():
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12), st.booleans())),
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"), st.integers(0, 12), st.booleans(), st.sampled_from("xyz")
+        )
+    ),
     st.integers(0, 4),
 )
 def test_store_never_exceeds_its_limits(steps, max_items):
     store = response_store.ResponseStore(max_items=max_items, max_bytes=10)
-    for name, size, is_kept in steps:
+    for name, size, is_kept, tenant in steps:
         if is_kept:
-            store.put(name, kept(size))
+            store.put(name, kept(size, tenant))
         else:
             store.remove(name)
-        held = [one for name in "abcdef" if (one := store.find(name, ""))]
+        held = [one for name in "abcdef" if (one := store.find_any(name))]
 
         assert len(store) == len(held) <= max_items
         assert sum(one.num_bytes for one in held) <= 10

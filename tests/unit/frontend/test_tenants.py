@@ -251,3 +251,22 @@ def test_long_message_of_an_engine_is_told_without_delay(repeated):
 
     assert time.process_time() - began_s < 2.0
     assert "10.0.0.7" not in message
+
+
+async def test_refused_requests_count_as_those_of_their_key(start):
+    limited = KEYS.replace('key = "sk-ann-00001"', 'key = "sk-ann-00001"\ntokens_per_minute = 1')
+    rig = await start(limited)
+    await rig.ask(ANN)  # which takes more than all tokens of a minute
+    statuses = [
+        (await rig.ask(ANN)).status_code,
+        (await rig.ask(ANN, temperature=9)).status_code,
+        (await rig.ask(ANN, model="x")).status_code,
+        (
+            await rig.client.post("/v1/embeddings", json={"model": "x", "input": "a"}, headers=ANN)
+        ).status_code,
+    ]
+    rows = (await rig.client.get("/usage", headers=ANN)).json()["rows"]
+
+    assert statuses == [429, 400, 404, 404]
+    assert sum(row["num_errors"] for row in rows) == 4
+    assert {(row["key"], row["tenant"]) for row in rows} == {("ann", "acme")}

@@ -55,6 +55,19 @@ async def test_streamed_token_ids_are_those_of_the_whole_answer(rig, path):
     assert not any("prompt_token_ids" in head for head in heads[1:])
 
 
+async def test_log_probability_of_a_text_is_that_of_its_likeliest_token(rig):
+    first, second = "\u00e9".encode()
+    rivals = (generate.TopLogprob(first, -0.25), generate.TopLogprob(first + 1, -2.0))
+    rig.one.script = [
+        generate.Output((first,), logprobs=(generate.TokenLogprobs(-0.25, rivals),)),
+        generate.Output((second,), logprobs=(generate.TokenLogprobs(-0.5, ()),)),
+        *outputs("", "eos"),
+    ]
+    logprobs = (await rig.complete(logprobs=2)).json()["choices"][0]["logprobs"]
+
+    assert logprobs["top_logprobs"] == [{"\ufffd": -0.25}, {"\ufffd": -0.5}]
+
+
 async def test_ids_are_left_out_unless_requested(rig):
     rig.one.script = outputs("xy", "eos")
     whole = (await rig.chat()).text

@@ -218,7 +218,6 @@ class AdmissionController:
         if api_key is not None:
             self._charge(model.name, api_key, num_tokens, client)
             reservation.accounts, reservation.num_prompt_tokens = api_key.accounts, num_tokens
-            meter.key_name, meter.tenant = api_key.entry.name, api_key.entry.tenant or ""
         model_permits = self._permits.get(model.name)
         if model_permits is None:
             model_permits = self._permits[model.name] = ModelPermits(
@@ -241,6 +240,15 @@ class AdmissionController:
             meter.record_disconnect()
             raise
         reservation.release_permit = model_permits.release_permit
+
+    def name_key(self, client: exchange.Exchange, meter: frontend_metrics.RequestMeter) -> None:
+        """Note in a request's meter which API key it has, even if it is refused; one that was removed has no name."""
+        try:
+            api_key = self.rights.api_key_of(client)
+        except errors.Unauthenticated:
+            return
+        if api_key is not None:
+            meter.key_name, meter.tenant = api_key.entry.name, api_key.entry.tenant or ""
 
     def admit_waiting(self) -> None:
         """Admit waiting requests for which there is room now. Called when loads or thresholds have changed."""

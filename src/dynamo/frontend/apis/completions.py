@@ -227,11 +227,16 @@ class CompletionFormatter:
         }
 
     def _top_logprobs(self, report: choices.TokenReport) -> dict[str, float] | None:
-        """Return the likeliest tokens and the sampled one, which is last unless it is among them."""
+        """Return the likeliest tokens and the sampled one, which is last unless it is among them.
+
+        Of tokens with one text, as parts of characters are, it is that of the likeliest.
+        """
         if report.logprobs is None:
             return None
         text = self._token_text
-        top = {text(top.token_id): sse.finite(top.logprob) for top in report.logprobs.top}
+        top: dict[str, float] = {}
+        for token in report.logprobs.top:
+            top.setdefault(text(token.token_id), sse.finite(token.logprob))
         top.setdefault(text(report.token_id), sse.finite(report.logprobs.logprob))
         return top
 

@@ -279,13 +279,13 @@ class EmbeddingPipeline:
             request = await self._pipeline.unknown.decode(client, api.decode)
             model = await self._pipeline.find_model(request.model, client)
         except errors.DynamoError as error:
-            meter = self._meter(metrics.UNKNOWN_MODEL, arrival, api)
+            meter = self._meter(metrics.UNKNOWN_MODEL, client, arrival, api)
             if client.is_closed:  # it went away while it waited for its model
                 meter.record_disconnect()
             meter.record_failure(error)
             delivery.respond_error(client, error, api.dialect, headers)
             return
-        meter = self._meter(model.name, arrival, api)
+        meter = self._meter(model.name, client, arrival, api)
         try:
             check_dimensions(request.dimensions, model.embedding)
             engine_request = encoders.EmbeddingRequest(
@@ -381,11 +381,16 @@ class EmbeddingPipeline:
         return await found.open_stream(share, receiver, options)
 
     def _meter(
-        self, model: str, arrival: metrics.Arrival, api: EmbeddingApi
+        self,
+        model: str,
+        client: exchange.Exchange,
+        arrival: metrics.Arrival,
+        api: EmbeddingApi,
     ) -> metrics.RequestMeter:
-        return metrics.RequestMeter(
-            self._pipeline.metrics.for_model(model), api.endpoint, is_stream=False, arrival=arrival
-        )
+        by_model = self._pipeline.metrics.for_model(model)
+        meter = metrics.RequestMeter(by_model, api.endpoint, is_stream=False, arrival=arrival)
+        self._pipeline.admission.name_key(client, meter)
+        return meter
 
 
 def split_inputs(lengths: Sequence[int], num_workers: int) -> list[list[int]]:

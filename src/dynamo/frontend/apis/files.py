@@ -49,7 +49,7 @@ def answer_from_disk(
 
 def page_options(
     client: exchange.Exchange, max_limit: int, default_limit: int
-) -> tuple[journal.PageOptions, str | None]:
+) -> tuple[lines.PageOptions, str | None]:
     """Return what page the query asks for, and of what purpose. Raises InvalidRequest."""
     query = dict(parse_qsl(client.request.query))
     limit, order = query.get("limit", str(default_limit)), query.get("order", "desc")
@@ -61,7 +61,7 @@ def page_options(
         raise errors.InvalidRequest.of_param(
             "order", f"expected 'asc' or 'desc', got {order[:20]!r}"
         )
-    options = journal.PageOptions(int(limit), query.get("after"), order == "asc")
+    options = lines.PageOptions(int(limit), query.get("after"), order == "asc")
     return options, query.get("purpose")
 
 
@@ -131,7 +131,7 @@ def _declare_files(api: Operations, files: journal.BatchJournal, handlers: Reque
             return
         with content:
             client.start_stream(200, content_type="application/octet-stream")
-            while not client.is_closed:
+            while not client.is_closed and client.request.method != "HEAD":
                 piece = await asyncio.to_thread(content.read, _PIECE_BYTES)
                 if not piece:
                     break

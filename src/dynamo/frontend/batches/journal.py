@@ -63,14 +63,6 @@ class LineAnswer(NamedTuple):
     row: bytes
 
 
-class PageOptions(NamedTuple):
-    """What part of a list is asked for: newest first, unless it is ascending."""
-
-    limit: int = 20
-    after: str | None = None
-    is_ascending: bool = False
-
-
 class BatchJournal:
     """The files and batches in one folder, which is made when the first file comes."""
 
@@ -191,7 +183,7 @@ class BatchJournal:
             raise _no_such("files", file_id) from error
 
     def list_files(
-        self, tenant: str, options: PageOptions, purpose: str | None = None
+        self, tenant: str, options: lines.PageOptions, purpose: str | None = None
     ) -> lines.FilePage:
         """Return a page of a tenant's files. Raises ObjectNotFound for an unknown `after`."""
         rows, has_more = self._page("files", tenant, options, purpose)
@@ -249,7 +241,7 @@ class BatchJournal:
         """Return a batch of a tenant with its present counts. Raises ObjectNotFound."""
         return self._with_counts(_decode_batch(self._find("batches", batch_id, tenant)))
 
-    def list_batches(self, tenant: str, options: PageOptions) -> lines.BatchPage:
+    def list_batches(self, tenant: str, options: lines.PageOptions) -> lines.BatchPage:
         """Return a page of a tenant's batches. Raises ObjectNotFound for an unknown `after`."""
         rows, has_more = self._page("batches", tenant, options)
         batches = [self._with_counts(_decode_batch(row)) for row in rows]
@@ -289,7 +281,7 @@ class BatchJournal:
                     break
             wrong = check.result()
         except FileNotFoundError:
-            wrong = [lines.LineError(code="file_not_found", message="the input file is gone")]
+            wrong = [lines.FILE_GONE]
 
         def begin(current: lines.Batch) -> lines.Batch:
             if current.status != "validating":  # it was cancelled
@@ -331,6 +323,12 @@ class BatchJournal:
                 "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)",
                 [(batch_id, one.number, one.is_error, one.row) for one in answers],
             )
+
+    def answered_models(self, batch_id: str) -> set[str]:
+        """Return the models that have answered lines of a batch, by their names in the answers."""
+        with self._open() as database:
+            rows = database.execute(_ANSWERS, (batch_id, False))
+            return {lines.model_of(row) for (row,) in rows}
 
     def finish(
         self, batch_id: str, status: lines.Status, wrong: Sequence[lines.LineError] = ()
@@ -467,7 +465,7 @@ class BatchJournal:
         return None if row is None else row[0]
 
     def _page(
-        self, table: str, tenant: str, options: PageOptions, purpose: str | None = None
+        self, table: str, tenant: str, options: lines.PageOptions, purpose: str | None = None
     ) -> tuple[list[bytes], bool]:
         """Return a page of rows, and whether more follow."""
         if not self.exists:

@@ -17,7 +17,8 @@ from dynamo.protocols import model_errors
 DAY_S = 24 * 3600
 KEPT_S = 30 * DAY_S  # how long files are kept by default, as OpenAI keeps those of batches
 MIN_KEPT_S = 3600
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+_RESPONSES = "/v1/responses"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", _RESPONSES)
 Purpose = Literal["batch", "batch_output"]
 Status = Literal[
     "validating",
@@ -107,6 +108,9 @@ class LineError(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None = None
 
 
+FILE_GONE = LineError(code="file_not_found", message="the input file is gone")
+
+
 class LineErrors(msgspec.Struct, frozen=True, kw_only=True):
     """The reasons for which a batch failed."""
 
@@ -169,6 +173,14 @@ def page_fields(data: Sequence[FileObject | Batch], has_more: bool) -> dict[str,
     return {"data": data, "first_id": first_id, "last_id": last_id, "has_more": has_more}
 
 
+class PageOptions(NamedTuple):
+    """What part of a list is asked for: newest first, unless it is ascending."""
+
+    limit: int = 20
+    after: str | None = None
+    is_ascending: bool = False
+
+
 MAX_LINES = 50_000  # of one file, as with OpenAI
 MAX_ERRORS = 100  # of a file that are reported
 LOW_PRIORITY = 2**20  # as vLLM and OpenAI's body write it: a higher value is served later
@@ -189,12 +201,12 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
     body: dict[str, Any]
 
 
-class _ErrorFields(msgspec.Struct):
+class _ErrorFields(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
 class _ErrorBody(msgspec.Struct):
-    error: _ErrorFields
+    error: _ErrorFields = _ErrorFields()
 
 
 _decode_line = msgspec.json.Decoder(BatchLine).decode
@@ -283,22 +295,35 @@ class FileCheck:
 
 
 def request_body(line: BatchLine) -> bytes:
-    """Return the JSON body of the line's request, which waits behind requests of clients that look on."""
+    """Return the JSON body of the line's request, which waits behind requests of clients that look on.
+
+    A response is stored only if the line says so: the output file has it, and a batch could displace all others.
+    """
     if line.url in _WITHOUT_PRIORITY:
         return _encode(line.body)
-    return _encode(line.body | {"priority": LOW_PRIORITY})
+    body = line.body | {"priority": LOW_PRIORITY}
+    if line.url == _RESPONSES and body.get("store") is None:
+        body["store"] = False
+    return _encode(body)
 
 
-def lacks_model(status: int, body: bytes) -> bool:
-    """Return whether the answer says that there is no such model."""
-    if status != 404:
-        return False
-    error = msgspec.json.decode(body, type=_ErrorBody).error
-    return error.code == model_errors.ModelNotFound.code
+MODEL_MISSING = model_errors.ModelNotFound.code
+# Of requests that may be the reason why a worker died: asked again and again, they could end all of them.
+STATUS_BY_CODE = {model_errors.SuspectRequest.code: 400, errors.WorkerDied.code: 500}
+
+
+def error_code(status: int, body: bytes) -> str:
+    """Return the code of an error; "" for other answers, and for an error without one."""
+    if status < 400:
+        return ""
+    try:
+        return msgspec.json.decode(body, type=_ErrorBody).error.code or ""
+    except msgspec.DecodeError:
+        return ""
 
 
 def pause_s(status: int, num_attempts: int) -> float | None:
-    """Return the seconds until the line is asked again after so many attempts; None if its answer stands.
+    """Return the seconds until the line is asked again after so many attempts of a status; None if its answer stands.
 
     What lacks a model that may come (again) counts as 503.
     """
@@ -312,6 +337,26 @@ def answer_row(line_id: str, custom_id: str, status: int, body: bytes) -> bytes:
     response = {"status_code": status, "request_id": line_id, "body": msgspec.Raw(body)}
     row = {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
     return sse.encode_line(row)
+
+
+class _AnswerBody(msgspec.Struct, frozen=True):
+    model: str = ""
+
+
+class _LineResponse(msgspec.Struct, frozen=True):
+    body: _AnswerBody = _AnswerBody()
+
+
+class _AnswerRow(msgspec.Struct, frozen=True):
+    response: _LineResponse = _LineResponse()
+
+
+_decode_answer = msgspec.json.Decoder(_AnswerRow).decode
+
+
+def model_of(row: bytes) -> str:
+    """Return the name of the model in the row of an answer that is no error."""
+    return _decode_answer(row).response.body.model
 
 
 def expired_row(line_id: str, custom_id: str) -> bytes:

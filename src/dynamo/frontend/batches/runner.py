@@ -13,6 +13,7 @@ own batch, so that no batch is read much further than it is answered.
 """
 
 import asyncio
+import collections
 import contextlib
 import fcntl
 import functools
@@ -184,10 +185,16 @@ class BatchRunner:
             if batch.status == "cancelling":
                 status = "cancelled"
             elif batch.status == "in_progress":
+                # those of an earlier runner
+                asker.served_models |= await asyncio.to_thread(
+                    self.journal.answered_models, batch.id
+                )
                 try:
                     status = await self._answer_in_time(batch, asker)
                 except lines.InvalidLine as error:  # when it was checked, the limit was higher
                     status, wrong = "failed", [error.reason]
+                except FileNotFoundError:
+                    status, wrong = "failed", [lines.FILE_GONE]
             if batch.status not in lines.ENDED:
                 batch = await asyncio.to_thread(self.journal.finish, batch.id, status, wrong)
             counts = batch.request_counts
@@ -259,7 +266,8 @@ class BatchRunner:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         finally:
-            remaining.close()
+            with contextlib.suppress(ValueError):  # a thread still reads, and its end closes it
+                remaining.close()
 
 
 class LineAsker:
@@ -278,7 +286,7 @@ class LineAsker:
         self._headers = {"content-type": "application/json", **headers}
         self._clock = clock
         self._waits_until = clock.now() + MODEL_WAIT_S
-        self._served_models: set[str] = set()
+        self.served_models: set[str] = set()  # that have answered a line
 
     async def ask(self, line_id: str, url: str, line: lines.LineRequest) -> LineResponse:
         """Return the response to a line's request.
@@ -293,23 +301,25 @@ class LineAsker:
             body=line.body,
             peer="batch",
         )
-        for num_attempts in itertools.count(1):
+        num_attempts = collections.Counter[int]()  # by status: what waited long may fail once
+        while True:
             num_slots = await self._slots.take(len(line.body))
             try:
                 response = await self._ask_once(request)
             finally:
                 self._slots.release(num_slots)
-            status = response.status
-            if lines.lacks_model(status, response.body):
-                is_expected = line.model in self._served_models
+            code = lines.error_code(response.status, response.body)
+            status = lines.STATUS_BY_CODE.get(code, response.status)
+            if code == lines.MODEL_MISSING:
+                is_expected = line.model in self.served_models
                 status = 503 if is_expected or self._clock.now() < self._waits_until else 404
             elif status == 200:
-                self._served_models.add(line.model)
-            pause_s = lines.pause_s(status, num_attempts)
+                self.served_models.add(line.model)
+            num_attempts[status] += 1
+            pause_s = lines.pause_s(status, num_attempts[status])
             if pause_s is None:
-                break
+                return response
             await self._clock.sleep(pause_s)
-        return response
 
     async def _ask_once(self, request: exchange.Request) -> LineResponse:
         line_exchange = LineExchange(request)

@@ -8,6 +8,7 @@ of the counters every few seconds. Only while a console is open: the explanation
 import asyncio
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,7 @@ class ConsoleRecorder:
         self._explain_second, self._num_explained = 0.0, 0
         self._usage_file = Path(usage_file) if usage_file else None
         self._num_written = 0
+        self._write_lock = threading.Lock()  # a write that was begun goes on while the last one is
         if self._usage_file is not None and not self._usage_file.parent.is_dir():
             raise errors.ConfigError(
                 f"--usage-file {self._usage_file}: expected a file in a directory that exists"
@@ -147,17 +149,18 @@ class ConsoleRecorder:
         self.history.add(samples, wall, now)
 
     def write_usage(self) -> None:
-        """Write the usage to its file, if it has changed. Blocks."""
-        changes = self.usage.num_changes
-        if self._usage_file is None or changes == self._num_written:
-            return
-        try:
-            new = self._usage_file.with_name(self._usage_file.name + ".new")
-            new.write_bytes(msgspec.json.encode(self.usage.rows()))
-            new.replace(self._usage_file)
-            self._num_written = changes
-        except OSError as error:
-            _logger.warning("the usage cannot be written to %s: %s", self._usage_file, error)
+        """Write the usage to its file, if it has changed. Blocks, and may be called in any thread."""
+        with self._write_lock:
+            changes = self.usage.num_changes
+            if self._usage_file is None or changes == self._num_written:
+                return
+            try:
+                new = self._usage_file.with_name(self._usage_file.name + ".new")
+                new.write_bytes(msgspec.json.encode(self.usage.rows()))
+                new.replace(self._usage_file)
+                self._num_written = changes
+            except OSError as error:
+                _logger.warning("the usage cannot be written to %s: %s", self._usage_file, error)
 
     def load_of(self, instance_id: int) -> load.LoadEvent | None:
         """Return the load that a worker published last, its ranks together; None if that is too long ago."""

@@ -67,7 +67,7 @@ class LogprobReporter:
             text += self._push_one(step)
             if self._text.stop_reason is not None:
                 break
-        return text, self._take_reports()
+        return text, self._take_reports(is_last=output.finish_reason is not None)
 
     def _push_one(self, step: generate.Output) -> str:
         text = self._text.push(step)
@@ -77,14 +77,15 @@ class LogprobReporter:
             self._sum += step.logprobs[0].logprob
             self._num_tokens += 1
             report = TokenReport(step.token_ids[0], step.logprobs[0], start)
-            self._pending.append((report, self._num_read))
+            # without text of its own it is part of a character, which has to be sent
+            self._pending.append((report, max(self._num_read, start + 1)))
         return text
 
-    def _take_reports(self) -> list[TokenReport]:
+    def _take_reports(self, *, is_last: bool) -> list[TokenReport]:
         num_sent = self._num_sent
         if self._text.stop_reason is not None:
             return [report for report, _ in self._pending if report.start < num_sent]
-        complete = [report for report, end in self._pending if end <= num_sent]
+        complete = [report for report, end in self._pending if end <= num_sent or is_last]
         del self._pending[: len(complete)]
         return complete
 

@@ -22,7 +22,7 @@ from dynamo.frontend.delivery import choices, sse
 from dynamo.frontend.delivery.attempt import Attempt
 from dynamo.observability import logs
 from dynamo.preprocess import inputs, preprocessor
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, model_errors
 from dynamo.runtime.http import exchange
 
 _failures = logs.PeerLog(logging.getLogger(__name__), time.monotonic)
@@ -360,7 +360,9 @@ def _log_failure(error: errors.DynamoError) -> None:
 
 
 def retry_headers(error: errors.DynamoError) -> exchange.Headers:
-    """Return Retry-After, in whole seconds, for a temporary error."""
+    """Return Retry-After, in whole seconds, for a temporary error; clients are told not to repeat a suspect."""
+    if isinstance(error, model_errors.SuspectRequest):
+        return (("x-should-retry", "false"),)  # as OpenAI's and Anthropic's clients read it
     if not isinstance(error, errors.Unavailable | errors.RateLimited):
         return ()
     return (("retry-after", str(max(1, math.ceil(error.retry_after_s)))),)

@@ -145,52 +145,68 @@ class MarkerScanner:
 ParsedCalls = list[parser.ToolCall] | None
 
 
-class _Call(msgspec.Struct, frozen=True):
-    """A call as a JSON object; models use either name for its tool and for its arguments."""
-
-    name: str = ""
-    tool_name: str = ""
-    arguments: msgspec.Raw = msgspec.Raw()
-    parameters: msgspec.Raw = msgspec.Raw()
-
-
-_decode_calls = msgspec.json.Decoder(_Call | list[_Call]).decode
-_decode_calls_by_key = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_text = msgspec.json.Decoder(str).decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_KEY = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
+_find_end = json.JSONDecoder(parse_int=str, parse_float=str).raw_decode
 _ERRORS = (ValueError, RecursionError)  # msgspec's and json's errors are ValueErrors
+Members = list[tuple[str, str]]  # of an object: each key with the text of its value
 
 
 def parse_json_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
     """Parse `{"name": ..., "arguments": {...}}`, or a list of such objects."""
     del tools
     try:
-        decoded = _decode_calls(_strict(text))
+        return _all_or_none([_read_call(members) for members in _read_objects(text)])
     except _ERRORS:
         return None
-    objects = decoded if isinstance(decoded, list) else [decoded]
-    calls = [
-        parse_call(
-            entry.name or entry.tool_name, bytes(entry.arguments or entry.parameters).decode()
-        )
-        for entry in objects
-    ]
-    return _all_or_none(calls)
+
+
+def _read_call(members: Members) -> parser.ToolCall | None:
+    """Return the call of an object; models use either of two names for its tool and for its arguments.
+
+    Of arguments that stand twice the first object behind the name counts, which a stream has shown (`JsonPreview`).
+    """
+    values: dict[str, str] = {}
+    for key, value in members:
+        name = values.get("name") or values.get("tool_name") or ""
+        is_arguments = key in ("arguments", "parameters")
+        if is_arguments and name and value.startswith("{"):
+            return parse_call(name, value)
+        if key in ("name", "tool_name"):
+            value = _decode_text(value)
+        values[key] = values.get(key, value) if key == "tool_name" else value
+    arguments = values.get("arguments") or values.get("parameters") or ""
+    return parse_call(values.get("name") or values.get("tool_name") or "", arguments)
 
 
 def parse_calls_by_key(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
     """Parse `[{"f": {...}}, {"g": {...}}]`: the name of the tool is the key of its arguments."""
     del tools
     try:
-        objects = _decode_calls_by_key(_strict(text))
+        objects = _read_objects(text) if text.lstrip().startswith("[") else []
     except _ERRORS:
         return None
-    return _all_or_none(
-        [
-            parse_call(name, bytes(arguments).decode())
-            for entry in objects
-            for name, arguments in entry.items()
-        ]
-    )
+    return _all_or_none([parse_call(*member) for members in objects for member in members])
+
+
+def _read_objects(text: str) -> list[Members]:
+    """Return the members of an object, or of each in a list; a key that comes twice does so. Raises ValueError."""
+    text = _strict(text)
+    if not text.lstrip().startswith("["):
+        return [_read_members(text)]
+    return [_read_members(bytes(item).decode()) for item in _decode_items(text)]
+
+
+def _read_members(text: str) -> Members:
+    _decode_members(text)  # which checks it
+    members, at = [], 0
+    while key := _KEY.match(text, at):
+        _, at = _find_end(text, key.end())
+        members.append((_decode_text(key[1]), text[key.end() : at]))
+    return members
 
 
 def _strict(text: str) -> str:

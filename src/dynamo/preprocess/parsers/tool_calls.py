@@ -187,7 +187,6 @@ class ToolCallParser(parser.StateMachineParser):
         """Emit what is missing of the calls of a body."""
         if self._begun:
             shown = "".join(self._begun[-1][1])
-            # of a name or of arguments that stand twice in a call, the last count, and the first were shown whole
             arguments = next((call.arguments for call in calls[len(self._begun) - 1 :]), shown)
             if arguments.startswith(shown) and arguments != shown:
                 self._events.append(parser.CallArguments(arguments[len(shown) :]))

@@ -98,19 +98,32 @@ def test_name_of_a_call_in_parts_is_that_of_the_whole_call_if_it_has_two(names):
     ]
 
 
-@pytest.mark.parametrize("second", ['"arguments": {"city": "Oslo"}', '"arguments": null'])
-def test_arguments_by_two_names_come_once_in_parts(second):
-    text = f'<tool_call>{{"name": "f", "parameters": {{"city": "Rome"}}, {second}}}</tool_call>'
+@pytest.mark.parametrize(
+    "members",
+    [
+        '"name": "f", "parameters": {"city": "Rome"}, "arguments": {"city": "Oslo"}',
+        '"name": "f", "parameters": {"city": "Rome"}, "arguments": null',
+        '"name": "f", "arguments": {"city": "Rome"}, "arguments": {"city": "Oslo"}',
+        '"arguments": {"city": "Oslo"}, "name": "f", "parameters": {"city": "Rome"}',
+        '"name": "f", "arguments": {"city": "Rome"}, "name": "g"',
+        '"tool_name": "f", "tool_name": "g", "arguments": {"city": "Rome"}',
+        '"name": "f", "arguments": "{\\"city\\": 1}", "parameters": {"city": "Rome"}',
+    ],
+)
+@pytest.mark.parametrize("options", [{"whole_tools": ()}, {}])
+def test_first_arguments_behind_the_name_count_in_parts_and_whole(members, options):
+    text = f"<tool_call>[{{{members}}}]</tool_call>"
 
-    assert with_whole_calls(read(make_parser("hermes", whole_tools=()), text)) == [
+    assert with_whole_calls(read(make_parser("hermes", **options), text)) == [
         parser.ToolCall("f", '{"city": "Rome"}')
     ]
 
 
-def test_tool_that_is_called_twice_in_one_object_is_answered_in_parts():
+@pytest.mark.parametrize("options", [{"whole_tools": ()}, {}])
+def test_tool_that_is_called_twice_in_one_object_is_called_in_parts_and_whole(options):
     text = '<|tools_prefix|>[{"f": {"city": "Rome"}, "f": {"city": "Oslo"}}]<|tools_suffix|>'
 
-    assert with_whole_calls(read(make_parser("apertus", whole_tools=()), text)) == [
+    assert with_whole_calls(read(make_parser("apertus", **options), text)) == [
         parser.ToolCall("f", '{"city": "Rome"}'),
         parser.ToolCall("f", '{"city": "Oslo"}'),
     ]
