@@ -193,10 +193,8 @@ class LoadPolicy:
         """Return True if the KV use, spread over the workers that remain, stays below the threshold to grow."""
         if self._is_literal or not has_load(observation, traffic):
             return True
-        if not fewer.decode:
-            return False
-        usage = observation.decode_load.kv_usage * observation.decode.num_ready / fewer.decode
-        return usage < 0.9 * self._limits.decode_kv_scale_up
+        usage, num_ready = observation.decode_load.kv_usage, observation.decode.num_ready
+        return self._is_spread_over(usage, num_ready, fewer.decode)
 
     def _usage_step(self, usage: float, num_waiting: int, pool: PoolState) -> int:
         may_grow = self._decode_growth.may_grow(pool)
@@ -204,7 +202,14 @@ class LoadPolicy:
             return int(num_waiting > 0 and not pool.num_starting)
         if usage > self._limits.decode_kv_scale_up:
             return int(may_grow)
-        return -1 if usage < self._limits.decode_kv_scale_down and not pool.num_starting else 0
+        is_low = usage < self._limits.decode_kv_scale_down and not pool.num_starting
+        return -int(is_low and self._is_spread_over(usage, pool.num_ready, pool.num_ready - 1))
+
+    def _is_spread_over(self, usage: float, num_ready: int, num_fewer: int) -> bool:
+        if self._is_literal:
+            return True
+        limit = 0.9 * self._limits.decode_kv_scale_up
+        return num_fewer > 0 and usage * num_ready / num_fewer < limit
 
     def _queue_step(self, queue: float, num_waiting: int, pool: PoolState) -> int:
         trend, self._last_queue = queue - self._last_queue, queue

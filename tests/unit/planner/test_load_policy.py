@@ -2,6 +2,7 @@ import pytest
 
 from dynamo.planner.observation import PoolLoad, PoolState, Replicas
 from dynamo.planner.policies import LoadPolicy, Targets
+from dynamo.planner.scaling_pipeline import Limits, ScalingPipeline
 from planner_cases import observe
 
 
@@ -111,6 +112,30 @@ def test_survivors_hold_if_the_spread_load_stays_below_the_threshold():
 
     assert not policy.survivors_hold(observation, observation.traffic.value, Replicas(1, 1))
     assert policy.survivors_hold(light, light.traffic.value, Replicas(1, 1))
+
+
+def decide_every_ten_seconds(observations, **limits):
+    """Return the decode workers that a pipeline decides on, one observation every ten seconds, 60 s of window."""
+    pipeline = ScalingPipeline(
+        LoadPolicy(Targets(mode="agg")), Targets(mode="agg"), Limits(stabilization_s=60, **limits)
+    )
+    decisions = [pipeline.decide(observe(at=10 * i, **o)) for i, o in enumerate(observations)]
+    return [decision.replicas.decode for decision in decisions]
+
+
+def test_one_low_reading_removes_no_worker_that_the_others_of_the_window_need():
+    needed = {"num_prefill": 0, "num_decode": 2, "kv_usage": 0.49}  # twice as much is too much
+    low = needed | {"kv_usage": 0.1}
+
+    assert decide_every_ten_seconds([needed] * 10 + [low] * 7) == [2] * 16 + [1]
+
+
+def test_last_worker_goes_after_a_whole_window_without_requests():
+    busy = {"num_prefill": 0, "kv_usage": 0.1}
+    idle = {"num_prefill": 0, "kv_usage": 0.0, "num_requests": 0}
+    numbers = decide_every_ten_seconds([busy] * 10 + [idle] * 7, min_workers=0)
+
+    assert numbers == [1] * 16 + [0]
 
 
 @pytest.mark.parametrize("num_requests", [0, 5])
