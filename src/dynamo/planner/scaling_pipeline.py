@@ -137,6 +137,9 @@ class ScalingPipeline:
                     notes.append(f"cannot be met: {proposal.unreachable}")
             case Missing(reason):
                 target = present
+                proposals = self._memory[DECODE].proposals
+                if proposals and observation.at - proposals[-1][0] > self._limits.stabilization_s:
+                    self._observing_since = None  # nothing of the window was observed
                 notes.insert(0, f"skipped, no metrics: {reason}")
             case Stale(age_s, reason):
                 target = present
@@ -205,7 +208,6 @@ class ScalingPipeline:
             pause_s = min(_LONGEST_PAUSE_S, shortest_s * 2**memory.num_failures)
             memory.num_failures = min(memory.num_failures + 1, _MOST_DOUBLINGS)
             memory.retry_at = observation.at + pause_s
-            memory.proposals.clear()
             why = f" ({pool.failure})" if pool.failure else ""
             if num_overdue:
                 what = f"{num_overdue} {name} not ready after {limit_s:.0f} s{why}: withdrawn"

@@ -142,6 +142,19 @@ def test_window_begins_anew_after_metrics_were_stale():
     assert [decision.replicas.decode for decision in after] == [4, 4, 2]
 
 
+def test_window_begins_anew_if_nothing_of_it_could_be_read():
+    policy = FixedPolicy(1, 4)
+    pipeline = make(policy, stabilization_s=60)
+    for at in range(0, 70, 10):
+        pipeline.decide(observe(at=at, num_decode=4))
+    policy.replicas = Replicas(1, 2)
+    for at in range(70, 140, 10):  # each second answer is the first after a failure
+        pipeline.decide(observe(at=at, num_decode=4, traffic=Missing("no answer")))
+    after = [pipeline.decide(observe(at=at, num_decode=4)) for at in (140, 190, 200)]
+
+    assert [decision.replicas.decode for decision in after] == [4, 4, 2]
+
+
 def test_firm_proposal_shrinks_a_pool_at_once():
     policy = FixedPolicy(1, 4)
     pipeline = make(policy, stabilization_s=60)
@@ -188,6 +201,17 @@ def test_start_that_ended_is_said_and_retried_after_a_pause_that_doubles():
     assert "1 decode ended before serving (CUDA is absent), again in 10 s" in first.reason
     assert pipeline.decide(observe(at=16, decode=ready)).replicas.decode == 2
     assert "again in 20 s" in pipeline.decide(observe(at=17, decode=failed)).reason
+
+
+def test_start_that_ended_shortens_no_window():
+    policy = FixedPolicy(1, 4)
+    pipeline = make(policy, stabilization_s=60)
+    for at in range(0, 70, 10):
+        pipeline.decide(observe(at=at, num_decode=3))
+    policy.replicas = Replicas(1, 1)
+    failed = PoolState(num_ready=3, startup_s=10.0, num_failed=1)
+
+    assert pipeline.decide(observe(at=70, decode=failed)).replicas.decode == 3
 
 
 def test_start_that_never_succeeds_is_retried_for_ever_after_the_longest_pause():
