@@ -177,6 +177,18 @@ class LoadPolicy:
         queue = num_prompts / max(1, prefill.num_ready)
         queue_step = self._queue_step(queue, num_prompts, prefill)
         usage_step = self._usage_step(usage, num_waiting, observation.decode)
+        silent = [
+            name
+            for name, pool, load in (
+                ("prefill", observation.prefill, observation.prefill_load),
+                ("decode", observation.decode, observation.decode_load),
+            )
+            if pool.num_ready and not load.is_reported
+        ]
+        if "prefill" in silent and not is_aggregated:
+            queue_step = max(0, queue_step)
+        if "decode" in silent:
+            usage_step = max(0, usage_step)
         if is_aggregated:
             up, down = max(queue_step, usage_step), min(queue_step, usage_step)
             replicas = Replicas(0, present.decode + (up if up >= 0 else down))
@@ -186,7 +198,8 @@ class LoadPolicy:
             replicas = Replicas(0, 0)
         return Proposal(
             replicas=in_mode(self._targets.mode, replicas, present),
-            reason=f"KV cache {usage:.0%} in use, {queue:.2g} prompts waiting per worker",
+            reason=f"KV cache {usage:.0%} in use, {queue:.2g} prompts waiting per worker"
+            + "".join(f"; no {name} worker reports its load" for name in silent),
         )
 
     def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:

@@ -418,4 +418,5 @@ def _scale_load(load: PoolLoad, factor: float) -> PoolLoad:
             dataclasses.replace(each, waiting_tokens=round(each.waiting_tokens * factor))
             for each in load.workers
         ),
+        is_reported=load.is_reported,
     )

@@ -348,4 +348,5 @@ def pool_load(
             )
             for key, rank in reports.items()
         ),
+        is_reported=bool(reports),
     )

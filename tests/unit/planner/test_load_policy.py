@@ -138,6 +138,21 @@ def test_last_worker_goes_after_a_whole_window_without_requests():
     assert numbers == [1] * 16 + [0]
 
 
+@pytest.mark.parametrize(
+    ("silent", "expected"), [("prefill", (3, 2)), ("decode", (2, 3)), ("neither", (2, 2))]
+)
+def test_pool_that_reports_no_load_does_not_shrink_while_requests_come(silent, expected):
+    loads = {
+        f"{name}_load": PoolLoad(is_reported=name != silent, kv_usage=0.2)
+        for name in ("prefill", "decode")
+    }
+    observation = observe(num_prefill=3, num_decode=3, **loads)
+    proposal = disaggregated().propose(observation, observation.traffic.value)
+
+    assert proposal.replicas == expected
+    assert (f"no {silent} worker reports its load" in proposal.reason) == (silent != "neither")
+
+
 @pytest.mark.parametrize("num_requests", [0, 5])
 def test_mode_agg_leaves_prefill_workers_as_they_are(num_requests):
     policy = LoadPolicy(Targets(mode="agg"))

@@ -274,3 +274,16 @@ async def test_forward_passes_are_those_since_the_last_reading():
         ReportedLoad(waiting_tokens=3),
     )
     assert [worker.passes for worker in again.workers] == [(), ()]
+
+
+async def test_load_of_workers_that_have_not_reported_for_long_is_unknown():
+    plane, clock = Plane(), virtual.VirtualClock()
+    source = LoadSource(plane, "kv_metrics", clock)
+    await source.start()
+    before = source.read()
+    plane.receive([report(1, 5)])
+    reported = source.read()
+    await clock.advance(30)
+
+    assert [before.is_reported, reported.is_reported] == [False, True]
+    assert not source.read().is_reported
