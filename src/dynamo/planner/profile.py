@@ -142,7 +142,12 @@ class DecodeSurface:
             usage = i / (_SCAN_POINTS - 1)
             if self.itl_s(usage, context) <= itl_s:
                 break
-        return DecodeRate(self.throughput(usage, context), self.itl_s(usage, context), usage)
+        fullest = interpolate(self._contexts, [usages[-1] for usages in self._usages], context)
+        return DecodeRate(
+            throughput=self.throughput(usage, context),
+            itl_s=self.itl_s(usage, context),
+            kv_usage=min(usage, fullest),  # of fuller caches nothing was measured
+        )
 
     def scaled(self, factor: float) -> "DecodeSurface":
         """Return the surface of a worker that takes `factor` times as long."""

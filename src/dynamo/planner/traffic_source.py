@@ -300,7 +300,7 @@ class LoadSource:
 
     def __init__(self, plane: events.EventPlane, topic: str, clock: clocks.Clock) -> None:
         self._plane, self._topic, self._clock = plane, topic, clock
-        self._reports: dict[tuple[int, int], tuple[float, load.ForwardPassMetrics]] = {}
+        self._reports: dict[tuple[int, int], tuple[float, load.LoadEvent]] = {}
         self._passes: dict[tuple[int, int], deque[load.ForwardPass]] = {}  # since the last reading
 
     async def start(self) -> None:
@@ -322,23 +322,27 @@ class LoadSource:
                 _logger.warning("ignored the load reported by %x: %s", event.publisher, error)
                 continue
             key = (report.worker_id, report.data.worker_stats.data_parallel_rank)
-            known = self._reports[key][1].last_passes if key in self._reports else ()
+            known = self._reports[key][1].data.last_passes if key in self._reports else ()
             kept = self._passes.setdefault(key, deque(maxlen=_MOST_PASSES))
             kept.extend(each for each in report.data.last_passes if each not in known)
-            self._reports[key] = (self._clock.now(), report.data)
+            self._reports[key] = (self._clock.now(), report)
 
 
 def pool_load(
-    reports: Mapping[tuple[int, int], load.ForwardPassMetrics],
+    reports: Mapping[tuple[int, int], load.LoadEvent],
     passes: Mapping[tuple[int, int], Iterable[load.ForwardPass]] = MappingProxyType({}),
 ) -> PoolLoad:
-    """Return the load of a pool: the mean of the ranks' cache usage, the sums of their requests, and each by itself."""
-    ranks = reports.values()
+    """Return the load of a pool: the mean of the ranks' cache usage, the sums of their requests, and each by itself.
+
+    Of workers that drain, only what they run counts: others take what comes.
+    """
+    ready = {key: report.data for key, report in reports.items() if not report.is_draining}
+    ranks = ready.values()
     num_blocks = sum(rank.kv_stats.kv_total_blocks for rank in ranks)
     num_active = sum(rank.kv_stats.kv_active_blocks for rank in ranks)
     return PoolLoad(
         kv_usage=num_active / num_blocks if num_blocks else 0.0,
-        num_running=sum(rank.worker_stats.request_active_slots for rank in ranks),
+        num_running=sum(each.data.worker_stats.request_active_slots for each in reports.values()),
         num_waiting=sum(rank.worker_stats.num_requests_waiting for rank in ranks),
         waiting_tokens=sum(rank.worker_stats.active_prefill_tokens for rank in ranks),
         workers=tuple(
@@ -346,7 +350,7 @@ def pool_load(
                 waiting_tokens=rank.worker_stats.active_prefill_tokens,
                 passes=tuple(passes.get(key, ())),
             )
-            for key, rank in reports.items()
+            for key, rank in ready.items()
         ),
-        is_reported=bool(reports),
+        is_reported=bool(ready),
     )

@@ -239,9 +239,10 @@ class Plane:
         self.receive = receive
 
 
-def report(worker_id, waiting_tokens, *last_passes):
+def report(worker_id, waiting_tokens, *last_passes, num_active=1, is_draining=False):
     event = load.LoadEvent(
         worker_id=worker_id,
+        is_draining=is_draining,
         data=load.ForwardPassMetrics(
             worker_stats=load.WorkerStats(
                 request_active_slots=1,
@@ -249,7 +250,7 @@ def report(worker_id, waiting_tokens, *last_passes):
                 num_requests_waiting=0,
                 active_prefill_tokens=waiting_tokens,
             ),
-            kv_stats=load.KvStats(kv_active_blocks=1, kv_total_blocks=4),
+            kv_stats=load.KvStats(kv_active_blocks=num_active, kv_total_blocks=4),
             last_passes=last_passes,
         ),
     )
@@ -287,3 +288,14 @@ async def test_load_of_workers_that_have_not_reported_for_long_is_unknown():
 
     assert [before.is_reported, reported.is_reported] == [False, True]
     assert not source.read().is_reported
+
+
+async def test_worker_that_drains_counts_only_by_what_it_runs():
+    plane = Plane()
+    source = LoadSource(plane, "kv_metrics", virtual.VirtualClock())
+    await source.start()
+    plane.receive([report(1, 9, num_active=4), report(2, 5, num_active=0, is_draining=True)])
+    read = source.read()
+
+    assert (read.kv_usage, read.num_running, read.waiting_tokens) == (1.0, 2, 9)
+    assert read.workers == (ReportedLoad(waiting_tokens=9),)
