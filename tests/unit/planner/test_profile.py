@@ -33,6 +33,15 @@ def test_best_rate_is_the_fullest_point_that_holds_the_itl():
     assert rate.itl_s <= 0.05
 
 
+@pytest.mark.parametrize(("context", "usage"), [(500, 0.32), (1500, 0.96), (2000, 1.0)])
+def test_best_rate_has_no_more_sequences_than_were_measured_at_once(context, usage):
+    points = [profile.DecodePoint(0.01 * n, 1000.0, 0.01, 1e2 * n) for n in (1, 64)]
+    points += [profile.DecodePoint(0.02 * n, 2000.0, 0.01, 1e2 * n) for n in (1, 50)]
+    surface = profile.DecodeSurface(points, max_kv_tokens=100_000)
+
+    assert surface.best_rate(0.05, context).kv_usage == pytest.approx(usage)
+
+
 def test_best_rate_of_an_unreachable_itl_is_the_emptiest_point():
     assert make_profile().decode.best_rate(0.001, 500).kv_usage == 0.0
 
