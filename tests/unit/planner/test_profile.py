@@ -1,3 +1,5 @@
+import errno
+
 import numpy
 import pytest
 from hypothesis import given
@@ -65,6 +67,21 @@ def test_files_keep_the_profile(tmp_path):
     assert copy.prefill.ttft_s == pytest.approx(make_profile().prefill.ttft_s)
     assert copy.decode.itl_s(0.3, 700) == pytest.approx(make_profile().decode.itl_s(0.3, 700))
     assert copy.decode.max_kv_tokens == 100_000
+
+
+def test_profile_stays_if_the_disk_is_full(tmp_path, monkeypatch):
+    profile_files.write_profile(make_profile(), tmp_path)
+
+    def fill_the_disk(target, **arrays):
+        with target if hasattr(target, "write") else target.open("wb") as file:
+            file.write(b"PK")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(numpy, "savez", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        profile_files.write_profile(make_profile(), tmp_path)
+
+    assert profile_files.read_profile(tmp_path).prefill == make_profile().prefill
 
 
 def test_missing_file_is_named(tmp_path):

@@ -1,4 +1,5 @@
 import asyncio
+import math
 
 import msgspec
 import pytest
@@ -251,6 +252,46 @@ def test_folder_that_cannot_be_made_is_refused_before_anything_is_measured(flag,
 
     assert profiling.main(argv) == 2
     assert f"{flag} {tmp_path / 'file' / 'x'}" in capsys.readouterr().err
+
+
+def make_sweep(folder):
+    settings = profiling.ProfilerConfig(output=str(folder))
+    return profiling._Sweep(settings, Targets(), guardian=None)
+
+
+@pytest.mark.parametrize("num_cut", [1, 10, 60])
+def test_result_after_a_line_that_was_cut_off_is_read_by_the_next_run(num_cut, tmp_path):
+    first, second, third = measure(("prefill", 100), ("prefill", 200), ("prefill", 300))
+    for result in (first, second):
+        make_sweep(tmp_path)._append(result)
+    file = tmp_path / "cells.jsonl"
+    file.write_bytes(file.read_bytes()[:-num_cut])
+    kept = make_sweep(tmp_path)._results
+    make_sweep(tmp_path)._append(third)
+
+    assert kept == [first, second][: 2 if num_cut == 1 else 1]
+    assert make_sweep(tmp_path)._results == [*kept, third]
+
+
+def test_line_that_ends_within_a_character_is_left_out(tmp_path):
+    (tmp_path / "cells.jsonl").write_bytes('["é'.encode()[:-1] + b'", {}]')
+
+    assert make_sweep(tmp_path)._results == []
+
+
+def test_results_that_cannot_be_read_or_written_are_said_in_a_sentence(tmp_path, monkeypatch):
+    async def measure_cell(self, pool, client, cell):
+        return CellResult(cell=cell, seconds=0.1)
+
+    monkeypatch.setattr(profiling._Sweep, "_measure_cell", measure_cell)
+    folder = tmp_path / "results"
+    sweep = make_sweep(folder)
+    folder.rmdir()
+    with pytest.raises(errors.ConfigError, match=r"cannot be written to: .* goes on after the"):
+        asyncio.run(sweep._measure(None, SIZE, deadline=math.inf))
+    (folder / "cells.jsonl").mkdir(parents=True)
+    with pytest.raises(errors.ConfigError, match=r"--output: .*cells.jsonl"):
+        make_sweep(folder)
 
 
 class Clock:
