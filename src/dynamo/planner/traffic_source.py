@@ -195,8 +195,13 @@ class FrontendSource:
             return Missing("the first reading: an interval needs two")
         changes: dict[str, float] = {}
         for url, after in zip(urls, totals, strict=True):
-            for name, value in after.items() if url in last else ():
-                rise = value - last[url].get(name, 0.0)
+            if url not in last:
+                continue
+            before = last[url]
+            if after.get(_STARTED, 0.0) < before.get(_STARTED, 0.0):
+                before = {}  # it was restarted, and all its sums are new
+            for name, value in after.items():
+                rise = value - before.get(name, 0.0)
                 changes[name] = changes.get(name, 0.0) + (rise if rise >= 0 else value)
         return Fresh(traffic_of(changes))
 

@@ -148,6 +148,15 @@ async def test_counter_that_fell_counts_from_zero(page):
     assert (await source.read(10)).value.num_requests == 4
 
 
+async def test_mean_of_a_frontend_that_was_restarted_is_that_of_its_new_requests(page):
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    page.text = PAGE.format(started=50, tokens=500, cached=0)
+    await source.read(10)
+    page.text = PAGE.format(started=4, tokens=1200, cached=0)
+
+    assert (await source.read(10)).value.isl == 300
+
+
 async def test_frontend_that_does_not_answer_is_missing_then_stale(page):
     clock = virtual.VirtualClock()
     source = FrontendSource([page.url], "m", clock)
