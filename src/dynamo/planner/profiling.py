@@ -244,7 +244,7 @@ class _Sweep:
             _say(
                 f"[{number}/{len(order)}] {cell.kind} {cell.concurrency} x {cell.context}: {outcome}"
             )
-            profile = profile_sweep.make_profile(results, size, settings.osl)
+            profile = profile_sweep.make_profile(results, size)
             if profile and not profile_sweep.find_missing(results, cells, settings.isl):
                 with _writing(self._directory):
                     profile_files.write_profile(profile, self._directory)
@@ -310,7 +310,7 @@ class _Sweep:
 
     def _report(self, results: Sequence[CellResult], size: EngineSize) -> None:
         settings = self._settings
-        profile = profile_sweep.make_profile(results, size, settings.osl)
+        profile = profile_sweep.make_profile(results, size)
         assert profile is not None, "nothing is missing"
         machine = children.machine_resources(os.environ)
         choice = profile_sweep.recommend(

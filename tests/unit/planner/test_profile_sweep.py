@@ -102,10 +102,10 @@ def test_failed_cell_costs_that_cell_only():
         CellResult(cell=Cell("prefill", 2000), failure="no memory"),
         CellResult(cell=Cell("decode", 1000, 10), seconds=0.02),
     ]
-    profile = profile_sweep.make_profile(results, SIZE, osl=100)
+    profile = profile_sweep.make_profile(results, SIZE)
 
     assert profile.prefill.isl == (1000,)
-    assert profile.decode.points[0].kv_usage == pytest.approx(10 * 1050 / 100_000)
+    assert profile.decode.points[0].kv_usage == pytest.approx(10 * 1024 / 100_000)
     assert profile.decode.points[0].throughput == pytest.approx(500)
 
 
@@ -114,16 +114,36 @@ def test_median_of_what_was_measured_of_a_cell_counts():
     results = [CellResult(cell=prefill, seconds=s) for s in (0.4, 0.1, 0.2)]
     results += [CellResult(cell=decode, seconds=s) for s in (0.02, 0.09)]
     results += [CellResult(cell=decode, failure="no memory")]
-    profile = profile_sweep.make_profile(results, SIZE, osl=100)
+    profile = profile_sweep.make_profile(results, SIZE)
 
     assert (profile.prefill.isl, profile.prefill.ttft_s) == ((1000,), (0.2,))
     assert [point.itl_s for point in profile.decode.points] == [pytest.approx(0.055)]
 
 
+def test_decode_cell_has_the_context_with_which_it_was_measured():
+    """A profile for long answers promised the time of long sequences from that of short ones."""
+    client = StreamedClient(0.02)
+    lengths = []
+
+    async def stream(prompt, num_tokens):
+        times = await StreamedClient._stream(client, prompt, num_tokens)
+        lengths.append(len(prompt) + num_tokens / 2)
+        return times
+
+    client._stream = stream
+    cell = Cell("decode", 250)
+    results = [*measure(("prefill", 100)), CellResult(cell=cell, seconds=1.0)]
+    asyncio.run(client.measure(cell))
+
+    assert {p.context for p in profile_sweep.make_profile(results, SIZE).decode.points} == {
+        *lengths
+    }
+
+
 def test_no_profile_without_a_decode_cell():
     results = [CellResult(cell=Cell("prefill", 1000), seconds=0.1)]
 
-    assert profile_sweep.make_profile(results, SIZE, osl=100) is None
+    assert profile_sweep.make_profile(results, SIZE) is None
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
@@ -171,7 +191,7 @@ def test_throughput_of_four_gpus_is_that_of_the_published_profile():
         CellResult(cell=Cell("prefill", 3000), seconds=0.04837),
         CellResult(cell=Cell("decode", 3000, 1), seconds=0.00483),
     ]
-    profile = profile_sweep.make_profile(results, size, osl=150)
+    profile = profile_sweep.make_profile(results, size)
 
     assert profile.prefill.throughput == (pytest.approx(15_505, abs=1),)
     assert profile.decode.points[0].throughput == pytest.approx(51.22, rel=0.02)
@@ -194,7 +214,7 @@ def test_recommendation_counts_the_gpus_of_a_worker():
 
     def recommend(num_gpus):
         size = msgspec.structs.replace(SIZE, num_gpus=num_gpus)
-        profile = profile_sweep.make_profile(results, size, osl=100)
+        profile = profile_sweep.make_profile(results, size)
         return profile_sweep.recommend(
             profile, isl=1000, osl=100, targets=Targets(), num_workers=2, num_gpus=num_gpus
         )
