@@ -161,12 +161,20 @@ class _Sweep:
 
     def _specs(self) -> list[children.ChildSpec]:
         folder = self._guard.make_folder("dynamo-profile-")
-        environ = dict(os.environ) | {"DYN_FILE_KV": str(folder / "discovery"), "DYN_LOG": "warn"}
+        environ = dict(os.environ) | {
+            "DYN_DISCOVERY_BACKEND": "file",  # apart from a deployment that the environment names
+            "DYN_FILE_KV": str(folder / "discovery"),
+            "DYN_REQUEST_PLANE": "tcp",
+            "DYN_EVENT_PLANE": "zmq",
+            "DYN_LOG": "warn",
+        }
         settings = self._settings
         worker = ["--model", settings.model] if settings.model else []
         worker += ["--model-name", _MODEL, *shlex.split(settings.worker_flags)]
         argv = {
-            "frontend": ["dynamo.frontend", "--http-port", str(self._port)],
+            "frontend": [
+                *("dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self._port))
+            ],
             "worker": [f"dynamo.{settings.backend}", *worker],
         }
         return [

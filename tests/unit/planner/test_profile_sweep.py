@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.base import errors
+from dynamo.base import config, errors
 from dynamo.launch import allocation
 from dynamo.planner import profile_sweep, profiling
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
 from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize
+from dynamo.runtime import component
 from planner_cases import make_profile
 
 SIZE = EngineSize(num_kv_tokens=100_000, max_num_seqs=64, context_length=8192)
@@ -277,6 +278,30 @@ def test_folder_that_cannot_be_made_is_refused_before_anything_is_measured(flag,
 def make_sweep(folder):
     settings = profiling.ProfilerConfig(output=str(folder))
     return profiling._Sweep(settings, Targets(), guardian=None)
+
+
+class Folders:
+    """A guard that only makes folders."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def make_folder(self, prefix):
+        return self.folder / prefix
+
+
+def test_profiled_worker_joins_no_deployment_that_the_environment_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "etcd")
+    monkeypatch.setenv("NATS_SERVER", "nats://production:4222")
+    sweep = profiling._Sweep(
+        profiling.ProfilerConfig(output=str(tmp_path)), Targets(), Folders(tmp_path)
+    )
+    for spec in sweep._specs():
+        settings = config.load(component.RuntimeConfig, prog="", argv=(), environ=spec.environ)
+        planes = (settings.discovery_backend, settings.request_plane, settings.event_plane)
+
+        assert planes == ("file", "tcp", "zmq")
+        assert spec.environ["DYN_FILE_KV"] == str(tmp_path / "dynamo-profile-" / "discovery")
 
 
 @pytest.mark.parametrize("num_cut", [1, 10, 60])
