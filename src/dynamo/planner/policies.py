@@ -233,8 +233,8 @@ class LoadPolicy:
         threshold = self._limits.prefill_queue_scale_up
         if queue > threshold and foretold > threshold:
             return int(was_served and not pool.num_starting)
-        is_short = queue < self._limits.prefill_queue_scale_down
-        return -1 if is_short and not pool.num_starting else 0
+        is_short = queue < self._limits.prefill_queue_scale_down and not pool.num_starting
+        return -int(is_short and (pool.num_ready > 1 or self._is_literal))
 
 
 def has_load(observation: Observation, traffic: Traffic) -> bool:

@@ -130,6 +130,12 @@ def test_one_low_reading_removes_no_worker_that_the_others_of_the_window_need():
     assert decide_every_ten_seconds([needed] * 10 + [low] * 7) == [2] * 16 + [1]
 
 
+def test_last_prefill_worker_stays_while_requests_come():
+    """Without it the next prompt would start another one."""
+    assert propose(disaggregated(), observe(num_prefill=1, num_decode=1)).prefill == 1
+    assert propose(disaggregated(), observe(num_prefill=2, num_decode=1)).prefill == 1
+
+
 def test_last_worker_goes_after_a_whole_window_without_requests():
     busy = {"num_prefill": 0, "kv_usage": 0.1}
     idle = {"num_prefill": 0, "kv_usage": 0.0, "num_requests": 0}
