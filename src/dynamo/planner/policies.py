@@ -92,6 +92,7 @@ class Proposal:
     estimate: Estimate | None = None  # by policies with a profile
     unreachable: str = ""
     is_firm: bool = False  # earlier proposals bind no more
+    is_step: bool = False  # from the workers that there are: their numbers tell no proportion
 
 
 class Policy(Protocol):
@@ -200,6 +201,7 @@ class LoadPolicy:
             replicas=in_mode(self._targets.mode, replicas, present),
             reason=f"KV cache {usage:.0%} in use, {queue:.2g} prompts waiting per worker"
             + "".join(f"; no {name} worker reports its load" for name in silent),
+            is_step=not self._is_literal,
         )
 
     def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:

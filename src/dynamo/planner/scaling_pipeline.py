@@ -7,10 +7,11 @@
 - Where one pool shrinks while the other grows, workers change their role, if that is quicker than starting others; a
   quarter of a pool at a time, because each of them leaves it before it serves the other. A prefill worker does so at
   once where no decode worker serves.
-- Constrain: minimum, maximum and GPU budget. A worker that drains still holds its GPUs, so a change of two pools takes
-  away before it gives. A pool shrinks only to the largest number that was proposed within the stabilization window, and
-  only if the workers that remain would hold the targets. For workers that another pool takes over by a change of role
-  there is no window, because they can be back as quickly, nor for a firm proposal.
+- Constrain: minimum, maximum and GPU budget. Numbers beyond the budget are scaled down in proportion; where they are
+  steps from the present workers, no pool grows by workers of the other one. A worker that drains still holds its GPUs,
+  so a change of two pools takes away before it gives. A pool shrinks only to the largest number that was proposed
+  within the stabilization window, and only if the workers that remain would hold the targets. For workers that another
+  pool takes over by a change of role there is no window, because they can be back as quickly, nor for a firm proposal.
 
 `simulate` runs the same pipeline over simulated workers, in virtual time: what the planner would do if the load were
 another. The last observation is repeated with its traffic multiplied. Load spreads evenly, so that of a worker falls as
@@ -145,7 +146,8 @@ class ScalingPipeline:
                 target = present
                 self._observing_since = None  # the load may have risen and fallen meanwhile
                 notes.insert(0, f"skipped, metrics are {age_s:.0f} s old: {reason}")
-        target = self._constrain(observation, target, withdrawals)
+        is_step = proposal is not None and proposal.is_step
+        target = self._constrain(observation, target, withdrawals, is_step=is_step)
         target = self._replace_last_decode_worker(observation, target)
         target, role_changes = self._change_roles(observation, target)
         if role_changes:
@@ -242,7 +244,7 @@ class ScalingPipeline:
         return Replicas(*numbers)
 
     def _constrain(
-        self, observation: Observation, target: Replicas, withdrawals: Replicas
+        self, observation: Observation, target: Replicas, withdrawals: Replicas, *, is_step: bool
     ) -> Replicas:
         """Return the target within minimum, maximum, back-off and the budget without what drains."""
         pools = (observation.prefill, observation.decode)
@@ -259,7 +261,8 @@ class ScalingPipeline:
                 bounded = min(bounded, pool.num_ordered - num_withdrawn)
             numbers.append(bounded)
         bounded_target = Replicas(*numbers)._replace(**fixed)
-        return self._within_budget(bounded_target, least)._replace(**fixed)
+        kept = Replicas(*map(min, bounded_target, observation.num_ordered)) if is_step else _NONE
+        return self._within_budget(bounded_target, least, kept)._replace(**fixed)
 
     def _replace_last_decode_worker(self, observation: Observation, target: Replicas) -> Replicas:
         """Return the target with a prefill worker that serves instead of the decode workers that have all gone.
@@ -308,10 +311,11 @@ class ScalingPipeline:
         num_spare = giver.num_ready - target[giving]  # those that start answer no request yet
         return giving, max(0, min(num_spare, -surplus[1 - giving]))
 
-    def _within_budget(self, target: Replicas, least: Replicas) -> Replicas:
+    def _within_budget(self, target: Replicas, least: Replicas, kept: Replicas) -> Replicas:
         """Return the target scaled down to the budget in proportion, as the original does.
 
         Of a pool that is asked for one worker stays, because without it those of the other pool answer no request.
+        Where the budget has room for the workers to be kept, no pool grows at their expense.
         """
         gpus = (self._targets.prefill_gpus, self._targets.decode_gpus)
         budget = self._limits.max_gpus
@@ -319,6 +323,9 @@ class ScalingPipeline:
         if total <= budget:
             return target
         least = Replicas(*(max(low, min(1, n)) for low, n in zip(least, target, strict=True)))
+        kept = Replicas(*map(max, least, kept))
+        if kept.prefill * gpus[0] + kept.decode * gpus[1] <= budget:
+            least = kept
         num_prefill = max(least.prefill, round(target.prefill * budget / total))
         num_prefill = min(num_prefill, (budget - least.decode * gpus[1]) // gpus[0])
         num_decode = min(target.decode, (budget - num_prefill * gpus[0]) // gpus[1])

@@ -130,6 +130,14 @@ def test_one_low_reading_removes_no_worker_that_the_others_of_the_window_need():
     assert decide_every_ten_seconds([needed] * 10 + [low] * 7) == [2] * 16 + [1]
 
 
+def test_long_queue_takes_no_worker_of_a_decode_pool_that_is_needed():
+    """Two thirds of the caches of two workers are more than one worker has."""
+    pipeline = ScalingPipeline(disaggregated(), Targets(mode="disagg"), Limits(max_gpus=3))
+    decision = pipeline.decide(observe(num_waiting=9, kv_usage=0.66, num_decode=2))
+
+    assert decision.replicas == (1, 2)
+
+
 def test_last_prefill_worker_stays_while_requests_come():
     """Without it the next prompt would start another one."""
     assert propose(disaggregated(), observe(num_prefill=1, num_decode=1)).prefill == 1

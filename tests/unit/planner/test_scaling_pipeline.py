@@ -13,7 +13,7 @@ class FixedPolicy:
 
     def __init__(self, *replicas, holds=True, unreachable=""):
         self.replicas, self.holds, self.unreachable = Replicas(*replicas), holds, unreachable
-        self.is_firm = False
+        self.is_firm = self.is_step = False
 
     def propose(self, observation, traffic):
         return Proposal(
@@ -21,6 +21,7 @@ class FixedPolicy:
             reason="because",
             unreachable=self.unreachable,
             is_firm=self.is_firm,
+            is_step=self.is_step,
         )
 
     def survivors_hold(self, observation, traffic, fewer):
@@ -83,6 +84,27 @@ def test_budget_leaves_each_pool_a_worker_that_it_is_asked_for(proposed, decided
     pipeline = make(FixedPolicy(*proposed), max_gpus=3, min_workers=0)
 
     assert pipeline.decide(observe(num_prefill=0, num_decode=0)).replicas == decided
+
+
+@pytest.mark.parametrize(
+    ("is_step", "proposed", "present", "decided"),
+    [
+        (False, (2, 2), (1, 2), (1, 1)),  # and one for prefill as soon as that has gone
+        (True, (2, 2), (1, 2), (1, 2)),
+        (True, (3, 2), (2, 1), (2, 1)),
+        (True, (1, 2), (2, 1), (1, 1)),
+        (True, (2, 2), (1, 1), (2, 1)),
+        (True, (3, 1), (3, 0), (2, 0)),  # without a decode worker no request is answered
+    ],
+)
+def test_step_of_one_pool_takes_no_worker_of_the_other_where_the_budget_is_full(
+    is_step, proposed, present, decided
+):
+    policy = FixedPolicy(*proposed)
+    policy.is_step = is_step
+    observation = observe(num_prefill=present[0], num_decode=present[1])
+
+    assert make(policy, max_gpus=3).decide(observation).replicas == decided
 
 
 def test_change_of_two_pools_takes_away_before_it_gives():
