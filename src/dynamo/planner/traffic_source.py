@@ -287,7 +287,7 @@ class PrometheusSource:
                 (row.get("metric", {}), float(row["value"][1]))
                 for row in msgspec.json.decode(body)["data"]["result"]
             ]
-        except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise errors.Unavailable(
                 f"{self._url}: expected Prometheus's answer: {error}"
             ) from error

@@ -197,7 +197,13 @@ async def test_prometheus_is_asked(page):
     assert reading.value.isl == 1
 
 
-@pytest.mark.parametrize("answer", [b"no json", b'{"data":{"result":[]}}', b'{"status":"error"}'])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(b"no json", b'{"data":{"result":[]}}', b'{"status":"error"}'),
+        b'{"data":{"result":[1757000000,"7"]}}',  # a scalar, of another server
+    ],
+)
 async def test_prometheus_without_a_value_is_missing(page, answer):
     page.answer = answer
 
