@@ -97,7 +97,7 @@ def test_worker_changes_its_role_where_the_budget_is_full_and_no_answer_is_cut(
     # a prompt takes 0.3 s: so prompts queue also where the machine lets clients ask for few at a time
     flags = f"{WORKER} --max-num-batched-tokens 32 {' '.join(ALWAYS)}"
     sizes = ("--mode", "disagg", "--max-gpu-budget", "3")
-    # so long both decode workers stay, unless one changes its role, which waits for nothing
+    # so long both decode workers stay, unless one changes its role
     stays = ("--scale-down-delay", "60")
     planner = start_planner(deployment, frontend, *sizes, *stays, worker=flags)
     frontend.await_models([MODEL])

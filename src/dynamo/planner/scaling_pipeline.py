@@ -11,7 +11,8 @@
   steps from the present workers, no pool grows by workers of the other one. A worker that drains still holds its GPUs,
   so a change of two pools takes away before it gives. A pool shrinks only to the largest number that was proposed
   within the stabilization window, and only if the workers that remain would hold the targets. For workers that another
-  pool takes over by a change of role there is no window, because they can be back as quickly, nor for a firm proposal.
+  pool takes over by a change of role there is no window, because they can be back as quickly, nor for a firm proposal;
+  steps must have been proposed for some intervals, since one reading may be that of a pause.
 
 `simulate` runs the same pipeline over simulated workers, in virtual time: what the planner would do if the load were
 another. The last observation is repeated with its traffic multiplied. Load spreads evenly, so that of a worker falls as
@@ -44,6 +45,7 @@ _NONE = Replicas(0, 0)
 _UNSCALED = {"agg": PREFILL, "decode": PREFILL, "prefill": DECODE}  # by mode: left as it is
 _PLENTY = 1_000_000_000  # workers of a pool that does not shrink, for the question whether the others carry the load
 _SHARE_OF_CHANGES = 4
+_LOW_INTERVALS = 3  # after which a step down is more than the pause between two rounds of requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,7 @@ class _PoolMemory:
     retry_at: float = 0.0
     expected: int | None = None
     num_ready: int = 0
+    num_low: int = 0  # intervals for which fewer workers than there are have been proposed
 
 
 class ScalingPipeline:
@@ -230,7 +233,9 @@ class ScalingPipeline:
         is_informed = observation.at - self._observing_since >= self._limits.stabilization_s
         pairs = zip((PREFILL, DECODE), proposal.replicas, observation.num_ordered, strict=True)
         for name, number, present in pairs:
-            proposals = self._memory[name].proposals
+            memory = self._memory[name]
+            memory.num_low = memory.num_low + 1 if number < present else 0
+            proposals = memory.proposals
             if proposal.is_firm:
                 proposals.clear()
             proposals.append((observation.at, number))
@@ -239,7 +244,8 @@ class ScalingPipeline:
             most = max(n for _, n in proposals) if is_informed else present
             numbers.append(number if number >= present else min(present, most))
         giving, num_changes = self._num_role_changes(observation, proposal.replicas)
-        if num_changes:
+        is_low = self._memory[(PREFILL, DECODE)[giving]].num_low >= _LOW_INTERVALS
+        if num_changes and (is_low or not proposal.is_step):
             numbers[giving] = min(numbers[giving], observation.num_ordered[giving] - num_changes)
         return Replicas(*numbers)
 

@@ -338,6 +338,18 @@ def test_change_of_a_role_does_not_wait_until_a_pool_may_shrink():
     assert (starting.replicas, starting.role_changes) == ((3, 2), 0)
 
 
+def test_change_of_a_role_waits_until_steps_down_are_more_than_a_pause_between_rounds():
+    policy = FixedPolicy(3, 1)
+    policy.is_step = True
+    pipeline = make(policy, stabilization_s=60.0)
+    changes = []
+    for at, num_decode in enumerate((1, 1, 2, 1, 1, 1)):
+        policy.replicas = Replicas(3, num_decode)
+        changes.append(pipeline.decide(changeable(2, 2, at=at)).role_changes)
+
+    assert changes == [0, 0, 0, 0, 0, -1]
+
+
 def test_pool_that_grows_is_not_asked_whether_the_rest_carries_the_load():
     class DecodeIsFull(FixedPolicy):
         def survivors_hold(self, observation, traffic, fewer):
