@@ -34,7 +34,6 @@ from dynamo.cli import workers as cli_workers
 from dynamo.cli.serve_options import ServeConfig
 from dynamo.launch import allocation, children, guard, state, supervisor
 from dynamo.planner import config as planner_config
-from dynamo.planner.config import PlannerConfig, ScalingConfig
 from dynamo.runtime import component, listening
 from dynamo.runtime.http import client
 from dynamo.worker import engines, model_source
@@ -48,6 +47,7 @@ _PLANE_VARIABLES = (
     *("ETCD_ENDPOINTS", "NATS_SERVER"),
 )
 FRONTEND, _PLANNER = "frontend", "planner"
+_PlannerOptions = tuple[planner_config.PlannerConfig, planner_config.ScalingConfig]
 _SOCKET_FOLDER_CHARS = 70  # a socket's path has 107 characters at most, and vLLM appends 37
 
 
@@ -169,7 +169,7 @@ class _Serving:
         self._topology = options.topology
         if model_source.task("auto", directory) == "embed":  # it has no prompts to compute apart
             self._topology = cli_workers.Topology(num_answering=options.workers)
-        self._planner: tuple[PlannerConfig, ScalingConfig] | None = None
+        self._planner: _PlannerOptions | None = None
         self.specs = self._make_specs()
         stop_timeout_s = max(
             draining.stop_timeout_s(spec.argv, spec.environ) for spec in self.specs.values()
@@ -253,7 +253,7 @@ class _Serving:
         flags = ["--environment", "local"]
         flags += [text for flag, value in values.items() for text in (flag, str(value))]
         flags += shlex.split(options.planner_flags)
-        parts = PlannerConfig, ScalingConfig
+        parts = planner_config.PlannerConfig, planner_config.ScalingConfig
         environ = self._environ
         try:
             self._planner = config.load_parts(
