@@ -33,6 +33,7 @@ from dynamo.cli import waiting
 from dynamo.cli import workers as cli_workers
 from dynamo.cli.serve_options import ServeConfig
 from dynamo.launch import allocation, children, guard, state, supervisor
+from dynamo.planner import config as planner_config
 from dynamo.runtime import component, listening
 from dynamo.runtime.http import client
 from dynamo.worker import engines, model_source
@@ -46,6 +47,7 @@ _PLANE_VARIABLES = (
     *("ETCD_ENDPOINTS", "NATS_SERVER"),
 )
 FRONTEND, _PLANNER = "frontend", "planner"
+_PlannerOptions = tuple[planner_config.PlannerConfig, planner_config.ScalingConfig]
 _SOCKET_FOLDER_CHARS = 70  # a socket's path has 107 characters at most, and vLLM appends 37
 
 
@@ -167,7 +169,7 @@ class _Serving:
         self._topology = options.topology
         if model_source.task("auto", directory) == "embed":  # it has no prompts to compute apart
             self._topology = cli_workers.Topology(num_answering=options.workers)
-        self._planner_port = 0
+        self._planner: _PlannerOptions | None = None
         self.specs = self._make_specs()
         stop_timeout_s = max(
             draining.stop_timeout_s(spec.argv, spec.environ) for spec in self.specs.values()
@@ -233,14 +235,13 @@ class _Serving:
 
     def _planner_spec(self) -> children.ChildSpec:
         options = self._options
-        self._planner_port = listening.find_free_ports(1)
         values = {
             "--backend": options.engine,
             "--model": self._directory,
             "--model-name": self._name,
             "--mode": "disagg" if options.prefill else "agg",
             "--frontend-url": options.url,
-            "--planner-port": self._planner_port,
+            "--planner-port": listening.find_free_ports(1),
             "--adjustment-interval": 2,
             "--min-endpoint": options.planner_min_workers,
             "--max-workers": options.planner_max_workers,
@@ -249,16 +250,23 @@ class _Serving:
             "--devices-per-worker": options.devices_per_worker,
             "--worker-flags": options.worker_flags,
         }
-        flags = [text for flag, value in values.items() for text in (flag, str(value))]
-        return children.ChildSpec(
-            name=_PLANNER,
-            argv=[
-                *(sys.executable, "-m", "dynamo.planner", "--environment", "local"),
-                *flags,
-                *shlex.split(options.planner_flags),
-            ],
-            environ=self._environ,
-        )
+        flags = ["--environment", "local"]
+        flags += [text for flag, value in values.items() for text in (flag, str(value))]
+        flags += shlex.split(options.planner_flags)
+        parts = planner_config.PlannerConfig, planner_config.ScalingConfig
+        environ = self._environ
+        try:
+            self._planner = config.load_parts(
+                parts,
+                prog=_PLANNER,
+                argv=flags,
+                environ=environ,
+                translate=planner_config.translate,
+            )
+        except errors.ConfigError as error:
+            raise errors.ConfigError(f"--planner-flags: {error}") from error
+        argv = [sys.executable, "-m", "dynamo.planner", *flags]
+        return children.ChildSpec(name=_PLANNER, argv=argv, environ=environ)
 
     def _banner(self) -> str:
         options = self._options
@@ -281,16 +289,17 @@ class _Serving:
 
     @property
     def _starts_asleep(self) -> bool:
-        return self._options.planner and not self._options.planner_min_workers
+        return self._planner is not None and not self._planner[1].min_endpoint
 
     def _describe_workers(self) -> str:
-        options = self._options
-        if not options.planner:
+        if self._planner is None:
             return self._topology.describe()
+        settings, scaling = self._planner
         asleep = "; the first request starts one" if self._starts_asleep else ""
+        address = addresses.join(settings.planner_host, settings.planner_port)
         return (
-            f"{options.planner_min_workers} to {options.planner_max_workers}, by load{asleep};"
-            f" decisions at http://127.0.0.1:{self._planner_port}/planner/decisions"
+            f"{scaling.min_endpoint} to {scaling.max_workers}, by load{asleep};"
+            f" decisions at http://{address}/planner/decisions"
         )
 
 

@@ -50,11 +50,23 @@ def _run() -> None:
     settings, scaling = configuration.load_parts(
         (PlannerConfig, ScalingConfig), prog=_PROG, translate=config.translate
     )
+    check_wake_up(settings, scaling)
     service.make_pipeline(scaling)  # a wrong target or profile is said before anything starts
     if unreachable := service.unreachable_target(scaling):
         logging.getLogger(__name__).warning("cannot be met: %s", unreachable)
     with guard.Guard() as guardian:
         asyncio.run(serve(settings, scaling, guardian))
+
+
+def check_wake_up(settings: PlannerConfig, scaling: ScalingConfig) -> None:
+    """Raise ConfigError if the last worker of a model would go, and no request could start one again."""
+    is_named = settings.model_name is not None
+    if scaling.min_endpoint or is_named or not scaling.operation or scaling.mode == "prefill":
+        return
+    raise errors.ConfigError(
+        "--min-endpoint 0: expected --model-name as well: without the name frontends refuse requests for a model that"
+        " has no worker, so that none would start again"
+    )
 
 
 async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard.Guard) -> None:

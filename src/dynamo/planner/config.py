@@ -81,7 +81,9 @@ class ScalingConfig:
         8, help="most GPUs of all workers, those that start or drain included", least=1
     )
     min_endpoint: int = config.option(
-        1, help="least workers of each pool; 0: down to none", least=0
+        1,
+        help="least workers of each pool; 0: down to none, for which --model-name is needed",
+        least=0,
     )
     max_workers: int = config.option(1_000_000, help="most workers of each pool", least=1)
     prefill_engine_num_gpu: int = config.option(1, help="GPUs of one prefill worker", least=1)
@@ -280,7 +282,11 @@ _INTERVAL_OF = {
 
 
 def translate(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a file with our names and values. Raises ConfigError for what has no counterpart."""
+    """Return the content of a file with our names and values. Raises ConfigError for what has no counterpart.
+
+    What is null is left out.
+    """
+    content = {name: value for name, value in content.items() if value is not None}
     if foreign := sorted(content.keys() & _NO_OPTION):
         raise errors.ConfigError(
             f"--config: {foreign[0]} has no counterpart in this planner: leave it out"

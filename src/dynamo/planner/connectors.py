@@ -198,6 +198,7 @@ class LocalConnector:
         for name, target, num_withdrawn in numbers:
             pool = self._pools[name]
             starting = [w for w in pool.workers if w.instance is None and not w.is_draining]
+            starting.sort(key=lambda w: w.ordered_at)  # one that is to return came before others
             for worker in starting[:num_withdrawn]:
                 self._drain(pool, worker)
             present = [worker for worker in pool.workers if not worker.is_draining]

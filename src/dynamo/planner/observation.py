@@ -91,6 +91,7 @@ class PoolLoad:
     num_waiting: int = 0  # requests without their first token that no step has computed yet
     waiting_tokens: int = 0  # prompt tokens that are still to be computed
     workers: tuple[ReportedLoad, ...] = ()  # of these; a queue before them is no part of it
+    is_reported: bool = True  # False: no worker has reported lately, so all of this is unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,7 @@ class Proposal:
     estimate: Estimate | None = None  # by policies with a profile
     unreachable: str = ""
     is_firm: bool = False  # earlier proposals bind no more
+    is_step: bool = False  # from the workers that there are: their numbers tell no proportion
 
 
 class Policy(Protocol):
@@ -177,6 +178,18 @@ class LoadPolicy:
         queue = num_prompts / max(1, prefill.num_ready)
         queue_step = self._queue_step(queue, num_prompts, prefill)
         usage_step = self._usage_step(usage, num_waiting, observation.decode)
+        silent = [
+            name
+            for name, pool, load in (
+                ("prefill", observation.prefill, observation.prefill_load),
+                ("decode", observation.decode, observation.decode_load),
+            )
+            if pool.num_ready and not load.is_reported
+        ]
+        if "prefill" in silent and not is_aggregated:
+            queue_step = max(0, queue_step)
+        if "decode" in silent:
+            usage_step = max(0, usage_step)
         if is_aggregated:
             up, down = max(queue_step, usage_step), min(queue_step, usage_step)
             replicas = Replicas(0, present.decode + (up if up >= 0 else down))
@@ -186,17 +199,17 @@ class LoadPolicy:
             replicas = Replicas(0, 0)
         return Proposal(
             replicas=in_mode(self._targets.mode, replicas, present),
-            reason=f"KV cache {usage:.0%} in use, {queue:.2g} prompts waiting per worker",
+            reason=f"KV cache {usage:.0%} in use, {queue:.2g} prompts waiting per worker"
+            + "".join(f"; no {name} worker reports its load" for name in silent),
+            is_step=not self._is_literal,
         )
 
     def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:
         """Return True if the KV use, spread over the workers that remain, stays below the threshold to grow."""
         if self._is_literal or not has_load(observation, traffic):
             return True
-        if not fewer.decode:
-            return False
-        usage = observation.decode_load.kv_usage * observation.decode.num_ready / fewer.decode
-        return usage < 0.9 * self._limits.decode_kv_scale_up
+        usage, num_ready = observation.decode_load.kv_usage, observation.decode.num_ready
+        return self._is_spread_over(usage, num_ready, fewer.decode)
 
     def _usage_step(self, usage: float, num_waiting: int, pool: PoolState) -> int:
         may_grow = self._decode_growth.may_grow(pool)
@@ -204,7 +217,14 @@ class LoadPolicy:
             return int(num_waiting > 0 and not pool.num_starting)
         if usage > self._limits.decode_kv_scale_up:
             return int(may_grow)
-        return -1 if usage < self._limits.decode_kv_scale_down and not pool.num_starting else 0
+        is_low = usage < self._limits.decode_kv_scale_down and not pool.num_starting
+        return -int(is_low and self._is_spread_over(usage, pool.num_ready, pool.num_ready - 1))
+
+    def _is_spread_over(self, usage: float, num_ready: int, num_fewer: int) -> bool:
+        if self._is_literal:
+            return True
+        limit = 0.9 * self._limits.decode_kv_scale_up
+        return num_fewer > 0 and usage * num_ready / num_fewer < limit
 
     def _queue_step(self, queue: float, num_waiting: int, pool: PoolState) -> int:
         trend, self._last_queue = queue - self._last_queue, queue
@@ -215,8 +235,8 @@ class LoadPolicy:
         threshold = self._limits.prefill_queue_scale_up
         if queue > threshold and foretold > threshold:
             return int(was_served and not pool.num_starting)
-        is_short = queue < self._limits.prefill_queue_scale_down
-        return -1 if is_short and not pool.num_starting else 0
+        is_short = queue < self._limits.prefill_queue_scale_down and not pool.num_starting
+        return -int(is_short and (pool.num_ready > 1 or self._is_literal))
 
 
 def has_load(observation: Observation, traffic: Traffic) -> bool:

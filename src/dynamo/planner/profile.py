@@ -136,13 +136,22 @@ class DecodeSurface:
         return self._interpolate(self._throughputs, kv_usage, context)
 
     def best_rate(self, itl_s: float, context: float) -> DecodeRate:
-        """Return the fullest operating point that holds a time between tokens; the emptiest if none does."""
+        """Return the fullest operating point that holds a time between tokens; the emptiest if none does.
+
+        It has no more sequences than were measured at once: an engine may take no more of them.
+        """
         usage = 0.0
         for i in range(_SCAN_POINTS - 1, -1, -1):
             usage = i / (_SCAN_POINTS - 1)
             if self.itl_s(usage, context) <= itl_s:
                 break
-        return DecodeRate(self.throughput(usage, context), self.itl_s(usage, context), usage)
+        shares = (point.kv_usage / point.context for point in self.points if point.context > 0)
+        fullest = context * max(shares, default=math.inf)  # by the most sequences at once
+        return DecodeRate(
+            throughput=self.throughput(usage, context),
+            itl_s=self.itl_s(usage, context),
+            kv_usage=min(usage, fullest),
+        )
 
     def scaled(self, factor: float) -> "DecodeSurface":
         """Return the surface of a worker that takes `factor` times as long."""

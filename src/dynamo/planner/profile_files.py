@@ -51,25 +51,29 @@ def read_profile(directory: Path) -> WorkerProfile:
 
 
 def write_profile(profile: WorkerProfile, directory: Path) -> None:
-    """Write both files of a directory, which is made if it is missing."""
+    """Write both files of a directory, which is made if it is missing; one that was there stays if that fails."""
     numpy = _load_numpy()
     curve, surface = profile.prefill, profile.decode
-    for file in (PREFILL_FILE, DECODE_FILE):
-        (directory / file).parent.mkdir(parents=True, exist_ok=True)
-    numpy.savez(
-        directory / PREFILL_FILE,
-        prefill_isl=numpy.array(curve.isl),
-        prefill_ttft=numpy.array(curve.ttft_s) * 1e3,
-        prefill_thpt_per_gpu=numpy.array(curve.throughput),
-    )
-    numpy.savez(
-        directory / DECODE_FILE,
-        x_kv_usage=numpy.array([point.kv_usage for point in surface.points]),
-        y_context_length=numpy.array([point.context for point in surface.points]),
-        z_itl=numpy.array([point.itl_s * 1e3 for point in surface.points]),
-        z_thpt_per_gpu=numpy.array([point.throughput for point in surface.points]),
-        max_kv_tokens=numpy.array([surface.max_kv_tokens]),
-    )
+    arrays_by_file = {
+        PREFILL_FILE: {
+            "prefill_isl": numpy.array(curve.isl),
+            "prefill_ttft": numpy.array(curve.ttft_s) * 1e3,
+            "prefill_thpt_per_gpu": numpy.array(curve.throughput),
+        },
+        DECODE_FILE: {
+            "x_kv_usage": numpy.array([point.kv_usage for point in surface.points]),
+            "y_context_length": numpy.array([point.context for point in surface.points]),
+            "z_itl": numpy.array([point.itl_s * 1e3 for point in surface.points]),
+            "z_thpt_per_gpu": numpy.array([point.throughput for point in surface.points]),
+            "max_kv_tokens": numpy.array([surface.max_kv_tokens]),
+        },
+    }
+    for file, arrays in arrays_by_file.items():
+        path, partial = directory / file, directory / f"{file}.part"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as written:
+            numpy.savez(written, **arrays)
+        partial.replace(path)
 
 
 def write_deployment(graph: Mapping[str, Any], notes: str, path: Path) -> None:

@@ -158,14 +158,17 @@ def find_medians(results: Sequence[CellResult]) -> dict[Cell, float]:
     return {cell: statistics.median(each) for cell, each in seconds.items()}
 
 
-def make_profile(results: Sequence[CellResult], size: EngineSize, osl: int) -> WorkerProfile | None:
-    """Return the profile of the medians of all cells; None while prefill or decode has none."""
+def make_profile(results: Sequence[CellResult], size: EngineSize) -> WorkerProfile | None:
+    """Return the profile of the medians of all cells; None while prefill or decode has none.
+
+    While a decode cell was measured, its sequences had their prompts and on average half of an answer in the KV cache.
+    """
     measured = find_medians(results)
     prefill = sorted((cell.context, s) for cell, s in measured.items() if cell.kind == "prefill")
     points = []
     for cell, seconds in measured.items():
         if cell.kind == "decode":
-            context = cell.context + osl / 2
+            context = cell.context + _DECODE_TOKENS / 2
             usage = cell.concurrency * context / size.num_kv_tokens
             rate = cell.concurrency / seconds / size.num_gpus
             points.append(DecodePoint(min(1.0, usage), context, seconds, rate))

@@ -9,6 +9,7 @@ A worker that is lost in a cell costs that cell, which the next run tries again;
 
 import asyncio
 import collections
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -17,7 +18,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -110,6 +111,7 @@ class _Sweep:
         self._settings, self._targets, self._guard = settings, targets, guardian
         self._directory = Path(settings.output)
         self._deployment = Path(settings.deployment or self._directory / "deployment.yaml")
+        self._cells_file = self._directory / "cells.jsonl"
         _make_folder("--output", self._directory)
         _make_folder("--deployment", self._deployment.parent)
         self._num_gpus = profile_sweep.count_gpus(shlex.split(settings.worker_flags))
@@ -159,12 +161,20 @@ class _Sweep:
 
     def _specs(self) -> list[children.ChildSpec]:
         folder = self._guard.make_folder("dynamo-profile-")
-        environ = dict(os.environ) | {"DYN_FILE_KV": str(folder / "discovery"), "DYN_LOG": "warn"}
+        environ = dict(os.environ) | {
+            "DYN_DISCOVERY_BACKEND": "file",  # apart from a deployment that the environment names
+            "DYN_FILE_KV": str(folder / "discovery"),
+            "DYN_REQUEST_PLANE": "tcp",
+            "DYN_EVENT_PLANE": "zmq",
+            "DYN_LOG": "warn",
+        }
         settings = self._settings
         worker = ["--model", settings.model] if settings.model else []
         worker += ["--model-name", _MODEL, *shlex.split(settings.worker_flags)]
         argv = {
-            "frontend": ["dynamo.frontend", "--http-port", str(self._port)],
+            "frontend": [
+                *("dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self._port))
+            ],
             "worker": [f"dynamo.{settings.backend}", *worker],
         }
         return [
@@ -236,15 +246,16 @@ class _Sweep:
             result = await self._measure_cell(pool, client, cell)
             loss = result.failure if result.is_worker_lost else ""
             results.append(result)
-            with (self._directory / "cells.jsonl").open("ab") as file:
-                file.write(msgspec.json.encode([self._fingerprint, result]) + b"\n")
+            with _writing(self._directory):
+                self._append(result)
             outcome = result.failure or f"{result.seconds * 1e3:.1f} ms"
             _say(
                 f"[{number}/{len(order)}] {cell.kind} {cell.concurrency} x {cell.context}: {outcome}"
             )
-            profile = profile_sweep.make_profile(results, size, settings.osl)
+            profile = profile_sweep.make_profile(results, size)
             if profile and not profile_sweep.find_missing(results, cells, settings.isl):
-                profile_files.write_profile(profile, self._directory)
+                with _writing(self._directory):
+                    profile_files.write_profile(profile, self._directory)
         if missing := profile_sweep.find_missing(results, cells, settings.isl):
             failures = "; ".join(sorted({r.failure for r in results if r.failure})[:3])
             raise errors.EngineFailed(
@@ -280,19 +291,34 @@ class _Sweep:
 
         Left out are lines that were cut off, and cells in which the worker was lost.
         """
-        file, results = self._directory / "cells.jsonl", []
-        for line in file.read_bytes().splitlines() if file.exists() else []:
+        results = []
+        try:
+            lines = self._cells_file.read_bytes().splitlines()
+        except FileNotFoundError:
+            lines = []
+        except OSError as error:
+            raise errors.ConfigError(f"--output: {error}") from error
+        for line in lines:
             try:
                 fingerprint, result = msgspec.json.decode(line, type=tuple[str, CellResult])
-            except msgspec.MsgspecError:
+            except ValueError:  # such as a character that was cut off
                 continue
             if fingerprint == self._fingerprint and not result.is_worker_lost:
                 results.append(result)
         return results
 
+    def _append(self, result: CellResult) -> None:
+        """Append a result on a line of its own, also after one that was cut off. Raises OSError."""
+        with self._cells_file.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+            is_cut = file.read(1) not in (b"", b"\n")
+            line = msgspec.json.encode([self._fingerprint, result]) + b"\n"
+            file.write(b"\n" * is_cut + line)
+
     def _report(self, results: Sequence[CellResult], size: EngineSize) -> None:
         settings = self._settings
-        profile = profile_sweep.make_profile(results, size, settings.osl)
+        profile = profile_sweep.make_profile(results, size)
         assert profile is not None, "nothing is missing"
         machine = children.machine_resources(os.environ)
         choice = profile_sweep.recommend(
@@ -306,21 +332,21 @@ class _Sweep:
             context_length=size.context_length,
         )
         text = describe(choice, settings, has_gpus=bool(machine.devices))
-        (self._directory / "recommendation.txt").write_text(text, "utf-8")
-        file = self._deployment
-        graph = make_deployment(choice, settings, has_gpus=bool(machine.devices))
-        profile_files.write_deployment(graph, text, file)
-        if settings.report == "json":
-            text = msgspec.json.encode(choice).decode() + "\n"
-        sys.stdout.write(text)
+        as_json = msgspec.json.encode(choice).decode() + "\n"
+        sys.stdout.write(as_json if settings.report == "json" else text)
         sys.stdout.flush()
-        if importlib.util.find_spec("matplotlib") is not None:
-            plots = importlib.import_module("dynamo.planner.profile_plots")
-            targets_ms = {
-                "ttft_ms": self._targets.ttft_s * 1e3,
-                "itl_ms": self._targets.itl_s * 1e3,
-            }
-            plots.draw(profile, self._directory / "profile.png", **targets_ms)
+        file = self._deployment
+        with _writing(self._directory):
+            (self._directory / "recommendation.txt").write_text(text, "utf-8")
+            graph = make_deployment(choice, settings, has_gpus=bool(machine.devices))
+            profile_files.write_deployment(graph, text, file)
+            if importlib.util.find_spec("matplotlib") is not None:
+                plots = importlib.import_module("dynamo.planner.profile_plots")
+                targets_ms = {
+                    "ttft_ms": self._targets.ttft_s * 1e3,
+                    "itl_ms": self._targets.itl_s * 1e3,
+                }
+                plots.draw(profile, self._directory / "profile.png", **targets_ms)
         _say(f"wrote {self._directory}; on Kubernetes: kubectl apply -f {shlex.quote(str(file))}")
 
 
@@ -330,6 +356,18 @@ def _make_folder(flag: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise errors.ConfigError(f"{flag} {folder}: cannot be made: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for results that cannot be written, such as to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise errors.ConfigError(
+            f"--output {folder}: cannot be written to: {error}; the same command goes on after the cells that are in"
+            " cells.jsonl"
+        ) from error
 
 
 def count_workers(machine: allocation.Allocation, backend: str, num_gpus: int) -> int:

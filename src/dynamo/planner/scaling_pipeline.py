@@ -7,10 +7,12 @@
 - Where one pool shrinks while the other grows, workers change their role, if that is quicker than starting others; a
   quarter of a pool at a time, because each of them leaves it before it serves the other. A prefill worker does so at
   once where no decode worker serves.
-- Constrain: minimum, maximum and GPU budget. A worker that drains still holds its GPUs, so a change of two pools takes
-  away before it gives. A pool shrinks only to the largest number that was proposed within the stabilization window, and
-  only if the workers that remain would hold the targets. For workers that another pool takes over by a change of role
-  there is no window, because they can be back as quickly, nor for a firm proposal.
+- Constrain: minimum, maximum and GPU budget. Numbers beyond the budget are scaled down in proportion; where they are
+  steps from the present workers, no pool grows by workers of the other one. A worker that drains still holds its GPUs,
+  so a change of two pools takes away before it gives. A pool shrinks only to the largest number that was proposed
+  within the stabilization window, and only if the workers that remain would hold the targets. For workers that another
+  pool takes over by a change of role there is no window, because they can be back as quickly, nor for a firm proposal;
+  steps must have been proposed for some intervals, since one reading may be that of a pause.
 
 `simulate` runs the same pipeline over simulated workers, in virtual time: what the planner would do if the load were
 another. The last observation is repeated with its traffic multiplied. Load spreads evenly, so that of a worker falls as
@@ -43,6 +45,7 @@ _NONE = Replicas(0, 0)
 _UNSCALED = {"agg": PREFILL, "decode": PREFILL, "prefill": DECODE}  # by mode: left as it is
 _PLENTY = 1_000_000_000  # workers of a pool that does not shrink, for the question whether the others carry the load
 _SHARE_OF_CHANGES = 4
+_LOW_INTERVALS = 3  # after which a step down is more than the pause between two rounds of requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,7 @@ class _PoolMemory:
     retry_at: float = 0.0
     expected: int | None = None
     num_ready: int = 0
+    num_low: int = 0  # intervals for which fewer workers than there are have been proposed
 
 
 class ScalingPipeline:
@@ -137,12 +141,16 @@ class ScalingPipeline:
                     notes.append(f"cannot be met: {proposal.unreachable}")
             case Missing(reason):
                 target = present
+                proposals = self._memory[DECODE].proposals
+                if proposals and observation.at - proposals[-1][0] > self._limits.stabilization_s:
+                    self._observing_since = None  # nothing of the window was observed
                 notes.insert(0, f"skipped, no metrics: {reason}")
             case Stale(age_s, reason):
                 target = present
                 self._observing_since = None  # the load may have risen and fallen meanwhile
                 notes.insert(0, f"skipped, metrics are {age_s:.0f} s old: {reason}")
-        target = self._constrain(observation, target, withdrawals)
+        is_step = proposal is not None and proposal.is_step
+        target = self._constrain(observation, target, withdrawals, is_step=is_step)
         target = self._replace_last_decode_worker(observation, target)
         target, role_changes = self._change_roles(observation, target)
         if role_changes:
@@ -205,7 +213,6 @@ class ScalingPipeline:
             pause_s = min(_LONGEST_PAUSE_S, shortest_s * 2**memory.num_failures)
             memory.num_failures = min(memory.num_failures + 1, _MOST_DOUBLINGS)
             memory.retry_at = observation.at + pause_s
-            memory.proposals.clear()
             why = f" ({pool.failure})" if pool.failure else ""
             if num_overdue:
                 what = f"{num_overdue} {name} not ready after {limit_s:.0f} s{why}: withdrawn"
@@ -226,7 +233,9 @@ class ScalingPipeline:
         is_informed = observation.at - self._observing_since >= self._limits.stabilization_s
         pairs = zip((PREFILL, DECODE), proposal.replicas, observation.num_ordered, strict=True)
         for name, number, present in pairs:
-            proposals = self._memory[name].proposals
+            memory = self._memory[name]
+            memory.num_low = memory.num_low + 1 if number < present else 0
+            proposals = memory.proposals
             if proposal.is_firm:
                 proposals.clear()
             proposals.append((observation.at, number))
@@ -235,12 +244,13 @@ class ScalingPipeline:
             most = max(n for _, n in proposals) if is_informed else present
             numbers.append(number if number >= present else min(present, most))
         giving, num_changes = self._num_role_changes(observation, proposal.replicas)
-        if num_changes:
+        is_low = self._memory[(PREFILL, DECODE)[giving]].num_low >= _LOW_INTERVALS
+        if num_changes and (is_low or not proposal.is_step):
             numbers[giving] = min(numbers[giving], observation.num_ordered[giving] - num_changes)
         return Replicas(*numbers)
 
     def _constrain(
-        self, observation: Observation, target: Replicas, withdrawals: Replicas
+        self, observation: Observation, target: Replicas, withdrawals: Replicas, *, is_step: bool
     ) -> Replicas:
         """Return the target within minimum, maximum, back-off and the budget without what drains."""
         pools = (observation.prefill, observation.decode)
@@ -257,7 +267,8 @@ class ScalingPipeline:
                 bounded = min(bounded, pool.num_ordered - num_withdrawn)
             numbers.append(bounded)
         bounded_target = Replicas(*numbers)._replace(**fixed)
-        return self._within_budget(bounded_target, least)._replace(**fixed)
+        kept = Replicas(*map(min, bounded_target, observation.num_ordered)) if is_step else _NONE
+        return self._within_budget(bounded_target, least, kept)._replace(**fixed)
 
     def _replace_last_decode_worker(self, observation: Observation, target: Replicas) -> Replicas:
         """Return the target with a prefill worker that serves instead of the decode workers that have all gone.
@@ -306,10 +317,11 @@ class ScalingPipeline:
         num_spare = giver.num_ready - target[giving]  # those that start answer no request yet
         return giving, max(0, min(num_spare, -surplus[1 - giving]))
 
-    def _within_budget(self, target: Replicas, least: Replicas) -> Replicas:
+    def _within_budget(self, target: Replicas, least: Replicas, kept: Replicas) -> Replicas:
         """Return the target scaled down to the budget in proportion, as the original does.
 
         Of a pool that is asked for one worker stays, because without it those of the other pool answer no request.
+        Where the budget has room for the workers to be kept, no pool grows at their expense.
         """
         gpus = (self._targets.prefill_gpus, self._targets.decode_gpus)
         budget = self._limits.max_gpus
@@ -317,6 +329,9 @@ class ScalingPipeline:
         if total <= budget:
             return target
         least = Replicas(*(max(low, min(1, n)) for low, n in zip(least, target, strict=True)))
+        kept = Replicas(*map(max, least, kept))
+        if kept.prefill * gpus[0] + kept.decode * gpus[1] <= budget:
+            least = kept
         num_prefill = max(least.prefill, round(target.prefill * budget / total))
         num_prefill = min(num_prefill, (budget - least.decode * gpus[1]) // gpus[0])
         num_decode = min(target.decode, (budget - num_prefill * gpus[0]) // gpus[1])
@@ -416,4 +431,5 @@ def _scale_load(load: PoolLoad, factor: float) -> PoolLoad:
             dataclasses.replace(each, waiting_tokens=round(each.waiting_tokens * factor))
             for each in load.workers
         ),
+        is_reported=load.is_reported,
     )

@@ -195,8 +195,13 @@ class FrontendSource:
             return Missing("the first reading: an interval needs two")
         changes: dict[str, float] = {}
         for url, after in zip(urls, totals, strict=True):
-            for name, value in after.items() if url in last else ():
-                rise = value - last[url].get(name, 0.0)
+            if url not in last:
+                continue
+            before = last[url]
+            if after.get(_STARTED, 0.0) < before.get(_STARTED, 0.0):
+                before = {}  # it was restarted, and all its sums are new
+            for name, value in after.items():
+                rise = value - before.get(name, 0.0)
                 changes[name] = changes.get(name, 0.0) + (rise if rise >= 0 else value)
         return Fresh(traffic_of(changes))
 
@@ -282,7 +287,7 @@ class PrometheusSource:
                 (row.get("metric", {}), float(row["value"][1]))
                 for row in msgspec.json.decode(body)["data"]["result"]
             ]
-        except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise errors.Unavailable(
                 f"{self._url}: expected Prometheus's answer: {error}"
             ) from error
@@ -300,7 +305,7 @@ class LoadSource:
 
     def __init__(self, plane: events.EventPlane, topic: str, clock: clocks.Clock) -> None:
         self._plane, self._topic, self._clock = plane, topic, clock
-        self._reports: dict[tuple[int, int], tuple[float, load.ForwardPassMetrics]] = {}
+        self._reports: dict[tuple[int, int], tuple[float, load.LoadEvent]] = {}
         self._passes: dict[tuple[int, int], deque[load.ForwardPass]] = {}  # since the last reading
 
     async def start(self) -> None:
@@ -322,23 +327,27 @@ class LoadSource:
                 _logger.warning("ignored the load reported by %x: %s", event.publisher, error)
                 continue
             key = (report.worker_id, report.data.worker_stats.data_parallel_rank)
-            known = self._reports[key][1].last_passes if key in self._reports else ()
+            known = self._reports[key][1].data.last_passes if key in self._reports else ()
             kept = self._passes.setdefault(key, deque(maxlen=_MOST_PASSES))
             kept.extend(each for each in report.data.last_passes if each not in known)
-            self._reports[key] = (self._clock.now(), report.data)
+            self._reports[key] = (self._clock.now(), report)
 
 
 def pool_load(
-    reports: Mapping[tuple[int, int], load.ForwardPassMetrics],
+    reports: Mapping[tuple[int, int], load.LoadEvent],
     passes: Mapping[tuple[int, int], Iterable[load.ForwardPass]] = MappingProxyType({}),
 ) -> PoolLoad:
-    """Return the load of a pool: the mean of the ranks' cache usage, the sums of their requests, and each by itself."""
-    ranks = reports.values()
+    """Return the load of a pool: the mean of the ranks' cache usage, the sums of their requests, and each by itself.
+
+    Of workers that drain, only what they run counts: others take what comes.
+    """
+    ready = {key: report.data for key, report in reports.items() if not report.is_draining}
+    ranks = ready.values()
     num_blocks = sum(rank.kv_stats.kv_total_blocks for rank in ranks)
     num_active = sum(rank.kv_stats.kv_active_blocks for rank in ranks)
     return PoolLoad(
         kv_usage=num_active / num_blocks if num_blocks else 0.0,
-        num_running=sum(rank.worker_stats.request_active_slots for rank in ranks),
+        num_running=sum(each.data.worker_stats.request_active_slots for each in reports.values()),
         num_waiting=sum(rank.worker_stats.num_requests_waiting for rank in ranks),
         waiting_tokens=sum(rank.worker_stats.active_prefill_tokens for rank in ranks),
         workers=tuple(
@@ -346,6 +355,7 @@ def pool_load(
                 waiting_tokens=rank.worker_stats.active_prefill_tokens,
                 passes=tuple(passes.get(key, ())),
             )
-            for key, rank in reports.items()
+            for key, rank in ready.items()
         ),
+        is_reported=bool(ready),
     )

@@ -408,6 +408,27 @@ class SemanticConfig(_Section, frozen=True, kw_only=True):
         return next((self.model_config[name] for name in names if name in self.model_config), None)
 
 
+def fill_blanks(tree: Any, info: Any = None) -> Any:
+    """Return a tree in which each section or list that stands there without a value is an empty one."""
+    info = msgspec.inspect.type_info(SemanticConfig) if info is None else info
+    match info, tree:
+        case ((msgspec.inspect.StructType() | msgspec.inspect.DictType()), None):
+            return {}
+        case msgspec.inspect.ListType(), None:
+            return []
+        case msgspec.inspect.StructType(), dict():
+            types = {item.encode_name: item.type for item in info.fields}
+            known = {key: fill_blanks(tree[key], types[key]) for key in types.keys() & tree.keys()}
+            return {key: known.get(key, value) for key, value in tree.items()}
+        case msgspec.inspect.DictType(), dict():
+            return {key: fill_blanks(value, info.value_type) for key, value in tree.items()}
+        case msgspec.inspect.ListType(), list():
+            return [fill_blanks(item, info.item_type) for item in tree]
+        case msgspec.inspect.UnionType(), dict():  # of a section that may be absent
+            return fill_blanks(tree, info.types[0])
+    return tree
+
+
 def find_file(key: str, name: str, directory: Path | None = None) -> Path:
     """Return the file, or the folder, of a path that stands in a configuration and may be below `directory`.
 

@@ -196,6 +196,7 @@ def _decode(
     elif version is not None and str(version) not in ("v0.1", "0.1"):
         raise errors.ConfigError(f"version: expected v0.1, v0.3 or none, got {version}")
     notes += _read_backend_file(tree, directory)
+    tree = config.fill_blanks(tree)
     notes += [f"{key}{_UNKNOWN}" for key in _unknown_keys(tree)]
     try:
         settings = msgspec.convert(tree, config.SemanticConfig)

@@ -328,12 +328,12 @@ def run(settings: DisaggConfig, write: WritePlot | None) -> None:
         }
         for case in cases
     ]
-    screen.write_json(settings.report_json, figures)
     caption = (
         f"{settings.prompt_tokens} tokens in, {settings.output_tokens} out, 1 to {settings.concurrency} clients;"
         " gain: tokens per GPU over aggregated, at one speed for the user (tokens/s)"
     )
     screen.print_table(COLUMNS, [row for case in cases for row in rows(case)], caption)
+    screen.write_json(settings.report_json, figures)
     if write is not None and settings.output is not None:
         sys.stdout.write(f"wrote {write(cases, caption, Path(settings.output))}\n")
 

@@ -68,10 +68,14 @@ def check_output(flag: str, path: str | None, *, is_directory: bool) -> None:
 
 
 def write_json(path: str | None, figures: Any) -> None:
-    """Write figures as JSON, if there is a file for them."""
-    if path is not None:
-        text = msgspec.json.format(msgspec.json.encode(figures), indent=1)
+    """Write figures as JSON, if there is a file for them. Raises ConfigError, such as for a full disk."""
+    if path is None:
+        return
+    text = msgspec.json.format(msgspec.json.encode(figures), indent=1)
+    try:
         Path(path).write_bytes(text + b"\n")
+    except OSError as error:
+        raise errors.ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def print_summaries(summaries: Sequence[PolicySummary], caption: str) -> None:

@@ -118,15 +118,9 @@ def run(settings: TiersConfig, draw: DrawRounds | None) -> None:
             f"--cache-tokens {settings.cache_tokens}: expected room for the longest request, {longest:,}"
             " tokens with its answer"
         )
+    rates = [_read_rate(text) for text in settings.host_gb_per_s]
     cells: dict[str, Rounds] = {"without": simulate(settings, None)}
-    for text in settings.host_gb_per_s:
-        try:
-            rate = float(text)
-        except ValueError:
-            rate = math.nan
-        if not 0 < rate < math.inf:
-            raise errors.ConfigError(f"--host-gb-per-s: expected numbers above 0, got {text!r}")
-        cells[f"{rate:g} GB/s"] = simulate(settings, rate * 1e9)
+    cells |= {f"{rate:g} GB/s": simulate(settings, rate * 1e9) for rate in rates}
     caption = (
         f"{settings.users} users, {settings.rounds} rounds of {settings.turn_tokens} + {settings.answer_tokens} tokens;"
         f" {settings.cache_tokens:,} tokens in the engine, {settings.host_tokens:,} in host memory"
@@ -136,6 +130,17 @@ def run(settings: TiersConfig, draw: DrawRounds | None) -> None:
     screen.write_json(settings.report_json, cells)
     if draw is not None and settings.output is not None:
         sys.stdout.write(f"wrote {draw(cells, caption, Path(settings.output))}\n")
+
+
+def _read_rate(text: str) -> float:
+    """Return a bandwidth in GB/s. Raises ConfigError."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise errors.ConfigError(f"--host-gb-per-s: expected numbers above 0, got {text!r}")
+    return rate
 
 
 def format_rows(cells: Mapping[str, Rounds]) -> list[str]:

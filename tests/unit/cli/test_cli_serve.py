@@ -157,6 +157,26 @@ def test_port_of_the_planner_is_none_that_connections_take(monkeypatch, tmp_path
     assert port in listening.PORT_RANGE
 
 
+def test_banner_has_the_limits_and_the_address_that_flags_of_the_planner_set(monkeypatch, tmp_path):
+    monkeypatch.setenv("DYNAMO_HOME", str(tmp_path))
+    flags = "--planner-host ::1 --planner-port 9321 --min-endpoint=0 --max-workers 3"
+    chosen = serve.ServeConfig(engine="mocker", planner=True, planner_flags=flags)
+    with state.registered("m", "m") as registration:
+        serving = serve._Serving(chosen, engines.find_model("mocker", None), registration, None)
+
+        assert serving._describe_workers() == (
+            "0 to 3, by load; the first request starts one;"
+            " decisions at http://[::1]:9321/planner/decisions"
+        )
+
+
+@pytest.mark.parametrize("flags", ["--tft 300", "--planner-port x", "--ttft"])
+def test_flag_that_the_planner_does_not_take_is_said_before_anything_starts(flags):
+    chosen = serve.ServeConfig(engine="mocker", planner=True, dry_run=True, planner_flags=flags)
+    with pytest.raises(errors.ConfigError, match=f"--planner-flags: .*{flags.split()[0]}"):
+        serve.serve(chosen)
+
+
 @pytest.mark.parametrize(
     ("options", "variables", "drain_s"),
     [

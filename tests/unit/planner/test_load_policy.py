@@ -2,6 +2,7 @@ import pytest
 
 from dynamo.planner.observation import PoolLoad, PoolState, Replicas
 from dynamo.planner.policies import LoadPolicy, Targets
+from dynamo.planner.scaling_pipeline import Limits, ScalingPipeline
 from planner_cases import observe
 
 
@@ -111,6 +112,59 @@ def test_survivors_hold_if_the_spread_load_stays_below_the_threshold():
 
     assert not policy.survivors_hold(observation, observation.traffic.value, Replicas(1, 1))
     assert policy.survivors_hold(light, light.traffic.value, Replicas(1, 1))
+
+
+def decide_every_ten_seconds(observations, **limits):
+    """Return the decode workers that a pipeline decides on, one observation every ten seconds, 60 s of window."""
+    pipeline = ScalingPipeline(
+        LoadPolicy(Targets(mode="agg")), Targets(mode="agg"), Limits(stabilization_s=60, **limits)
+    )
+    decisions = [pipeline.decide(observe(at=10 * i, **o)) for i, o in enumerate(observations)]
+    return [decision.replicas.decode for decision in decisions]
+
+
+def test_one_low_reading_removes_no_worker_that_the_others_of_the_window_need():
+    needed = {"num_prefill": 0, "num_decode": 2, "kv_usage": 0.49}  # twice as much is too much
+    low = needed | {"kv_usage": 0.1}
+
+    assert decide_every_ten_seconds([needed] * 10 + [low] * 7) == [2] * 16 + [1]
+
+
+def test_long_queue_takes_no_worker_of_a_decode_pool_that_is_needed():
+    """Two thirds of the caches of two workers are more than one worker has."""
+    pipeline = ScalingPipeline(disaggregated(), Targets(mode="disagg"), Limits(max_gpus=3))
+    decision = pipeline.decide(observe(num_waiting=9, kv_usage=0.66, num_decode=2))
+
+    assert decision.replicas == (1, 2)
+
+
+def test_last_prefill_worker_stays_while_requests_come():
+    """Without it the next prompt would start another one."""
+    assert propose(disaggregated(), observe(num_prefill=1, num_decode=1)).prefill == 1
+    assert propose(disaggregated(), observe(num_prefill=2, num_decode=1)).prefill == 1
+
+
+def test_last_worker_goes_after_a_whole_window_without_requests():
+    busy = {"num_prefill": 0, "kv_usage": 0.1}
+    idle = {"num_prefill": 0, "kv_usage": 0.0, "num_requests": 0}
+    numbers = decide_every_ten_seconds([busy] * 10 + [idle] * 7, min_workers=0)
+
+    assert numbers == [1] * 16 + [0]
+
+
+@pytest.mark.parametrize(
+    ("silent", "expected"), [("prefill", (3, 2)), ("decode", (2, 3)), ("neither", (2, 2))]
+)
+def test_pool_that_reports_no_load_does_not_shrink_while_requests_come(silent, expected):
+    loads = {
+        f"{name}_load": PoolLoad(is_reported=name != silent, kv_usage=0.2)
+        for name in ("prefill", "decode")
+    }
+    observation = observe(num_prefill=3, num_decode=3, **loads)
+    proposal = disaggregated().propose(observation, observation.traffic.value)
+
+    assert proposal.replicas == expected
+    assert (f"no {silent} worker reports its load" in proposal.reason) == (silent != "neither")
 
 
 @pytest.mark.parametrize("num_requests", [0, 5])

@@ -179,6 +179,20 @@ signal.pause()
 """
 
 
+async def test_start_that_is_waited_for_longest_is_withdrawn(make):
+    connector, registered = make()
+    await connector.scale(decide(0, 1))
+    registered.ids = frozenset({"a"})
+    await decode_state(connector)
+    await connector.scale(decide(0, 2))
+    registered.ids = frozenset()  # the first one runs, and will be back
+    await decode_state(connector)
+    first, second = connector._pools["decode"].workers
+    await connector.scale(decide(0, 1, withdrawals=(0, 1)))
+
+    assert (first.is_draining, second.is_draining) == (False, True)
+
+
 async def test_worker_that_changes_is_starting_in_its_new_pool_until_it_is_registered_there(make):
     connector, decode = make(OBEDIENT, can_change_roles=True)
     await connector.scale(decide(1, 2))

@@ -76,6 +76,28 @@ def test_limits_that_contradict_each_other_are_refused(settings, message):
         service.make_pipeline(ScalingConfig(**settings))
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_refused"),
+    [
+        ("--min-endpoint 0", True),
+        ("--min-endpoint 0 --mode disagg", True),
+        ("--min-endpoint 0 --model-name m", False),
+        ("--min-endpoint 0 --mode prefill", False),  # decode workers stay
+        ("--min-endpoint 0 --no-operation", False),
+        ("", False),
+    ],
+)
+def test_last_worker_may_go_only_where_a_request_can_start_one_again(flags, is_refused):
+    parts = config.load_parts(
+        (PlannerConfig, ScalingConfig), prog="planner", argv=flags.split(), environ={}
+    )
+    if not is_refused:
+        command.check_wake_up(*parts)
+        return
+    with pytest.raises(errors.ConfigError, match="--min-endpoint 0: expected --model-name"):
+        command.check_wake_up(*parts)
+
+
 def load(content):
     _, scaling = config.load_parts(
         (PlannerConfig, ScalingConfig),
@@ -85,6 +107,12 @@ def load(content):
         translate=translate,
     )
     return scaling
+
+
+def test_null_is_no_value():
+    fields = {"ttft": None, "model_name": None, "optimization_target": None, "advisory": None}
+
+    assert load(fields) == load({})
 
 
 def test_fields_of_the_original_are_options(tmp_path):

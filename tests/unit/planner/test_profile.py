@@ -1,3 +1,5 @@
+import errno
+
 import numpy
 import pytest
 from hypothesis import given
@@ -33,6 +35,15 @@ def test_best_rate_is_the_fullest_point_that_holds_the_itl():
     assert rate.itl_s <= 0.05
 
 
+@pytest.mark.parametrize(("context", "usage"), [(500, 0.32), (1500, 0.96), (2000, 1.0)])
+def test_best_rate_has_no_more_sequences_than_were_measured_at_once(context, usage):
+    points = [profile.DecodePoint(0.01 * n, 1000.0, 0.01, 1e2 * n) for n in (1, 64)]
+    points += [profile.DecodePoint(0.02 * n, 2000.0, 0.01, 1e2 * n) for n in (1, 50)]
+    surface = profile.DecodeSurface(points, max_kv_tokens=100_000)
+
+    assert surface.best_rate(0.05, context).kv_usage == pytest.approx(usage)
+
+
 def test_best_rate_of_an_unreachable_itl_is_the_emptiest_point():
     assert make_profile().decode.best_rate(0.001, 500).kv_usage == 0.0
 
@@ -56,6 +67,21 @@ def test_files_keep_the_profile(tmp_path):
     assert copy.prefill.ttft_s == pytest.approx(make_profile().prefill.ttft_s)
     assert copy.decode.itl_s(0.3, 700) == pytest.approx(make_profile().decode.itl_s(0.3, 700))
     assert copy.decode.max_kv_tokens == 100_000
+
+
+def test_profile_stays_if_the_disk_is_full(tmp_path, monkeypatch):
+    profile_files.write_profile(make_profile(), tmp_path)
+
+    def fill_the_disk(target, **arrays):
+        with target if hasattr(target, "write") else target.open("wb") as file:
+            file.write(b"PK")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(numpy, "savez", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        profile_files.write_profile(make_profile(), tmp_path)
+
+    assert profile_files.read_profile(tmp_path).prefill == make_profile().prefill
 
 
 def test_missing_file_is_named(tmp_path):

@@ -1,17 +1,19 @@
 import asyncio
+import math
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.base import errors
+from dynamo.base import config, errors
 from dynamo.launch import allocation
 from dynamo.planner import profile_sweep, profiling
 from dynamo.planner.policies import Targets
 from dynamo.planner.predictive_policy import Headroom, RequestShape, Sizing
 from dynamo.planner.profile import DecodePoint, DecodeSurface, PrefillCurve, WorkerProfile
 from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize
+from dynamo.runtime import component
 from planner_cases import make_profile
 
 SIZE = EngineSize(num_kv_tokens=100_000, max_num_seqs=64, context_length=8192)
@@ -101,10 +103,10 @@ def test_failed_cell_costs_that_cell_only():
         CellResult(cell=Cell("prefill", 2000), failure="no memory"),
         CellResult(cell=Cell("decode", 1000, 10), seconds=0.02),
     ]
-    profile = profile_sweep.make_profile(results, SIZE, osl=100)
+    profile = profile_sweep.make_profile(results, SIZE)
 
     assert profile.prefill.isl == (1000,)
-    assert profile.decode.points[0].kv_usage == pytest.approx(10 * 1050 / 100_000)
+    assert profile.decode.points[0].kv_usage == pytest.approx(10 * 1024 / 100_000)
     assert profile.decode.points[0].throughput == pytest.approx(500)
 
 
@@ -113,16 +115,36 @@ def test_median_of_what_was_measured_of_a_cell_counts():
     results = [CellResult(cell=prefill, seconds=s) for s in (0.4, 0.1, 0.2)]
     results += [CellResult(cell=decode, seconds=s) for s in (0.02, 0.09)]
     results += [CellResult(cell=decode, failure="no memory")]
-    profile = profile_sweep.make_profile(results, SIZE, osl=100)
+    profile = profile_sweep.make_profile(results, SIZE)
 
     assert (profile.prefill.isl, profile.prefill.ttft_s) == ((1000,), (0.2,))
     assert [point.itl_s for point in profile.decode.points] == [pytest.approx(0.055)]
 
 
+def test_decode_cell_has_the_context_with_which_it_was_measured():
+    """A profile for long answers promised the time of long sequences from that of short ones."""
+    client = StreamedClient(0.02)
+    lengths = []
+
+    async def stream(prompt, num_tokens):
+        times = await StreamedClient._stream(client, prompt, num_tokens)
+        lengths.append(len(prompt) + num_tokens / 2)
+        return times
+
+    client._stream = stream
+    cell = Cell("decode", 250)
+    results = [*measure(("prefill", 100)), CellResult(cell=cell, seconds=1.0)]
+    asyncio.run(client.measure(cell))
+
+    assert {p.context for p in profile_sweep.make_profile(results, SIZE).decode.points} == {
+        *lengths
+    }
+
+
 def test_no_profile_without_a_decode_cell():
     results = [CellResult(cell=Cell("prefill", 1000), seconds=0.1)]
 
-    assert profile_sweep.make_profile(results, SIZE, osl=100) is None
+    assert profile_sweep.make_profile(results, SIZE) is None
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
@@ -170,7 +192,7 @@ def test_throughput_of_four_gpus_is_that_of_the_published_profile():
         CellResult(cell=Cell("prefill", 3000), seconds=0.04837),
         CellResult(cell=Cell("decode", 3000, 1), seconds=0.00483),
     ]
-    profile = profile_sweep.make_profile(results, size, osl=150)
+    profile = profile_sweep.make_profile(results, size)
 
     assert profile.prefill.throughput == (pytest.approx(15_505, abs=1),)
     assert profile.decode.points[0].throughput == pytest.approx(51.22, rel=0.02)
@@ -193,7 +215,7 @@ def test_recommendation_counts_the_gpus_of_a_worker():
 
     def recommend(num_gpus):
         size = msgspec.structs.replace(SIZE, num_gpus=num_gpus)
-        profile = profile_sweep.make_profile(results, size, osl=100)
+        profile = profile_sweep.make_profile(results, size)
         return profile_sweep.recommend(
             profile, isl=1000, osl=100, targets=Targets(), num_workers=2, num_gpus=num_gpus
         )
@@ -251,6 +273,70 @@ def test_folder_that_cannot_be_made_is_refused_before_anything_is_measured(flag,
 
     assert profiling.main(argv) == 2
     assert f"{flag} {tmp_path / 'file' / 'x'}" in capsys.readouterr().err
+
+
+def make_sweep(folder):
+    settings = profiling.ProfilerConfig(output=str(folder))
+    return profiling._Sweep(settings, Targets(), guardian=None)
+
+
+class Folders:
+    """A guard that only makes folders."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def make_folder(self, prefix):
+        return self.folder / prefix
+
+
+def test_profiled_worker_joins_no_deployment_that_the_environment_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "etcd")
+    monkeypatch.setenv("NATS_SERVER", "nats://production:4222")
+    sweep = profiling._Sweep(
+        profiling.ProfilerConfig(output=str(tmp_path)), Targets(), Folders(tmp_path)
+    )
+    for spec in sweep._specs():
+        settings = config.load(component.RuntimeConfig, prog="", argv=(), environ=spec.environ)
+        planes = (settings.discovery_backend, settings.request_plane, settings.event_plane)
+
+        assert planes == ("file", "tcp", "zmq")
+        assert spec.environ["DYN_FILE_KV"] == str(tmp_path / "dynamo-profile-" / "discovery")
+
+
+@pytest.mark.parametrize("num_cut", [1, 10, 60])
+def test_result_after_a_line_that_was_cut_off_is_read_by_the_next_run(num_cut, tmp_path):
+    first, second, third = measure(("prefill", 100), ("prefill", 200), ("prefill", 300))
+    for result in (first, second):
+        make_sweep(tmp_path)._append(result)
+    file = tmp_path / "cells.jsonl"
+    file.write_bytes(file.read_bytes()[:-num_cut])
+    kept = make_sweep(tmp_path)._results
+    make_sweep(tmp_path)._append(third)
+
+    assert kept == [first, second][: 2 if num_cut == 1 else 1]
+    assert make_sweep(tmp_path)._results == [*kept, third]
+
+
+def test_line_that_ends_within_a_character_is_left_out(tmp_path):
+    (tmp_path / "cells.jsonl").write_bytes('["é'.encode()[:-1] + b'", {}]')
+
+    assert make_sweep(tmp_path)._results == []
+
+
+def test_results_that_cannot_be_read_or_written_are_said_in_a_sentence(tmp_path, monkeypatch):
+    async def measure_cell(self, pool, client, cell):
+        return CellResult(cell=cell, seconds=0.1)
+
+    monkeypatch.setattr(profiling._Sweep, "_measure_cell", measure_cell)
+    folder = tmp_path / "results"
+    sweep = make_sweep(folder)
+    folder.rmdir()
+    with pytest.raises(errors.ConfigError, match=r"cannot be written to: .* goes on after the"):
+        asyncio.run(sweep._measure(None, SIZE, deadline=math.inf))
+    (folder / "cells.jsonl").mkdir(parents=True)
+    with pytest.raises(errors.ConfigError, match=r"--output: .*cells.jsonl"):
+        make_sweep(folder)
 
 
 class Clock:

@@ -13,7 +13,7 @@ class FixedPolicy:
 
     def __init__(self, *replicas, holds=True, unreachable=""):
         self.replicas, self.holds, self.unreachable = Replicas(*replicas), holds, unreachable
-        self.is_firm = False
+        self.is_firm = self.is_step = False
 
     def propose(self, observation, traffic):
         return Proposal(
@@ -21,6 +21,7 @@ class FixedPolicy:
             reason="because",
             unreachable=self.unreachable,
             is_firm=self.is_firm,
+            is_step=self.is_step,
         )
 
     def survivors_hold(self, observation, traffic, fewer):
@@ -85,6 +86,27 @@ def test_budget_leaves_each_pool_a_worker_that_it_is_asked_for(proposed, decided
     assert pipeline.decide(observe(num_prefill=0, num_decode=0)).replicas == decided
 
 
+@pytest.mark.parametrize(
+    ("is_step", "proposed", "present", "decided"),
+    [
+        (False, (2, 2), (1, 2), (1, 1)),  # and one for prefill as soon as that has gone
+        (True, (2, 2), (1, 2), (1, 2)),
+        (True, (3, 2), (2, 1), (2, 1)),
+        (True, (1, 2), (2, 1), (1, 1)),
+        (True, (2, 2), (1, 1), (2, 1)),
+        (True, (3, 1), (3, 0), (2, 0)),  # without a decode worker no request is answered
+    ],
+)
+def test_step_of_one_pool_takes_no_worker_of_the_other_where_the_budget_is_full(
+    is_step, proposed, present, decided
+):
+    policy = FixedPolicy(*proposed)
+    policy.is_step = is_step
+    observation = observe(num_prefill=present[0], num_decode=present[1])
+
+    assert make(policy, max_gpus=3).decide(observation).replicas == decided
+
+
 def test_change_of_two_pools_takes_away_before_it_gives():
     pipeline = make(FixedPolicy(3, 1), max_gpus=4)
     first = pipeline.decide(observe(num_prefill=2, num_decode=2))
@@ -142,6 +164,19 @@ def test_window_begins_anew_after_metrics_were_stale():
     assert [decision.replicas.decode for decision in after] == [4, 4, 2]
 
 
+def test_window_begins_anew_if_nothing_of_it_could_be_read():
+    policy = FixedPolicy(1, 4)
+    pipeline = make(policy, stabilization_s=60)
+    for at in range(0, 70, 10):
+        pipeline.decide(observe(at=at, num_decode=4))
+    policy.replicas = Replicas(1, 2)
+    for at in range(70, 140, 10):  # each second answer is the first after a failure
+        pipeline.decide(observe(at=at, num_decode=4, traffic=Missing("no answer")))
+    after = [pipeline.decide(observe(at=at, num_decode=4)) for at in (140, 190, 200)]
+
+    assert [decision.replicas.decode for decision in after] == [4, 4, 2]
+
+
 def test_firm_proposal_shrinks_a_pool_at_once():
     policy = FixedPolicy(1, 4)
     pipeline = make(policy, stabilization_s=60)
@@ -188,6 +223,17 @@ def test_start_that_ended_is_said_and_retried_after_a_pause_that_doubles():
     assert "1 decode ended before serving (CUDA is absent), again in 10 s" in first.reason
     assert pipeline.decide(observe(at=16, decode=ready)).replicas.decode == 2
     assert "again in 20 s" in pipeline.decide(observe(at=17, decode=failed)).reason
+
+
+def test_start_that_ended_shortens_no_window():
+    policy = FixedPolicy(1, 4)
+    pipeline = make(policy, stabilization_s=60)
+    for at in range(0, 70, 10):
+        pipeline.decide(observe(at=at, num_decode=3))
+    policy.replicas = Replicas(1, 1)
+    failed = PoolState(num_ready=3, startup_s=10.0, num_failed=1)
+
+    assert pipeline.decide(observe(at=70, decode=failed)).replicas.decode == 3
 
 
 def test_start_that_never_succeeds_is_retried_for_ever_after_the_longest_pause():
@@ -290,6 +336,18 @@ def test_change_of_a_role_does_not_wait_until_a_pool_may_shrink():
 
     assert (decision.replicas, decision.role_changes) == ((3, 1), -1)
     assert (starting.replicas, starting.role_changes) == ((3, 2), 0)
+
+
+def test_change_of_a_role_waits_until_steps_down_are_more_than_a_pause_between_rounds():
+    policy = FixedPolicy(3, 1)
+    policy.is_step = True
+    pipeline = make(policy, stabilization_s=60.0)
+    changes = []
+    for at, num_decode in enumerate((1, 1, 2, 1, 1, 1)):
+        policy.replicas = Replicas(3, num_decode)
+        changes.append(pipeline.decide(changeable(2, 2, at=at)).role_changes)
+
+    assert changes == [0, 0, 0, 0, 0, -1]
 
 
 def test_pool_that_grows_is_not_asked_whether_the_rest_carries_the_load():

@@ -148,6 +148,15 @@ async def test_counter_that_fell_counts_from_zero(page):
     assert (await source.read(10)).value.num_requests == 4
 
 
+async def test_mean_of_a_frontend_that_was_restarted_is_that_of_its_new_requests(page):
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    page.text = PAGE.format(started=50, tokens=500, cached=0)
+    await source.read(10)
+    page.text = PAGE.format(started=4, tokens=1200, cached=0)
+
+    assert (await source.read(10)).value.isl == 300
+
+
 async def test_frontend_that_does_not_answer_is_missing_then_stale(page):
     clock = virtual.VirtualClock()
     source = FrontendSource([page.url], "m", clock)
@@ -188,7 +197,13 @@ async def test_prometheus_is_asked(page):
     assert reading.value.isl == 1
 
 
-@pytest.mark.parametrize("answer", [b"no json", b'{"data":{"result":[]}}', b'{"status":"error"}'])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(b"no json", b'{"data":{"result":[]}}', b'{"status":"error"}'),
+        b'{"data":{"result":[1757000000,"7"]}}',  # a scalar, of another server
+    ],
+)
 async def test_prometheus_without_a_value_is_missing(page, answer):
     page.answer = answer
 
@@ -239,9 +254,10 @@ class Plane:
         self.receive = receive
 
 
-def report(worker_id, waiting_tokens, *last_passes):
+def report(worker_id, waiting_tokens, *last_passes, num_active=1, is_draining=False):
     event = load.LoadEvent(
         worker_id=worker_id,
+        is_draining=is_draining,
         data=load.ForwardPassMetrics(
             worker_stats=load.WorkerStats(
                 request_active_slots=1,
@@ -249,7 +265,7 @@ def report(worker_id, waiting_tokens, *last_passes):
                 num_requests_waiting=0,
                 active_prefill_tokens=waiting_tokens,
             ),
-            kv_stats=load.KvStats(kv_active_blocks=1, kv_total_blocks=4),
+            kv_stats=load.KvStats(kv_active_blocks=num_active, kv_total_blocks=4),
             last_passes=last_passes,
         ),
     )
@@ -274,3 +290,27 @@ async def test_forward_passes_are_those_since_the_last_reading():
         ReportedLoad(waiting_tokens=3),
     )
     assert [worker.passes for worker in again.workers] == [(), ()]
+
+
+async def test_load_of_workers_that_have_not_reported_for_long_is_unknown():
+    plane, clock = Plane(), virtual.VirtualClock()
+    source = LoadSource(plane, "kv_metrics", clock)
+    await source.start()
+    before = source.read()
+    plane.receive([report(1, 5)])
+    reported = source.read()
+    await clock.advance(30)
+
+    assert [before.is_reported, reported.is_reported] == [False, True]
+    assert not source.read().is_reported
+
+
+async def test_worker_that_drains_counts_only_by_what_it_runs():
+    plane = Plane()
+    source = LoadSource(plane, "kv_metrics", virtual.VirtualClock())
+    await source.start()
+    plane.receive([report(1, 9, num_active=4), report(2, 5, num_active=0, is_draining=True)])
+    read = source.read()
+
+    assert (read.kv_usage, read.num_running, read.waiting_tokens) == (1.0, 2, 9)
+    assert read.workers == (ReportedLoad(waiting_tokens=9),)

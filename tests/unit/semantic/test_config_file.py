@@ -28,6 +28,23 @@ def test_unknown_keys_are_named_with_their_path():
     assert any(note.startswith("keyword_rules[0].wrong: unknown key") for note in notes)
 
 
+def test_section_or_list_without_a_value_is_an_empty_one():
+    names = ("semantic_cache", "decisions", "tools", "classifier", "prompt_guard", "observability")
+    blank = "".join(f"{name}:\n" for name in names)
+    models = parse("model_config:\n  qwen:\n").settings.model_config
+    decision = "decisions: [{name: d, modelRefs: , rules: , plugins: [{type: pii, %s}]}]"
+
+    assert parse(blank).settings == parse("").settings
+    assert models == parse("model_config: {qwen: {}}").settings.model_config
+    assert parse(decision % "configuration: ").plugins == parse(decision % "").plugins
+    assert parse("classifier: {category_model: }").settings == parse("").settings
+    assert parse(MILVUS % "connection: ").settings == parse(MILVUS % "").settings
+
+
+def test_value_that_is_missing_where_none_can_be_empty_is_refused():
+    assert refusal_of("default_model:").endswith("`default_model`")
+
+
 MUTATION = "decisions: [{name: d, plugins: [{type: header_mutation, configuration: {%s}}]}]"
 
 

@@ -109,6 +109,16 @@ def test_figures_are_written_as_json_where_no_plots_are(name, tmp_path, capsys):
     assert keys[name]() > 0
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_full_disk_is_said_below_the_table(name, capsys):
+    assert command.main([name, *SMALL[name], "--report-json", "/dev/full"]) == 2
+
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") > 3
+    said = "dynamo.simulate: /dev/full: cannot be written: No space left on device"
+    assert printed.err.strip() == said  # after the progress bar
+
+
 @pytest.mark.parametrize("name", ["plan", "replay", "routing"])
 def test_no_policy_at_all_is_refused(name, capsys):
     assert command.main([name, "--policy", "", "--trace", "/none"]) == 2

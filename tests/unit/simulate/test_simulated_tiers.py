@@ -42,7 +42,11 @@ def test_command_draws_a_plot(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("bandwidth", ["fast", "0", "nan", "inf", "1,-5"])
-def test_bandwidth_that_is_none_is_refused(bandwidth, capsys):
+def test_bandwidth_that_is_none_is_refused_before_anything_is_simulated(
+    bandwidth, capsys, monkeypatch
+):
+    monkeypatch.delattr(tiers, "simulate")
+
     assert command.main(["tiers", *SMALL, f"--host-gb-per-s={bandwidth}"]) == 2
     assert "--host-gb-per-s: expected numbers above 0" in capsys.readouterr().err
 
