@@ -43,6 +43,7 @@ class Supervisor:
         self._stop_timeout_s = stop_timeout_s
         self._running = tasks.Tasks()
         self._stop = asyncio.Event()
+        self._starting = asyncio.Lock()
         self._death: children.ChildDied | None = None
         self._child_by_name: dict[str, children.Child] = {}
 
@@ -51,9 +52,9 @@ class Supervisor:
 
     async def __aexit__(self, *_: object) -> None:
         self._stop.set()
-        await asyncio.gather(
-            *(child.stop(self._stop_timeout_s) for child in self._child_by_name.values())
-        )
+        async with self._starting:  # a child that is being started again is stopped as the others
+            children_left = [*self._child_by_name.values()]
+        await asyncio.gather(*(child.stop(self._stop_timeout_s) for child in children_left))
         await self._running.close()
 
     @property
@@ -81,9 +82,10 @@ class Supervisor:
 
     async def start(self, spec: children.ChildSpec) -> None:
         """Start a child that is not watched yet."""
-        child = await children.start(spec, self._guard, self._running, self._clock)
-        self._child_by_name[spec.name] = child
-        self._on_start(child)
+        async with self._starting:
+            child = await children.start(spec, self._guard, self._running, self._clock)
+            self._child_by_name[spec.name] = child
+            self._on_start(child)
 
     async def wait_until(
         self,

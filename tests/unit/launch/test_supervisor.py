@@ -68,6 +68,34 @@ async def test_child_that_cannot_be_started_again_is_tried_later(started, monkey
     serving.cancel()
 
 
+async def test_child_that_is_being_started_again_at_the_end_is_stopped_as_the_others(monkeypatch):
+    """It may finish what it runs, and is not killed with the process."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    start_child, is_restarting, may_go_on = children.start, asyncio.Event(), asyncio.Event()
+    restarted = []
+
+    async def start_late(*args):
+        is_restarting.set()
+        await may_go_on.wait()
+        restarted.append(await start_child(*args))
+        return restarted[0]
+
+    with guard.Guard() as guardian:
+        async with asyncio.timeout(PATIENT_S):
+            async with supervisor.Supervisor(
+                guardian, clocks.SystemClock(), lambda text: None, stop_timeout_s=PATIENT_S
+            ) as owner:
+                argv = [sys.executable, "-S", "-c", FOREVER]
+                await owner.start(children.ChildSpec(name="worker", argv=argv, environ={}))
+                monkeypatch.setattr(children, "start", start_late)
+                owner.watch("worker")
+                owner.signal_all(signal.SIGKILL)
+                await is_restarting.wait()
+                asyncio.get_running_loop().call_later(0.05, may_go_on.set)
+
+    assert [child.exit_code for child in restarted] == [-signal.SIGTERM]
+
+
 async def test_death_with_a_fatal_exit_code_stops_all(started):
     owner, start, reports = started
     await start("frontend", "raise SystemExit(3)")
