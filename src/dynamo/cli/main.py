@@ -5,8 +5,11 @@
 """
 
 import argparse
+import contextlib
 import dataclasses
+import errno
 import importlib
+import io
 import os
 import shutil
 import sys
@@ -174,10 +177,18 @@ def run_main() -> None:
 def main() -> None:
     """Run the command and exit. A mistake of the user's is one sentence and exit code 2."""
     exit_code = 2
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # what its encoding lacks is shown as "?"
     try:
         exit_code = _run(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has gone, such as `head`
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        # EPIPE: the reader of the output has gone, such as `head`
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:
+            print(f"dynamo: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
         exit_code = 1
     except errors.DynamoError as error:
@@ -186,7 +197,8 @@ def main() -> None:
     except KeyboardInterrupt:
         exit_code = _INTERRUPTED
     if exit_code == _INTERRUPTED:
-        print(flush=True)
+        with contextlib.suppress(OSError):
+            print(flush=True)
         os._exit(exit_code)  # the interpreter's own end would abort in an engine that still loads
     sys.exit(exit_code)
 

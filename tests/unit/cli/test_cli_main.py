@@ -77,6 +77,27 @@ def test_reader_that_has_gone_ends_the_command_without_a_word():
 
 
 @pytest.mark.parametrize(
+    ("redirection", "code", "words"),
+    [(">/dev/full", 1, "dynamo: No space left on device\n"), (">&-", 0, "")],
+)
+def test_output_that_cannot_be_written_is_no_trace(redirection, code, words):
+    script = f'"$0" -m dynamo.cli --help {redirection}'
+    argv = ["bash", "-c", script, sys.executable]
+    done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S)
+
+    assert (done.returncode, done.stderr) == (code, words)
+
+
+def test_terminal_without_a_character_shows_another_one():
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    argv = [sys.executable, "-m", "dynamo.cli", "--help"]
+    done = subprocess.run(argv, env=environ, capture_output=True, timeout=PATIENT_S)
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"? serve " in done.stdout
+
+
+@pytest.mark.parametrize(
     ("error", "expected"),
     [(errors.ConfigError("no such directory: x"), 2), (errors.EngineFailed("out of memory"), 1)],
 )
