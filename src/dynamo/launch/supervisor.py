@@ -46,6 +46,7 @@ class Supervisor:
         self._starting = asyncio.Lock()
         self._death: children.ChildDied | None = None
         self._child_by_name: dict[str, children.Child] = {}
+        self._adopted: list[children.Child] = []
 
     async def __aenter__(self) -> "Supervisor":
         return self
@@ -76,9 +77,13 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(number, handle)
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to each child."""
-        for child in self._child_by_name.values():
+        """Send a signal to each child, those that another part has started among them."""
+        for child in (*self._child_by_name.values(), *self._adopted):
             child.signal(number)
+
+    def adopt(self, child: children.Child) -> None:
+        """Let `signal_all`, and so a second signal, reach a child that another part starts and stops."""
+        self._adopted = [*(each for each in self._adopted if each.exit_code is None), child]
 
     async def start(self, spec: children.ChildSpec) -> None:
         """Start a child that is not watched yet."""

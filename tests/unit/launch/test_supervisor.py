@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.base import clock as clocks
 from dynamo.launch import children, guard, supervisor
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 FOREVER = "import signal; signal.pause()"
 
@@ -132,6 +132,25 @@ async def test_second_signal_kills_the_children(started):
 
     assert announced == [1]
     assert await owner.child_by_name["worker"].wait() == -9
+
+
+async def test_second_signal_kills_what_another_part_has_started_too(started):
+    owner, start, _ = started
+    await start("worker")
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()"
+    argv = [sys.executable, "-S", "-c", deaf]
+    other = await children.start(
+        children.ChildSpec(name="model", argv=argv, environ={}),
+        owner._guard,
+        owner._running,
+        clocks.SystemClock(),
+    )
+    owner.adopt(other)
+    await until(lambda: other.last_line)
+    owner.signal_all(signal.SIGTERM)
+    owner.signal_all(signal.SIGKILL)
+
+    assert await other.wait() == -signal.SIGKILL
 
 
 async def test_waiting_ends_when_the_probe_succeeds(started):
