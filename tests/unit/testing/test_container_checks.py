@@ -245,3 +245,64 @@ def test_paths_in_volumes_do_not_leave_them():
         f"{place}[2].path: Required value",
         "spec.containers[0].volumeMounts.subPath: Invalid value: \"../other\": must not contain '..'",
     ]
+
+
+def field_of(path):
+    return [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": path}}}]
+
+
+@pytest.mark.parametrize("path", ["status.hostIPs", "metadata.labels['a']", "spec.nodeName"])
+def test_field_of_the_pod_may_be_a_variable(path):
+    assert findings(env=field_of(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "Required value"),
+        ("a.b", 'Invalid value: "a.b": error converting fieldPath: field label not supported: a.b'),
+        (
+            "a['b']",
+            """Invalid value: "a['b']": error converting fieldPath: field label does not support subscript: a['b']""",
+        ),
+        (
+            "status.phase",
+            'Unsupported value: "status.phase": supported values: "metadata.name", "metadata.namespace",'
+            ' "metadata.uid", "spec.nodeName", "spec.serviceAccountName", "status.hostIP", "status.hostIPs",'
+            ' "status.podIP", "status.podIPs"',
+        ),
+    ],
+)
+def test_field_that_is_no_variable_is_refused(path, message):
+    field = "spec.containers[0].env[0].valueFrom.fieldRef.fieldPath"
+
+    assert findings(env=field_of(path)) == [f"{field}: {message}"]
+
+
+@pytest.mark.parametrize("is_projected", [False, True])
+def test_wrong_items_of_a_volume_of_fields_are_refused(is_projected):
+    items = [
+        {"path": "../a", "fieldRef": {"fieldPath": "metadata.labels"}},
+        {"path": "b", "fieldRef": {"fieldPath": "status.podIP"}},
+        {"path": "c"},
+    ]
+    place, volume = "spec.volumes[0].downwardAPI", {"downwardAPI": {"items": items}}
+    if is_projected:
+        place = "spec.volumes[0].projected.sources[0].downwardAPI"
+        volume = {"projected": {"sources": [volume]}}
+    spec = {"containers": [{"name": "main", "image": "x:1"}], "volumes": [{"name": "v", **volume}]}
+
+    assert [f"{each.field}: {each.message}" for each in container_checks.check(spec, "spec")] == [
+        f"{place}.path: Invalid value: \"../a\": must not contain '..'",
+        f'{place}.fieldRef.fieldPath: Unsupported value: "status.podIP": supported values: "metadata.annotations",'
+        ' "metadata.labels", "metadata.name", "metadata.namespace", "metadata.uid"',
+        f"{place}: Required value: one of fieldRef and resourceFieldRef is required",
+    ]
+
+
+def test_hook_has_one_handler():
+    hooks = {"postStart": {}, "preStop": {"sleep": {"seconds": 5}}}
+
+    assert findings(lifecycle=hooks) == [
+        "spec.containers[0].lifecycle.postStart: Required value: must specify a handler type"
+    ]

@@ -20,6 +20,7 @@ from dynamo.testing.kube import (
     kubelet,
     pod_runner,
     pod_streams,
+    pod_volumes,
     pods,
     probes,
     resources,
@@ -50,7 +51,7 @@ class Answer(exchange.Exchange):
         self.sent = b""
 
     def start_stream(self, status, *, content_type, headers=()):
-        self.status = status
+        self.status, self.headers = status, headers
 
     def send_head(self):
         pass
@@ -151,6 +152,20 @@ async def test_followed_log_ends_with_its_container(tmp_path, monkeypatch):
     assert await read_log(runner, "follow=true&previous=true") == b"2\nlast\n"
     runner.pids = {}
     assert await read_log(runner, "follow=true") == b"of another process\n"
+
+
+@pytest.mark.parametrize(
+    ("query", "is_told"),
+    [("sinceSeconds=5", True), ("timestamps=true", True), ("tailLines=1", False)],
+)
+async def test_client_is_told_of_options_of_a_log_that_have_no_effect(tmp_path, query, is_told):
+    (tmp_path / "main.log").write_text("1\n")
+    answer = Answer(query)
+
+    assert await read_log(Runner(tmp_path, make_pod()), answer=answer) == b"1\n"
+    assert [name for name, text in answer.headers if "have no effect" in text] == [
+        "warning"
+    ] * is_told
 
 
 async def test_log_is_that_of_a_container_of_the_pod(tmp_path):
@@ -305,6 +320,11 @@ async def runner(tmp_path):
             environ=lambda pod: {}, backoff_s=1.0,
         )  # fmt: skip
         made._lookup = lambda kind, name: None
+        made._volumes = pod_volumes.PodVolumes(
+            tmp_path, tmp_path, lambda *names: made._lookup(*names)
+        )
+        made._hooked, made.warnings = set(), []
+        made._warn = _note_warning(made.warnings)
         made.written = []
         made._write_status = _note_status(made.written)
         made._start = _no_start
@@ -316,6 +336,13 @@ def _note_status(written):
         written.append(status)
 
     return write_status
+
+
+def _note_warning(warnings):
+    async def warn(pod, reason, message):
+        warnings.append((reason, message))
+
+    return warn
 
 
 async def _no_start(name, argv, environ):
@@ -360,6 +387,87 @@ async def test_container_that_begins_while_its_pod_ends_is_killed(runner):
     async with asyncio.timeout(PATIENT_S):
         assert await runner._run_once(state, "now", is_init=False) == 128 + signal.SIGKILL
     assert child.signals == [signal.SIGKILL]
+
+
+def hooked(**lifecycle):
+    return {**MAIN, "command": ["true"], "lifecycle": lifecycle}
+
+
+HOOK = {"exec": {"command": ["hook"]}}
+
+
+async def test_container_ends_after_its_hook_and_both_share_the_grace_period(runner):
+    hook, main, stops = Child(), Child(), []
+
+    async def start(name, argv, environ):
+        return hook
+
+    async def stop(grace_s):
+        stops.append(grace_s)
+
+    runner._start, main.stop = start, stop
+    container = hooked(preStop=HOOK)
+    ending = asyncio.create_task(runner._stop_container(main, container, 30))
+    await until(lambda: hook.is_awaited)
+    await runner._node.clock.advance(12)
+    assert stops == []
+    sooner = asyncio.create_task(runner._stop_container(main, container, 5))
+    await until(lambda: stops)
+    hook.code = 0
+    hook.has_ended.set()
+    await asyncio.wait([ending, sooner])
+
+    assert stops == [5, 18]
+    assert runner.warnings == []
+
+
+@pytest.mark.parametrize("handler", [HOOK, {"sleep": {"seconds": 60}}])
+async def test_container_ends_though_its_hook_does_not(runner, handler):
+    hook, main = Child(), Child()
+
+    async def start(name, argv, environ):
+        return hook
+
+    runner._start = start
+    stopping = runner._stop_container(main, hooked(preStop=handler), 30)
+    ending = asyncio.create_task(stopping)
+    await until(lambda: main.is_awaited)
+    await runner._node.clock.advance(31)
+    await asyncio.wait([ending])
+
+    assert main.signals == [signal.SIGTERM]
+    assert runner.warnings == [
+        ("FailedPreStopHook", "preStop of container main failed, or was not done in time")
+    ]
+
+
+async def test_container_that_is_killed_ends_without_its_hook(runner):
+    main = Child()
+    await runner._stop_container(main, hooked(preStop=HOOK), 0)
+
+    assert main.signals == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, []), (1, [signal.SIGKILL])])
+async def test_container_whose_hook_fails_at_its_start_is_killed(runner, code, expected):
+    main, hook = Child(), Child()
+    hook.code = code
+    hook.has_ended.set()
+
+    async def start(name, argv, environ):
+        return hook if name == "exec" else main
+
+    runner._start = start
+    (state,) = runner.states
+    state.spec = hooked(postStart=HOOK)
+    running = asyncio.create_task(runner._run_once(state, "now", is_init=False))
+    await until(lambda: runner.written)
+    signals = list(main.signals)
+    main.has_ended.set()
+    await running
+
+    assert signals == expected
+    assert [reason for reason, _ in runner.warnings] == ["FailedPostStartHook"] * code
 
 
 async def test_sidecar_starts_before_the_other_containers_and_ends_after_them(runner):
@@ -437,11 +545,11 @@ async def test_status_of_a_pod_without_an_address_is_written(served):
 def test_volume_waits_for_its_claim_and_lasts_as_long(runner):
     volume = {"name": "data", "persistentVolumeClaim": {"claimName": "models"}}
     with pytest.raises(pods.MissingReference, match='persistentvolumeclaim "models" not found'):
-        runner._make_volume(volume)
+        runner._volumes._make_volume(volume, runner.pod)
     folders = []
     for uid in ("first", "first", "second"):
         runner._lookup = lambda kind, name, uid=uid: {"kind": kind, "metadata": {"uid": uid}}
-        folders.append(runner._make_volume(volume))
+        folders.append(runner._volumes._make_volume(volume, runner.pod))
 
     assert folders[0] == folders[1] != folders[2]
 
@@ -455,10 +563,39 @@ def test_files_of_a_volume_have_the_modes_that_it_asks_for(runner, is_projected)
     volume = {"configMap": {**source, "defaultMode": 0o640}}
     if is_projected:
         volume = {"projected": {"sources": [{"configMap": source}], "defaultMode": 0o640}}
-    folder = runner._make_volume({"name": "v", **volume})
+    folder = runner._volumes._make_volume({"name": "v", **volume}, runner.pod)
 
     modes = [(folder / name).stat().st_mode & 0o777 for name in ("bin/run", "words")]
     assert modes == [0o755, 0o640]
+
+
+def test_fields_of_the_pod_are_files_of_a_volume(runner):
+    labels = {"b": "2", "a": 'said "1"'}
+    runner.pod["metadata"] |= {"labels": labels}
+    limits = {"resources": {"limits": {"memory": "1Mi"}}}
+    runner.pod["spec"]["containers"] = [{**MAIN, **limits}]
+    memory = {"containerName": "main", "resource": "limits.memory"}
+    items = [
+        {"path": "name", "fieldRef": {"fieldPath": "metadata.name"}, "mode": 0o400},
+        {"path": "labels", "fieldRef": {"fieldPath": "metadata.labels"}},
+        {"path": "b", "fieldRef": {"fieldPath": "metadata.labels['b']"}},
+        {"path": "of/memory", "resourceFieldRef": memory},
+    ]
+    runner.pod["spec"]["volumes"] = [
+        {"name": "own", "downwardAPI": {"items": items}},
+        {"name": "parts", "projected": {"sources": [{"downwardAPI": {"items": items[:1]}}]}},
+    ]
+    runner._volumes.make(runner.pod)
+    runner._mounted = [(runner.folder / "volumes/own", "/own")]
+    own = runner.folder / "volumes/own"
+    names = ("name", "labels", "b", "of/memory", "../parts/name")
+
+    expected = ["p", 'a="said \\"1\\""\nb="2"', "2", "1048576", "p"]
+    assert [(own / name).read_text() for name in names] == expected
+    assert (own / "name").stat().st_mode & 0o777 == 0o400
+    labels["b"] = "3"
+    runner.refresh_volumes()
+    assert (own / "b").read_text() == "3"
 
 
 async def test_changed_config_map_is_written_to_the_volumes_of_running_pods(served, runner):

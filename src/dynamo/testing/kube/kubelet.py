@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Callable, Hashable, Iterable
@@ -138,6 +139,7 @@ class Kubelet:
                 self._node,
                 lambda kind, name: self._api.find("v1", kind, namespace, name),
                 self._write_status,
+                functools.partial(self.tell, kind="Warning"),
             )
         elif runner is not None:
             runner.pod = pod
@@ -247,7 +249,10 @@ class Kubelet:
         if runner is None or not path.exists():
             text = f'container "{name}" in pod "{pod["metadata"]["name"]}" is waiting to start: ContainerCreating'
             raise failures.bad_request(text)
-        call.exchange.start_stream(200, content_type="text/plain")
+        if any(map(call.query.get, ("sinceSeconds", "sinceTime"))) or call.query.flag("timestamps"):
+            text = "--since, --since-time and --timestamps have no effect: the times of lines are not kept here"
+            call.warnings.append(text)
+        call.exchange.start_stream(200, content_type="text/plain", headers=call.warning_headers)
         call.exchange.send_head()
         pid = None if is_previous else runner.processes().get(name)
         with path.open("rb") as file:

@@ -199,16 +199,6 @@ def _check_owners(owners: Any) -> Iterator[failures.FieldError]:
         yield failures.invalid_value("metadata.ownerReferences", shown, text)
 
 
-def warnings(item: Object) -> list[str]:
-    """Return the warnings about an object's metadata."""
-    return [
-        f'metadata.finalizers: "{name}": prefer a domain-qualified finalizer name to avoid'
-        " accidental conflicts with other finalizer writers"
-        for name in item["metadata"].get("finalizers") or ()
-        if "/" not in name and name not in ("foregroundDeletion", "orphan", "kubernetes")
-    ]
-
-
 def check_new_finalizers(old: Object, item: Object) -> list[failures.FieldError]:
     """Return the error of finalizers that are added to an object which is being deleted."""
     before = old["metadata"].get("finalizers") or ()

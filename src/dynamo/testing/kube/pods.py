@@ -1,6 +1,7 @@
 """What a pod's specification and status say: readiness, ports, environment, phase and conditions. No I/O."""
 
 import base64
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -163,8 +164,24 @@ def read_field(pod: Object, path: str, address: str) -> str:
         "status.podIP": address,
         "status.podIPs": address,
         "status.hostIP": "127.0.0.1",
+        "status.hostIPs": "127.0.0.1",
     }
     return str(values.get(path, ""))
+
+
+def downward_file(pod: Object, item: Object) -> bytes:
+    """Return the content of an item of a downward API volume: a field, all labels or annotations, or an amount."""
+    if "resourceFieldRef" in item:
+        reference = item["resourceFieldRef"]
+        containers = (*(pod["spec"].get("initContainers") or ()), *pod["spec"]["containers"])
+        named = (each for each in containers if each["name"] == reference.get("containerName"))
+        return _count_resource(next(named, {}), reference).encode()
+    path = item["fieldRef"]["fieldPath"]
+    if path not in ("metadata.labels", "metadata.annotations"):
+        return read_field(pod, path, "").encode()
+    values = pod["metadata"].get(path.partition(".")[2]) or {}
+    lines = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items())
+    return "\n".join(sorted(lines)).encode()
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
