@@ -5,6 +5,7 @@ import pytest
 from dynamo.testing.kube import builtin_rules, container_checks
 
 VARIABLE = "a valid environment variable name must consist only of printable ASCII characters other than '='"
+FROM = {"configMapRef": {"name": "c"}}
 PLAIN_INIT = "Forbidden: may not be set for init containers without restartPolicy=Always"
 HTTP = {"httpGet": {"port": 80}}
 
@@ -21,7 +22,7 @@ def findings(*, init=None, **fields):
 
 @pytest.mark.parametrize("name", ["A", "a.b-c_1", "1", "with space", "$", "~"])
 def test_variable_may_have_any_printable_name(name):
-    assert findings(env=[{"name": name, "value": "x"}], envFrom=[{"prefix": name}]) == []
+    assert findings(env=[{"name": name, "value": "x"}], envFrom=[{"prefix": name, **FROM}]) == []
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_variable_may_have_any_printable_name(name):
 def test_variable_with_another_name_is_refused(name, shown):
     wrong = [{"name": "OK"}, {"name": name}]
 
-    assert findings(env=wrong, envFrom=[{"prefix": name}]) == [
+    assert findings(env=wrong, envFrom=[{"prefix": name, **FROM}]) == [
         f"spec.containers[0].env[1].name: Invalid value: {shown}: {VARIABLE}",
         f"spec.containers[0].envFrom[0].prefix: Invalid value: {shown}: {VARIABLE}",
     ]
@@ -305,4 +306,41 @@ def test_hook_has_one_handler():
 
     assert findings(lifecycle=hooks) == [
         "spec.containers[0].lifecycle.postStart: Required value: must specify a handler type"
+    ]
+
+
+SUBDOMAIN = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters"
+ONE_OF = "must specify one of: `fieldRef`, `resourceFieldRef`, `configMapKeyRef` or `secretKeyRef`"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({}, [f'valueFrom: Invalid value: "": {ONE_OF}']),
+        ({"secretKeyRef": {"name": "s"}}, ["valueFrom.secretKeyRef.key: Required value"]),
+        ({"resourceFieldRef": {}}, ["valueFrom.resourceFieldRef.resource: Required value"]),
+        (
+            {"secretKeyRef": {"name": "s", "key": "k"}, "configMapKeyRef": {"name": "c", "key": "k"}},
+            ['valueFrom: Invalid value: "": may not have more than one field specified at a time'],
+        ),
+    ],
+)  # fmt: skip
+def test_value_from_elsewhere_comes_from_one_whole_source(source, expected):
+    field = "spec.containers[0].env[0]"
+
+    assert findings(env=[{"name": "A", "valueFrom": source}]) == [f"{field}.{x}" for x in expected]
+
+
+def test_reference_of_a_variable_names_an_object():
+    (mistake,) = findings(env=[{"name": "A", "valueFrom": {"configMapKeyRef": {"key": "k"}}}])
+
+    assert mistake.startswith(
+        f'spec.containers[0].env[0].valueFrom.configMapKeyRef.name: Invalid value: "": {SUBDOMAIN}'
+    )
+
+
+def test_source_of_variables_names_an_object():
+    assert findings(envFrom=[{"secretRef": {}}, {"prefix": "A"}]) == [
+        "spec.containers[0].envFrom[0].secretRef.name: Required value",
+        'spec.containers[0].envFrom: Invalid value: "": must specify one of: `configMapRef` or `secretRef`',
     ]

@@ -168,6 +168,12 @@ async def test_client_is_told_of_options_of_a_log_that_have_no_effect(tmp_path, 
     ] * is_told
 
 
+async def test_client_that_attaches_is_told_what_to_use(tmp_path):
+    runner = Runner(tmp_path, make_pod())
+    with pytest.raises(failures.ApiError, match=r"does not attach to containers: use kubectl logs"):
+        await make_node(None, None, runner).serve_pod(calls.ApiCall(Answer()), runner.pod, "attach")
+
+
 async def test_log_is_that_of_a_container_of_the_pod(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "main.log").write_text("of another pod\n")
@@ -650,6 +656,15 @@ def test_amounts_of_resources_are_whole_numbers(reference, expected):
     container = {**MAIN, "resources": amounts, "env": [entry]}
 
     assert pods.environment(make_pod(), container, "", lambda kind, name: None) == {"A": expected}
+
+
+def test_amount_is_that_of_the_container_that_is_named():
+    other = {"name": "other", "image": "x:1", "resources": {"limits": {"cpu": "3"}}}
+    reference = {"resource": "limits.cpu", "containerName": "other"}
+    container = {**MAIN, "env": [{"name": "A", "valueFrom": {"resourceFieldRef": reference}}]}
+    found = pods.environment(make_pod("p", container, other), container, "", lambda *_: None)
+
+    assert found == {"A": "3"}
 
 
 def test_variable_takes_any_bytes_of_a_secret():

@@ -19,6 +19,7 @@ _HEADER_RULE = (
     " validation is '[-A-Za-z0-9]+')"
 )
 _SCHEMES = ("HTTP", "HTTPS")
+_SOURCES = ("fieldRef", "resourceFieldRef", "configMapKeyRef", "secretKeyRef")
 _HANDLERS = ("exec", "httpGet", "tcpSocket", "grpc", "sleep")
 _SUBSCRIPTED = ("metadata.annotations", "metadata.labels")
 _COMMON_FIELDS = ("metadata.name", "metadata.namespace", "metadata.uid")
@@ -142,18 +143,46 @@ def _check_variables(container: Object, place: str) -> Iterator[failures.FieldEr
             yield failures.required(where)
         else:
             yield from _check_variable(variable["name"], where)
-        if variable.get("value") and variable.get("valueFrom"):
-            where, text = (
-                f"{place}.env[{n}].valueFrom",
-                "may not be specified when `value` is not empty",
-            )
-            yield failures.invalid_value(where, '""', text)
-        if reference := (variable.get("valueFrom") or {}).get("fieldRef"):
-            where = f"{place}.env[{n}].valueFrom.fieldRef.fieldPath"
-            yield from _check_field(reference.get("fieldPath") or "", where, _VARIABLE_FIELDS)
+        if variable.get("valueFrom") is not None:
+            yield from _check_source(variable, f"{place}.env[{n}].valueFrom")
     for n, source in enumerate(container.get("envFrom") or ()):
+        where = f"{place}.envFrom[{n}]"
         if source.get("prefix"):
-            yield from _check_variable(source["prefix"], f"{place}.envFrom[{n}].prefix")
+            yield from _check_variable(source["prefix"], f"{where}.prefix")
+        kinds = [kind for kind in ("configMapRef", "secretRef") if source.get(kind) is not None]
+        for kind in kinds:
+            if not source[kind].get("name"):
+                yield failures.required(f"{where}.{kind}.name")
+        if not kinds:
+            text = "must specify one of: `configMapRef` or `secretRef`"
+            yield failures.invalid_value(f"{place}.envFrom", '""', text)
+
+
+def _check_source(variable: Object, place: str) -> Iterator[failures.FieldError]:
+    """Yield the mistakes of a variable whose value comes from elsewhere."""
+    source = variable["valueFrom"]
+    kinds = [kind for kind in _SOURCES if source.get(kind) is not None]
+    for kind in kinds:
+        reference, where = source[kind], f"{place}.{kind}"
+        if kind == "fieldRef":
+            path = reference.get("fieldPath") or ""
+            yield from _check_field(path, f"{where}.fieldPath", _VARIABLE_FIELDS)
+        elif kind == "resourceFieldRef":
+            if not reference.get("resource"):
+                yield failures.required(f"{where}.resource")
+        else:
+            yield from metadata.check_subdomain(reference.get("name") or "", f"{where}.name")
+            if not reference.get("key"):
+                yield failures.required(f"{where}.key")
+    text = ""
+    if not kinds:
+        text = "must specify one of: `fieldRef`, `resourceFieldRef`, `configMapKeyRef` or `secretKeyRef`"
+    elif variable.get("value"):
+        text = "may not be specified when `value` is not empty"
+    elif len(kinds) > 1:
+        text = "may not have more than one field specified at a time"
+    if text:
+        yield failures.invalid_value(place, '""', text)
 
 
 def _check_mounts(

@@ -242,6 +242,11 @@ class Kubelet:
                 raise failures.bad_request(text)
             pod_streams.PodStreams(call, runner, subresource, self._node.running)
             return True
+        if subresource == "attach":
+            text = (
+                "this cluster does not attach to containers: use kubectl logs -f, or kubectl exec"
+            )
+            raise failures.bad_request(text)
         if subresource != "log":
             return False
         name, is_previous = _container_of(call, pod), call.query.flag("previous")

@@ -166,6 +166,12 @@ def check_label_name(name: str, field: str) -> Iterator[failures.FieldError]:
         yield failures.invalid_value(field, json.dumps(name), "must be no more than 63 bytes")
 
 
+def check_subdomain(name: str, field: str) -> Iterator[failures.FieldError]:
+    """Yield the mistake of a name that must be one of an object, such as a Secret's."""
+    if not re.fullmatch(_SUBDOMAIN, name):
+        yield failures.invalid_value(field, json.dumps(name), _SUBDOMAIN_RULE)
+
+
 def check_labels(labels: Object, field: str) -> Iterator[failures.FieldError]:
     """Yield the mistakes in a map of labels."""
     for key, value in labels.items():

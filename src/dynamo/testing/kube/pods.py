@@ -107,7 +107,7 @@ def _referenced(
     if "fieldRef" in source:
         return read_field(pod, source["fieldRef"]["fieldPath"], address)
     if "resourceFieldRef" in source:
-        return _count_resource(container, source["resourceFieldRef"])
+        return _count_resource(pod, source["resourceFieldRef"], container)
     kind = "ConfigMap" if "configMapKeyRef" in source else "Secret"
     reference = source.get("configMapKeyRef") or source["secretKeyRef"]
     content, key = _data(kind, reference, lookup), reference["key"]
@@ -124,8 +124,14 @@ def _text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
 
 
-def _count_resource(container: Object, reference: Object) -> str:
-    """Return an amount of a container's resources in whole cores or bytes, or in whole divisors, rounded up."""
+def _count_resource(pod: Object, reference: Object, own: Object) -> str:
+    """Return an amount of a container's resources in whole cores or bytes, or in whole divisors, rounded up.
+
+    The container is the one that the reference names, by default its own.
+    """
+    containers = (*(pod["spec"].get("initContainers") or ()), *pod["spec"]["containers"])
+    named = (each for each in containers if each["name"] == reference.get("containerName"))
+    container = next(named, own)
     kind, _, name = reference["resource"].partition(".")
     amount = ((container.get("resources") or {}).get(kind) or {}).get(name, "0")
     divisor = builtin_rules.parse_quantity(reference.get("divisor") or "1") or 1
@@ -172,10 +178,7 @@ def read_field(pod: Object, path: str, address: str) -> str:
 def downward_file(pod: Object, item: Object) -> bytes:
     """Return the content of an item of a downward API volume: a field, all labels or annotations, or an amount."""
     if "resourceFieldRef" in item:
-        reference = item["resourceFieldRef"]
-        containers = (*(pod["spec"].get("initContainers") or ()), *pod["spec"]["containers"])
-        named = (each for each in containers if each["name"] == reference.get("containerName"))
-        return _count_resource(next(named, {}), reference).encode()
+        return _count_resource(pod, item["resourceFieldRef"], {}).encode()
     path = item["fieldRef"]["fieldPath"]
     if path not in ("metadata.labels", "metadata.annotations"):
         return read_field(pod, path, "").encode()
