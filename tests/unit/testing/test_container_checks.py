@@ -344,3 +344,20 @@ def test_source_of_variables_names_an_object():
         "spec.containers[0].envFrom[0].secretRef.name: Required value",
         'spec.containers[0].envFrom: Invalid value: "": must specify one of: `configMapRef` or `secretRef`',
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("configMap", "name"),
+        ("hostPath", "path"),
+        ("persistentVolumeClaim", "claimName"),
+        ("secret", "secretName"),
+    ],
+)
+def test_volume_names_what_it_is_made_of(kind, field):
+    spec = {"containers": [{"name": "main", "image": "x:1"}], "volumes": [{"name": "v", kind: {}}]}
+
+    assert [f"{each.field}: {each.message}" for each in container_checks.check(spec, "spec")] == [
+        f"spec.volumes[0].{kind}.{field}: Required value"
+    ]

@@ -19,6 +19,12 @@ _HEADER_RULE = (
     " validation is '[-A-Za-z0-9]+')"
 )
 _SCHEMES = ("HTTP", "HTTPS")
+_NAMED_VOLUMES = {
+    "configMap": "name",
+    "hostPath": "path",
+    "persistentVolumeClaim": "claimName",
+    "secret": "secretName",
+}
 _SOURCES = ("fieldRef", "resourceFieldRef", "configMapKeyRef", "secretKeyRef")
 _HANDLERS = ("exec", "httpGet", "tcpSocket", "grpc", "sleep")
 _SUBSCRIPTED = ("metadata.annotations", "metadata.labels")
@@ -72,17 +78,24 @@ def _check_volumes(volumes: Sequence[Object], path: str) -> Iterator[failures.Fi
         if name in names:
             yield failures.duplicate(where, _show(name))
         names.add(name)
-        for kind in ("configMap", "secret"):
-            for m, entry in enumerate((volume.get(kind) or {}).get("items") or ()):
-                where = f"{path}[{n}].{kind}.items[{m}]"
-                for field in ("key", "path"):
-                    if not entry.get(field):
-                        yield failures.required(f"{where}.{field}")
-                yield from _check_descending(entry.get("path") or "", f"{where}.path")
-        yield from _check_downward(volume.get("downwardAPI") or {}, f"{path}[{n}].downwardAPI")
-        for m, source in enumerate((volume.get("projected") or {}).get("sources") or ()):
-            where = f"{path}[{n}].projected.sources[{m}].downwardAPI"
-            yield from _check_downward(source.get("downwardAPI") or {}, where)
+        yield from _check_content(volume, f"{path}[{n}]")
+
+
+def _check_content(volume: Object, place: str) -> Iterator[failures.FieldError]:
+    for kind, field in _NAMED_VOLUMES.items():
+        if volume.get(kind) is not None and not volume[kind].get(field):
+            yield failures.required(f"{place}.{kind}.{field}")
+    for kind in ("configMap", "secret"):
+        for n, entry in enumerate((volume.get(kind) or {}).get("items") or ()):
+            where = f"{place}.{kind}.items[{n}]"
+            for field in ("key", "path"):
+                if not entry.get(field):
+                    yield failures.required(f"{where}.{field}")
+            yield from _check_descending(entry.get("path") or "", f"{where}.path")
+    yield from _check_downward(volume.get("downwardAPI") or {}, f"{place}.downwardAPI")
+    for n, source in enumerate((volume.get("projected") or {}).get("sources") or ()):
+        where = f"{place}.projected.sources[{n}].downwardAPI"
+        yield from _check_downward(source.get("downwardAPI") or {}, where)
 
 
 def _check_downward(source: Object, place: str) -> Iterator[failures.FieldError]:
