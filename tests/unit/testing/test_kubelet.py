@@ -730,3 +730,28 @@ async def test_connection_to_a_pod_ends_whose_client_has_gone_before_it_was_ther
     await streams._forward(spdy.SpdyStream(spdy.SpdySession(client, None), 1, {"port": "80"}), None)
 
     assert ends == [80]
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file", "nosuch"), pods.MissingReference("secret")]
+)
+@pytest.mark.parametrize("query", ["", "tty=true"])
+async def test_command_that_cannot_be_started_is_told_to_its_client(query, error):
+    """Else kubectl exec would wait for ever."""
+
+    async def refuse(container, command):
+        raise error
+
+    streams = pod_streams.PodStreams.__new__(pod_streams.PodStreams)
+    streams._call = calls.ApiCall(Answer(query))
+    streams._container = MAIN
+    streams._runner = types.SimpleNamespace(open_command=refuse, open_terminal=refuse)
+    client = SlowClient()
+    session = spdy.SpdySession(client, None)
+    last, output = (spdy.SpdyStream(session, number, {}) for number in (1, 3))
+    streams._streams = {"error": last, "stdout": output}
+    await streams._execute(last)
+
+    assert b"\0\0\0\3\1\0\0\0" in client.written  # the end of the output
+    assert b'"status": "Failure"' in client.written
+    assert str(error).encode() in client.written
