@@ -168,6 +168,17 @@ async def test_client_is_told_of_options_of_a_log_that_have_no_effect(tmp_path, 
     ] * is_told
 
 
+async def test_pod_ends_though_its_namespace_takes_no_warning_about_it(served):
+    node, pod = make_node(served), {"kind": "Pod", "apiVersion": "v1", **make_pod()}
+    await node.warn(pod, "FailedPreStopHook", "lost")
+    await served.create(
+        served.registry.require("", "namespaces"), "", garbage.new_namespace("default")
+    )
+    await node.warn(pod, "FailedPreStopHook", "kept")
+
+    assert [e["message"] for e in served.store.list_items(("", "events"))] == ["kept"]
+
+
 async def test_client_that_attaches_is_told_what_to_use(tmp_path):
     runner = Runner(tmp_path, make_pod())
     with pytest.raises(failures.ApiError, match=r"does not attach to containers: use kubectl logs"):
@@ -474,6 +485,31 @@ async def test_container_whose_hook_fails_at_its_start_is_killed(runner, code, e
 
     assert signals == expected
     assert [reason for reason, _ in runner.warnings] == ["FailedPostStartHook"] * code
+
+
+async def test_events_say_why_a_container_without_life_is_ended(runner):
+    probe, main = Child(), Child()
+    probe.code = 1
+    probe.has_ended.set()
+
+    async def start(name, argv, environ):
+        return probe
+
+    runner._start = start
+    runner.pod["spec"]["terminationGracePeriodSeconds"] = 1
+    (state,) = runner.states
+    liveness = {"exec": {"command": ["false"]}, "failureThreshold": 1, "timeoutSeconds": PATIENT_S}
+    state.spec = {**MAIN, "livenessProbe": liveness}
+    started = asyncio.Event()
+    started.set()
+    probing = asyncio.create_task(runner._probe(state, "livenessProbe", main, started))
+    await runner._node.clock.advance(1)
+    await asyncio.wait([probing], timeout=PATIENT_S)
+
+    assert main.signals == [signal.SIGTERM]
+    assert runner.warnings == [
+        ("Unhealthy", "livenessProbe of container main failed 1 times: it is ended")
+    ]
 
 
 async def test_sidecar_starts_before_the_other_containers_and_ends_after_them(runner):

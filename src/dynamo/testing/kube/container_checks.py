@@ -172,7 +172,7 @@ def _check_variables(container: Object, place: str) -> Iterator[failures.FieldEr
 
 
 def _check_source(variable: Object, place: str) -> Iterator[failures.FieldError]:
-    """Yield the mistakes of a variable whose value comes from elsewhere."""
+    """Yield the mistakes of a variable with a value from elsewhere."""
     source = variable["valueFrom"]
     kinds = [kind for kind in _SOURCES if source.get(kind) is not None]
     for kind in kinds:

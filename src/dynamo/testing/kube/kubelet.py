@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import os
 import shutil
 from collections.abc import Callable, Hashable, Iterable
@@ -139,7 +138,7 @@ class Kubelet:
                 self._node,
                 lambda kind, name: self._api.find("v1", kind, namespace, name),
                 self._write_status,
-                functools.partial(self.tell, kind="Warning"),
+                self.warn,
             )
         elif runner is not None:
             runner.pod = pod
@@ -187,6 +186,11 @@ class Kubelet:
         """Write an event about a pod."""
         body = builtin_rules.new_event(pod, reason, message, "kubelet", kind)
         await self._api.create(self._resource("events"), pod["metadata"]["namespace"], body)
+
+    async def warn(self, pod: Object, reason: str, message: str) -> None:
+        """Write a warning about a pod, unless its namespace is ending."""
+        with contextlib.suppress(failures.ApiError):
+            await self.tell(pod, reason, message, kind="Warning")
 
     async def _write_status(self, pod: Object, status: Object) -> None:
         meta = pod["metadata"]

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import logging
 import math
 import os
 import shutil
@@ -28,7 +27,6 @@ from dynamo.testing.kube import (
 )
 
 Object = dict[str, Any]
-_logger = logging.getLogger(__name__)
 _LAST_BACKOFF_S = 300.0
 _STABLE_S = 600.0
 _POLL_S = 0.02
@@ -86,7 +84,7 @@ class PodRunner:
         self._write_status = write_status
         self._warn = warn
         self._children: dict[str, children.Child] = {}
-        self._hooked: set[str] = set()  # containers whose preStop hook was run
+        self._hooked: set[str] = set()  # containers with a preStop hook that was run
         self._sandbox: children.Child | None = None
         self._mounted: list[tuple[Path, str]] = []  # volumes and their places
         self._task = node.running.start(f"pod {pod['metadata']['name']}", self._run())
@@ -194,7 +192,7 @@ class PodRunner:
                 self._node.made_folders.append(level)
 
     def refresh_volumes(self) -> None:
-        """Write what has changed in volumes whose content comes from objects; what has gone stays there."""
+        """Write what has changed in volumes with content of objects; what has gone stays there."""
         if self._mounted:
             self._volumes.refresh(self.pod)
 
@@ -362,7 +360,8 @@ class PodRunner:
                 await self._report()
                 return
             if kind != "readinessProbe" and is_failed:
-                _logger.info("%s: its %s failed %d times", child.spec.name, kind, count.failures)
+                text = f"{kind} of container {state.spec['name']} failed {count.failures} times: it is ended"
+                await self._warn(self.pod, "Unhealthy", text)
                 grace_s = self.pod["spec"]["terminationGracePeriodSeconds"]
                 await self._stop_container(child, state.spec, grace_s)
                 return

@@ -8,7 +8,7 @@ from typing import Any
 from dynamo.testing.kube import pods
 
 Object = dict[str, Any]
-# of volumes whose content changes with other objects
+# kinds of volumes with content that changes with objects
 _WRITTEN = frozenset(("configMap", "secret", "projected", "downwardAPI"))
 _KINDS = _WRITTEN | {"emptyDir", "hostPath", "persistentVolumeClaim"}
 _PROJECTED = frozenset(("configMap", "secret", "downwardAPI"))
