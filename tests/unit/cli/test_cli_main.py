@@ -4,6 +4,7 @@ import asyncio
 import importlib.metadata
 import os
 import pathlib
+import pwd
 import re
 import subprocess
 import sys
@@ -86,6 +87,19 @@ def test_output_that_cannot_be_written_is_no_trace(redirection, code, words):
     done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S)
 
     assert (done.returncode, done.stderr) == (code, words)
+
+
+def test_user_without_a_home_is_told_so(monkeypatch, capsys):
+    """As in a container that runs under a number without a name."""
+
+    def find_no_user(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", find_no_user)
+    monkeypatch.delenv("HOME")
+    code, _, err = run(monkeypatch, capsys, "--install-completion", "bash")
+
+    assert (code, err) == (2, "dynamo: Could not determine home directory. Set HOME to one\n")
 
 
 def test_terminal_without_a_character_shows_another_one():
