@@ -487,6 +487,28 @@ async def test_container_whose_hook_fails_at_its_start_is_killed(runner, code, e
     assert [reason for reason, _ in runner.warnings] == ["FailedPostStartHook"] * code
 
 
+async def test_pod_that_ends_while_a_hook_of_its_start_runs_keeps_its_grace_period(runner):
+    main, hook = Child(), Child()
+
+    async def start(name, argv, environ):
+        return hook if name == "exec" else main
+
+    runner._start = start
+    (state,) = runner.states
+    state.spec = hooked(postStart=HOOK)
+    running = asyncio.create_task(runner._run_once(state, "now", is_init=False))
+    await until(lambda: hook.is_awaited)
+    runner.is_stopping = True
+    hook.code = 0
+    hook.has_ended.set()
+    await until(lambda: runner.written)
+    signals = list(main.signals)
+    main.has_ended.set()
+    await running
+
+    assert signals == []
+
+
 async def test_events_say_why_a_container_without_life_is_ended(runner):
     probe, main = Child(), Child()
     probe.code = 1

@@ -310,8 +310,8 @@ class PodRunner:
             await self._report()
             return None
         self._children[state.spec["name"]] = child
-        has_begun = await self._run_hook(child, state.spec, "postStart")
-        if self.is_stopping or not has_begun:  # if stopping, the other containers have been told
+        # if it is stopping, the other containers have been told
+        if self.is_stopping or not await self._run_hook(child, state.spec, "postStart"):
             child.signal(signal.SIGKILL)
         state.state = {"running": {"startedAt": began}}
         state.is_started = not is_init and "startupProbe" not in state.spec
