@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
 import types
 
 import grpc
@@ -379,6 +380,21 @@ async def test_command_of_a_probe_ends_when_its_time_is_over(runner):
     await asyncio.wait([probing])
 
     assert child.signals == [signal.SIGKILL]
+
+
+async def test_output_of_a_probe_goes_nowhere(runner):
+    child, started = Child(), []
+
+    async def start(name, argv, environ):
+        started.append(argv)
+        child.has_ended.set()
+        return child
+
+    runner._start = start
+    await runner.execute(MAIN, ["sh", "-c", "echo out; echo err >&2; exit 3"])
+    done = subprocess.run(started[0], capture_output=True, timeout=PATIENT_S)
+
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")
 
 
 async def test_status_says_why_a_container_cannot_be_started(runner):

@@ -35,6 +35,7 @@ _RETRY_S = 2.0
 _LOG_CHECK_S = 10.0
 _MAX_LOG_BYTES = 64 * 2**20
 _RUN = 'exec "$@" >>"$LOG" 2>&1'  # with LOG and the working directory set by its caller
+_QUIET = 'exec "$@" >/dev/null 2>&1'  # else probes would write where the cluster does
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
               "TMPDIR")  # fmt: skip
 
@@ -380,7 +381,8 @@ class PodRunner:
 
     async def execute(self, container: Object, command: list[str]) -> int:
         """Run a command in a container, and end it if the caller waits no longer; return its exit code."""
-        child = await self._start("exec", self._inside(command, container), self.environ(container))
+        argv = ["sh", "-c", _QUIET, "sh", *self._inside(command, container)]
+        child = await self._start("exec", argv, self.environ(container))
         try:
             return await child.wait()
         finally:
