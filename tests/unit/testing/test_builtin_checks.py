@@ -219,7 +219,11 @@ def test_client_is_told_what_this_cluster_does_not_do():
     ]
     workload = {"template": {"spec": {"volumes": volumes}}, "progressDeadlineSeconds": 60}
 
-    assert notices("", "pods", {"volumes": volumes}) == [f"spec.{each}" for each in told]
+    pod = {"volumes": volumes, "nodeSelector": {"gpu": "yes"}}
+    assert notices("", "pods", pod) == [
+        "spec.nodeSelector: has no effect on this cluster",
+        *(f"spec.{each}" for each in told),
+    ]
     assert notices("apps", "deployments", workload) == [
         "spec.progressDeadlineSeconds: has no effect on this cluster",
         *(f"spec.template.spec.{each}" for each in told),

@@ -19,6 +19,8 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 _MAX_DATA_BYTES = 2**20
+_WITHOUT_EFFECT = ("activeDeadlineSeconds", "affinity", "dnsConfig", "hostAliases", "hostNetwork", "nodeSelector",
+                   "topologySpreadConstraints")  # fmt: skip
 _DEADLINE_S = 600  # of a deployment's progress, the default
 _LAST_PORT = 65_535
 _FIXED_POD = (
@@ -79,10 +81,17 @@ def notices(resource: resources.ApiResource, item: Object) -> Iterator[str]:
     if spec.get("progressDeadlineSeconds", _DEADLINE_S) != _DEADLINE_S:
         yield "spec.progressDeadlineSeconds: has no effect on this cluster"
     if resource.plural == "pods":
-        yield from pod_volumes.notices(spec, "spec")
+        yield from _pod_notices(spec, "spec")
     elif resource.group == "apps" or resource.plural == "jobs":
         template = (spec.get("template") or {}).get("spec") or {}
-        yield from pod_volumes.notices(template, "spec.template.spec")
+        yield from _pod_notices(template, "spec.template.spec")
+
+
+def _pod_notices(spec: Object, path: str) -> Iterator[str]:
+    for name in _WITHOUT_EFFECT:
+        if spec.get(name):
+            yield f"{path}.{name}: has no effect on this cluster"
+    yield from pod_volumes.notices(spec, path)
 
 
 def _check_pod(item: Object, old: Object | None) -> Iterator[failures.FieldError]:
