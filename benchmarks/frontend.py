@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import cpu_share, prompts, systems
+from benchmarks import cpu_share, drafts, prompts, systems
 from benchmarks.frontend_cells import (
     CELLS,
     MEMORY,
@@ -60,8 +60,9 @@ class Files:
         WORK.mkdir(parents=True, exist_ok=True)
         self.model = (WORK / "model").resolve()
         if not self.model.exists():
-            made = [sys.executable, str(HERE / "make_model.py"), str(self.model)]
-            subprocess.run(made, check=True)
+            with drafts.whole(self.model) as draft:
+                made = [sys.executable, str(HERE / "make_model.py"), str(draft)]
+                subprocess.run(made, check=True)
         self.sampler = prompts.Sampler(self.model / "tokenizer.json")
 
     def of(self, cell: Cell, turn: int) -> str:
@@ -69,7 +70,8 @@ class Files:
         kind, _, num_tokens = cell.prompts.partition("-")
         path = WORK / (f"{cell.prompts}-{turn}.jsonl" if num_tokens else f"{kind}.jsonl")
         if not path.exists():
-            self._make(path, cell, turn)
+            with drafts.whole(path) as draft:
+                self._make(draft, cell, turn)
         return str(path.resolve())
 
     def _make(self, path: Path, cell: Cell, turn: int) -> None:

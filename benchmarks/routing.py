@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import frontend, prompts, systems
+from benchmarks import drafts, frontend, prompts, systems
 
 WORKERS = 4
 PREFIXES = 32
@@ -209,7 +209,8 @@ def main() -> None:
     files = frontend.Files()
     path = (frontend.WORK / "prefixes.jsonl").resolve()
     if not path.exists():
-        prompts.prefixed(path, files.sampler, PREFIXES, PREFIX_TOKENS, 1920)
+        with drafts.whole(path) as draft:
+            prompts.prefixed(draft, files.sampler, PREFIXES, PREFIX_TOKENS, 1920)
     rows = []
     with contextlib.suppress(KeyboardInterrupt):
         for way, conc, osl in cells(args):

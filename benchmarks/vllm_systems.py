@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks import load, systems
+from benchmarks import drafts, load, systems
 
 READY_LIMIT_S = 400.0
 SHAPE = {  # with 32,000 words 0.25 billion weights, 0.5 GB
@@ -76,9 +76,10 @@ def model_at(directory: Path, tokenizer: Path) -> Path:
     torch.manual_seed(7)
     config = json.loads((tokenizer / "config.json").read_text()) | SHAPE
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
-    model.to(torch.bfloat16).save_pretrained(directory)
-    for file in tokenizer.glob("tokenizer*.json"):
-        (directory / file.name).write_bytes(file.read_bytes())
+    with drafts.whole(directory) as draft:
+        model.to(torch.bfloat16).save_pretrained(draft)
+        for file in tokenizer.glob("tokenizer*.json"):
+            (draft / file.name).write_bytes(file.read_bytes())
     return directory.resolve()
 
 

@@ -16,6 +16,8 @@ import hypothesis
 import pytest
 from httpx._transports import default
 
+from dynamo.launch import guard
+
 collect_ignore = ["clients"]  # have an environment and settings of their own (`make test-clients`)
 
 pytest.register_assert_rewrite("engine_suite", "sleeper_suite")
@@ -30,6 +32,14 @@ default.create_ssl_context = functools.cache(default.create_ssl_context)
 
 def pytest_collection_finish(session):
     gc.freeze()  # the modules themselves are no garbage, and need not be looked through
+
+
+@pytest.fixture(autouse=True, scope="session")
+def guarded_processes():
+    """What tests start ends with this process, also if that is killed, or ended by `timeout`."""
+    with guard.Guard() as guardian:
+        os.environ |= guardian.mark({})
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

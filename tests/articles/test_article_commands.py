@@ -1,5 +1,6 @@
 """The commands of the four articles, word by word: parsed by the very options of the process that they start."""
 
+import os
 import pathlib
 import runpy
 import shlex
@@ -151,3 +152,17 @@ def test_container_script_prints_its_docker_command(script, expected):
 
     assert printed.returncode == 0, printed.stderr
     assert expected in printed.stdout
+
+
+def test_container_has_the_caches_of_its_user(tmp_path):
+    printed = subprocess.run(
+        [ROOT / "container/run.sh", "--dry-run"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "HF_HOME": "models", "HF_HUB_CACHE": "/hub"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
+    )
+
+    assert f"-v {tmp_path}/models:/models -v /hub:/models/hub" in printed.stdout
+    assert f"--user {os.getuid()}:{os.getgid()}" in printed.stdout

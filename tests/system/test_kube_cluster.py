@@ -617,6 +617,30 @@ def test_container_gets_the_signal_to_end_and_its_status_is_kept(node):
     assert waited.returncode == 0, waited.stderr
 
 
+def test_hooks_of_a_container_run_after_its_start_and_before_its_end(node, tmp_path):
+    def say(text):
+        return {"exec": {"command": ["sh", "-c", f"sleep 0.2; echo {text} >> /seen/log"]}}
+
+    script = "trap 'echo ended >> /seen/log; exit 0' TERM; sleep infinity & wait"
+    container = {
+        "name": "main",
+        "image": "python:3.11",
+        "command": ["sh", "-c", script],
+        "lifecycle": {"postStart": say("started"), "preStop": say("ending")},
+        "volumeMounts": [{"name": "seen", "mountPath": "/seen"}],
+    }
+    volume = {"name": "seen", "hostPath": {"path": str(tmp_path)}}
+    spec = {"containers": [container], "volumes": [volume]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "hooked"}, "spec": spec}
+    node.kubectl("apply", "-f", "-", stdin=json.dumps(pod))
+    node.kubectl("wait", "--for=condition=Ready", "pod/hooked", kube_cluster.WAIT)
+    before = (tmp_path / "log").read_text()
+    node.kubectl("delete", "pod", "hooked")
+
+    assert before == "started\n"
+    assert (tmp_path / "log").read_text() == "started\nending\nended\n"
+
+
 def make_server(name):
     """Return a pod that serves a folder of its own at port 8000 of all addresses, and shows its variables there."""
     script = "echo $HOST_NAME > $FOLDER/index.html; exec python3 -m http.server 8000 --bind 0.0.0.0 --directory $0"

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.cli import session
+from dynamo.cli import session, waiting
 
 CONCURRENCY = 32
 
@@ -161,5 +161,4 @@ def show_progress(num_done: int, num_all: int) -> None:
         return
     filled = "#" * (30 * num_done // num_all)
     end = "\n" if num_done == num_all else ""
-    sys.stderr.write(f"\r[{filled:<30}] {num_done}/{num_all}{end}")
-    sys.stderr.flush()
+    waiting.redraw(f"[{filled:<30}] {num_done}/{num_all}", end)

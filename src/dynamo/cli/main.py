@@ -5,8 +5,11 @@
 """
 
 import argparse
+import contextlib
 import dataclasses
+import errno
 import importlib
+import io
 import os
 import shutil
 import sys
@@ -174,21 +177,39 @@ def run_main() -> None:
 def main() -> None:
     """Run the command and exit. A mistake of the user's is one sentence and exit code 2."""
     exit_code = 2
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # what its encoding lacks is shown as "?"
     try:
         exit_code = _run(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has gone, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
-        exit_code = 1
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, RuntimeError) as error:
+        exit_code = _explain(error)
     except errors.DynamoError as error:
         print(f"dynamo: {error}", file=sys.stderr)
         exit_code = 2 if isinstance(error, errors.ConfigError) else 1
     except KeyboardInterrupt:
         exit_code = _INTERRUPTED
     if exit_code == _INTERRUPTED:
-        print(flush=True)
+        with contextlib.suppress(OSError):
+            print(flush=True)
         os._exit(exit_code)  # the interpreter's own end would abort in an engine that still loads
     sys.exit(exit_code)
+
+
+def _explain(error: OSError | RuntimeError) -> int:
+    """Say why there is no place for the output, or no home; return the exit code. Raises other errors again."""
+    if isinstance(error, RuntimeError):
+        if "home directory" not in str(error):  # so pathlib says it
+            raise error
+        print(f"dynamo: {error} Set HOME to one", file=sys.stderr)
+        return 2
+    if error.errno not in (errno.EPIPE, errno.ENOSPC):
+        raise error
+    if error.errno == errno.ENOSPC:  # EPIPE: the reader of the output has gone, such as `head`
+        print(f"dynamo: {error.strerror}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+    return 1
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -149,7 +149,8 @@ def _short_service(
             for kind, amounts in resources.items()
         }
     for name in sorted(fields.keys() - {"replicas", "resources"}):
-        note = f"spec.{role}.{name}: there is no such field; it is left out"
+        field_name = "workers" if role == "worker" else role
+        note = f"spec.{field_name}.{name}: there is no such field; it is left out"
         if note not in notes:
             notes.append(note)
     service["extraPodSpec"] = {"mainContainer": {"image": image}}

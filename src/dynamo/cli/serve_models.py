@@ -169,7 +169,7 @@ class _Run:
             config.load(component.RuntimeConfig, argv=(), prog="dynamo serve"), os.environ
         )
         async with await component.DistributedRuntime.open(settings) as runtime:
-            loader = self._make_loader(runtime)
+            loader = self._make_loader(runtime, owner)
             namespace = self._registration.state.namespace
             await runtime.register(instances.loader_endpoint(namespace), loader.change)
             return await serve.supervise(owner, self._serve(owner, loader, budget_gb))
@@ -202,7 +202,13 @@ class _Run:
         finally:
             await loader.close()
 
-    def _make_loader(self, runtime: component.DistributedRuntime) -> model_loader.ModelLoader:
+    def _make_loader(
+        self, runtime: component.DistributedRuntime, owner: supervisor.Supervisor
+    ) -> model_loader.ModelLoader:
+        def start_child(child: children.Child) -> None:
+            owner.adopt(child)  # a second Ctrl-C ends it at once
+            self._list_child(child)
+
         namespace = self._registration.state.namespace
         local_models = [
             self._local_model(
@@ -222,7 +228,7 @@ class _Run:
                 namespace=namespace,
                 stop_timeout_s=self._stop_timeout_s,
             ),
-            on_start=self._list_child,
+            on_start=start_child,
             on_change=self._list_states,
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich import live, table
+from rich import text as rich_text
 
 from dynamo import client
 from dynamo.base import config, errors
@@ -127,10 +128,10 @@ def compare(before: Samples, after: Samples, elapsed_s: float) -> list[tuple[str
 def _table(url: str, rows: list[tuple[str, ...]]) -> table.Table:
     """Return a table of which 80 columns show all heads whole; a long name takes several lines."""
     title = f"{url}  {time.strftime('%H:%M:%S')}"
-    shown = table.Table(title=title, box=None, padding=(0, 1, 0, 0))
+    shown = table.Table(title=rich_text.Text(title), box=None, padding=(0, 1, 0, 0))
     for number, name in enumerate(_COLUMNS):
         shown.add_column(name, justify="right" if number else "left", min_width=len(name))
     shown.columns[0].overflow = "fold"
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*map(rich_text.Text, row))  # a name with brackets is no markup
     return shown

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import shutil
 import sys
 import threading
 import time
@@ -18,6 +19,13 @@ def say(text: str) -> None:
     """Write a line to the terminal, apart from the command's result on standard output."""
     with contextlib.suppress(OSError):  # the terminal may be closed
         print(f"dynamo: {text}", file=sys.stderr, flush=True)
+
+
+def redraw(line: str, end: str) -> None:
+    """Write a line of a terminal anew, cut off where it would go on in a second one, which no later one would clear."""
+    width = shutil.get_terminal_size().columns
+    sys.stderr.write(f"\r\x1b[K{line[: width - 1]}{end}")
+    sys.stderr.flush()
 
 
 class Progress:
@@ -39,8 +47,7 @@ class Progress:
         self._shown_at = now
         line = f"{self._text} ({now - self._began_at:.0f} s of at most {self._limit_s:.0f} s)"
         if self._is_terminal:
-            sys.stderr.write(f"\r\x1b[K{line}\r")
-            sys.stderr.flush()
+            redraw(line, "\r")
         else:
             say(line)
 

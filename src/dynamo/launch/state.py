@@ -20,6 +20,7 @@ from dynamo.base import draining, errors
 
 HOME_VARIABLE = "DYNAMO_HOME"
 LOG_BYTES = 16 * 2**20  # then the log begins anew, and the former part is NAME.log.1
+_CLEAR_ROW = "\x1b[K"
 
 
 class ProcessState(msgspec.Struct, kw_only=True):
@@ -192,9 +193,16 @@ class _Tee:
     def __init__(self, terminal: TextIO, path: Path) -> None:
         self._terminal, self._path = terminal, path
         self._file = path.open("w", encoding="utf-8")
+        self._is_drawn = False
 
     def write(self, text: str) -> int:
-        """Write to both; a full disk must not end what is served."""
+        """Write to both; a full disk must not end what is served.
+
+        A line that is drawn anew is for the terminal alone, and what follows it takes its row.
+        """
+        was_drawn, self._is_drawn = self._is_drawn, text.startswith("\r")
+        if self._is_drawn:
+            return self._terminal.write(text)
         with contextlib.suppress(OSError, ValueError):
             self._file.write(text)
             self._file.flush()
@@ -202,7 +210,7 @@ class _Tee:
                 self._file.close()
                 self._path.replace(f"{self._path}.1")
                 self._file = self._path.open("w", encoding="utf-8")
-        return self._terminal.write(text)
+        return self._terminal.write(f"{_CLEAR_ROW}{text}" if was_drawn else text)
 
     def close(self) -> None:
         """Close the log, not the terminal."""

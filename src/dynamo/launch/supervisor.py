@@ -43,17 +43,19 @@ class Supervisor:
         self._stop_timeout_s = stop_timeout_s
         self._running = tasks.Tasks()
         self._stop = asyncio.Event()
+        self._starting = asyncio.Lock()
         self._death: children.ChildDied | None = None
         self._child_by_name: dict[str, children.Child] = {}
+        self._adopted: list[children.Child] = []
 
     async def __aenter__(self) -> "Supervisor":
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._stop.set()
-        await asyncio.gather(
-            *(child.stop(self._stop_timeout_s) for child in self._child_by_name.values())
-        )
+        async with self._starting:  # a child that is being started again is stopped as the others
+            children_left = [*self._child_by_name.values()]
+        await asyncio.gather(*(child.stop(self._stop_timeout_s) for child in children_left))
         await self._running.close()
 
     @property
@@ -75,15 +77,20 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(number, handle)
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to each child."""
-        for child in self._child_by_name.values():
+        """Send a signal to each child, those that another part has started among them."""
+        for child in (*self._child_by_name.values(), *self._adopted):
             child.signal(number)
+
+    def adopt(self, child: children.Child) -> None:
+        """Let `signal_all`, and so a second signal, reach a child that another part starts and stops."""
+        self._adopted = [*(each for each in self._adopted if each.exit_code is None), child]
 
     async def start(self, spec: children.ChildSpec) -> None:
         """Start a child that is not watched yet."""
-        child = await children.start(spec, self._guard, self._running, self._clock)
-        self._child_by_name[spec.name] = child
-        self._on_start(child)
+        async with self._starting:
+            child = await children.start(spec, self._guard, self._running, self._clock)
+            self._child_by_name[spec.name] = child
+            self._on_start(child)
 
     async def wait_until(
         self,

@@ -81,9 +81,11 @@ class Graph:
         return f"{self.name}-{service.lower()}"
 
     def check_names(self) -> None:
-        """Raise ConfigError if the name of a component or of the dynamo namespace would not fit."""
-        for service in self.services:
-            name = self.base_name(service)
+        """Raise ConfigError if a name of a component is not unique, or one or the dynamo namespace would not fit."""
+        names = [self.base_name(service) for service in self.services]
+        for service, name in zip(self.services, names, strict=True):
+            if names.count(name) > 1:
+                raise errors.ConfigError(f"services: two are {name} in lower case: rename one")
             if len(name) > api_types.MAX_DERIVED_NAME:
                 raise errors.ConfigError(
                     f"service {service}: the name {name} has {len(name)} characters; at most"
@@ -461,11 +463,8 @@ def find_component_cause(item: Object, observed: Observed) -> causes.Cause | Non
 def find_note(item: Object, observed: Observed) -> str:
     """Return what an available component lacks all the same, or nothing."""
     existing = observed.find(item["kind"], item["metadata"]["name"]) or {}
-    _, _, note = (
-        objects.find_condition(existing, "Available")
-        .get("message", "")
-        .partition(f"{component.ALL_READY}; ")
-    )
+    message = objects.find_condition(existing, "Available").get("message", "")
+    _, _, note = message.partition(f"{component.ALL_READY}; ")
     return f"service {item['metadata']['labels'][objects.COMPONENT_LABEL]}: {note}" if note else ""
 
 

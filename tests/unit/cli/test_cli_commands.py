@@ -657,6 +657,16 @@ def test_top_shows_all_heads_whole_in_eighty_columns():
     assert all(figure in text for figure in row[1:])
 
 
+def test_top_shows_names_with_brackets_as_they_are():
+    name = "a[/b][red]"
+    terminal = console.Console(width=80, record=True)
+    terminal.print(top._table("http://[::1]:8000", [(name, *"12345678")]))
+    text = terminal.export_text()
+
+    assert "http://[::1]:8000" in text
+    assert name in text
+
+
 @pytest.mark.parametrize("flags", [["-h"], ["--help"], []])
 def test_help_has_the_boxes_of_the_article(flags, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")

@@ -4,6 +4,7 @@ import asyncio
 import importlib.metadata
 import os
 import pathlib
+import pwd
 import re
 import subprocess
 import sys
@@ -74,6 +75,40 @@ def test_reader_that_has_gone_ends_the_command_without_a_word():
         )
 
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "words"),
+    [(">/dev/full", 1, "dynamo: No space left on device\n"), (">&-", 0, "")],
+)
+def test_output_that_cannot_be_written_is_no_trace(redirection, code, words):
+    script = f'"$0" -m dynamo.cli --help {redirection}'
+    argv = ["bash", "-c", script, sys.executable]
+    done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=PATIENT_S)
+
+    assert (done.returncode, done.stderr) == (code, words)
+
+
+def test_user_without_a_home_is_told_so(monkeypatch, capsys):
+    """As in a container that runs under a number without a name."""
+
+    def find_no_user(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", find_no_user)
+    monkeypatch.delenv("HOME")
+    code, _, err = run(monkeypatch, capsys, "--install-completion", "bash")
+
+    assert (code, err) == (2, "dynamo: Could not determine home directory. Set HOME to one\n")
+
+
+def test_terminal_without_a_character_shows_another_one():
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    argv = [sys.executable, "-m", "dynamo.cli", "--help"]
+    done = subprocess.run(argv, env=environ, capture_output=True, timeout=PATIENT_S)
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"? serve " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
 """What `dynamo serve` prints."""
 
 import asyncio
+import io
 import json
 import shlex
+import sys
 import threading
 import types
+from unittest import mock
 
 import pytest
 
 from dynamo.base import errors
-from dynamo.cli import serve, serve_models, waiting
+from dynamo.cli import batch, serve, serve_models, waiting
 from dynamo.launch import children, state
 from dynamo.runtime import listening
 from dynamo.worker import engines
@@ -222,6 +225,22 @@ def test_progress_shows_the_seconds_waited_and_the_limit(capsys):
     assert capsys.readouterr().err.splitlines() == [
         "dynamo: waiting for m ...",
         "dynamo: waiting for m (10 s of at most 30 s)",
+    ]
+
+
+def test_line_that_is_drawn_anew_stays_on_one_row_of_the_terminal(monkeypatch):
+    terminal = mock.Mock(wraps=io.StringIO(), isatty=lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "20")
+    clock = Clock()
+    progress = waiting.Progress("waiting for m", limit_s=30, clock=clock)
+    clock.time_s += 10
+    progress.show()
+    batch.show_progress(1, 2)
+
+    assert [call.args[0] for call in terminal.write.call_args_list[-2:]] == [
+        "\r\x1b[Kwaiting for m (10 s\r",
+        "\r\x1b[K[###############   ",
     ]
 
 

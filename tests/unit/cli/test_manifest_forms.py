@@ -264,3 +264,12 @@ def test_manifests_of_a_list_are_converted_one_by_one(tmp_path):
     assert [manifest.document["kind"] for manifest in converted] == [SHORT["kind"], "ConfigMap"]
     assert converted[0].document["apiVersion"] == "nvidia.com/v1alpha1"
     assert converted[1].document == other
+
+
+def test_unknown_field_of_the_short_form_is_named_as_it_is_written():
+    document = short(frontend={"port": 1}, workers={"gpus": 1})
+
+    assert manifest_forms.convert(document).notes == [
+        "spec.frontend.port: there is no such field; it is left out",
+        "spec.workers.gpus: there is no such field; it is left out",
+    ]

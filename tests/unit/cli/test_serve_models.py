@@ -1,6 +1,7 @@
 """What `dynamo serve A B` refuses before it starts anything."""
 
 import shutil
+from unittest import mock
 
 import pytest
 
@@ -103,3 +104,16 @@ def test_damaged_settings_of_a_model_are_named(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(errors.ConfigError, match=r"config\.json: "):
         serve_models._context_length(tmp_path)
+
+
+def test_second_signal_reaches_the_workers_of_loaded_models(monkeypatch):
+    started = {}
+    monkeypatch.setattr(
+        serve_models.model_loader, "ModelLoader", lambda *_, **fields: started.update(fields)
+    )
+    adopted, listed = [], []
+    run = mock.Mock(_models=[], _list_child=listed.append)
+    serve_models._Run._make_loader(run, mock.Mock(), mock.Mock(adopt=adopted.append))
+    started["on_start"]("worker")
+
+    assert adopted == listed == ["worker"]

@@ -2,7 +2,12 @@
 
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+
+from waiting import PATIENT_S
 
 ROOT = pathlib.Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -94,3 +99,15 @@ def test_each_target_of_make_that_uses_the_environment_makes_it_first():
 
     assert len(rules) > 40
     assert without == []
+
+
+def test_environment_that_was_interrupted_while_it_was_made_is_made_again(tmp_path):
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    argv = ["make", "--dry-run", "wheel"]
+    printed = subprocess.run(
+        argv, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENT_S, check=True
+    )
+
+    assert "-m venv .venv" in printed.stdout

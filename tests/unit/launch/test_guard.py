@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -100,12 +101,42 @@ def test_signals_to_the_guard_do_not_end_it(parent):
 
 
 def test_guard_within_a_guard_marks_children_for_both(monkeypatch):
+    monkeypatch.delenv(guard.TOKEN_VARIABLE, raising=False)
     with guard.Guard() as outer:
         monkeypatch.setenv(guard.TOKEN_VARIABLE, outer.mark({})[guard.TOKEN_VARIABLE])
         with guard.Guard() as inner:
             tokens = inner.mark({"A": "b"})[guard.TOKEN_VARIABLE]
 
     assert len(tokens.split(",")) == 2
+
+
+TEST = """
+import os, subprocess, sys
+
+def test_that_hangs():
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0)
+    os.write(3, b"%d" % child.pid)
+    child.wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_test_has_started_ends_with_pytest(tmp_path, number):
+    (tmp_path / "test_hanging.py").write_text(TEST)
+    reading, writing = os.pipe()
+    script = 'exec 3>&"$FD"; exec "$@"'
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "--rootdir", ".", "."]
+    environ = {**os.environ, "FD": str(writing), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["bash", "-c", script, "bash", *argv]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environ, pass_fds=(writing,), stdout=subprocess.DEVNULL
+    ) as process:
+        os.close(writing)
+        pid = int(os.read(reading, 64))
+        os.close(reading)
+        process.send_signal(number)
+
+    eventually(lambda: not is_alive(pid), what="what the test has started has ended")
 
 
 def test_name_of_another_user_s_file_is_no_command(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """Which `dynamo serve` runs, by the files that each one keeps."""
 
+import io
 import os
 import subprocess
 import sys
@@ -69,3 +70,16 @@ def test_process_that_has_got_the_id_of_a_killed_one_is_not_taken_for_it(strange
     assert state.process_start(stranger.pid) != state.process_start(os.getpid())
     assert state.running() == []
     assert not path.exists()
+
+
+def test_line_that_is_drawn_anew_is_not_in_the_log_and_leaves_nothing_behind(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with state.logged("a"):
+        sys.stderr.write("\r\x1b[Kwaiting for m (1 s)\r")
+        sys.stderr.write("[worker] loads\n")
+        sys.stderr.write("[worker] ready\n")
+
+    lines = "[worker] loads\n[worker] ready\n"
+    assert state.log_path("a").read_text() == lines
+    assert terminal.getvalue() == f"\r\x1b[Kwaiting for m (1 s)\r\x1b[K{lines}"

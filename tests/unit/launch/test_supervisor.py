@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.base import clock as clocks
 from dynamo.launch import children, guard, supervisor
-from waiting import PATIENT_S
+from waiting import PATIENT_S, until
 
 FOREVER = "import signal; signal.pause()"
 
@@ -68,6 +68,34 @@ async def test_child_that_cannot_be_started_again_is_tried_later(started, monkey
     serving.cancel()
 
 
+async def test_child_that_is_being_started_again_at_the_end_is_stopped_as_the_others(monkeypatch):
+    """It may finish what it runs, and is not killed with the process."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    start_child, is_restarting, may_go_on = children.start, asyncio.Event(), asyncio.Event()
+    restarted = []
+
+    async def start_late(*args):
+        is_restarting.set()
+        await may_go_on.wait()
+        restarted.append(await start_child(*args))
+        return restarted[0]
+
+    with guard.Guard() as guardian:
+        async with asyncio.timeout(PATIENT_S):
+            async with supervisor.Supervisor(
+                guardian, clocks.SystemClock(), lambda text: None, stop_timeout_s=PATIENT_S
+            ) as owner:
+                argv = [sys.executable, "-S", "-c", FOREVER]
+                await owner.start(children.ChildSpec(name="worker", argv=argv, environ={}))
+                monkeypatch.setattr(children, "start", start_late)
+                owner.watch("worker")
+                owner.signal_all(signal.SIGKILL)
+                await is_restarting.wait()
+                asyncio.get_running_loop().call_later(0.05, may_go_on.set)
+
+    assert [child.exit_code for child in restarted] == [-signal.SIGTERM]
+
+
 async def test_death_with_a_fatal_exit_code_stops_all(started):
     owner, start, reports = started
     await start("frontend", "raise SystemExit(3)")
@@ -104,6 +132,25 @@ async def test_second_signal_kills_the_children(started):
 
     assert announced == [1]
     assert await owner.child_by_name["worker"].wait() == -9
+
+
+async def test_second_signal_kills_what_another_part_has_started_too(started):
+    owner, start, _ = started
+    await start("worker")
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); signal.pause()"
+    argv = [sys.executable, "-S", "-c", deaf]
+    other = await children.start(
+        children.ChildSpec(name="model", argv=argv, environ={}),
+        owner._guard,
+        owner._running,
+        clocks.SystemClock(),
+    )
+    owner.adopt(other)
+    await until(lambda: other.last_line)
+    owner.signal_all(signal.SIGTERM)
+    owner.signal_all(signal.SIGKILL)
+
+    assert await other.wait() == -signal.SIGKILL
 
 
 async def test_waiting_ends_when_the_probe_succeeds(started):

@@ -485,6 +485,7 @@ def test_component_may_stand_alone():
     [
         ({"A": worker(dynamoNamespace="a"), "B": worker(dynamoNamespace="b")}, "got a, b"),
         ({"A" * 60: worker()}, "at most 54 fit"),
+        ({"Decode": worker(), "decode": worker()}, "two are g-decode in lower case: rename one"),
         ({}, "at least one service"),
         ({"A": {"componentType": "worker"}}, "needs its command"),
         ({"A": {"componentType": "frontend"}}, "expected an image"),

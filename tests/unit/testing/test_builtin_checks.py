@@ -200,3 +200,35 @@ def test_keys_of_labels_are_short_and_their_prefixes_names_of_hosts():
     long, prefixed = metadata.check_labels(labels, "metadata.labels")
     assert long.message.endswith(": name part must be no more than 63 bytes")
     assert ": prefix part a lowercase RFC 1123 subdomain must" in prefixed.message
+
+
+def notices(group, plural, spec):
+    resource = resources.ResourceRegistry().require(group, plural, "v1")
+    return list(builtin_checks.notices(resource, {"spec": spec}))
+
+
+def test_client_is_told_what_this_cluster_does_not_do():
+    volumes = [
+        {"name": "a", "emptyDir": {}},
+        {"name": "b", "nfs": {"server": "x"}},
+        {"name": "c", "projected": {"sources": [{"serviceAccountToken": {}}, {"secret": {}}]}},
+    ]
+    told = [
+        "volumes[1].nfs: is not mounted on this cluster: an empty folder stands for it",
+        "volumes[2].projected: serviceAccountToken is left out on this cluster; a pod's token is in KUBECONFIG",
+    ]
+    workload = {"template": {"spec": {"volumes": volumes}}, "progressDeadlineSeconds": 60}
+
+    pod = {"volumes": volumes, "nodeSelector": {"gpu": "yes"}}
+    assert notices("", "pods", pod) == [
+        "spec.nodeSelector: has no effect on this cluster",
+        *(f"spec.{each}" for each in told),
+    ]
+    assert notices("apps", "deployments", workload) == [
+        "spec.progressDeadlineSeconds: has no effect on this cluster",
+        *(f"spec.template.spec.{each}" for each in told),
+    ]
+    assert notices("", "services", {"type": "NodePort"}) == [
+        "spec.type: no port of the node is opened on this cluster: use kubectl port-forward"
+    ]
+    assert notices("", "services", {"type": "ClusterIP"}) == []

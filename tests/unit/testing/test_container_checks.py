@@ -5,6 +5,7 @@ import pytest
 from dynamo.testing.kube import builtin_rules, container_checks
 
 VARIABLE = "a valid environment variable name must consist only of printable ASCII characters other than '='"
+FROM = {"configMapRef": {"name": "c"}}
 PLAIN_INIT = "Forbidden: may not be set for init containers without restartPolicy=Always"
 HTTP = {"httpGet": {"port": 80}}
 
@@ -21,7 +22,7 @@ def findings(*, init=None, **fields):
 
 @pytest.mark.parametrize("name", ["A", "a.b-c_1", "1", "with space", "$", "~"])
 def test_variable_may_have_any_printable_name(name):
-    assert findings(env=[{"name": name, "value": "x"}], envFrom=[{"prefix": name}]) == []
+    assert findings(env=[{"name": name, "value": "x"}], envFrom=[{"prefix": name, **FROM}]) == []
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_variable_may_have_any_printable_name(name):
 def test_variable_with_another_name_is_refused(name, shown):
     wrong = [{"name": "OK"}, {"name": name}]
 
-    assert findings(env=wrong, envFrom=[{"prefix": name}]) == [
+    assert findings(env=wrong, envFrom=[{"prefix": name, **FROM}]) == [
         f"spec.containers[0].env[1].name: Invalid value: {shown}: {VARIABLE}",
         f"spec.containers[0].envFrom[0].prefix: Invalid value: {shown}: {VARIABLE}",
     ]
@@ -244,4 +245,119 @@ def test_paths_in_volumes_do_not_leave_them():
         f'{place}[1].path: Invalid value: "/etc/x": must be a relative path',
         f"{place}[2].path: Required value",
         "spec.containers[0].volumeMounts.subPath: Invalid value: \"../other\": must not contain '..'",
+    ]
+
+
+def field_of(path):
+    return [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": path}}}]
+
+
+@pytest.mark.parametrize("path", ["status.hostIPs", "metadata.labels['a']", "spec.nodeName"])
+def test_field_of_the_pod_may_be_a_variable(path):
+    assert findings(env=field_of(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "Required value"),
+        ("a.b", 'Invalid value: "a.b": error converting fieldPath: field label not supported: a.b'),
+        (
+            "a['b']",
+            """Invalid value: "a['b']": error converting fieldPath: field label does not support subscript: a['b']""",
+        ),
+        (
+            "status.phase",
+            'Unsupported value: "status.phase": supported values: "metadata.name", "metadata.namespace",'
+            ' "metadata.uid", "spec.nodeName", "spec.serviceAccountName", "status.hostIP", "status.hostIPs",'
+            ' "status.podIP", "status.podIPs"',
+        ),
+    ],
+)
+def test_field_that_is_no_variable_is_refused(path, message):
+    field = "spec.containers[0].env[0].valueFrom.fieldRef.fieldPath"
+
+    assert findings(env=field_of(path)) == [f"{field}: {message}"]
+
+
+@pytest.mark.parametrize("is_projected", [False, True])
+def test_wrong_items_of_a_volume_of_fields_are_refused(is_projected):
+    items = [
+        {"path": "../a", "fieldRef": {"fieldPath": "metadata.labels"}},
+        {"path": "b", "fieldRef": {"fieldPath": "status.podIP"}},
+        {"path": "c"},
+    ]
+    place, volume = "spec.volumes[0].downwardAPI", {"downwardAPI": {"items": items}}
+    if is_projected:
+        place = "spec.volumes[0].projected.sources[0].downwardAPI"
+        volume = {"projected": {"sources": [volume]}}
+    spec = {"containers": [{"name": "main", "image": "x:1"}], "volumes": [{"name": "v", **volume}]}
+
+    assert [f"{each.field}: {each.message}" for each in container_checks.check(spec, "spec")] == [
+        f"{place}.path: Invalid value: \"../a\": must not contain '..'",
+        f'{place}.fieldRef.fieldPath: Unsupported value: "status.podIP": supported values: "metadata.annotations",'
+        ' "metadata.labels", "metadata.name", "metadata.namespace", "metadata.uid"',
+        f"{place}: Required value: one of fieldRef and resourceFieldRef is required",
+    ]
+
+
+def test_hook_has_one_handler():
+    hooks = {"postStart": {}, "preStop": {"sleep": {"seconds": 5}}}
+
+    assert findings(lifecycle=hooks) == [
+        "spec.containers[0].lifecycle.postStart: Required value: must specify a handler type"
+    ]
+
+
+SUBDOMAIN = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters"
+ONE_OF = "must specify one of: `fieldRef`, `resourceFieldRef`, `configMapKeyRef` or `secretKeyRef`"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({}, [f'valueFrom: Invalid value: "": {ONE_OF}']),
+        ({"secretKeyRef": {"name": "s"}}, ["valueFrom.secretKeyRef.key: Required value"]),
+        ({"resourceFieldRef": {}}, ["valueFrom.resourceFieldRef.resource: Required value"]),
+        (
+            {"secretKeyRef": {"name": "s", "key": "k"}, "configMapKeyRef": {"name": "c", "key": "k"}},
+            ['valueFrom: Invalid value: "": may not have more than one field specified at a time'],
+        ),
+    ],
+)  # fmt: skip
+def test_value_from_elsewhere_comes_from_one_whole_source(source, expected):
+    field = "spec.containers[0].env[0]"
+
+    assert findings(env=[{"name": "A", "valueFrom": source}]) == [f"{field}.{x}" for x in expected]
+
+
+def test_reference_of_a_variable_names_an_object():
+    (mistake,) = findings(env=[{"name": "A", "valueFrom": {"configMapKeyRef": {"key": "k"}}}])
+
+    assert mistake.startswith(
+        f'spec.containers[0].env[0].valueFrom.configMapKeyRef.name: Invalid value: "": {SUBDOMAIN}'
+    )
+
+
+def test_source_of_variables_names_an_object():
+    assert findings(envFrom=[{"secretRef": {}}, {"prefix": "A"}]) == [
+        "spec.containers[0].envFrom[0].secretRef.name: Required value",
+        'spec.containers[0].envFrom: Invalid value: "": must specify one of: `configMapRef` or `secretRef`',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("configMap", "name"),
+        ("hostPath", "path"),
+        ("persistentVolumeClaim", "claimName"),
+        ("secret", "secretName"),
+    ],
+)
+def test_volume_names_what_it_is_made_of(kind, field):
+    spec = {"containers": [{"name": "main", "image": "x:1"}], "volumes": [{"name": "v", kind: {}}]}
+
+    assert [f"{each.field}: {each.message}" for each in container_checks.check(spec, "spec")] == [
+        f"spec.volumes[0].{kind}.{field}: Required value"
     ]

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
 import types
 
 import grpc
@@ -20,6 +21,7 @@ from dynamo.testing.kube import (
     kubelet,
     pod_runner,
     pod_streams,
+    pod_volumes,
     pods,
     probes,
     resources,
@@ -50,7 +52,7 @@ class Answer(exchange.Exchange):
         self.sent = b""
 
     def start_stream(self, status, *, content_type, headers=()):
-        self.status = status
+        self.status, self.headers = status, headers
 
     def send_head(self):
         pass
@@ -151,6 +153,37 @@ async def test_followed_log_ends_with_its_container(tmp_path, monkeypatch):
     assert await read_log(runner, "follow=true&previous=true") == b"2\nlast\n"
     runner.pids = {}
     assert await read_log(runner, "follow=true") == b"of another process\n"
+
+
+@pytest.mark.parametrize(
+    ("query", "is_told"),
+    [("sinceSeconds=5", True), ("timestamps=true", True), ("tailLines=1", False)],
+)
+async def test_client_is_told_of_options_of_a_log_that_have_no_effect(tmp_path, query, is_told):
+    (tmp_path / "main.log").write_text("1\n")
+    answer = Answer(query)
+
+    assert await read_log(Runner(tmp_path, make_pod()), answer=answer) == b"1\n"
+    assert [name for name, text in answer.headers if "have no effect" in text] == [
+        "warning"
+    ] * is_told
+
+
+async def test_pod_ends_though_its_namespace_takes_no_warning_about_it(served):
+    node, pod = make_node(served), {"kind": "Pod", "apiVersion": "v1", **make_pod()}
+    await node.warn(pod, "FailedPreStopHook", "lost")
+    await served.create(
+        served.registry.require("", "namespaces"), "", garbage.new_namespace("default")
+    )
+    await node.warn(pod, "FailedPreStopHook", "kept")
+
+    assert [e["message"] for e in served.store.list_items(("", "events"))] == ["kept"]
+
+
+async def test_client_that_attaches_is_told_what_to_use(tmp_path):
+    runner = Runner(tmp_path, make_pod())
+    with pytest.raises(failures.ApiError, match=r"does not attach to containers: use kubectl logs"):
+        await make_node(None, None, runner).serve_pod(calls.ApiCall(Answer()), runner.pod, "attach")
 
 
 async def test_log_is_that_of_a_container_of_the_pod(tmp_path):
@@ -305,6 +338,11 @@ async def runner(tmp_path):
             environ=lambda pod: {}, backoff_s=1.0,
         )  # fmt: skip
         made._lookup = lambda kind, name: None
+        made._volumes = pod_volumes.PodVolumes(
+            tmp_path, tmp_path, lambda *names: made._lookup(*names)
+        )
+        made._hooked, made.warnings = set(), []
+        made._warn = _note_warning(made.warnings)
         made.written = []
         made._write_status = _note_status(made.written)
         made._start = _no_start
@@ -316,6 +354,13 @@ def _note_status(written):
         written.append(status)
 
     return write_status
+
+
+def _note_warning(warnings):
+    async def warn(pod, reason, message):
+        warnings.append((reason, message))
+
+    return warn
 
 
 async def _no_start(name, argv, environ):
@@ -335,6 +380,21 @@ async def test_command_of_a_probe_ends_when_its_time_is_over(runner):
     await asyncio.wait([probing])
 
     assert child.signals == [signal.SIGKILL]
+
+
+async def test_output_of_a_probe_goes_nowhere(runner):
+    child, started = Child(), []
+
+    async def start(name, argv, environ):
+        started.append(argv)
+        child.has_ended.set()
+        return child
+
+    runner._start = start
+    await runner.execute(MAIN, ["sh", "-c", "echo out; echo err >&2; exit 3"])
+    done = subprocess.run(started[0], capture_output=True, timeout=PATIENT_S)
+
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")
 
 
 async def test_status_says_why_a_container_cannot_be_started(runner):
@@ -360,6 +420,134 @@ async def test_container_that_begins_while_its_pod_ends_is_killed(runner):
     async with asyncio.timeout(PATIENT_S):
         assert await runner._run_once(state, "now", is_init=False) == 128 + signal.SIGKILL
     assert child.signals == [signal.SIGKILL]
+
+
+def hooked(**lifecycle):
+    return {**MAIN, "command": ["true"], "lifecycle": lifecycle}
+
+
+HOOK = {"exec": {"command": ["hook"]}}
+
+
+async def test_container_ends_after_its_hook_and_both_share_the_grace_period(runner):
+    hook, main, stops = Child(), Child(), []
+
+    async def start(name, argv, environ):
+        return hook
+
+    async def stop(grace_s):
+        stops.append(grace_s)
+
+    runner._start, main.stop = start, stop
+    container = hooked(preStop=HOOK)
+    ending = asyncio.create_task(runner._stop_container(main, container, 30))
+    await until(lambda: hook.is_awaited)
+    await runner._node.clock.advance(12)
+    assert stops == []
+    sooner = asyncio.create_task(runner._stop_container(main, container, 5))
+    await until(lambda: stops)
+    hook.code = 0
+    hook.has_ended.set()
+    await asyncio.wait([ending, sooner])
+
+    assert stops == [5, 18]
+    assert runner.warnings == []
+
+
+@pytest.mark.parametrize("handler", [HOOK, {"sleep": {"seconds": 60}}])
+async def test_container_ends_though_its_hook_does_not(runner, handler):
+    hook, main = Child(), Child()
+
+    async def start(name, argv, environ):
+        return hook
+
+    runner._start = start
+    stopping = runner._stop_container(main, hooked(preStop=handler), 30)
+    ending = asyncio.create_task(stopping)
+    await until(lambda: main.is_awaited)
+    await runner._node.clock.advance(31)
+    await asyncio.wait([ending])
+
+    assert main.signals == [signal.SIGTERM]
+    assert runner.warnings == [
+        ("FailedPreStopHook", "preStop of container main failed, or was not done in time")
+    ]
+
+
+async def test_container_that_is_killed_ends_without_its_hook(runner):
+    main = Child()
+    await runner._stop_container(main, hooked(preStop=HOOK), 0)
+
+    assert main.signals == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, []), (1, [signal.SIGKILL])])
+async def test_container_whose_hook_fails_at_its_start_is_killed(runner, code, expected):
+    main, hook = Child(), Child()
+    hook.code = code
+    hook.has_ended.set()
+
+    async def start(name, argv, environ):
+        return hook if name == "exec" else main
+
+    runner._start = start
+    (state,) = runner.states
+    state.spec = hooked(postStart=HOOK)
+    running = asyncio.create_task(runner._run_once(state, "now", is_init=False))
+    await until(lambda: runner.written)
+    signals = list(main.signals)
+    main.has_ended.set()
+    await running
+
+    assert signals == expected
+    assert [reason for reason, _ in runner.warnings] == ["FailedPostStartHook"] * code
+
+
+async def test_pod_that_ends_while_a_hook_of_its_start_runs_keeps_its_grace_period(runner):
+    main, hook = Child(), Child()
+
+    async def start(name, argv, environ):
+        return hook if name == "exec" else main
+
+    runner._start = start
+    (state,) = runner.states
+    state.spec = hooked(postStart=HOOK)
+    running = asyncio.create_task(runner._run_once(state, "now", is_init=False))
+    await until(lambda: hook.is_awaited)
+    runner.is_stopping = True
+    hook.code = 0
+    hook.has_ended.set()
+    await until(lambda: runner.written)
+    signals = list(main.signals)
+    main.has_ended.set()
+    await running
+
+    assert signals == []
+
+
+async def test_events_say_why_a_container_without_life_is_ended(runner):
+    probe, main = Child(), Child()
+    probe.code = 1
+    probe.has_ended.set()
+
+    async def start(name, argv, environ):
+        return probe
+
+    runner._start = start
+    runner.pod["spec"]["terminationGracePeriodSeconds"] = 1
+    (state,) = runner.states
+    liveness = {"exec": {"command": ["false"]}, "failureThreshold": 1, "timeoutSeconds": PATIENT_S}
+    state.spec = {**MAIN, "livenessProbe": liveness}
+    started = asyncio.Event()
+    started.set()
+    probing = asyncio.create_task(runner._probe(state, "livenessProbe", main, started))
+    await runner._node.clock.advance(1)
+    await asyncio.wait([probing], timeout=PATIENT_S)
+
+    assert main.signals == [signal.SIGTERM]
+    assert runner.warnings == [
+        ("Unhealthy", "livenessProbe of container main failed 1 times: it is ended")
+    ]
 
 
 async def test_sidecar_starts_before_the_other_containers_and_ends_after_them(runner):
@@ -437,11 +625,11 @@ async def test_status_of_a_pod_without_an_address_is_written(served):
 def test_volume_waits_for_its_claim_and_lasts_as_long(runner):
     volume = {"name": "data", "persistentVolumeClaim": {"claimName": "models"}}
     with pytest.raises(pods.MissingReference, match='persistentvolumeclaim "models" not found'):
-        runner._make_volume(volume)
+        runner._volumes._make_volume(volume, runner.pod)
     folders = []
     for uid in ("first", "first", "second"):
         runner._lookup = lambda kind, name, uid=uid: {"kind": kind, "metadata": {"uid": uid}}
-        folders.append(runner._make_volume(volume))
+        folders.append(runner._volumes._make_volume(volume, runner.pod))
 
     assert folders[0] == folders[1] != folders[2]
 
@@ -455,10 +643,39 @@ def test_files_of_a_volume_have_the_modes_that_it_asks_for(runner, is_projected)
     volume = {"configMap": {**source, "defaultMode": 0o640}}
     if is_projected:
         volume = {"projected": {"sources": [{"configMap": source}], "defaultMode": 0o640}}
-    folder = runner._make_volume({"name": "v", **volume})
+    folder = runner._volumes._make_volume({"name": "v", **volume}, runner.pod)
 
     modes = [(folder / name).stat().st_mode & 0o777 for name in ("bin/run", "words")]
     assert modes == [0o755, 0o640]
+
+
+def test_fields_of_the_pod_are_files_of_a_volume(runner):
+    labels = {"b": "2", "a": 'said "1"'}
+    runner.pod["metadata"] |= {"labels": labels}
+    limits = {"resources": {"limits": {"memory": "1Mi"}}}
+    runner.pod["spec"]["containers"] = [{**MAIN, **limits}]
+    memory = {"containerName": "main", "resource": "limits.memory"}
+    items = [
+        {"path": "name", "fieldRef": {"fieldPath": "metadata.name"}, "mode": 0o400},
+        {"path": "labels", "fieldRef": {"fieldPath": "metadata.labels"}},
+        {"path": "b", "fieldRef": {"fieldPath": "metadata.labels['b']"}},
+        {"path": "of/memory", "resourceFieldRef": memory},
+    ]
+    runner.pod["spec"]["volumes"] = [
+        {"name": "own", "downwardAPI": {"items": items}},
+        {"name": "parts", "projected": {"sources": [{"downwardAPI": {"items": items[:1]}}]}},
+    ]
+    runner._volumes.make(runner.pod)
+    runner._mounted = [(runner.folder / "volumes/own", "/own")]
+    own = runner.folder / "volumes/own"
+    names = ("name", "labels", "b", "of/memory", "../parts/name")
+
+    expected = ["p", 'a="said \\"1\\""\nb="2"', "2", "1048576", "p"]
+    assert [(own / name).read_text() for name in names] == expected
+    assert (own / "name").stat().st_mode & 0o777 == 0o400
+    labels["b"] = "3"
+    runner.refresh_volumes()
+    assert (own / "b").read_text() == "3"
 
 
 async def test_changed_config_map_is_written_to_the_volumes_of_running_pods(served, runner):
@@ -513,6 +730,15 @@ def test_amounts_of_resources_are_whole_numbers(reference, expected):
     container = {**MAIN, "resources": amounts, "env": [entry]}
 
     assert pods.environment(make_pod(), container, "", lambda kind, name: None) == {"A": expected}
+
+
+def test_amount_is_that_of_the_container_that_is_named():
+    other = {"name": "other", "image": "x:1", "resources": {"limits": {"cpu": "3"}}}
+    reference = {"resource": "limits.cpu", "containerName": "other"}
+    container = {**MAIN, "env": [{"name": "A", "valueFrom": {"resourceFieldRef": reference}}]}
+    found = pods.environment(make_pod("p", container, other), container, "", lambda *_: None)
+
+    assert found == {"A": "3"}
 
 
 def test_variable_takes_any_bytes_of_a_secret():
@@ -578,3 +804,28 @@ async def test_connection_to_a_pod_ends_whose_client_has_gone_before_it_was_ther
     await streams._forward(spdy.SpdyStream(spdy.SpdySession(client, None), 1, {"port": "80"}), None)
 
     assert ends == [80]
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file", "nosuch"), pods.MissingReference("secret")]
+)
+@pytest.mark.parametrize("query", ["", "tty=true"])
+async def test_command_that_cannot_be_started_is_told_to_its_client(query, error):
+    """Else kubectl exec would wait for ever."""
+
+    async def refuse(container, command):
+        raise error
+
+    streams = pod_streams.PodStreams.__new__(pod_streams.PodStreams)
+    streams._call = calls.ApiCall(Answer(query))
+    streams._container = MAIN
+    streams._runner = types.SimpleNamespace(open_command=refuse, open_terminal=refuse)
+    client = SlowClient()
+    session = spdy.SpdySession(client, None)
+    last, output = (spdy.SpdyStream(session, number, {}) for number in (1, 3))
+    streams._streams = {"error": last, "stdout": output}
+    await streams._execute(last)
+
+    assert b"\0\0\0\3\1\0\0\0" in client.written  # the end of the output
+    assert b'"status": "Failure"' in client.written
+    assert str(error).encode() in client.written

@@ -10,6 +10,7 @@ from dynamo.testing.kube import (
     builtin_rules,
     container_checks,
     failures,
+    pod_volumes,
     resources,
     rules,
     selectors,
@@ -18,6 +19,9 @@ from dynamo.testing.kube import (
 
 Object = dict[str, Any]
 _MAX_DATA_BYTES = 2**20
+_WITHOUT_EFFECT = ("activeDeadlineSeconds", "affinity", "dnsConfig", "hostAliases", "hostNetwork", "nodeSelector",
+                   "topologySpreadConstraints")  # fmt: skip
+_DEADLINE_S = 600  # of a deployment's progress, the default
 _LAST_PORT = 65_535
 _FIXED_POD = (
     "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,"
@@ -67,6 +71,27 @@ def check(
         yield from _check_data(item, old)
     if resource.plural == "events" and resource.group in ("", "events.k8s.io"):
         yield from _check_event(item, is_new_form=bool(resource.group), is_created=old is None)
+
+
+def notices(resource: resources.ApiResource, item: Object) -> Iterator[str]:
+    """Yield what an object asks for that this cluster does not do, unlike a real one."""
+    spec = item.get("spec") or {}
+    if resource.key == ("", "services") and spec.get("type") in builtin_rules.EXPOSED:
+        yield "spec.type: no port of the node is opened on this cluster: use kubectl port-forward"
+    if spec.get("progressDeadlineSeconds", _DEADLINE_S) != _DEADLINE_S:
+        yield "spec.progressDeadlineSeconds: has no effect on this cluster"
+    if resource.plural == "pods":
+        yield from _pod_notices(spec, "spec")
+    elif resource.group == "apps" or resource.plural == "jobs":
+        template = (spec.get("template") or {}).get("spec") or {}
+        yield from _pod_notices(template, "spec.template.spec")
+
+
+def _pod_notices(spec: Object, path: str) -> Iterator[str]:
+    for name in _WITHOUT_EFFECT:
+        if spec.get(name):
+            yield f"{path}.{name}: has no effect on this cluster"
+    yield from pod_volumes.notices(spec, path)
 
 
 def _check_pod(item: Object, old: Object | None) -> Iterator[failures.FieldError]:

@@ -112,12 +112,13 @@ def _fill_container(container: Object) -> None:
     for values in container["resources"].values():
         if isinstance(values, dict):
             values.update({name: canonical(value) for name, value in values.items()})
-    for name in PROBES:
-        probe = container.get(name)
-        if probe is not None:
-            _fill_blanks(probe, _PROBE)
-            if probe.get("httpGet") is not None:
-                _fill_blanks(probe["httpGet"], {"path": "/", "scheme": "HTTP"})
+    checks = [container[name] for name in PROBES if container.get(name) is not None]
+    for probe in checks:
+        _fill_blanks(probe, _PROBE)
+    lifecycle = container.get("lifecycle") or {}
+    for handler in (*checks, *filter(None, map(lifecycle.get, ("postStart", "preStop")))):
+        if handler.get("httpGet") is not None:
+            _fill_blanks(handler["httpGet"], {"path": "/", "scheme": "HTTP"})
     for variable in container.get("env") or ():
         reference = (variable.get("valueFrom") or {}).get("fieldRef")
         if reference is not None:
@@ -244,7 +245,7 @@ def _select_own_pods(item: Object) -> None:
     _fill(item["metadata"], {"labels": spec["template"]["metadata"]["labels"]})
 
 
-_EXPOSED = ("NodePort", "LoadBalancer")
+EXPOSED = ("NodePort", "LoadBalancer")
 
 
 def _fill_service(item: Object, old: Object | None, objects: store.Store) -> None:
@@ -254,7 +255,7 @@ def _fill_service(item: Object, old: Object | None, objects: store.Store) -> Non
     )
     for port in spec.get("ports") or ():
         _fill(port, {"protocol": "TCP", "targetPort": port.get("port")})
-    if spec["type"] in _EXPOSED:
+    if spec["type"] in EXPOSED:
         _fill(spec, {"externalTrafficPolicy": "Cluster"})
     if spec["type"] == "LoadBalancer":
         _fill(spec, {"allocateLoadBalancerNodePorts": True})
@@ -265,7 +266,7 @@ def _fill_service(item: Object, old: Object | None, objects: store.Store) -> Non
 
 def _allocate_addresses(item: Object, objects: store.Store) -> None:
     spec = item["spec"]
-    if spec["type"] in _EXPOSED:
+    if spec["type"] in EXPOSED:
         used = {
             port.get("nodePort")
             for other in _services(objects)

@@ -97,9 +97,14 @@ class ApiCall:
         """The media types that the client takes."""
         return self.request.headers.get("accept", "")
 
+    @property
+    def warning_headers(self) -> list[tuple[str, str]]:
+        """The headers by which a client is told of the warnings."""
+        return [("warning", f"299 - {json.dumps(text)}") for text in self.warnings]
+
     def respond(self, status: int, body: Any) -> None:
         """Answer with an object, as YAML if the client asks for it first."""
-        headers = [("warning", f"299 - {json.dumps(text)}") for text in self.warnings]
+        headers = self.warning_headers
         if self.accept.startswith("application/yaml"):
             text = yaml.safe_dump(body, sort_keys=False).encode()
             self.exchange.respond(status, text, content_type="application/yaml", headers=headers)

@@ -19,7 +19,24 @@ _HEADER_RULE = (
     " validation is '[-A-Za-z0-9]+')"
 )
 _SCHEMES = ("HTTP", "HTTPS")
-_HANDLERS = ("exec", "httpGet", "tcpSocket", "grpc")
+_NAMED_VOLUMES = {
+    "configMap": "name",
+    "hostPath": "path",
+    "persistentVolumeClaim": "claimName",
+    "secret": "secretName",
+}
+_SOURCES = ("fieldRef", "resourceFieldRef", "configMapKeyRef", "secretKeyRef")
+_HANDLERS = ("exec", "httpGet", "tcpSocket", "grpc", "sleep")
+_SUBSCRIPTED = ("metadata.annotations", "metadata.labels")
+_COMMON_FIELDS = ("metadata.name", "metadata.namespace", "metadata.uid")
+# The fields of a pod in the environment and in volumes, and those that a server knows, but has in neither.
+_VOLUME_FIELDS = (*_SUBSCRIPTED, *_COMMON_FIELDS)
+_VARIABLE_FIELDS = (
+    *_COMMON_FIELDS,
+    *("spec.nodeName", "spec.serviceAccountName"),
+    *("status.hostIP", "status.hostIPs", "status.podIP", "status.podIPs"),
+)
+_UNUSED_FIELDS = ("spec.restartPolicy", "spec.schedulerName", "status.phase")
 _COUNTS = (
     *("initialDelaySeconds", "timeoutSeconds", "periodSeconds"),
     *("successThreshold", "failureThreshold"),
@@ -45,6 +62,9 @@ def check(spec: Object, path: str, claims: Set[str] = frozenset()) -> Iterator[f
             names.add(name)
             has_probes = field == "containers" or container.get("restartPolicy") == "Always"
             yield from _check_probes(container, place, has_probes=has_probes)
+            for kind, handler in (container.get("lifecycle") or {}).items():
+                if kind in ("postStart", "preStop"):
+                    yield from _check_handlers(handler or {}, f"{place}.lifecycle.{kind}")
 
 
 def _check_volumes(volumes: Sequence[Object], path: str) -> Iterator[failures.FieldError]:
@@ -58,13 +78,51 @@ def _check_volumes(volumes: Sequence[Object], path: str) -> Iterator[failures.Fi
         if name in names:
             yield failures.duplicate(where, _show(name))
         names.add(name)
-        for kind in ("configMap", "secret"):
-            for m, entry in enumerate((volume.get(kind) or {}).get("items") or ()):
-                where = f"{path}[{n}].{kind}.items[{m}]"
-                for field in ("key", "path"):
-                    if not entry.get(field):
-                        yield failures.required(f"{where}.{field}")
-                yield from _check_descending(entry.get("path") or "", f"{where}.path")
+        yield from _check_content(volume, f"{path}[{n}]")
+
+
+def _check_content(volume: Object, place: str) -> Iterator[failures.FieldError]:
+    for kind, field in _NAMED_VOLUMES.items():
+        if volume.get(kind) is not None and not volume[kind].get(field):
+            yield failures.required(f"{place}.{kind}.{field}")
+    for kind in ("configMap", "secret"):
+        for n, entry in enumerate((volume.get(kind) or {}).get("items") or ()):
+            where = f"{place}.{kind}.items[{n}]"
+            for field in ("key", "path"):
+                if not entry.get(field):
+                    yield failures.required(f"{where}.{field}")
+            yield from _check_descending(entry.get("path") or "", f"{where}.path")
+    yield from _check_downward(volume.get("downwardAPI") or {}, f"{place}.downwardAPI")
+    for n, source in enumerate((volume.get("projected") or {}).get("sources") or ()):
+        where = f"{place}.projected.sources[{n}].downwardAPI"
+        yield from _check_downward(source.get("downwardAPI") or {}, where)
+
+
+def _check_downward(source: Object, place: str) -> Iterator[failures.FieldError]:
+    for entry in source.get("items") or ():
+        if not entry.get("path"):
+            yield failures.required(f"{place}.path")
+        yield from _check_descending(entry.get("path") or "", f"{place}.path")
+        if reference := entry.get("fieldRef"):
+            where = f"{place}.fieldRef.fieldPath"
+            yield from _check_field(reference.get("fieldPath") or "", where, _VOLUME_FIELDS)
+        elif not entry.get("resourceFieldRef"):
+            yield failures.required(place, "one of fieldRef and resourceFieldRef is required")
+
+
+def _check_field(path: str, field: str, choices: Sequence[str]) -> Iterator[failures.FieldError]:
+    """Yield the mistake of a path to a field of the pod that cannot be read there."""
+    name, bracket, _ = path.partition("['")
+    if not path:
+        yield failures.required(field)
+    elif bracket and name not in _SUBSCRIPTED:
+        text = f"error converting fieldPath: field label does not support subscript: {path}"
+        yield failures.invalid_value(field, _show(path), text)
+    elif name not in (*_VOLUME_FIELDS, *_VARIABLE_FIELDS, *_UNUSED_FIELDS):
+        text = f"error converting fieldPath: field label not supported: {path}"
+        yield failures.invalid_value(field, _show(path), text)
+    elif not bracket and path not in choices:
+        yield failures.unsupported(field, _show(path), ", ".join(map(json.dumps, sorted(choices))))
 
 
 def _check_descending(target: str, field: str) -> Iterator[failures.FieldError]:
@@ -98,15 +156,46 @@ def _check_variables(container: Object, place: str) -> Iterator[failures.FieldEr
             yield failures.required(where)
         else:
             yield from _check_variable(variable["name"], where)
-        if variable.get("value") and variable.get("valueFrom"):
-            where, text = (
-                f"{place}.env[{n}].valueFrom",
-                "may not be specified when `value` is not empty",
-            )
-            yield failures.invalid_value(where, '""', text)
+        if variable.get("valueFrom") is not None:
+            yield from _check_source(variable, f"{place}.env[{n}].valueFrom")
     for n, source in enumerate(container.get("envFrom") or ()):
+        where = f"{place}.envFrom[{n}]"
         if source.get("prefix"):
-            yield from _check_variable(source["prefix"], f"{place}.envFrom[{n}].prefix")
+            yield from _check_variable(source["prefix"], f"{where}.prefix")
+        kinds = [kind for kind in ("configMapRef", "secretRef") if source.get(kind) is not None]
+        for kind in kinds:
+            if not source[kind].get("name"):
+                yield failures.required(f"{where}.{kind}.name")
+        if not kinds:
+            text = "must specify one of: `configMapRef` or `secretRef`"
+            yield failures.invalid_value(f"{place}.envFrom", '""', text)
+
+
+def _check_source(variable: Object, place: str) -> Iterator[failures.FieldError]:
+    """Yield the mistakes of a variable with a value from elsewhere."""
+    source = variable["valueFrom"]
+    kinds = [kind for kind in _SOURCES if source.get(kind) is not None]
+    for kind in kinds:
+        reference, where = source[kind], f"{place}.{kind}"
+        if kind == "fieldRef":
+            path = reference.get("fieldPath") or ""
+            yield from _check_field(path, f"{where}.fieldPath", _VARIABLE_FIELDS)
+        elif kind == "resourceFieldRef":
+            if not reference.get("resource"):
+                yield failures.required(f"{where}.resource")
+        else:
+            yield from metadata.check_subdomain(reference.get("name") or "", f"{where}.name")
+            if not reference.get("key"):
+                yield failures.required(f"{where}.key")
+    text = ""
+    if not kinds:
+        text = "must specify one of: `fieldRef`, `resourceFieldRef`, `configMapKeyRef` or `secretKeyRef`"
+    elif variable.get("value"):
+        text = "may not be specified when `value` is not empty"
+    elif len(kinds) > 1:
+        text = "may not have more than one field specified at a time"
+    if text:
+        yield failures.invalid_value(place, '""', text)
 
 
 def _check_mounts(
@@ -231,9 +320,9 @@ def _check_handlers(probe: Object, place: str) -> Iterator[failures.FieldError]:
         return
     kind, *further = kinds
     action, where = probe[kind], f"{place}.{kind}"
-    if kind != "exec":
+    if kind not in ("exec", "sleep"):
         yield from _check_port(action.get("port", 0), f"{where}.port")
-    elif not action.get("command"):
+    elif kind == "exec" and not action.get("command"):
         yield failures.required(f"{where}.command")
     if kind == "httpGet":
         if (scheme := action.get("scheme", "HTTP")) not in _SCHEMES:

@@ -13,6 +13,7 @@ from dynamo.runtime.http import parser, server
 from dynamo.testing.kube import (
     api,
     autoscaling,
+    builtin_checks,
     calls,
     discovery,
     failures,
@@ -159,16 +160,14 @@ class HttpFront:
         elif method == "POST" and not call.name:
             body = call.decode(resource)
             _check_object(body, resource, call)
-            call.respond(
-                201, await self.api.create(resource, call.namespace, body, call.write_options())
-            )
+            item = await self.api.create(resource, call.namespace, body, call.write_options())
+            _respond_written(call, resource, 201, item)
         elif method == "PUT" and call.name:
             body = call.decode(resource)
             _check_object(body, resource, call)
             options = call.write_options()
-            call.respond(
-                200, await self.api.update(resource, call.namespace, call.name, body, options)
-            )
+            item = await self.api.update(resource, call.namespace, call.name, body, options)
+            _respond_written(call, resource, 200, item)
         elif method == "PATCH" and call.name:
             await self._patch(call, resource)
         elif method == "DELETE" and call.subresource and resource.is_custom:
@@ -204,7 +203,7 @@ class HttpFront:
         item, is_new = await self.api.patch(
             resource, call.namespace, call.name, media_type, patch, call.write_options()
         )
-        call.respond(201 if is_new else 200, item)
+        _respond_written(call, resource, 201 if is_new else 200, item)
 
     async def _delete(self, call: calls.ApiCall, resource: resources.ApiResource) -> None:
         body = call.decode(resource) if call.request.body else {}
@@ -379,6 +378,15 @@ class HttpFront:
             )
             await self.api.delete(resource, call.namespace, call.name, options)
         call.respond(201, {**failures.success(), "code": 201})
+
+
+def _respond_written(
+    call: calls.ApiCall, resource: resources.ApiResource, status: int, item: Object
+) -> None:
+    """Answer a write, and say what this cluster does not do of it."""
+    if not (resource.is_custom or call.subresource):
+        call.warnings.extend(builtin_checks.notices(resource, item))
+    call.respond(status, item)
 
 
 def _policy_of(body: dict[str, Any]) -> str:

@@ -138,6 +138,7 @@ class Kubelet:
                 self._node,
                 lambda kind, name: self._api.find("v1", kind, namespace, name),
                 self._write_status,
+                self.warn,
             )
         elif runner is not None:
             runner.pod = pod
@@ -185,6 +186,11 @@ class Kubelet:
         """Write an event about a pod."""
         body = builtin_rules.new_event(pod, reason, message, "kubelet", kind)
         await self._api.create(self._resource("events"), pod["metadata"]["namespace"], body)
+
+    async def warn(self, pod: Object, reason: str, message: str) -> None:
+        """Write a warning about a pod, unless its namespace is ending."""
+        with contextlib.suppress(failures.ApiError):
+            await self.tell(pod, reason, message, kind="Warning")
 
     async def _write_status(self, pod: Object, status: Object) -> None:
         meta = pod["metadata"]
@@ -240,6 +246,11 @@ class Kubelet:
                 raise failures.bad_request(text)
             pod_streams.PodStreams(call, runner, subresource, self._node.running)
             return True
+        if subresource == "attach":
+            text = (
+                "this cluster does not attach to containers: use kubectl logs -f, or kubectl exec"
+            )
+            raise failures.bad_request(text)
         if subresource != "log":
             return False
         name, is_previous = _container_of(call, pod), call.query.flag("previous")
@@ -247,7 +258,10 @@ class Kubelet:
         if runner is None or not path.exists():
             text = f'container "{name}" in pod "{pod["metadata"]["name"]}" is waiting to start: ContainerCreating'
             raise failures.bad_request(text)
-        call.exchange.start_stream(200, content_type="text/plain")
+        if any(map(call.query.get, ("sinceSeconds", "sinceTime"))) or call.query.flag("timestamps"):
+            text = "--since, --since-time and --timestamps have no effect: the times of lines are not kept here"
+            call.warnings.append(text)
+        call.exchange.start_stream(200, content_type="text/plain", headers=call.warning_headers)
         call.exchange.send_head()
         pid = None if is_previous else runner.processes().get(name)
         with path.open("rb") as file:

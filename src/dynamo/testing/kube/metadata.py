@@ -166,6 +166,12 @@ def check_label_name(name: str, field: str) -> Iterator[failures.FieldError]:
         yield failures.invalid_value(field, json.dumps(name), "must be no more than 63 bytes")
 
 
+def check_subdomain(name: str, field: str) -> Iterator[failures.FieldError]:
+    """Yield the mistake of a name that must be one of an object, such as a Secret's."""
+    if not re.fullmatch(_SUBDOMAIN, name):
+        yield failures.invalid_value(field, json.dumps(name), _SUBDOMAIN_RULE)
+
+
 def check_labels(labels: Object, field: str) -> Iterator[failures.FieldError]:
     """Yield the mistakes in a map of labels."""
     for key, value in labels.items():
@@ -197,16 +203,6 @@ def _check_owners(owners: Any) -> Iterator[failures.FieldError]:
             f"references for {controllers[0]} and {controllers[1]}"
         )
         yield failures.invalid_value("metadata.ownerReferences", shown, text)
-
-
-def warnings(item: Object) -> list[str]:
-    """Return the warnings about an object's metadata."""
-    return [
-        f'metadata.finalizers: "{name}": prefer a domain-qualified finalizer name to avoid'
-        " accidental conflicts with other finalizer writers"
-        for name in item["metadata"].get("finalizers") or ()
-        if "/" not in name and name not in ("foregroundDeletion", "orphan", "kubernetes")
-    ]
 
 
 def check_new_finalizers(old: Object, item: Object) -> list[failures.FieldError]:

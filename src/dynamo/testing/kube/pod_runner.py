@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import functools
-import logging
+import math
 import os
 import shutil
 import signal
@@ -16,10 +16,17 @@ from typing import Any
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
 from dynamo.launch import children, guard
-from dynamo.testing.kube import container_init, metadata, pod_network, pods, probes, service_network
+from dynamo.testing.kube import (
+    container_init,
+    metadata,
+    pod_network,
+    pod_volumes,
+    pods,
+    probes,
+    service_network,
+)
 
 Object = dict[str, Any]
-_logger = logging.getLogger(__name__)
 _LAST_BACKOFF_S = 300.0
 _STABLE_S = 600.0
 _POLL_S = 0.02
@@ -28,6 +35,7 @@ _RETRY_S = 2.0
 _LOG_CHECK_S = 10.0
 _MAX_LOG_BYTES = 64 * 2**20
 _RUN = 'exec "$@" >>"$LOG" 2>&1'  # with LOG and the working directory set by its caller
+_QUIET = 'exec "$@" >/dev/null 2>&1'  # else probes would write where the cluster does
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
               "TMPDIR")  # fmt: skip
 
@@ -55,7 +63,7 @@ class NodeContext:
 
 
 class PodRunner:
-    """Runs a pod until it is stopped. `write_status` is awaited with each new status."""
+    """Runs a pod until it is stopped; `write_status` and `warn` are awaited with statuses and with events."""
 
     def __init__(
         self,
@@ -63,6 +71,7 @@ class PodRunner:
         node: NodeContext,
         lookup: pods.Lookup,
         write_status: Callable[[Object, Object], Awaitable[None]],
+        warn: Callable[[Object, str, str], Awaitable[None]],
     ) -> None:
         self.pod = pod
         self.address = ""
@@ -72,8 +81,11 @@ class PodRunner:
         self.inits = [pods.ContainerState(spec) for spec in pod["spec"].get("initContainers") or ()]
         self._node = node
         self._lookup = lookup
+        self._volumes = pod_volumes.PodVolumes(self.folder, node.folder, lookup)
         self._write_status = write_status
+        self._warn = warn
         self._children: dict[str, children.Child] = {}
+        self._hooked: set[str] = set()  # containers with a preStop hook that was run
         self._sandbox: children.Child | None = None
         self._mounted: list[tuple[Path, str]] = []  # volumes and their places
         self._task = node.running.start(f"pod {pod['metadata']['name']}", self._run())
@@ -128,7 +140,7 @@ class PodRunner:
 
     async def _open_sandbox(self) -> None:
         """Prepare volumes, and start the process that holds the pod's namespaces."""
-        self._mounted = mounts = self._mounts()
+        self._mounted = mounts = self._volumes.make(self.pod)
         if not self._node.network.is_isolated:
             self.address = await self._node.network.attach(0)
             return
@@ -180,66 +192,10 @@ class PodRunner:
                     raise OSError(text) from error
                 self._node.made_folders.append(level)
 
-    def _mounts(self) -> list[tuple[Path, str]]:
-        """Write the content of volumes; return what is to be mounted where."""
-        sources = {
-            volume["name"]: self._make_volume(volume)
-            for volume in self.pod["spec"].get("volumes") or ()
-        }
-        mounts = {}
-        for state in (*self.inits, *self.states):
-            for mount in state.spec.get("volumeMounts") or ():
-                if (source := sources.get(mount["name"])) is not None:
-                    sub_path = source / mount.get("subPath", "")
-                    if not sub_path.exists():
-                        sub_path.mkdir(parents=True)
-                    mounts[mount["mountPath"].rstrip("/")] = sub_path
-        return [
-            (source, target) for target, source in sorted(mounts.items()) if target != "/dev/shm"
-        ]
-
-    def _make_volume(self, volume: Object) -> Path | None:
-        folder: Path = self.folder / "volumes" / volume["name"]
-        if "hostPath" in volume:
-            return Path(volume["hostPath"]["path"])
-        if "persistentVolumeClaim" in volume:
-            name = volume["persistentVolumeClaim"]["claimName"]
-            claim = self._lookup("PersistentVolumeClaim", name)
-            if claim is None:
-                raise pods.MissingReference(f'persistentvolumeclaim "{name}" not found')
-            folder = self._node.folder / "claims" / claim["metadata"]["uid"]
-        folder.mkdir(parents=True, exist_ok=True)
-        projected = volume.get("projected") or {}
-        for part in (volume, *(projected.get("sources") or ())):
-            for kind, field_name in (("ConfigMap", "configMap"), ("Secret", "secret")):
-                if source := part.get(field_name):
-                    name = source.get("secretName") or source.get("name", "")
-                    self._write_files(folder, kind, {**projected, **source}, name)
-        return folder
-
     def refresh_volumes(self) -> None:
-        """Write what has changed of the config maps and secrets in volumes; what has gone stays there."""
-        for volume in self.pod["spec"].get("volumes") or () if self._mounted else ():
-            if volume.keys() & {"configMap", "secret", "projected"}:
-                with contextlib.suppress(pods.MissingReference):
-                    self._make_volume(volume)
-
-    def _write_files(self, folder: Path, kind: str, source: Object, name: str) -> None:
-        item = self._lookup(kind, name)
-        if item is None and not source.get("optional"):
-            raise pods.MissingReference(f'{kind.lower()} "{name}" not found')
-        content = pods.file_contents(item) if item is not None else {}
-        entries = {entry["key"]: entry for entry in source.get("items") or ()}
-        for key, value in content.items():
-            if not entries or key in entries:
-                entry = entries.get(key, {"path": key})
-                path = folder / entry["path"]
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if not path.exists() or path.read_bytes() != value:
-                    whole = path.with_name(f"..{path.name}")  # readers see one of both contents
-                    whole.write_bytes(value)
-                    whole.chmod(entry.get("mode", source.get("defaultMode", 0o644)))
-                    whole.replace(path)
+        """Write what has changed in volumes with content of objects; what has gone stays there."""
+        if self._mounted:
+            self._volumes.refresh(self.pod)
 
     def _inside(self, command: list[str], container: Object | None = None) -> list[str]:
         """Return a command that runs in the pod's namespaces, and among the processes of a container if it runs."""
@@ -355,7 +311,8 @@ class PodRunner:
             await self._report()
             return None
         self._children[state.spec["name"]] = child
-        if self.is_stopping:  # the other containers have been told
+        # if it is stopping, the other containers have been told
+        if self.is_stopping or not await self._run_hook(child, state.spec, "postStart"):
             child.signal(signal.SIGKILL)
         state.state = {"running": {"startedAt": began}}
         state.is_started = not is_init and "startupProbe" not in state.spec
@@ -379,6 +336,7 @@ class PodRunner:
             for task in probing:
                 task.cancel()
         self._children.pop(state.spec["name"], None)
+        self._hooked.discard(state.spec["name"])
         return code if code >= 0 else 128 - code
 
     async def _probe(
@@ -403,8 +361,10 @@ class PodRunner:
                 await self._report()
                 return
             if kind != "readinessProbe" and is_failed:
-                _logger.info("%s: its %s failed %d times", child.spec.name, kind, count.failures)
-                await child.stop(self.pod["spec"]["terminationGracePeriodSeconds"])
+                text = f"{kind} of container {state.spec['name']} failed {count.failures} times: it is ended"
+                await self._warn(self.pod, "Unhealthy", text)
+                grace_s = self.pod["spec"]["terminationGracePeriodSeconds"]
+                await self._stop_container(child, state.spec, grace_s)
                 return
             is_ready = count.successes >= probe.get("successThreshold", 1)
             if kind == "readinessProbe" and is_ready != state.is_ready and (is_ready or is_failed):
@@ -421,7 +381,8 @@ class PodRunner:
 
     async def execute(self, container: Object, command: list[str]) -> int:
         """Run a command in a container, and end it if the caller waits no longer; return its exit code."""
-        child = await self._start("exec", self._inside(command, container), self.environ(container))
+        argv = ["sh", "-c", _QUIET, "sh", *self._inside(command, container)]
+        child = await self._start("exec", argv, self.environ(container))
         try:
             return await child.wait()
         finally:
@@ -481,9 +442,47 @@ class PodRunner:
 
     async def _end_containers(self, grace_s: float) -> int:
         """End the containers that run, with SIGKILL after the grace period; return how many there were."""
-        running = [child for child in self._children.values() if child.exit_code is None]
-        await asyncio.gather(*(child.stop(grace_s) for child in running))
+        specs = {state.spec["name"]: state.spec for state in (*self.inits, *self.states)}
+        running = [each for each in self._children.items() if each[1].exit_code is None]
+        await asyncio.gather(
+            *(self._stop_container(child, specs[name], grace_s) for name, child in running)
+        )
         return len(running)
+
+    async def _stop_container(
+        self, child: children.Child, container: Object, grace_s: float
+    ) -> None:
+        """Run a container's preStop hook, unless it was run, and end it; both share the grace period."""
+        began_at, name = self._node.clock.now(), container["name"]
+        if grace_s and name not in self._hooked:
+            self._hooked.add(name)
+            await self._run_hook(child, container, "preStop", grace_s)
+            grace_s = max(grace_s - (self._node.clock.now() - began_at), min(grace_s, _RETRY_S))
+        await child.stop(grace_s)
+
+    async def _run_hook(
+        self, child: children.Child, container: Object, kind: str, timeout_s: float = math.inf
+    ) -> bool:
+        """Run a lifecycle hook of a container while it runs; return True unless it failed, which is told of."""
+        handler = (container.get("lifecycle") or {}).get(kind)
+        if not handler:
+            return True
+        running, execute = self._node.running, functools.partial(self.execute, container)
+        work = probes.act(handler, container, self.address, execute)
+        hook = running.start(f"{kind} of {child.spec.name}", work)
+        end = running.start(f"{child.spec.name} during {kind}", child.wait())
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with self._node.clock.timeout(timeout_s):
+                    await asyncio.wait((hook, end), return_when=asyncio.FIRST_COMPLETED)
+            if hook.done() and hook.result():
+                return True
+        finally:
+            hook.cancel()
+            end.cancel()
+        text = f"{kind} of container {container['name']} failed, or was not done in time"
+        await self._warn(self.pod, f"Failed{kind[0].upper()}{kind[1:]}Hook", text)
+        return False
 
     async def stop(self, grace_s: float) -> None:
         """End all containers, with SIGKILL after the grace period, and remove what the pod had."""

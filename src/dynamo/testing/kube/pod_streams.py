@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.base import tasks
-from dynamo.testing.kube import calls, failures, pod_runner, spdy
+from dynamo.testing.kube import calls, failures, pod_runner, pods, spdy
 
 _PROTOCOLS = {"portforward": "portforward.k8s.io", "exec": "v4.channel.k8s.io"}
 
@@ -93,8 +93,19 @@ class PodStreams:
         """Run the command; the client sends no input before its last stream is accepted."""
         is_terminal = self._call.query.flag("tty")
         run = self._run_at_terminal if is_terminal else self._run_with_pipes
-        code = await run(self._call.query.all("command"), last)
         status: dict[str, Any] = {"metadata": {}, "status": "Success"}
+        try:
+            code = await run(self._call.query.all("command"), last)
+        except (OSError, ValueError, pods.MissingReference) as error:  # it cannot be started
+            text = f"error executing command in container: {error}"
+            status |= {"status": "Failure", "reason": "InternalError", "message": text}
+            last.accept()
+            for kind in self._streams.keys() & {
+                "stdout",
+                "stderr",
+            }:  # the client reads to their ends
+                self._streams[kind].end()
+            code = 0
         if code:
             status = {
                 "metadata": {},

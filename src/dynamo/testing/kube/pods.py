@@ -1,6 +1,7 @@
 """What a pod's specification and status say: readiness, ports, environment, phase and conditions. No I/O."""
 
 import base64
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -106,7 +107,7 @@ def _referenced(
     if "fieldRef" in source:
         return read_field(pod, source["fieldRef"]["fieldPath"], address)
     if "resourceFieldRef" in source:
-        return _count_resource(container, source["resourceFieldRef"])
+        return _count_resource(pod, source["resourceFieldRef"], container)
     kind = "ConfigMap" if "configMapKeyRef" in source else "Secret"
     reference = source.get("configMapKeyRef") or source["secretKeyRef"]
     content, key = _data(kind, reference, lookup), reference["key"]
@@ -123,8 +124,14 @@ def _text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
 
 
-def _count_resource(container: Object, reference: Object) -> str:
-    """Return an amount of a container's resources in whole cores or bytes, or in whole divisors, rounded up."""
+def _count_resource(pod: Object, reference: Object, own: Object) -> str:
+    """Return an amount of a container's resources in whole cores or bytes, or in whole divisors, rounded up.
+
+    The container is the one that the reference names, by default its own.
+    """
+    containers = (*(pod["spec"].get("initContainers") or ()), *pod["spec"]["containers"])
+    named = (each for each in containers if each["name"] == reference.get("containerName"))
+    container = next(named, own)
     kind, _, name = reference["resource"].partition(".")
     amount = ((container.get("resources") or {}).get(kind) or {}).get(name, "0")
     divisor = builtin_rules.parse_quantity(reference.get("divisor") or "1") or 1
@@ -163,8 +170,21 @@ def read_field(pod: Object, path: str, address: str) -> str:
         "status.podIP": address,
         "status.podIPs": address,
         "status.hostIP": "127.0.0.1",
+        "status.hostIPs": "127.0.0.1",
     }
     return str(values.get(path, ""))
+
+
+def downward_file(pod: Object, item: Object) -> bytes:
+    """Return the content of an item of a downward API volume: a field, all labels or annotations, or an amount."""
+    if "resourceFieldRef" in item:
+        return _count_resource(pod, item["resourceFieldRef"], {}).encode()
+    path = item["fieldRef"]["fieldPath"]
+    if path not in ("metadata.labels", "metadata.annotations"):
+        return read_field(pod, path, "").encode()
+    values = pod["metadata"].get(path.partition(".")[2]) or {}
+    lines = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items())
+    return "\n".join(sorted(lines)).encode()
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:

@@ -57,21 +57,31 @@ class ProbeCount:
 
 async def check(probe: Object, container: Object, address: str, execute: Execute) -> bool:
     """Run a probe once; a failure of any kind, or too long a wait, is False."""
-    with contextlib.suppress(*_FAILURES):
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(probe.get("timeoutSeconds", 1)):
-            if "exec" in probe:
-                return await execute(probe["exec"]["command"]) == 0
-            if "grpc" in probe:
-                target = probe["grpc"]
-                return await _is_serving(address, target["port"], target.get("service") or "")
-            target = probe.get("httpGet") or probe.get("tcpSocket") or {}
-            port = pods.container_port(container, target.get("port"))
-            host = target.get("host") or address
-            if "httpGet" in probe:
-                return 200 <= await _get_status(host, port, target) < 400
-            _, writer = await asyncio.open_connection(host, port)
-            writer.close()
+            return await act(probe, container, address, execute)
+    return False
+
+
+async def act(handler: Object, container: Object, address: str, execute: Execute) -> bool:
+    """Do once what a probe or a lifecycle hook says; a failure of any kind is False."""
+    with contextlib.suppress(*_FAILURES):
+        if "exec" in handler:
+            return await execute(handler["exec"]["command"]) == 0
+        if "sleep" in handler:
+            await asyncio.sleep(handler["sleep"]["seconds"])
             return True
+        if "grpc" in handler:
+            target = handler["grpc"]
+            return await _is_serving(address, target["port"], target.get("service") or "")
+        target = handler.get("httpGet") or handler.get("tcpSocket") or {}
+        port = pods.container_port(container, target.get("port"))
+        host = target.get("host") or address
+        if "httpGet" in handler:
+            return 200 <= await _get_status(host, port, target) < 400
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        return True
     return False
 
 
