@@ -376,8 +376,8 @@ class WholeDelivery(Delivery):
         meter: metrics.RequestMeter,
     ) -> None:
         super().__init__(client, prepared, meter)
-        self._texts = collections.defaultdict[int, list[str]](list)  # by choice
-        self._reports = collections.defaultdict[int, list[choices.TokenReport]](list)
+        self._texts: dict[int, list[str]] = collections.defaultdict(list)  # by choice
+        self._reports: dict[int, list[choices.TokenReport]] = collections.defaultdict(list)
         self._prompt_logprobs: dict[int, Sequence[generate.TokenLogprobs]] = {}  # by prompt
 
     def deliver(self, output: generate.Output, first: int = 0) -> None:
