@@ -128,6 +128,24 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
 class Delivery(abc.ABC):
     """The delivery of one answer; subclasses define how outputs reach the client."""
 
+    __slots__ = (
+        "_attempts",
+        "_meter",
+        "_num_cached",
+        "_num_open",
+        "_num_prompt_tokens",
+        "_num_settled",
+        "_reported_prompts",
+        "_retry",
+        "_wait_callbacks",
+        "choices",
+        "client",
+        "count_tokens",
+        "is_over",
+        "num_choices",
+        "prepared",
+    )
+
     def __init__(
         self,
         client: exchange.Exchange,
@@ -368,6 +386,8 @@ def retry_headers(error: errors.DynamoError) -> exchange.Headers:
 
 class WholeDelivery(Delivery):
     """Keeps the text of each choice until the last one ends."""
+
+    __slots__ = ("_prompt_logprobs", "_reports", "_texts")
 
     def __init__(
         self,

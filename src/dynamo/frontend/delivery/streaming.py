@@ -21,6 +21,17 @@ _NOT_AT_START = (METRICS, kv_transfer.REPORT_ANNOTATION)  # the latter is for th
 class StreamDelivery(delivery.Delivery):
     """A stream of chunks, as chats and completions have it."""
 
+    __slots__ = (
+        "_begun",
+        "_formatter",
+        "_has_continuous_usage",
+        "_has_metrics",
+        "_has_stops",
+        "_has_usage",
+        "_piece_templates",
+        "_templates",
+    )
+
     last_event = sse.DONE
 
     def __init__(
@@ -210,6 +221,8 @@ class StreamDelivery(delivery.Delivery):
 class EventDelivery(delivery.Delivery):
     """A stream of typed events in an order, as messages and responses have it: one prompt, one choice."""
 
+    __slots__ = ("_choice", "_formatter", "_has_begun")
+
     content_type = sse.CONTENT_TYPE
 
     def __init__(
@@ -253,5 +266,7 @@ class EventDelivery(delivery.Delivery):
 
 class LineDelivery(EventDelivery):
     """The same as lines of JSON, as Ollama has it."""
+
+    __slots__ = ()
 
     content_type = LINES_TYPE

@@ -211,6 +211,25 @@ _PACED_BYTES = 2**20
 class _Connection(asyncio.Protocol):
     """One client. It reads (a request may be midway), answers (an exchange is active), lingers, or idles."""
 
+    __slots__ = (
+        "_active",
+        "_advancing",
+        "_drained",
+        "_kept_body_bytes",
+        "_lingering",
+        "_loop",
+        "_parser",
+        "_pending",
+        "_read_paused",
+        "_receiver",
+        "_server",
+        "_transport",
+        "_unread_bytes",
+        "_waiting",
+        "_write_paused",
+        "deadline",
+    )
+
     def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
         self._loop = loop
