@@ -186,11 +186,11 @@ class Delivery(abc.ABC):
     def make_attempts(self, retry: Retry) -> Sequence[Attempt]:
         """Return the first attempt for each prompt; `retry` follows one that breaks off."""
         self._retry = retry
-        attempts = [
-            Attempt(self, prompt.request, self.choices_of(number))
-            for number, prompt in enumerate(self.prepared.prompts)
-        ]
-        self._attempts = [attempt for attempt in attempts for _ in range(self.num_choices)]
+        attempts = []
+        for number, prompt in enumerate(self.prepared.prompts):
+            attempt = Attempt(self, prompt.request, self.choices_of(number))
+            attempts.append(attempt)
+            self._attempts += [attempt] * self.num_choices
         return attempts
 
     def original_request(self, attempt: Attempt) -> generate.Request:
@@ -403,7 +403,7 @@ class WholeDelivery(Delivery):
     def deliver(self, output: generate.Output, first: int = 0) -> None:
         number = first + output.index
         choice = self.choices[number]
-        if choice.is_over:
+        if choice.finish_reason is not None:
             return
         self.count_tokens(choice, len(output.token_ids))
         self.record_cached(choice, output)
