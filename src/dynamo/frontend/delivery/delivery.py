@@ -128,23 +128,9 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
 class Delivery(abc.ABC):
     """The delivery of one answer; subclasses define how outputs reach the client."""
 
-    __slots__ = (
-        "_attempts",
-        "_meter",
-        "_num_cached",
-        "_num_open",
-        "_num_prompt_tokens",
-        "_num_settled",
-        "_reported_prompts",
-        "_retry",
-        "_wait_callbacks",
-        "choices",
-        "client",
-        "count_tokens",
-        "is_over",
-        "num_choices",
-        "prepared",
-    )
+    __slots__ = ("_attempts", "_meter", "_num_cached", "_num_open", "_num_prompt_tokens", "_num_settled",
+                 "_reported_prompts", "_retry", "_wait_callbacks", "choices", "client", "count_tokens", "is_over",
+                 "num_choices", "prepared")  # fmt: skip
 
     def __init__(
         self,

@@ -21,16 +21,8 @@ _NOT_AT_START = (METRICS, kv_transfer.REPORT_ANNOTATION)  # the latter is for th
 class StreamDelivery(delivery.Delivery):
     """A stream of chunks, as chats and completions have it."""
 
-    __slots__ = (
-        "_begun",
-        "_formatter",
-        "_has_continuous_usage",
-        "_has_metrics",
-        "_has_stops",
-        "_has_usage",
-        "_piece_templates",
-        "_templates",
-    )
+    __slots__ = ("_begun", "_formatter", "_has_continuous_usage", "_has_metrics", "_has_stops", "_has_usage",
+                 "_piece_templates", "_templates")  # fmt: skip
 
     last_event = sse.DONE
 
