@@ -19,8 +19,8 @@ def new_instance_id() -> InstanceId:
 
 def new_request_id() -> RequestId:
     """Return a UUID of version 4 (RFC 9562) from the system's secure generator, in half the time of `uuid`."""
-    digits = os.urandom(16).hex()
-    variant = "89ab"[int(digits[16], 16) & 3]
+    data = os.urandom(16)
+    digits, variant = data.hex(), "89ab"[data[8] >> 6]
     return RequestId(
         f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{variant}{digits[17:20]}-{digits[20:]}"
     )

@@ -47,8 +47,8 @@ class NvextResponse:
     def apply(self, prompts: Sequence[preprocessor.Prepared]) -> Sequence[preprocessor.Prepared]:
         """Return the requests with an annotation that asks for a transfer report."""
         return [
-            prompt._replace(
-                request=msgspec.structs.replace(
+            prompt.with_request(
+                msgspec.structs.replace(
                     prompt.request,
                     annotations=(*prompt.request.annotations, kv_transfer.REPORT_ANNOTATION),
                 )
@@ -145,7 +145,7 @@ class RoutingHeaders:
         }
         changes = {name: value for name, value in values.items() if value is not None}
         return [
-            prompt._replace(request=msgspec.structs.replace(prompt.request, **changes))
+            prompt.with_request(msgspec.structs.replace(prompt.request, **changes))
             for prompt in prompts
         ]
 

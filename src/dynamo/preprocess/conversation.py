@@ -124,10 +124,11 @@ def lead_with_instructions(messages: list[dict[str, Any]]) -> list[dict[str, Any
     leave it out.
     """
     leads = [message for message in messages if message.get("role") in _LEADING_ROLES]
+    if leads in ([], messages[:1]):
+        return None
     contents = [message.get("content") for message in leads]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    # an image that moves would be another one's
-    if leads in ([], messages[:1]) or any(part["type"] != "text" for part in parts):
+    if any(part["type"] != "text" for part in parts):  # an image that moves would be another one's
         return None
     text = "\n\n".join(filter(None, map(text_of, contents)))
     lead = {**leads[0], "content": [{"type": "text", "text": text}] if parts else text}

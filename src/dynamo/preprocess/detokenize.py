@@ -128,6 +128,8 @@ class TextDecoder:
 class TableDetokenizer:
     """Looks each token up in the table."""
 
+    __slots__ = ("_drop_space", "_is_plain", "_pending", "_pieces", "_take")
+
     def __init__(self, table: _Table, *, drop_space: bool) -> None:
         self._pieces = table.pieces
         self._take = table.take

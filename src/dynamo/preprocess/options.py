@@ -75,7 +75,9 @@ def make_sampling(
         check_ids(request.logit_bias, vocab_size, "logit_bias")
     if request.allowed_token_ids is not None:
         check_ids(request.allowed_token_ids, vocab_size, "allowed_token_ids")
-    logit_bias = (request.logit_bias or {}) | dict.fromkeys(banned_ids, BAN_BIAS)
+    logit_bias = request.logit_bias or {}
+    if banned_ids:
+        logit_bias = logit_bias | dict.fromkeys(banned_ids, BAN_BIAS)
     return generate.SamplingOptions(
         n=request.num_drawn,
         temperature=defaults.temperature if temperature is None else temperature,

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -29,13 +28,17 @@ from dynamo.protocols import blocks, generate, limits
 DEFAULT_COMPLETION_LEN = 16  # tokens, OpenAI's default for completions
 
 
-class Prepared(NamedTuple):
+class Prepared(msgspec.Struct, frozen=True):
     """A request for an engine, and how to read its answers."""
 
     request: generate.Request
     prompt: str | None  # as text; None if it came as token ids
     parsers: parser.ParserFactory | None = None  # of its answers; None if all text is content
     is_single_call: bool = False  # the answer ends with its first tool call
+
+    def with_request(self, request: generate.Request) -> "Prepared":
+        """Return the same prompt with another form of its request."""
+        return msgspec.structs.replace(self, request=request)
 
 
 class Preprocessor:

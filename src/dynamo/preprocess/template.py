@@ -26,7 +26,6 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.runtime
 
 from dynamo.base import clock, errors
 from dynamo.preprocess import conversation, sandbox
@@ -206,10 +205,7 @@ def _start_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 def _join(template: jinja2.Template, variables: dict[str, Any], budget: sandbox.Budget) -> str:
     """Render a template that sees these variables and no others. Raises LimitExceeded."""
-    context = jinja2.runtime.new_context(
-        template.environment, template.name, template.blocks, variables, shared=True
-    )
-    assert isinstance(context, sandbox.Context)
+    context = sandbox.Context(template.environment, variables, template.name, template.blocks)
     context.budget = budget
     try:
         return _join_pieces(template.root_render_func(context), "the prompt")

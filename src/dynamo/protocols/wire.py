@@ -51,12 +51,15 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
     endpoints: tuple[str, ...]
 
 
-class Open(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Begin a stream at an endpoint. `body` is the request, as msgpack; the time limit counts from its arrival."""
+class Open(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag=2):
+    """Begin a stream at an endpoint. `body` is the request; the time limit counts from its arrival.
+
+    The client encodes it together with the frame, and the server gets it as msgpack.
+    """
 
     stream: int
     endpoint: str
-    body: msgspec.Raw
+    body: T
     headers: dict[str, str] = {}
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     instance: int = 0  # the instance that is meant, as in `Hello`
@@ -139,7 +142,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=9):
     number: int
 
 
-Frame = Hello | Welcome | Open | Cancel | Step[Any] | Reply | Fail | Goodbye | Ping | Pong
+Frame = Hello | Welcome | Open[Any] | Cancel | Step[Any] | Reply | Fail | Goodbye | Ping | Pong
 Decode = Callable[[bytes], Frame]
 
 _encoder = msgspec.msgpack.Encoder()
@@ -162,7 +165,9 @@ def make_decoder(item_type: Any = Any) -> Decode:
     The function raises RemoteProtocolError.
     """
     step = Step[item_type]
-    kinds: Any = Hello | Welcome | Open | Cancel | step | Reply | Fail | Goodbye | Ping | Pong
+    kinds: Any = (
+        Hello | Welcome | Open[msgspec.Raw] | Cancel | step | Reply | Fail | Goodbye | Ping | Pong
+    )
     decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(kinds)
 
     def decode_frame(body: bytes) -> Frame:

@@ -83,3 +83,19 @@ async def test_outputs_together_give_the_same_stream(model_dir, rest, fields, nu
     assert joined[0] == apart[0]
     assert joined[1] == num_writes
     assert joined[2] == apart[2]
+
+
+async def test_stream_of_plain_text_makes_its_template_once(model_dir, monkeypatch):
+    preparer = loading.load_preprocessor(card_of(model_dir), clock.SystemClock())
+    templates, make = [], sse.make_template
+
+    def count(*arguments):
+        templates.append(make(*arguments))
+        return templates[-1]
+
+    monkeypatch.setattr(sse, "make_template", count)
+    last = generate.Output((ord("c"),), generate.FinishReason.LENGTH)
+    text, _, _ = await stream(preparer, [*one_by_one("b"), last], together=False)
+
+    assert b'"content":"c"' in text
+    assert len(templates) == 1

@@ -210,7 +210,7 @@ class ChatFormatter:
         # in chunks the tier that served the request is for clients that chose one
         self._tier = {} if request.service_tier is None else {"service_tier": _SERVICE_TIER}
         self._token_names = answer_identity.token_names(by_id=request.return_tokens_as_token_ids)
-        self._custom_tools = request.custom_tools if request.tools else frozenset[str]()
+        self._custom_tools: frozenset[str] = request.custom_tools if request.tools else frozenset()
         self._hides_reasoning = request.include_reasoning is False
         self._echo = request.echoed_message
 

@@ -30,6 +30,7 @@ class Call:
     is_start: bool = True
 
 
+_NO_CALL = Call(0, "", "", "")
 Piece = str | parser.Reasoning | Call  # a string is content
 
 
@@ -207,7 +208,7 @@ class ParsedChoice(Choice):
         self._is_plain_now = False  # the rest needs no parser
         self._is_single_call = is_single_call
         self._has_ended_call = False
-        self._call = Call(0, "", "", "")  # that comes in parts
+        self._call = _NO_CALL  # that comes in parts
 
     @property
     def is_cut(self) -> bool:

@@ -128,6 +128,10 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
 class Delivery(abc.ABC):
     """The delivery of one answer; subclasses define how outputs reach the client."""
 
+    __slots__ = ("_attempts", "_meter", "_num_cached", "_num_open", "_num_prompt_tokens", "_num_settled",
+                 "_reported_prompts", "_retry", "_wait_callbacks", "choices", "client", "count_tokens", "is_over",
+                 "num_choices", "prepared")  # fmt: skip
+
     def __init__(
         self,
         client: exchange.Exchange,
@@ -168,11 +172,11 @@ class Delivery(abc.ABC):
     def make_attempts(self, retry: Retry) -> Sequence[Attempt]:
         """Return the first attempt for each prompt; `retry` follows one that breaks off."""
         self._retry = retry
-        attempts = [
-            Attempt(self, prompt.request, self.choices_of(number))
-            for number, prompt in enumerate(self.prepared.prompts)
-        ]
-        self._attempts = [attempt for attempt in attempts for _ in range(self.num_choices)]
+        attempts = []
+        for number, prompt in enumerate(self.prepared.prompts):
+            attempt = Attempt(self, prompt.request, self.choices_of(number))
+            attempts.append(attempt)
+            self._attempts += [attempt] * self.num_choices
         return attempts
 
     def original_request(self, attempt: Attempt) -> generate.Request:
@@ -371,6 +375,8 @@ def retry_headers(error: errors.DynamoError) -> exchange.Headers:
 class WholeDelivery(Delivery):
     """Keeps the text of each choice until the last one ends."""
 
+    __slots__ = ("_prompt_logprobs", "_reports", "_texts")
+
     def __init__(
         self,
         client: exchange.Exchange,
@@ -378,14 +384,14 @@ class WholeDelivery(Delivery):
         meter: metrics.RequestMeter,
     ) -> None:
         super().__init__(client, prepared, meter)
-        self._texts = collections.defaultdict[int, list[str]](list)  # by choice
-        self._reports = collections.defaultdict[int, list[choices.TokenReport]](list)
+        self._texts: dict[int, list[str]] = collections.defaultdict(list)  # by choice
+        self._reports: dict[int, list[choices.TokenReport]] = collections.defaultdict(list)
         self._prompt_logprobs: dict[int, Sequence[generate.TokenLogprobs]] = {}  # by prompt
 
     def deliver(self, output: generate.Output, first: int = 0) -> None:
         number = first + output.index
         choice = self.choices[number]
-        if choice.is_over:
+        if choice.finish_reason is not None:
             return
         self.count_tokens(choice, len(output.token_ids))
         self.record_cached(choice, output)

@@ -21,6 +21,9 @@ _NOT_AT_START = (METRICS, kv_transfer.REPORT_ANNOTATION)  # the latter is for th
 class StreamDelivery(delivery.Delivery):
     """A stream of chunks, as chats and completions have it."""
 
+    __slots__ = ("_begun", "_formatter", "_has_continuous_usage", "_has_metrics", "_has_stops", "_has_usage",
+                 "_piece_templates", "_templates")  # fmt: skip
+
     last_event = sse.DONE
 
     def __init__(
@@ -134,8 +137,17 @@ class StreamDelivery(delivery.Delivery):
             and not self._has_continuous_usage
             and not self._has_metrics
         ):
-            template = sse.make_template(self._formatter, choice.index, self._extra())
-            self._templates[choice.index] = template
+            self._templates[choice.index] = self._template_of(choice.index, "")
+
+    def _template_of(
+        self, index: int, piece: choices.Piece, number: int = 0
+    ) -> sse.Template | None:
+        """Return the template for pieces of a choice like this one; `number` is that of its call, if it is of one."""
+        key = index, type(piece), number
+        if key not in self._piece_templates:
+            new = sse.make_template(self._formatter, index, self._extra(), piece)
+            self._piece_templates[key] = new
+        return self._piece_templates[key]
 
     def _piece_event(self, index: int, piece: choices.Piece) -> bytes:
         """Return the event for a piece of a choice that has begun, by the template for pieces of its kind."""
@@ -144,13 +156,9 @@ class StreamDelivery(delivery.Delivery):
             number, text = piece.number, piece.arguments
         elif isinstance(piece, parser.Reasoning):
             text = piece.text
-        key = index, type(piece), number
         template = None
         if not isinstance(piece, choices.Call) or not piece.is_start:
-            if key not in self._piece_templates:
-                new = sse.make_template(self._formatter, index, self._extra(), piece)
-                self._piece_templates[key] = new
-            template = self._piece_templates[key]
+            template = self._template_of(index, piece, number)
         if template is None:
             chunk = self._formatter.chunk(sse.ChoicePart(index, piece))
             return sse.event({**chunk, **self._extra()})
@@ -210,6 +218,8 @@ class StreamDelivery(delivery.Delivery):
 class EventDelivery(delivery.Delivery):
     """A stream of typed events in an order, as messages and responses have it: one prompt, one choice."""
 
+    __slots__ = ("_choice", "_formatter", "_has_begun")
+
     content_type = sse.CONTENT_TYPE
 
     def __init__(
@@ -253,5 +263,7 @@ class EventDelivery(delivery.Delivery):
 
 class LineDelivery(EventDelivery):
     """The same as lines of JSON, as Ollama has it."""
+
+    __slots__ = ()
 
     content_type = LINES_TYPE

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
@@ -185,7 +185,7 @@ class RegisteredModel:
                 is_restricted=bool(weights),
             )
         # the route of an embedding model reads nothing of the request
-        generation = cast("generate.Request", request)
+        generation: Any = request
         return await replicas.route.open_stream(generation, receiver, options)
 
     def choose_instance(

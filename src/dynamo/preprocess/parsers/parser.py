@@ -12,7 +12,9 @@ garbage collector can free.
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 MAX_HELD_BLANKS = 256  # characters; more go on, so that a model that writes blanks forever is heard
 
@@ -89,7 +91,7 @@ def _never(text: str) -> bool:
     return False
 
 
-class ParserFactory(NamedTuple):
+class ParserFactory(msgspec.Struct, frozen=True):
     """Makes parsers for the answers to one prompt.
 
     Most answers need none, which is known as soon as they begin: `can_pass` says whether an answer that begins with

@@ -9,15 +9,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from dynamo.base import errors
 from dynamo.protocols import wire
 from dynamo.runtime import requests
 from dynamo.runtime.backends import frame_connection
 
 _log = logging.getLogger(__name__)
-_encode_body = msgspec.msgpack.Encoder().encode
 # The server ends a stream at its time limit; if it does not, the client does, this much later, at the connection's next
 # tick: a timer of its own for each stream would cost more than all else that is done to open it.
 BACKSTOP_S = 1.0
@@ -97,9 +94,8 @@ class ClientConnection:
             raise errors.DeadlineExceeded("the request's time was over before it was sent")
         limit_s = None if timeout_s is None else min(timeout_s, wire.MAX_TIMEOUT_S)
         number = self._last + 1
-        raw = msgspec.Raw(_encode_body(body))
         frame = wire.encode(
-            wire.Open(number, endpoint, raw, dict(headers), limit_s, self.instance_id)
+            wire.Open(number, endpoint, body, dict(headers), limit_s, self.instance_id)
         )
         self._last = number
         self._receivers[number] = receiver

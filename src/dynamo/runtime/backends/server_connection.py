@@ -96,7 +96,7 @@ class ServerCall:
         "_was_cancelled",
     )
 
-    def __init__(self, connection: "ServerConnection", frame: wire.Open) -> None:
+    def __init__(self, connection: "ServerConnection", frame: wire.Open[msgspec.Raw]) -> None:
         self._connection = connection
         self._frame = frame
         self._response_bytes = connection.frames.traffic.responses(frame.endpoint)
@@ -320,7 +320,7 @@ class ServerConnection:
         if self._state.is_draining:
             self.say_goodbye("it is draining")
 
-    def _handle_open(self, frame: wire.Open) -> None:
+    def _handle_open(self, frame: wire.Open[msgspec.Raw]) -> None:
         if frame.stream <= self._last:
             raise errors.RemoteProtocolError(
                 f"stream {frame.stream} after stream {self._last}: numbers must rise"
@@ -341,7 +341,7 @@ class ServerConnection:
         except errors.DynamoError as error:
             call.fail(error)
 
-    def _refusal(self, frame: wire.Open) -> errors.DynamoError | None:
+    def _refusal(self, frame: wire.Open[msgspec.Raw]) -> errors.DynamoError | None:
         if self._state.is_draining:
             return errors.WorkerLost("the worker is draining: ask another")
         if refusal := self._state.refuse_instance(frame.instance):

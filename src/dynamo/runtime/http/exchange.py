@@ -29,6 +29,7 @@ _COMPRESSED_BYTES = range(2**10, 256 * 2**10)  # of answers; the largest take so
 _large_bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
 _NO_WEIGHT = re.compile(r"\s*q=0(\.0*)?\s*")
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
+_NO_CONTENT = http.HTTPStatus.NO_CONTENT.value
 
 
 async def decode_apart(body: bytes, decode: Callable[[bytes], T]) -> T:
@@ -212,7 +213,7 @@ class Exchange:
             body = gzip.compress(body, compresslevel=1, mtime=0)
             headers = (*headers, ("content-encoding", "gzip"), ("vary", "accept-encoding"))
         head = self._make_head(status, content_type, headers)
-        if status != http.HTTPStatus.NO_CONTENT:  # RFC 9110, 8.6: that one must not have it
+        if status != _NO_CONTENT:  # RFC 9110, 8.6: that one must not have it
             head += b"content-length: %d\r\n" % len(body)
         head += b"\r\n"
         self._wire.write(head if self.request.method == "HEAD" else head + body)

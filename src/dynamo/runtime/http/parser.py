@@ -16,7 +16,7 @@ from dynamo.runtime.http.exchange import BodySink, Headers, Request
 NUM_CONNECTIONS = 10_000
 # of each body, which do not count towards `HttpLimits.kept_body_bytes`
 FREE_BODY_BYTES = 16 * 2**10
-_OFFER_HEADERS = frozenset((b"upgrade", b"connection", b"http2-settings"))
+_OFFER_HEADERS = frozenset(("upgrade", "connection", "http2-settings"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,6 @@ class RequestParser:
         self._head_bytes = 0
         self._url = b""
         self._headers: dict[str, str] = {}
-        self._raw_headers: list[tuple[bytes, bytes]] = []
         self._num_headers = 0
         self._body: bytes | bytearray = b""
         self._body_bytes = 0
@@ -187,9 +186,9 @@ class RequestParser:
     def _head_without_offer(self) -> bytes:
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self._url, version)]
-        for name, value in self._raw_headers:
-            if name.lower() not in _OFFER_HEADERS:
-                lines.append(b"%b: %b" % (name, value))
+        for name, text in self._headers.items():
+            if name not in _OFFER_HEADERS:
+                lines.append(f"{name}: {text}".encode("latin-1"))
         if "close" in self._headers.get("connection", "").lower():
             lines.append(b"connection: close")
         return b"\r\n".join(lines) + b"\r\n\r\n"
@@ -220,7 +219,6 @@ class RequestParser:
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_body:  # a trailer, which no one has checked as a header (RFC 9110, 6.5.1)
             return
-        self._raw_headers.append((name, value))
         self._num_headers += 1
         self._head_bytes += len(name) + len(value)
         if self._num_headers > self._limit.num_headers:

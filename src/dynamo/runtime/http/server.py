@@ -211,13 +211,16 @@ _PACED_BYTES = 2**20
 class _Connection(asyncio.Protocol):
     """One client. It reads (a request may be midway), answers (an exchange is active), lingers, or idles."""
 
+    __slots__ = ("_active", "_advancing", "_drained", "_kept_body_bytes", "_lingering", "_loop", "_parser",
+                 "_pending", "_read_paused", "_receiver", "_server", "_transport", "_unread_bytes", "_waiting",
+                 "_write_paused", "deadline")  # fmt: skip
+
     def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
         self._loop = loop
         self._pending: deque[Request | parser.Refusal] = deque()
         self._active: Exchange | None = None
-        self._advancing = self._lingering = False
-        self._write_paused = self._read_paused = False
+        self._advancing = self._lingering = self._write_paused = self._read_paused = False
         self._unread_bytes = 0  # that waited for the client when it was last looked at
         self._waiting: list[bytes] = []  # to be written at the end of this turn
         self._kept_body_bytes = 0  # that count, of all its requests
