@@ -14,7 +14,7 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
@@ -24,7 +24,17 @@ import msgspec
 from dynamo.base import addresses, clock, config, distribution, errors, ids, membership, tasks
 from dynamo.observability import tracing
 from dynamo.protocols import instances
-from dynamo.runtime import client, discovery, events, listening, naming, requests, services
+from dynamo.runtime import (
+    client,
+    discovery,
+    events,
+    listening,
+    naming,
+    requests,
+    services,
+    serving,
+    system_port,
+)
 from dynamo.runtime import credentials as credential_files
 from dynamo.runtime.backends import file, frame_connection, memory, multiplex, tcp, zmq
 from dynamo.runtime.backends.etcd import access as etcd_access
@@ -142,6 +152,10 @@ class DistributedRuntime:
         self._is_sibling = is_sibling
         self._records: dict[str, bytes] = {}  # this instance's keys in discovery
         self._is_withdrawn = False
+        self._hidden: set[str] = set()  # keys of endpoints that are withdrawn for themselves
+        self.served = serving.ServedEndpoints(self.clock, plane.traffic)
+        self.engine_routes: dict[str, system_port.EngineRoute] = {}
+        self.stop_requested = asyncio.Event()
         self._publishing = asyncio.Lock()  # a record that changes is not restored in its old state
         self._clients: list[client.EndpointClient] = []
 
@@ -224,6 +238,19 @@ class DistributedRuntime:
         """Return a namespace, by default that of the settings: the start of `namespace().component().endpoint()`."""
         return naming.Namespace(self, name or self._parts.settings.namespace)
 
+    def endpoint(self, path: str) -> naming.Endpoint:
+        """Return an endpoint by `namespace.component.endpoint`, with or without `dyn://`. Raises ConfigError."""
+        url = path if path.startswith("dyn://") else f"dyn://{path}"
+        return naming.Endpoint(self, instances.EndpointName.parse(url))
+
+    def shutdown(self) -> None:
+        """Let a process of `dynamo_worker` finish its requests and end, as SIGTERM does."""
+        self.stop_requested.set()
+
+    def register_engine_route(self, route_name: str, callback: system_port.EngineRoute) -> None:
+        """Answer /engine/`route_name` of the system port by `callback`: the JSON object of the body in, another out."""
+        self.engine_routes[route_name] = callback
+
     async def register(
         self, name: instances.EndpointName, handler: requests.Handler, *attachments: Attachment
     ) -> instances.Instance:
@@ -248,7 +275,7 @@ class DistributedRuntime:
         """
         async with self._publishing:
             before = self._records.get(key)
-            if self._is_withdrawn or before is None:
+            if self._is_withdrawn or before is None or key in self._hidden:
                 raise errors.Conflict("nobody is to find us now: try again when we serve")
             try:
                 await self._put(key, change(before))
@@ -273,12 +300,42 @@ class DistributedRuntime:
     async def restore(self) -> None:
         """Publish the withdrawn records again; those that discovery cannot take now are published when it is back."""
         async with self._publishing:
-            for key, value in self._records.items():
-                try:
-                    await self.discovery.put(key, value)
-                except errors.Unavailable as error:
-                    _logger.warning("%s is published when discovery is back: %s", key, error)
+            await self._publish_again(self._records.keys() - self._hidden)
             self._is_withdrawn = False
+
+    async def withdraw_endpoint(self, name: instances.EndpointName) -> None:
+        """Remove the records of one endpoint until `restore_endpoint`; its handler still answers."""
+        async with self._publishing:
+            for key in reversed(self._keys_of(name)):
+                self._hidden.add(key)
+                await self.discovery.delete(key)
+
+    async def deregister_endpoint(self, name: instances.EndpointName) -> None:
+        """Remove the records of one endpoint for good; its handler still answers."""
+        await self.withdraw_endpoint(name)
+        for key in self._keys_of(name):
+            self._hidden.discard(key)
+            del self._records[key]
+
+    async def restore_endpoint(self, name: instances.EndpointName) -> None:
+        """Publish the withdrawn records of one endpoint again; while all are withdrawn, `restore` does."""
+        async with self._publishing:
+            keys = self._keys_of(name)
+            self._hidden.difference_update(keys)
+            if not self._is_withdrawn:
+                await self._publish_again(keys)
+
+    def _keys_of(self, name: instances.EndpointName) -> list[str]:
+        """Return the keys of an endpoint's instance and card, in the order in which they were published."""
+        end = f"/{name.path}/{self.instance_id:x}"
+        return [key for key in self._records if key.endswith(end)]
+
+    async def _publish_again(self, keys: Collection[str]) -> None:
+        for key in [key for key in self._records if key in keys]:  # in their order
+            try:
+                await self.discovery.put(key, self._records[key])
+            except errors.Unavailable as error:
+                _logger.warning("%s is published when discovery is back: %s", key, error)
 
     def client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Return a client that follows an endpoint; it is closed with this runtime, if not before."""
@@ -300,6 +357,7 @@ class DistributedRuntime:
         """
         await self.deregister()
         await self.clock.sleep(grace_s)
+        self.served.begin_drain()
         return await self.requests.drain(timeout_s)
 
     async def close(self) -> None:
