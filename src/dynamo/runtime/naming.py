@@ -14,8 +14,8 @@
 import asyncio
 import contextlib
 import enum
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
@@ -206,6 +206,53 @@ class Annotated:
         return f"Annotated(data={self._data!r})"
 
 
+class ItemStream:
+    """The items of an answer, as they come. Closing or dropping it cancels the handler."""
+
+    def __init__(
+        self,
+        stream: requests.Stream,
+        receiver: requests.ItemReceiver[Any],
+        context: Context,
+        *,
+        annotated: bool,
+    ) -> None:
+        """Read the items of `stream`, which stops with the request of `context`, from its receiver."""
+        self._stream = stream
+        self._receiver = receiver
+        self._annotated = annotated
+        self._is_over = False
+        self._stopped = context.async_killed_or_stopped()
+        self._stopped.add_done_callback(lambda _: stream.send_signal(_STOP))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            item = await anext(self._receiver)
+        except BaseException:
+            self._end()
+            raise
+        return Annotated(item) if self._annotated else item
+
+    async def aclose(self) -> None:
+        """Cancel the handler, if it has not ended. Idempotent."""
+        self._end()
+
+    def __del__(self) -> None:
+        if not self._stopped.get_loop().is_closed():
+            self._end()
+
+    def _end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._stream.cancel()
+            self._stopped.cancel()
+
+
 class Client:
     """The instances of an endpoint, and the ways to choose one for a request."""
 
@@ -224,13 +271,13 @@ class Client:
 
     async def generate(
         self, request: Any, annotated: bool = True, context: Context | None = None
-    ) -> AsyncIterator[Any]:
+    ) -> ItemStream:
         """Send a request to any instance, by the mode of this client; else as `round_robin`."""
         return await self._open(request, annotated, context, mode=self._mode)
 
     async def round_robin(
         self, request: Any, annotated: bool = True, context: Context | None = None
-    ) -> AsyncIterator[Any]:
+    ) -> ItemStream:
         """Send a request to the next instance and return an iterator over its answer.
 
         Items are `Annotated`, or plain values if not `annotated`. Closing the iterator cancels the handler. With the
@@ -241,7 +288,7 @@ class Client:
 
     async def random(
         self, request: Any, annotated: bool = True, context: Context | None = None
-    ) -> AsyncIterator[Any]:
+    ) -> ItemStream:
         """Send a request to a random instance; else as `round_robin`."""
         return await self._open(request, annotated, context, mode="random")
 
@@ -251,7 +298,7 @@ class Client:
         instance_id: int,
         annotated: bool = True,
         context: Context | None = None,
-    ) -> AsyncIterator[Any]:
+    ) -> ItemStream:
         """Send a request to this instance; else as `round_robin`."""
         return await self._open(request, annotated, context, instance_id=instance_id)
 
@@ -263,31 +310,10 @@ class Client:
         *,
         mode: clients.Mode = "round-robin",
         instance_id: int | None = None,
-    ) -> AsyncIterator[Any]:
-        return _items(
-            self._client, request, annotated, context, mode=mode, instance_id=instance_id
+    ) -> ItemStream:
+        context = context or Context()
+        receiver: requests.ItemReceiver[Any] = requests.ItemReceiver(object)
+        stream = await self._client.open(
+            request, receiver, mode=mode, instance_id=instance_id, headers=context.headers
         )
-
-
-async def _items(
-    endpoint_client: clients.EndpointClient,
-    request: Any,
-    annotated: bool,
-    context: Context | None,
-    *,
-    mode: clients.Mode = "round-robin",
-    instance_id: int | None = None,
-) -> AsyncIterator[Any]:
-    context = context or Context()
-    receiver: requests.ItemReceiver[Any] = requests.ItemReceiver(object)
-    stream = await endpoint_client.open(
-        request, receiver, mode=mode, instance_id=instance_id, headers=context.headers
-    )
-    stopped = context.async_killed_or_stopped()
-    stopped.add_done_callback(lambda _: stream.send_signal(_STOP))
-    try:
-        async for item in receiver:
-            yield Annotated(item) if annotated else item
-    finally:
-        stream.cancel()
-        stopped.cancel()
+        return ItemStream(stream, receiver, context, annotated=annotated)

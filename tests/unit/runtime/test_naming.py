@@ -134,6 +134,41 @@ async def test_cancelled_wait_for_the_end_leaves_the_context_as_it_is():
     assert await context.async_killed_or_stopped()
 
 
+async def test_request_is_sent_before_its_answer_is_read(rig):
+    requests = []
+
+    async def handler(request):
+        requests.append(request)
+        yield request
+
+    client = await rig.client(handler)
+    streams = [await client.round_robin(number) for number in range(3)]
+    await until(lambda: len(requests) == 3)
+
+    assert [await values(stream) for stream in streams] == [[0], [1], [2]]
+    with pytest.raises(StopAsyncIteration):
+        await anext(streams[0])
+    with pytest.raises(errors.NoWorkers):
+        await client.direct("hi", 1)
+
+
+async def test_answer_that_nobody_keeps_cancels_its_handler(rig):
+    seen = asyncio.get_running_loop().create_future()
+
+    async def handler(request, context):
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            seen.set_result(context.is_killed())
+
+    client = await rig.client(handler)
+    async for _ in await client.generate("hi"):
+        break
+    async with asyncio.timeout(PATIENT_S):
+        assert await seen
+
+
 async def test_item_has_the_parts_of_dynamos_annotated_values(rig):
     async def handler(request):
         yield request
